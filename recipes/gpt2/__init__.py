@@ -1,0 +1,56 @@
+"""GPT-2: learned positions, tied embeddings, LayerNorm and GELU.
+
+Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", and the published code.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from trainer.errors import setting_error
+from trainer.recipe import Recipe, register
+
+
+def _key(default: Any, meaning: str, **limits: Any) -> Any:
+    return field(default=default, metadata={"meaning": meaning, **limits})
+
+
+@dataclass(frozen=True)
+class GPT2Config:
+    """Shape of a GPT-2."""
+
+    vocab_size: int = _key(50257, "size of the vocabulary", at_least=1)
+    dim: int = _key(768, "width of the residual stream", at_least=1)
+    num_layers: int = _key(12, "transformer blocks", at_least=1)
+    num_heads: int = _key(12, "attention heads", at_least=1)
+    max_seq_len: int = _key(1024, "number of learned positions", at_least=1)
+    dropout: float = _key(0.0, "dropout on embeddings, attention and both residual branches", at_least=0, below=1)
+    norm_eps: float = _key(1e-5, "epsilon of LayerNorm", above=0)
+    init_std: float = _key(0.02, "standard deviation of the initial weights", above=0)
+
+
+def check(config: GPT2Config) -> None:
+    """Check the rules between the shape's fields.  Raises UserError."""
+    if config.dim % config.num_heads:
+        legal = [n for n in range(1, config.dim + 1) if config.dim % n == 0]
+        best = min(legal, key=lambda n: abs(n - config.num_heads))
+        raise setting_error("model.num_heads", config.num_heads, f"must divide model.dim={config.dim}", best)
+
+
+def flops(config: GPT2Config, seq_len: int) -> float:
+    """Return model FLOPs of forward and backward for one token: 6 a weight in a matrix, causal attention once."""
+    matrices = config.num_layers * 12 * config.dim**2 + config.dim * config.vocab_size
+    return 6.0 * (matrices + config.num_layers * config.dim * seq_len)
+
+
+register(
+    Recipe(
+        name="gpt2",
+        config=GPT2Config,
+        build="trainer.recipes.gpt2.model:GPT2",
+        units=[("wte", "wpe", "head"), "blocks.*"],
+        check=check,
+        flops=flops,
+    )
+)

@@ -1,0 +1,87 @@
+"""The network of GPT-2.
+
+Shape suffixes: B batch, T time, D model width, N heads, H head size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from trainer.loss import linear_cross_entropy
+from trainer.recipes._layers import Embedding, Linear, merge_heads, split_heads
+from trainer.recipes.gpt2 import GPT2Config
+
+
+class Attention(nn.Module):
+    """Causal multi-head attention."""
+
+    def __init__(self, config: GPT2Config) -> None:
+        super().__init__()
+        self.num_heads, self.dropout = config.num_heads, config.dropout
+        self.qkv = Linear(config.dim, 3 * config.dim, std=config.init_std, bias=True)
+        self.out = Linear(config.dim, config.dim, std=config.init_std / math.sqrt(2 * config.num_layers), bias=True)
+
+    def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
+        q_BNTH, k_BNTH, v_BNTH = (split_heads(part, self.num_heads) for part in self.qkv(x_BTD).chunk(3, dim=-1))
+        dropout = self.dropout if self.training else 0.0
+        return self.out(
+            merge_heads(F.scaled_dot_product_attention(q_BNTH, k_BNTH, v_BNTH, dropout_p=dropout, is_causal=True))
+        )
+
+
+class Block(nn.Module):
+    """One transformer block."""
+
+    def __init__(self, config: GPT2Config) -> None:
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(config.dim, eps=config.norm_eps)
+        self.attention = Attention(config)
+        self.ln_2 = nn.LayerNorm(config.dim, eps=config.norm_eps)
+        self.up = Linear(config.dim, 4 * config.dim, std=config.init_std, bias=True)
+        down_std = config.init_std / math.sqrt(2 * config.num_layers)
+        self.down = Linear(4 * config.dim, config.dim, std=down_std, bias=True)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
+        x_BTD = x_BTD + self.dropout(self.attention(self.ln_1(x_BTD)))
+        return x_BTD + self.dropout(self.down(F.gelu(self.up(self.ln_2(x_BTD)), approximate="tanh")))
+
+
+class Head(nn.Module):
+    """Final norm and the output projection, whose weight is the token table."""
+
+    def __init__(self, config: GPT2Config) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(config.dim, eps=config.norm_eps)
+        self.output = Linear(config.dim, config.vocab_size, std=config.init_std)
+
+    def forward(self, x_BTD: torch.Tensor, targets_BT: torch.Tensor | None = None) -> torch.Tensor:
+        hidden_BTD = self.norm(x_BTD)
+        if targets_BT is None:
+            return self.output(hidden_BTD)
+        return linear_cross_entropy(hidden_BTD, self.output.weight, targets_BT)
+
+
+class GPT2(nn.Module):
+    """A GPT-2: `tokens` (B, T) to logits (B, T, V), or with `targets` (B, T) to their summed loss."""
+
+    def __init__(self, config: GPT2Config) -> None:
+        super().__init__()
+        self.config = config
+        self.wte = Embedding(config.vocab_size, config.dim, std=config.init_std)
+        self.wpe = Embedding(config.max_seq_len, config.dim, std=config.init_std)
+        self.dropout = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.head = Head(config)
+        self.head.output.weight = self.wte.weight
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x_BTD = self.dropout(self.wte(tokens) + self.wpe(positions))
+        for block in self.blocks:
+            x_BTD = block(x_BTD)
+        return self.head(x_BTD, targets)

@@ -1,0 +1,87 @@
+"""Llama 3: pre-norm transformer with RoPE, grouped-query attention and SwiGLU.
+
+Source: Grattafiori et al. 2024, arXiv:2407.21783; published configurations of Llama 3.1 and 3.2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from trainer.errors import setting_error
+from trainer.recipe import Recipe, register
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def _key(default: Any, meaning: str, **limits: Any) -> Any:
+    return field(default=default, metadata={"meaning": meaning, **limits})
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    """Shape of a Llama."""
+
+    vocab_size: int = _key(257, "size of the vocabulary", at_least=1)
+    dim: int = _key(192, "width of the residual stream", at_least=1)
+    num_layers: int = _key(4, "transformer blocks", at_least=1)
+    num_heads: int = _key(6, "query heads", at_least=1)
+    num_kv_heads: int = _key(2, "key and value heads (grouped-query attention)", at_least=1)
+    ffn_dim: int = _key(512, "width inside the feed-forward", at_least=1)
+    max_seq_len: int = _key(131072, "longest sequence the positions are made for", at_least=1)
+    rope_theta: float = _key(500000.0, "base of the rotary frequencies", above=0)
+    rope_factor: float = _key(
+        1.0, "Llama 3.1's frequency scaling: how far the context is stretched; 1: none", at_least=1
+    )
+    rope_low_freq: float = _key(1.0, "wavelengths above original length / this are stretched in full", above=0)
+    rope_high_freq: float = _key(4.0, "wavelengths below original length / this are left alone", above=0)
+    rope_original_len: int = _key(8192, "context length before stretching", at_least=1)
+    norm_eps: float = _key(1e-5, "epsilon of RMSNorm", above=0)
+    tie_embeddings: bool = _key(False, "embedding and output head share their weights")
+    init_std: float = _key(0.02, "standard deviation of the initial weights", above=0)
+
+
+def check(config: LlamaConfig) -> None:
+    """Check the rules between the shape's fields.  Raises UserError."""
+    if config.dim % config.num_heads or config.dim // config.num_heads % 2:
+        legal = [n for n in range(1, config.dim + 1) if config.dim % n == 0 and config.dim // n % 2 == 0]
+        best = min(legal, key=lambda n: abs(n - config.num_heads)) if legal else None
+        rule = f"must divide model.dim={config.dim} into heads of even size (RoPE turns pairs)"
+        raise setting_error("model.num_heads", config.num_heads, rule, best)
+    if config.num_heads % config.num_kv_heads:
+        legal = [n for n in range(1, config.num_heads + 1) if config.num_heads % n == 0]
+        best = min(legal, key=lambda n: abs(n - config.num_kv_heads))
+        rule = f"must divide model.num_heads={config.num_heads}: each key head serves as many query heads"
+        raise setting_error("model.num_kv_heads", config.num_kv_heads, rule, best)
+
+
+def units(model: nn.Module) -> list[str | tuple[str, ...]]:
+    """Return what FSDP gathers together.  A tied table is one parameter, so its two modules are one unit."""
+    if model.config.tie_embeddings:  # type: ignore[union-attr]
+        return [("tok_embeddings", "head"), "layers.*"]
+    return ["tok_embeddings", "layers.*", "head"]
+
+
+def flops(config: LlamaConfig, seq_len: int) -> float:
+    """Return model FLOPs of forward and backward for one token: 6 a weight in a matrix, causal attention once.
+
+    Chowdhery et al. 2022, arXiv:2204.02311, appendix B; a causal mask halves attention's score matrix.
+    """
+    head_dim = config.dim // config.num_heads
+    attention = config.dim * head_dim * (2 * config.num_heads + 2 * config.num_kv_heads)
+    matrices = config.num_layers * (attention + 3 * config.dim * config.ffn_dim) + config.dim * config.vocab_size
+    scores = config.num_layers * 2 * config.dim * seq_len / 2
+    return 6.0 * (matrices + scores)
+
+
+register(
+    Recipe(
+        name="llama",
+        config=LlamaConfig,
+        build="trainer.recipes.llama.model:Llama",
+        units=units,
+        check=check,
+        flops=flops,
+    )
+)

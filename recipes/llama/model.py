@@ -1,0 +1,142 @@
+"""The network of Llama 3.
+
+Shape suffixes: B batch, T time, D model width, N query heads, K key and value heads, H head size, F feed-forward
+width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from trainer.loss import linear_cross_entropy
+from trainer.recipes._layers import Embedding, Linear, merge_heads, split_heads
+from trainer.recipes.llama import LlamaConfig
+
+
+class Rope(nn.Module):
+    """Rotary position embedding (Su et al. 2021, arXiv:2104.09864), pairs half a head apart.
+
+    Angles are computed in fp32 where they are used: as a block's inputs they would be cast to FSDP's param_dtype.
+    """
+
+    inv_freq_H: torch.Tensor
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.register_buffer("inv_freq_H", torch.empty(config.dim // config.num_heads // 2), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        config, size = self.config, self.inv_freq_H.numel()
+        exponents = torch.arange(size, dtype=torch.float32, device=self.inv_freq_H.device) / size
+        inv_freq = config.rope_theta**-exponents
+        if config.rope_factor != 1.0:
+            # Long wavelengths are stretched by the factor, short ones kept, those between blended.
+            wavelength = 2 * math.pi / inv_freq
+            low, high = config.rope_low_freq, config.rope_high_freq
+            keep = ((config.rope_original_len / wavelength - low) / (high - low)).clamp(0.0, 1.0)
+            inv_freq = inv_freq * (keep + (1 - keep) / config.rope_factor)
+        self.inv_freq_H.copy_(inv_freq)
+
+    def forward(self, num_positions: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return cosines and sines, (T, H/2) each."""
+        positions = torch.arange(num_positions, dtype=torch.float32, device=self.inv_freq_H.device)
+        angles = torch.outer(positions, self.inv_freq_H)
+        return angles.cos(), angles.sin()
+
+
+def rotate(x_BNTH: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Turn each pair of a head by its angle; in fp32, returned in the dtype of `x_BNTH`."""
+    first, second = x_BNTH.float().chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x_BNTH.dtype)
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
+        head_dim = config.dim // config.num_heads
+        out_std = config.init_std / math.sqrt(2 * config.num_layers)
+        self.wq = Linear(config.dim, config.num_heads * head_dim, std=config.init_std)
+        self.wk = Linear(config.dim, config.num_kv_heads * head_dim, std=config.init_std)
+        self.wv = Linear(config.dim, config.num_kv_heads * head_dim, std=config.init_std)
+        self.wo = Linear(config.num_heads * head_dim, config.dim, std=out_std)
+        self.rope = Rope(config)
+
+    def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
+        cos, sin = self.rope(x_BTD.shape[1])
+        q_BNTH = rotate(split_heads(self.wq(x_BTD), self.num_heads), cos, sin)
+        k_BKTH = rotate(split_heads(self.wk(x_BTD), self.num_kv_heads), cos, sin)
+        v_BKTH = split_heads(self.wv(x_BTD), self.num_kv_heads)
+        grouped = self.num_kv_heads != self.num_heads
+        out_BNTH = F.scaled_dot_product_attention(q_BNTH, k_BKTH, v_BKTH, is_causal=True, enable_gqa=grouped)
+        return self.wo(merge_heads(out_BNTH))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU (Shazeer 2020, arXiv:2002.05202)."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.w1 = Linear(config.dim, config.ffn_dim, std=config.init_std)
+        self.w3 = Linear(config.dim, config.ffn_dim, std=config.init_std)
+        self.w2 = Linear(config.ffn_dim, config.dim, std=config.init_std / math.sqrt(2 * config.num_layers))
+
+    def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
+        return self.w2(F.silu(self.w1(x_BTD)) * self.w3(x_BTD))
+
+
+class Block(nn.Module):
+    """One transformer block."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.attention = Attention(config)
+        self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.feed_forward = FeedForward(config)
+
+    def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD))
+        return x_BTD + self.feed_forward(self.ffn_norm(x_BTD))
+
+
+class Head(nn.Module):
+    """Final norm and output projection; with targets, the summed loss without ever holding all logits."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.output = Linear(config.dim, config.vocab_size, std=config.init_std)
+
+    def forward(self, x_BTD: torch.Tensor, targets_BT: torch.Tensor | None = None) -> torch.Tensor:
+        hidden_BTD = self.norm(x_BTD)
+        if targets_BT is None:
+            return self.output(hidden_BTD)
+        return linear_cross_entropy(hidden_BTD, self.output.weight, targets_BT)
+
+
+class Llama(nn.Module):
+    """A Llama: `tokens` (B, T) to logits (B, T, V), or with `targets` (B, T) to their summed loss."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.tok_embeddings = Embedding(config.vocab_size, config.dim, std=config.init_std)
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.head = Head(config)
+        if config.tie_embeddings:
+            self.head.output.weight = self.tok_embeddings.weight
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
+        x_BTD = self.tok_embeddings(tokens)
+        for layer in self.layers:
+            x_BTD = layer(x_BTD)
+        return self.head(x_BTD, targets)

@@ -1,0 +1,41 @@
+"""meshtrainer: trains transformers with PyTorch's FSDP2 on a DeviceMesh.
+
+The public names are here: `Trainer`, `Recipe`, `register`, `RunConfig`, `load_config`, `UserError`.
+They are loaded when first used, so that what needs no torch does not import it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trainer.config import RunConfig as RunConfig
+    from trainer.config import load_config as load_config
+    from trainer.errors import UserError as UserError
+    from trainer.recipe import Recipe as Recipe
+    from trainer.recipe import register as register
+    from trainer.trainer import Trainer as Trainer
+
+__version__ = "0.1.0"
+__all__ = ["Recipe", "RunConfig", "Trainer", "UserError", "load_config", "register"]
+
+_HOMES = {
+    "Recipe": "recipe",
+    "RunConfig": "config",
+    "Trainer": "trainer",
+    "UserError": "errors",
+    "load_config": "config",
+    "register": "recipe",
+}
+
+if not (Path(__file__).parent / "recipes").exists():
+    # A bare checkout: recipes/ and conf/ stand beside this folder; an installation maps them into the package.
+    __path__.append(str(Path(__file__).parent.parent))
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'trainer' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"trainer.{_HOMES[name]}"), name)

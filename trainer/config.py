@@ -1,0 +1,608 @@
+"""The configuration: one typed, frozen tree, and the rules that its values obey.
+
+Defaults < recipe YAML < command line.  OmegaConf stops at this door: the other rooms see plain frozen dataclasses.
+Imports no torch, so that `--help` is quick and a mistake is reported before anything is spawned.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from trainer.errors import UserError, choice_error, nearest, setting_error
+from trainer.recipe import Recipe, find_recipe, load_recipes
+
+
+def _key(default: Any, meaning: str, **limits: Any) -> Any:
+    """Declare one key: its default, what it means, and limits (`at_least`, `above`, `at_most`, `below`)."""
+    return field(default=default, metadata={"meaning": meaning, **limits})
+
+
+@dataclass(frozen=True)
+class RunSection:
+    """Which run this is."""
+
+    name: str = _key("", "name of the run; empty: the recipe's name")
+    dir: str = _key("", "folder of the run; empty: runs/<name>")
+    seed: int = _key(0, "seed of the initial weights and of everything random in training", at_least=0)
+    device: Literal["auto", "cpu", "cuda"] = _key("auto", "where to train; auto: cuda where there is a GPU")
+    threads: int = _key(0, "CPU threads of each rank; 0: an equal share of this process's cores", at_least=0)
+    timeout_s: float = _key(600.0, "seconds after which a collective counts as failed", above=0)
+
+
+@dataclass(frozen=True)
+class MeshSection:
+    """How the ranks are arranged: `replicate` x `shard` (HSDP), or only `shard` where replicate is 1."""
+
+    replicate: int = _key(1, "number of replicas of the sharded model; -1: all remaining ranks")
+    shard: int | str = _key(-1, "ranks that share one copy; -1: all remaining ranks; node: the ranks of one node")
+
+
+@dataclass(frozen=True)
+class FsdpSection:
+    """How the model is sharded (torch.distributed.fsdp.fully_shard)."""
+
+    wrap: str = _key("block", "units: block (the recipe's), size:<parameters>, or package.module:function")
+    reshard_after_forward: int | str | list[int | str] = _key(
+        "default",
+        "default (units reshard, root does not), always, never, a number of ranks to reshard to, or a list with one "
+        "of always, never, a number for each unit in the order of the forward pass",
+    )
+    param_dtype: Literal["float32", "bfloat16"] = _key("float32", "dtype of unsharded parameters and of compute")
+    reduce_dtype: Literal["float32", "bfloat16"] = _key("float32", "dtype in which gradients are reduced")
+    output_dtype: Literal["float32", "bfloat16"] | None = _key(None, "dtype of the model's outputs; null: as computed")
+    cpu_offload: bool = _key(False, "keep parameters, gradients and optimizer state in host memory")
+    prefetch_forward: int = _key(0, "units gathered ahead in forward; 0: FSDP's own overlap", at_least=0)
+    prefetch_backward: int = _key(0, "units gathered ahead in backward; 0: FSDP's own overlap (one)", at_least=0)
+
+
+@dataclass(frozen=True)
+class DataSection:
+    """What the model is trained on."""
+
+    source: Literal["stdlib", "synthetic", "tokens"] = _key(
+        "stdlib", "stdlib: this Python's own source text; synthetic: generated; tokens: shards from trainer.prepare"
+    )
+    path: str | None = _key(None, "source=tokens: a token shard or a glob of several")
+    eval_path: str | None = _key(None, "source=tokens: a shard or glob to evaluate on")
+    seq_len: int = _key(256, "tokens of one sequence", at_least=1)
+    tokenizer: str = _key("bytes", "bytes, or the path of a Hugging Face tokenizer.json")
+    pack: bool = _key(True, "true: sequences run across documents; false: one document a sequence, the rest ignored")
+    num_workers: int = _key(0, "processes that prepare batches on each rank; 0: the rank itself", at_least=0)
+    seed: int = _key(0, "seed of the order of the samples", at_least=0)
+    cache_dir: str | None = _key(None, "where tokenized text is kept; null: the user's cache folder")
+
+
+@dataclass(frozen=True)
+class OptimSection:
+    """The optimizer."""
+
+    name: Literal["adamw", "sgd", "muon"] = _key("adamw", "muon: torch's, for matrices; AdamW for the rest")
+    lr: float = _key(3e-4, "peak learning rate", at_least=0)
+    betas: tuple[float, float] = _key((0.9, 0.95), "decay rates of AdamW's two averages", at_least=0, below=1)
+    eps: float = _key(1e-8, "AdamW's epsilon", above=0)
+    momentum: float = _key(0.95, "momentum of sgd and muon", at_least=0, below=1)
+    weight_decay: float = _key(0.1, "decoupled weight decay", at_least=0)
+    decay_all: bool = _key(False, "decay norms, biases and embeddings too")
+    max_grad_norm: float | None = _key(1.0, "gradients are scaled down to this global norm; null: never", above=0)
+
+
+@dataclass(frozen=True)
+class ScheduleSection:
+    """The learning rate over the run: a linear warmup, then the named shape."""
+
+    name: Literal["cosine", "linear", "wsd", "constant"] = _key("cosine", "shape after warmup")
+    warmup_steps: int = _key(0, "updates of linear warmup", at_least=0)
+    min_lr_ratio: float = _key(0.1, "learning rate at the end, as a share of the peak", at_least=0, at_most=1)
+    decay_ratio: float = _key(0.2, "wsd: share of the run that decays, at its end", at_least=0, at_most=1)
+
+
+@dataclass(frozen=True)
+class TrainSection:
+    """The training loop."""
+
+    steps: int = _key(1000, "optimizer updates", at_least=0)
+    global_batch_size: int = _key(8, "sequences of one update, over all ranks", at_least=1)
+    micro_batch_size: int = _key(1, "sequences of one forward on one rank", at_least=1)
+    activation_checkpoint: int | str = _key(
+        "none", "none, full, selective (keeps matmuls and attention), or n: every n-th block in full"
+    )
+    compile: bool = _key(False, "torch.compile each block")
+    max_skipped_updates: int = _key(10, "non-finite updates in a row after which the run fails", at_least=1)
+
+
+@dataclass(frozen=True)
+class EvalSection:
+    """Evaluation on held-out data."""
+
+    every: int = _key(0, "updates between evaluations (one more at the end); 0: never", at_least=0)
+    steps: int = _key(
+        0, "batches of one evaluation, each the size of a global batch; 0: all that is held out", at_least=0
+    )
+
+
+@dataclass(frozen=True)
+class CheckpointSection:
+    """Saving and resuming."""
+
+    every: int = _key(0, "updates between checkpoints; 0: only at the end", at_least=0)
+    mode: Literal["sync"] = _key("sync", "sync: training waits until the checkpoint is written")
+    keep_last: int = _key(2, "checkpoints kept; 0: all", at_least=0)
+    resume: str = _key("auto", "auto: the newest checkpoint in run.dir; none: start anew; or a checkpoint's path")
+    allow_changes: tuple[str, ...] = _key((), "keys that may differ from the checkpoint's configuration")
+
+
+@dataclass(frozen=True)
+class LogSection:
+    """What is reported, and where."""
+
+    every: int = _key(10, "updates between lines", at_least=1)
+    wandb: Literal["off", "offline", "online"] = _key("off", "Weights & Biases")
+    wandb_project: str = _key("meshtrainer", "project in Weights & Biases")
+    tensorboard: bool = _key(False, "write TensorBoard events to run.dir/tensorboard")
+    sample_tokens: int = _key(0, "tokens of the sample that the model writes at the end; 0: none", at_least=0)
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Everything that a run is told.  `model` is the recipe's own dataclass, with a `name` beside its fields."""
+
+    run: RunSection = field(default_factory=RunSection)
+    model: Any = None
+    mesh: MeshSection = field(default_factory=MeshSection)
+    fsdp: FsdpSection = field(default_factory=FsdpSection)
+    data: DataSection = field(default_factory=DataSection)
+    optim: OptimSection = field(default_factory=OptimSection)
+    schedule: ScheduleSection = field(default_factory=ScheduleSection)
+    train: TrainSection = field(default_factory=TrainSection)
+    eval: EvalSection = field(default_factory=EvalSection)
+    checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
+    log: LogSection = field(default_factory=LogSection)
+
+    @property
+    def recipe(self) -> Recipe:
+        return find_recipe(self.model.name)
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.run.dir).absolute()
+
+    @property
+    def vocab_size(self) -> int | None:
+        """Size of the model's vocabulary, or None for a model whose configuration has no such field."""
+        return getattr(self.model, "vocab_size", None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the tree as plain dictionaries, lists and scalars."""
+        plain = OmegaConf.to_container(OmegaConf.create(dataclasses.asdict(self)))
+        assert isinstance(plain, dict)
+        return {str(section): values for section, values in plain.items()}
+
+    def to_yaml(self) -> str:
+        """Return the tree as YAML: a valid recipe file."""
+        plain = self.to_dict()
+        plain["model"] = {"name": self.model.name, **plain["model"]}
+        return OmegaConf.to_yaml(OmegaConf.create(plain))
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Loading
+
+
+def load_config(recipe: str, overrides: Sequence[str] = ()) -> RunConfig:
+    """Return the configuration of `recipe` (a name in conf/ or a path ending in .yaml) with `key=value` overrides.
+
+    Raises UserError for an unknown recipe or key, a key given twice, a wrong type, or a value outside its limits.
+    Rules that need the number of ranks are those of `check_config`.
+    """
+    path = find_recipe_file(recipe)
+    values = dict(_leaves(_read_yaml(path), path))
+    assignments = _split_overrides(overrides)
+
+    name = assignments["model.name"] if "model.name" in assignments else values.get("model.name")
+    if name is None:
+        load_recipes()
+        raise setting_error("model.name", None, f"{path} must name a registered model", "llama")
+    schema = RunConfig(model=find_recipe(str(name)).config)
+    tree = OmegaConf.structured(schema)
+    for node in (tree, *(tree[f.name] for f in dataclasses.fields(RunConfig))):
+        OmegaConf.set_readonly(node, False)
+
+    legal = dict(_declared_keys(schema))
+    for key, value in values.items():
+        _assign(tree, legal, key, value, f" (in {path})")
+    for key, text in assignments.items():
+        if key in legal:
+            _assign(tree, legal, key, _parse(key, text, legal[key].type), "")
+        else:
+            _assign(tree, legal, key, text, "")
+    if not tree.run.name:
+        tree.run.name = path.stem
+    if not tree.run.dir:
+        tree.run.dir = f"runs/{tree.run.name}"
+    try:
+        config = OmegaConf.to_object(tree)
+    except OmegaConfBaseException as error:
+        raise UserError(f"{error.full_key}: {str(error).splitlines()[0]}") from error
+    assert isinstance(config, RunConfig)
+    _check_limits(config)
+    return config
+
+
+def find_recipe_file(recipe: str) -> Path:
+    """Return the YAML file of a recipe.  Raises UserError that names the nearest recipe."""
+    if recipe.endswith((".yaml", ".yml")):
+        path = Path(recipe)
+        if not path.is_file():
+            raise setting_error("recipe", recipe, "no such file", nearest(path.stem, recipe_files()))
+        return path
+    files = recipe_files()
+    if recipe not in files:
+        raise choice_error("recipe", recipe, sorted(files), "a path ending in .yaml, or one of")
+    return files[recipe]
+
+
+def recipe_files() -> dict[str, Path]:
+    """Return the recipes that come with the package, by name."""
+    folder = Path(str(resources.files("trainer.conf")))
+    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+
+
+def description(path: Path) -> str:
+    """Return the first line of a recipe file: what the recipe is for."""
+    first = path.read_text().partition("\n")[0]
+    return first.lstrip("# ").strip()
+
+
+def declared_keys(model: type | None = None) -> dict[str, dataclasses.Field[Any]]:
+    """Return every key that may be set, with its field: type, default, and meaning in `metadata`."""
+    return dict(_declared_keys(RunConfig(model=model)))
+
+
+def _declared_keys(schema: RunConfig) -> Iterator[tuple[str, dataclasses.Field[Any]]]:
+    for section in dataclasses.fields(RunConfig):
+        owner = schema.model if section.name == "model" else type(getattr(schema, section.name))
+        if owner is None:
+            continue
+        hints = typing.get_type_hints(owner)
+        for item in dataclasses.fields(owner):
+            item.type = hints[item.name]
+            yield f"{section.name}.{item.name}", item
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        tree = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+    except YAMLError as error:
+        where = getattr(error, "problem_mark", None)
+        line = f", line {where.line + 1}" if where else ""
+        raise setting_error("recipe", path, f"is not valid YAML{line}: {getattr(error, 'problem', error)}") from error
+    except (OSError, UnicodeDecodeError, OmegaConfBaseException) as error:
+        raise setting_error("recipe", path, f"cannot be read: {error}") from error
+    if not isinstance(tree, dict):
+        raise setting_error("recipe", path, "must hold sections such as `train:` with keys below them")
+    return {str(key): value for key, value in tree.items()}
+
+
+def _leaves(tree: Mapping[str, Any], path: Path) -> Iterator[tuple[str, Any]]:
+    sections = [f.name for f in dataclasses.fields(RunConfig)]
+    for section, values in tree.items():
+        if section not in sections:
+            best = nearest(section, sections)
+            raise setting_error(section, "...", f"no such section (in {path})", best and f"{best}:")
+        if values is None:
+            continue
+        if not isinstance(values, Mapping):
+            raise setting_error(section, values, f"a section holds keys, not a value (in {path})")
+        for key, value in values.items():
+            yield f"{section}.{key}", value
+
+
+def _split_overrides(overrides: Sequence[str]) -> dict[str, str]:
+    assignments: dict[str, str] = {}
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not equals or not key:
+            raise UserError(f"{override!r}: an override has the form section.key=value")
+        if key in assignments:
+            raise setting_error(key, text, f"is given twice (first as {assignments[key]!r}); give it once")
+        assignments[key] = text
+    return assignments
+
+
+def _parse(key: str, text: str, hint: Any) -> Any:
+    """Return the value of a command-line override: text keys as they stand, all others as in YAML."""
+    options = _options(hint)
+    if type(None) in options and text in ("null", "~", ""):
+        return None
+    if all(option is str or typing.get_origin(option) is Literal or option is type(None) for option in options):
+        return text
+    try:
+        return OmegaConf.to_container(OmegaConf.create(f"value: {text}"), resolve=False)["value"]  # type: ignore[index, call-overload]
+    except (YAMLError, OmegaConfBaseException) as error:
+        raise setting_error(key, text, "is not a valid YAML value") from error
+
+
+def _options(hint: Any) -> tuple[Any, ...]:
+    return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+
+
+def _assign(tree: Any, legal: Mapping[str, dataclasses.Field[Any]], key: str, value: Any, where: str) -> None:
+    if key not in legal:
+        same_name = [known for known in legal if known.partition(".")[2] == key.rpartition(".")[2]]
+        best = same_name[0] if same_name else nearest(key, legal)
+        shown = f"{best}={value}" if best else None
+        raise UserError(
+            f"{key}={value}: no such key{where}" + (f"\n  nearest legal key: {shown}" if shown else "\n  see --help")
+        )
+    hint = legal[key].type
+    choices = [choice for option in _options(hint) for choice in typing.get_args(option) if isinstance(choice, str)]
+    if value is False and "off" in choices:  # YAML 1.1 reads a bare `off` as a boolean
+        value = "off"
+    try:
+        OmegaConf.update(tree, key, value, merge=False)
+    except (OmegaConfBaseException, ValueError, TypeError) as error:
+        if choices:
+            raise choice_error(key, value, choices) from error
+        rule = f"must be {type_name(hint)}{where}"
+        raise setting_error(key, value, rule, _nearest_of_type(value, hint, legal[key])) from error
+
+
+def type_name(hint: Any) -> str:
+    """Return the type of a key in words."""
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
+    if typing.get_origin(hint) is Literal:
+        return " or ".join(map(str, typing.get_args(hint)))
+    if typing.get_origin(hint) is list:
+        return f"a list of {type_name(typing.get_args(hint)[0])}"
+    if typing.get_origin(hint) is tuple:
+        items = typing.get_args(hint)
+        return f"a list of {'' if Ellipsis in items else f'{len(items)} x '}{type_name(items[0])}"
+    options = _options(hint)
+    if len(options) > 1:
+        return " or ".join(type_name(option) for option in options)
+    return names.get(hint, getattr(hint, "__name__", str(hint)))
+
+
+def _nearest_of_type(value: Any, hint: Any, key: dataclasses.Field[Any]) -> Any:
+    options = _options(hint)
+    if int in options and isinstance(value, (float, bool)) and math.isfinite(value):
+        return max(round(value), key.metadata.get("at_least", -math.inf))
+    if bool in options:
+        return bool(value) if isinstance(value, int) else (str(value).lower() in ("y", "t", "1", "enable", "enabled"))
+    default = None if key.default is dataclasses.MISSING else key.default
+    if float in options or int in options:
+        digits = "".join(char for char in str(value) if char.isdigit() or char in "+-.e")
+        try:
+            number = float(digits)
+            return number if float in options else int(number)
+        except (ValueError, OverflowError):
+            return default
+    return default
+
+
+def _check_limits(config: RunConfig) -> None:
+    for key, item in _declared_keys(dataclasses.replace(config, model=type(config.model))):
+        section, _, name = key.partition(".")
+        value = getattr(getattr(config, section), name)
+        for number in value if isinstance(value, tuple) else (value,):
+            if isinstance(number, (int, float)) and not isinstance(number, bool):
+                _check_number(key, value, number, item.metadata)
+
+
+def _check_number(key: str, value: Any, number: float, limits: Mapping[str, Any]) -> None:
+    if not math.isfinite(number):
+        raise setting_error(key, value, "must be finite", limits.get("at_least", 0))
+    for word, broken in (
+        ("at_least", lambda bound: number < bound),
+        ("at_most", lambda bound: number > bound),
+        ("above", lambda bound: number <= bound),
+        ("below", lambda bound: number >= bound),
+    ):
+        if word in limits and broken(limits[word]):
+            inside = limits[word] if word in ("at_least", "at_most") else "any number " + word + f" {limits[word]}"
+            raise setting_error(key, value, f"must be {word.replace('_', ' ')} {limits[word]}", inside)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Rules between fields
+
+
+@dataclass(frozen=True)
+class MeshShape:
+    """The mesh that a configuration means on a given number of ranks: `replicate` x `shard` data-parallel ranks."""
+
+    replicate: int
+    shard: int
+
+    @property
+    def is_hybrid(self) -> bool:
+        return self.replicate > 1
+
+    @property
+    def num_ranks(self) -> int:
+        return self.replicate * self.shard
+
+
+def find_mesh_shape(mesh: MeshSection, world_size: int, local_world_size: int) -> MeshShape:
+    """Return the sizes of the mesh's axes on `world_size` ranks.  Raises UserError for one that cannot be."""
+    replicate, shard = mesh.replicate, mesh.shard
+    if shard == "node":
+        if world_size % local_world_size:
+            raise setting_error(
+                "mesh.shard", "node", f"{world_size} ranks do not fill nodes of {local_world_size} evenly", -1
+            )
+        shard = local_world_size
+        replicate = -1 if replicate == 1 else replicate
+    if not isinstance(shard, int):
+        raise setting_error("mesh.shard", shard, "must be a whole number, -1, or node", -1)
+    for key, size in (("mesh.replicate", replicate), ("mesh.shard", shard)):
+        if size == 0 or size < -1:
+            raise setting_error(key, size, "must be at least 1, or -1 for all remaining ranks", 1)
+    if replicate == -1 and shard == -1:
+        raise setting_error("mesh.replicate", -1, "only one axis can take all remaining ranks (mesh.shard=-1)", 1)
+    if shard == -1:
+        _check_divides("mesh.replicate", replicate, world_size)
+        shard = world_size // replicate
+    elif replicate == -1:
+        _check_divides("mesh.shard", shard, world_size)
+        replicate = world_size // shard
+    if replicate * shard != world_size:
+        key = "mesh.shard" if replicate == 1 or world_size % replicate == 0 else "mesh.replicate"
+        value, other = (shard, replicate) if key == "mesh.shard" else (replicate, shard)
+        legal = world_size // other if world_size % other == 0 else -1
+        rule = f"mesh.replicate x mesh.shard = {replicate} x {shard} is not the number of ranks, {world_size}"
+        raise setting_error(key, value, rule, legal)
+    return MeshShape(replicate, shard)
+
+
+def _check_divides(key: str, value: int, world_size: int) -> None:
+    if world_size % value:
+        raise setting_error(key, value, f"must divide the number of ranks, {world_size}", _divisor(value, world_size))
+
+
+def _divisor(value: int, total: int) -> int:
+    """Return the divisor of `total` that is nearest to `value`."""
+    return min((d for d in range(1, total + 1) if total % d == 0), key=lambda d: (abs(d - value), d))
+
+
+def check_config(config: RunConfig, world_size: int, local_world_size: int) -> MeshShape:
+    """Check every rule between fields, before anything is built.  Returns the mesh's shape.
+
+    Raises UserError that names one setting, the rule that it breaks, and the nearest legal value.
+    """
+    shape = find_mesh_shape(config.mesh, world_size, local_world_size)
+    _check_batch(config, shape)
+    _check_reshard(config, shape)
+    _check_forms(config)
+    _check_data(config)
+    if config.recipe.check is not None:
+        config.recipe.check(config.model)
+    return shape
+
+
+def _check_batch(config: RunConfig, shape: MeshShape) -> None:
+    batch, micro = config.train.global_batch_size, config.train.micro_batch_size
+    if batch % (shape.num_ranks * micro) == 0:
+        return
+    ranks = f"{shape.num_ranks} data-parallel ranks" if shape.num_ranks > 1 else "1 data-parallel rank"
+    rule = (
+        f"must be {ranks} x train.micro_batch_size={micro} x a whole number of accumulation steps, "
+        f"so a multiple of {shape.num_ranks * micro}"
+    )
+    legal = max(1, round(batch / (shape.num_ranks * micro))) * shape.num_ranks * micro
+    raise setting_error("train.global_batch_size", batch, rule, legal)
+
+
+def _check_reshard(config: RunConfig, shape: MeshShape) -> None:
+    key, value = "fsdp.reshard_after_forward", config.fsdp.reshard_after_forward
+    entries = value if isinstance(value, list) else [value]
+    words = ["always", "never"] if isinstance(value, list) else ["default", "always", "never"]
+    for entry in entries:
+        if isinstance(entry, bool):
+            raise setting_error(key, value, "takes always or never, not true or false", "always" if entry else "never")
+        if isinstance(entry, str) and entry not in words:
+            best = nearest(entry, words) or words[0]
+            fixed = [best if item == entry else item for item in entries] if isinstance(value, list) else best
+            raise setting_error(key, value, f"must be {', '.join(words)} or a number of ranks", fixed)
+        if isinstance(entry, int) and (entry < 1 or shape.shard % entry):
+            best = _divisor(entry, shape.shard)
+            fixed = [best if item == entry else item for item in entries] if isinstance(value, list) else best
+            raise setting_error(key, value, f"a number of ranks must divide the shard axis, {shape.shard}", fixed)
+
+
+def _check_forms(config: RunConfig) -> None:
+    checkpointing = config.train.activation_checkpoint
+    words = ["none", "full", "selective"]
+    if isinstance(checkpointing, str) and checkpointing not in words:
+        raise choice_error("train.activation_checkpoint", checkpointing, words, "a whole number, or one of")
+    if isinstance(checkpointing, (int, bool)) and (isinstance(checkpointing, bool) or checkpointing < 1):
+        raise setting_error("train.activation_checkpoint", checkpointing, "every n-th block: n is at least 1", "none")
+
+    wrap = config.fsdp.wrap
+    if wrap.startswith("size:"):
+        size = wrap.removeprefix("size:").replace("_", "")
+        if not size.isdecimal() or int(size) < 1:
+            raise setting_error("fsdp.wrap", wrap, "size:<parameters> takes a whole number above 0", "size:100000000")
+    elif wrap != "block" and ":" not in wrap:
+        best = nearest(wrap, ["block", "size:100000000"]) or "block"
+        raise setting_error("fsdp.wrap", wrap, "must be block, size:<parameters>, or package.module:function", best)
+
+    resume = config.checkpoint.resume
+    if resume not in ("auto", "none") and not Path(resume).is_dir():
+        raise setting_error("checkpoint.resume", resume, "must be auto, none, or the folder of a checkpoint", "auto")
+    unknown = [key for key in config.checkpoint.allow_changes if key not in declared_keys(type(config.model))]
+    if unknown:
+        best = nearest(unknown[0], declared_keys(type(config.model)))
+        raise setting_error("checkpoint.allow_changes", list(unknown), "no such key", best and [best])
+    _check_run_dir(config)
+
+
+def _check_run_dir(config: RunConfig) -> None:
+    folder = config.run_dir
+    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    if not existing.is_dir():
+        raise setting_error("run.dir", config.run.dir, f"{existing} is not a folder", f"runs/{config.run.name}")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise setting_error("run.dir", config.run.dir, f"{existing} cannot be written", f"runs/{config.run.name}")
+
+
+def _check_data(config: RunConfig) -> None:
+    data = config.data
+    longest = getattr(config.model, "max_seq_len", None)
+    if longest is not None and data.seq_len > longest:
+        raise setting_error("data.seq_len", data.seq_len, f"is longer than model.max_seq_len={longest}", longest)
+    if data.source == "tokens" and not data.path:
+        raise setting_error("data.path", data.path, "data.source=tokens needs the path or glob of token shards")
+    if data.source != "tokens":
+        for key in ("path", "eval_path"):
+            if getattr(data, key):
+                rule = f"data.source={data.source} reads no file; a path goes with data.source=tokens"
+                raise setting_error(f"data.{key}", getattr(data, key), rule, None)
+    if data.source == "tokens" and config.eval.every and not data.eval_path:
+        rule = "data.source=tokens has nothing held out: give data.eval_path, or evaluate never"
+        raise setting_error("eval.every", config.eval.every, rule, 0)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Resuming
+
+_FIXED_ON_RESUME = ("model.", "data.", "optim.name", "train.global_batch_size", "run.seed")
+_FREE_ON_RESUME = ("data.num_workers", "data.cache_dir")
+
+
+def check_resumed_config(config: RunConfig, path: Path) -> None:
+    """Compare with the configuration stored in a checkpoint.
+
+    Raises UserError that lists every difference which would silently change the training, unless
+    `checkpoint.allow_changes` names it.
+    """
+    stored = OmegaConf.to_container(OmegaConf.load(path))
+    assert isinstance(stored, dict)
+    changed = []
+    for section, values in config.to_dict().items():
+        for name, value in values.items():
+            key = f"{section}.{name}"
+            before = stored.get(section, {}).get(name, value)
+            fixed = key.startswith(_FIXED_ON_RESUME) and key not in _FREE_ON_RESUME
+            if fixed and before != value and key not in config.checkpoint.allow_changes:
+                changed.append((key, before, value))
+    if changed:
+        lines = "\n".join(f"  {key}: {before} in the checkpoint, {value} now" for key, before, value in changed)
+        keys = ",".join(key for key, _, _ in changed)
+        raise UserError(
+            f"cannot resume from {path.parent} with another configuration:\n{lines}\n"
+            f"  restore these values, start anew in another run.dir, or allow it: checkpoint.allow_changes=[{keys}]"
+        )

@@ -1,0 +1,107 @@
+"""Which process this is, among how many: read from whatever launched it.
+
+Knows the variables of torchrun and Slurm and nothing else; imports no torch, so that a mistake in the
+configuration can be reported within a moment and before anything is spawned.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+from collections.abc import MutableMapping
+from dataclasses import dataclass
+
+from trainer.errors import setting_error
+
+SPAWNED_BY_US = "MESHTRAINER_NPROC"
+"""Set in the worker processes that `nproc=N` starts: their parent has reported what there was to report."""
+
+
+@dataclass(frozen=True)
+class Environment:
+    """One process among those of a run.  `launcher` is `single`, `nproc`, `torchrun` or `srun`."""
+
+    launcher: str = "single"
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+
+    @property
+    def is_distributed(self) -> bool:
+        return self.launcher != "single"
+
+
+def find_environment(env: MutableMapping[str, str] = os.environ) -> Environment:
+    """Return what the launcher's variables say; a process without a launcher is rank 0 of 1.
+
+    Under torchrun these are RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE
+    (https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables).  Under srun they are the step's
+    variables: the job's own are wrong as soon as a step uses a part of the job.
+    """
+    if "RANK" in env and "WORLD_SIZE" in env:
+        world_size = _read(env, "WORLD_SIZE")
+        return Environment(
+            launcher="nproc" if SPAWNED_BY_US in env else "torchrun",
+            rank=_read(env, "RANK"),
+            world_size=world_size,
+            local_rank=_read(env, "LOCAL_RANK", 0),
+            local_world_size=_read(env, "LOCAL_WORLD_SIZE", world_size),
+        )
+    if "SLURM_PROCID" in env and "SLURM_STEP_NUM_TASKS" in env and "SLURM_LOCALID" in env:
+        return Environment(
+            launcher="srun",
+            rank=_read(env, "SLURM_PROCID"),
+            world_size=_read(env, "SLURM_STEP_NUM_TASKS"),
+            local_rank=_read(env, "SLURM_LOCALID"),
+            local_world_size=_tasks_on_this_node(env),
+        )
+    return Environment()
+
+
+def export_slurm_rendezvous(env: MutableMapping[str, str] = os.environ) -> None:
+    """Set the variables that `init_process_group` reads, from those of a Slurm step.
+
+    The address is the first node's; the port follows from job, step and restart, so that every task finds the same
+    one without a message, and two steps on one node do not meet.
+    """
+    here = find_environment(env)
+    env["RANK"], env["WORLD_SIZE"] = str(here.rank), str(here.world_size)
+    env["LOCAL_RANK"], env["LOCAL_WORLD_SIZE"] = str(here.local_rank), str(here.local_world_size)
+    if "MASTER_ADDR" not in env:
+        env["MASTER_ADDR"] = _first_address(env.get("SLURM_STEP_NODELIST") or env["SLURM_JOB_NODELIST"])
+    if "MASTER_PORT" not in env:
+        step = [int(env.get(name, "0")) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")]
+        env["MASTER_PORT"] = str(15000 + (step[0] * 131 + step[1] * 7 + step[2]) % 15000)
+
+
+def _read(env: MutableMapping[str, str], name: str, default: int | None = None) -> int:
+    text = env.get(name, "" if default is None else str(default))
+    if not text.isdecimal():
+        raise setting_error(name, text, "the launcher's variable must be a whole number", default)
+    return int(text)
+
+
+def _tasks_on_this_node(env: MutableMapping[str, str]) -> int:
+    counts = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE") or env["SLURM_STEP_NUM_TASKS"]
+    per_node: list[int] = []
+    for item in counts.split(","):  # "2(x3),1" means 2, 2, 2, 1
+        count, _, repeat = item.partition("(x")
+        per_node += [int(count)] * (int(repeat.rstrip(")")) if repeat else 1)
+    return per_node[int(env.get("SLURM_NODEID", "0"))]
+
+
+def _first_address(node_list: str) -> str:
+    def scontrol(*arguments: str) -> str:
+        return subprocess.run(["scontrol", *arguments], check=True, capture_output=True, text=True).stdout
+
+    name = scontrol("show", "hostnames", node_list).split()[0]
+    try:
+        return socket.gethostbyname(name)
+    except OSError:  # the name does not resolve here: Slurm knows the address all the same
+        found = re.search(r"NodeAddr=(\S+)", scontrol("show", "node", "-o", name))
+        if found is None:
+            raise
+        return found.group(1)

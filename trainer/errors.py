@@ -1,0 +1,72 @@
+"""The errors that a user can cause, and how they are worded.
+
+Knows nothing of the rest: every other room may raise from here.  A message names the setting and its
+value, the rule that it breaks, and the nearest legal value, because that is what a person needs to mend it.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+EXIT_FINISHED = 0
+EXIT_FAILED = 1
+EXIT_USER_ERROR = 2
+EXIT_STOPPED = 75
+"""Stopped on request after saving: "run me again" (`EX_TEMPFAIL` of sysexits.h)."""
+
+
+class UserError(Exception):
+    """A mistake of the user's, found before training: shown as one message, exit code 2."""
+
+
+class TrainingFailed(Exception):
+    """Training cannot go on for a reason that is no bug: shown as one message, exit code 1."""
+
+
+class PeerFailed(Exception):
+    """Another rank failed first; its error is the one to show, this rank only leaves.  Exit code 1."""
+
+
+def nearest(value: object, legal: Iterable[object]) -> object | None:
+    """Return the legal value whose spelling is nearest to `value`, or None if none is near."""
+    by_text = {str(candidate): candidate for candidate in legal}
+    found = difflib.get_close_matches(str(value), by_text, n=1, cutoff=0.5)
+    if not found:
+        text = str(value).lower()
+        found = [known for known in by_text if text and (known.lower().startswith(text) or text in known.lower())]
+    return by_text[found[0]] if found else None
+
+
+def setting_error(key: str, value: object, rule: str, legal: object = None) -> UserError:
+    """Return the error for one setting.
+
+    `rule` completes the sentence "<key>=<value> ...", for example "must be at least 1".  `legal` is the nearest
+    legal value (or a short phrase that says how to find it).
+    """
+    message = f"{key}={_show(value)}: {rule}"
+    if legal is not None:
+        message += f"\n  nearest legal value: {key}={_show(legal)}"
+    return UserError(message)
+
+
+def choice_error(key: str, value: object, legal: Iterable[object], noun: str = "one of") -> UserError:
+    """Return the error for a setting whose value is none of the `legal` ones."""
+    choices = list(legal)
+    best = nearest(value, choices)
+    return setting_error(
+        key,
+        value,
+        f"must be {noun} {', '.join(_show(choice) for choice in choices)}",
+        best if best is not None else (choices[0] if choices else None),
+    )
+
+
+def _show(value: object) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, (list, tuple)):
+        return "[" + ",".join(_show(item) for item in value) + "]"
+    return str(value)

@@ -1,0 +1,129 @@
+"""What protects a run: requests to stop, updates that are not finite, random states, the garbage collector.
+
+Signal handlers set a flag and nothing else; the step's one small message tells all ranks.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import signal
+import threading
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+
+from trainer.errors import EXIT_FAILED, TrainingFailed
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
+class StopRequest:
+    """Whether this process was asked to stop, and by what.
+
+    Installed in the main thread only: elsewhere (Ray Train) somebody else owns the signals.  A second SIGINT ends the
+    process at once.
+    """
+
+    def __init__(self) -> None:
+        self.reason: str | None = None
+        self._previous: dict[signal.Signals, Any] = {}
+
+    def install(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            for number in STOP_SIGNALS:
+                self._previous[number] = signal.signal(number, self._on_signal)
+
+    def uninstall(self) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._previous.clear()
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and self.reason == "SIGINT":
+            os._exit(EXIT_FAILED)
+        self.reason = signal.Signals(number).name
+
+
+class SkipCounter:
+    """Counts updates that were skipped because loss or gradient was not finite."""
+
+    def __init__(self, max_in_a_row: int) -> None:
+        self.max_in_a_row = max_in_a_row
+        self.total = 0
+        self.in_a_row = 0
+
+    def admits(self, grad_norm: float, loss: float, step: int) -> bool:
+        """Return whether the update counts; the same on every rank, because both values are.
+
+        Raises TrainingFailed after too many in a row that do not.
+        """
+        if np.isfinite(grad_norm) and np.isfinite(loss):
+            self.in_a_row = 0
+            return True
+        self.total += 1
+        self.in_a_row += 1
+        if self.in_a_row >= self.max_in_a_row:
+            raise TrainingFailed(
+                f"step {step}: loss or gradient was not finite in {self.in_a_row} updates in a row (loss {loss}, "
+                f"gradient norm {grad_norm}); train.max_skipped_updates={self.max_in_a_row}.  All of them were "
+                "skipped.  Usual remedies: a lower optim.lr, more schedule.warmup_steps, a smaller optim.max_grad_norm"
+            )
+        return False
+
+    def state_dict(self) -> dict[str, int]:
+        return {"total": self.total, "in_a_row": self.in_a_row}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.total, self.in_a_row = state["total"], state["in_a_row"]
+
+
+def seed_everything(seed: int, rank: int) -> None:
+    """Seed Python, numpy and torch with a value of this rank's own (dropout differs between ranks)."""
+    mixed = int(np.random.SeedSequence([seed, rank]).generate_state(1)[0])
+    random.seed(mixed)
+    np.random.seed(mixed)
+    torch.manual_seed(mixed)
+
+
+class RandomState:
+    """The random states of this rank, as one resumable thing."""
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = {
+            "python": random.getstate(),
+            "numpy": np.random.get_state(),
+            "torch": torch.get_rng_state(),
+        }
+        if torch.cuda.is_available():
+            state["cuda"] = torch.cuda.get_rng_state()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        random.setstate(state["python"])
+        np.random.set_state(state["numpy"])
+        torch.set_rng_state(state["torch"])
+        if "cuda" in state and torch.cuda.is_available():
+            torch.cuda.set_rng_state(state["cuda"])
+
+
+class GarbageCollection:
+    """Collects on all ranks at the same steps: a collection at a random moment on one rank holds up all others."""
+
+    def __init__(self, every: int = 100) -> None:
+        self.every = every
+
+    def __enter__(self) -> GarbageCollection:
+        gc.collect()
+        gc.disable()
+        return self
+
+    def after(self, step: int) -> None:
+        if step % self.every == 0:
+            gc.collect(1)
+
+    def __exit__(self, *exception: object) -> None:
+        gc.enable()

@@ -1,0 +1,167 @@
+"""From the meta device to real weights: the same weights on every mesh.
+
+A sharded model is filled module by module.  Each module's own parameters are made whole for a moment, initialised by
+the recipe's ordinary code with the random generator seeded by (seed, module's name), and each rank keeps its part.
+So no rank holds more than its shards and one module, there is no communication, and the weights depend on the seed
+alone.  Knows no recipe by name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from trainer.errors import UserError
+from trainer.parameters import local, tied_names
+
+
+def materialize(
+    model: nn.Module,
+    seed: int,
+    device: torch.device,
+    init: Callable[[nn.Module], None] | None = None,
+    cpu_offload: bool = False,
+) -> None:
+    """Allocate and fill every parameter and buffer of `model` that is on the meta device, in place.
+
+    `init(module)` fills what one module owns itself; by default it calls `module.reset_parameters()`.  Tied
+    parameters are filled once, by the first module that owns them.  `device` is where the values are computed;
+    parameters end on the CPU if `cpu_offload`.
+
+    Raises UserError that names every parameter and buffer that nobody filled (on all ranks alike: each rank sees
+    whole tensors).
+    """
+    on_meta = {name for name, tensor in _tensors(model) if tensor.is_meta}
+    if not on_meta:
+        return
+    ties = tied_names(model)
+    _allocate(model, on_meta, torch.device("cpu") if cpu_offload else device, device)
+    _tie_again(model, ties)
+
+    canonical = {alias: group[0] for group in ties for alias in group}
+    unfilled: list[str] = []
+    for module_name, module in model.named_modules():
+        own = [name for name in _own_names(module_name, module) if name in on_meta]
+        fresh = {name for name in own if canonical.get(name, name) == name}
+        if fresh:
+            unfilled += _fill(module, module_name, fresh, _seed_of(seed, module_name), device, init or _reset)
+    if unfilled:
+        raise UserError(
+            f"nobody filled {', '.join(unfilled)}: after a model is built on the meta device, each module that owns a "
+            "parameter or buffer must fill all of it in `reset_parameters()` (or in the recipe's `init`)"
+        )
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
+def _own_names(module_name: str, module: nn.Module) -> list[str]:
+    own = [*module._parameters.items(), *module._buffers.items()]
+    return [f"{module_name}.{name}" if module_name else name for name, tensor in own if tensor is not None]
+
+
+def _allocate(model: nn.Module, on_meta: set[str], parameter_device: torch.device, buffer_device: torch.device) -> None:
+    """Give storage to all that is on the meta device; what has values already keeps them."""
+    model._apply(lambda tensor: torch.empty_like(tensor, device=parameter_device) if tensor.is_meta else tensor)
+    for module_name, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            full_name = f"{module_name}.{name}" if module_name else name
+            if buffer is not None and full_name in on_meta and buffer.device != buffer_device:
+                module._buffers[name] = torch.empty_like(buffer, device=buffer_device)
+
+
+def _tie_again(model: nn.Module, ties: list[list[str]]) -> None:
+    """Make the names of each group one parameter again: moving off the meta device has parted them."""
+    for first, *aliases in ties:
+        parameter = model.get_parameter(first)
+        for alias in aliases:
+            owner, _, name = alias.rpartition(".")
+            model.get_submodule(owner)._parameters[name] = parameter
+
+
+def _seed_of(seed: int, name: str) -> int:
+    """Return a 63-bit seed that depends on the run's seed and the module's name alone."""
+    return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "little") >> 1
+
+
+def _reset(module: nn.Module) -> None:
+    reset = getattr(module, "reset_parameters", None)
+    if callable(reset):
+        reset()
+
+
+@torch.no_grad()
+def _fill(
+    module: nn.Module,
+    module_name: str,
+    fresh: set[str],
+    seed: int,
+    device: torch.device,
+    init: Callable[[nn.Module], None],
+) -> list[str]:
+    """Fill what `module` owns itself.  Returns the names that it left unfilled; only `fresh` parameters are kept."""
+    prefix = f"{module_name}." if module_name else ""
+    sharded = {name: p for name, p in module._parameters.items() if p is not None}
+    for name, parameter in sharded.items():
+        whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+        module._parameters[name] = nn.Parameter(_poison(whole), requires_grad=parameter.requires_grad)
+    for name, buffer in module._buffers.items():
+        if buffer is not None and prefix + name in fresh:
+            _poison(buffer)
+    versions = {name: tensor._version for name, tensor in _owned(module)}
+    before = {name: id(tensor) for name, tensor in _owned(module)}
+
+    with _seeded(seed, device):
+        init(module)
+
+    unfilled = []
+    for name, tensor in _owned(module):
+        written = tensor._version != versions[name] or id(tensor) != before[name]
+        if prefix + name in fresh and (_is_poisoned(tensor) or not (written or tensor.is_floating_point())):
+            unfilled.append(prefix + name)
+    for name, parameter in sharded.items():
+        whole = module._parameters[name]
+        assert whole is not None
+        if prefix + name in fresh:
+            _keep_part(parameter, whole.detach())
+        module._parameters[name] = parameter
+    return unfilled
+
+
+def _owned(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+        if tensor is not None:
+            yield name, tensor
+
+
+def _keep_part(parameter: torch.Tensor, whole: torch.Tensor) -> None:
+    """Copy this rank's part of `whole` into `parameter`.  No communication: every rank has the whole."""
+    if isinstance(parameter, DTensor):
+        part = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        local(parameter.detach()).copy_(local(part))
+    else:
+        parameter.detach().copy_(whole)
+
+
+def _poison(tensor: torch.Tensor) -> torch.Tensor:
+    """Fill with what no initialisation leaves: NaN.  Integers have none: there the write itself is looked for."""
+    return tensor.fill_(torch.nan) if tensor.is_floating_point() or tensor.is_complex() else tensor
+
+
+def _is_poisoned(tensor: torch.Tensor) -> bool:
+    return bool(tensor.isnan().any()) if tensor.is_floating_point() or tensor.is_complex() else False
+
+
+@contextmanager
+def _seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Seed torch's global generators inside the block and restore them after it."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield

@@ -1,0 +1,119 @@
+"""What a person sees: a block at the start, a line an interval, a status bar on a terminal, the end.
+
+On a terminal rich draws it; in a log file every line is plain text.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+
+from rich.console import Console
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from trainer.metrics.record import Record
+
+
+class ConsoleSink:
+    """Prints records for a person."""
+
+    def __init__(self, num_steps: int, console: Console | None = None) -> None:
+        self.console = console or Console(highlight=False, soft_wrap=True)
+        self.num_steps = num_steps
+        self._live: Live | None = None
+        self._last: tuple[float, int] | None = None
+        self._step_s = math.nan
+
+    def start(self, facts: Mapping[str, str]) -> None:
+        """Print the start block."""
+        if not self.console.is_terminal:
+            for name, value in facts.items():
+                self.console.print(Text(f"{name:>12}  {value}"))
+            return
+        table = Table.grid(padding=(0, 2))
+        table.add_column(style="dim", justify="right")
+        table.add_column()
+        for name, value in facts.items():
+            table.add_row(name, Text(value))
+        self.console.print(Panel(table, title="meshtrainer", title_align="left", border_style="cyan", expand=False))
+        self._live = Live(Text("..."), console=self.console, transient=True, refresh_per_second=4)
+        self._live.start()
+
+    def write(self, record: Record) -> None:
+        if record.kind == "train":
+            self._train(record)
+        elif record.kind == "eval":
+            extra = f"  {record['bits_per_byte']:.4f} bits/byte" if "bits_per_byte" in record else ""
+            self._print(f"eval  step {record.step:>6}  loss {record.loss:.4f}{extra}", "green")
+        elif record.kind == "checkpoint":
+            size = readable_bytes(record.bytes)
+            self._print(f"saved step {record.step:>6}  {size} in {record.total_s:.1f} s", "blue")
+
+    def say(self, text: str, style: str = "") -> None:
+        """Print a line that is no record."""
+        self._print(text, style)
+
+    def close(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def _print(self, text: str, style: str = "") -> None:
+        self.console.print(Text(text, style=style))
+
+    def _train(self, record: Record) -> None:
+        self._step_s = record.step_s
+        mfu = "" if record.mfu is None else f"  mfu {100 * record.mfu:.1f}%"
+        eta = readable_duration(record.step_s * (self.num_steps - record.step))
+        self._print(
+            f"step {record.step:>6}/{self.num_steps}  loss {_number(record.loss, '.4f')}  "
+            f"grad {_number(record.grad_norm, '.3f')}  lr {record.lr:.2e}  {readable_count(record.tokens_per_s)} tok/s"
+            f"{mfu}  {record.peak_memory_gib:.2f} GiB  eta {eta}"
+        )
+
+    def progress(self, step: int) -> None:
+        """Move the status bar; called every step, drawn a few times a second."""
+        if self._live is None:
+            return
+        now = time.perf_counter()
+        if self._last is not None and now - self._last[0] < 0.2 and step < self.num_steps:
+            return
+        self._last = (now, step)
+        row = Table.grid(padding=(0, 1))
+        eta = "" if math.isnan(self._step_s) else f"eta {readable_duration(self._step_s * (self.num_steps - step))}"
+        row.add_row(ProgressBar(total=self.num_steps, completed=step, width=40), f"{step}/{self.num_steps}", eta)
+        self._live.update(row)
+
+
+def _number(value: float, form: str) -> str:
+    return format(value, form) if math.isfinite(value) else "not finite"
+
+
+def readable_duration(seconds: float) -> str:
+    """Return a duration such as 2h05m, 3m20s, 12s."""
+    total = max(0, round(seconds))
+    hours, minutes, rest = total // 3600, total // 60 % 60, total % 60
+    if hours:
+        return f"{hours}h{minutes:02d}m"
+    return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
+
+
+def readable_count(count: float) -> str:
+    """Return a count with three digits or so and a unit: 1.24 B, 43.1 k."""
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count:.3g}"
+
+
+def readable_bytes(count: float) -> str:
+    """Return a size in binary units: 1.5 GiB."""
+    for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= size:
+            return f"{count / size:.2f} {unit}"
+    return f"{count:.0f} B"

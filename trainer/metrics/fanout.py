@@ -1,0 +1,52 @@
+"""One place to hand a record to, whoever wants it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from trainer.config import RunConfig
+from trainer.metrics.console import ConsoleSink
+from trainer.metrics.record import Record
+from trainer.metrics.sinks import JsonLines, Sink, TensorBoard, WandB, warn
+
+
+class Metrics:
+    """The sinks of a run.  On every rank but the first there are none, and all calls do nothing."""
+
+    def __init__(self, config: RunConfig, is_main: bool) -> None:
+        self._config = config
+        self.console = ConsoleSink(config.train.steps) if is_main else None
+        self._sinks: list[Sink] = []
+
+    def open(self, path: Path, resumed_step: int) -> None:
+        """Open the sinks, the file at `path` among them, for a run that goes on after `resumed_step`."""
+        if self.console is None:
+            return
+        self._sinks = [JsonLines(path, resumed_step), self.console]
+        if self._config.log.tensorboard:
+            self._sinks.append(TensorBoard(path.parent / "tensorboard", resumed_step))
+        if self._config.log.wandb != "off":
+            self._sinks.append(WandB(self._config, warn))
+
+    def write(self, record: Record) -> Record:
+        for sink in self._sinks:
+            sink.write(record)
+        return record
+
+    def start(self, facts: Mapping[str, str]) -> None:
+        if self.console is not None:
+            self.console.start(facts)
+
+    def say(self, text: str, style: str = "") -> None:
+        if self.console is not None:
+            self.console.say(text, style)
+
+    def progress(self, step: int) -> None:
+        if self.console is not None:
+            self.console.progress(step)
+
+    def close(self) -> None:
+        for sink in self._sinks:
+            sink.close()
+        self._sinks = []

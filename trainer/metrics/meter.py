@@ -1,0 +1,63 @@
+"""Where the time of a step goes, and how fast it is."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from dataclasses import dataclass, field
+
+import torch
+
+# Dense bf16 tensor-core peak of one device in FLOP/s, without sparsity, from the makers' data sheets:
+# A100: nvidia.com/en-us/data-center/a100, H100/H200: .../h100, .../h200, B200: .../dgx-b200, L40S: .../l40s,
+# MI300X: amd.com/en/products/accelerators/instinct/mi300/mi300x.html
+_PEAK_FLOPS = {
+    "A100": 312e12,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "B200": 2250e12,
+    "L40S": 362e12,
+    "MI300X": 1307e12,
+}
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Return the device's peak in bf16 FLOP/s, or None where it is not known (CPUs, other GPUs)."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for known, peak in _PEAK_FLOPS.items() if known in name), None)
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Return the most memory that this process has held: on the GPU, or resident in host memory without one."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return kib / 2**20 if sys.platform != "darwin" else kib / 2**30
+
+
+@dataclass
+class Meter:
+    """Means of time and rate over the updates since the last reading."""
+
+    started: float = field(default_factory=time.perf_counter)
+    data_s: float = 0.0
+    num_tokens: int = 0
+    num_updates: int = 0
+
+    def count(self, data_s: float, num_tokens: int) -> None:
+        self.data_s += data_s
+        self.num_tokens += num_tokens
+        self.num_updates += 1
+
+    def read(self) -> tuple[float, float, float]:
+        """Return (seconds an update, seconds of it waiting for data, target tokens a second) so far."""
+        elapsed = max(time.perf_counter() - self.started, 1e-9)
+        updates = max(1, self.num_updates)
+        return elapsed / updates, self.data_s / updates, self.num_tokens / elapsed
+
+    def reset(self) -> None:
+        self.started, self.data_s, self.num_tokens, self.num_updates = time.perf_counter(), 0.0, 0, 0

@@ -1,0 +1,31 @@
+"""The record of one update: the fields of a `train` line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+
+class Record(Mapping[str, Any]):
+    """One line of metrics.  Its fields are keys and attributes alike: `record["loss"]`, `record.loss`."""
+
+    def __init__(self, **fields: Any) -> None:
+        self._fields = fields
+
+    def __getitem__(self, name: str) -> Any:
+        return self._fields[name]
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.__dict__["_fields"][name]
+        except KeyError:
+            raise AttributeError(f"a record of kind {self._fields.get('kind')!r} has no field {name!r}") from None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._fields)
+
+    def __len__(self) -> int:
+        return len(self._fields)
+
+    def __repr__(self) -> str:
+        return f"Record({', '.join(f'{name}={value!r}' for name, value in self._fields.items())})"

@@ -1,0 +1,172 @@
+"""Where records go: a file, Weights & Biases, TensorBoard.  The console has a room of its own."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import queue
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from trainer.config import RunConfig
+from trainer.errors import setting_error
+from trainer.metrics.record import Record
+
+
+class Sink(Protocol):
+    """Takes every record of a run; `close` is called once, at its end."""
+
+    def write(self, record: Record) -> None: ...
+    def close(self) -> None: ...
+
+
+class JsonLines:
+    """`metrics.jsonl`: one JSON object a line, appended and flushed.
+
+    A resumed run first drops the `train` and `eval` lines past its checkpoint, which it is going to write again; the
+    file is written anew and renamed, so that a crash leaves the old or the new one.
+    """
+
+    def __init__(self, path: Path, resumed_step: int) -> None:
+        if path.exists():
+            kept = [line for line in _complete_lines(path) if _stays(json.loads(line), resumed_step)]
+            anew = path.with_name(f".{path.name}.anew")
+            with open(anew, "w") as file:
+                file.writelines(kept)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(anew, path)
+        self._file = open(path, "a")  # noqa: SIM115 - open for the life of the run
+
+    def write(self, record: Record) -> None:
+        self._file.write(json.dumps(_finite(record)) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _complete_lines(path: Path) -> list[str]:
+    """Return the lines that hold JSON; the last may be half a line, of a process that was killed."""
+    lines = []
+    for line in path.read_text(errors="replace").splitlines(keepends=True):
+        try:
+            json.loads(line)
+        except ValueError:
+            continue
+        lines.append(line if line.endswith("\n") else line + "\n")
+    return lines
+
+
+def _stays(record: Mapping[str, Any], resumed_step: int) -> bool:
+    return record.get("kind") not in ("train", "eval") or record["step"] <= resumed_step
+
+
+def _finite(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the record with null for numbers that JSON cannot hold."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+
+
+class TensorBoard:
+    """Event files in `run.dir/tensorboard`; a resumed run purges what is past its checkpoint."""
+
+    def __init__(self, folder: Path, resumed_step: int) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            rule = "TensorBoard is not installed: pip install 'meshtrainer[tensorboard]'"
+            raise setting_error("log.tensorboard", True, rule, False) from error
+        self._writer = SummaryWriter(str(folder), purge_step=resumed_step + 1)  # type: ignore[no-untyped-call]
+
+    def write(self, record: Record) -> None:
+        if record.kind in ("train", "eval"):
+            for name, value in _numbers(record).items():
+                self._writer.add_scalar(name, value, record.step)  # type: ignore[no-untyped-call]
+            self._writer.flush()  # type: ignore[no-untyped-call]
+
+    def close(self) -> None:
+        self._writer.close()  # type: ignore[no-untyped-call]
+
+
+class WandB:
+    """Weights & Biases, kept at arm's length: all of it runs in a thread that training never waits for.
+
+    Unreachable at the start, its client blocks for 101 s; lost in mid-run, `finish` had not returned after 130 s
+    (wandb 0.31).  Here records are dropped with one warning, and the end of the run waits `FINISH_S` at most.
+    """
+
+    FINISH_S = 12.0
+    _MAX_WAITING = 10_000
+
+    def __init__(self, config: RunConfig, warn: Callable[[str], None]) -> None:
+        self._config, self._warn = config, warn
+        self._records: queue.Queue[Record | None] = queue.Queue(self._MAX_WAITING)
+        self._thread = threading.Thread(target=self._work, name="wandb", daemon=True)
+        self._thread.start()
+
+    def write(self, record: Record) -> None:
+        try:
+            self._records.put_nowait(record)
+        except queue.Full:
+            pass  # its thread is stuck or gone, and has said so
+
+    def close(self) -> None:
+        self.write(None)  # type: ignore[arg-type]
+        self._thread.join(self.FINISH_S)
+        if self._thread.is_alive():
+            self._warn(f"Weights & Biases did not finish within {self.FINISH_S:.0f} s; the run ends without it")
+
+    def _work(self) -> None:
+        try:
+            run = self._start()
+            while (record := self._records.get()) is not None:
+                if record.kind in ("train", "eval"):
+                    run.log({f"{record.kind}/{k}": v for k, v in _numbers(record).items()} | {"step": record.step})
+            run.finish()
+        except Exception as error:  # whatever goes wrong there, training goes on
+            self._warn(f"Weights & Biases failed and is left out from here: {type(error).__name__}: {error}")
+
+    def _start(self) -> Any:
+        import wandb
+
+        folder = self._config.run_dir / "wandb"
+        folder.mkdir(parents=True, exist_ok=True)
+        settings = wandb.Settings(init_timeout=60, finish_timeout=self.FINISH_S, console="off", silent=True)
+        run = wandb.init(
+            project=self._config.log.wandb_project,
+            name=self._config.run.name,
+            id=_remembered_id(folder),
+            resume="allow",
+            dir=str(folder),
+            mode=self._config.log.wandb if self._config.log.wandb == "offline" else "online",
+            config=self._config.to_dict(),
+            settings=settings,
+        )
+        run.define_metric("step")
+        run.define_metric("*", step_metric="step")
+        return run
+
+
+def _remembered_id(folder: Path) -> str:
+    """Return the run's id in W&B, made once and kept in the folder, so that a resumed run stays one line."""
+    path = folder / "id"
+    if not path.exists():
+        path.write_text(os.urandom(4).hex())
+    return path.read_text()
+
+
+def _numbers(record: Record) -> dict[str, float]:
+    return {
+        name: value
+        for name, value in record.items()
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and name != "step"
+    }
+
+
+def warn(message: str) -> None:
+    """Say something on stderr that does not stop the run."""
+    print(f"warning: {message}", file=sys.stderr, flush=True)

@@ -1,0 +1,141 @@
+"""Optimizers and learning-rate schedules.
+
+An optimizer here is a list of torch optimizers that step together (Muon takes matrices only and leaves the rest to
+AdamW).  A schedule is a pure function of the step: it has no state of its own, so that a changed schedule or horizon
+takes effect as configured.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer.config import OptimSection, RunConfig, ScheduleSection
+from trainer.errors import setting_error
+
+
+class Optimizer:
+    """One or several torch optimizers over disjoint parameters, stepped together."""
+
+    def __init__(self, *parts: torch.optim.Optimizer) -> None:
+        self.parts = parts
+
+    @property
+    def lr(self) -> float:
+        return float(self.parts[0].param_groups[0]["lr"])
+
+    def set_lr(self, lr: float) -> None:
+        """Set the learning rate of every group; a group's `lr_scale`, if any, multiplies it."""
+        for part in self.parts:
+            for group in part.param_groups:
+                group["lr"] = lr * group.get("lr_scale", 1.0)
+
+    def hyperparameters(self) -> list[dict[str, Any]]:
+        """Return every group's settings, without its parameters."""
+        return [{k: v for k, v in g.items() if k != "params"} for part in self.parts for g in part.param_groups]
+
+    def set_hyperparameters(self, settings: list[dict[str, Any]]) -> None:
+        """Set what `hyperparameters` returned."""
+        groups = [group for part in self.parts for group in part.param_groups]
+        for group, values in zip(groups, settings, strict=True):
+            group.update(values)
+
+    def step(self) -> None:
+        for part in self.parts:
+            part.step()
+
+    def zero_grad(self) -> None:
+        for part in self.parts:
+            part.zero_grad(set_to_none=True)
+
+
+def build_optimizer(model: nn.Module, config: OptimSection) -> Optimizer:
+    """Return the configured optimizer over the trainable parameters of `model` (DTensors, or plain tensors).
+
+    Weight decay is for matrices: norms, biases and embeddings have none, unless `decay_all`.
+    """
+    decayed, rest = _split(model, config.decay_all)
+    if not decayed and not rest:
+        raise setting_error("model.name", type(model).__name__, "the model has no trainable parameter")
+    if config.name == "sgd":
+        return Optimizer(_build("sgd", decayed, rest, config))
+    if config.name == "muon":
+        matrices = [p for p in decayed if p.ndim == 2 and id(p) not in _embeddings(model)]
+        others = {id(p) for p in matrices}
+        decayed = [p for p in decayed if id(p) not in others]
+        if not matrices:
+            raise setting_error("optim.name", "muon", "the model has no hidden matrix for it", "adamw")
+        muon = torch.optim.Muon(
+            matrices,
+            lr=config.lr,
+            weight_decay=config.weight_decay,
+            momentum=config.momentum,
+            adjust_lr_fn="match_rms_adamw",
+        )
+        return Optimizer(muon, _build("adamw", decayed, rest, config)) if decayed or rest else Optimizer(muon)
+    return Optimizer(_build("adamw", decayed, rest, config))
+
+
+def _build(
+    name: str, decayed: list[nn.Parameter], rest: list[nn.Parameter], config: OptimSection
+) -> torch.optim.Optimizer:
+    groups = [
+        {"params": parameters, "weight_decay": decay}
+        for parameters, decay in ((decayed, config.weight_decay), (rest, 0.0))
+        if parameters
+    ]
+    if name == "sgd":
+        return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, foreach=True)
+    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+
+
+def _split(model: nn.Module, decay_all: bool) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    embeddings = _embeddings(model)
+    decayed, rest = [], []
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            is_matrix = parameter.ndim >= 2 and id(parameter) not in embeddings
+            (decayed if is_matrix or decay_all else rest).append(parameter)
+    return decayed, rest
+
+
+def _embeddings(model: nn.Module) -> set[int]:
+    """Return the ids of embedding tables, a tied head's included."""
+    tables = [module for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))]
+    return {id(parameter) for table in tables for parameter in table.parameters(recurse=False)}
+
+
+class Schedule:
+    """The learning rate of every step: linear warmup, then the named shape down to `min_lr_ratio` of the peak."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.peak = config.optim.lr
+        self.num_steps = config.train.steps
+        self.shape: ScheduleSection = config.schedule
+
+    def lr(self, step: int) -> float:
+        """Return the learning rate of update `step`, the first being 1."""
+        shape, warmup = self.shape, self.shape.warmup_steps
+        if step <= warmup:
+            return self.peak * step / warmup
+        progress = (step - warmup) / max(1, self.num_steps - warmup)
+        return self.peak * (shape.min_lr_ratio + (1 - shape.min_lr_ratio) * _shape(shape, min(1.0, progress)))
+
+
+def _shape(schedule: ScheduleSection, progress: float) -> float:
+    """Return how much of the way between floor and peak is left, from 1 to 0.
+
+    wsd (warmup, stable, decay): Hu et al. 2024, arXiv:2404.06395; its decay is linear.
+    """
+    if schedule.name == "constant":
+        return 1.0
+    if schedule.name == "cosine":
+        return 0.5 * (1 + math.cos(math.pi * progress))
+    if schedule.name == "linear":
+        return 1 - progress
+    if schedule.decay_ratio == 0:
+        return 1.0
+    return min(1.0, (1 - progress) / schedule.decay_ratio)

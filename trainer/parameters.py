@@ -1,0 +1,27 @@
+"""What several rooms ask of parameters: which names are one parameter, and which part of it is here."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+
+def tied_names(model: nn.Module) -> list[list[str]]:
+    """Return the groups of names that stand for one parameter, in the order of the modules; the first is canonical."""
+    names: dict[int, list[str]] = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[id(parameter)].append(name)
+    return [group for group in names.values() if len(group) > 1]
+
+
+def count_parameters(model: nn.Module) -> int:
+    """Return the number of parameters of the whole model; shared ones count once."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's shard of a DTensor, or the tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,149 @@
+"""Recipes: what a model tells the trainer about itself, and the register of all recipes.
+
+A recipe is data.  It knows no mesh and no rank, and importing one imports no torch: the module with the network is
+named, and loaded when it is built.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import pkgutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from trainer.errors import UserError, choice_error, nearest, setting_error
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from trainer.trainer import Trainer
+
+ENTRY_POINTS = "meshtrainer.recipes"
+"""Entry-point group in which other distributions name the modules that register their recipes."""
+
+Unit: TypeAlias = "str | nn.Module | tuple[str | nn.Module, ...] | list[str | nn.Module]"
+"""One FSDP unit: a module, a module's dotted name (`*` stands for one part), or several to be gathered together."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A model that the trainer can build, shard and fill.
+
+    name: what `model.name` selects.
+    config: dataclass of the model's fields, with defaults; a `vocab_size` field, if any, is checked against the data.
+    build: `build(config) -> nn.Module`, or "package.module:function".  It is called on the meta device.  The module
+        maps `tokens` (B, T) to logits (B, T, V); or, called with `targets` too, to the loss summed over the targets
+        (which lets it avoid ever holding all logits).
+    units: what FSDP gathers together, in the order of the forward pass: names such as "layers.*", tuples of names
+        for one unit of several modules, or a function of the model that returns those.  What no unit holds belongs
+        to the root.
+    trainer: the `Trainer` subclass to use, or "package.module:class"; None for `Trainer` itself.
+    init: `init(module)`, called for each submodule that owns parameters or buffers, to fill them; by default the
+        module's own `reset_parameters()`.
+    check: `check(config)`, raises `UserError` for fields that do not fit together (see `setting_error`).
+    flops: `flops(config, seq_len)`, model FLOPs of forward and backward for one token; by default
+        6 x parameters outside embeddings (Kaplan et al. 2020, arXiv:2001.08361).
+    """
+
+    name: str
+    config: type
+    build: Callable[[Any], nn.Module] | str
+    units: Sequence[Unit] | Callable[[nn.Module], Sequence[Unit]] = ()
+    trainer: type[Trainer] | str | None = None
+    init: Callable[[nn.Module], None] | None = None
+    check: Callable[[Any], None] | None = None
+    flops: Callable[[Any, int], float] | None = None
+
+    def __post_init__(self) -> None:
+        if not dataclasses.is_dataclass(self.config):
+            raise UserError(f"recipe {self.name!r}: config must be a dataclass, not {self.config!r}")
+        object.__setattr__(self, "config", _with_name(self.config, self.name))
+
+    def build_model(self, config: Any) -> nn.Module:
+        """Return the network that `config` describes, on the current default device."""
+        build = resolve(self.build, f"recipe {self.name!r}: build") if isinstance(self.build, str) else self.build
+        return build(config)
+
+    def trainer_class(self, default: type[Trainer]) -> type[Trainer]:
+        """Return the Trainer class of this recipe, or `default` if it has none of its own."""
+        if isinstance(self.trainer, str):
+            return resolve(self.trainer, f"recipe {self.name!r}: trainer")
+        return self.trainer or default
+
+
+_registry: dict[str, Recipe] = {}
+
+
+def register(recipe: Recipe) -> Recipe:
+    """Make `recipe` known under its name; a later one of the same name replaces it."""
+    _registry[recipe.name] = recipe
+    return recipe
+
+
+def find_recipe(name: str) -> Recipe:
+    """Return the recipe that `model.name` asks for: a registered name, or "package.module:name".
+
+    The second form imports the module first, which is how a model from outside this package is used from the
+    command line.  Raises UserError if there is none.
+    """
+    module_name, colon, registered = name.partition(":")
+    if colon:
+        try:
+            importlib.import_module(module_name)
+        except ImportError as error:
+            raise setting_error("model.name", name, f"cannot import {module_name!r} ({error})") from error
+        name = registered
+    if name not in _registry:
+        load_recipes()
+    if name not in _registry:
+        raise choice_error("model.name", name, sorted(_registry), "a registered model:")
+    return _registry[name]
+
+
+def all_recipes() -> list[Recipe]:
+    """Return every recipe that can be found: this package's, installed ones, and those registered so far."""
+    load_recipes()
+    return [_registry[name] for name in sorted(_registry)]
+
+
+def load_recipes() -> None:
+    """Import the modules that register recipes: the package's own, then those of other distributions."""
+    package = importlib.import_module("trainer.recipes")
+    for module in pkgutil.iter_modules(package.__path__):
+        if module.name.startswith("_"):
+            continue  # layers that recipes share
+        importlib.import_module(f"trainer.recipes.{module.name}")
+    for entry in entry_points(group=ENTRY_POINTS):
+        entry.load()
+
+
+def resolve(path: str, setting: str) -> Any:
+    """Return the object that "package.module:name" names.  Raises UserError that mentions `setting`."""
+    module_name, colon, attribute = path.partition(":")
+    if not (module_name and colon and attribute):
+        raise setting_error(setting, path, "must have the form package.module:name")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise setting_error(setting, path, f"cannot import {module_name!r} ({error})") from error
+    if not hasattr(module, attribute):
+        best = nearest(attribute, [name for name in vars(module) if not name.startswith("_")])
+        raise setting_error(
+            setting, path, f"{module_name!r} has no {attribute!r}", f"{module_name}:{best}" if best else None
+        )
+    return getattr(module, attribute)
+
+
+def _with_name(config: type, name: str) -> type:
+    """Return `config` with a `name` field, so that `model.name` stands beside the model's own fields."""
+    if any(f.name == "name" for f in dataclasses.fields(config)):
+        return config
+    frozen = config.__dataclass_params__.frozen  # type: ignore[attr-defined]
+    made = dataclasses.make_dataclass(
+        config.__name__, [("name", str, field(default=name))], bases=(config,), frozen=frozen
+    )
+    made.__module__, made.__doc__ = config.__module__, config.__doc__
+    return made

@@ -1,0 +1,215 @@
+"""The command line: arguments -> RunConfig -> Trainer -> exit code.
+
+    python -m trainer.run recipe=llama_small [section.key=value ...] [nproc=N]
+
+Whatever can be found wrong is found before torch is imported and before a process is started.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+from trainer import usage
+from trainer.config import RunConfig, check_config, load_config
+from trainer.environment import SPAWNED_BY_US, Environment, find_environment
+from trainer.errors import (
+    EXIT_FAILED,
+    EXIT_FINISHED,
+    EXIT_STOPPED,
+    EXIT_USER_ERROR,
+    PeerFailed,
+    TrainingFailed,
+    UserError,
+    nearest,
+    setting_error,
+)
+
+_REPORT_S = 5.0
+"""How long a rank that is not the first waits before it leaves with a user's mistake, for the first to report it."""
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What stands on the command line."""
+
+    recipe: str | None
+    overrides: list[str]
+    nproc: int | None
+    wants_help: bool
+    wants_config: bool
+
+
+def parse(argv: Sequence[str]) -> Arguments:
+    """Sort the arguments.  Raises UserError for one that is none of the known forms."""
+    flags = {"--help", "-h", "--print-config"}
+    named: dict[str, str] = {}
+    overrides = []
+    for argument in argv:
+        key, equals, value = argument.partition("=")
+        if argument in flags:
+            continue
+        if argument.startswith("-"):
+            best = nearest(argument, flags) or "--help"
+            raise UserError(f"{argument}: no such option\n  nearest legal option: {best}")
+        if key in ("recipe", "nproc") and equals:
+            if key in named:
+                raise setting_error(key, value, f"is given twice (first as {named[key]!r}); give it once")
+            named[key] = value
+        else:
+            overrides.append(argument)
+    return Arguments(
+        recipe=named.get("recipe"),
+        overrides=overrides,
+        nproc=_parse_nproc(named["nproc"]) if "nproc" in named else None,
+        wants_help="--help" in argv or "-h" in argv,
+        wants_config="--print-config" in argv,
+    )
+
+
+def _parse_nproc(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise setting_error("nproc", text, "must be a number of processes, at least 1", 1)
+    return int(text)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run what the command line asks for.  Returns the exit code; prints a user's mistake once, without traceback."""
+    sys.path.insert(0, os.getcwd()) if os.getcwd() not in sys.path else None
+    env = Environment()
+    try:
+        env = find_environment()
+        arguments = parse(sys.argv[1:] if argv is None else argv)
+        if arguments.wants_help:
+            print(usage.full_help())
+            return EXIT_FINISHED
+        if arguments.recipe is None:
+            if arguments.overrides or arguments.wants_config:
+                raise UserError(f"recipe=NAME is missing\n\n{usage.USAGE}\n{usage.recipe_list()}")
+            raise UserError(f"{usage.USAGE}\n{usage.recipe_list()}")
+        config = load_config(arguments.recipe, arguments.overrides)
+        if arguments.wants_config:
+            print(config.to_yaml(), end="")
+            return EXIT_FINISHED
+        spawns = _spawns(arguments.nproc, env)
+        _check(config, arguments.nproc or 1, env, spawns)
+    except UserError as error:
+        return _report(error, env)
+    return _spawn(arguments, config) if spawns else _train(config)
+
+
+def _spawns(nproc: int | None, env: Environment) -> bool:
+    if nproc is not None and env.is_distributed and nproc != env.world_size:
+        rule = f"{env.launcher} has started {env.world_size} processes already; leave it out, or say so"
+        raise setting_error("nproc", nproc, rule, env.world_size)
+    return nproc is not None and nproc > 1 and not env.is_distributed
+
+
+def _check(config: RunConfig, nproc: int, env: Environment, spawns: bool) -> None:
+    """Find what can be found without torch: rules between fields, and data that cannot be read."""
+    from trainer.data.source import open_source
+
+    world_size, local_size = (nproc, nproc) if spawns else (env.world_size, env.local_world_size)
+    check_config(config, world_size, local_size)
+    if config.recipe.trainer is None and env.rank == 0:
+        open_source(config.data, config.vocab_size, "train")
+        open_source(config.data, config.vocab_size, "eval")
+
+
+def _report(error: UserError, env: Environment) -> int:
+    """Print a mistake once, on the first rank; the others give it the time to."""
+    if env.rank == 0:
+        print(f"error: {error}" if ":" in str(error)[:80] else str(error), file=sys.stderr, flush=True)
+    else:
+        time.sleep(_REPORT_S)
+    return EXIT_USER_ERROR
+
+
+def _train(config: RunConfig) -> int:
+    """Train in this process, as one rank of however many there are."""
+    from trainer.trainer import Trainer
+
+    trainer = None
+    try:
+        trainer = config.recipe.trainer_class(Trainer)(config)
+        exit_code = trainer.fit()
+        trainer.close()
+        return exit_code
+    except UserError as error:
+        return _report(error, find_environment())
+    except TrainingFailed as error:
+        if find_environment().rank == 0:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        return EXIT_FAILED
+    except (Exception, KeyboardInterrupt) as error:
+        first = trainer.world.first_failure if trainer is not None else None
+        if first is None and not isinstance(error, PeerFailed):
+            traceback.print_exc()
+        sys.stderr.flush()
+        return EXIT_FAILED
+
+
+def _spawn(arguments: Arguments, config: RunConfig) -> int:
+    """Start the workers through torch's elastic launcher, and return the exit code that the run earned."""
+    import logging
+
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    os.environ[SPAWNED_BY_US] = str(arguments.nproc)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # each rank sets its own share once it knows it
+    launch = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=arguments.nproc or 1,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        monitor_interval=0.1,
+    )
+    command = ["-m", "trainer.run", f"recipe={arguments.recipe}", *arguments.overrides]
+    try:
+        elastic_launch(launch, sys.executable)(*command)
+    except ChildFailedError as error:
+        codes = {failure.exitcode for failure in error.failures.values()}
+        return next((code for code in (EXIT_USER_ERROR, EXIT_STOPPED) if code in codes), EXIT_FAILED)
+    except SignalException:
+        return _exit_code_on_record(config)
+    return EXIT_FINISHED
+
+
+def _exit_code_on_record(config: RunConfig) -> int:
+    """Return the exit code in `status.json`: after a signal the launcher has only seen its workers go."""
+    try:
+        code = json.loads((config.run_dir / "status.json").read_text())["exit_code"]
+    except (OSError, ValueError, KeyError):
+        return EXIT_FAILED
+    return EXIT_FAILED if code is None else int(code)
+
+
+def leave(exit_code: int) -> NoReturn:
+    """End this process now.
+
+    Process groups that are still alive when the interpreter takes itself apart abort it: 13 of 16 finished runs died
+    with "terminate called without an active exception".
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)
+
+
+def command_line() -> NoReturn:
+    """Run the command line and leave with its exit code."""
+    leave(main())
+
+
+if __name__ == "__main__":
+    command_line()

@@ -1,0 +1,466 @@
+"""The Trainer: builds what a configuration describes, and trains it until it is done.
+
+What a subclass may want to change is one method each: `build_mesh`, `build_model`, `build_optimizer`, `build_loader`,
+`loss`, `train_step`, `evaluate`, `on_step`, `fit`.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from trainer.checkpoint.store import Checkpoints, read_state
+from trainer.config import RunConfig, check_config, check_resumed_config
+from trainer.data.loader import EvalLoader, TrainLoader
+from trainer.data.source import Source, gzip_bits_per_byte, held_out_text, open_source
+from trainer.data.tokenizer import find_tokenizer
+from trainer.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_USER_ERROR, UserError
+from trainer.guard import GarbageCollection, SkipCounter, StopRequest, seed_everything
+from trainer.loss import count_targets, find_loss
+from trainer.materialize import materialize
+from trainer.metrics.console import readable_bytes, readable_count
+from trainer.metrics.fanout import Metrics
+from trainer.metrics.meter import Meter, peak_flops, peak_memory_gib
+from trainer.metrics.record import Record
+from trainer.optim import Optimizer, Schedule, build_optimizer
+from trainer.parameters import count_parameters, local
+from trainer.rundir import RunFolder
+from trainer.sample import write_sample
+from trainer.shard import apply_sharding, clip_grad_norm, gradient_sync, reshard
+from trainer.state import TrainState
+from trainer.world import REPLICATE, SHARD, World
+
+Batch = dict[str, torch.Tensor]
+"""One micro-batch of a rank: `tokens` and `targets`, int64 of shape (B, T); a target of -100 does not count."""
+
+
+@dataclass(frozen=True)
+class Update:
+    """What one optimizer update did, the same on all ranks."""
+
+    loss: float
+    """Mean over the targets of the global batch."""
+    grad_norm: float
+    """Before clipping."""
+    num_targets: int
+    """Targets that count, over all ranks."""
+    skipped: bool = False
+    """True if loss or gradient was not finite, and the weights were left alone."""
+
+
+class Trainer:
+    """Trains the model of a configuration.
+
+        Trainer(load_config("llama_small", ["train.steps=100"])).fit()
+
+    Every rank makes one, with the same configuration.  `fit()` does everything; `steps()` is a generator of one
+    record an update, for loops of one's own.
+
+    Raises UserError, on all ranks alike, for what is wrong with the configuration on this number of ranks.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        self.started = time.monotonic()
+        self.config = config
+        self.recipe = config.recipe
+        self.world = World(config)
+        env = self.world.env
+        self.world.agreed(lambda: check_config(config, self.world.size, env.local_world_size))
+        seed_everything(config.run.seed, self.world.rank)
+
+        self.mesh = self.build_mesh()
+        self.model = self.build_model()
+        self._batch_loss = find_loss(self.model)
+        self.optimizer = self._optimizer()
+        self.schedule = Schedule(config)
+        self.loader = self.world.agreed(self.build_loader)
+        self.eval_loader = self.world.agreed(self.build_eval_loader)
+
+        self.folder = RunFolder(config, self.world.is_main)
+        self.metrics = Metrics(config, self.world.is_main)
+        self.checkpoints = Checkpoints(
+            self.folder.checkpoints, self.world, config.checkpoint.keep_last, config.to_yaml()
+        )
+        self.skips = SkipCounter(config.train.max_skipped_updates)
+        self.stop = StopRequest()
+        self.stopping = False
+        """True on all ranks alike once any of them was asked to stop: the update in hand was the last."""
+        self.state = TrainState(self.model, self.optimizer, self.skips)
+        self._resume_loader_with_state()
+        self.resumed_step: int | None = None
+        self._saved_step: int | None = None
+        self._counted_s = 0.0
+
+    # -- what is built -------------------------------------------------------------------------------------------
+
+    def build_mesh(self) -> DeviceMesh:
+        """Return the device mesh: axes (shard,), or (replicate, shard)."""
+        return self.world.build_mesh(self.config)
+
+    def build_model(self, config: RunConfig | None = None) -> torch.nn.Module:
+        """Return the sharded, initialised model of `config` (by default this run's): meta device, shard, then fill.
+
+        No rank ever holds more than its shards and one module.  Call it again for a second model, a teacher say.
+        """
+        config = config or self.config
+        recipe = config.recipe
+
+        def build_sharded() -> torch.nn.Module:
+            with torch.device("meta"):
+                model = recipe.build_model(config.model)
+            self.units = apply_sharding(model, recipe, config, self.mesh)
+            return model
+
+        model = self.world.agreed(build_sharded)
+        fill = (config.run.seed, self.world.device, recipe.init, config.fsdp.cpu_offload)
+        self.world.agreed(lambda: materialize(model, *fill))
+        return model
+
+    def build_optimizer(self) -> Optimizer | torch.optim.Optimizer:
+        """Return the optimizer over `self.model`."""
+        return build_optimizer(self.model, self.config.optim)
+
+    def build_loader(self) -> Iterable[Batch]:
+        """Return the training data: an endless iterable of this rank's micro-batches.
+
+        One update takes `self.num_micro_batches` of them.  A loader with `state_dict` and `load_state_dict` is resumed.
+        """
+        config = self.config
+        return TrainLoader(
+            self.build_source("train"),  # type: ignore[arg-type]
+            seed=config.data.seed,
+            global_batch_size=config.train.global_batch_size,
+            micro_batch_size=config.train.micro_batch_size,
+            dp_rank=self.world.rank,
+            num_dp_ranks=self.world.size,
+            num_workers=config.data.num_workers,
+            pin_memory=self.world.device.type == "cuda",
+        )
+
+    def build_eval_loader(self) -> Iterable[Batch] | None:
+        """Return the held-out data, a finite iterable with as many micro-batches on every rank; None for none."""
+        config = self.config
+        source = self.build_source("eval") if config.eval.every else None
+        if source is None:
+            return None
+        return EvalLoader(
+            source,
+            num_batches=config.eval.steps,
+            global_batch_size=config.train.global_batch_size,
+            micro_batch_size=config.train.micro_batch_size,
+            dp_rank=self.world.rank,
+            num_dp_ranks=self.world.size,
+        )
+
+    def build_source(self, split: Any) -> Source | None:
+        """Return the samples of a split, `train` or `eval`; None where nothing is held out."""
+        return open_source(self.config.data, self.config.vocab_size, split)
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches of one update on each rank."""
+        return self.config.train.global_batch_size // (self.world.size * self.config.train.micro_batch_size)
+
+    # -- the step ------------------------------------------------------------------------------------------------
+
+    def loss(self, batch: Batch) -> torch.Tensor:
+        """Return this rank's loss, summed over the batch's targets; the Trainer scales it."""
+        return self._batch_loss(batch)
+
+    def train_step(self, micro_batches: Sequence[Batch]) -> Update:
+        """Do one update.  The loss is the mean over the targets of the whole global batch, on any mesh.
+
+        Collectives: one small message on the CPU, those of FSDP with one reduction of the gradients, two scalars.
+        """
+        num_targets = self._share_targets(micro_batches)
+        # FSDP averages gradients over the ranks; the loss is divided by the targets of all of them.
+        scale = self.world.size / max(1, num_targets)
+        total = torch.zeros((), device=self.world.device)
+        for number, batch in enumerate(micro_batches, start=1):
+            with gradient_sync(self.model, enabled=number == len(micro_batches)):
+                loss = self.loss(self._to_device(batch))
+                (loss * scale).backward()
+            total += loss.detach()
+        grad_norm = clip_grad_norm(self.model, self.mesh, self.config.optim.max_grad_norm)
+        mean_loss = float(self.world.sum_on_device(total)) / max(1, num_targets)
+        admitted = self.skips.admits(float(grad_norm), mean_loss, self.state.step + 1)
+        if admitted:
+            self.optimizer.set_lr(self.schedule.lr(self.state.step + 1))
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        return Update(mean_loss, float(grad_norm), num_targets, skipped=not admitted)
+
+    def _share_targets(self, micro_batches: Sequence[Batch]) -> int:
+        """Return the targets of the global batch.  The same message tells all ranks whether one was asked to stop."""
+        own = sum(count_targets(batch["targets"]) for batch in micro_batches)
+        num_targets, stops = self.world.sum([own, self.stop.reason is not None])
+        self.stopping = self.stopping or stops > 0
+        return int(num_targets)
+
+    def _to_device(self, batch: Batch) -> Batch:
+        return {name: tensor.to(self.world.device, non_blocking=True) for name, tensor in batch.items()}
+
+    # -- the loop ------------------------------------------------------------------------------------------------
+
+    def fit(self) -> int:
+        """Train until `train.steps`, with evaluation, checkpoints and an orderly stop.  Returns the exit code.
+
+        0: finished; 75: stopped on request, after saving.  Whatever it raises, `status.json` and the end record say so.
+        """
+        self.stop.install()
+        try:
+            with GarbageCollection() as garbage:
+                for record in self.steps():
+                    self.on_step(record)
+                    if _due(self.config.eval.every, record.step):
+                        self.evaluate()
+                    if _due(self.config.checkpoint.every, record.step):
+                        self.save_checkpoint()
+                    garbage.after(record.step)
+                    if self.stopping:
+                        break
+            return self._finish()
+        except BaseException as error:
+            self._fail(error)
+            raise
+        finally:
+            self.stop.uninstall()
+
+    def steps(self) -> Iterator[Record]:
+        """Resume, then yield one record after each update: the fields of a `train` line.  Logs, but does not save."""
+        self.load_checkpoint()
+        if self.state.step >= self.config.train.steps:
+            return
+        self._start()
+        random_state = self.state.rank_values["random"].state_dict()
+        batches = iter(self.loader)
+        self.state.rank_values["random"].load_state_dict(random_state)  # making an iterator may draw from it
+        meter = Meter()
+        memory_gib = peak_memory_gib(self.world.device)
+        while self.state.step < self.config.train.steps and not self.stopping:
+            started = time.perf_counter()
+            micro_batches = [next(batches) for _ in range(self.num_micro_batches)]
+            data_s = time.perf_counter() - started
+            update = self.train_step(micro_batches)
+            self.state.step += 1
+            self.state.tokens += update.num_targets
+            step = self.state.step
+            meter.count(data_s, update.num_targets)
+            self._counted_s += (time.perf_counter() - started) * (not update.skipped)
+            is_line = step == 1 or _due(self.config.log.every, step) or step == self.config.train.steps or self.stopping
+            if is_line:
+                (memory_gib,) = self.world.max([peak_memory_gib(self.world.device)])
+            record = self._train_record(update, meter, memory_gib)
+            self.metrics.progress(step)
+            if is_line:
+                self.metrics.write(record)
+                meter.reset()
+            yield record
+
+    def on_step(self, record: Record) -> None:
+        """Do something of one's own after each update that `fit` makes; nothing by default."""
+
+    def evaluate(self) -> Record | None:
+        """Return (and log) the mean loss over the held-out targets; None where nothing is held out."""
+        if self.eval_loader is None:
+            return None
+        self.model.eval()
+        total, num_targets = torch.zeros((), device=self.world.device, dtype=torch.float64), 0
+        with torch.no_grad():
+            for batch in self.eval_loader:
+                num_targets += count_targets(batch["targets"])
+                total += self.loss(self._to_device(batch))
+        reshard(self.model)
+        self.model.train()
+        loss_sum, all_targets = self.world.sum([float(total), num_targets])
+        loss = loss_sum / max(1, all_targets)
+        record = Record(kind="eval", step=self.state.step, loss=loss, **self._bits_per_byte(loss))
+        return self.metrics.write(record)
+
+    def _bits_per_byte(self, loss: float) -> dict[str, float]:
+        bytes_per_token = getattr(getattr(self.eval_loader, "source", None), "bytes_per_token", None)
+        return {"bits_per_byte": loss / math.log(2) / bytes_per_token} if bytes_per_token else {}
+
+    # -- saving and resuming -------------------------------------------------------------------------------------
+
+    def save_checkpoint(self) -> Path:
+        """Save and publish the state as it is; returns the checkpoint's folder.  Collective."""
+        started = time.perf_counter()
+        saved = self.checkpoints.save(self.state)
+        elapsed = time.perf_counter() - started
+        self._saved_step = saved.step
+        fields = {"step": saved.step, "blocked_s": elapsed, "total_s": elapsed, "bytes": saved.bytes}
+        self.metrics.write(Record(kind="checkpoint", **fields))
+        return saved.path
+
+    def load_checkpoint(self, path: str | Path | None = None) -> int | None:
+        """Restore the state from `path`, by default from where `checkpoint.resume` says.  Returns its step, or None.
+
+        Any mesh will do.  Raises UserError for a checkpoint that this configuration must not go on from.  Collective.
+        """
+        found = Path(path) if path is not None else self.checkpoints.find(self.config.checkpoint.resume)
+        if found is not None:
+            self.world.agreed(lambda: read_state(found))
+            self.world.agreed(lambda: check_resumed_config(self.config, found / "config.yaml"))
+            self.checkpoints.load(found, self.state)
+            self.resumed_step = self.state.step
+        return self.resumed_step
+
+    def _resume_loader_with_state(self) -> None:
+        if isinstance(self.loader, TrainLoader):
+            self.state.values["loader"] = self.loader
+        elif hasattr(self.loader, "state_dict"):
+            self.state.add("loader", self.loader, per_rank=True)  # type: ignore[arg-type]
+
+    # -- start and end -------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        self.world.agreed(lambda: self.folder.begin(self.resumed_step))
+        self.world.agreed(lambda: self.metrics.open(self.folder.metrics, self.resumed_step or 0))
+        self.folder.write_status("running", None, self.state.step, "")
+        self.metrics.start(self._facts())
+        mesh = {REPLICATE: 1, **dict(zip(self.mesh.mesh_dim_names or (SHARD,), self.mesh.shape, strict=True))}
+        self.metrics.write(
+            Record(
+                kind="start",
+                world_size=self.world.size,
+                mesh=mesh,
+                parameters=count_parameters(self.model),
+                torch=torch.__version__,
+                device=_device_name(self.world.device),
+                resumed_step=self.resumed_step,
+            )
+        )
+
+    def _finish(self) -> int:
+        state, exit_code = ("stopped", EXIT_STOPPED) if self.stopping else ("finished", EXIT_FINISHED)
+        if self.state.step == self.resumed_step and not self.stopping and self._counted_s == 0:
+            self.metrics.say(
+                f"nothing to do: {self.config.run.dir} is at step {self.state.step} of {self.config.train.steps}"
+            )
+            return exit_code
+        if state == "finished" and self.config.eval.every and not _due(self.config.eval.every, self.state.step):
+            self.evaluate()
+        if self._saved_step != self.state.step:
+            self.save_checkpoint()
+        if state == "finished":
+            self._show_result()
+        reason = self.world.broadcast(self.stop.reason or "asked to stop") if self.stopping else "train.steps reached"
+        self._end(state, exit_code, reason)
+        return exit_code
+
+    def _end(self, state: str, exit_code: int, reason: str) -> None:
+        wall_s = time.monotonic() - self.started
+        goodput = min(1.0, self._counted_s / wall_s)
+        self.metrics.write(Record(kind="end", step=self.state.step, reason=state, goodput=goodput))
+        self.folder.write_status(state, exit_code, self.state.step, reason)
+        self.metrics.close()
+        self.close_loader()
+
+    def _fail(self, error: BaseException) -> None:
+        """Record how the run failed.  Calls no collective: the other ranks may be anywhere."""
+        first = self.world.announce_failure(error)
+        if isinstance(error, UserError) and self._counted_s == 0:
+            return  # found before training: an existing run stays as it was
+        exit_code = EXIT_USER_ERROR if isinstance(error, UserError) else EXIT_FAILED
+        self._end("failed", exit_code, first or f"{type(error).__name__}: {error}")
+
+    def close_loader(self) -> None:
+        """Stop the loader's worker processes."""
+        close = getattr(self.loader, "close", None)
+        if callable(close):
+            close()
+
+    def close(self) -> None:
+        """Leave the process group, if this Trainer opened it.  All ranks leave together."""
+        self.close_loader()
+        self.world.close()
+
+    def _show_result(self) -> None:
+        """Show what the model has learnt, if it was asked to: bits per byte against gzip, and a sample of its text."""
+        if not self.config.log.sample_tokens:
+            return
+        text = held_out_text(self.config.data) if self.world.is_main else None
+        if text:
+            self.metrics.say(f"gzip -9 on the same held-out text: {gzip_bits_per_byte(text):.4f} bits/byte", "green")
+        tokenizer = find_tokenizer(self.config.data.tokenizer)
+        prompt = tokenizer.encode("def ").tolist()
+        self.model.eval()
+        context = self.config.data.seq_len
+        tokens = write_sample(self.model, self.world, prompt, self.config.log.sample_tokens, context)
+        reshard(self.model)
+        self.model.train()
+        self.metrics.say("\na sample that the model wrote:\n", "bold")
+        self.metrics.say(tokenizer.decode(tokens))
+
+    # -- what is said --------------------------------------------------------------------------------------------
+
+    def _train_record(self, update: Update, meter: Meter, memory_gib: float) -> Record:
+        step_s, data_s, tokens_per_s = meter.read()
+        return Record(
+            kind="train",
+            step=self.state.step,
+            loss=update.loss,
+            grad_norm=update.grad_norm,
+            lr=self.schedule.lr(self.state.step),
+            tokens=self.state.tokens,
+            tokens_per_s=tokens_per_s,
+            step_s=step_s,
+            data_s=data_s,
+            mfu=self._mfu(step_s),
+            peak_memory_gib=memory_gib,
+        )
+
+    def _mfu(self, step_s: float) -> float | None:
+        """Return model FLOPs over the devices' peak (Chowdhery et al. 2022, arXiv:2204.02311, appendix B)."""
+        peak = peak_flops(self.world.device)
+        if peak is None:
+            return None
+        tokens = self.config.train.global_batch_size * self.config.data.seq_len
+        return self.flops_per_token * tokens / step_s / (peak * self.world.size)
+
+    @property
+    def flops_per_token(self) -> float:
+        """Model FLOPs of forward and backward for one token, recomputation not counted."""
+        if self.recipe.flops is not None:
+            return self.recipe.flops(self.config.model, self.config.data.seq_len)
+        tables = [m for m in self.model.modules() if isinstance(m, torch.nn.Embedding)]
+        embedded = sum(p.numel() for table in tables for p in table.parameters(recurse=False))
+        return 6.0 * (count_parameters(self.model) - embedded)
+
+    def _facts(self) -> dict[str, str]:
+        config, world = self.config, self.world
+        axes = zip(self.mesh.mesh_dim_names or (SHARD,), self.mesh.shape, strict=True)
+        batch = config.train.global_batch_size
+        weights = sum(local(p).numel() * p.element_size() for p in self.model.parameters())
+        moments = {"adamw": 2, "sgd": 1, "muon": 1}[config.optim.name]
+        resumed = "" if self.resumed_step is None else f"  (resumed at step {self.resumed_step})"
+        return {
+            "run": f"{config.run.name} in {config.run.dir}{resumed}",
+            "model": f"{config.model.name}, {readable_count(count_parameters(self.model))} parameters, "
+            f"{len(self.units)} FSDP units and the root",
+            "mesh": " x ".join(f"{name} {size}" for name, size in axes) + f" on {_device_name(world.device)}",
+            "memory": f"{readable_bytes(weights * (2 + moments))} a rank for weights, gradients and optimizer",
+            "update": f"{readable_count(batch * config.data.seq_len)} tokens: {batch} sequences of {config.data.seq_len}, "
+            f"{self.num_micro_batches} micro-batches of {config.train.micro_batch_size} on each of {world.size} ranks",
+            "data": f"{config.data.source}, {config.train.steps} updates",
+        }
+
+    def _optimizer(self) -> Optimizer:
+        built = self.world.agreed(self.build_optimizer)
+        return built if isinstance(built, Optimizer) else Optimizer(built)
+
+
+def _due(every: int, step: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"

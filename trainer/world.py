@@ -1,0 +1,235 @@
+"""The processes of a run: the process group, this rank's device, the mesh, and what ranks say to each other.
+
+Small messages travel on a gloo group of their own (`control`), so that none of them waits for the device, and
+what the model sends stays apart.  Knows no model and no data.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from trainer.config import MeshShape, RunConfig, find_mesh_shape
+from trainer.environment import Environment, export_slurm_rendezvous, find_environment
+from trainer.errors import EXIT_FAILED, PeerFailed, UserError, setting_error
+
+REPLICATE, SHARD = "replicate", "shard"
+"""Names of the mesh's axes."""
+
+Result = TypeVar("Result")
+
+_FAILURE = "meshtrainer/failure"
+_GRACE_S = 3.0
+
+
+class World:
+    """All ranks, seen from one of them.
+
+    Opens the process group (gloo on CPU, NCCL on CUDA) unless there is one already, as under Ray Train; only what it
+    opened does it close.  Must be opened by all ranks.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        self.timeout = timedelta(seconds=config.run.timeout_s)
+        self.env = find_environment()
+        self.owns_group = not dist.is_initialized()
+        if not self.owns_group:
+            self.env = _joined_environment(self.env)
+        self.device = _find_device(config.run.device, self.env.local_rank)
+        torch.set_num_threads(config.run.threads or max(1, _num_cores() // self.env.local_world_size))
+        self._store: dist.Store | None = None
+        if self.owns_group:
+            self._open_group()
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.control = dist.new_group(backend="gloo", timeout=self.timeout)
+        self.first_failure: str | None = None
+        """What failed first, if that was another rank; known after `announce_failure`."""
+        self._watch = _FailureWatch(self._store, self.rank) if self._store is not None and self.size > 1 else None
+
+    def _open_group(self) -> None:
+        backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
+        device_id = self.device if self.device.type == "cuda" else None
+        if self.env.launcher == "single":
+            store, rank, size = dist.HashStore(), 0, 1
+        else:
+            if self.env.launcher == "srun":
+                export_slurm_rendezvous()
+            store, rank, size = next(dist.rendezvous("env://", timeout=self.timeout))
+            self._store = dist.PrefixStore("meshtrainer", store)
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=size, timeout=self.timeout, device_id=device_id
+        )
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def build_mesh(self, config: RunConfig) -> DeviceMesh:
+        """Return the mesh that the configuration asks for: axes (shard,), or (replicate, shard) for HSDP.
+
+        Every rank takes part in making the axes' process groups.  Raises UserError for a shape that does not fit.
+        """
+        shape = find_mesh_shape(config.mesh, self.size, self.env.local_world_size)
+        return self.mesh_of(shape)
+
+    def mesh_of(self, shape: MeshShape) -> DeviceMesh:
+        """Return a mesh of the given shape, its groups with this run's timeout."""
+        axes = {REPLICATE: shape.replicate, SHARD: shape.shard} if shape.is_hybrid else {SHARD: shape.shard}
+        sizes, names = tuple(axes.values()), tuple(axes)
+        mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=names)
+        for axis in names:
+            # A mesh's groups do not inherit the timeout of the default group: theirs would be 30 minutes.
+            dist.distributed_c10d._set_pg_timeout(self.timeout, mesh.get_group(axis))
+        return mesh
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """Return the sums over all ranks, exact for integers below 2**53.  One all-reduce on the control group."""
+        return self._reduce(values, dist.ReduceOp.SUM)
+
+    def max(self, values: Sequence[float]) -> list[float]:
+        """Return the maxima over all ranks.  One all-reduce on the control group."""
+        return self._reduce(values, dist.ReduceOp.MAX)
+
+    def _reduce(self, values: Sequence[float], op: dist.ReduceOp.RedOpType) -> list[float]:
+        message = torch.tensor(values, dtype=torch.float64)
+        if self.size > 1:
+            dist.all_reduce(message, op, group=self.control)
+        return message.tolist()
+
+    def broadcast(self, value: Any) -> Any:
+        """Return rank 0's `value` on every rank.  One broadcast of a pickled object on the control group."""
+        box = [value]
+        if self.size > 1:
+            dist.broadcast_object_list(box, src=0, group=self.control)
+        return box[0]
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return every rank's `value`, in the order of ranks.  One all-gather on the control group."""
+        box: list[Any] = [None] * self.size
+        if self.size > 1:
+            dist.all_gather_object(box, value, group=self.control)
+            return box
+        return [value]
+
+    def agree(self, error: BaseException | None) -> None:
+        """Raise on every rank if any rank brings an error, so that none waits for one that has left.
+
+        The rank whose error it is raises it; the others raise the same kind with the same message.
+        """
+        errors = self.gather(None if error is None else (isinstance(error, UserError), str(error)))
+        if error is not None:
+            raise error
+        for rank, failed in enumerate(errors):
+            if failed is not None:
+                is_user_error, message = failed
+                raise UserError(message) if is_user_error else PeerFailed(f"rank {rank} failed: {message}")
+
+    def agreed(self, work: Callable[[], Result]) -> Result:
+        """Return what `work` returns; if it fails on any rank, raise on all of them.  See `agree`."""
+        result, error = None, None
+        try:
+            result = work()
+        except Exception as failure:
+            error = failure
+        self.agree(error)
+        return cast(Result, result)
+
+    def sum_on_device(self, value: torch.Tensor) -> torch.Tensor:
+        """Return the sum of a scalar tensor over all ranks, on its device.  One all-reduce on the default group."""
+        if self.size > 1:
+            dist.all_reduce(value)
+        return value
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        if self.size > 1:
+            dist.barrier(group=self.control)
+
+    def announce_failure(self, error: BaseException) -> str | None:
+        """Tell the other ranks that this one fails.  Returns what failed first if that was another rank.
+
+        No collective is called: the others may be anywhere.
+        """
+        if self._store is None:
+            return None
+        if self._watch is not None:
+            self._watch.stop(wait=False)
+        message = f"rank {self.rank}: {type(error).__name__}: {error}"
+        try:
+            first = self._store.compare_set(_FAILURE, "", message).decode()
+        except RuntimeError:  # the process that keeps the store has gone
+            return None
+        self.first_failure = None if first == message else first
+        return self.first_failure
+
+    def close(self) -> None:
+        """Leave together: wait for all ranks, then end the process group if this opened it."""
+        if self._watch is not None:
+            self._watch.stop()
+        if dist.is_initialized() and self.owns_group:
+            self.barrier()
+            dist.destroy_process_group()
+
+
+class _FailureWatch(threading.Thread):
+    """Ends this process some seconds after another rank has failed.
+
+    The main thread may be waiting in a collective, or anywhere else, and would notice only at the timeout.
+    """
+
+    def __init__(self, store: dist.Store, rank: int) -> None:
+        super().__init__(name="failure-watch", daemon=True)
+        self._store, self._rank, self._stopped = store, rank, threading.Event()
+        self.start()
+
+    def run(self) -> None:
+        while not self._stopped.wait(0.5):
+            try:
+                failed = self._store.check([_FAILURE])
+            except RuntimeError:
+                failed = True  # the store went with the process that kept it
+            if failed and not self._stopped.wait(_GRACE_S):
+                os._exit(EXIT_FAILED)
+
+    def stop(self, wait: bool = True) -> None:
+        self._stopped.set()
+        if wait:
+            self.join(timeout=2 * _GRACE_S)
+
+
+def _joined_environment(env: Environment) -> Environment:
+    """Return the environment of a rank in a process group that somebody else has opened."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    return Environment(
+        launcher="joined",
+        rank=rank,
+        world_size=size,
+        local_rank=env.local_rank if env.is_distributed else rank,
+        local_world_size=env.local_world_size if env.is_distributed else size,
+    )
+
+
+def _find_device(wanted: str, local_rank: int) -> torch.device:
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if wanted == "cuda" and not num_gpus:
+        raise setting_error("run.device", wanted, "there is no GPU that torch can use", "cpu")
+    if wanted == "cpu" or not num_gpus:
+        return torch.device("cpu")
+    # Under `srun --gpus-per-task=1` every task sees one GPU, number 0 whatever its local rank.
+    index = 0 if num_gpus == 1 and "SLURM_PROCID" in os.environ else local_rank
+    if index >= num_gpus:
+        raise setting_error("nproc", local_rank + 1, f"this node has {num_gpus} GPUs, one for each rank", num_gpus)
+    device = torch.device("cuda", index)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
