@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from trainer.loss import linear_cross_entropy
+
 
 class Linear(nn.Linear):
     """A linear map with weights from N(0, std) and no bias unless asked; the bias starts at zero."""
@@ -17,6 +19,18 @@ class Linear(nn.Linear):
         nn.init.normal_(self.weight, std=self.std)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
+
+
+class Output(Linear):
+    """The projection onto the vocabulary; with targets, the summed loss without ever holding all logits.
+
+    The weight is used in this module's own forward alone, so that it may be an FSDP unit of its own.
+    """
+
+    def forward(self, hidden_BTD: torch.Tensor, targets_BT: torch.Tensor | None = None) -> torch.Tensor:
+        if targets_BT is None:
+            return super().forward(hidden_BTD)
+        return linear_cross_entropy(hidden_BTD, self.weight, targets_BT)
 
 
 class Embedding(nn.Embedding):

@@ -93,9 +93,10 @@ class RandomState:
     """The random states of this rank, as one resumable thing."""
 
     def state_dict(self) -> dict[str, Any]:
+        name, keys, *rest = np.random.get_state()
         state: dict[str, Any] = {
             "python": random.getstate(),
-            "numpy": np.random.get_state(),
+            "numpy": (name, np.asarray(keys).tolist(), *rest),
             "torch": torch.get_rng_state(),
         }
         if torch.cuda.is_available():
@@ -104,7 +105,8 @@ class RandomState:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         random.setstate(state["python"])
-        np.random.set_state(state["numpy"])
+        name, keys, *rest = state["numpy"]
+        np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
         torch.set_rng_state(state["torch"])
         if "cuda" in state and torch.cuda.is_available():
             torch.cuda.set_rng_state(state["cuda"])

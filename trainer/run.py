@@ -12,6 +12,8 @@ import os
 import sys
 import time
 import traceback
+import uuid
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
@@ -120,6 +122,10 @@ def _check(config: RunConfig, nproc: int, env: Environment, spawns: bool) -> Non
     if config.recipe.trainer is None and env.rank == 0:
         open_source(config.data, config.vocab_size, "train")
         open_source(config.data, config.vocab_size, "eval")
+    if spawns and (config.fsdp.wrap != "block" or isinstance(config.fsdp.reshard_after_forward, list)):
+        from trainer.shard import check_sharding
+
+        check_sharding(config)  # needs torch and the model's structure, so only where a setting speaks of it
 
 
 def _report(error: UserError, env: Environment) -> int:
@@ -136,6 +142,8 @@ def _train(config: RunConfig) -> int:
     from trainer.trainer import Trainer
 
     trainer = None
+    if find_environment().rank != 0:
+        warnings.simplefilter("ignore")  # the first rank warns for all
     try:
         trainer = config.recipe.trainer_class(Trainer)(config)
         exit_code = trainer.fit()
@@ -163,13 +171,15 @@ def _spawn(arguments: Arguments, config: RunConfig) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    for name in ("torch.distributed.elastic", "torch.distributed.launcher"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # the workers report for themselves
     os.environ[SPAWNED_BY_US] = str(arguments.nproc)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # each rank sets its own share once it knows it
     launch = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=arguments.nproc or 1,
+        run_id=uuid.uuid4().hex,
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
         max_restarts=0,

@@ -205,6 +205,8 @@ def apply_sharding(model: nn.Module, recipe: Recipe, config: RunConfig, mesh: De
             key = "train.compile" if config.train.compile else "train.activation_checkpoint"
             value = config.train.compile or config.train.activation_checkpoint
             raise setting_error(key, value, f"recipe {recipe.name!r} lists no repeated block to apply it to", None)
+        if config.train.activation_checkpoint == "selective":
+            _check_no_unit_inside(blocks, units)
         apply_activation_checkpointing(blocks, config.train.activation_checkpoint)
         if config.train.compile:
             for block in blocks:
@@ -223,6 +225,14 @@ def apply_sharding(model: nn.Module, recipe: Recipe, config: RunConfig, mesh: De
     return units
 
 
+def check_sharding(config: RunConfig) -> None:
+    """Raise UserError if the configured units or their resharding do not fit the model.  Builds it on the meta device."""
+    with torch.device("meta"):
+        model = config.recipe.build_model(config.model)
+    units = find_units(model, config.recipe, config.fsdp.wrap)
+    reshard_of_units(config.fsdp.reshard_after_forward, units, num_shards=1)
+
+
 def reshard_of_units(
     setting: int | str | list[int | str], units: Sequence[ShardUnit], num_shards: int
 ) -> list[bool | int]:
@@ -235,6 +245,15 @@ def reshard_of_units(
     entries = setting if isinstance(setting, list) else [setting] * len(units)
     meaning: dict[int | str, bool] = {"default": True, "always": True, "never": False, 1: False, num_shards: True}
     return [meaning.get(entry, int(entry) if isinstance(entry, int) else True) for entry in entries]
+
+
+def _check_no_unit_inside(blocks: Sequence[nn.Module], units: Sequence[ShardUnit]) -> None:
+    """Selective recomputation replays a block operator by operator, and a unit inside it gathers only once."""
+    inside = {id(module) for block in blocks for module in block.modules() if module is not block}
+    for unit in units:
+        if any(id(module) in inside for module in unit.modules):
+            rule = f"cannot recompute a block in part when a unit ({unit}) lies inside it; units must be whole blocks"
+            raise setting_error("train.activation_checkpoint", "selective", rule, "full")
 
 
 def apply_activation_checkpointing(blocks: Sequence[nn.Module], setting: int | str) -> None:

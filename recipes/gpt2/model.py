@@ -11,8 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from trainer.loss import linear_cross_entropy
-from trainer.recipes._layers import Embedding, Linear, merge_heads, split_heads
+from trainer.recipes._layers import Embedding, Linear, Output, merge_heads, split_heads
 from trainer.recipes.gpt2 import GPT2Config
 
 
@@ -57,13 +56,10 @@ class Head(nn.Module):
     def __init__(self, config: GPT2Config) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(config.dim, eps=config.norm_eps)
-        self.output = Linear(config.dim, config.vocab_size, std=config.init_std)
+        self.output = Output(config.dim, config.vocab_size, std=config.init_std)
 
     def forward(self, x_BTD: torch.Tensor, targets_BT: torch.Tensor | None = None) -> torch.Tensor:
-        hidden_BTD = self.norm(x_BTD)
-        if targets_BT is None:
-            return self.output(hidden_BTD)
-        return linear_cross_entropy(hidden_BTD, self.output.weight, targets_BT)
+        return self.output(self.norm(x_BTD), targets_BT)
 
 
 class GPT2(nn.Module):

@@ -12,8 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from trainer.loss import linear_cross_entropy
-from trainer.recipes._layers import Embedding, Linear, merge_heads, split_heads
+from trainer.recipes._layers import Embedding, Linear, Output, merge_heads, split_heads
 from trainer.recipes.llama import LlamaConfig
 
 
@@ -109,18 +108,15 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    """Final norm and output projection; with targets, the summed loss without ever holding all logits."""
+    """Final norm and output projection, or with targets their summed loss."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.output = Linear(config.dim, config.vocab_size, std=config.init_std)
+        self.output = Output(config.dim, config.vocab_size, std=config.init_std)
 
     def forward(self, x_BTD: torch.Tensor, targets_BT: torch.Tensor | None = None) -> torch.Tensor:
-        hidden_BTD = self.norm(x_BTD)
-        if targets_BT is None:
-            return self.output(hidden_BTD)
-        return linear_cross_entropy(hidden_BTD, self.output.weight, targets_BT)
+        return self.output(self.norm(x_BTD), targets_BT)
 
 
 class Llama(nn.Module):

@@ -1,0 +1,100 @@
+"""Recipes of a user's own, outside the package: found with model.name=tests.own_recipes:NAME."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from trainer import Recipe, Trainer, register
+
+
+@dataclass
+class MlpConfig:
+    vocab_size: int = 257
+    width: int = 30
+    num_hidden: int = 3
+
+
+class Mlp(nn.Module):
+    """A model that returns logits, from torch's own layers: odd sizes, two kinds of block."""
+
+    def __init__(self, config: MlpConfig) -> None:
+        super().__init__()
+        self.table = nn.Embedding(config.vocab_size, config.width)
+        narrow, wide = config.width, config.width + 7
+        self.hidden = nn.ModuleList(
+            nn.Sequential(nn.Linear(narrow, wide), nn.GELU(), nn.Linear(wide, narrow))
+            if i % 2
+            else nn.Linear(narrow, narrow)
+            for i in range(config.num_hidden)
+        )
+        self.out = nn.Linear(config.width, config.vocab_size)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.table(tokens)
+        for layer in self.hidden:
+            x = x + layer(x).tanh()
+        return self.out(x)
+
+
+class CrashingTrainer(Trainer):
+    """Fails on rank 1 in the middle of the third step, between forward and backward."""
+
+    def loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        loss = super().loss(batch)
+        if self.world.rank == 1 and self.state.step == 2:
+            raise ValueError("the disk of rank 1 is on fire")
+        return loss
+
+
+class SleepingTrainer(Trainer):
+    """Fails on rank 1 in the third step, while rank 0 is in no collective but asleep."""
+
+    def loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        if self.state.step == 2:
+            if self.world.rank == 1:
+                raise ValueError("the disk of rank 1 is on fire")
+            time.sleep(1000)
+        return super().loss(batch)
+
+
+class NonFiniteTrainer(Trainer):
+    """Has a loss that is not a number at steps 3 and 4, on rank 1 alone."""
+
+    def loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        bad = self.state.step in (2, 3) and self.world.rank == self.world.size - 1
+        return super().loss(batch) * (float("nan") if bad else 1.0)
+
+
+class RaggedTrainer(Trainer):
+    """Ignores a number of targets that differs from sequence to sequence, as padding does."""
+
+    def loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        first = batch["tokens"][:, :1]
+        positions = torch.arange(batch["tokens"].shape[1])
+        targets = torch.where(positions < first % 29 + 1, batch["targets"], -100)
+        return super().loss({"tokens": batch["tokens"], "targets": targets})
+
+
+def every_linear(module: nn.Module) -> bool:
+    """Say which modules are units, as FSDP1's lambda policies do."""
+    return isinstance(module, nn.Linear) and module.weight.shape[0] < 100
+
+
+def _unfilled_buffer(config: MlpConfig) -> nn.Module:
+    model = Mlp(config)
+    model.table.register_buffer("forgotten", torch.ones(3), persistent=False)
+    model.out.extra = nn.Parameter(torch.ones(3))
+    return model
+
+
+UNITS = ["table", "hidden.*", "out"]
+register(Recipe("mlp", MlpConfig, Mlp, UNITS))
+register(Recipe("mlp_crashing", MlpConfig, Mlp, UNITS, trainer=CrashingTrainer))
+register(Recipe("mlp_sleeping", MlpConfig, Mlp, UNITS, trainer=SleepingTrainer))
+register(Recipe("mlp_nonfinite", MlpConfig, Mlp, UNITS, trainer=NonFiniteTrainer))
+register(Recipe("mlp_unfilled", MlpConfig, _unfilled_buffer, UNITS))
+register(Recipe("mlp_wrong_units", MlpConfig, Mlp, ["table", "hiden.*"]))

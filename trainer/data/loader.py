@@ -1,0 +1,200 @@
+"""Loaders: a rank's micro-batches, in an order that no number of ranks or workers changes.
+
+Training counts positions in an endless run of samples (see `order`).  Update u takes the positions from u * G on,
+G the global batch size; of these each data-parallel rank takes a contiguous share, cut into micro-batches.  So all that
+is resumed is one integer, the number of samples that finished updates have consumed, and it holds on any mesh.
+
+Knows ranks as numbers; calls no collective.
+"""
+
+from __future__ import annotations
+
+import atexit
+import signal
+import warnings
+import weakref
+from collections.abc import Iterator
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import Dataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from trainer.data.order import sample_at
+from trainer.data.source import Source
+
+Batch: TypeAlias = "dict[str, Tensor]"
+"""`tokens` and `targets`, both int64 of shape (micro_batch_size, seq_len)."""
+
+
+class TrainLoader:
+    """An iterator over this rank's micro-batches, without an end.
+
+    Its state moves on when the last micro-batch of an update has been handed out, however far workers have read
+    ahead: saved between two updates, it is exact.  It loads on another number of ranks or workers, with another
+    micro-batch, and even with another global batch.  The global random generators stay as they are.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        *,
+        seed: int,
+        global_batch_size: int,
+        micro_batch_size: int,
+        dp_rank: int = 0,
+        num_dp_ranks: int = 1,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+    ) -> None:
+        assert global_batch_size % (num_dp_ranks * micro_batch_size) == 0, "check_config refuses such a batch"
+        assert 0 <= dp_rank < num_dp_ranks, (dp_rank, num_dp_ranks)
+        self.source, self._seed = source, seed
+        self._global_batch_size, self._micro_batch_size = global_batch_size, micro_batch_size
+        self._dp_rank, self._share = dp_rank, global_batch_size // num_dp_ranks
+        self._num_workers, self._pin_memory = num_workers, pin_memory
+        self._samples = 0
+        self._num_handed_out = 0
+        self._batches: Any = None
+        if num_workers:
+            atexit.register(_close_if_alive, weakref.ref(self))
+
+    @property
+    def micro_batches_per_update(self) -> int:
+        """How many micro-batches of this rank make up an update."""
+        return self._share // self._micro_batch_size
+
+    @property
+    def samples(self) -> int:
+        """How many samples, of all ranks, the finished updates have consumed."""
+        return self._samples
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        if self._batches is None:
+            self._batches = iter(self._open())
+        batch: Batch = next(self._batches)
+        self._num_handed_out += 1
+        if self._num_handed_out == self.micro_batches_per_update:
+            self._num_handed_out = 0
+            self._samples += self._global_batch_size
+        return batch
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the position: the same on every rank."""
+        return {"samples": self._samples}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on from the position of `state`."""
+        self.close()
+        self._samples = int(state["samples"])
+
+    def close(self) -> None:
+        """End the workers, if there are any; those that do not answer within seconds are killed.
+
+        The loader stays usable: the next micro-batch is the first one of the update that is not finished.
+        """
+        workers = getattr(self._batches, "_workers", [])
+        self._batches = None  # the last reference: the iterator's own clean-up runs here
+        self._num_handed_out = 0
+        for worker in workers:
+            if worker.is_alive():
+                worker.kill()  # they ignore SIGTERM, which is all that the clean-up sends
+
+    def _open(self) -> StatefulDataLoader[Batch]:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # torchdata 0.11 on torch 2.13
+            return StatefulDataLoader(
+                _Batches(self.source),
+                batch_sampler=self._sample_indices(),
+                collate_fn=_as_it_is,
+                num_workers=self._num_workers,
+                worker_init_fn=_ignore_signals,
+                pin_memory=self._pin_memory,
+                # It draws a seed for its workers, from the global generator if it has none of its own.
+                generator=torch.Generator(),
+                # Its own state holds each worker's, so that it loads on the same number of workers only: never taken.
+                snapshot_every_n_steps=2**62,
+            )
+
+    def _sample_indices(self) -> Iterator[NDArray[np.int64]]:
+        """Yield the indices of one micro-batch after the other; many updates are computed at a time, which is cheap."""
+        num_updates = max(1, 4096 // self._share)
+        start = self._samples
+        updates = np.arange(num_updates)[:, None] * self._global_batch_size
+        positions = updates + self._dp_rank * self._share + np.arange(self._share)
+        while True:
+            indices = sample_at(start + positions, len(self.source), self._seed)
+            yield from indices.reshape(-1, self._micro_batch_size)
+            start += num_updates * self._global_batch_size
+
+
+class EvalLoader:
+    """This rank's share of the first `num_batches` global batches (0: of all samples), in order; can be repeated.
+
+    Every rank gets the same number of micro-batches, so that collectives match; what is missing at the end is filled
+    with samples whose targets are all ignored.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        *,
+        global_batch_size: int,
+        micro_batch_size: int,
+        dp_rank: int = 0,
+        num_dp_ranks: int = 1,
+        num_batches: int = 0,
+    ) -> None:
+        assert 0 <= dp_rank < num_dp_ranks, (dp_rank, num_dp_ranks)
+        self.source, self._batches = source, _Batches(source)
+        self.num_samples = min(len(source), num_batches * global_batch_size or len(source))
+        self._shape = (-1, num_dp_ranks, micro_batch_size)
+        self._dp_rank = dp_rank
+
+    def __len__(self) -> int:
+        return len(self._sample_indices())
+
+    def __iter__(self) -> Iterator[Batch]:
+        for indices in self._sample_indices():
+            yield self._batches.__getitems__(indices)
+
+    def _sample_indices(self) -> NDArray[np.int64]:
+        """Return this rank's indices, a row for each micro-batch: ranks take micro-batches in turn."""
+        _, num_ranks, micro_batch_size = self._shape
+        missing = -self.num_samples % (num_ranks * micro_batch_size)
+        indices = np.pad(np.arange(self.num_samples), (0, missing), constant_values=-1)
+        return indices.reshape(self._shape)[:, self._dp_rank]
+
+
+class _Batches(Dataset[Batch]):
+    """Whole micro-batches by the indices of their samples: what `StatefulDataLoader` asks of a dataset."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+
+    def __getitems__(self, indices: NDArray[np.int64]) -> Batch:
+        tokens, targets = self._source.batch(indices)
+        return {"tokens": torch.from_numpy(tokens), "targets": torch.from_numpy(targets)}
+
+
+def _as_it_is(batch: Batch) -> Batch:
+    return batch
+
+
+def _ignore_signals(worker_id: int) -> None:
+    """Let a worker outlive the signal that asks its whole process group to stop: its rank still has to save."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _close_if_alive(reference: weakref.ref[TrainLoader]) -> None:
+    """End workers before multiprocessing waits for them: they ignore the SIGTERM that it would send."""
+    loader = reference()
+    if loader is not None:
+        loader.close()

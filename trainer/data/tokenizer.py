@@ -1,0 +1,110 @@
+"""Tokenizers: text to token ids and back.
+
+Every tokenizer has an id that ends a document.  Knows no file of samples and imports no torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainer.errors import setting_error
+
+END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>")
+"""Names under which a tokenizer file may hold its end-of-document token, in the order in which they are tried."""
+
+
+class Tokenizer(Protocol):
+    """What turns text into ids below `vocab_size`, and back.
+
+    name: the same for two tokenizers exactly if they give the same ids; kept with the tokens that it made.
+    end_id: the id that ends a document.  `encode` never adds it.
+    """
+
+    name: str
+    vocab_size: int
+    end_id: int
+
+    def encode(self, text: str | bytes) -> NDArray[np.integer[Any]]:
+        """Return the ids of `text`, one dimension."""
+        ...
+
+    def decode(self, ids: Sequence[int] | NDArray[np.integer[Any]]) -> str:
+        """Return the text of `ids`; what is no valid UTF-8 becomes U+FFFD, ends of documents become nothing."""
+        ...
+
+
+class ByteTokenizer:
+    """The 256 bytes, and id 256 that ends a document."""
+
+    name = "bytes"
+    vocab_size = 257
+    end_id = 256
+
+    def encode(self, text: str | bytes) -> NDArray[np.integer[Any]]:
+        """Return the bytes of `text`, as uint8; of a str, those of its UTF-8 form."""
+        return np.frombuffer(text.encode() if isinstance(text, str) else text, dtype=np.uint8)
+
+    def decode(self, ids: Sequence[int] | NDArray[np.integer[Any]]) -> str:
+        """Return the text of `ids`; what is no valid UTF-8 becomes U+FFFD, ends of documents become nothing."""
+        values = np.asarray(ids, dtype=np.int64)
+        return values[values < 256].astype(np.uint8).tobytes().decode(errors="replace")
+
+
+class FileTokenizer:
+    """A Hugging Face `tokenizer.json`, read with the `tokenizers` library (the extra `hf`).
+
+    `key` is the setting that errors name.  Raises UserError if the library or the file is missing, the file is no
+    tokenizer, or it has no end-of-document token.
+    """
+
+    def __init__(self, path: str, key: str = "data.tokenizer") -> None:
+        try:
+            content = Path(path).expanduser().read_bytes()
+        except OSError as error:
+            raise setting_error(key, path, f"cannot be read ({error.strerror})", "bytes") from error
+        try:
+            import tokenizers
+        except ImportError as error:
+            rule = "a tokenizer file needs the library `tokenizers`: pip install 'meshtrainer[hf]'"
+            raise setting_error(key, path, rule, "bytes") from error
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
+        except Exception as error:  # `tokenizers` raises bare Exception for a file that it does not understand
+            rule = f"is no Hugging Face tokenizer.json ({error})"
+            raise setting_error(key, path, rule, "bytes") from error
+        ids: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
+        end = next((ids[name] for name in END_OF_DOCUMENT if name in ids), None)
+        if end is None:
+            rule = f"has no token that ends a document; it must hold one of {', '.join(END_OF_DOCUMENT)}"
+            raise setting_error(key, path, rule, "bytes")
+        self.name = f"{Path(path).stem}:{hashlib.sha256(content).hexdigest()[:16]}"
+        self.vocab_size = max(ids.values()) + 1  # ids may have gaps, so that their number is not enough
+        self.end_id = end
+
+    def encode(self, text: str | bytes) -> NDArray[np.integer[Any]]:
+        """Return the ids of `text`, without special tokens; what is no valid UTF-8 becomes U+FFFD first."""
+        if isinstance(text, bytes):
+            text = text.decode(errors="replace")
+        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.uint32)
+
+    def decode(self, ids: Sequence[int] | NDArray[np.integer[Any]]) -> str:
+        """Return the text of `ids`; special tokens, ends of documents among them, become nothing."""
+        return str(self._tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=True))
+
+
+def find_tokenizer(setting: str, key: str = "data.tokenizer") -> Tokenizer:
+    """Return the tokenizer that `setting` names: `bytes`, or the path of a tokenizer.json.
+
+    Raises UserError that names `key` if there is none.
+    """
+    if setting == "bytes":
+        return ByteTokenizer()
+    if not Path(setting).expanduser().is_file():
+        raise setting_error(key, setting, "must be bytes, or the path of a Hugging Face tokenizer.json", "bytes")
+    return FileTokenizer(setting, key)
