@@ -91,6 +91,12 @@ def _unfilled_buffer(config: MlpConfig) -> nn.Module:
     return model
 
 
+def _tied(config: MlpConfig) -> nn.Module:
+    model = Mlp(config)
+    model.out.weight = model.table.weight
+    return model
+
+
 UNITS = ["table", "hidden.*", "out"]
 register(Recipe("mlp", MlpConfig, Mlp, UNITS))
 register(Recipe("mlp_crashing", MlpConfig, Mlp, UNITS, trainer=CrashingTrainer))
@@ -98,3 +104,4 @@ register(Recipe("mlp_sleeping", MlpConfig, Mlp, UNITS, trainer=SleepingTrainer))
 register(Recipe("mlp_nonfinite", MlpConfig, Mlp, UNITS, trainer=NonFiniteTrainer))
 register(Recipe("mlp_unfilled", MlpConfig, _unfilled_buffer, UNITS))
 register(Recipe("mlp_wrong_units", MlpConfig, Mlp, ["table", "hiden.*"]))
+register(Recipe("mlp_parted_tie", MlpConfig, _tied, UNITS))

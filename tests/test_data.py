@@ -739,3 +739,17 @@ def test_token_source_reads_three_shards_at_once(tmp_path: Path) -> None:
     tokens, targets = read_all(TokenSource(shards, seq_len=6, pack=True))
     assert tokens.tolist()[0] == [97, 256, 98, 256, 256, 99]
     assert targets.tolist()[0] == [256, 98, 256, 256, 99, 100]
+
+
+def test_token_shards_without_an_eval_path_hold_out_their_last_windows(tmp_path: Path) -> None:
+    path = write_shards(tmp_path, [bytes(range(200))])
+    settings = DataSection(source="tokens", path=path, seq_len=4, holdout=0.1)
+    train, held_out = open_source(settings, 257, "train"), open_source(settings, 257, "eval")
+    assert held_out is not None
+    assert (len(train), len(held_out)) == (45, 5)
+    assert train.batch(np.array([44]))[0].tolist() == [[176, 177, 178, 179]]
+    assert held_out.batch(np.array([0, -1]))[0][0].tolist() == [180, 181, 182, 183]
+    assert (held_out.batch(np.array([-1]))[1] == -100).all()
+    nothing = dataclasses.replace(settings, holdout=0.0)
+    assert len(open_source(nothing, 257, "train")) == 50
+    assert open_source(nothing, 257, "eval") is None

@@ -59,6 +59,7 @@ class FsdpSection:
         "default",
         "default (units reshard, root does not), always, never, a number of ranks to reshard to, or a list with one "
         "of always, never, a number for each unit in the order of the forward pass",
+        meant_by={True: "always", False: "never"},
     )
     param_dtype: Literal["float32", "bfloat16"] = _key("float32", "dtype of unsharded parameters and of compute")
     reduce_dtype: Literal["float32", "bfloat16"] = _key("float32", "dtype in which gradients are reduced")
@@ -77,6 +78,13 @@ class DataSection:
     )
     path: str | None = _key(None, "source=tokens: a token shard or a glob of several")
     eval_path: str | None = _key(None, "source=tokens: a shard or glob to evaluate on")
+    holdout: float | None = _key(
+        None,
+        "source=tokens without eval_path: share of the samples, the last, kept for evaluation; null: 0.01 with "
+        "eval.every, else 0",
+        at_least=0,
+        below=1,
+    )
     seq_len: int = _key(256, "tokens of one sequence", at_least=1)
     tokenizer: str = _key("bytes", "bytes, or the path of a Hugging Face tokenizer.json")
     pack: bool = _key(True, "true: sequences run across documents; false: one document a sequence, the rest ignored")
@@ -238,7 +246,14 @@ def load_config(recipe: str, overrides: Sequence[str] = ()) -> RunConfig:
         raise UserError(f"{error.full_key}: {str(error).splitlines()[0]}") from error
     assert isinstance(config, RunConfig)
     _check_limits(config)
-    return config
+    return dataclasses.replace(config, data=_resolve_holdout(config))
+
+
+def _resolve_holdout(config: RunConfig) -> DataSection:
+    """Settle `data.holdout`, so that it is on record: what is trained on must not change when a run is resumed."""
+    data = config.data
+    evaluates = data.source == "tokens" and config.eval.every > 0 and data.eval_path is None
+    return dataclasses.replace(data, holdout=0.01 if evaluates else 0.0) if data.holdout is None else data
 
 
 def find_recipe_file(recipe: str) -> Path:
@@ -357,7 +372,8 @@ def _assign(tree: Any, legal: Mapping[str, dataclasses.Field[Any]], key: str, va
         if choices:
             raise choice_error(key, value, choices) from error
         rule = f"must be {type_name(hint)}{where}"
-        raise setting_error(key, value, rule, _nearest_of_type(value, hint, legal[key])) from error
+        meant = legal[key].metadata.get("meant_by", {}).get(value) if isinstance(value, bool) else None
+        raise setting_error(key, value, rule, meant or _nearest_of_type(value, hint, legal[key])) from error
 
 
 def type_name(hint: Any) -> str:
@@ -571,8 +587,8 @@ def _check_data(config: RunConfig) -> None:
             if getattr(data, key):
                 rule = f"data.source={data.source} reads no file; a path goes with data.source=tokens"
                 raise setting_error(f"data.{key}", getattr(data, key), rule, None)
-    if data.source == "tokens" and config.eval.every and not data.eval_path:
-        rule = "data.source=tokens has nothing held out: give data.eval_path, or evaluate never"
+    if data.source == "tokens" and config.eval.every and not data.eval_path and not data.holdout:
+        rule = "with data.holdout=0 and no data.eval_path there is nothing to evaluate on"
         raise setting_error("eval.every", config.eval.every, rule, 0)
 
 

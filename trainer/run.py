@@ -131,7 +131,8 @@ def _check(config: RunConfig, nproc: int, env: Environment, spawns: bool) -> Non
 def _report(error: UserError, env: Environment) -> int:
     """Print a mistake once, on the first rank; the others give it the time to."""
     if env.rank == 0:
-        print(f"error: {error}" if ":" in str(error)[:80] else str(error), file=sys.stderr, flush=True)
+        prefix = "" if str(error).startswith("usage:") else "error: "
+        print(f"{prefix}{error}", file=sys.stderr, flush=True)
     else:
         time.sleep(_REPORT_S)
     return EXIT_USER_ERROR

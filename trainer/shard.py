@@ -104,7 +104,8 @@ def _resolve_unit(model: nn.Module, entry: Unit, source: str) -> Iterator[ShardU
         # `*` stands for one part of a name: "layers.*" means the blocks, not what is inside them.
         found = [n for n in by_name if n.count(".") == entry.count(".") and fnmatch.fnmatchcase(n, entry)]
         if not found:
-            best = nearest(entry, [name for name in by_name if name])
+            wildcards = [f"{name.rpartition('.')[0]}.*" for name in by_name if "." in name]
+            best = nearest(entry, [*wildcards, *filter(None, by_name)])
             raise UserError(f"{source}: the model has no module {entry!r}" + (f"; nearest: {best!r}" if best else ""))
         for name in found:
             yield ShardUnit((name,), (by_name[name],))

@@ -6,12 +6,10 @@ What a subclass may want to change is one method each: `build_mesh`, `build_mode
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -134,7 +132,7 @@ class Trainer:
         """
         config = self.config
         return TrainLoader(
-            self.build_source("train"),  # type: ignore[arg-type]
+            open_source(config.data, config.vocab_size, "train"),
             seed=config.data.seed,
             global_batch_size=config.train.global_batch_size,
             micro_batch_size=config.train.micro_batch_size,
@@ -147,7 +145,7 @@ class Trainer:
     def build_eval_loader(self) -> Iterable[Batch] | None:
         """Return the held-out data, a finite iterable with as many micro-batches on every rank; None for none."""
         config = self.config
-        source = self.build_source("eval") if config.eval.every else None
+        source = open_source(config.data, config.vocab_size, "eval") if config.eval.every else None
         if source is None:
             return None
         return EvalLoader(
@@ -158,10 +156,6 @@ class Trainer:
             dp_rank=self.world.rank,
             num_dp_ranks=self.world.size,
         )
-
-    def build_source(self, split: Any) -> Source | None:
-        """Return the samples of a split, `train` or `eval`; None where nothing is held out."""
-        return open_source(self.config.data, self.config.vocab_size, split)
 
     @property
     def num_micro_batches(self) -> int:
@@ -285,8 +279,9 @@ class Trainer:
         return self.metrics.write(record)
 
     def _bits_per_byte(self, loss: float) -> dict[str, float]:
-        bytes_per_token = getattr(getattr(self.eval_loader, "source", None), "bytes_per_token", None)
-        return {"bits_per_byte": loss / math.log(2) / bytes_per_token} if bytes_per_token else {}
+        source = getattr(self.eval_loader, "source", None)
+        bits = source.bits_per_byte(loss) if isinstance(source, Source) else None
+        return {} if bits is None else {"bits_per_byte": bits}
 
     # -- saving and resuming -------------------------------------------------------------------------------------
 

@@ -90,6 +90,8 @@ def open_source(data: DataSection, vocab_size: int | None, split: Split) -> Sour
 def open_source(data: DataSection, vocab_size: int | None, split: Split) -> Source | None:
     """Return the source that the settings name, or None if they hold nothing out and `split` is `eval`.
 
+    Token shards without `data.eval_path` hold out their last windows, a share of `data.holdout`.
+
     `vocab_size` is the model's; None if the model has none to compare with.  Raises UserError if the data cannot be
     read, are too few for one sample, or have ids that the model has no room for.
     """
@@ -98,12 +100,10 @@ def open_source(data: DataSection, vocab_size: int | None, split: Split) -> Sour
     if data.source == "stdlib":
         shard = StdlibCorpus().shard(split, find_tokenizer(data.tokenizer), data.cache_dir)
         key, setting, source = "data.source", "stdlib", TokenSource([shard], data.seq_len, data.pack)
-    elif split == "train":
-        key, setting, source = "data.path", data.path or "", _open_shards(data, split)
-    elif data.eval_path is not None:
+    elif split == "eval" and data.eval_path is not None:
         key, setting, source = "data.eval_path", data.eval_path, _open_shards(data, split)
     else:
-        return None
+        key, setting, source = "data.path", data.path or "", _open_shards(data, "train")
     if source.num_targets < 1:
         raise setting_error(key, setting, "holds no target: a sample needs two tokens of one document")
     if split == "train" and data.pack and source.num_targets < data.seq_len:
@@ -112,7 +112,35 @@ def open_source(data: DataSection, vocab_size: int | None, split: Split) -> Sour
     if vocab_size is not None and source.vocab_size > vocab_size:
         rule = f"the ids of {key}={setting} (tokenizer {source.tokenizer}) need at least {source.vocab_size}"
         raise setting_error("model.vocab_size", vocab_size, rule, source.vocab_size)
+    if data.source == "tokens" and data.eval_path is None:
+        return _part_of(source, data.holdout or 0.0, split)
     return source
+
+
+def _part_of(source: TokenSource, holdout: float, split: Split) -> Source | None:
+    """Return what is trained on, or what is held out: the last windows, at least one where there are two."""
+    num_held_out = min(len(source) - 1, math.ceil(holdout * len(source)))
+    if not num_held_out:
+        return source if split == "train" else None
+    first = len(source) - num_held_out
+    return Part(source, 0, first) if split == "train" else Part(source, first, len(source))
+
+
+class Part(Source):
+    """Samples `start` to `stop` of another source."""
+
+    def __init__(self, whole: Source, start: int, stop: int) -> None:
+        self.seq_len, self.vocab_size, self.tokenizer = whole.seq_len, whole.vocab_size, whole.tokenizer
+        self.bytes_per_token = whole.bytes_per_token
+        self._whole, self._start, self._length = whole, start, stop - start
+
+    def __len__(self) -> int:
+        return self._length
+
+    def batch(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return tokens and targets of the samples at `indices`; see `Source.batch`."""
+        assert np.size(indices) == 0 or np.max(indices) < self._length, (indices, self._length)
+        return self._whole.batch(np.where(np.asarray(indices) < 0, -1, np.asarray(indices) + self._start))
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,147 @@
+"""Mistakes of a user's: exit 2, one message that names the setting, its value and the nearest legal value."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import REPOSITORY, run_command, run_tiny
+
+SMALL = "recipe=llama_small"
+
+# What is typed, and what the message must hold: the setting with its value, and what would be right.
+MISTAKES = {
+    "unknown recipe": (["recipe=llama_smal"], ["recipe=llama_smal", "recipe=llama_small"]),
+    "recipe file that is not there": (["recipe=conf/llama_smal.yaml"], ["conf/llama_smal.yaml", "no such file"]),
+    "unknown key": ([SMALL, "train.step=5"], ["train.step=5", "train.steps=5"]),
+    "unknown section": ([SMALL, "trian.steps=5"], ["trian.steps=5", "train.steps=5"]),
+    "key of another section": ([SMALL, "train.lr=0.1"], ["train.lr=0.1", "optim.lr=0.1"]),
+    "key of another model": ([SMALL, "model.dropout=0.1"], ["model.dropout=0.1"]),
+    "unknown option": ([SMALL, "--print-confg"], ["--print-confg", "--print-config"]),
+    "no equals sign": ([SMALL, "train.steps"], ["train.steps", "section.key=value"]),
+    "given twice": ([SMALL, "train.steps=5", "train.steps=6"], ["train.steps=6", "twice"]),
+    "text for a whole number": ([SMALL, "train.steps=many"], ["train.steps=many", "whole number"]),
+    "fraction for a whole number": ([SMALL, "train.steps=1.5"], ["train.steps=1.5", "train.steps=2"]),
+    "null where nothing may be empty": ([SMALL, "train.steps=null"], ["train.steps=null", "whole number"]),
+    "text for a number": ([SMALL, "optim.lr=3e-4x"], ["optim.lr=3e-4x", "optim.lr=0.0003"]),
+    "number for true or false": ([SMALL, "fsdp.cpu_offload=maybe"], ["fsdp.cpu_offload=maybe", "true or false"]),
+    "infinite": ([SMALL, "optim.lr=.inf"], ["optim.lr=inf", "finite"]),
+    "negative": ([SMALL, "train.steps=-1"], ["train.steps=-1", "train.steps=0"]),
+    "out of range": ([SMALL, "schedule.min_lr_ratio=2"], ["schedule.min_lr_ratio=2", "schedule.min_lr_ratio=1"]),
+    "beta of one": ([SMALL, "optim.betas=[0.9,1.0]"], ["optim.betas=[0.9,1.0]", "below 1"]),
+    "one beta": ([SMALL, "optim.betas=[0.9]"], ["optim.betas=[0.9]", "optim.betas=[0.9,0.95]"]),
+    "unknown choice": ([SMALL, "optim.name=adamm"], ["optim.name=adamm", "optim.name=adamw"]),
+    "unknown dtype": ([SMALL, "fsdp.param_dtype=float16"], ["fsdp.param_dtype=float16", "=bfloat16"]),
+    "unknown model": ([SMALL, "model.name=lama"], ["model.name=lama", "model.name=llama"]),
+    "model module that is not there": ([SMALL, "model.name=nowhere:mine"], ["model.name=nowhere:mine", "import"]),
+    "heads do not divide the width": ([SMALL, "model.num_heads=5"], ["model.num_heads=5", "nearest legal value"]),
+    "key heads do not divide the heads": ([SMALL, "model.num_kv_heads=5"], ["model.num_kv_heads=5", "nearest legal"]),
+    "vocabulary too small": ([SMALL, "model.vocab_size=100"], ["model.vocab_size=100", "model.vocab_size=257"]),
+    "mesh does not divide": ([SMALL, "nproc=4", "mesh.shard=3"], ["mesh.shard=3", "mesh.shard=4"]),
+    "mesh too large": ([SMALL, "nproc=4", "mesh.replicate=3"], ["mesh.replicate=3", "mesh.replicate="]),
+    "two open axes": ([SMALL, "mesh.shard=-1", "mesh.replicate=-1"], ["mesh.replicate=-1", "mesh.replicate=1"]),
+    "axis of zero": ([SMALL, "mesh.shard=0"], ["mesh.shard=0", "mesh.shard=1"]),
+    "axis in words": ([SMALL, "mesh.shard=nod"], ["mesh.shard=nod", "node"]),
+    "batch does not divide": ([SMALL, "train.global_batch_size=30", "train.micro_batch_size=4"],
+                              ["train.global_batch_size=30", "train.global_batch_size=32"]),
+    "reshard in words": ([SMALL, "fsdp.reshard_after_forward=allways"], ["=allways", "=always"]),
+    "reshard as true": ([SMALL, "fsdp.reshard_after_forward=true"], ["=true", "=always"]),
+    "reshard does not divide": ([SMALL, "nproc=4", "fsdp.reshard_after_forward=3"], ["=3", "forward=2"]),
+    "reshard list too short": ([SMALL, "nproc=4", "fsdp.reshard_after_forward=[always,never]"],
+                               ["=[always,never]", "one entry for each", "nearest legal value"]),
+    "wrap in words": ([SMALL, "fsdp.wrap=blocks"], ["fsdp.wrap=blocks", "fsdp.wrap=block"]),
+    "wrap size": ([SMALL, "fsdp.wrap=size:big"], ["fsdp.wrap=size:big", "size:"]),
+    "wrap function that is not there": ([SMALL, "nproc=4", "fsdp.wrap=tests.own_recipes:every_liner"],
+                                        ["fsdp.wrap=tests.own_recipes:every_liner", "every_linear"]),
+    "activation checkpointing in words": ([SMALL, "train.activation_checkpoint=ful"], ["=ful", "=full"]),
+    "tokens without a path": ([SMALL, "data.source=tokens"], ["data.path=null", "token shards"]),
+    "path without tokens": ([SMALL, "data.path=a.bin"], ["data.path=a.bin", "data.source"]),
+    "shard that is not there": ([SMALL, "data.source=tokens", "data.path=/nowhere/a.bin"], ["data.path=/nowhere/a.bin"]),
+    "unknown tokenizer": ([SMALL, "data.tokenizer=byte"], ["data.tokenizer=byte", "bytes"]),
+    "checkpoint that is not there": ([SMALL, "checkpoint.resume=nowhere"], ["checkpoint.resume=nowhere", "=auto"]),
+    "run.dir below a file": ([SMALL, "run.dir=pyproject.toml/run"], ["run.dir=pyproject.toml/run", "not a folder"]),
+    "nproc in words": ([SMALL, "nproc=two"], ["nproc=two", "nproc=1"]),
+    "longer than the positions": (["recipe=gpt2", "data.source=synthetic", "data.seq_len=2048"],
+                                  ["data.seq_len=2048", "data.seq_len=1024"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", list(MISTAKES))
+def test_mistake(mistake: str, tmp_path: Path) -> None:
+    arguments, must_say = MISTAKES[mistake]
+    if not any(argument.startswith("run.dir=") for argument in arguments):
+        arguments = [*arguments, f"run.dir={tmp_path / 'run'}"]
+    started = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-m", "trainer.run", *arguments], capture_output=True, text=True, cwd=REPOSITORY, timeout=60
+    )
+    elapsed = time.monotonic() - started
+    assert done.returncode == 2, done.stderr
+    assert done.stdout == ""
+    assert "Traceback" not in done.stderr
+    for text in must_say:
+        assert text in done.stderr, done.stderr
+    assert done.stderr.count("error:") == 1, "said once"
+    assert elapsed < 5
+    assert not (tmp_path / "run").exists(), "a mistake leaves nothing behind"
+
+
+def test_no_recipe_shows_usage_and_recipes() -> None:
+    done = subprocess.run([sys.executable, "-m", "trainer.run"], capture_output=True, text=True, cwd=REPOSITORY)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("usage:")
+    assert "llama3_405b" in done.stderr
+
+
+@pytest.mark.parametrize("launcher", ["nproc", "torchrun"])
+def test_printed_once_with_four_ranks(launcher: str, tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
+    ran = run_command(
+        tmp_path / "run",
+        SMALL,
+        "optim.name=adamm",
+        *(["nproc=4"] if launcher == "nproc" else []),
+        launcher=torchrun if launcher == "torchrun" else (),
+    )
+    assert ran.exit_code == (2 if launcher == "nproc" else 1), "torchrun makes 1 of every code"
+    assert ran.stderr.count("optim.name=adamm") == 1
+
+
+@pytest.mark.parametrize(
+    ("model", "must_say"),
+    [
+        ("mlp_unfilled", ["table.forgotten", "out.extra", "reset_parameters"]),
+        ("mlp_wrong_units", ["'hiden.*'", "'hidden.*'"]),
+        ("mlp_parted_tie", ["'table.weight' and 'out.weight' are one parameter", "('table', 'out')"]),
+    ],
+)
+def test_a_model_that_cannot_be_built_is_named_once(model: str, must_say: list[str], tmp_path: Path) -> None:
+    ran = run_command(
+        tmp_path / "run", SMALL, f"model.name=tests.own_recipes:{model}", "data.source=synthetic", "nproc=2"
+    )
+    assert ran.exit_code == 2, ran.stderr
+    assert "Traceback" not in ran.stderr
+    for text in must_say:
+        assert ran.stderr.count(text) == 1, ran.stderr
+
+
+def test_a_mistake_does_not_alter_an_existing_run(tmp_path: Path) -> None:
+    ran = run_tiny(tmp_path / "run", "train.steps=4")
+
+    def contents() -> dict[str, tuple[int, bytes]]:
+        files = [path for path in ran.folder.rglob("*") if path.is_file()]
+        return {str(path): (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
+
+    before = contents()
+    changed = run_command(ran.folder, SMALL, "train.steps=8")
+    assert changed.exit_code == 2
+    for text in ("model.dim: 32 in the checkpoint, 192 now", "checkpoint.allow_changes=["):
+        assert text in changed.stderr
+    assert contents() == before
+    assert json.loads((ran.folder / "status.json").read_text())["state"] == "finished"

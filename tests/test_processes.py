@@ -1,0 +1,150 @@
+"""How a run ends: cleanly, on request, or with the first error of any rank; and nothing is left running."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import REPOSITORY, Ran, run_command, run_tiny, tiny_overrides
+
+OWN = "model.name=tests.own_recipes:"
+MLP = ["recipe=llama_small", "data.source=synthetic", "data.seq_len=16", "train.steps=6", "eval.every=0", "log.every=1"]
+
+
+def processes_of(folder: Path) -> list[str]:
+    """Return the processes whose command line names the run's folder."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            command = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if str(folder) in command and path.parent.name != str(os.getpid()):
+            found.append(command)
+    return found
+
+
+def test_plain_runs_end_cleanly(tmp_path: Path) -> None:
+    """Finished runs with a mesh still alive used to abort at interpreter exit, 13 of 16 times."""
+    for number in range(3):
+        ran = run_tiny(tmp_path / str(number), "train.steps=5", "nproc=2", "data.num_workers=1")
+        assert "terminate called" not in ran.stderr
+        assert ran.status == {"state": "finished", "exit_code": 0, "step": 5, "reason": "train.steps reached"}
+        assert processes_of(tmp_path / str(number)) == []
+
+
+@pytest.mark.parametrize("model", ["mlp_crashing", "mlp_sleeping"])
+def test_one_rank_fails_and_all_end_with_its_error(model: str, tmp_path: Path) -> None:
+    started = time.monotonic()
+    ran = run_command(tmp_path / "run", *MLP, OWN + model, "nproc=2")
+    assert time.monotonic() - started < 40
+    assert ran.exit_code == 1
+    assert ran.stderr.count("ValueError: the disk of rank 1 is on fire") == 1
+    assert ran.stderr.count("Traceback") == 1, ran.stderr
+    assert processes_of(ran.folder) == []
+    if model == "mlp_crashing":  # rank 0, which writes the status, was told; asleep, it was ended
+        assert ran.status == {
+            "state": "failed",
+            "exit_code": 1,
+            "step": 2,
+            "reason": "rank 1: ValueError: the disk of rank 1 is on fire",
+        }
+        assert ran.metrics[-1]["kind"] == "end"
+        assert ran.metrics[-1]["reason"] == "failed"
+
+
+def test_updates_that_are_not_finite_are_skipped_on_all_ranks(tmp_path: Path) -> None:
+    ran = run_command(tmp_path / "run", *MLP, OWN + "mlp_nonfinite", "nproc=2")
+    assert ran.exit_code == 0, ran.stderr
+    losses = ran.train("loss")
+    assert [loss is None for loss in losses] == [False, False, True, True, False, False]
+    assert ran.train("step") == [1, 2, 3, 4, 5, 6]
+
+
+def test_too_many_updates_that_are_not_finite_end_the_run(tmp_path: Path) -> None:
+    ran = run_command(tmp_path / "run", *MLP, OWN + "mlp_nonfinite", "nproc=2", "train.max_skipped_updates=2")
+    assert ran.exit_code == 1
+    assert ran.stderr.count("not finite in 2 updates in a row") == 1
+    assert "Traceback" not in ran.stderr
+    assert ran.status["state"] == "failed"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_stops_on_request_after_saving(number: signal.Signals, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    overrides = tiny_overrides("train.steps=100000", f"run.dir={folder}", "nproc=2")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "trainer.run", "recipe=llama_small", *overrides],
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    wait_for_step(folder)
+    process.send_signal(number)
+    stdout, stderr = process.communicate(timeout=60)
+    ran = Ran(process.returncode, stdout, stderr, folder)
+    assert ran.exit_code == 75, stderr
+    assert "Traceback" not in stderr
+    assert ran.status["state"] == "stopped"
+    assert ran.status["exit_code"] == 75
+    step = ran.status["step"]
+    assert (folder / "checkpoints" / f"step_{step:08d}").is_dir()
+    again = run_tiny(folder, f"train.steps={step + 2}", "nproc=2")
+    assert again.train("step")[-3:] == [step, step + 1, step + 2]
+
+
+def wait_for_step(folder: Path, timeout_s: float = 60) -> None:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if (folder / "metrics.jsonl").exists() and '"train"' in (folder / "metrics.jsonl").read_text():
+            return
+        time.sleep(0.1)
+    raise AssertionError("no step in time")
+
+
+def test_under_torchrun(tmp_path: Path) -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    ran = run_tiny(tmp_path / "run", "train.steps=3", "nproc=2", launcher=launcher)
+    assert ran.train("step") == [1, 2, 3]
+
+
+def test_nproc_must_be_the_launchers(tmp_path: Path) -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    ran = run_command(tmp_path / "run", "recipe=llama_small", "nproc=3", launcher=launcher)
+    assert ran.stderr.count("nproc=3: torchrun has started 2 processes already") == 1
+
+
+def test_a_script_of_ones_own_ends_cleanly(tmp_path: Path) -> None:
+    """`fit()` in a script, without the command line's own way to leave."""
+    script = tmp_path / "mine.py"
+    overrides = tiny_overrides("train.steps=3", f"run.dir={tmp_path / 'run'}")
+    script.write_text(
+        "from trainer import Trainer, load_config\n"
+        f"raise SystemExit(Trainer(load_config('llama_small', {overrides!r})).fit())\n"
+    )
+    for launcher in (
+        [sys.executable],
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"],
+    ):
+        done = subprocess.run(
+            [*launcher, str(script)], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(REPOSITORY)}
+        )
+        assert done.returncode == 0, done.stderr
+        assert "terminate called" not in done.stderr
+
+
+def test_a_finished_run_started_again_does_nothing(tmp_path: Path) -> None:
+    run_tiny(tmp_path / "run", "train.steps=3")
+    metrics = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    again = run_tiny(tmp_path / "run", "train.steps=3")
+    assert "nothing to do" in again.stdout
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == metrics
+    further = run_tiny(tmp_path / "run", "train.steps=5")
+    assert further.train("step") == [1, 2, 3, 4, 5]
