@@ -22,121 +22,117 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from trainer.errors import UserError, choice_error, nearest, setting_error
-from trainer.recipe import Recipe, find_recipe, load_recipes
-
-
-def _key(default: Any, meaning: str, **limits: Any) -> Any:
-    """Declare one key: its default, what it means, and limits (`at_least`, `above`, `at_most`, `below`)."""
-    return field(default=default, metadata={"meaning": meaning, **limits})
+from trainer.recipe import Recipe, declare, find_recipe, load_recipes
 
 
 @dataclass(frozen=True)
 class RunSection:
     """Which run this is."""
 
-    name: str = _key("", "name of the run; empty: the recipe's name")
-    dir: str = _key("", "folder of the run; empty: runs/<name>")
-    seed: int = _key(0, "seed of the initial weights and of everything random in training", at_least=0)
-    device: Literal["auto", "cpu", "cuda"] = _key("auto", "where to train; auto: cuda where there is a GPU")
-    threads: int = _key(0, "CPU threads of each rank; 0: an equal share of this process's cores", at_least=0)
-    timeout_s: float = _key(600.0, "seconds after which a collective counts as failed", above=0)
+    name: str = declare("", "name of the run; empty: the recipe's name")
+    dir: str = declare("", "folder of the run; empty: runs/<name>")
+    seed: int = declare(0, "seed of the initial weights and of everything random in training", at_least=0)
+    device: Literal["auto", "cpu", "cuda"] = declare("auto", "where to train; auto: cuda where there is a GPU")
+    threads: int = declare(0, "CPU threads of each rank; 0: an equal share of this process's cores", at_least=0)
+    timeout_s: float = declare(600.0, "seconds after which a collective counts as failed", above=0)
 
 
 @dataclass(frozen=True)
 class MeshSection:
     """How the ranks are arranged: `replicate` x `shard` (HSDP), or only `shard` where replicate is 1."""
 
-    replicate: int = _key(1, "number of replicas of the sharded model; -1: all remaining ranks")
-    shard: int | str = _key(-1, "ranks that share one copy; -1: all remaining ranks; node: the ranks of one node")
+    replicate: int = declare(1, "number of replicas of the sharded model; -1: all remaining ranks")
+    shard: int | str = declare(-1, "ranks that share one copy; -1: all remaining ranks; node: the ranks of one node")
 
 
 @dataclass(frozen=True)
 class FsdpSection:
     """How the model is sharded (torch.distributed.fsdp.fully_shard)."""
 
-    wrap: str = _key("block", "units: block (the recipe's), size:<parameters>, or package.module:function")
-    reshard_after_forward: int | str | list[int | str] = _key(
+    wrap: str = declare("block", "units: block (the recipe's), size:<parameters>, or package.module:function")
+    reshard_after_forward: int | str | list[int | str] = declare(
         "default",
         "default (units reshard, root does not), always, never, a number of ranks to reshard to, or a list with one "
         "of always, never, a number for each unit in the order of the forward pass",
-        meant_by={True: "always", False: "never"},
+        true_means="always",
+        false_means="never",
     )
-    param_dtype: Literal["float32", "bfloat16"] = _key("float32", "dtype of unsharded parameters and of compute")
-    reduce_dtype: Literal["float32", "bfloat16"] = _key("float32", "dtype in which gradients are reduced")
-    output_dtype: Literal["float32", "bfloat16"] | None = _key(None, "dtype of the model's outputs; null: as computed")
-    cpu_offload: bool = _key(False, "keep parameters, gradients and optimizer state in host memory")
-    prefetch_forward: int = _key(0, "units gathered ahead in forward; 0: FSDP's own overlap", at_least=0)
-    prefetch_backward: int = _key(0, "units gathered ahead in backward; 0: FSDP's own overlap (one)", at_least=0)
+    param_dtype: Literal["float32", "bfloat16"] = declare("float32", "dtype of unsharded parameters and of compute")
+    reduce_dtype: Literal["float32", "bfloat16"] = declare("float32", "dtype in which gradients are reduced")
+    output_dtype: Literal["float32", "bfloat16"] | None = declare(None, "dtype of the model's outputs; null: as computed")
+    cpu_offload: bool = declare(False, "keep parameters, gradients and optimizer state in host memory")
+    prefetch_forward: int = declare(0, "units gathered ahead in forward; 0: FSDP's own overlap", at_least=0)
+    prefetch_backward: int = declare(0, "units gathered ahead in backward; 0: FSDP's own overlap (one)", at_least=0)
 
 
 @dataclass(frozen=True)
 class DataSection:
     """What the model is trained on."""
 
-    source: Literal["stdlib", "synthetic", "tokens"] = _key(
+    source: Literal["stdlib", "synthetic", "tokens"] = declare(
         "stdlib", "stdlib: this Python's own source text; synthetic: generated; tokens: shards from trainer.prepare"
     )
-    path: str | None = _key(None, "source=tokens: a token shard or a glob of several")
-    eval_path: str | None = _key(None, "source=tokens: a shard or glob to evaluate on")
-    holdout: float | None = _key(
+    path: str | None = declare(None, "source=tokens: a token shard or a glob of several")
+    eval_path: str | None = declare(None, "source=tokens: a shard or glob to evaluate on")
+    holdout: float | None = declare(
         None,
         "source=tokens without eval_path: share of the samples, the last, kept for evaluation; null: 0.01 with "
         "eval.every, else 0",
         at_least=0,
         below=1,
     )
-    seq_len: int = _key(256, "tokens of one sequence", at_least=1)
-    tokenizer: str = _key("bytes", "bytes, or the path of a Hugging Face tokenizer.json")
-    pack: bool = _key(True, "true: sequences run across documents; false: one document a sequence, the rest ignored")
-    num_workers: int = _key(0, "processes that prepare batches on each rank; 0: the rank itself", at_least=0)
-    seed: int = _key(0, "seed of the order of the samples", at_least=0)
-    cache_dir: str | None = _key(None, "where tokenized text is kept; null: the user's cache folder")
+    seq_len: int = declare(256, "tokens of one sequence", at_least=1)
+    tokenizer: str = declare("bytes", "bytes, or the path of a Hugging Face tokenizer.json")
+    pack: bool = declare(True, "true: sequences run across documents; false: one document a sequence, the rest ignored")
+    num_workers: int = declare(0, "processes that prepare batches on each rank; 0: the rank itself", at_least=0)
+    seed: int = declare(0, "seed of the order of the samples", at_least=0)
+    cache_dir: str | None = declare(None, "where tokenized text is kept; null: the user's cache folder")
 
 
 @dataclass(frozen=True)
 class OptimSection:
     """The optimizer."""
 
-    name: Literal["adamw", "sgd", "muon"] = _key("adamw", "muon: torch's, for matrices; AdamW for the rest")
-    lr: float = _key(3e-4, "peak learning rate", at_least=0)
-    betas: tuple[float, float] = _key((0.9, 0.95), "decay rates of AdamW's two averages", at_least=0, below=1)
-    eps: float = _key(1e-8, "AdamW's epsilon", above=0)
-    momentum: float = _key(0.95, "momentum of sgd and muon", at_least=0, below=1)
-    weight_decay: float = _key(0.1, "decoupled weight decay", at_least=0)
-    decay_all: bool = _key(False, "decay norms, biases and embeddings too")
-    max_grad_norm: float | None = _key(1.0, "gradients are scaled down to this global norm; null: never", above=0)
+    name: Literal["adamw", "sgd", "muon"] = declare("adamw", "muon: torch's, for matrices; AdamW for the rest")
+    lr: float = declare(3e-4, "peak learning rate", at_least=0)
+    betas: tuple[float, float] = declare((0.9, 0.95), "decay rates of AdamW's two averages", at_least=0, below=1)
+    eps: float = declare(1e-8, "AdamW's epsilon", above=0)
+    momentum: float = declare(0.95, "momentum of sgd and muon", at_least=0, below=1)
+    weight_decay: float = declare(0.1, "decoupled weight decay", at_least=0)
+    decay_all: bool = declare(False, "decay norms, biases and embeddings too")
+    max_grad_norm: float | None = declare(1.0, "gradients are scaled down to this global norm; null: never", above=0)
 
 
 @dataclass(frozen=True)
 class ScheduleSection:
     """The learning rate over the run: a linear warmup, then the named shape."""
 
-    name: Literal["cosine", "linear", "wsd", "constant"] = _key("cosine", "shape after warmup")
-    warmup_steps: int = _key(0, "updates of linear warmup", at_least=0)
-    min_lr_ratio: float = _key(0.1, "learning rate at the end, as a share of the peak", at_least=0, at_most=1)
-    decay_ratio: float = _key(0.2, "wsd: share of the run that decays, at its end", at_least=0, at_most=1)
+    name: Literal["cosine", "linear", "wsd", "constant"] = declare("cosine", "shape after warmup")
+    warmup_steps: int = declare(0, "updates of linear warmup", at_least=0)
+    min_lr_ratio: float = declare(0.1, "learning rate at the end, as a share of the peak", at_least=0, at_most=1)
+    decay_ratio: float = declare(0.2, "wsd: share of the run that decays, at its end", at_least=0, at_most=1)
 
 
 @dataclass(frozen=True)
 class TrainSection:
     """The training loop."""
 
-    steps: int = _key(1000, "optimizer updates", at_least=0)
-    global_batch_size: int = _key(8, "sequences of one update, over all ranks", at_least=1)
-    micro_batch_size: int = _key(1, "sequences of one forward on one rank", at_least=1)
-    activation_checkpoint: int | str = _key(
+    steps: int = declare(1000, "optimizer updates", at_least=0)
+    global_batch_size: int = declare(8, "sequences of one update, over all ranks", at_least=1)
+    micro_batch_size: int = declare(1, "sequences of one forward on one rank", at_least=1)
+    activation_checkpoint: int | str = declare(
         "none", "none, full, selective (keeps matmuls and attention), or n: every n-th block in full"
     )
-    compile: bool = _key(False, "torch.compile each block")
-    max_skipped_updates: int = _key(10, "non-finite updates in a row after which the run fails", at_least=1)
+    compile: bool = declare(False, "torch.compile each block")
+    max_skipped_updates: int = declare(10, "non-finite updates in a row after which the run fails", at_least=1)
 
 
 @dataclass(frozen=True)
 class EvalSection:
     """Evaluation on held-out data."""
 
-    every: int = _key(0, "updates between evaluations (one more at the end); 0: never", at_least=0)
-    steps: int = _key(
+    every: int = declare(0, "updates between evaluations (one more at the end); 0: never", at_least=0)
+    steps: int = declare(
         0, "batches of one evaluation, each the size of a global batch; 0: all that is held out", at_least=0
     )
 
@@ -145,22 +141,22 @@ class EvalSection:
 class CheckpointSection:
     """Saving and resuming."""
 
-    every: int = _key(0, "updates between checkpoints; 0: only at the end", at_least=0)
-    mode: Literal["sync"] = _key("sync", "sync: training waits until the checkpoint is written")
-    keep_last: int = _key(2, "checkpoints kept; 0: all", at_least=0)
-    resume: str = _key("auto", "auto: the newest checkpoint in run.dir; none: start anew; or a checkpoint's path")
-    allow_changes: tuple[str, ...] = _key((), "keys that may differ from the checkpoint's configuration")
+    every: int = declare(0, "updates between checkpoints; 0: only at the end", at_least=0)
+    mode: Literal["sync"] = declare("sync", "sync: training waits until the checkpoint is written")
+    keep_last: int = declare(2, "checkpoints kept; 0: all", at_least=0)
+    resume: str = declare("auto", "auto: the newest checkpoint in run.dir; none: start anew; or a checkpoint's path")
+    allow_changes: tuple[str, ...] = declare((), "keys that may differ from the checkpoint's configuration")
 
 
 @dataclass(frozen=True)
 class LogSection:
     """What is reported, and where."""
 
-    every: int = _key(10, "updates between lines", at_least=1)
-    wandb: Literal["off", "offline", "online"] = _key("off", "Weights & Biases")
-    wandb_project: str = _key("meshtrainer", "project in Weights & Biases")
-    tensorboard: bool = _key(False, "write TensorBoard events to run.dir/tensorboard")
-    sample_tokens: int = _key(0, "tokens of the sample that the model writes at the end; 0: none", at_least=0)
+    every: int = declare(10, "updates between lines", at_least=1)
+    wandb: Literal["off", "offline", "online"] = declare("off", "Weights & Biases")
+    wandb_project: str = declare("meshtrainer", "project in Weights & Biases")
+    tensorboard: bool = declare(False, "write TensorBoard events to run.dir/tensorboard")
+    sample_tokens: int = declare(0, "tokens of the sample that the model writes at the end; 0: none", at_least=0)
 
 
 @dataclass(frozen=True)
@@ -372,7 +368,7 @@ def _assign(tree: Any, legal: Mapping[str, dataclasses.Field[Any]], key: str, va
         if choices:
             raise choice_error(key, value, choices) from error
         rule = f"must be {type_name(hint)}{where}"
-        meant = legal[key].metadata.get("meant_by", {}).get(value) if isinstance(value, bool) else None
+        meant = legal[key].metadata.get(f"{value}_means".lower())
         raise setting_error(key, value, rule, meant or _nearest_of_type(value, hint, legal[key])) from error
 
 

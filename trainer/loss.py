@@ -49,7 +49,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden_ND: torch.Tensor, weight_VD: torch.Tensor, targets_N: torch.Tensor, chunk_bytes: int
-    ) -> torch.Tensor:  # noqa: E501
+    ) -> torch.Tensor:
         rows = max(1, chunk_bytes // (4 * weight_VD.shape[0]))
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         grad_hidden_ND = torch.empty_like(hidden_ND) if wants_hidden else None

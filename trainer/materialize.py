@@ -127,10 +127,8 @@ def _fill(
         if prefix + name in fresh and (_is_poisoned(tensor) or not (written or tensor.is_floating_point())):
             unfilled.append(prefix + name)
     for name, parameter in sharded.items():
-        whole = module._parameters[name]
-        assert whole is not None
         if prefix + name in fresh:
-            _keep_part(parameter, whole.detach())
+            _keep_part(parameter, module.get_parameter(name).detach())
         module._parameters[name] = parameter
     return unfilled
 

@@ -94,7 +94,8 @@ def _build(
 
 def _split(model: nn.Module, decay_all: bool) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     embeddings = _embeddings(model)
-    decayed, rest = [], []
+    decayed: list[nn.Parameter] = []
+    rest: list[nn.Parameter] = []
     for parameter in model.parameters():
         if parameter.requires_grad:
             is_matrix = parameter.ndim >= 2 and id(parameter) not in embeddings

@@ -74,6 +74,14 @@ class Recipe:
         return self.trainer or default
 
 
+def declare(default: Any, meaning: str, **limits: Any) -> Any:
+    """Return the dataclass field of one configuration key: its default, what `--help` says, and its limits.
+
+    Limits of numbers: `at_least`, `above`, `at_most`, `below`.
+    """
+    return field(default=default, metadata={"meaning": meaning, **limits})
+
+
 _registry: dict[str, Recipe] = {}
 
 

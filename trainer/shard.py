@@ -227,7 +227,7 @@ def apply_sharding(model: nn.Module, recipe: Recipe, config: RunConfig, mesh: De
 
 
 def check_sharding(config: RunConfig) -> None:
-    """Raise UserError if the configured units or their resharding do not fit the model.  Builds it on the meta device."""
+    """Raise UserError if units or their resharding do not fit the model, which is built on the meta device."""
     with torch.device("meta"):
         model = config.recipe.build_model(config.model)
     units = find_units(model, config.recipe, config.fsdp.wrap)
@@ -318,7 +318,7 @@ def _shared_reshard_meshes() -> Iterator[None]:
     (pytorch issue 153302).  Remembers what the function that makes it returned for each n.
     """
     made: dict[bool | int, Any] = {}
-    make = fully_shard_module._get_post_forward_mesh_info
+    make = vars(fully_shard_module)["_get_post_forward_mesh_info"]
 
     def make_once(reshard_after_forward: bool | int, mesh_info: Any) -> Any:
         if isinstance(reshard_after_forward, bool):
@@ -366,7 +366,7 @@ def reshard(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def gradient_norm(gradients: Sequence[torch.Tensor], mesh: DeviceMesh) -> torch.Tensor:
+def gradient_norm(gradients: list[torch.Tensor], mesh: DeviceMesh) -> torch.Tensor:
     """Return the 2-norm of all gradients over all ranks: a scalar, the same on every rank.
 
     `gradients` are this rank's shards.  One all-reduce of a scalar over the `shard` axis; replicas hold equal shards.

@@ -443,7 +443,7 @@ class Trainer:
             f"{len(self.units)} FSDP units and the root",
             "mesh": " x ".join(f"{name} {size}" for name, size in axes) + f" on {_device_name(world.device)}",
             "memory": f"{readable_bytes(weights * (2 + moments))} a rank for weights, gradients and optimizer",
-            "update": f"{readable_count(batch * config.data.seq_len)} tokens: {batch} sequences of {config.data.seq_len}, "
+            "update": f"{readable_count(batch * config.data.seq_len)} tokens: {batch} x {config.data.seq_len}, "
             f"{self.num_micro_batches} micro-batches of {config.train.micro_batch_size} on each of {world.size} ranks",
             "data": f"{config.data.source}, {config.train.steps} updates",
         }

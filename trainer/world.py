@@ -14,6 +14,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore, PrefixStore, Store
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trainer.config import MeshShape, RunConfig, find_mesh_shape
@@ -44,7 +45,7 @@ class World:
             self.env = _joined_environment(self.env)
         self.device = _find_device(config.run.device, self.env.local_rank)
         torch.set_num_threads(config.run.threads or max(1, _num_cores() // self.env.local_world_size))
-        self._store: dist.Store | None = None
+        self._store: Store | None = None
         if self.owns_group:
             self._open_group()
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
@@ -57,12 +58,12 @@ class World:
         backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
         device_id = self.device if self.device.type == "cuda" else None
         if self.env.launcher == "single":
-            store, rank, size = dist.HashStore(), 0, 1
+            store, rank, size = HashStore(), 0, 1
         else:
             if self.env.launcher == "srun":
                 export_slurm_rendezvous()
             store, rank, size = next(dist.rendezvous("env://", timeout=self.timeout))
-            self._store = dist.PrefixStore("meshtrainer", store)
+            self._store = PrefixStore("meshtrainer", store)
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=size, timeout=self.timeout, device_id=device_id
         )
@@ -184,7 +185,7 @@ class _FailureWatch(threading.Thread):
     The main thread may be waiting in a collective, or anywhere else, and would notice only at the timeout.
     """
 
-    def __init__(self, store: dist.Store, rank: int) -> None:
+    def __init__(self, store: Store, rank: int) -> None:
         super().__init__(name="failure-watch", daemon=True)
         self._store, self._rank, self._stopped = store, rank, threading.Event()
         self.start()

@@ -5,29 +5,23 @@ Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learner
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
-
+from dataclasses import dataclass
 from trainer.errors import setting_error
-from trainer.recipe import Recipe, register
-
-
-def _key(default: Any, meaning: str, **limits: Any) -> Any:
-    return field(default=default, metadata={"meaning": meaning, **limits})
+from trainer.recipe import Recipe, declare, register
 
 
 @dataclass(frozen=True)
 class GPT2Config:
     """Shape of a GPT-2."""
 
-    vocab_size: int = _key(50257, "size of the vocabulary", at_least=1)
-    dim: int = _key(768, "width of the residual stream", at_least=1)
-    num_layers: int = _key(12, "transformer blocks", at_least=1)
-    num_heads: int = _key(12, "attention heads", at_least=1)
-    max_seq_len: int = _key(1024, "number of learned positions", at_least=1)
-    dropout: float = _key(0.0, "dropout on embeddings, attention and both residual branches", at_least=0, below=1)
-    norm_eps: float = _key(1e-5, "epsilon of LayerNorm", above=0)
-    init_std: float = _key(0.02, "standard deviation of the initial weights", above=0)
+    vocab_size: int = declare(50257, "size of the vocabulary", at_least=1)
+    dim: int = declare(768, "width of the residual stream", at_least=1)
+    num_layers: int = declare(12, "transformer blocks", at_least=1)
+    num_heads: int = declare(12, "attention heads", at_least=1)
+    max_seq_len: int = declare(1024, "number of learned positions", at_least=1)
+    dropout: float = declare(0.0, "dropout on embeddings, attention and both residual branches", at_least=0, below=1)
+    norm_eps: float = declare(1e-5, "epsilon of LayerNorm", above=0)
+    init_std: float = declare(0.02, "standard deviation of the initial weights", above=0)
 
 
 def check(config: GPT2Config) -> None:

@@ -10,7 +10,6 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import nn
-
 from trainer.recipes._layers import Embedding, Linear, Output, merge_heads, split_heads
 from trainer.recipes.gpt2 import GPT2Config
 

@@ -5,41 +5,37 @@ Source: Grattafiori et al. 2024, arXiv:2407.21783; published configurations of L
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from trainer.errors import setting_error
-from trainer.recipe import Recipe, register
+from trainer.recipe import Recipe, declare, register
 
 if TYPE_CHECKING:
     from torch import nn
-
-
-def _key(default: Any, meaning: str, **limits: Any) -> Any:
-    return field(default=default, metadata={"meaning": meaning, **limits})
 
 
 @dataclass(frozen=True)
 class LlamaConfig:
     """Shape of a Llama."""
 
-    vocab_size: int = _key(257, "size of the vocabulary", at_least=1)
-    dim: int = _key(192, "width of the residual stream", at_least=1)
-    num_layers: int = _key(4, "transformer blocks", at_least=1)
-    num_heads: int = _key(6, "query heads", at_least=1)
-    num_kv_heads: int = _key(2, "key and value heads (grouped-query attention)", at_least=1)
-    ffn_dim: int = _key(512, "width inside the feed-forward", at_least=1)
-    max_seq_len: int = _key(131072, "longest sequence the positions are made for", at_least=1)
-    rope_theta: float = _key(500000.0, "base of the rotary frequencies", above=0)
-    rope_factor: float = _key(
+    vocab_size: int = declare(257, "size of the vocabulary", at_least=1)
+    dim: int = declare(192, "width of the residual stream", at_least=1)
+    num_layers: int = declare(4, "transformer blocks", at_least=1)
+    num_heads: int = declare(6, "query heads", at_least=1)
+    num_kv_heads: int = declare(2, "key and value heads (grouped-query attention)", at_least=1)
+    ffn_dim: int = declare(512, "width inside the feed-forward", at_least=1)
+    max_seq_len: int = declare(131072, "longest sequence the positions are made for", at_least=1)
+    rope_theta: float = declare(500000.0, "base of the rotary frequencies", above=0)
+    rope_factor: float = declare(
         1.0, "Llama 3.1's frequency scaling: how far the context is stretched; 1: none", at_least=1
     )
-    rope_low_freq: float = _key(1.0, "wavelengths above original length / this are stretched in full", above=0)
-    rope_high_freq: float = _key(4.0, "wavelengths below original length / this are left alone", above=0)
-    rope_original_len: int = _key(8192, "context length before stretching", at_least=1)
-    norm_eps: float = _key(1e-5, "epsilon of RMSNorm", above=0)
-    tie_embeddings: bool = _key(False, "embedding and output head share their weights")
-    init_std: float = _key(0.02, "standard deviation of the initial weights", above=0)
+    rope_low_freq: float = declare(1.0, "wavelengths above original length / this are stretched in full", above=0)
+    rope_high_freq: float = declare(4.0, "wavelengths below original length / this are left alone", above=0)
+    rope_original_len: int = declare(8192, "context length before stretching", at_least=1)
+    norm_eps: float = declare(1e-5, "epsilon of RMSNorm", above=0)
+    tie_embeddings: bool = declare(False, "embedding and output head share their weights")
+    init_std: float = declare(0.02, "standard deviation of the initial weights", above=0)
 
 
 def check(config: LlamaConfig) -> None:

@@ -11,7 +11,6 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import nn
-
 from trainer.recipes._layers import Embedding, Linear, Output, merge_heads, split_heads
 from trainer.recipes.llama import LlamaConfig
 
@@ -22,30 +21,30 @@ class Rope(nn.Module):
     Angles are computed in fp32 where they are used: as a block's inputs they would be cast to FSDP's param_dtype.
     """
 
-    inv_freq_H: torch.Tensor
+    inv_freq: torch.Tensor
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.config = config
-        self.register_buffer("inv_freq_H", torch.empty(config.dim // config.num_heads // 2), persistent=False)
+        self.register_buffer("inv_freq", torch.empty(config.dim // config.num_heads // 2), persistent=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        config, size = self.config, self.inv_freq_H.numel()
-        exponents = torch.arange(size, dtype=torch.float32, device=self.inv_freq_H.device) / size
-        inv_freq = config.rope_theta**-exponents
+        config, size = self.config, self.inv_freq.numel()
+        exponents = torch.arange(size, dtype=torch.float32, device=self.inv_freq.device) / size
+        frequencies = config.rope_theta**-exponents
         if config.rope_factor != 1.0:
             # Long wavelengths are stretched by the factor, short ones kept, those between blended.
-            wavelength = 2 * math.pi / inv_freq
+            wavelength = 2 * math.pi / frequencies
             low, high = config.rope_low_freq, config.rope_high_freq
             keep = ((config.rope_original_len / wavelength - low) / (high - low)).clamp(0.0, 1.0)
-            inv_freq = inv_freq * (keep + (1 - keep) / config.rope_factor)
-        self.inv_freq_H.copy_(inv_freq)
+            frequencies = frequencies * (keep + (1 - keep) / config.rope_factor)
+        self.inv_freq.copy_(frequencies)
 
     def forward(self, num_positions: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cosines and sines, (T, H/2) each."""
-        positions = torch.arange(num_positions, dtype=torch.float32, device=self.inv_freq_H.device)
-        angles = torch.outer(positions, self.inv_freq_H)
+        positions = torch.arange(num_positions, dtype=torch.float32, device=self.inv_freq.device)
+        angles = torch.outer(positions, self.inv_freq)
         return angles.cos(), angles.sin()
 
 

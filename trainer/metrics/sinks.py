@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -109,10 +110,8 @@ class WandB:
         self._thread.start()
 
     def write(self, record: Record) -> None:
-        try:
+        with contextlib.suppress(queue.Full):  # its thread is stuck or gone, and has said so
             self._records.put_nowait(record)
-        except queue.Full:
-            pass  # its thread is stuck or gone, and has said so
 
     def close(self) -> None:
         self.write(None)  # type: ignore[arg-type]
