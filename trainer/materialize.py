@@ -45,11 +45,12 @@ def materialize(
 
     canonical = {alias: group[0] for group in ties for alias in group}
     unfilled: list[str] = []
+    scratch = _Scratch(device)
     for module_name, module in model.named_modules():
         own = [name for name in _own_names(module_name, module) if name in on_meta]
         fresh = {name for name in own if canonical.get(name, name) == name}
         if fresh:
-            unfilled += _fill(module, module_name, fresh, _seed_of(seed, module_name), device, init or _reset)
+            unfilled += _fill(module, module_name, fresh, _seed_of(seed, module_name), scratch, init or _reset)
     if unfilled:
         raise UserError(
             f"nobody filled {', '.join(unfilled)}: after a model is built on the meta device, each module that owns a "
@@ -103,22 +104,21 @@ def _fill(
     module_name: str,
     fresh: set[str],
     seed: int,
-    device: torch.device,
+    scratch: _Scratch,
     init: Callable[[nn.Module], None],
 ) -> list[str]:
     """Fill what `module` owns itself.  Returns the names that it left unfilled; only `fresh` parameters are kept."""
     prefix = f"{module_name}." if module_name else ""
     sharded = {name: p for name, p in module._parameters.items() if p is not None}
-    for name, parameter in sharded.items():
-        whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
-        module._parameters[name] = nn.Parameter(_poison(whole), requires_grad=parameter.requires_grad)
+    for name, whole in scratch.take(sharded).items():
+        module._parameters[name] = nn.Parameter(_poison(whole), requires_grad=sharded[name].requires_grad)
     for name, buffer in module._buffers.items():
         if buffer is not None and prefix + name in fresh:
             _poison(buffer)
     versions = {name: tensor._version for name, tensor in _owned(module)}
     before = {name: id(tensor) for name, tensor in _owned(module)}
 
-    with _seeded(seed, device):
+    with _seeded(seed, scratch.device):
         init(module)
 
     unfilled = []
@@ -131,6 +131,29 @@ def _fill(
             _keep_part(parameter, module.get_parameter(name).detach())
         module._parameters[name] = parameter
     return unfilled
+
+
+class _Scratch:
+    """Memory for the whole tensors of one module at a time.
+
+    It is used again for every module: fresh memory for each would be faulted in page by page each time.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._bytes = torch.empty(0, dtype=torch.uint8, device=device)
+
+    def take(self, like: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return uninitialised tensors with the (global) shapes and dtypes of `like`; earlier ones are overwritten."""
+        sizes = {name: -(-tensor.numel() * tensor.element_size() // 64) * 64 for name, tensor in like.items()}
+        if sum(sizes.values()) > self._bytes.numel():
+            self._bytes = torch.empty(sum(sizes.values()), dtype=torch.uint8, device=self.device)
+        taken, start = {}, 0
+        for name, tensor in like.items():
+            part = self._bytes[start : start + tensor.numel() * tensor.element_size()]
+            taken[name] = part.view(tensor.dtype).view(tensor.shape)
+            start += sizes[name]
+        return taken
 
 
 def _owned(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -154,7 +177,8 @@ def _poison(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_poisoned(tensor: torch.Tensor) -> bool:
-    return bool(tensor.isnan().any()) if tensor.is_floating_point() or tensor.is_complex() else False
+    # A sum is NaN if any element is, and needs no memory of its own.
+    return bool(tensor.sum().isnan()) if tensor.is_floating_point() or tensor.is_complex() else False
 
 
 @contextmanager

@@ -6,6 +6,7 @@ Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learner
 from __future__ import annotations
 
 from dataclasses import dataclass
+
 from trainer.errors import setting_error
 from trainer.recipe import Recipe, declare, register
 

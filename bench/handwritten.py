@@ -1,0 +1,162 @@
+"""What an expert writes for one model in an afternoon: FSDP2, AdamW, clipping and a loss that is right, and no more.
+
+The yardstick of `bench.step`.  It takes nothing from the trainer but the network of its recipe, so that both train the
+same thing; initial weights come from a file.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils.data import DataLoader, Dataset
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All that the script is told."""
+
+    model: dict[str, Any]
+    weights: Path
+    tokens: Path
+    tokens_dtype: str
+    order: Path
+    log: Path
+    seq_len: int
+    global_batch_size: int
+    micro_batch_size: int
+    steps: int
+    warmup_steps: int
+    lr: float
+    min_lr_ratio: float
+    weight_decay: float
+    betas: tuple[float, float]
+    max_grad_norm: float
+    log_every: int
+
+
+class Windows(Dataset[torch.Tensor]):
+    """Sample i is tokens i * T to (i + 1) * T of the file, and the one after."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.tokens = np.memmap(settings.tokens, dtype=settings.tokens_dtype, mode="r")
+        self.seq_len = settings.seq_len
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        start = index * self.seq_len
+        return torch.from_numpy(self.tokens[start : start + self.seq_len + 1].astype(np.int64))
+
+
+def sample_indices(settings: Settings, rank: int, world_size: int) -> Iterator[int]:
+    """Yield this rank's share of each global batch."""
+    order, share = np.load(settings.order), settings.global_batch_size // world_size
+    for step in range(settings.steps):
+        start = step * settings.global_batch_size + rank * share
+        yield from order[start : start + share].tolist()
+
+
+def build_model(settings: Settings, device: torch.device) -> nn.Module:
+    from trainer.recipes.llama import LlamaConfig
+    from trainer.recipes.llama.model import Llama
+
+    with torch.device("meta"):
+        model = Llama(LlamaConfig(**settings.model))
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("shard",))
+    for module in (model.tok_embeddings, *model.layers, model.head, model):
+        fully_shard(module, mesh=mesh)
+    model.to_empty(device=device)
+    for layer in model.layers:
+        layer.attention.rope.reset_parameters()
+    whole = torch.load(settings.weights, mmap=True)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            assert isinstance(parameter, DTensor)
+            part = distribute_tensor(whole[name].to(device), mesh, parameter.placements, src_data_rank=None)
+            parameter.copy_(part)
+    return model
+
+
+def build_optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
+    decays = {name: p.ndim >= 2 and "embeddings" not in name for name, p in model.named_parameters()}
+    groups = [
+        {"params": [p for name, p in model.named_parameters() if decays[name]], "weight_decay": settings.weight_decay},
+        {"params": [p for name, p in model.named_parameters() if not decays[name]], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, fused=True)
+
+
+def lr_factor(settings: Settings, step: int) -> float:
+    """Linear warmup, then a cosine; the first update is 1."""
+    if step <= settings.warmup_steps:
+        return step / settings.warmup_steps
+    progress = (step - settings.warmup_steps) / max(1, settings.steps - settings.warmup_steps)
+    cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+    return settings.min_lr_ratio + (1 - settings.min_lr_ratio) * cosine
+
+
+def train(settings: Settings, after_step: Callable[[int], None]) -> list[float]:
+    """Train on all ranks that the environment names; returns the loss of every step."""
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ["LOCAL_WORLD_SIZE"])))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+
+    model = build_model(settings, device)
+    optimizer = build_optimizer(model, settings)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: lr_factor(settings, done + 1))
+    loader = DataLoader(
+        Windows(settings),
+        batch_size=settings.micro_batch_size,
+        sampler=list(sample_indices(settings, rank, world_size)),
+        pin_memory=device.type == "cuda",
+    )
+    batches = iter(loader)
+    num_micro_batches = settings.global_batch_size // (world_size * settings.micro_batch_size)
+    losses: list[float] = []
+    waiting: list[torch.Tensor] = []
+    log = open(settings.log, "w") if rank == 0 else None  # noqa: SIM115 - open for the life of the script
+
+    for step in range(1, settings.steps + 1):
+        micro_batches = [next(batches) for _ in range(num_micro_batches)]
+        # The mean over the targets of all ranks and micro-batches; FSDP averages gradients over ranks.
+        count = torch.tensor(sum(int((batch[:, 1:] != -100).sum()) for batch in micro_batches))
+        dist.all_reduce(count)
+        num_targets = int(count)
+        total = torch.zeros((), device=device)
+        for number, batch in enumerate(micro_batches, start=1):
+            model.set_requires_gradient_sync(number == num_micro_batches)
+            batch = batch.to(device, non_blocking=True)
+            loss = model(batch[:, :-1], targets=batch[:, 1:]) / num_targets
+            (loss * world_size).backward()
+            total += loss.detach()
+        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        waiting.append(total)
+        if step % settings.log_every == 0 or step == settings.steps:
+            since = torch.stack(waiting)
+            dist.all_reduce(since)
+            losses += since.tolist()
+            waiting.clear()
+            assert isinstance(grad_norm, DTensor)
+            norm = grad_norm.full_tensor().item()
+            if log is not None:
+                log.write(json.dumps({"step": step, "loss": losses[-1], "grad_norm": norm}) + "\n")
+                log.flush()
+        after_step(step)
+    return losses

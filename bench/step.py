@@ -1,0 +1,286 @@
+"""Compares the trainer with a hand-written FSDP2 loop of the same model: time and memory of a step, time to the first.
+
+    python -m bench.step --nproc 2 --pairs 5 --model small
+
+The two sides take turns, each run in processes of its own.  Both start from the same weights and see the same batches;
+unless their first losses agree, nothing is compared and the exit code is 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import platform
+import resource
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+SIDES = ("trainer", "handwritten")
+TOLERANCE = 1e-4
+NUM_COMPARED = 10
+BARS = {"cpu_s": 1.03, "peak_mib": 1.05}
+ROWS = {
+    "cpu_s": "CPU s a step, mean of ranks",
+    "cpu_s_rank0": "CPU s a step, rank 0",
+    "wall_s": "wall s a step",
+    "peak_mib": "peak MiB, largest rank",
+    "start_s": "s from start to first step",
+}
+
+COMMON = [
+    "checkpoint.resume=none",
+    "checkpoint.every=0",
+    "eval.every=0",
+    "log.every=10",
+    "log.sample_tokens=0",
+]
+MODELS = {
+    "small": [],
+    "30m": [
+        "model.dim=512",
+        "model.num_layers=8",
+        "model.num_heads=8",
+        "model.num_kv_heads=8",
+        "model.ffn_dim=1792",
+        "model.init_std=0.02",
+        "data.seq_len=256",
+        "optim.lr=3e-4",
+        "train.global_batch_size=4",
+        "train.micro_batch_size=1",
+    ],
+}
+"""Overrides of the recipe llama_small."""
+
+WINDOWS = {"small": (10, 60), "30m": (3, 10)}
+"""Steps before the measured ones, and measured steps."""
+
+
+@dataclass
+class Watch:
+    """Reads the clocks of this process after `warmup` steps and `steps` later."""
+
+    warmup: int
+    steps: int
+    launched: float
+    readings: dict[str, float] = field(default_factory=dict)
+
+    def after_step(self, step: int) -> None:
+        """Take note of step `step`, which has just ended."""
+        if step == 1:
+            self.readings["start_s"] = time.time() - self.launched
+        if step == self.warmup:
+            self._cpu, self._wall = time.process_time(), time.perf_counter()
+        if step == self.warmup + self.steps:
+            self.readings["cpu_s"] = (time.process_time() - self._cpu) / self.steps
+            self.readings["wall_s"] = (time.perf_counter() - self._wall) / self.steps
+            self.readings["peak_mib"] = _peak_mib()
+
+
+def _peak_mib() -> float:
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# One rank of one run
+
+
+def run_rank(job: dict[str, Any], side: str, folder: Path) -> None:
+    """Train as `side` does, and leave this rank's readings and losses in `folder`."""
+    watch = Watch(job["warmup"], job["steps"], launched=float(os.environ["BENCH_LAUNCHED"]))
+    train = _train_by_hand if side == "handwritten" else _train_with_trainer
+    losses = train(job, watch, folder)
+    result = json.dumps({**watch.readings, "losses": losses[:NUM_COMPARED]})
+    (folder / f"rank{os.environ['RANK']}.json").write_text(result)
+    sys.stdout.flush()
+    os._exit(0)  # a device mesh that is still alive may abort the interpreter's exit
+
+
+def _train_by_hand(job: dict[str, Any], watch: Watch, folder: Path) -> list[float]:
+    import torch.distributed as dist
+
+    from bench.handwritten import Settings, train
+
+    losses = train(Settings(**job["settings"], log=folder / "log.jsonl"), watch.after_step)
+    dist.barrier()
+    dist.destroy_process_group()
+    return losses
+
+
+def _train_with_trainer(job: dict[str, Any], watch: Watch, folder: Path) -> list[float]:
+    from trainer import Trainer, load_config
+    from trainer.metrics.record import Record
+
+    losses: list[float] = []
+
+    class Measured(Trainer):
+        """Is measured; leaves out the checkpoint at the end, which the other side has not."""
+
+        def on_step(self, record: Record) -> None:
+            losses.append(record["loss"])
+            watch.after_step(record["step"])
+
+        def save_checkpoint(self) -> Path:
+            return self.folder.checkpoints
+
+    measured = Measured(load_config("llama_small", [*job["overrides"], f"run.dir={folder / 'run'}"]))
+    measured.fit()
+    measured.close()
+    return losses
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# All runs
+
+
+def prepare(folder: Path, overrides: Sequence[str], warmup: int, steps: int) -> dict[str, Any]:
+    """Return what both sides are told; write the initial weights and the order of the samples to `folder`."""
+    import numpy as np
+    import torch
+
+    from trainer import load_config
+    from trainer.data.order import sample_at
+    from trainer.data.source import StdlibCorpus, open_source
+    from trainer.data.tokenizer import find_tokenizer
+    from trainer.materialize import materialize
+
+    overrides = [*COMMON, *overrides, f"train.steps={warmup + steps}", "run.name=bench"]
+    config = load_config("llama_small", overrides)
+    with torch.device("meta"):
+        model = config.recipe.build_model(config.model)
+    materialize(model, config.run.seed, torch.device("cpu"))
+    torch.save({name: p.detach() for name, p in model.named_parameters()}, folder / "weights.pt")
+
+    shard = StdlibCorpus().shard("train", find_tokenizer(config.data.tokenizer), config.data.cache_dir)
+    num_samples = len(open_source(config.data, config.vocab_size, "train"))
+    positions = np.arange(config.train.steps * config.train.global_batch_size)
+    np.save(folder / "order.npy", sample_at(positions, num_samples, config.data.seed))
+
+    model_fields = dataclasses.asdict(config.model)
+    del model_fields["name"]
+    settings = {
+        "model": model_fields,
+        "weights": str(folder / "weights.pt"),
+        "tokens": str(shard.path),
+        "tokens_dtype": shard.info.dtype,
+        "order": str(folder / "order.npy"),
+        "seq_len": config.data.seq_len,
+        "global_batch_size": config.train.global_batch_size,
+        "micro_batch_size": config.train.micro_batch_size,
+        "steps": config.train.steps,
+        "warmup_steps": config.schedule.warmup_steps,
+        "lr": config.optim.lr,
+        "min_lr_ratio": config.schedule.min_lr_ratio,
+        "weight_decay": config.optim.weight_decay,
+        "betas": config.optim.betas,
+        "max_grad_norm": config.optim.max_grad_norm,
+        "log_every": config.log.every,
+    }
+    parameters = sum(p.numel() for p in model.parameters())
+    return {"overrides": overrides, "settings": settings, "warmup": warmup, "steps": steps, "parameters": parameters}
+
+
+def run_side(side: str, job: Path, folder: Path, nproc: int) -> dict[str, Any]:
+    """Run one side on `nproc` new processes; returns its readings.  Exits if a rank fails."""
+    folder.mkdir()
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    group = {"WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    ranks = []
+    for rank in range(nproc):
+        env = os.environ | {name: str(value) for name, value in group.items()}
+        env |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "BENCH_LAUNCHED": str(time.time())}
+        command = [sys.executable, "-m", "bench.step", "--job", str(job), "--side", side, "--folder", str(folder)]
+        with open(folder / f"rank{rank}.txt", "w") as output:
+            ranks.append(subprocess.Popen(command, env=env, stdout=output, stderr=subprocess.STDOUT))
+    for rank, process in enumerate(ranks):
+        if process.wait() != 0:
+            for other in ranks:
+                other.kill()
+            sys.exit((folder / f"rank{rank}.txt").read_text())
+    results = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(nproc)]
+    return {
+        "cpu_s": statistics.mean(result["cpu_s"] for result in results),
+        "cpu_s_rank0": results[0]["cpu_s"],
+        "wall_s": results[0]["wall_s"],
+        "peak_mib": max(result["peak_mib"] for result in results),
+        "start_s": max(result["start_s"] for result in results),
+        "losses": results[0]["losses"],
+    }
+
+
+def largest_difference(a: Sequence[float], b: Sequence[float]) -> float:
+    """Return the largest relative difference of two lists of losses."""
+    return max(abs(x - y) / abs(y) for x, y in zip(a, b, strict=True))
+
+
+def compare(model: str, nproc: int, num_pairs: int, steps: int | None) -> int:
+    """Run all pairs, print a JSON line for each run and a table at the end.  Returns the exit code."""
+    warmup, default_steps = WINDOWS[model]
+    runs: dict[str, list[dict[str, Any]]] = {side: [] for side in SIDES}
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        job = prepare(folder, MODELS[model], warmup, steps or default_steps)
+        (folder / "job.json").write_text(json.dumps(job))
+        for pair in range(num_pairs):
+            for side in SIDES:
+                run = run_side(side, folder / "job.json", folder / f"{pair}-{side}", nproc)
+                print(json.dumps({"pair": pair, "side": side, **run}), flush=True)
+                runs[side].append(run)
+            difference = largest_difference(*(runs[side][-1]["losses"] for side in SIDES))
+            if not difference < TOLERANCE:
+                print(f"the first losses differ by {difference:.1e}: the two sides do not train the same thing")
+                return 1
+    show(runs, f"{model}: {job['parameters'] / 1e6:.1f}M parameters, {nproc} ranks, {num_pairs} pairs")
+    return 0
+
+
+def show(runs: dict[str, list[dict[str, Any]]], title: str) -> None:
+    """Print the medians of both sides, and the median of the pairs' ratios."""
+    import torch
+    from rich.console import Console
+    from rich.table import Table
+
+    where = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    table = Table(title=f"{title}\ntorch {torch.__version__}, Python {platform.python_version()}, {where}")
+    for column in ("", *SIDES, "ratio", "from", "to", "bar"):
+        table.add_column(column, justify="right" if column else "left")
+    for name, meaning in ROWS.items():
+        medians = [statistics.median(run[name] for run in runs[side]) for side in SIDES]
+        ratios = [ours[name] / theirs[name] for ours, theirs in zip(*runs.values(), strict=True)]
+        bar = f"{BARS[name]:.2f}" if name in BARS else ""
+        spread = (statistics.median(ratios), min(ratios), max(ratios))
+        table.add_row(meaning, *(f"{m:.4g}" for m in medians), *(f"{ratio:.3f}" for ratio in spread), bar)
+    Console(width=110).print(table)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.step", description=__doc__.partition("\n")[0])
+    parser.add_argument("--nproc", type=int, default=2, help="ranks of each run")
+    parser.add_argument("--pairs", type=int, default=5, help="runs of each side")
+    parser.add_argument("--steps", type=int, help="measured steps of each run")
+    parser.add_argument("--model", choices=sorted(MODELS), default="small")
+    for option in ("--job", "--side", "--folder"):  # how a rank is started
+        parser.add_argument(option, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.side:
+        run_rank(json.loads(Path(arguments.job).read_text()), arguments.side, Path(arguments.folder))
+    return compare(arguments.model, arguments.nproc, arguments.pairs, arguments.steps)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
