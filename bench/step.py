@@ -220,6 +220,7 @@ def run_side(side: str, job: Path, folder: Path, nproc: int) -> dict[str, Any]:
         "peak_mib": max(result["peak_mib"] for result in results),
         "start_s": max(result["start_s"] for result in results),
         "losses": results[0]["losses"],
+        "first_loss": results[0]["losses"][0],
     }
 
 
@@ -239,7 +240,8 @@ def compare(model: str, nproc: int, num_pairs: int, steps: int | None) -> int:
         for pair in range(num_pairs):
             for side in SIDES:
                 run = run_side(side, folder / "job.json", folder / f"{pair}-{side}", nproc)
-                print(json.dumps({"pair": pair, "side": side, **run}), flush=True)
+                shown = {name: run[name] for name in (*ROWS, "first_loss")}
+                print(json.dumps({"pair": pair, "side": side, **shown}), flush=True)
                 runs[side].append(run)
             difference = largest_difference(*(runs[side][-1]["losses"] for side in SIDES))
             if not difference < TOLERANCE:

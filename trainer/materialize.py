@@ -9,7 +9,7 @@ alone.  Knows no recipe by name.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -143,7 +143,7 @@ class _Scratch:
         self.device = device
         self._bytes = torch.empty(0, dtype=torch.uint8, device=device)
 
-    def take(self, like: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def take(self, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return uninitialised tensors with the (global) shapes and dtypes of `like`; earlier ones are overwritten."""
         sizes = {name: -(-tensor.numel() * tensor.element_size() // 64) * 64 for name, tensor in like.items()}
         if sum(sizes.values()) > self._bytes.numel():

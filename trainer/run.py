@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
+import threading
 import time
 import traceback
 import uuid
@@ -33,7 +35,7 @@ from trainer.errors import (
     setting_error,
 )
 
-_REPORT_S = 5.0
+_REPORT_S = 2.0
 """How long a rank that is not the first waits before it leaves with a user's mistake, for the first to report it."""
 
 
@@ -83,7 +85,8 @@ def _parse_nproc(text: str) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run what the command line asks for.  Returns the exit code; prints a user's mistake once, without traceback."""
-    sys.path.insert(0, os.getcwd()) if os.getcwd() not in sys.path else None
+    if not {"", os.getcwd()} & set(sys.path):
+        sys.path.append(os.getcwd())  # where a user's own recipes are; `python -m` has put it there already
     env = Environment()
     try:
         env = find_environment()
@@ -129,13 +132,22 @@ def _check(config: RunConfig, nproc: int, env: Environment, spawns: bool) -> Non
 
 
 def _report(error: UserError, env: Environment) -> int:
-    """Print a mistake once, on the first rank; the others give it the time to."""
+    """Print a mistake once, on the first rank; the others give it the time to.
+
+    A launcher ends the other ranks as soon as one has left, and reports how they died: all leave with the same code.
+    """
+    _ignore_termination()
     if env.rank == 0:
         prefix = "" if str(error).startswith("usage:") else "error: "
         print(f"{prefix}{error}", file=sys.stderr, flush=True)
     else:
         time.sleep(_REPORT_S)
     return EXIT_USER_ERROR
+
+
+def _ignore_termination() -> None:
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def _train(config: RunConfig) -> int:
@@ -148,6 +160,7 @@ def _train(config: RunConfig) -> int:
     try:
         trainer = config.recipe.trainer_class(Trainer)(config)
         exit_code = trainer.fit()
+        _ignore_termination()
         trainer.close()
         return exit_code
     except UserError as error:
@@ -156,7 +169,7 @@ def _train(config: RunConfig) -> int:
         if find_environment().rank == 0:
             print(f"error: {error}", file=sys.stderr, flush=True)
         return EXIT_FAILED
-    except (Exception, KeyboardInterrupt) as error:
+    except BaseException as error:
         first = trainer.world.first_failure if trainer is not None else None
         if first is None and not isinstance(error, PeerFailed):
             traceback.print_exc()

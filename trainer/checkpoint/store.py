@@ -7,7 +7,8 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,8 +16,9 @@ from typing import Any, Protocol
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
 
-from trainer.errors import UserError
+from trainer.errors import TrainingFailed, UserError
 from trainer.world import World
 
 FORMAT_VERSION = 1
@@ -86,7 +88,8 @@ class Checkpoints:
         self.world.agreed(lambda: self._begin(unpublished))
         tensors = self.world.agreed(lambda: {name: part.state_dict() for name, part in state.tensors.items()})
         writer = FileSystemWriter(unpublished, single_file_per_rank=True, sync_files=True, thread_count=1)
-        dcp.save(tensors, storage_writer=writer, process_group=self.world.control)
+        with _worded(f"cannot write {unpublished}"):
+            dcp.save(tensors, storage_writer=writer, process_group=self.world.control)
         self.world.agreed(lambda: self._write_rank_values(unpublished, state))
         self.world.agreed(lambda: self._publish(unpublished, final, state))
         return Saved(state.step, final, self.world.broadcast(_size_of(final) if self.world.is_main else 0))
@@ -95,7 +98,8 @@ class Checkpoints:
         """Restore `state` from the checkpoint at `path`, on any mesh.  Collective."""
         document = self.world.agreed(lambda: read_state(path))
         tensors = self.world.agreed(lambda: {name: part.state_dict() for name, part in state.tensors.items()})
-        dcp.load(tensors, storage_reader=FileSystemReader(path), process_group=self.world.control)
+        with _worded(f"cannot load {path}"):
+            dcp.load(tensors, storage_reader=FileSystemReader(path), process_group=self.world.control)
         for name, part in state.tensors.items():
             part.load_state_dict(tensors[name])
         for name, part in state.values.items():
@@ -155,6 +159,18 @@ def read_state(path: Path) -> Mapping[str, Any]:
         found = document.get("format_version")
         raise UserError(f"checkpoint.resume={path}: has format version {found}, this trainer reads {FORMAT_VERSION}")
     return document
+
+
+@contextmanager
+def _worded(what: str) -> Iterator[None]:
+    """Say what failed.  DCP's exception, raised on all ranks alike, is no `Exception`."""
+    try:
+        yield
+    except CheckpointException as failure:
+        causes = {rank: str(error[0]) for rank, error in failure.failures.items()}
+        raise TrainingFailed(
+            f"{what}: " + "; ".join(f"rank {rank}: {text}" for rank, text in causes.items())
+        ) from failure
 
 
 def _write_text(path: Path, text: str) -> None:
