@@ -33,6 +33,18 @@ class Output(Linear):
         return linear_cross_entropy(hidden_BTD, self.weight, targets_BT)
 
 
+class Head(nn.Module):
+    """Final norm and output projection, or with targets their summed loss."""
+
+    def __init__(self, norm: nn.Module, dim: int, vocab_size: int, std: float) -> None:
+        super().__init__()
+        self.norm = norm
+        self.output = Output(dim, vocab_size, std=std)
+
+    def forward(self, x_BTD: torch.Tensor, targets_BT: torch.Tensor | None = None) -> torch.Tensor:
+        return self.output(self.norm(x_BTD), targets_BT)
+
+
 class Embedding(nn.Embedding):
     """A table of vectors from N(0, std)."""
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ def test_never_above_the_peak_nor_below_the_floor(name: str) -> None:
     """Past the horizon too: a run with a loop of its own may go further."""
     lr = schedule(name, warmup=5, steps=50)
     after = [lr(step) for step in range(5, 81)]
-    assert all(earlier >= later for earlier, later in zip(after, after[1:], strict=False))
+    assert all(earlier >= later for earlier, later in itertools.pairwise(after))
     assert min(after) >= PEAK * FLOOR - 1e-12
     assert max(after) == PEAK
 
@@ -76,8 +77,9 @@ def test_cosine_and_linear_are_half_way_down_in_the_middle() -> None:
 def test_wsd_decays_over_its_share_of_the_run(warmup: int, decay: float, last_at_peak: int) -> None:
     """schedule.decay_ratio: share of the run (not of what follows the warmup) that decays, at its end."""
     lr = schedule("wsd", warmup, steps=100, decay=decay)
-    assert lr(warmup + 1) == lr(last_at_peak) == PEAK
-    assert lr(last_at_peak + 1) < PEAK
+    assert lr(warmup + 1) == PEAK
+    assert lr(last_at_peak) == pytest.approx(PEAK)
+    assert lr(last_at_peak + 1) < 0.999 * PEAK
     half_way = (last_at_peak + 100) // 2
     assert lr(half_way) == pytest.approx(PEAK * (FLOOR + 1) / 2)
 
@@ -170,19 +172,35 @@ def test_muon_without_a_hidden_matrix_is_refused() -> None:
 # Training and resuming
 
 LR = {"adamw": 2e-2, "muon": 2e-2, "sgd": 0.3}
-STEPS = 16
+STEPS = 12
+
+
+class OneBatch:
+    """The same four sequences in every update, so that any optimizer that works learns them by heart."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        stream = torch.randint(32, (4, 17), generator=torch.Generator().manual_seed(0))
+        self.micro_batches = [{"tokens": row[:-1][None], "targets": row[1:][None]} for row in stream[rank::world_size]]
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        return itertools.cycle(self.micro_batches)
+
+
+class OneBatchTrainer(Trainer):
+    def build_loader(self) -> OneBatch:
+        return OneBatch(self.world.rank, self.world.size)
 
 
 def tiny_config(folder: Path, *overrides: str) -> RunConfig:
-    own = ["model.num_kv_heads=2", "model.dim=16", "model.vocab_size=32", "data.source=synthetic", "data.seq_len=64"]
+    own = ["model.num_kv_heads=2", "model.dim=16", "model.vocab_size=32", "data.source=synthetic", "data.seq_len=16"]
     own += ["train.steps=8", "schedule.warmup_steps=2", "run.threads=1", "train.global_batch_size=4"]
     given = {override.partition("=")[0] for override in overrides}
     own = [item for item in own if item.partition("=")[0] not in given]
     return load_config("llama_small", tiny_overrides(*own, *overrides, f"run.dir={folder}"))
 
 
-def losses_of(config: RunConfig, kind: type[Trainer] = Trainer, save_at: int | None = None) -> dict[str, Any]:
-    """Train to the end, or to `save_at`; return the losses and this rank's final weights."""
+def train(config: RunConfig, kind: type[Trainer] = OneBatchTrainer, save_at: int | None = None) -> dict[str, Any]:
+    """Train to the end, or to `save_at`; return the losses and the final weights, whole."""
     trainer = kind(config)
     losses = []
     for record in trainer.steps():
@@ -190,40 +208,43 @@ def losses_of(config: RunConfig, kind: type[Trainer] = Trainer, save_at: int | N
         if record.step == save_at:
             trainer.save_checkpoint()
             break
-    weights = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in trainer.model.parameters()]
-    found = {"losses": losses, "weights": torch.cat([p.detach().flatten() for p in weights])}
+    weights = [p.full_tensor().detach().flatten() for p in trainer.model.parameters()]  # type: ignore[attr-defined]
     trainer.close()
-    return found
+    return {"losses": losses, "weights": torch.cat(weights)}
 
 
 def train_with_each_optimizer(folder: Path) -> dict[str, Any]:
-    """Train with every optimizer, straight and in two halves, in one process group."""
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo")
+    """Train with every optimizer, straight and in two halves."""
     found = {}
     for name, lr in LR.items():
         own = [f"optim.name={name}", f"optim.lr={lr}", f"train.steps={STEPS}"]
-        world = dist.get_world_size()
         found[name] = {
-            "straight": losses_of(tiny_config(folder / f"{name}{world}", *own)),
-            "first": losses_of(tiny_config(folder / f"{name}{world}_halves", *own), save_at=7),
-            "second": losses_of(tiny_config(folder / f"{name}{world}_halves", *own)),
+            "straight": train(tiny_config(folder / name, *own)),
+            "first": train(tiny_config(folder / f"{name}_halves", *own), save_at=5),
+            "second": train(tiny_config(folder / f"{name}_halves", *own)),
         }
     return found
 
 
+def train_on_ranks(folder: Path) -> dict[str, Any]:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    return train_with_each_optimizer(folder)
+
+
 @pytest.fixture(scope="module")
 def on_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("optim")
-    return {size: run_ranks(size, train_with_each_optimizer, folder)[-1] for size in (1, 2)}
+    """What each optimizer does on one rank, which is this process, and on two."""
+    one, two = tmp_path_factory.mktemp("one"), tmp_path_factory.mktemp("two")
+    return {1: train_with_each_optimizer(one), 2: run_ranks(2, train_on_ranks, two)[-1]}
 
 
 @pytest.mark.parametrize("name", list(LR))
 def test_every_optimizer_trains(name: str, on_ranks: dict[int, dict[str, Any]]) -> None:
     losses = on_ranks[2][name]["straight"]["losses"]
     assert len(losses) == STEPS
-    assert sum(losses[-3:]) / 3 < losses[0] - 0.1, losses
+    assert losses[-1] < 0.8 * losses[0], losses
 
 
 @pytest.mark.parametrize("name", list(LR))
@@ -233,15 +254,16 @@ def test_every_optimizer_resumes_bit_equal(name: str, on_ranks: dict[int, dict[s
         assert torch.equal(runs["second"]["weights"], runs["straight"]["weights"])
 
 
-@pytest.mark.parametrize(("name", "tolerance"), [("adamw", 1e-5), ("sgd", 1e-5), ("muon", 1e-2)])
+@pytest.mark.parametrize(("name", "tolerance"), [("adamw", 1e-5), ("sgd", 1e-5), ("muon", 1e-3)])
 def test_one_rank_and_two_agree(name: str, tolerance: float, on_ranks: dict[int, dict[str, Any]]) -> None:
+    """Measured: adamw 1.4e-7, sgd 9e-8; muon 9e-5, because it orthogonalizes in bf16, where the order of sums shows."""
     one, two = (on_ranks[size][name]["straight"]["losses"] for size in (1, 2))
     assert max(abs(a - b) / b for a, b in zip(one, two, strict=True)) < tolerance
 
 
 @pytest.mark.parametrize("name", list(LR))
 def test_what_is_configured_wins_over_what_is_stored(name: str, tmp_path: Path) -> None:
-    losses_of(tiny_config(tmp_path, f"optim.name={name}", "optim.lr=0.01"), save_at=4)
+    train(tiny_config(tmp_path, f"optim.name={name}", "optim.lr=0.01"), save_at=4)
     changed = tiny_config(
         tmp_path,
         f"optim.name={name}",
@@ -253,7 +275,7 @@ def test_what_is_configured_wins_over_what_is_stored(name: str, tmp_path: Path) 
         "schedule.warmup_steps=0",
         "train.steps=10",
     )
-    trainer = Trainer(changed)
+    trainer = OneBatchTrainer(changed)
     record = next(iter(trainer.steps()))
     groups = [group for part in trainer.optimizer.parts for group in part.param_groups]
     trainer.close()
@@ -268,20 +290,20 @@ def test_what_is_configured_wins_over_what_is_stored(name: str, tmp_path: Path) 
 
 def test_decay_all_may_change_on_resume(tmp_path: Path) -> None:
     """It is not among what a resume refuses; it moves parameters from one group to another."""
-    straight = losses_of(tiny_config(tmp_path / "straight", "optim.weight_decay=0.0"))
-    losses_of(tiny_config(tmp_path / "halves", "optim.weight_decay=0.0"), save_at=4)
-    resumed = losses_of(tiny_config(tmp_path / "halves", "optim.weight_decay=0.0", "optim.decay_all=true"))
+    straight = train(tiny_config(tmp_path / "straight", "optim.weight_decay=0.0"))
+    train(tiny_config(tmp_path / "halves", "optim.weight_decay=0.0"), save_at=4)
+    resumed = train(tiny_config(tmp_path / "halves", "optim.weight_decay=0.0", "optim.decay_all=true"))
     assert resumed["losses"] == pytest.approx(straight["losses"][4:], rel=1e-6)
 
 
-class AdamTrainer(Trainer):
+class AdamTrainer(OneBatchTrainer):
     """Brings a torch optimizer of its own."""
 
     def build_optimizer(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.model.parameters(), lr=123.0, foreach=True)
 
 
-class TwoPartTrainer(Trainer):
+class TwoPartTrainer(OneBatchTrainer):
     """Brings two optimizers, the second with a tenth of the learning rate."""
 
     def build_optimizer(self) -> Optimizer:
@@ -294,10 +316,10 @@ class TwoPartTrainer(Trainer):
 @pytest.mark.parametrize("kind", [AdamTrainer, TwoPartTrainer])
 def test_an_optimizer_of_ones_own_trains_and_resumes(kind: type[Trainer], tmp_path: Path) -> None:
     own = ["optim.lr=0.02", f"train.steps={STEPS}"]
-    straight = losses_of(tiny_config(tmp_path / "straight", *own), kind)
-    first = losses_of(tiny_config(tmp_path / "halves", *own), kind, save_at=7)
-    second = losses_of(tiny_config(tmp_path / "halves", *own), kind)
-    assert sum(straight["losses"][-3:]) / 3 < straight["losses"][0] - 0.1
+    straight = train(tiny_config(tmp_path / "straight", *own), kind)
+    first = train(tiny_config(tmp_path / "halves", *own), kind, save_at=5)
+    second = train(tiny_config(tmp_path / "halves", *own), kind)
+    assert straight["losses"][-1] < 0.8 * straight["losses"][0]
     assert first["losses"] + second["losses"] == straight["losses"]
     assert torch.equal(second["weights"], straight["weights"])
 

@@ -6,12 +6,12 @@ Written by rank 0 alone.  Nothing here is written before the run is known to be 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
 
 from trainer.config import RunConfig
 from trainer.errors import setting_error
+from trainer.files import write_atomically
 
 
 class RunFolder:
@@ -62,13 +62,3 @@ class RunFolder:
         if self.is_main:
             status = {"state": state, "exit_code": exit_code, "step": step, "reason": reason}
             write_atomically(self.path / "status.json", json.dumps(status) + "\n")
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write `text` so that a reader sees the old file or the new one, never a part."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(partial, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)

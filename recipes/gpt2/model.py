@@ -10,7 +10,7 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import nn
-from trainer.recipes._layers import Embedding, Linear, Output, merge_heads, split_heads
+from trainer.recipes._layers import Embedding, Head, Linear, merge_heads, split_heads
 from trainer.recipes.gpt2 import GPT2Config
 
 
@@ -49,18 +49,6 @@ class Block(nn.Module):
         return x_BTD + self.dropout(self.down(F.gelu(self.up(self.ln_2(x_BTD)), approximate="tanh")))
 
 
-class Head(nn.Module):
-    """Final norm and the output projection, whose weight is the token table."""
-
-    def __init__(self, config: GPT2Config) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(config.dim, eps=config.norm_eps)
-        self.output = Output(config.dim, config.vocab_size, std=config.init_std)
-
-    def forward(self, x_BTD: torch.Tensor, targets_BT: torch.Tensor | None = None) -> torch.Tensor:
-        return self.output(self.norm(x_BTD), targets_BT)
-
-
 class GPT2(nn.Module):
     """A GPT-2: `tokens` (B, T) to logits (B, T, V), or with `targets` (B, T) to their summed loss."""
 
@@ -71,7 +59,8 @@ class GPT2(nn.Module):
         self.wpe = Embedding(config.max_seq_len, config.dim, std=config.init_std)
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
-        self.head = Head(config)
+        norm = nn.LayerNorm(config.dim, eps=config.norm_eps)
+        self.head = Head(norm, config.dim, config.vocab_size, std=config.init_std)
         self.head.output.weight = self.wte.weight
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:

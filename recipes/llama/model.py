@@ -11,7 +11,7 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import nn
-from trainer.recipes._layers import Embedding, Linear, Output, merge_heads, split_heads
+from trainer.recipes._layers import Embedding, Head, Linear, merge_heads, split_heads
 from trainer.recipes.llama import LlamaConfig
 
 
@@ -106,18 +106,6 @@ class Block(nn.Module):
         return x_BTD + self.feed_forward(self.ffn_norm(x_BTD))
 
 
-class Head(nn.Module):
-    """Final norm and output projection, or with targets their summed loss."""
-
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__()
-        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.output = Output(config.dim, config.vocab_size, std=config.init_std)
-
-    def forward(self, x_BTD: torch.Tensor, targets_BT: torch.Tensor | None = None) -> torch.Tensor:
-        return self.output(self.norm(x_BTD), targets_BT)
-
-
 class Llama(nn.Module):
     """A Llama: `tokens` (B, T) to logits (B, T, V), or with `targets` (B, T) to their summed loss."""
 
@@ -126,7 +114,8 @@ class Llama(nn.Module):
         self.config = config
         self.tok_embeddings = Embedding(config.vocab_size, config.dim, std=config.init_std)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
-        self.head = Head(config)
+        norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.head = Head(norm, config.dim, config.vocab_size, std=config.init_std)
         if config.tie_embeddings:
             self.head.output.weight = self.tok_embeddings.weight
 

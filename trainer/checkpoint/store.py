@@ -19,6 +19,7 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 
 from trainer.errors import TrainingFailed, UserError
+from trainer.files import sync_folder, write_and_sync
 from trainer.world import World
 
 FORMAT_VERSION = 1
@@ -136,14 +137,14 @@ class Checkpoints:
             "torch": torch.__version__,
             "values": {name: part.state_dict() for name, part in state.values.items()},
         }
-        _write_text(unpublished / "config.yaml", self.config_yaml)
-        _write_text(unpublished / "state.json", json.dumps(document, indent=1))
-        _sync_folder(unpublished / "ranks")
-        _sync_folder(unpublished)
+        write_and_sync(unpublished / "config.yaml", self.config_yaml)
+        write_and_sync(unpublished / "state.json", json.dumps(document, indent=1))
+        sync_folder(unpublished / "ranks")
+        sync_folder(unpublished)
         if final.exists():  # the same step again, after a resume from an earlier checkpoint
             os.rename(final, unpublished.with_name(f"{_UNPUBLISHED}replaced-{uuid.uuid4().hex[:8]}"))
         os.rename(unpublished, final)
-        _sync_folder(self.folder)
+        sync_folder(self.folder)
         kept = self.steps()[-self.keep_last :] if self.keep_last else self.steps()
         for step in set(self.steps()) - {*kept, state.step}:
             shutil.rmtree(self.path_of(step))
@@ -171,21 +172,6 @@ def _worded(what: str) -> Iterator[None]:
         raise TrainingFailed(
             f"{what}: " + "; ".join(f"rank {rank}: {text}" for rank, text in causes.items())
         ) from failure
-
-
-def _write_text(path: Path, text: str) -> None:
-    with open(path, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _size_of(folder: Path) -> int:

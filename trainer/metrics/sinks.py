@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from trainer.config import RunConfig
 from trainer.errors import setting_error
+from trainer.files import write_atomically
 from trainer.metrics.record import Record
 
 
@@ -35,12 +36,7 @@ class JsonLines:
     def __init__(self, path: Path, resumed_step: int) -> None:
         if path.exists():
             kept = [line for line in _complete_lines(path) if _stays(json.loads(line), resumed_step)]
-            anew = path.with_name(f".{path.name}.anew")
-            with open(anew, "w") as file:
-                file.writelines(kept)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(anew, path)
+            write_atomically(path, "".join(kept))
         self._file = open(path, "a")  # noqa: SIM115 - open for the life of the run
 
     def write(self, record: Record) -> None:

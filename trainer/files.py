@@ -1,0 +1,30 @@
+"""Files that survive a crash: a reader finds the old content or the new, never a part."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write `text` under another name, flush it to disk, and rename it to `path`."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    write_and_sync(partial, text)
+    os.replace(partial, path)
+
+
+def write_and_sync(path: Path, text: str) -> None:
+    """Write `text` and flush it to disk."""
+    with open(path, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(path: Path) -> None:
+    """Flush a folder's entries to disk: what makes new names and renames in it last."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
