@@ -443,12 +443,15 @@ def _find_dtype(vocab_size: int) -> str:
 
 
 class StdlibCorpus:
-    """This Python's own source text, without its tests: there wherever Python is, and the same for all ranks.
+    """This Python's own source text: there wherever Python is, and the same for all ranks.
 
-    About one file in twenty is held out, by a hash of its name.
+    Without its tests, and without what is generated: tables of encodings and the texts of `help()`.  About one file in
+    twenty is held out, by a hash of its name.
     """
 
-    _LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
+    _LEFT_OUT = frozenset(
+        ["test", "tests", "idle_test", "encodings", "pydoc_data", "site-packages", "dist-packages", "__pycache__"]
+    )
 
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder or Path(sysconfig.get_path("stdlib"))
