@@ -61,6 +61,16 @@ def find_environment(env: MutableMapping[str, str] = os.environ) -> Environment:
     return Environment()
 
 
+def let_idle_threads_sleep(env: MutableMapping[str, str] = os.environ) -> None:
+    """Have OpenMP's threads sleep while they wait, unless the user has said otherwise.  Before torch is imported.
+
+    By default they spin, which is good on idle cores and a disaster on busy ones: with four other processes on two
+    cores llama_small trained 600 tokens/s, and 12,900 with sleeping threads.
+    """
+    if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"} & set(env):
+        env["OMP_WAIT_POLICY"] = "PASSIVE"
+
+
 def export_slurm_rendezvous(env: MutableMapping[str, str] = os.environ) -> None:
     """Set the variables that `init_process_group` reads, from those of a Slurm step.
 
