@@ -1,0 +1,1 @@
+"""Benchmarks: what the claims about speed and memory rest on."""

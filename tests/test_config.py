@@ -108,11 +108,13 @@ def test_interpolation(where: str, tmp_path: Path) -> None:
 def test_what_omegaconf_reads_into_a_text_does_not_crash(key: str, text: str) -> None:
     """Either it is taken as it stands, or it is a mistake of the user's."""
     try:
-        config = load_config("llama_small", [f"{key}={text}"])
+        taken = get(load_config("llama_small", [f"{key}={text}"]), key)
     except UserError as error:
-        assert key in str(error)
+        refused = str(error)
     else:
-        assert get(config, key) == text
+        assert taken == text
+        return
+    assert key in refused
 
 
 @pytest.mark.parametrize("name", [":llama", ".llama:llama", "a..b:c", "tests.own_recipes:nothing", "nowhere:"])
@@ -156,7 +158,7 @@ def test_the_tree_is_frozen() -> None:
 
 
 def test_no_garbage_makes_it_crash_and_what_it_accepts_it_can_write(tmp_path: Path) -> None:
-    """300 random overrides, seeded: a configuration that its own YAML gives again, or a UserError, and nothing else."""
+    """200 random overrides, seeded: a configuration that its own YAML gives again, or a UserError, and nothing else."""
     draw = random.Random(0)
     keys = [*declared_keys(find_recipe("llama").config), "model", "train", "a.b.c", "", ".", "train.", "..", "x"]
     values = [
@@ -178,7 +180,7 @@ def test_no_garbage_makes_it_crash_and_what_it_accepts_it_can_write(tmp_path: Pa
     ]
     values += ["", "???", "${x}", "${train.steps}", "!!python/none", "*a", "&a 1", "\x00", "2020-01-01", "0x1F", "é"]
     accepted = 0
-    for number in range(300):
+    for number in range(200):
         key, value = draw.choice(keys), draw.choice(values)
         if draw.random() < 0.3:
             value = "".join(draw.choice("[]{}:,#&*!|>'\"%@`$?-~ \t\n\\ax01.é") for _ in range(draw.randrange(8)))
@@ -198,7 +200,7 @@ def test_no_garbage_makes_it_crash_and_what_it_accepts_it_can_write(tmp_path: Pa
             again = tmp_path / f"{number}.yaml"
             again.write_text(config.to_yaml())
             assert load_config(str(again)) == config, override
-    assert 20 < accepted < 280, "both kinds must have been tried"
+    assert 20 < accepted < 180, "both kinds must have been tried"
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -476,7 +478,7 @@ def test_legal_values_of_the_contract_are_accepted() -> None:
         ("data.source", {"stdlib", "synthetic", "tokens"}),
         ("optim.name", {"adamw", "sgd", "muon"}),
         ("schedule.name", {"cosine", "linear", "wsd", "constant"}),
-        ("checkpoint.mode", {"sync", "async"}),
+        ("checkpoint.mode", {"sync"}),
         ("log.wandb", {"off", "offline", "online"}),
     ):
         assert legal <= set(typing.get_args(keys[key].type)), key

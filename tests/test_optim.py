@@ -172,7 +172,7 @@ def test_muon_without_a_hidden_matrix_is_refused() -> None:
 # Training and resuming
 
 LR = {"adamw": 2e-2, "muon": 2e-2, "sgd": 0.3}
-STEPS = 12
+STEPS = 8
 
 
 class OneBatch:
@@ -220,7 +220,7 @@ def train_with_each_optimizer(folder: Path) -> dict[str, Any]:
         own = [f"optim.name={name}", f"optim.lr={lr}", f"train.steps={STEPS}"]
         found[name] = {
             "straight": train(tiny_config(folder / name, *own)),
-            "first": train(tiny_config(folder / f"{name}_halves", *own), save_at=5),
+            "first": train(tiny_config(folder / f"{name}_halves", *own), save_at=3),
             "second": train(tiny_config(folder / f"{name}_halves", *own)),
         }
     return found
@@ -244,7 +244,7 @@ def on_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, An
 def test_every_optimizer_trains(name: str, on_ranks: dict[int, dict[str, Any]]) -> None:
     losses = on_ranks[2][name]["straight"]["losses"]
     assert len(losses) == STEPS
-    assert losses[-1] < 0.8 * losses[0], losses
+    assert losses[-1] < 0.85 * losses[0], losses
 
 
 @pytest.mark.parametrize("name", list(LR))
@@ -317,9 +317,9 @@ class TwoPartTrainer(OneBatchTrainer):
 def test_an_optimizer_of_ones_own_trains_and_resumes(kind: type[Trainer], tmp_path: Path) -> None:
     own = ["optim.lr=0.02", f"train.steps={STEPS}"]
     straight = train(tiny_config(tmp_path / "straight", *own), kind)
-    first = train(tiny_config(tmp_path / "halves", *own), kind, save_at=5)
+    first = train(tiny_config(tmp_path / "halves", *own), kind, save_at=3)
     second = train(tiny_config(tmp_path / "halves", *own), kind)
-    assert straight["losses"][-1] < 0.8 * straight["losses"][0]
+    assert straight["losses"][-1] < 0.85 * straight["losses"][0]
     assert first["losses"] + second["losses"] == straight["losses"]
     assert torch.equal(second["weights"], straight["weights"])
 

@@ -47,11 +47,6 @@ GPT2 = [
 ]
 
 
-def own_model(name: str) -> list[str]:
-    base = ["model.name=tests.test_sharding:" + name, "data.source=synthetic", "data.seq_len=16", "train.steps=10"]
-    return [*base, "train.global_batch_size=8", "train.micro_batch_size=2", "eval.every=0", "log.every=1"]
-
-
 def relative(found: Sequence[float], expected: Sequence[float]) -> float:
     assert len(found) == len(expected) > 0
     return max(abs(x - y) / abs(y) for x, y in zip(found, expected, strict=True))
@@ -68,11 +63,6 @@ def losses_of(recipe: str, overrides: list[str], num_steps: int = 10) -> list[fl
     losses = [record["loss"] for record in islice(trainer.steps(), num_steps)]
     trainer.close()
     return losses
-
-
-def losses_of_each(recipe: str, runs: list[list[str]], num_steps: int = 10) -> list[list[float]]:
-    open_group()
-    return [losses_of(recipe, overrides, num_steps) for overrides in runs]
 
 
 def plain_model(config: RunConfig) -> nn.Module:
@@ -231,52 +221,62 @@ def expected_calls(
     return calls
 
 
+@dataclass(frozen=True)
+class Case:
+    """One run whose collectives are counted: `mesh` is (replicate, shard)."""
+
+    reshard: str
+    mesh: tuple[int, int]
+    num_micro_batches: int = 1
+    wrap: str = "block"
+
+    @property
+    def overrides(self) -> list[str]:
+        replicate, shard = self.mesh
+        return tiny_overrides(
+            "data.source=synthetic",
+            "model.vocab_size=264",
+            f"mesh.replicate={replicate}",
+            f"mesh.shard={shard}",
+            f"fsdp.reshard_after_forward={self.reshard}",
+            f"fsdp.wrap={self.wrap}",
+            "train.global_batch_size=16",
+            f"train.micro_batch_size={16 // (replicate * shard * self.num_micro_batches)}",
+        )
+
+
 def only_blocks(model: nn.Module) -> list[str]:
     """Leave embedding and head to the root."""
     return ["layers.*"]
 
 
-ACCUMULATE = ["train.global_batch_size=16", "train.micro_batch_size=1"]
-HYBRID = ["mesh.replicate=2"]
-DDP = ["mesh.shard=1", "mesh.replicate=-1"]
-ROOT = ["fsdp.wrap=tests.test_sharding:only_blocks"]
-ON_FOUR: list[tuple[str, tuple[int, int], list[str]]] = [
-    *((setting, (1, 4), []) for setting in RESHARD),
-    ("default", (1, 4), ACCUMULATE),
-    ("never", (1, 4), ACCUMULATE),
-    ("2", (1, 4), ACCUMULATE),
-    ("always", (2, 2), [*HYBRID, *ACCUMULATE]),
-    ("never", (2, 2), [*HYBRID, *ACCUMULATE]),
-    ("2", (2, 2), HYBRID),
-    ("default", (4, 1), [*DDP, *ACCUMULATE]),
+ROOT = "tests.test_sharding:only_blocks"
+ON_TWO = [
+    Case("default", (1, 2)),
+    *(Case(setting, (1, 2), num_micro_batches=4) for setting in ("default", "always", "never")),
+    *(Case(setting, (1, 2), wrap=ROOT) for setting in ("default", "always", "never")),
 ]
-ON_TWO: list[tuple[str, tuple[int, int], list[str]]] = [
-    ("default", (1, 2), []),
-    ("always", (1, 2), ACCUMULATE[1:]),
-    ("never", (1, 2), ACCUMULATE[1:]),
-    ("default", (1, 2), ROOT),
-    ("always", (1, 2), ROOT),
-    ("never", (1, 2), ROOT),
+ON_FOUR = [
+    *(Case(setting, (1, 4)) for setting in RESHARD),
+    *(Case(setting, (1, 4), num_micro_batches=4) for setting in ("never", "2", "[never,2,always,4]")),
+    *(Case(setting, (2, 2)) for setting in ("default", "2")),
+    *(Case(setting, (2, 2), num_micro_batches=4) for setting in ("always", "never")),
+    Case("default", (4, 1), num_micro_batches=4),
 ]
 
 
-@pytest.mark.parametrize(("num_ranks", "runs"), [(2, ON_TWO), (4, ON_FOUR)], ids=["2", "4"])
-def test_collectives_of_an_update(num_ranks: int, runs: list[tuple[str, tuple[int, int], list[str]]]) -> None:
-    base = tiny_overrides("data.source=synthetic", "model.vocab_size=264", "train.micro_batch_size=4")
-    lists = [[*base, f"fsdp.reshard_after_forward={setting}", *more] for setting, _, more in runs]
-    lists = [[*{item.partition("=")[0]: item for item in overrides}.values()] for overrides in lists]
-    for every_run in run_ranks(num_ranks, collectives_of_each, lists):
-        for (setting, mesh, more), overrides, found in zip(runs, lists, every_run, strict=True):
-            options = dict(item.split("=", 1) for item in overrides)
-            batch, micro_batch = int(options["train.global_batch_size"]), int(options["train.micro_batch_size"])
-            units, root = RESHARD[setting]
-            if mesh[1] == 2:
-                units = ["always" if entry == 2 else entry for entry in units]
-            units = [*(units[1:3] if more == ROOT else units), root]
-            expected = expected_calls(units, found["sizes"], mesh, batch // (num_ranks * micro_batch))
-            assert found["calls"] == expected, (setting, mesh, more)
+@pytest.mark.parametrize(("num_ranks", "cases"), [(2, ON_TWO), (4, ON_FOUR)], ids=["2", "4"])
+def test_collectives_of_an_update(num_ranks: int, cases: list[Case]) -> None:
+    for every_case in run_ranks(num_ranks, collectives_of_each, [case.overrides for case in cases]):
+        for case, found in zip(cases, every_case, strict=True):
+            units, root = RESHARD[case.reshard]
+            if case.mesh[1] == 2:  # to 2 ranks is to all
+                units = ["always" if after_forward == 2 else after_forward for after_forward in units]
+            units = [*(units[1:3] if case.wrap == ROOT else units), root]
+            expected = expected_calls(units, found["sizes"], case.mesh, case.num_micro_batches)
+            assert (found["calls"] - expected, expected - found["calls"]) == (Counter(), Counter()), case
             # Targets and stop wish; the square of the gradients' norm, where it is spread over ranks; the loss.
-            assert found["messages"] == ([1, 1, 2] if mesh[1] > 1 else [1, 2]), (setting, mesh, more)
+            assert found["messages"] == ([1, 1, 2] if case.mesh[1] > 1 else [1, 2]), case
 
 
 def groups_made_by_each(runs: list[list[str]]) -> list[int]:
@@ -297,7 +297,9 @@ def test_units_that_reshard_to_a_number_of_ranks_share_its_process_groups() -> N
 
     number = "fsdp.reshard_after_forward=2"
     mixed = "fsdp.reshard_after_forward=[2,2,2,always,never,2,2,2]"
-    plain, two, six, six_mixed = run_ranks(4, groups_made_by_each, [run(6), run(2, number), run(6, number), run(6, mixed)])[0]
+    plain, two, six, six_mixed = run_ranks(
+        4, groups_made_by_each, [run(6), run(2, number), run(6, number), run(6, mixed)]
+    )[0]
     assert plain < two == six == six_mixed
 
 
@@ -354,9 +356,9 @@ WRAPS = {
     HERE + "by_modules": ["layers.0", "layers.1"],
     HERE + "by_mixture": ["tok_embeddings", "layers.0 + layers.1", "head"],
     HERE + "by_predicate": ["layers.0", "layers.0.feed_forward", "layers.1", "layers.1.feed_forward"],
-    # A block has 10,304 parameters at these sizes, 6,144 of them in its feed-forward; a table 8,448.
+    # A block has 9,792 parameters, 6,144 of them in its feed-forward; a table 8,448.
     "size:1_000_000": [],
-    "size:10000": ["layers.0", "layers.1"],
+    "size:9000": ["layers.0", "layers.1"],
     "size:8000": ["tok_embeddings", "layers.0", "layers.1", "head.output"],
     "size:6000": ["tok_embeddings", "layers.0.feed_forward", "layers.1.feed_forward", "head.output"],
 }
@@ -553,6 +555,10 @@ def test_clipping_is_that_of_torch_on_whole_gradients() -> None:
 # Precision
 
 
+BF16_TOLERANCE = 1e-3
+"""A bf16 number has 8 bits: relative steps of 4e-3 to 8e-3.  Over these 10 steps the losses differed by 1.0e-4."""
+
+
 def train_in_bf16(folder: Path) -> dict[str, Any]:
     """Train in mixed precision; also return the dtypes of outputs, parameters and gradients, and RoPE's angles."""
     open_group()
@@ -572,7 +578,7 @@ def train_in_bf16(folder: Path) -> dict[str, Any]:
     first.wq.register_forward_hook(lambda module, args, output: compute.update({output.dtype, module.weight.dtype}))
     found["losses"] = [record["loss"] for record in trainer.steps()]
     found["angles"], found["compute"] = angles[:2], compute
-    found["kept"] = {p.dtype for p in trainer.model.parameters()} | {first.rope.inv_freq_H.dtype}
+    found["kept"] = {p.dtype for p in trainer.model.parameters()} | {first.rope.inv_freq.dtype}
     trainer.close()
     return found
 
@@ -589,10 +595,6 @@ def test_mixed_precision(tmp_path: Path) -> None:
     cos, sin = plain_model(config).layers[0].attention.rope(config.data.seq_len)  # type: ignore[index, union-attr]
     assert torch.equal(found["angles"][0], cos)
     assert torch.equal(found["angles"][1], sin)
-
-
-BF16_TOLERANCE = 5e-3
-"""Measured over 10 steps: see the test's own run; bf16 has 8 bits, a unit in the last place is 4e-3."""
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -682,7 +684,7 @@ def test_a_tied_parameter_is_filled_once_by_its_first_owner() -> None:
 
     model = fill(on_meta(tied))
     assert model[2].weight is model[0].weight  # type: ignore[index]
-    assert [float(layer.weight.sum()) for layer in model] == [4.0, 8.0, 4.0]  # type: ignore[attr-defined]
+    assert [float(layer.weight.detach().sum()) for layer in model] == [4.0, 8.0, 4.0]  # type: ignore[attr-defined]
 
 
 def test_filling_leaves_the_global_generator_alone_and_does_not_depend_on_it() -> None:
@@ -704,14 +706,25 @@ def test_weights_depend_on_the_name_of_their_module() -> None:
 # Compilation
 
 
+def train_compiled(runs: list[list[str]]) -> list[tuple[list[float], int]]:
+    """Return the losses of each run, and how many graphs were compiled for it."""
+    from torch._dynamo.utils import counters
+
+    open_group()
+    found = []
+    for overrides in runs:
+        counters.clear()
+        found.append((losses_of("llama_small", overrides, 5), counters["stats"]["unique_graphs"]))
+    return found
+
+
 @pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="torch.compile needs a C++ compiler")
 def test_compiled_blocks_give_the_same_losses(tmp_path: Path) -> None:
-    runs = [
-        [*LLAMA, "train.compile=true", f"run.dir={tmp_path / 'compiled'}"],
-        [*LLAMA, "train.compile=true", "train.activation_checkpoint=full", f"run.dir={tmp_path / 'recomputed'}"],
-    ]
+    plain = [*LLAMA, "train.compile=true", f"run.dir={tmp_path / 'plain'}"]
+    recomputed = [*LLAMA, "train.compile=true", "train.activation_checkpoint=selective", f"run.dir={tmp_path / 'sac'}"]
     expected = plain_losses(load_config("llama_small", LLAMA), 5)
-    for losses in run_ranks(2, losses_of_each, "llama_small", runs, 5)[0]:
+    for losses, num_graphs in run_ranks(2, train_compiled, [plain, recomputed])[0]:
+        assert num_graphs > 0
         assert relative(losses, expected) < 1e-5
 
 
@@ -752,27 +765,36 @@ FROZEN = ["table.weight", "blocks.1.weight", "blocks.1.bias", "blocks.2.bias"]
 STILL = [*FROZEN, "unused.weight", "unused.bias"]
 
 
-def train_partly(recipes: list[str], folder: Path) -> list[dict[str, Any]]:
-    """Train each recipe; return its losses and the names of what has changed since the start."""
+PARTLY = [
+    "data.source=synthetic",
+    "data.seq_len=16",
+    "train.steps=10",
+    "train.global_batch_size=8",
+    "train.micro_batch_size=2",
+    "log.every=1",
+]
+
+
+def train_partly(recipes: list[Path]) -> list[dict[str, Any]]:
+    """Train each recipe; return its losses and the names of what has not changed since the start."""
     open_group()
     found = []
-    for name in recipes:
-        overrides = [*own_model(name), f"run.dir={folder / name}"]
-        trainer = Trainer(load_config("llama_small", overrides))
+    for recipe in recipes:
+        trainer = Trainer(load_config(str(recipe), [*PARTLY, f"run.dir={recipe.with_suffix('')}"]))
         parameters = dict(trainer.model.named_parameters())
-        before = {n: p.full_tensor().detach().clone() for n, p in parameters.items()}  # type: ignore[attr-defined]
+        before = {n: p.full_tensor().detach().clone() for n, p in parameters.items()}  # type: ignore[operator]
         losses = [record["loss"] for record in trainer.steps()]
         trainer.save_checkpoint()
+        still = [n for n, p in parameters.items() if torch.equal(p.full_tensor(), before[n])]  # type: ignore[operator]
+        found.append({"losses": losses, "still": still})
         trainer.close()
-        same = [n for n, p in parameters.items() if torch.equal(p.full_tensor(), before[n])]  # type: ignore[attr-defined]
-        found.append({"losses": losses, "same": same})
     return found
 
 
 def test_a_partly_frozen_model_trains(tmp_path: Path) -> None:
-    recipes = ["partly_frozen", "partly_frozen_in_root"]
-    for name, found in zip(recipes, run_ranks(2, train_partly, recipes, tmp_path)[1], strict=True):
-        assert sorted(found["same"]) == sorted(STILL), name
-        expected = plain_losses(load_config("llama_small", own_model(name)))
-        assert relative(found["losses"], expected) < 1e-5, name
-        assert found["losses"][-1] < found["losses"][0]
+    recipes = [tmp_path / "partly_frozen.yaml", tmp_path / "partly_frozen_in_root.yaml"]
+    for path in recipes:
+        path.write_text(f"model:\n  name: tests.test_sharding:{path.stem}\n")
+    for recipe, found in zip(recipes, run_ranks(2, train_partly, recipes)[1], strict=True):
+        assert sorted(found["still"]) == sorted(STILL), recipe
+        assert relative(found["losses"], plain_losses(load_config(str(recipe), PARTLY))) < 1e-5, recipe

@@ -232,17 +232,15 @@ def load_config(recipe: str, overrides: Sequence[str] = ()) -> RunConfig:
             _assign(tree, legal, key, _parse(key, text, legal[key].type), "")
         else:
             _assign(tree, legal, key, text, "")
-    if not tree.run.name:
-        tree.run.name = path.stem
-    if not tree.run.dir:
-        tree.run.dir = f"runs/{tree.run.name}"
     try:
         config = OmegaConf.to_object(tree)
     except OmegaConfBaseException as error:
         raise UserError(f"{error.full_key}: {str(error).splitlines()[0]}") from error
     assert isinstance(config, RunConfig)
     _check_limits(config)
-    return dataclasses.replace(config, data=_resolve_holdout(config))
+    run_name = config.run.name or path.stem
+    run = dataclasses.replace(config.run, name=run_name, dir=config.run.dir or f"runs/{run_name}")
+    return dataclasses.replace(config, run=run, data=_resolve_holdout(config))
 
 
 def _resolve_holdout(config: RunConfig) -> DataSection:
@@ -460,9 +458,10 @@ def find_mesh_shape(mesh: MeshSection, world_size: int, local_world_size: int) -
         replicate = -1 if replicate == 1 else replicate
     if not isinstance(shard, int):
         raise setting_error("mesh.shard", shard, "must be a whole number, -1, or node", -1)
-    for key, size in (("mesh.replicate", replicate), ("mesh.shard", shard)):
+    for key, size, other in (("mesh.replicate", replicate, shard), ("mesh.shard", shard, replicate)):
         if size == 0 or size < -1:
-            raise setting_error(key, size, "must be at least 1, or -1 for all remaining ranks", 1)
+            legal = world_size // other if other > 0 and world_size % other == 0 else 1
+            raise setting_error(key, size, "must be at least 1, or -1 for all remaining ranks", legal)
     if replicate == -1 and shard == -1:
         raise setting_error("mesh.replicate", -1, "only one axis can take all remaining ranks (mesh.shard=-1)", 1)
     if shard == -1:

@@ -13,7 +13,7 @@ import subprocess
 from collections.abc import MutableMapping
 from dataclasses import dataclass
 
-from trainer.errors import setting_error
+from trainer.errors import UserError, setting_error
 
 SPAWNED_BY_US = "MESHTRAINER_NPROC"
 """Set in the worker processes that `nproc=N` starts: their parent has reported what there was to report."""
@@ -98,14 +98,26 @@ def _tasks_on_this_node(env: MutableMapping[str, str]) -> int:
     counts = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE") or env["SLURM_STEP_NUM_TASKS"]
     per_node: list[int] = []
     for item in counts.split(","):  # "2(x3),1" means 2, 2, 2, 1
-        count, _, repeat = item.partition("(x")
-        per_node += [int(count)] * (int(repeat.rstrip(")")) if repeat else 1)
-    return per_node[int(env.get("SLURM_NODEID", "0"))]
+        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", item)
+        if found is None:
+            raise setting_error("SLURM_STEP_TASKS_PER_NODE", counts, "must have Slurm's form, such as 2(x3),1")
+        per_node += [int(found[1])] * int(found[2] or 1)
+    node = _read(env, "SLURM_NODEID", 0)
+    if node >= len(per_node):
+        raise setting_error("SLURM_NODEID", node, f"SLURM_STEP_TASKS_PER_NODE={counts} tells of {len(per_node)} nodes")
+    return per_node[node]
 
 
 def _first_address(node_list: str) -> str:
     def scontrol(*arguments: str) -> str:
-        return subprocess.run(["scontrol", *arguments], check=True, capture_output=True, text=True).stdout
+        try:
+            return subprocess.run(["scontrol", *arguments], check=True, capture_output=True, text=True).stdout
+        except (OSError, subprocess.CalledProcessError) as error:
+            why = (getattr(error, "stderr", "") or str(error)).strip()
+            raise UserError(
+                f"MASTER_ADDR is not set, and scontrol cannot name the first of {node_list} ({why}); "
+                "set MASTER_ADDR to the address of the step's first node"
+            ) from error
 
     name = scontrol("show", "hostnames", node_list).split()[0]
     try:

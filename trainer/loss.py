@@ -41,17 +41,22 @@ def linear_cross_entropy(
     they only support a first derivative.  hidden (..., D), weight (V, D).  After Liger Kernel (arXiv:2410.10989).
     """
     hidden_ND, targets_N = hidden.flatten(0, -2), targets.flatten()
-    loss: torch.Tensor = _LinearCrossEntropy.apply(hidden_ND, weight, targets_N, chunk_bytes)  # type: ignore[no-untyped-call]
+    loss: torch.Tensor = _LinearCrossEntropy.apply(hidden_ND, weight, targets_N, chunk_bytes, torch.is_grad_enabled())  # type: ignore[no-untyped-call]
     return loss
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_ND: torch.Tensor, weight_VD: torch.Tensor, targets_N: torch.Tensor, chunk_bytes: int
+        ctx: Any,
+        hidden_ND: torch.Tensor,
+        weight_VD: torch.Tensor,
+        targets_N: torch.Tensor,
+        chunk_bytes: int,
+        trains: bool,
     ) -> torch.Tensor:
         rows = max(1, chunk_bytes // (4 * weight_VD.shape[0]))
-        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        wants_hidden, wants_weight = (trains and needed for needed in ctx.needs_input_grad[:2])
         grad_hidden_ND = torch.empty_like(hidden_ND) if wants_hidden else None
         grad_weight_VD: torch.Tensor | None = None
         total = hidden_ND.new_zeros((), dtype=torch.float32)
@@ -88,7 +93,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             grad_hidden_ND = grad_hidden_ND * grad
         if grad_weight_VD is not None:
             grad_weight_VD = (grad_weight_VD * grad).to(ctx.weight_dtype)
-        return grad_hidden_ND, grad_weight_VD, None, None
+        return grad_hidden_ND, grad_weight_VD, None, None, None
 
 
 def find_loss(model: nn.Module) -> Callable[[dict[str, torch.Tensor]], torch.Tensor]:

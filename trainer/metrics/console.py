@@ -106,7 +106,7 @@ def readable_duration(seconds: float) -> str:
 def readable_count(count: float) -> str:
     """Return a count with three digits or so and a unit: 1.24 B, 43.1 k."""
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if count >= size:
+        if count >= 0.9995 * size:
             return f"{count / size:.3g} {unit}"
     return f"{count:.3g}"
 

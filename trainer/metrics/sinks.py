@@ -82,7 +82,7 @@ class TensorBoard:
     def write(self, record: Record) -> None:
         if record.kind in ("train", "eval"):
             for name, value in _numbers(record).items():
-                self._writer.add_scalar(name, value, record.step)  # type: ignore[no-untyped-call]
+                self._writer.add_scalar(f"{record.kind}/{name}", value, record.step)  # type: ignore[no-untyped-call]
             self._writer.flush()  # type: ignore[no-untyped-call]
 
     def close(self) -> None:

@@ -1,0 +1,498 @@
+"""What a run says of itself: metrics.jsonl, the console, TensorBoard, Weights & Biases, status.json."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import sys
+import threading
+import time
+import types
+from collections.abc import Iterator
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from tests.ranks import tiny_overrides
+from trainer import RunConfig, Trainer, load_config
+from trainer.metrics.console import ConsoleSink, readable_bytes, readable_count, readable_duration
+from trainer.metrics.record import Record
+from trainer.metrics.sinks import JsonLines, WandB
+from trainer.rundir import RunFolder, write_atomically
+
+SEQ_LEN, BATCH = 16, 4
+NULL = type(None)
+FIELDS: dict[str, dict[str, tuple[type, ...]]] = {
+    "start": {
+        "world_size": (int,),
+        "mesh": (dict,),
+        "parameters": (int,),
+        "torch": (str,),
+        "device": (str,),
+        "resumed_step": (int, NULL),
+    },
+    "train": {
+        "step": (int,),
+        "loss": (float,),
+        "grad_norm": (float,),
+        "lr": (float,),
+        "tokens": (int,),
+        "tokens_per_s": (float,),
+        "step_s": (float,),
+        "data_s": (float,),
+        "mfu": (float, NULL),
+        "peak_memory_gib": (float,),
+    },
+    "eval": {"step": (int,), "loss": (float,)},
+    "checkpoint": {"step": (int,), "blocked_s": (float,), "total_s": (float,), "bytes": (int,)},
+    "end": {"step": (int,), "reason": (str,), "goodput": (float,)},
+}
+"""The fixed fields of every kind of record, and their types in JSON."""
+
+
+def tiny_config(folder: Path, *overrides: str) -> RunConfig:
+    own = ["model.num_kv_heads=2", "model.dim=16", "model.vocab_size=32", "data.source=synthetic", "run.threads=1"]
+    own += [f"data.seq_len={SEQ_LEN}", f"train.global_batch_size={BATCH}", "train.micro_batch_size=2", "eval.steps=1"]
+    given = {override.partition("=")[0] for override in overrides}
+    own = [item for item in own if item.partition("=")[0] not in given]
+    return load_config("llama_small", tiny_overrides(*own, *overrides, f"run.dir={folder}"))
+
+
+def fit(folder: Path, *overrides: str, kind: type[Trainer] = Trainer) -> list[dict[str, Any]]:
+    """Train to the end and return the lines of metrics.jsonl."""
+    trainer = kind(tiny_config(folder, *overrides))
+    assert trainer.fit() == 0
+    trainer.close()
+    return lines(folder)
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def of(kind: str, found: list[dict[str, Any]], field: str) -> list[Any]:
+    return [line[field] for line in found if line["kind"] == kind]
+
+
+class NeverFinite(Trainer):
+    """Has a loss that is not a number in its second update."""
+
+    def loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return super().loss(batch) * (math.nan if self.state.step == 1 else 1.0)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# metrics.jsonl
+
+EVERY_3 = ["log.every=3", "eval.every=3", "checkpoint.every=3", "checkpoint.keep_last=0", "log.tensorboard=true"]
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]], list[dict[str, Any]]]:
+    """A run of 8 updates, then again from its checkpoint at 3, as after a crash that left half a line."""
+    folder = tmp_path_factory.mktemp("metrics") / "run"
+    before = fit(folder, "train.steps=8", *EVERY_3)
+    for step in (6, 8):
+        shutil.rmtree(folder / "checkpoints" / f"step_{step:08d}")
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write('{"kind": "train", "step": 9, "lo')
+    return folder, before, fit(folder, "train.steps=8", *EVERY_3)
+
+
+Resumed = tuple[Path, list[dict[str, Any]], list[dict[str, Any]]]
+
+
+@pytest.mark.parametrize("kind", list(FIELDS))
+def test_fields(kind: str, resumed: Resumed) -> None:
+    found = [line for line in resumed[2] if line["kind"] == kind]
+    assert found
+    for line in found:
+        for field, kinds in FIELDS[kind].items():
+            assert type(line[field]) in kinds, (field, line)
+
+
+def test_what_the_fields_say(resumed: Resumed) -> None:
+    before = resumed[1]
+    (start,) = [line for line in before if line["kind"] == "start"]
+    assert (start["world_size"], start["mesh"], start["device"]) == (1, {"replicate": 1, "shard": 1}, "cpu")
+    assert (start["torch"], start["resumed_step"]) == (torch.__version__, None)
+    assert of("train", before, "mfu") == [None] * 4, "nobody knows a CPU's peak"
+    assert of("train", before, "tokens") == [step * BATCH * SEQ_LEN for step in (1, 3, 6, 8)]
+    assert all(0 <= line["data_s"] <= line["step_s"] for line in before if line["kind"] == "train")
+    assert all(0 < memory < 64 for memory in of("train", before, "peak_memory_gib"))
+    assert all(
+        blocked <= total
+        for blocked, total in zip(*(of("checkpoint", before, f) for f in ("blocked_s", "total_s")), strict=True)
+    )
+    assert min(of("checkpoint", before, "bytes")) > 4 * start["parameters"] * 3, "weights and two moments"
+    (end,) = [line for line in before if line["kind"] == "end"]
+    assert (end["step"], end["reason"]) == (8, "finished")
+    assert 0 < end["goodput"] <= 1
+    assert before[0] == start
+    assert before[-1] == end
+
+
+def test_lines_at_the_first_every_nth_and_the_last_step(resumed: Resumed) -> None:
+    assert of("train", resumed[1], "step") == [1, 3, 6, 8]
+    assert of("eval", resumed[1], "step") == [3, 6, 8]
+    assert of("checkpoint", resumed[1], "step") == [3, 6, 8]
+
+
+@pytest.mark.parametrize(
+    ("every", "steps", "expected"), [(1, 3, [1, 2, 3]), (100, 4, [1, 4]), (2, 4, [1, 2, 4]), (5, 1, [1])]
+)
+def test_log_every(every: int, steps: int, expected: list[int], tmp_path: Path) -> None:
+    found = fit(tmp_path, f"train.steps={steps}", f"log.every={every}")
+    assert of("train", found, "step") == expected
+
+
+def test_a_resumed_run_supersedes_what_is_past_its_checkpoint(resumed: Resumed) -> None:
+    _, before, after = resumed
+    assert of("start", after, "resumed_step") == [None, 3]
+    assert of("end", after, "reason") == ["finished", "finished"], "attempts are kept"
+    assert of("train", after, "step") == [1, 3, 6, 8], "no step twice"
+    assert of("eval", after, "step") == [3, 6, 8]
+    kinds = [line["kind"] for line in after]
+    second = len(kinds) - kinds[::-1].index("start") - 1
+    assert [line["step"] for line in after[second:] if line["kind"] == "train"] == [6, 8]
+    for field in ("loss", "grad_norm", "lr", "tokens"):
+        assert of("train", after, field) == of("train", before, field), field
+
+
+def test_half_a_line_and_other_debris_survive_a_restart(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    whole = [
+        {"kind": "start", "resumed_step": None},
+        *({"kind": "train", "step": step, "loss": 1.0} for step in (1, 2, 3, 4)),
+        {"kind": "eval", "step": 4, "loss": 1.0},
+        {"kind": "checkpoint", "step": 4},
+        {"kind": "end", "step": 4},
+    ]
+    text = "".join(json.dumps(line) + "\n" for line in whole)
+    for debris in (
+        '{"kind": "train", "st',
+        '{"kind": "train", "step": 5, "note": "\xc3',
+        "{",
+        "",
+        '{"kind": "train", "step": 2',
+    ):
+        path.write_bytes(text.encode() + debris.encode("latin-1"))
+        sink = JsonLines(path, resumed_step=2)
+        sink.write(Record(kind="train", step=3, loss=0.5))
+        sink.close()
+        assert lines(tmp_path) == [whole[0], whole[1], whole[2], *whole[6:], {"kind": "train", "step": 3, "loss": 0.5}]
+        assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"], "nothing is left beside it"
+
+
+def test_lines_are_there_as_soon_as_they_are_written(tmp_path: Path) -> None:
+    sink = JsonLines(tmp_path / "metrics.jsonl", resumed_step=0)
+    sink.write(Record(kind="train", step=1, loss=math.nan, grad_norm=math.inf, lr=-math.inf, mfu=None, tokens=3))
+    (line,) = lines(tmp_path)
+    assert line == {"kind": "train", "step": 1, "loss": None, "grad_norm": None, "lr": None, "mfu": None, "tokens": 3}
+    sink.close()
+
+
+def test_an_update_that_is_not_finite(tmp_path: Path) -> None:
+    found = fit(tmp_path, "train.steps=4", kind=NeverFinite)
+    assert of("train", found, "step") == [1, 2, 3, 4], "a skipped update advances the step"
+    assert [loss is None for loss in of("train", found, "loss")] == [False, True, False, False]
+    assert [norm is None for norm in of("train", found, "grad_norm")] == [False, True, False, False]
+    assert "NaN" not in (tmp_path / "metrics.jsonl").read_text()
+
+
+def test_records_of_steps_have_all_fields_between_lines_too(tmp_path: Path) -> None:
+    trainer = Trainer(tiny_config(tmp_path, "train.steps=5", "log.every=100"))
+    records = list(trainer.steps())
+    trainer.close()
+    assert [record.step for record in records] == [1, 2, 3, 4, 5]
+    for record in records:
+        assert set(record) >= {"kind", *FIELDS["train"]}
+        for field, kinds in FIELDS["train"].items():
+            assert type(record[field]) in kinds
+            assert record[field] is getattr(record, field)
+    assert [record.tokens for record in records] == [BATCH * SEQ_LEN * step for step in range(1, 6)]
+    assert len({record.loss for record in records}) == 5
+    assert of("train", lines(tmp_path), "step") == [1, 5]
+    with pytest.raises(AttributeError, match="no field 'los'"):
+        _ = records[0].los
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# TensorBoard
+
+
+def test_tensorboard(resumed: Resumed) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    folder, _, found = resumed
+    events = EventAccumulator(str(folder / "tensorboard")).Reload()
+    tags = events.Tags()["scalars"]
+    for kind, steps in (("train", [1, 3, 6, 8]), ("eval", [3, 6, 8])):
+        (tag,) = [tag for tag in tags if "loss" in tag and kind in tag]  # two curves, not one
+        assert [event.step for event in events.Scalars(tag)] == steps
+        assert [event.value for event in events.Scalars(tag)] == pytest.approx(of(kind, found, "loss"), rel=1e-6)
+    assert any("grad_norm" in tag for tag in tags)
+    assert not any(tag.endswith("step") for tag in tags)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Weights & Biases
+
+
+def test_wandb_offline_keeps_one_id_over_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    for steps in (2, 4):
+        fit(tmp_path, f"train.steps={steps}", "log.wandb=offline")
+    runs = [path for path in (tmp_path / "wandb").rglob("*.wandb") if path.is_file()]
+    assert len({path.parent for path in runs}) == 2, "one folder an attempt"
+    assert len({path.stem for path in runs}) == 1, "of one run"
+    assert all(path.stat().st_size > 0 for path in runs)
+
+
+class FakeWandb(types.ModuleType):
+    """A wandb that works, raises, or never comes back, in one of its calls."""
+
+    def __init__(self, trouble: str = "", hangs: bool = False) -> None:
+        super().__init__("wandb")
+        self.trouble, self.hangs = trouble, hangs
+        self.released = threading.Event()
+        self.calls: list[tuple[str, Any]] = []
+
+    def _called(self, name: str, value: Any = None) -> None:
+        self.calls.append((name, value))
+        if name == self.trouble:
+            if not self.hangs:
+                raise ConnectionResetError("the server is gone")
+            self.released.wait(60)
+
+    def Settings(self, **settings: Any) -> dict[str, Any]:  # noqa: N802
+        return settings
+
+    def init(self, **options: Any) -> FakeWandb:
+        self._called("init", options)
+        return self
+
+    def define_metric(self, *names: str, **options: Any) -> None:
+        pass
+
+    def log(self, values: dict[str, Any]) -> None:
+        self._called("log", values)
+
+    def finish(self) -> None:
+        self._called("finish")
+
+
+@pytest.fixture
+def use_wandb(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    made = []
+
+    def use(*trouble: Any) -> FakeWandb:
+        made.append(FakeWandb(*trouble))
+        monkeypatch.setitem(sys.modules, "wandb", made[-1])
+        return made[-1]
+
+    yield use
+    for fake in made:
+        fake.released.set()
+
+
+def test_wandb_gets_train_and_eval_apart(use_wandb: Any, tmp_path: Path) -> None:
+    fake = use_wandb()
+    found = fit(tmp_path, "train.steps=4", "eval.every=2", "log.wandb=online")
+    options = fake.calls[0][1]
+    assert (options["mode"], options["resume"]) == ("online", "allow")
+    assert options["config"]["train"]["steps"] == 4
+    assert "PATH" not in json.dumps(options["config"]), "the environment is never logged"
+    logged = [value for name, value in fake.calls if name == "log"]
+    assert [v["train/loss"] for v in logged if "train/loss" in v] == of("train", found, "loss")
+    assert [v["eval/loss"] for v in logged if "eval/loss" in v] == of("eval", found, "loss")
+    assert [v["step"] for v in logged if "train/loss" in v] == [1, 2, 3, 4]
+    assert fake.calls[-1][0] == "finish"
+
+
+def test_wandb_is_not_touched_when_it_is_off(use_wandb: Any, tmp_path: Path) -> None:
+    fake = use_wandb("init")
+    fit(tmp_path, "train.steps=1")
+    assert fake.calls == []
+
+
+@pytest.mark.parametrize("hangs", [False, True], ids=["raises", "hangs"])
+@pytest.mark.parametrize("trouble", ["init", "log", "finish"])
+def test_wandb_in_trouble_neither_stops_nor_holds_up_training(
+    trouble: str,
+    hangs: bool,
+    use_wandb: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert WandB.FINISH_S < 15
+    monkeypatch.setattr(WandB, "FINISH_S", 0.5)  # what it waits for at most, at the end; scaled down for the test
+    fake = use_wandb(trouble, hangs)
+    started = time.monotonic()
+    found = fit(tmp_path, "train.steps=4", "log.wandb=online")
+    assert time.monotonic() - started < 10
+    assert of("train", found, "step") == [1, 2, 3, 4]
+    assert of("end", found, "reason") == ["finished"]
+    assert (tmp_path / "checkpoints" / "step_00000004").is_dir()
+    assert fake.calls[-1][0] == trouble
+    warned = capsys.readouterr().err
+    assert warned.count("warning:") == 1
+    assert warned.count("Weights & Biases") == 1
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# The console
+
+TRAIN = Record(kind="train", step=3, loss=2.5, grad_norm=0.75, lr=1e-3, tokens=900, tokens_per_s=43100.0, step_s=1.5,
+               data_s=0.1, mfu=None, peak_memory_gib=0.5)  # fmt: skip
+RECORDS = [
+    TRAIN,
+    Record(**{**TRAIN, "loss": math.nan, "mfu": 0.413}),
+    Record(kind="eval", step=3, loss=2.25, bits_per_byte=1.9),
+    Record(kind="checkpoint", step=3, blocked_s=0.5, total_s=2.0, bytes=3 * 2**30),
+    Record(kind="end", step=3, reason="finished", goodput=1.0),
+    Record(kind="start", world_size=1),
+]
+
+
+def shown(**options: Any) -> str:
+    """Return what a console prints of a whole run."""
+    file = StringIO()
+    sink = ConsoleSink(10, Console(file=file, width=200, highlight=False, soft_wrap=True, **options))
+    sink.start({"run": "mine", "mesh": "shard [2]"})
+    for record in RECORDS:
+        sink.write(record)
+    for step in range(1, 11):
+        sink.progress(step)
+    sink.say("[bold]as it stands[/bold]", "green")
+    sink.close()
+    sink.close()
+    return file.getvalue()
+
+
+def test_plain_lines_without_a_terminal() -> None:
+    text = shown(force_terminal=False)
+    assert "\x1b" not in text
+    assert "\r" not in text
+    printed = text.splitlines()
+    assert len(printed) == 2 + 4 + 1
+    assert printed[0].split() == ["run", "mine"]
+    assert printed[2] == "step      3/10  loss 2.5000  grad 0.750  lr 1.00e-03  43.1 k tok/s  0.50 GiB  eta 10s"
+    assert "loss not finite" in printed[3]
+    assert "mfu 41.3%" in printed[3]
+    assert printed[4] == "eval  step      3  loss 2.2500  1.9000 bits/byte"
+    assert "3.00 GiB in 2.0 s" in printed[5]
+    assert printed[6] == "[bold]as it stands[/bold]", "what looks like markup is none"
+
+
+def test_rich_on_a_terminal() -> None:
+    text = shown(force_terminal=True, color_system="truecolor")
+    for part in ("meshtrainer", "mine", "shard [2]", "loss 2.5000", "10/10", "[bold]as it stands[/bold]"):
+        assert part in text, part
+    assert "\x1b[" in text
+    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l"), "the cursor is shown again"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0s"),
+        (-1, "0s"),
+        (12.4, "12s"),
+        (59.6, "1m00s"),
+        (200, "3m20s"),
+        (3599.7, "1h00m"),
+        (7500, "2h05m"),
+        (360000, "100h00m"),
+    ],
+)
+def test_readable_duration(seconds: float, text: str) -> None:
+    assert readable_duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0"),
+        (7, "7"),
+        (999, "999"),
+        (999.7, "1 k"),
+        (1000, "1 k"),
+        (43100, "43.1 k"),
+        (999_999, "1 M"),
+        (1.24e9, "1.24 B"),
+        (405e9, "405 B"),
+        (15e12, "15 T"),
+    ],
+)
+def test_readable_count(count: float, text: str) -> None:
+    assert readable_count(count) == text
+
+
+@pytest.mark.parametrize(("count", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.50 KiB"), (3 * 2**40, "3.00 TiB")])
+def test_readable_bytes(count: float, text: str) -> None:
+    assert readable_bytes(count) == text
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# status.json
+
+
+class WatchesStatus(Trainer):
+    """Reads its status while it runs."""
+
+    def on_step(self, record: Record) -> None:
+        self.status = json.loads((self.folder.path / "status.json").read_text())
+
+
+def test_status(tmp_path: Path) -> None:
+    trainer = WatchesStatus(tiny_config(tmp_path, "train.steps=2"))
+    trainer.fit()
+    trainer.close()
+    assert trainer.status == {"state": "running", "exit_code": None, "step": 0, "reason": ""}
+    status = json.loads((tmp_path / "status.json").read_text())
+    assert (status["state"], status["exit_code"], status["step"]) == ("finished", 0, 2)
+    assert type(status["reason"]) is str
+
+
+def test_status_is_whole_whenever_it_is_read(tmp_path: Path) -> None:
+    folder = RunFolder(tiny_config(tmp_path), is_main=True)
+    folder.write_status("running", None, 0, "")
+    done = threading.Event()
+
+    def write() -> None:
+        for step in range(200):
+            folder.write_status("running", None, step, "x" * 10_000 * (step % 2))
+        done.set()
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    num_read = 0
+    while not done.is_set():
+        assert json.loads((tmp_path / "status.json").read_text())["state"] == "running"
+        num_read += 1
+    writer.join()
+    assert num_read > 10
+    assert [path.name for path in tmp_path.iterdir()] == ["status.json"]
+
+
+def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "status.json"
+    write_atomically(path, "old")
+
+    def full_disk(descriptor: int) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(os, "fsync", full_disk)
+    with pytest.raises(OSError, match="no space"):
+        write_atomically(path, "new")
+    assert path.read_text() == "old"
