@@ -256,7 +256,7 @@ def test_every_optimizer_resumes_bit_equal(name: str, on_ranks: dict[int, dict[s
 
 @pytest.mark.parametrize(("name", "tolerance"), [("adamw", 1e-5), ("sgd", 1e-5), ("muon", 1e-3)])
 def test_one_rank_and_two_agree(name: str, tolerance: float, on_ranks: dict[int, dict[str, Any]]) -> None:
-    """Measured: adamw 1.4e-7, sgd 9e-8; muon 9e-5, because it orthogonalizes in bf16, where the order of sums shows."""
+    """Measured: adamw 1e-7, sgd 2e-7; muon 2e-4, because it orthogonalizes in bf16, where the order of sums shows."""
     one, two = (on_ranks[size][name]["straight"]["losses"] for size in (1, 2))
     assert max(abs(a - b) / b for a, b in zip(one, two, strict=True)) < tolerance
 

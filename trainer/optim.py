@@ -122,21 +122,20 @@ class Schedule:
         shape, warmup = self.shape, self.shape.warmup_steps
         if step <= warmup:
             return self.peak * step / warmup
-        progress = (step - warmup) / max(1, self.num_steps - warmup)
-        return self.peak * (shape.min_lr_ratio + (1 - shape.min_lr_ratio) * _shape(shape, min(1.0, progress)))
+        return self.peak * (shape.min_lr_ratio + (1 - shape.min_lr_ratio) * self._height(step))
 
+    def _height(self, step: int) -> float:
+        """Return how much of the way from floor to peak is left after the warmup, from 1 to 0.
 
-def _shape(schedule: ScheduleSection, progress: float) -> float:
-    """Return how much of the way between floor and peak is left, from 1 to 0.
-
-    wsd (warmup, stable, decay): Hu et al. 2024, arXiv:2404.06395; its decay is linear.
-    """
-    if schedule.name == "constant":
+        wsd (warmup, stable, decay): Hu et al. 2024, arXiv:2404.06395; its decay is linear, over a share of the run.
+        """
+        name, warmup = self.shape.name, self.shape.warmup_steps
+        left = max(0, self.num_steps - step)
+        share_left = left / max(1, self.num_steps - warmup)
+        if name == "cosine":
+            return 0.5 * (1 - math.cos(math.pi * share_left))
+        if name == "linear":
+            return share_left
+        if name == "wsd" and self.shape.decay_ratio > 0:
+            return min(1.0, left / (self.shape.decay_ratio * self.num_steps))
         return 1.0
-    if schedule.name == "cosine":
-        return 0.5 * (1 + math.cos(math.pi * progress))
-    if schedule.name == "linear":
-        return 1 - progress
-    if schedule.decay_ratio == 0:
-        return 1.0
-    return min(1.0, (1 - progress) / schedule.decay_ratio)

@@ -31,15 +31,14 @@ class RunFolder:
     def begin(self, resumed_step: int | None) -> None:
         """Make the folder and write `config.yaml`.  What the new attempt leaves behind is moved aside, never deleted.
 
-        Asked to start anew (`checkpoint.resume=none`) or from a given checkpoint, the run leaves behind the
+        Asked to start anew (`checkpoint.resume=none`) or from an older checkpoint, the run leaves behind the
         checkpoints past it, which `auto` would otherwise take up again.
         """
         if not self.is_main:
             return
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            if self.config.checkpoint.resume != "auto":
-                self._set_aside(resumed_step)
+            self._set_aside(resumed_step)
             write_atomically(self.path / "config.yaml", self.config.to_yaml())
         except OSError as error:
             rule = f"cannot be used ({error.strerror})"
@@ -48,7 +47,7 @@ class RunFolder:
     def _set_aside(self, resumed_step: int | None) -> None:
         later = f"step_{0 if resumed_step is None else resumed_step + 1:08d}"
         earlier = [path for path in self.checkpoints.glob("step_*") if path.name >= later]
-        if resumed_step is None and self.metrics.exists():
+        if self.config.checkpoint.resume == "none" and self.metrics.exists():
             earlier.append(self.metrics)
         if not earlier:
             return

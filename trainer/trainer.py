@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -31,7 +32,7 @@ from trainer.optim import Optimizer, Schedule, build_optimizer
 from trainer.parameters import count_parameters, local
 from trainer.rundir import RunFolder
 from trainer.sample import write_sample
-from trainer.shard import apply_sharding, clip_grad_norm, gradient_sync, reshard
+from trainer.shard import ShardUnit, apply_sharding, clip_grad_norm, gradient_sync, reshard
 from trainer.state import TrainState
 from trainer.world import REPLICATE, SHARD, World
 
@@ -74,6 +75,7 @@ class Trainer:
         seed_everything(config.run.seed, self.world.rank)
 
         self.mesh = self.build_mesh()
+        self.units: list[ShardUnit] = []
         self.model = self.build_model()
         self._batch_loss = find_loss(self.model)
         self.optimizer = self._optimizer()
@@ -93,6 +95,7 @@ class Trainer:
         self.state = TrainState(self.model, self.optimizer, self.skips)
         self._resume_loader_with_state()
         self.resumed_step: int | None = None
+        self.phase: Literal["built", "restored", "running", "ended"] = "built"
         self._saved_step: int | None = None
         self._counted_s = 0.0
 
@@ -113,7 +116,9 @@ class Trainer:
         def build_sharded() -> torch.nn.Module:
             with torch.device("meta"):
                 model = recipe.build_model(config.model)
-            self.units = apply_sharding(model, recipe, config, self.mesh)
+            units = apply_sharding(model, recipe, config, self.mesh)
+            if config is self.config:
+                self.units = units
             return model
 
         model = self.world.agreed(build_sharded)
@@ -228,11 +233,16 @@ class Trainer:
             self.stop.uninstall()
 
     def steps(self) -> Iterator[Record]:
-        """Resume, then yield one record after each update: the fields of a `train` line.  Logs, but does not save."""
-        self.load_checkpoint()
+        """Resume, then yield one record after each update: the fields of a `train` line.  Logs, but does not save.
+
+        Left early and called again, it goes on; after `load_checkpoint` it goes on from there.  `close` ends the run.
+        """
+        if self.phase == "built":
+            self.load_checkpoint()
         if self.state.step >= self.config.train.steps:
             return
-        self._start()
+        if self.phase != "running":
+            self._start()
         random_state = self.state.rank_values["random"].state_dict()
         batches = iter(self.loader)
         self.state.rank_values["random"].load_state_dict(random_state)  # making an iterator may draw from it
@@ -306,6 +316,7 @@ class Trainer:
             self.world.agreed(lambda: check_resumed_config(self.config, found / "config.yaml"))
             self.checkpoints.load(found, self.state)
             self.resumed_step = self.state.step
+            self.phase = "restored" if self.phase == "built" else self.phase
         return self.resumed_step
 
     def _resume_loader_with_state(self) -> None:
@@ -319,6 +330,7 @@ class Trainer:
     def _start(self) -> None:
         self.world.agreed(lambda: self.folder.begin(self.resumed_step))
         self.world.agreed(lambda: self.metrics.open(self.folder.metrics, self.resumed_step or 0))
+        self.phase = "running"
         self.folder.write_status("running", None, self.state.step, "")
         self.metrics.start(self._facts())
         mesh = {REPLICATE: 1, **dict(zip(self.mesh.mesh_dim_names or (SHARD,), self.mesh.shape, strict=True))}
@@ -336,7 +348,7 @@ class Trainer:
 
     def _finish(self) -> int:
         state, exit_code = ("stopped", EXIT_STOPPED) if self.stopping else ("finished", EXIT_FINISHED)
-        if self.state.step == self.resumed_step and not self.stopping and self._counted_s == 0:
+        if self.phase in ("built", "restored"):
             self.metrics.say(
                 f"nothing to do: {self.config.run.dir} is at step {self.state.step} of {self.config.train.steps}"
             )
@@ -352,6 +364,7 @@ class Trainer:
         return exit_code
 
     def _end(self, state: str, exit_code: int, reason: str) -> None:
+        self.phase = "ended"
         wall_s = time.monotonic() - self.started
         goodput = min(1.0, self._counted_s / wall_s)
         self.metrics.write(Record(kind="end", step=self.state.step, reason=state, goodput=goodput))
@@ -362,7 +375,7 @@ class Trainer:
     def _fail(self, error: BaseException) -> None:
         """Record how the run failed.  Calls no collective: the other ranks may be anywhere."""
         first = self.world.announce_failure(error)
-        if isinstance(error, UserError) and self._counted_s == 0:
+        if isinstance(error, UserError) and self.phase in ("built", "restored"):
             return  # found before training: an existing run stays as it was
         exit_code = EXIT_USER_ERROR if isinstance(error, UserError) else EXIT_FAILED
         self._end("failed", exit_code, first or f"{type(error).__name__}: {error}")
@@ -374,7 +387,10 @@ class Trainer:
             close()
 
     def close(self) -> None:
-        """Leave the process group, if this Trainer opened it.  All ranks leave together."""
+        """End the run, if it goes on, and leave the process group, if this Trainer opened it.  All ranks together."""
+        if self.phase == "running":
+            through = self.state.step >= self.config.train.steps
+            self._end("finished" if through else "stopped", EXIT_FINISHED if through else EXIT_STOPPED, "closed")
         self.close_loader()
         self.world.close()
 
