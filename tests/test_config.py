@@ -484,3 +484,9 @@ def test_legal_values_of_the_contract_are_accepted() -> None:
         assert legal <= set(typing.get_args(keys[key].type)), key
     for value in ("none", "full", "selective", "3"):
         check_config(load_config("llama_small", [f"train.activation_checkpoint={value}"]), 1, 1)
+
+
+def test_another_model_on_the_command_line_starts_from_its_own_defaults() -> None:
+    config = load_config("llama_small", ["model.name=gpt2", "model.num_layers=2"])
+    assert (config.model.dim, config.model.num_layers, config.model.vocab_size) == (768, 2, 50257)
+    assert load_config("llama_small", ["model.name=llama"]) == load_config("llama_small")

@@ -215,7 +215,9 @@ def load_config(recipe: str, overrides: Sequence[str] = ()) -> RunConfig:
     values = dict(_leaves(_read_yaml(path), path))
     assignments = _split_overrides(overrides)
 
-    name = assignments["model.name"] if "model.name" in assignments else values.get("model.name")
+    name = assignments.get("model.name", values.get("model.name"))
+    if name != values.get("model.name"):  # another model: the fields in the recipe file are not its
+        values = {key: value for key, value in values.items() if not key.startswith("model.")}
     if name is None:
         load_recipes()
         raise setting_error("model.name", None, f"{path} must name a registered model", "llama")

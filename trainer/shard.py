@@ -270,7 +270,16 @@ def apply_activation_checkpointing(blocks: Sequence[nn.Module], setting: int | s
     every = setting if isinstance(setting, int) else 1
     context = {"context_fn": _selective_contexts} if setting == "selective" else {}
     for block in blocks[::every] if every == 1 else blocks[every - 1 :: every]:
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False, **context)  # type: ignore[method-assign, arg-type]
+        block.forward = _recomputed(block.forward, context)  # type: ignore[method-assign]
+
+
+def _recomputed(forward: Callable[..., Any], context: dict[str, Any]) -> Callable[..., Any]:
+    """Return `forward` under `checkpoint`, as a function of Python's own: torch.compile enters no other."""
+
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, *args, use_reentrant=False, **context, **kwargs)
+
+    return recomputed
 
 
 def _costly_operators() -> set[Any]:
@@ -353,7 +362,8 @@ def gradient_sync(model: nn.Module, enabled: bool) -> Iterator[None]:
     Accumulating in between costs unsharded gradients of the whole model on each rank.
     """
     assert isinstance(model, FSDPModule)
-    model.set_is_last_backward(enabled)
+    # Not `set_is_last_backward` as well: it keeps FSDP from forgetting the order of the forward pass, and each further
+    # micro-batch then gathers the last unit of the one before, for nothing.
     model.set_requires_gradient_sync(enabled)
     yield
 

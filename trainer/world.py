@@ -177,6 +177,7 @@ class World:
         if dist.is_initialized() and self.owns_group:
             self.barrier()
             dist.destroy_process_group()
+        self._watch = self._store = None  # the last references: the store's port is free for whoever comes next
 
 
 class _FailureWatch(threading.Thread):
