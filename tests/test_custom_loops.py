@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import itertools
 import json
 import os
@@ -396,12 +397,19 @@ def resume_own_state(folder: Path) -> dict[str, Any]:
     """Train in four parts, one Trainer after the other; return what each held at its end."""
     found = []
     for steps in (1, 2, 3, 4):
-        trainer = Stateful(tiny_config(folder, f"train.steps={steps}", "train.micro_batch_size=1", "run.timeout_s=20"))
+        trainer = Stateful(tiny_config(folder, f"train.steps={steps}", "train.micro_batch_size=1"))
         fit(trainer)
         found.append(
             [trainer.shared.average[0].item(), trainer.shared.count, trainer.own.average[2].item(), trainer.own.count]
         )
     return {"found": found, "is_open": dist.is_initialized()}
+
+
+def resume_on_ranks(folder: Path) -> dict[str, Any]:
+    faulthandler.dump_traceback_later(45, exit=True)  # waiting for an address has no timeout of its own
+    found = resume_own_state(folder)
+    faulthandler.cancel_dump_traceback_later()
+    return found
 
 
 def test_own_state_is_resumed(tmp_path: Path) -> None:
@@ -414,7 +422,7 @@ def test_own_state_is_resumed_on_every_rank_and_trainers_follow_each_other(tmp_p
 
     Where it did, 3 of 5 second Trainers waited for ever for a rank at an address of the first.
     """
-    first, second = run_ranks(2, resume_own_state, tmp_path)
+    first, second = run_ranks(2, resume_on_ranks, tmp_path)
     assert first == {"found": [[1, 1, 1, 1], [3, 2, 3, 2], [6, 3, 6, 3], [10, 4, 10, 4]], "is_open": False}
     assert second == {"found": [[1, 1, 2, 2], [3, 2, 6, 4], [6, 3, 12, 6], [10, 4, 20, 8]], "is_open": False}
 

@@ -22,7 +22,7 @@ from typing import NoReturn
 
 from trainer import usage
 from trainer.config import RunConfig, check_config, load_config
-from trainer.environment import SPAWNED_BY_US, Environment, find_environment, let_idle_threads_sleep
+from trainer.environment import SPAWNED_BY_US, Environment, find_environment, limit_spinning
 from trainer.errors import (
     EXIT_FAILED,
     EXIT_FINISHED,
@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run what the command line asks for.  Returns the exit code; prints a user's mistake once, without traceback."""
     if not {"", os.getcwd()} & set(sys.path):
         sys.path.append(os.getcwd())  # where a user's own recipes are; `python -m` has put it there already
-    let_idle_threads_sleep()
+    limit_spinning()
     env = Environment()
     try:
         env = find_environment()

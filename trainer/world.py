@@ -6,6 +6,8 @@ what the model sends stays apart.  Knows no model and no data.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -62,8 +64,8 @@ class World:
         else:
             if self.env.launcher == "srun":
                 export_slurm_rendezvous()
-            store, rank, size = next(dist.rendezvous("env://", timeout=self.timeout))
-            self._store = PrefixStore("meshtrainer", store)
+            store, rank, size = _rendezvous(self.timeout)
+            store = self._store = PrefixStore(f"meshtrainer/{next(_openings)}", store)
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=size, timeout=self.timeout, device_id=device_id
         )
@@ -177,7 +179,21 @@ class World:
         if dist.is_initialized() and self.owns_group:
             self.barrier()
             dist.destroy_process_group()
-        self._watch = self._store = None  # the last references: the store's port is free for whoever comes next
+
+
+_openings = itertools.count()
+"""Numbers the process groups that this process opens, one after another: each has names of its own in the store."""
+
+
+@functools.cache
+def _rendezvous(timeout: timedelta) -> tuple[Store, int, int]:
+    """Return the store where all ranks meet, this rank, and their number; one store for the life of the process.
+
+    Group names start again with each opening: in a store that still holds those of the one before, ranks read
+    addresses that nobody listens to, and hang.
+    """
+    store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+    return store, rank, size
 
 
 class _FailureWatch(threading.Thread):
