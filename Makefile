@@ -1,7 +1,7 @@
 # The two commands that anybody needs: `make check` reads the code, `make test` runs it.
 PYTHON ?= python3
 
-.PHONY: install check test test-fast format
+.PHONY: install check test test-fast test-slow format
 
 install:
 	$(PYTHON) -m pip install -c constraints.txt -e '.[test]'
@@ -13,10 +13,14 @@ check:
 	lint-imports
 
 test-fast:
-	$(PYTHON) -m pytest -q -m 'not ranks'
+	$(PYTHON) -m pytest -q tests/test_config.py tests/test_data.py tests/test_environment.py tests/test_layers.py \
+	    tests/test_loss.py tests/test_prepare.py
 
 test:
 	$(PYTHON) -m pytest -q
+
+test-slow:
+	$(PYTHON) -m pytest -q -m slow
 
 format:
 	$(PYTHON) -m ruff check --fix .

@@ -5,6 +5,8 @@ from __future__ import annotations
 import resource
 from pathlib import Path
 
+import pytest
+
 from tests.ranks import run_ranks
 from trainer import load_config
 
@@ -33,6 +35,7 @@ def test_no_rank_ever_holds_the_whole_model(tmp_path: Path) -> None:
     assert peak < 0.7 * num_parameters * 4 / 2**30, f"{peak:.2f} GiB a rank, everything included"
 
 
+@pytest.mark.slow
 def test_it_also_trains_with_a_smaller_vocabulary(tmp_path: Path) -> None:
     overrides = [
         "data.source=synthetic",

@@ -60,7 +60,7 @@ class World:
         backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
         device_id = self.device if self.device.type == "cuda" else None
         if self.env.launcher == "single":
-            store, rank, size = HashStore(), 0, 1
+            store, rank, size = cast(Store, HashStore()), 0, 1
         else:
             if self.env.launcher == "srun":
                 export_slurm_rendezvous()
