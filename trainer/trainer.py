@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Literal
 
@@ -20,7 +21,7 @@ from trainer.config import RunConfig, check_config, check_resumed_config
 from trainer.data.loader import EvalLoader, TrainLoader
 from trainer.data.source import Source, gzip_bits_per_byte, held_out_text, open_source
 from trainer.data.tokenizer import find_tokenizer
-from trainer.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_USER_ERROR, UserError
+from trainer.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_USER_ERROR, TrainingFailed, UserError
 from trainer.guard import GarbageCollection, SkipCounter, StopRequest, seed_everything
 from trainer.loss import count_targets, find_loss
 from trainer.materialize import materialize
@@ -127,7 +128,10 @@ class Trainer:
         return model
 
     def build_optimizer(self) -> Optimizer | torch.optim.Optimizer:
-        """Return the optimizer over `self.model`."""
+        """Return the optimizer over `self.model`.
+
+        Its learning rate is the schedule's at every step; a parameter group's `lr_scale`, if any, multiplies it.
+        """
         return build_optimizer(self.model, self.config.optim)
 
     def build_loader(self) -> Iterable[Batch]:
@@ -250,7 +254,9 @@ class Trainer:
         memory_gib = peak_memory_gib(self.world.device)
         while self.state.step < self.config.train.steps and not self.stopping:
             started = time.perf_counter()
-            micro_batches = [next(batches) for _ in range(self.num_micro_batches)]
+            micro_batches = list(islice(batches, self.num_micro_batches))
+            if len(micro_batches) < self.num_micro_batches:
+                raise TrainingFailed(f"step {self.state.step + 1}: the loader of build_loader ended; it must not end")
             data_s = time.perf_counter() - started
             update = self.train_step(micro_batches)
             self.state.step += 1
@@ -266,7 +272,9 @@ class Trainer:
             if is_line:
                 self.metrics.write(record)
                 meter.reset()
+            yielded = time.perf_counter()
             yield record
+            meter.leave_out(time.perf_counter() - yielded)
 
     def on_step(self, record: Record) -> None:
         """Do something of one's own after each update that `fit` makes; nothing by default."""

@@ -53,6 +53,10 @@ class Meter:
         self.num_tokens += num_tokens
         self.num_updates += 1
 
+    def leave_out(self, seconds: float) -> None:
+        """Leave time out of the means: evaluation and saving are no part of a step."""
+        self.started += seconds
+
     def read(self) -> tuple[float, float, float]:
         """Return (seconds an update, seconds of it waiting for data, target tokens a second) so far."""
         elapsed = max(time.perf_counter() - self.started, 1e-9)
