@@ -141,7 +141,7 @@ def test_a_mistake_does_not_alter_an_existing_run(tmp_path: Path) -> None:
     before = contents()
     changed = run_command(ran.folder, SMALL, "train.steps=8")
     assert changed.exit_code == 2
-    for text in ("model.dim: 32 in the checkpoint, 192 now", "checkpoint.allow_changes=["):
+    for text in ("model.dim: 32 in the checkpoint, 96 now", "checkpoint.allow_changes=["):
         assert text in changed.stderr
     assert contents() == before
     assert json.loads((ran.folder / "status.json").read_text())["state"] == "finished"

@@ -1,0 +1,57 @@
+"""The examples and the launch scripts: run, or at least read."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import REPOSITORY, tiny_overrides
+
+
+def test_distillation_from_a_second_sharded_model(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "examples/distill.py",
+    ]
+    overrides = tiny_overrides("train.steps=12", "optim.lr=0.02", f"run.dir={tmp_path}")
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run([*command, *overrides], cwd=REPOSITORY, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    losses = [line["loss"] for line in lines if line["kind"] == "train"]
+    assert losses[-1] < losses[0]
+
+
+def test_its_subclass_is_short() -> None:
+    tree = ast.parse((REPOSITORY / "examples" / "distill.py").read_text())
+    (subclass,) = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    assert subclass.end_lineno is not None
+    assert subclass.end_lineno - subclass.lineno < 40
+
+
+@pytest.mark.parametrize("script", sorted((REPOSITORY / "launch").glob("*")), ids=lambda path: path.name)
+def test_launch_scripts_are_read_by_bash_and_short(script: Path) -> None:
+    subprocess.run(["bash", "-n", str(script)], check=True)
+    assert len(script.read_text().splitlines()) < 60
+
+
+def test_the_readmes_model_of_ones_own(tmp_path: Path) -> None:
+    """What the README shows is run as it stands there."""
+    readme = (REPOSITORY / "README.md").read_text()
+    (code,) = [part.partition("```")[0] for part in readme.split("```python\n")[1:] if "# my_models.py" in part]
+    (tmp_path / "my_models.py").write_text(code)
+    command = [sys.executable, "-m", "trainer.run", "recipe=llama_small", "model.name=my_models:tiny", "model.width=96"]
+    settings = ["train.steps=3", "eval.every=0", "log.sample_tokens=0", f"run.dir={tmp_path / 'run'}"]
+    environment = os.environ | {"PYTHONPATH": f"{REPOSITORY}:{tmp_path}"}
+    done = subprocess.run([*command, *settings], cwd=tmp_path, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
