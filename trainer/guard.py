@@ -115,8 +115,8 @@ class RandomState:
 class GarbageCollection:
     """Collects on all ranks at the same steps: a collection at a random moment on one rank holds up all others."""
 
-    def __init__(self, every: int = 100) -> None:
-        self.every = every
+    def __init__(self, every: int = 100, full_every: int = 1000) -> None:
+        self.every, self.full_every = every, full_every
 
     def __enter__(self) -> GarbageCollection:
         gc.collect()
@@ -124,7 +124,9 @@ class GarbageCollection:
         return self
 
     def after(self, step: int) -> None:
-        if step % self.every == 0:
+        if step % self.full_every == 0:
+            gc.collect()
+        elif step % self.every == 0:
             gc.collect(1)
 
     def __exit__(self, *exception: object) -> None:

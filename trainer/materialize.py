@@ -93,7 +93,8 @@ def _seed_of(seed: int, name: str) -> int:
 
 
 def _reset(module: nn.Module) -> None:
-    reset = getattr(module, "reset_parameters", None)
+    # torch's MultiheadAttention and Transformer have theirs under a private name.
+    reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
     if callable(reset):
         reset()
 

@@ -101,7 +101,12 @@ def find_recipe(name: str) -> Recipe:
     if colon:
         try:
             importlib.import_module(module_name)
-        except (ImportError, ValueError, TypeError) as error:  # the last two: not the name of a module
+        except (
+            ImportError,
+            ValueError,
+            TypeError,
+            SyntaxError,
+        ) as error:  # also no name, or no code
             raise setting_error("model.name", name, f"cannot import {module_name!r} ({error})") from error
         name = registered
     if name not in _registry:
@@ -135,7 +140,7 @@ def resolve(path: str, setting: str) -> Any:
         raise setting_error(setting, path, "must have the form package.module:name")
     try:
         module = importlib.import_module(module_name)
-    except (ImportError, ValueError, TypeError) as error:
+    except (ImportError, ValueError, TypeError, SyntaxError) as error:
         raise setting_error(setting, path, f"cannot import {module_name!r} ({error})") from error
     if not hasattr(module, attribute):
         best = nearest(attribute, [name for name in vars(module) if not name.startswith("_")])

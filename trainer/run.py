@@ -18,7 +18,7 @@ import uuid
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from trainer import usage
 from trainer.config import RunConfig, check_config, load_config
@@ -201,23 +201,28 @@ def _spawn(arguments: Arguments, config: RunConfig) -> int:
         monitor_interval=0.1,
     )
     command = ["-m", "trainer.run", f"recipe={arguments.recipe}", *arguments.overrides]
+    before = _status_on_record(config)
     try:
         elastic_launch(launch, sys.executable)(*command)
     except ChildFailedError as error:
         codes = {failure.exitcode for failure in error.failures.values()}
         return next((code for code in (EXIT_USER_ERROR, EXIT_STOPPED) if code in codes), EXIT_FAILED)
     except SignalException:
-        return _exit_code_on_record(config)
+        # The launcher has only seen its workers go: what they achieved is on record.
+        status = _status_on_record(config)
+        if status == before:
+            return EXIT_STOPPED  # before the first update
+        return EXIT_FAILED if status.get("exit_code") is None else int(status["exit_code"])
     return EXIT_FINISHED
 
 
-def _exit_code_on_record(config: RunConfig) -> int:
-    """Return the exit code in `status.json`: after a signal the launcher has only seen its workers go."""
+def _status_on_record(config: RunConfig) -> dict[str, Any]:
+    """Return what `status.json` holds, empty if there is none."""
     try:
-        code = json.loads((config.run_dir / "status.json").read_text())["exit_code"]
-    except (OSError, ValueError, KeyError):
-        return EXIT_FAILED
-    return EXIT_FAILED if code is None else int(code)
+        status = json.loads((config.run_dir / "status.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return status if isinstance(status, dict) else {}
 
 
 def leave(exit_code: int) -> NoReturn:

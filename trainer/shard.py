@@ -118,7 +118,10 @@ def _units_by_function(model: nn.Module, function: Callable[[nn.Module], Any]) -
 
     The second form is FSDP1's `lambda_auto_wrap_policy`.
     """
-    answer = function(model)
+    try:
+        answer = function(model)
+    except Exception as error:
+        raise UserError(f"fsdp.wrap: {function.__qualname__} fails: {type(error).__name__}: {error}") from error
     if isinstance(answer, bool):
         return [module for name, module in model.named_modules() if name and function(module)]
     if not isinstance(answer, Iterable):

@@ -45,7 +45,7 @@ class World:
         self.owns_group = not dist.is_initialized()
         if not self.owns_group:
             self.env = _joined_environment(self.env)
-        self.device = _find_device(config.run.device, self.env.local_rank)
+        self.device = _find_device(config.run.device, self.env.local_rank, self.env.local_world_size)
         torch.set_num_threads(config.run.threads or max(1, _num_cores() // self.env.local_world_size))
         self._store: Store | None = None
         if self.owns_group:
@@ -234,7 +234,7 @@ def _joined_environment(env: Environment) -> Environment:
     )
 
 
-def _find_device(wanted: str, local_rank: int) -> torch.device:
+def _find_device(wanted: str, local_rank: int, local_world_size: int) -> torch.device:
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if wanted == "cuda" and not num_gpus:
         raise setting_error("run.device", wanted, "there is no GPU that torch can use", "cpu")
@@ -242,8 +242,8 @@ def _find_device(wanted: str, local_rank: int) -> torch.device:
         return torch.device("cpu")
     # Under `srun --gpus-per-task=1` every task sees one GPU, number 0 whatever its local rank.
     index = 0 if num_gpus == 1 and "SLURM_PROCID" in os.environ else local_rank
-    if index >= num_gpus:
-        raise setting_error("nproc", local_rank + 1, f"this node has {num_gpus} GPUs, one for each rank", num_gpus)
+    if (num_gpus > 1 and local_world_size > num_gpus) or index >= num_gpus:  # so that all ranks of the node say so
+        raise setting_error("nproc", local_world_size, f"this node has {num_gpus} GPUs, one for each rank", num_gpus)
     device = torch.device("cuda", index)
     torch.cuda.set_device(device)
     return device

@@ -147,7 +147,9 @@ class Checkpoints:
         sync_folder(self.folder)
         kept = self.steps()[-self.keep_last :] if self.keep_last else self.steps()
         for step in set(self.steps()) - {*kept, state.step}:
-            shutil.rmtree(self.path_of(step))
+            removed = self.folder / f"{_UNPUBLISHED}removed-{step:08d}-{uuid.uuid4().hex[:8]}"
+            os.rename(self.path_of(step), removed)  # under its own name a checkpoint is whole
+            shutil.rmtree(removed)
 
 
 def read_state(path: Path) -> Mapping[str, Any]:
