@@ -64,9 +64,9 @@ def find_environment(env: MutableMapping[str, str] = os.environ) -> Environment:
 def limit_spinning(env: MutableMapping[str, str] = os.environ) -> None:
     """Have OpenMP's threads sleep after a short while of waiting, unless told otherwise.  Before torch is imported.
 
-    By default they spin 30 times longer, a disaster on busy cores: beside four other processes on two cores
-    llama_small trained 600 tokens/s, with this some 8,000.  On idle cores: 22,000 against 24,000 (12,400 if they sleep
-    at once).
+    By default they spin for long, a disaster on busy cores: beside other work on two cores llama_small trained some
+    600 tokens/s.  With this, beside two busy loops (another load, so no ratio): 5,100 to 7,900.  On idle cores: 22,000
+    against 24,000 when they always spin, and 12,400 when they sleep at once.
     """
     if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & set(env):
         env["GOMP_SPINCOUNT"] = "10000"
