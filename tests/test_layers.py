@@ -12,9 +12,10 @@ import pytest
 from tests.ranks import REPOSITORY
 
 DOORS = {
+    "safetensors": ["trainer/huggingface.py", "trainer/checkpoint/store.py"],
     "omegaconf": ["trainer/config.py"],
     "fully_shard": ["trainer/shard.py"],
-    "torch.distributed.checkpoint": ["trainer/checkpoint/", "trainer/state.py"],
+    "torch.distributed.checkpoint": ["trainer/checkpoint/"],
     "init_process_group": ["trainer/world.py"],
     "init_device_mesh": ["trainer/world.py"],
     "wandb": ["trainer/metrics/"],

@@ -14,19 +14,35 @@ if TYPE_CHECKING:
     from trainer.config import RunConfig as RunConfig
     from trainer.config import load_config as load_config
     from trainer.errors import UserError as UserError
+    from trainer.inference import load_weights as load_weights
+    from trainer.recipe import HuggingFace as HuggingFace
     from trainer.recipe import Recipe as Recipe
+    from trainer.recipe import Transposed as Transposed
     from trainer.recipe import register as register
     from trainer.trainer import Trainer as Trainer
 
 __version__ = "0.1.0"
-__all__ = ["Recipe", "RunConfig", "Trainer", "UserError", "load_config", "register"]
+__all__ = [
+    "HuggingFace",
+    "Recipe",
+    "RunConfig",
+    "Trainer",
+    "Transposed",
+    "UserError",
+    "load_config",
+    "load_weights",
+    "register",
+]
 
 _HOMES = {
+    "HuggingFace": "recipe",
     "Recipe": "recipe",
     "RunConfig": "config",
     "Trainer": "trainer",
+    "Transposed": "recipe",
     "UserError": "errors",
     "load_config": "config",
+    "load_weights": "inference",
     "register": "recipe",
 }
 

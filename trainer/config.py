@@ -124,6 +124,9 @@ class TrainSection:
         "none", "none, full, selective (keeps matmuls and attention), or n: every n-th block in full"
     )
     compile: bool = declare(False, "torch.compile each block")
+    init_from: str | None = declare(
+        None, "weights to start from, with a fresh optimizer: a checkpoint, a run.dir, or a folder of safetensors"
+    )
     max_skipped_updates: int = declare(10, "non-finite updates in a row after which the run fails", at_least=1)
 
 
@@ -142,9 +145,18 @@ class CheckpointSection:
     """Saving and resuming."""
 
     every: int = declare(0, "updates between checkpoints; 0: only at the end", at_least=0)
-    mode: Literal["sync"] = declare("sync", "sync: training waits until the checkpoint is written")
-    keep_last: int = declare(2, "checkpoints kept; 0: all", at_least=0)
-    resume: str = declare("auto", "auto: the newest checkpoint in run.dir; none: start anew; or a checkpoint's path")
+    mode: Literal["async", "sync"] = declare(
+        "async", "async: training waits for a copy in memory, which is written meanwhile; sync: until all is on disk"
+    )
+    dir: str | None = declare(None, "where checkpoints lie: a folder, or a URL such as s3://...; null: in run.dir")
+    keep_last: int = declare(2, "newest checkpoints that are kept; 0: all", at_least=0)
+    keep_every: int = declare(0, "checkpoints of every n-th update are kept for good; 0: none", at_least=0)
+    when_busy: Literal["wait", "skip"] = declare("wait", "a save is due while one is in flight: wait for it, or skip")
+    max_failures: int = declare(
+        10, "failed saves in a row after which the run fails; each is tried again after a pause", at_least=1
+    )
+    verify: Literal["full", "sizes"] = declare("full", "what is checked before loading: all checksums, or sizes only")
+    resume: str = declare("auto", "auto: the newest good checkpoint; none: start anew; or a checkpoint's path or URL")
     allow_changes: tuple[str, ...] = declare((), "keys that may differ from the checkpoint's configuration")
 
 
@@ -190,7 +202,7 @@ class RunConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the tree as plain dictionaries, lists and scalars."""
-        plain = OmegaConf.to_container(OmegaConf.create(dataclasses.asdict(self)))
+        plain = OmegaConf.to_container(OmegaConf.create(_lists(dataclasses.asdict(self))))
         assert isinstance(plain, dict)
         return {str(section): values for section, values in plain.items()}
 
@@ -199,6 +211,13 @@ class RunConfig:
         plain = self.to_dict()
         plain["model"] = {"name": self.model.name, **plain["model"]}
         return OmegaConf.to_yaml(OmegaConf.create(plain))
+
+
+def _lists(tree: Any) -> Any:
+    """Return the tree with lists for tuples: YAML has one kind of sequence."""
+    if isinstance(tree, dict):
+        return {key: _lists(value) for key, value in tree.items()}
+    return [_lists(item) for item in tree] if isinstance(tree, (list, tuple)) else tree
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -212,8 +231,18 @@ def load_config(recipe: str, overrides: Sequence[str] = ()) -> RunConfig:
     Rules that need the number of ranks are those of `check_config`.
     """
     path = find_recipe_file(recipe)
-    values = dict(_leaves(_read_yaml(path), path))
-    assignments = _split_overrides(overrides)
+    return _build(_read_yaml(path), _split_overrides(overrides), path)
+
+
+def config_from_yaml(text: str, origin: str = "config.yaml") -> RunConfig:
+    """Return the configuration that `to_yaml` has written.  Raises UserError, as `load_config` does."""
+    tree = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
+    assert isinstance(tree, dict)
+    return _build({str(key): value for key, value in tree.items()}, {}, Path(origin))
+
+
+def _build(tree_of_values: Mapping[str, Any], assignments: Mapping[str, str], path: Path) -> RunConfig:
+    values = dict(_leaves(tree_of_values, path))
 
     name = assignments.get("model.name", values.get("model.name"))
     if name != values.get("model.name"):  # another model: the fields in the recipe file are not its
@@ -554,9 +583,16 @@ def _check_forms(config: RunConfig) -> None:
         raise setting_error("fsdp.wrap", wrap, "must be block, size:<parameters>, or package.module:function", best)
 
     resume = config.checkpoint.resume
-    if resume not in ("auto", "none") and not Path(resume).is_dir():
+    if resume not in ("auto", "none") and "://" not in resume and not Path(resume).is_dir():
         raise setting_error("checkpoint.resume", resume, "must be auto, none, or the folder of a checkpoint", "auto")
-    unknown = [key for key in config.checkpoint.allow_changes if key not in declared_keys(type(config.model))]
+    start = config.train.init_from
+    if start is not None and "://" not in start and not Path(start).is_dir():
+        raise setting_error("train.init_from", start, "must be the folder of a checkpoint or of safetensors", None)
+    if "://" in config.run.dir:
+        rule = "must be a folder; for checkpoints elsewhere there is checkpoint.dir"
+        raise setting_error("run.dir", config.run.dir, rule, f"runs/{config.run.name}")
+    legal = declared_keys(type(config.model))
+    unknown = [key for key in config.checkpoint.allow_changes if key not in legal and not key.startswith("state.")]
     if unknown:
         best = nearest(unknown[0], declared_keys(type(config.model)))
         raise setting_error("checkpoint.allow_changes", list(unknown), "no such key", best and [best])
@@ -594,28 +630,26 @@ def _check_data(config: RunConfig) -> None:
 
 _FIXED_ON_RESUME = ("model.", "data.", "optim.name", "train.global_batch_size", "run.seed")
 _FREE_ON_RESUME = ("data.num_workers", "data.cache_dir")
+_OF_THE_ATTEMPT = ("checkpoint.resume", "checkpoint.allow_changes")
 
 
-def check_resumed_config(config: RunConfig, path: Path) -> None:
-    """Compare with the configuration stored in a checkpoint.
+def compare_configs(config: RunConfig, stored_yaml: str) -> tuple[list[str], list[str]]:
+    """Compare with the configuration that a checkpoint was written with.
 
-    Raises UserError that lists every difference which would silently change the training, unless
-    `checkpoint.allow_changes` names it.
+    Returns two lists of lines "key: before in the checkpoint, now now": what would silently change the training and is
+    not named in `checkpoint.allow_changes`, and what may change.
     """
-    stored = OmegaConf.to_container(OmegaConf.load(path))
+    stored = OmegaConf.to_container(OmegaConf.create(stored_yaml))
     assert isinstance(stored, dict)
-    changed = []
+    refused: list[str] = []
+    free: list[str] = []
     for section, values in config.to_dict().items():
         for name, value in values.items():
             key = f"{section}.{name}"
             before = stored.get(section, {}).get(name, value)
+            if before == value or key in _OF_THE_ATTEMPT:
+                continue
             fixed = key.startswith(_FIXED_ON_RESUME) and key not in _FREE_ON_RESUME
-            if fixed and before != value and key not in config.checkpoint.allow_changes:
-                changed.append((key, before, value))
-    if changed:
-        lines = "\n".join(f"  {key}: {before} in the checkpoint, {value} now" for key, before, value in changed)
-        keys = ",".join(key for key, _, _ in changed)
-        raise UserError(
-            f"cannot resume from {path.parent} with another configuration:\n{lines}\n"
-            f"  restore these values, start anew in another run.dir, or allow it: checkpoint.allow_changes=[{keys}]"
-        )
+            line = f"{key}: {before} in the checkpoint, {value} now"
+            (refused if fixed and key not in config.checkpoint.allow_changes else free).append(line)
+    return refused, free

@@ -81,9 +81,9 @@ class SkipCounter:
         self.total, self.in_a_row = state["total"], state["in_a_row"]
 
 
-def seed_everything(seed: int, rank: int) -> None:
+def seed_everything(seed: int, rank: int, step: int = 0) -> None:
     """Seed Python, numpy and torch with a value of this rank's own (dropout differs between ranks)."""
-    mixed = int(np.random.SeedSequence([seed, rank]).generate_state(1)[0])
+    mixed = int(np.random.SeedSequence([seed, rank, step] if step else [seed, rank]).generate_state(1)[0])
     random.seed(mixed)
     np.random.seed(mixed)
     torch.manual_seed(mixed)
@@ -92,11 +92,17 @@ def seed_everything(seed: int, rank: int) -> None:
 class RandomState:
     """The random states of this rank, as one resumable thing."""
 
+    def __init__(self, seed: int, rank: int) -> None:
+        self._seed, self._rank = seed, rank
+
+    def restart(self, step: int) -> None:
+        """Begin anew at `step`, where there is no state of this rank: not with the noise of the first steps again."""
+        seed_everything(self._seed, self._rank, step)
+
     def state_dict(self) -> dict[str, Any]:
-        name, keys, *rest = np.random.get_state()
         state: dict[str, Any] = {
             "python": random.getstate(),
-            "numpy": (name, np.asarray(keys).tolist(), *rest),
+            "numpy": np.random.get_state(),
             "torch": torch.get_rng_state(),
         }
         if torch.cuda.is_available():
@@ -105,8 +111,7 @@ class RandomState:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         random.setstate(state["python"])
-        name, keys, *rest = state["numpy"]
-        np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
+        np.random.set_state(state["numpy"])
         torch.set_rng_state(state["torch"])
         if "cuda" in state and torch.cuda.is_available():
             torch.cuda.set_rng_state(state["cuda"])

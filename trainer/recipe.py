@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import pkgutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -26,6 +26,40 @@ ENTRY_POINTS = "meshtrainer.recipes"
 
 Unit: TypeAlias = "str | nn.Module | tuple[str | nn.Module, ...] | list[str | nn.Module]"
 """One FSDP unit: a module, a module's dotted name (`*` stands for one part), or several to be gathered together."""
+
+
+class Transposed(str):
+    """Hugging Face's name of a matrix that is stored (in, out) there, as GPT-2's are, and is (out, in) here."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True)
+class HuggingFace:
+    """What a recipe's model is in Hugging Face's world: which of their models, and how its parts are called there.
+
+    model_type, architecture: of their model, for example "llama" and "LlamaForCausalLM".
+    names: our name of each parameter (and persistent buffer) and theirs: {"layers.*.wq.weight":
+        "model.layers.*.self_attn.q_proj.weight"}, where `*` stands for one part, the same on both sides.  A name
+        wrapped in `Transposed` is of a matrix stored the other way round.  Or a function of the model's configuration
+        that returns those.  Tied parameters are listed under all their names.
+    config: `config(model_config) -> dict`, what config.json says of the shape.
+    model_fields: `model_fields(config_json) -> dict`, the inverse: the fields of our configuration.  Raises UserError
+        for a shape that the recipe cannot build.
+    fixed: entries of config.json that the network has no choice about, for example {"hidden_act": "silu"}: written on
+        export; a folder that says otherwise is refused.
+    prefix: what their names begin with in some files and not in others, for example "transformer.".
+    ignored: names (theirs) of what old files hold and no model needs, such as causal masks.
+    """
+
+    model_type: str
+    architecture: str
+    names: Mapping[str, str] | Callable[[Any], Mapping[str, str]]
+    config: Callable[[Any], Mapping[str, Any]]
+    model_fields: Callable[[Mapping[str, Any]], Mapping[str, Any]]
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    prefix: str = ""
+    ignored: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -46,6 +80,7 @@ class Recipe:
     check: `check(config)`, raises `UserError` for fields that do not fit together (see `setting_error`).
     flops: `flops(config, seq_len)`, model FLOPs of forward and backward for one token; by default
         6 x parameters outside embeddings (Kaplan et al. 2020, arXiv:2001.08361).
+    hf: how the model is called in Hugging Face's world; without it there is no export to it and no import from it.
     """
 
     name: str
@@ -56,6 +91,7 @@ class Recipe:
     init: Callable[[nn.Module], None] | None = None
     check: Callable[[Any], None] | None = None
     flops: Callable[[Any, int], float] | None = None
+    hf: HuggingFace | None = None
 
     def __post_init__(self) -> None:
         if not dataclasses.is_dataclass(self.config):

@@ -1,17 +1,25 @@
-"""The folder of a run: its configuration, how it stands, and what it did before.
+"""The folder of a run: whose it is, its configuration, how it stands, and what it did before.
 
 Written by rank 0 alone.  Nothing here is written before the run is known to be without mistake.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import shutil
+import socket
+import sys
+import threading
+import time
+import uuid
 from pathlib import Path
+from typing import Any
 
 from trainer.config import RunConfig
-from trainer.errors import setting_error
-from trainer.files import write_atomically
+from trainer.errors import EXIT_FAILED, UserError, setting_error
+from trainer.files import write_and_sync, write_atomically
 
 
 class RunFolder:
@@ -19,45 +27,221 @@ class RunFolder:
 
     def __init__(self, config: RunConfig, is_main: bool) -> None:
         self.config, self.path, self.is_main = config, config.run_dir, is_main
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
+        self._owner = Owner(self.path)
 
     @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
 
-    def begin(self, resumed_step: int | None) -> None:
-        """Make the folder and write `config.yaml`.  What the new attempt leaves behind is moved aside, never deleted.
-
-        Asked to start anew (`checkpoint.resume=none`) or from an older checkpoint, the run leaves behind the
-        checkpoints past it, which `auto` would otherwise take up again.
-        """
+    def own(self) -> None:
+        """Make the folder this run's.  Raises UserError if another run that is alive owns it, or it cannot be used."""
         if not self.is_main:
             return
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            self._set_aside(resumed_step)
-            write_atomically(self.path / "config.yaml", self.config.to_yaml())
+            self._owner.acquire()
         except OSError as error:
             rule = f"cannot be used ({error.strerror})"
             raise setting_error("run.dir", self.config.run.dir, rule, f"runs/{self.config.run.name}") from error
 
-    def _set_aside(self, resumed_step: int | None) -> None:
-        later = f"step_{0 if resumed_step is None else resumed_step + 1:08d}"
-        earlier = [path for path in self.checkpoints.glob("step_*") if path.name >= later]
-        if self.config.checkpoint.resume == "none" and self.metrics.exists():
-            earlier.append(self.metrics)
-        if not earlier:
-            return
+    def release(self) -> None:
+        """Let the next run have the folder; a folder made for nothing goes."""
+        if self.is_main:
+            self._owner.release()
+
+    def begin(self) -> None:
+        """Write `config.yaml`."""
+        if self.is_main:
+            write_atomically(self.path / "config.yaml", self.config.to_yaml())
+
+    def set_aside(self, *names: str) -> Path | None:
+        """Move what the new attempt leaves behind into a folder `previous_NNN`: never deleted.  Returns the folder."""
+        existing = [self.path / name for name in names if (self.path / name).exists()]
+        if not existing:
+            return None
         aside = self.path / f"previous_{1 + len(list(self.path.glob('previous_*'))):03d}"
         aside.mkdir()
-        for path in earlier:
+        for path in existing:
             shutil.move(path, aside / path.name)
+        return aside
 
     def write_status(self, state: str, exit_code: int | None, step: int, reason: str) -> None:
         """Say how the run stands: `state` is running, finished, stopped or failed."""
         if self.is_main:
             status = {"state": state, "exit_code": exit_code, "step": step, "reason": reason}
             write_atomically(self.path / "status.json", json.dumps(status) + "\n")
+
+
+class Owner:
+    """Which process a run's folder belongs to: one at a time, on any node, and never a dead one for long.
+
+    A file `.owner.json` names it.  On the same machine the process is looked for; on another its heartbeat is, the
+    file's modification time, compared with that of a file made now, so that no two clocks are.
+    """
+
+    NAME = ".owner.json"
+    BEAT_S, STALE_S = 5.0, 30.0
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.path = folder, folder / self.NAME
+        self._own = {**_this_process(), "token": uuid.uuid4().hex}
+        self._made_folder = False
+        self._stopped = threading.Event()
+        self._beat: threading.Thread | None = None
+
+    def acquire(self) -> None:
+        """Take the folder.  Waits up to `STALE_S` for the heartbeat of a process on another node.
+
+        Raises UserError that names the owner if it is alive; OSError if the folder cannot be written.
+        """
+        if self._beat is not None:
+            return
+        self._made_folder = not self.folder.exists()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        mine = self.folder / f"{self.NAME}.{self._own['token']}"
+        write_and_sync(mine, json.dumps(self._own))
+        try:
+            while not _link(mine, self.path):
+                self._wait_for_death(mine)
+        finally:
+            mine.unlink(missing_ok=True)
+        self._beat = threading.Thread(target=self._keep_alive, name="owner", daemon=True)
+        self._beat.start()
+
+    def release(self) -> None:
+        if self._beat is None:
+            return
+        self._stopped.set()
+        self._beat.join()
+        self._beat = None
+        if self._read() == self._own:
+            self.path.unlink(missing_ok=True)
+        if self._made_folder:
+            with contextlib.suppress(OSError):  # no longer empty: it was of use
+                self.folder.rmdir()
+
+    def _wait_for_death(self, mine: Path) -> None:
+        """Return once the folder's owner has gone, and its file with it."""
+        owner, first_beat = self._read(), self._last_beat()
+        while not self._is_dead(owner, mine):
+            is_remote = owner is None or _where(owner) != _where(self._own)
+            if not is_remote or self._last_beat() != first_beat:
+                who = "somebody" if owner is None else f"process {owner.get('pid')} on {owner.get('host')}"
+                job = f", Slurm job {owner['job']}" if owner and owner.get("job") else ""
+                since = f" since {owner['since']}" if owner and owner.get("since") else ""
+                raise UserError(
+                    f"run.dir={self.folder}: another run owns it: {who}{job}{since}\n"
+                    "  wait for it, stop it, or give this one a run.dir of its own"
+                )
+            time.sleep(0.5)
+        # Of several that wait for the same death one moves the file; the others find it gone.
+        moved = self.path.with_name(f"{self.NAME}.stale-{self._own['token']}")
+        try:
+            os.rename(self.path, moved)
+        except FileNotFoundError:
+            return
+        if _parse(moved) != owner:  # somebody else was quicker: it is alive
+            _link(moved, self.path)
+        moved.unlink()
+
+    def _is_dead(self, owner: dict[str, Any] | None, mine: Path) -> bool:
+        last_beat = self._last_beat()
+        if last_beat is None:
+            return True
+        if owner is not None and _where(owner) == _where(self._own):
+            is_self = owner["pid"] == self._own["pid"]
+            return is_self or _start_of(owner["pid"]) != owner["started"]
+        if owner is not None and owner["host"] == self._own["host"] and owner["boot"] != self._own["boot"]:
+            return True
+        if owner is not None and owner["job"] and owner["job"] == self._own["job"]:
+            return bool(owner["restarts"] < self._own["restarts"])  # Slurm has requeued it: its processes have gone
+        os.utime(mine)
+        return mine.stat().st_mtime - last_beat > self.STALE_S
+
+    def _last_beat(self) -> float | None:
+        try:
+            return self.path.stat().st_mtime
+        except FileNotFoundError:
+            return None
+
+    def _read(self) -> dict[str, Any] | None:
+        return _parse(self.path)
+
+    def _keep_alive(self) -> None:
+        while not self._stopped.wait(self.BEAT_S):
+            try:
+                owner = self._read()
+                if owner is not None and owner != self._own and owner.get("pid") != self._own["pid"]:
+                    # This process stood still for so long that it was taken for dead.  Two must not write here.
+                    print(f"error: {self.folder} was taken over by {owner}; this run ends", file=sys.stderr, flush=True)
+                    os._exit(EXIT_FAILED)
+                os.utime(self.path)
+            except OSError:  # the file system is away; it may come back
+                continue
+
+
+def _link(source: Path, target: Path) -> bool:
+    """Give `source` the name `target` too, unless it is taken; returns whether it was free.  Atomic, on NFS as well."""
+    try:
+        os.link(source, target)
+    except FileExistsError:
+        return False
+    except OSError:  # a file system without hard links
+        try:
+            with open(target, "x") as file:
+                file.write(source.read_text())
+        except FileExistsError:
+            return False
+    return True
+
+
+def _parse(path: Path) -> dict[str, Any] | None:
+    try:
+        owner = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return owner if isinstance(owner, dict) and set(_this_process()) <= set(owner) else None
+
+
+def _this_process() -> dict[str, Any]:
+    return {
+        "host": socket.gethostname(),
+        "boot": _read_line("/proc/sys/kernel/random/boot_id"),
+        "namespace": _namespace(),
+        "pid": os.getpid(),
+        "started": _start_of(os.getpid()),
+        "job": os.environ.get("SLURM_JOB_ID", ""),
+        "restarts": int(os.environ.get("SLURM_RESTART_COUNT", "0") or 0),
+        "since": time.strftime("%Y-%m-%d %H:%M:%S"),
+    }
+
+
+def _where(owner: dict[str, Any]) -> tuple[Any, ...]:
+    """Return where a process's number means something: the machine since its last start, and the container."""
+    return owner["host"], owner["boot"], owner["namespace"]
+
+
+def _namespace() -> str:
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
+def _start_of(pid: int) -> str:
+    """Return when a process was started, in the kernel's ticks; empty if there is none (or it is dead, unburied)."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        try:
+            os.kill(pid, 0)
+        except OSError:
+            return ""
+        return "alive"
+    return "" if fields[0] in ("Z", "X") else fields[19]
+
+
+def _read_line(path: str) -> str:
+    try:
+        return Path(path).read_text().strip()
+    except OSError:
+        return ""

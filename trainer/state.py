@@ -1,51 +1,164 @@
 """TrainState: the list of everything that is resumed.
 
 What is not in this list is not resumed.  A subclass of Trainer adds its own state with one line,
-`self.state.add("name", thing)`, where the thing has `state_dict` and `load_state_dict`.
+`self.state.add("name", thing)`, where the thing has `state_dict` and `load_state_dict`; what it has and forgot to add
+is an error at the first save.
 """
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
+import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.tensor import DTensor
 
-from trainer.checkpoint.store import Stateful
+from trainer.checkpoint.store import Stateful, tensor_differences
+from trainer.checkpoint.tensors import Stored
+from trainer.errors import UserError
 from trainer.guard import RandomState, SkipCounter
 from trainer.optim import Optimizer
-from trainer.parameters import tied_names
+from trainer.parameters import local, tied_names
 
 
 class TrainState:
     """Where a run stands: counters, weights, optimizer, position in the data, random states."""
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, skips: SkipCounter) -> None:
+    def __init__(self, model: nn.Module, optimizer: Optimizer, skips: SkipCounter, random_state: RandomState) -> None:
         self.step = 0
         self.tokens = 0
-        self.tensors: dict[str, Stateful] = {
+        self.model, self.random = model, random_state
+        names = {id(p): clean_name(name) for name, p in model.named_parameters()}
+        self.parts: dict[str, Stateful] = {
             "model": ModelState(model),
-            "optimizer": OptimizerState(model, optimizer),
+            "optimizer": OptimizerState(optimizer, names),
+            "counters": _Counters(self),
+            "skipped_updates": skips,
         }
-        self.values: dict[str, Stateful] = {"counters": _Counters(self), "skipped_updates": skips}
-        self.rank_values: dict[str, Stateful] = {"random": RandomState()}
+        self.rank_parts: dict[str, Stateful] = {"random": random_state}
+        self._known: list[object] = [model, *optimizer.parts, optimizer, skips, random_state]
+        self._frozen: dict[int, list[int]] = {}
 
-    def add(self, name: str, part: Stateful, per_rank: bool = False) -> None:
-        """Resume `part` too, under `name`.
+    @property
+    def weights(self) -> frozenset[str]:
+        return frozenset(f"model.{clean_name(name)}" for name, _ in self.model.named_parameters())
+
+    def restart(self, step: int) -> None:
+        self.random.restart(step)
+
+    def add(self, name: str, part: Any, per_rank: bool = False) -> None:
+        """Resume `part` too, under `name`: something with `state_dict` and `load_state_dict`, or a random generator.
 
         By default its state may hold tensors (DTensors are saved sharded) and must be the same on all ranks
         otherwise.  With `per_rank` each rank keeps its own, restored only on the same number of ranks.
         """
-        where = self.rank_values if per_rank else self.tensors
-        if name in {*self.tensors, *self.values, *self.rank_values}:
+        if name in {*self.parts, *self.rank_parts}:
             raise ValueError(f"TrainState has a part named {name!r} already")
-        where[name] = part
+        self._known.append(part)
+        where = self.rank_parts if per_rank else self.parts
+        where[name] = part if per_rank and _is_stateful(part) else _as_part(part)
+
+    def leave_out(self, *things: object) -> None:
+        """Say that these need not be resumed: what is made anew from the configuration, say."""
+        self._known += things
+
+    def check_complete(self, owner: object) -> None:
+        """Raise UserError if an attribute of `owner` has state that nobody has added.
+
+        A module without a trainable parameter is no state (a frozen teacher) until it is seen to change (an average).
+        """
+        known = {id(thing) for thing in self._known} | {
+            id(p) for p in (*self.parts.values(), *self.rank_parts.values())
+        }
+        forgotten = {
+            name: thing
+            for name, thing in _attributes(owner)
+            if _has_state(thing) and id(thing) not in known and not self._is_constant(thing)
+        }
+        if forgotten:
+            kind = type(owner).__name__
+            lines = [
+                f"  {kind}.{name} ({type(thing).__name__}): self.state.add({name!r}, self.{name})"
+                for name, thing in forgotten.items()
+            ]
+            raise UserError(
+                "this state would be lost with the first restart; add each in the constructor, or say with "
+                "self.state.leave_out(...) that it need not be resumed:\n" + "\n".join(lines)
+            )
+
+    def _is_constant(self, thing: object) -> bool:
+        if not isinstance(thing, nn.Module) or any(p.requires_grad for p in thing.parameters()):
+            return False
+        tensors = [*thing.parameters(), *thing.buffers()]
+        versions = [tensor._version + local(tensor)._version for tensor in tensors]
+        return self._frozen.setdefault(id(thing), versions) == versions
+
+
+def _attributes(owner: object) -> Iterator[tuple[str, Any]]:
+    """Yield the attributes of an object, and what is in its lists and dictionaries, with the names to reach them."""
+    for name, value in vars(owner).items():
+        yield name, value
+        if isinstance(value, (list, tuple)):
+            yield from ((f"{name}[{number}]", item) for number, item in enumerate(value))
+        elif isinstance(value, dict):
+            yield from ((f"{name}[{key!r}]", item) for key, item in value.items())
+
+
+def _is_stateful(thing: object) -> bool:
+    return callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None))
+
+
+def _has_state(thing: object) -> bool:
+    return not isinstance(thing, type) and (_is_stateful(thing) or isinstance(thing, tuple(_GENERATORS)))
+
+
+def _as_part(part: Any) -> Stateful:
+    if isinstance(part, nn.Module):
+        return ModelState(part)
+    if isinstance(part, torch.optim.Optimizer):
+        numbered = enumerate(p for group in part.param_groups for p in group["params"])
+        return OptimizerState(Optimizer(part), {id(p): str(number) for number, p in numbered})
+    if _is_stateful(part):
+        stateful: Stateful = part
+        return stateful
+    for kind, (read, write) in _GENERATORS.items():
+        if isinstance(part, kind):
+            return _Generator(part, read, write)
+    raise TypeError(f"{type(part).__name__} has no state_dict and load_state_dict, and is no random generator")
+
+
+_GENERATORS: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
+    torch.Generator: (torch.Generator.get_state, torch.Generator.set_state),
+    random.Random: (random.Random.getstate, random.Random.setstate),
+    np.random.Generator: (
+        lambda generator: generator.bit_generator.state,
+        lambda generator, state: setattr(generator.bit_generator, "state", state),
+    ),
+}
+
+
+class _Generator:
+    def __init__(self, generator: Any, read: Callable[[Any], Any], write: Callable[[Any, Any], Any]) -> None:
+        self._generator, self._read, self._write = generator, read, write
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"state": self._read(self._generator)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._write(self._generator, state["state"])
+
+
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+
+
+def clean_name(name: str) -> str:
+    """Return a parameter's name without what wrappers of modules put into it."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
 
 
 class ModelState:
@@ -53,30 +166,132 @@ class ModelState:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.alias_of = {alias: first for first, *aliases in tied_names(model) for alias in aliases}
+        self._aliases = {alias for _, *aliases in tied_names(model) for alias in aliases}
 
     def state_dict(self) -> dict[str, Any]:
-        state = get_model_state_dict(self.model)
-        return {name: tensor for name, tensor in state.items() if name not in self.alias_of}
+        # With keep_vars no tensor is copied or detached; on a DTensor that alone costs some 50 us.
+        whole = self.model.state_dict(keep_vars=True)
+        return {clean_name(name): value for name, value in whole.items() if name not in self._aliases}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        aliases = {alias: state[first] for alias, first in self.alias_of.items()}
-        set_model_state_dict(self.model, {**state, **aliases}, options=StateDictOptions(strict=True))
+        live = self.state_dict()
+        extra = {}
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor):
+                _take_over(live[name], value)
+            else:
+                extra[name] = value
+        for path, module in self.model.named_modules():
+            key = clean_name(f"{path}._extra_state" if path else "_extra_state")
+            if key in extra:
+                module.set_extra_state(extra[key])
+
+    def differences(self, plain: Any, stored: Mapping[str, Stored]) -> list[str]:
+        own = {name: value for name, value in self.state_dict().items() if isinstance(value, torch.Tensor)}
+        return list(tensor_differences(own, stored))
+
+    def prepare(self, stored: Mapping[str, Stored]) -> None:
+        """Nothing: all that can be loaded is there."""
+
+
+def _take_over(live: torch.Tensor, loaded: torch.Tensor) -> None:
+    """Copy what was loaded, unless it was read straight into its place."""
+    if local(live).data_ptr() != local(loaded).data_ptr():
+        live.detach().copy_(loaded)
 
 
 class OptimizerState:
-    """The optimizer's moments by parameter name.  Its settings are the configuration's, not the checkpoint's."""
+    """The optimizer's moments by parameter name.  Its settings are the configuration's, not the checkpoint's.
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
-        self.model, self.optimizer = model, optimizer
+    But what the optimizer itself has changed of its settings in the course of training (as some adapt theirs) is state,
+    and comes back; the learning rate belongs to the schedule.
+    """
+
+    def __init__(self, optimizer: Optimizer, names: Mapping[int, str]) -> None:
+        self.optimizer, self._all_names = optimizer, set(names.values())
+        self._built = optimizer.hyperparameters()
+        self._parameters = {
+            names.get(id(p), f"unnamed.{number}"): (part, group, p)
+            for part in optimizer.parts
+            for group in part.param_groups
+            for number, p in enumerate(group["params"])
+        }
 
     def state_dict(self) -> dict[str, Any]:
-        return get_optimizer_state_dict(self.model, self.optimizer.parts)
+        return {
+            "state": {name: part.state[p] for name, (part, _, p) in self._parameters.items() if p in part.state},
+            "classes": {name: type(part).__name__ for name, (part, _, _) in self._parameters.items()},
+            "groups": self.optimizer.hyperparameters(),
+            "built": self._built,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        configured = self.optimizer.hyperparameters()
-        set_optimizer_state_dict(self.model, self.optimizer.parts, state)
-        self.optimizer.set_hyperparameters(configured)
+        for name, values in state["state"].items():
+            part, _, parameter = self._parameters[name]
+            own = part.state[parameter]
+            for field, value in values.items():
+                if isinstance(value, torch.Tensor) and isinstance(own.get(field), torch.Tensor):
+                    _take_over(own[field], value)
+                else:
+                    own[field] = value
+        groups = [group for part in self.optimizer.parts for group in part.param_groups]
+        if len(groups) == len(state["groups"]):
+            for group, saved, built in zip(groups, state["groups"], state["built"], strict=True):
+                group.update({k: v for k, v in saved.items() if k not in ("lr", "initial_lr") and v != built.get(k)})
+
+    def differences(self, plain: Any, stored: Mapping[str, Stored]) -> list[str]:
+        changed: dict[tuple[str, str], list[str]] = {}
+        for name, (part, _, _) in self._parameters.items():
+            before, now = plain["classes"].get(name), type(part).__name__
+            if before is None:
+                if name in self._all_names and plain["classes"]:
+                    changed.setdefault(("none", now), []).append(name)
+            elif before != now:
+                changed.setdefault((before, now), []).append(name)
+        for name in plain["classes"]:
+            if name not in self._parameters and name in self._all_names:
+                changed.setdefault((plain["classes"][name], "none"), []).append(name)
+        lines = [
+            f"optimizer: {before} in the checkpoint, {now} now, for {', '.join(names)}"
+            for (before, now), names in changed.items()
+        ]
+        for key, tensor in stored.items():
+            name, _, field = key.removeprefix("state.").rpartition(".")
+            if key.startswith("state.") and name in self._parameters:
+                part, _, parameter = self._parameters[name]
+                own = part.state.get(parameter, {}).get(field)
+                if isinstance(own, torch.Tensor) and tuple(own.shape) != tensor.shape:
+                    lines.append(f"optimizer.{key}: shape {tensor.shape} in the checkpoint, {tuple(own.shape)} now")
+        return lines
+
+    def prepare(self, stored: Mapping[str, Stored]) -> None:
+        """Allocate the moments that the checkpoint has, sharded like their parameters; drop those that it has not.
+
+        A fresh optimizer has none before its first step, and `load_state_dict` of torch would want them whole.
+        """
+        wanted: dict[str, dict[str, Stored]] = {}
+        for key, tensor in stored.items():
+            if key.startswith("state."):
+                name, _, field = key.removeprefix("state.").rpartition(".")
+                wanted.setdefault(name, {})[field] = tensor
+        for name, (part, group, parameter) in self._parameters.items():
+            own = part.state[parameter]
+            fields = wanted.get(name, {})
+            for field in [field for field in own if field not in fields]:
+                del own[field]
+            for field, tensor in fields.items():
+                if field not in own:
+                    own[field] = _moment_like(parameter, group, field, tensor)
+            if not own:
+                del part.state[parameter]
+
+
+def _moment_like(parameter: torch.Tensor, group: Mapping[str, Any], field: str, stored: Stored) -> torch.Tensor:
+    if stored.shape == tuple(parameter.shape):
+        return torch.empty_like(parameter.detach(), dtype=stored.dtype)
+    on_device = field != "step" or group.get("fused") or group.get("capturable")
+    device = parameter.to_local().device if isinstance(parameter, DTensor) else parameter.device
+    return torch.empty(stored.shape, dtype=stored.dtype, device=device if on_device else "cpu")
 
 
 class _Counters:

@@ -16,25 +16,31 @@ from typing import Literal
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from trainer.checkpoint.store import Checkpoints, read_state
-from trainer.config import RunConfig, check_config, check_resumed_config
+from trainer.checkpoint.manifest import Manifest, read_file
+from trainer.checkpoint.place import Place, find_place
+from trainer.checkpoint.schedule import SaveSchedule
+from trainer.checkpoint.store import Checkpoints, Facts, Found, SaveResult, Settings
+from trainer.config import RunConfig, check_config, compare_configs
 from trainer.data.loader import EvalLoader, TrainLoader
 from trainer.data.source import Source, gzip_bits_per_byte, held_out_text, open_source
 from trainer.data.tokenizer import find_tokenizer
 from trainer.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_USER_ERROR, TrainingFailed, UserError
-from trainer.guard import GarbageCollection, SkipCounter, StopRequest, seed_everything
+from trainer.guard import GarbageCollection, RandomState, SkipCounter, StopRequest, seed_everything
+from trainer.inference import open_weights
 from trainer.loss import count_targets, find_loss
 from trainer.materialize import materialize
 from trainer.metrics.console import readable_bytes, readable_count
 from trainer.metrics.fanout import Metrics
 from trainer.metrics.meter import Meter, peak_flops, peak_memory_gib
 from trainer.metrics.record import Record
+from trainer.metrics.sinks import warn
 from trainer.optim import Optimizer, Schedule, build_optimizer
 from trainer.parameters import count_parameters, local
 from trainer.rundir import RunFolder
 from trainer.sample import write_sample
 from trainer.shard import ShardUnit, apply_sharding, clip_grad_norm, gradient_sync, reshard
 from trainer.state import TrainState
+from trainer.weights import fill
 from trainer.world import REPLICATE, SHARD, World
 
 Batch = dict[str, torch.Tensor]
@@ -86,18 +92,21 @@ class Trainer:
 
         self.folder = RunFolder(config, self.world.is_main)
         self.metrics = Metrics(config, self.world.is_main)
-        self.checkpoints = Checkpoints(
-            self.folder.checkpoints, self.world, config.checkpoint.keep_last, config.to_yaml()
-        )
         self.skips = SkipCounter(config.train.max_skipped_updates)
         self.stop = StopRequest()
         self.stopping = False
         """True on all ranks alike once any of them was asked to stop: the update in hand was the last."""
-        self.state = TrainState(self.model, self.optimizer, self.skips)
+        self.state = TrainState(self.model, self.optimizer, self.skips, RandomState(config.run.seed, self.world.rank))
         self._resume_loader_with_state()
+        self.checkpoints = self._checkpoints()
+        self.saving = SaveSchedule(config.checkpoint.every)
         self.resumed_step: int | None = None
+        self._changed: list[str] = []
         self.phase: Literal["built", "restored", "running", "ended"] = "built"
         self._saved_step: int | None = None
+        self._save_ended = self._may_retry = False
+        """What the step's message said: every rank has ended its part of the save in flight; a failed one may be tried
+        again."""
         self._counted_s = 0.0
 
     # -- what is built -------------------------------------------------------------------------------------------
@@ -201,10 +210,16 @@ class Trainer:
         return Update(mean_loss, float(grad_norm), num_targets, skipped=not admitted)
 
     def _share_targets(self, micro_batches: Sequence[Batch]) -> int:
-        """Return the targets of the global batch.  The same message tells all ranks whether one was asked to stop."""
+        """Return the targets of the global batch.
+
+        The same message tells all ranks whether one was asked to stop, and how saving stands.
+        """
         own = sum(count_targets(batch["targets"]) for batch in micro_batches)
-        num_targets, stops = self.world.sum([own, self.stop.reason is not None])
+        may_retry = self.world.is_main and self.saving.may_retry()
+        message = [own, self.stop.reason is not None, self.checkpoints.is_written, may_retry]
+        num_targets, stops, written, retries = self.world.sum(message)
         self.stopping = self.stopping or stops > 0
+        self._save_ended, self._may_retry = written == self.world.size, retries > 0
         return int(num_targets)
 
     def _to_device(self, batch: Batch) -> Batch:
@@ -219,13 +234,14 @@ class Trainer:
         """
         self.stop.install()
         try:
+            self.world.agreed(lambda: self.state.check_complete(self))
             with GarbageCollection() as garbage:
                 for record in self.steps():
                     self.on_step(record)
                     if _due(self.config.eval.every, record.step):
                         self.evaluate()
-                    if _due(self.config.checkpoint.every, record.step):
-                        self.save_checkpoint()
+                    if self.saving.is_due(record.step, self._may_retry):
+                        self._save()
                     garbage.after(record.step)
                     if self.stopping:
                         break
@@ -247,9 +263,9 @@ class Trainer:
             return
         if self.phase != "running":
             self._start()
-        random_state = self.state.rank_values["random"].state_dict()
+        random_state = self.state.random.state_dict()
         batches = iter(self.loader)
-        self.state.rank_values["random"].load_state_dict(random_state)  # making an iterator may draw from it
+        self.state.random.load_state_dict(random_state)  # making an iterator may draw from it
         meter = Meter()
         memory_gib = peak_memory_gib(self.world.device)
         while self.state.step < self.config.train.steps and not self.stopping:
@@ -272,6 +288,8 @@ class Trainer:
             if is_line:
                 self.metrics.write(record)
                 meter.reset()
+            if self._save_ended:
+                self._settle()
             yielded = time.perf_counter()
             yield record
             meter.leave_out(time.perf_counter() - yielded)
@@ -303,56 +321,199 @@ class Trainer:
 
     # -- saving and resuming -------------------------------------------------------------------------------------
 
-    def save_checkpoint(self) -> Path:
-        """Save and publish the state as it is; returns the checkpoint's folder.  Collective."""
-        started = time.perf_counter()
-        saved = self.checkpoints.save(self.state)
-        elapsed = time.perf_counter() - started
-        self._saved_step = saved.step
-        fields = {"step": saved.step, "blocked_s": elapsed, "total_s": elapsed, "bytes": saved.bytes}
-        self.metrics.write(Record(kind="checkpoint", **fields))
-        return saved.path
+    def save_checkpoint(self, wait: bool = False) -> Path:
+        """Save the state as it is; returns the checkpoint's folder, or where it will be.  Collective.
+
+        With `checkpoint.mode=async` training stands still for a copy in memory only; the folder appears once all is
+        written, at the latest when the next save, `close` or `fit` has ended, or now with `wait`.  A failed save in the
+        background is reported after the next update and, by `fit`, tried again; otherwise TrainingFailed is raised.
+        What was saved before is as it was.
+        """
+        self._finish_save()
+        background = self.config.checkpoint.mode == "async" and not wait
+        self._start_save(background)
+        if not background and (error := self._settle().error):
+            raise TrainingFailed(error)
+        return Path(self._place_of_checkpoints) / f"step_{self.state.step:08d}"
+
+    def _save(self) -> None:
+        """Begin a save as `fit` does it: a failure is counted, not raised, until there are too many in a row."""
+        if self.checkpoints.in_flight and self.config.checkpoint.when_busy == "skip":
+            return
+        self._finish_save()
+        if self._saved_step == self.state.step and not self.saving.num_failures:
+            return
+        self._start_save(background=self.config.checkpoint.mode == "async")
+        if self.config.checkpoint.mode == "sync":
+            self._settle()
+
+    def _start_save(self, background: bool) -> None:
+        self.world.agreed(lambda: self.state.check_complete(self))
+        self.world.agreed(self.folder.own)
+        self.checkpoints.start(self.state, background)
+
+    def _finish_save(self) -> None:
+        """Wait for the save in flight, if there is one, and report it."""
+        if self.checkpoints.in_flight:
+            self._settle()
+
+    def _settle(self) -> SaveResult:
+        """Take the result of the save in flight, the same on all ranks, and report it.
+
+        Raises TrainingFailed after too many failures in a row.
+        """
+        result = self.checkpoints.take()
+        self._save_ended = False
+        if result.error:
+            self.saving.failed()
+            limit = self.config.checkpoint.max_failures
+            count = f"failure {self.saving.num_failures} of {limit} in a row"
+            if self.saving.num_failures >= limit:
+                raise TrainingFailed(f"cannot save: {result.error} ({count})")
+            if self.world.is_main:
+                warn(f"checkpoint not saved, training goes on: {result.error} ({count})")
+            return result
+        self.saving.succeeded()
+        self._saved_step = result.step
+        if result.warning and self.world.is_main:
+            warn(result.warning)
+        times = {"blocked_s": result.blocked_s, "total_s": result.total_s}
+        self.metrics.write(Record(kind="checkpoint", step=result.step, **times, bytes=result.bytes))
+        return result
+
+    def _save_at_the_end(self) -> None:
+        """Save for good: wait for what is in flight, and try again a few times if that is what it takes."""
+        self._finish_save()
+        for pause_s in (0.0, 1.0, 3.0):
+            if self._saved_step == self.state.step:
+                return
+            time.sleep(pause_s)
+            self._start_save(background=False)
+            error = self._settle().error
+        if self._saved_step != self.state.step:
+            raise TrainingFailed(f"the final save has failed: {error}")
 
     def load_checkpoint(self, path: str | Path | None = None) -> int | None:
         """Restore the state from `path`, by default from where `checkpoint.resume` says.  Returns its step, or None.
 
-        Any mesh will do.  Raises UserError for a checkpoint that this configuration must not go on from.  Collective.
+        Any mesh will do.  Nothing is trusted: files are checked, and a damaged checkpoint in this run's folder is set
+        aside and the one before it taken.  Raises UserError for a checkpoint that this configuration must not go on
+        from, with all that differs; TrainingFailed if none is good.  Collective.
         """
-        found = Path(path) if path is not None else self.checkpoints.find(self.config.checkpoint.resume)
+        self._finish_save()
+        resume = self.config.checkpoint.resume
+        allowed = frozenset(self.config.checkpoint.allow_changes)
+        found: Found | None = None
+        if path is not None or resume not in ("auto", "none"):
+            place = find_place(path if path is not None else resume)
+            careful = self.phase == "running"
+            found = self.checkpoints.load(place, self.state, self._compare, allowed, careful)
+        elif resume == "auto" and self.world.broadcast(bool(self.checkpoints.steps())):
+            self.world.agreed(self.folder.own)
+            found = self.checkpoints.restore(self.state, self._compare, allowed)
         if found is not None:
-            self.world.agreed(lambda: read_state(found))
-            self.world.agreed(lambda: check_resumed_config(self.config, found / "config.yaml"))
-            self.checkpoints.load(found, self.state)
             self.resumed_step = self.state.step
+            self._saved_step = self.state.step if self._is_own(found) else None
+            self._report_found(found)
             self.phase = "restored" if self.phase == "built" else self.phase
+        elif self.phase == "built" and self.config.train.init_from is not None:
+            self._load_initial_weights(self.config.train.init_from)
         return self.resumed_step
+
+    def _load_initial_weights(self, path: str) -> None:
+        """Fill the model from a checkpoint or a folder of safetensors: the weights alone."""
+        source = self.world.agreed(lambda: open_weights(path, self.config))
+        self.world.agreed(lambda: fill(self.model, source, setting="train.init_from"))
+
+    def _compare(self, place: Place, manifest: Manifest) -> list[str]:
+        """Return what in the configuration forbids to go on from a checkpoint."""
+        refused, self._changed = compare_configs(self.config, read_file(place, manifest, "config.yaml").decode())
+        if refused:
+            keys = ",".join(line.partition(":")[0] for line in refused)
+            refused.append(
+                f"restore these values, take another run.dir, or allow it: checkpoint.allow_changes=[{keys}]"
+            )
+        return refused
+
+    def _report_found(self, found: Found) -> None:
+        if not self.world.is_main:
+            return
+        for name, damage in found.damaged.items():
+            listed = "\n".join(f"  {line}" for line in damage)
+            warn(f"checkpoint {name} is damaged and was set aside:\n{listed}")
+        if self._changed:
+            listed = "\n".join(f"  {line}" for line in self._changed)
+            self.metrics.say(f"configuration changed since {found.path}:\n{listed}")
+
+    def _is_own(self, found: Found) -> bool:
+        return found.path == f"{find_place(self._place_of_checkpoints)}/step_{found.manifest.step:08d}"
+
+    @property
+    def _place_of_checkpoints(self) -> str:
+        return self.config.checkpoint.dir or str(self.folder.path / "checkpoints")
+
+    def _checkpoints(self) -> Checkpoints:
+        config = self.config
+        keep = config.checkpoint
+        checkpoints = Checkpoints(
+            self.world.agreed(lambda: find_place(self._place_of_checkpoints)),
+            self.world,
+            Settings(keep.keep_last, keep.keep_every, checksums=keep.verify == "full"),
+            Facts(config.to_yaml(), self._mesh_shape()),
+        )
+        # When another rank fails, a save in flight is finished before this process is ended.
+        self.world.before_exit.append(lambda: checkpoints.wait(config.run.timeout_s))
+        return checkpoints
+
+    def _mesh_shape(self) -> dict[str, int]:
+        return {REPLICATE: 1, **dict(zip(self.mesh.mesh_dim_names or (SHARD,), self.mesh.shape, strict=True))}
 
     def _resume_loader_with_state(self) -> None:
         if isinstance(self.loader, TrainLoader):
-            self.state.values["loader"] = self.loader
+            self.state.add("loader", self.loader)
         elif hasattr(self.loader, "state_dict"):
-            self.state.add("loader", self.loader, per_rank=True)  # type: ignore[arg-type]
+            self.state.add("loader", self.loader, per_rank=True)
+        self.state.leave_out(self.eval_loader)
 
     # -- start and end -------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        self.world.agreed(lambda: self.folder.begin(self.resumed_step))
+        self.world.agreed(self.folder.own)
+        self.world.agreed(self._leave_behind)
+        self.world.agreed(self.folder.begin)
         self.world.agreed(lambda: self.metrics.open(self.folder.metrics, self.resumed_step or 0))
         self.phase = "running"
         self.folder.write_status("running", None, self.state.step, "")
         self.metrics.start(self._facts())
-        mesh = {REPLICATE: 1, **dict(zip(self.mesh.mesh_dim_names or (SHARD,), self.mesh.shape, strict=True))}
         self.metrics.write(
             Record(
                 kind="start",
                 world_size=self.world.size,
-                mesh=mesh,
+                mesh=self._mesh_shape(),
                 parameters=count_parameters(self.model),
                 torch=torch.__version__,
                 device=_device_name(self.world.device),
                 resumed_step=self.resumed_step,
             )
         )
+
+    def _leave_behind(self) -> None:
+        """Take out of the way what killed attempts have left, and what this attempt is not going on from.
+
+        Asked to start anew (`checkpoint.resume=none`) or from an older checkpoint, the run leaves behind the
+        checkpoints past it, which `auto` would otherwise take up again.
+        """
+        if not self.world.is_main:
+            return
+        self.checkpoints.clean()
+        step = -1 if self.resumed_step is None else self.resumed_step
+        later = [f"step_{later:08d}" for later in self.checkpoints.steps() if later > step]
+        if self.config.checkpoint.dir is not None:
+            for name in later:
+                self.checkpoints.place.move(name, f"superseded-{name}")
+            later = []
+        metrics = ["metrics.jsonl"] if self.config.checkpoint.resume == "none" else []
+        self.folder.set_aside(*(f"checkpoints/{name}" for name in later), *metrics)
 
     def _finish(self) -> int:
         state, exit_code = ("stopped", EXIT_STOPPED) if self.stopping else ("finished", EXIT_FINISHED)
@@ -363,8 +524,7 @@ class Trainer:
             return exit_code
         if state == "finished" and self.config.eval.every and not _due(self.config.eval.every, self.state.step):
             self.evaluate()
-        if self._saved_step != self.state.step:
-            self.save_checkpoint()
+        self._save_at_the_end()
         if state == "finished":
             self._show_result()
         reason = self.world.broadcast(self.stop.reason or "asked to stop") if self.stopping else "train.steps reached"
@@ -378,12 +538,15 @@ class Trainer:
         self.metrics.write(Record(kind="end", step=self.state.step, reason=state, goodput=goodput))
         self.folder.write_status(state, exit_code, self.state.step, reason)
         self.metrics.close()
+        self.folder.release()
         self.close_loader()
 
     def _fail(self, error: BaseException) -> None:
         """Record how the run failed.  Calls no collective: the other ranks may be anywhere."""
         first = self.world.announce_failure(error)
+        self.checkpoints.wait(self.config.run.timeout_s)  # what is in flight is finished: it is good
         if isinstance(error, UserError) and self.phase in ("built", "restored"):
+            self.folder.release()
             return  # found before training: an existing run stays as it was
         exit_code = EXIT_USER_ERROR if isinstance(error, UserError) else EXIT_FAILED
         self._end("failed", exit_code, first or f"{type(error).__name__}: {error}")
@@ -396,10 +559,12 @@ class Trainer:
 
     def close(self) -> None:
         """End the run, if it goes on, and leave the process group, if this Trainer opened it.  All ranks together."""
+        self._finish_save()
         if self.phase == "running":
             through = self.state.step >= self.config.train.steps
             self._end("finished" if through else "stopped", EXIT_FINISHED if through else EXIT_STOPPED, "closed")
         self.close_loader()
+        self.folder.release()
         self.world.close()
 
     def _show_result(self) -> None:

@@ -32,7 +32,79 @@ _FAILURE = "meshtrainer/failure"
 _GRACE_S = 3.0
 
 
-class World:
+class Channel:
+    """What ranks say to each other on one gloo group: small messages that never wait for the device.
+
+    Every method is a collective of the group's ranks; two threads need two channels.
+    """
+
+    def __init__(self, rank: int, size: int, timeout: timedelta) -> None:
+        self.rank, self.size = rank, size
+        self.group = dist.new_group(backend="gloo", timeout=timeout)
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """Return the sums over all ranks, exact for integers below 2**53.  One all-reduce."""
+        return self._reduce(values, dist.ReduceOp.SUM)
+
+    def max(self, values: Sequence[float]) -> list[float]:
+        """Return the maxima over all ranks.  One all-reduce."""
+        return self._reduce(values, dist.ReduceOp.MAX)
+
+    def _reduce(self, values: Sequence[float], op: dist.ReduceOp.RedOpType) -> list[float]:
+        message = torch.tensor(values, dtype=torch.float64)
+        if self.size > 1:
+            dist.all_reduce(message, op, group=self.group)
+        return message.tolist()
+
+    def broadcast(self, value: Any) -> Any:
+        """Return rank 0's `value` on every rank.  One broadcast of a pickled object."""
+        box = [value]
+        if self.size > 1:
+            dist.broadcast_object_list(box, src=0, group=self.group)
+        return box[0]
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return every rank's `value`, in the order of ranks.  One all-gather."""
+        box: list[Any] = [None] * self.size
+        if self.size > 1:
+            dist.all_gather_object(box, value, group=self.group)
+            return box
+        return [value]
+
+    def agree(self, error: BaseException | None) -> None:
+        """Raise on every rank if any rank brings an error, so that none waits for one that has left.
+
+        The rank whose error it is raises it; the others raise the same kind with the same message.
+        """
+        errors = self.gather(None if error is None else (isinstance(error, UserError), str(error) or repr(error)))
+        if error is not None:
+            raise error
+        for rank, failed in enumerate(errors):
+            if failed is not None:
+                is_user_error, message = failed
+                raise UserError(message) if is_user_error else PeerFailed(f"rank {rank} failed: {message}")
+
+    def agreed(self, work: Callable[[], Result]) -> Result:
+        """Return what `work` returns; if it fails on any rank, raise on all of them.  See `agree`."""
+        result, error = None, None
+        try:
+            result = work()
+        except Exception as failure:
+            error = failure
+        self.agree(error)
+        return cast(Result, result)
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        if self.size > 1:
+            dist.barrier(group=self.group)
+
+
+class World(Channel):
     """All ranks, seen from one of them.
 
     Opens the process group (gloo on CPU, NCCL on CUDA) unless there is one already, as under Ray Train; only what it
@@ -50,11 +122,13 @@ class World:
         self._store: Store | None = None
         if self.owns_group:
             self._open_group()
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self.control = dist.new_group(backend="gloo", timeout=self.timeout)
+        super().__init__(dist.get_rank(), dist.get_world_size(), self.timeout)
         self.first_failure: str | None = None
         """What failed first, if that was another rank; known after `announce_failure`."""
-        self._watch = _FailureWatch(self._store, self.rank) if self._store is not None and self.size > 1 else None
+        self.before_exit: list[Callable[[], None]] = []
+        """Called on this rank when another has failed and this process is about to end."""
+        watched = self._store is not None and self.size > 1
+        self._watch = _FailureWatch(self._store, self.before_exit) if watched and self._store is not None else None
 
     def _open_group(self) -> None:
         backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
@@ -70,9 +144,9 @@ class World:
             backend, store=store, rank=rank, world_size=size, timeout=self.timeout, device_id=device_id
         )
 
-    @property
-    def is_main(self) -> bool:
-        return self.rank == 0
+    def open_channel(self) -> Channel:
+        """Return one more channel, for a thread that talks beside the training step.  Called by all ranks."""
+        return Channel(self.rank, self.size, self.timeout)
 
     def build_mesh(self, config: RunConfig) -> DeviceMesh:
         """Return the mesh that the configuration asks for: axes (shard,), or (replicate, shard) for HSDP.
@@ -92,68 +166,11 @@ class World:
             dist.distributed_c10d._set_pg_timeout(self.timeout, mesh.get_group(axis))
         return mesh
 
-    def sum(self, values: Sequence[float]) -> list[float]:
-        """Return the sums over all ranks, exact for integers below 2**53.  One all-reduce on the control group."""
-        return self._reduce(values, dist.ReduceOp.SUM)
-
-    def max(self, values: Sequence[float]) -> list[float]:
-        """Return the maxima over all ranks.  One all-reduce on the control group."""
-        return self._reduce(values, dist.ReduceOp.MAX)
-
-    def _reduce(self, values: Sequence[float], op: dist.ReduceOp.RedOpType) -> list[float]:
-        message = torch.tensor(values, dtype=torch.float64)
-        if self.size > 1:
-            dist.all_reduce(message, op, group=self.control)
-        return message.tolist()
-
-    def broadcast(self, value: Any) -> Any:
-        """Return rank 0's `value` on every rank.  One broadcast of a pickled object on the control group."""
-        box = [value]
-        if self.size > 1:
-            dist.broadcast_object_list(box, src=0, group=self.control)
-        return box[0]
-
-    def gather(self, value: Any) -> list[Any]:
-        """Return every rank's `value`, in the order of ranks.  One all-gather on the control group."""
-        box: list[Any] = [None] * self.size
-        if self.size > 1:
-            dist.all_gather_object(box, value, group=self.control)
-            return box
-        return [value]
-
-    def agree(self, error: BaseException | None) -> None:
-        """Raise on every rank if any rank brings an error, so that none waits for one that has left.
-
-        The rank whose error it is raises it; the others raise the same kind with the same message.
-        """
-        errors = self.gather(None if error is None else (isinstance(error, UserError), str(error)))
-        if error is not None:
-            raise error
-        for rank, failed in enumerate(errors):
-            if failed is not None:
-                is_user_error, message = failed
-                raise UserError(message) if is_user_error else PeerFailed(f"rank {rank} failed: {message}")
-
-    def agreed(self, work: Callable[[], Result]) -> Result:
-        """Return what `work` returns; if it fails on any rank, raise on all of them.  See `agree`."""
-        result, error = None, None
-        try:
-            result = work()
-        except Exception as failure:
-            error = failure
-        self.agree(error)
-        return cast(Result, result)
-
     def sum_on_device(self, value: torch.Tensor) -> torch.Tensor:
         """Return the sum of a scalar tensor over all ranks, on its device.  One all-reduce on the default group."""
         if self.size > 1:
             dist.all_reduce(value)
         return value
-
-    def barrier(self) -> None:
-        """Wait for all ranks."""
-        if self.size > 1:
-            dist.barrier(group=self.control)
 
     def announce_failure(self, error: BaseException) -> str | None:
         """Tell the other ranks that this one fails.  Returns what failed first if that was another rank.
@@ -202,9 +219,9 @@ class _FailureWatch(threading.Thread):
     The main thread may be waiting in a collective, or anywhere else, and would notice only at the timeout.
     """
 
-    def __init__(self, store: Store, rank: int) -> None:
+    def __init__(self, store: Store, before_exit: list[Callable[[], None]]) -> None:
         super().__init__(name="failure-watch", daemon=True)
-        self._store, self._rank, self._stopped = store, rank, threading.Event()
+        self._store, self._before_exit, self._stopped = store, before_exit, threading.Event()
         self.start()
 
     def run(self) -> None:
@@ -214,6 +231,8 @@ class _FailureWatch(threading.Thread):
             except RuntimeError:
                 failed = True  # the store went with the process that kept it
             if failed and not self._stopped.wait(_GRACE_S):
+                for finish in self._before_exit:
+                    finish()
                 os._exit(EXIT_FAILED)
 
     def stop(self, wait: bool = True) -> None:

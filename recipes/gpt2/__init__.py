@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from trainer.recipes.gpt2.huggingface import HUGGINGFACE
+
 from trainer.errors import setting_error
 from trainer.recipe import Recipe, declare, register
 
@@ -47,5 +49,6 @@ register(
         units=[("wte", "wpe", "head"), "blocks.*"],
         check=check,
         flops=flops,
+        hf=HUGGINGFACE,
     )
 )

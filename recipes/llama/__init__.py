@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from trainer.recipes.llama.huggingface import HUGGINGFACE
+
 from trainer.errors import setting_error
 from trainer.recipe import Recipe, declare, register
 
@@ -79,5 +81,6 @@ register(
         units=units,
         check=check,
         flops=flops,
+        hf=HUGGINGFACE,
     )
 )

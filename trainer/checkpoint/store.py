@@ -1,30 +1,64 @@
-"""The checkpoints of one run: a folder of published ones, and how one more gets there."""
+"""The checkpoints of one run: how one more gets there, which of them are kept, and which is taken up again.
+
+Saving: the state is collected and copied while training stands still; a thread of its own then writes, on all ranks at
+once, and talks on a channel of its own.  Every rank writes its file and flushes it to disk; rank 0 sees that nothing is
+missing, writes the manifest, publishes, and only then prunes.  A failure on any rank becomes the same message on all;
+nothing of the attempt is left, and what was published before stays as it was.
+
+Loading: nothing is trusted.  Manifest, sizes and checksums are checked, in parallel across ranks; a damaged checkpoint
+is named and the one before it tried.  All ranks take the same one.
+"""
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
-import uuid
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from hashlib import sha256
+from typing import Any, Protocol, runtime_checkable
 
+import safetensors.torch
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.tensor import DTensor
 
+from trainer.checkpoint.blocks import Damaged, checksum_of
+from trainer.checkpoint.manifest import (
+    Manifest,
+    blocks_name,
+    check_format,
+    find_damage,
+    read_blocks,
+    read_file,
+    read_manifest,
+)
+from trainer.checkpoint.place import COMMIT, Place
+from trainer.checkpoint.tensors import (
+    METADATA,
+    Layout,
+    SavePlans,
+    Staging,
+    Stored,
+    Written,
+    layout_from_json,
+    layout_of,
+    layout_to_json,
+    pickled_metadata,
+    read_tensors,
+    write_tensors,
+)
+from trainer.checkpoint.tree import join, split
 from trainer.errors import TrainingFailed, UserError
-from trainer.files import sync_folder, write_and_sync
 from trainer.world import World
 
-FORMAT_VERSION = 1
+PREFIX = "step_"
 _NAME = re.compile(r"step_(\d{8,})")
-_UNPUBLISHED = ".writing-"
+_FREE_MARGIN = 1.02
+"""Room that a save asks for, as a multiple of its tensors' bytes; the rest is small."""
 
 
 class Stateful(Protocol):
@@ -34,147 +68,653 @@ class Stateful(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
+@runtime_checkable
+class Strict(Protocol):
+    """A part that says what of it differs from what is stored, and makes room for what it does not hold yet."""
+
+    def differences(self, plain: Any, stored: Mapping[str, Stored]) -> list[str]:
+        """Return a line for each difference; `stored` by key within the part."""
+        ...
+
+    def prepare(self, stored: Mapping[str, Stored]) -> None:
+        """Make the tensors that loading is going to fill."""
+        ...
+
+
 class Savable(Protocol):
     """What a checkpoint holds, by how it is stored."""
 
     step: int
-    tensors: dict[str, Stateful]
-    """Sharded over ranks, restored on any mesh: through torch.distributed.checkpoint."""
-    values: dict[str, Stateful]
-    """The same on all ranks: as JSON."""
-    rank_values: dict[str, Stateful]
-    """Each rank's own; restored where the number of ranks is the same."""
+    parts: dict[str, Stateful]
+    """The same on all ranks, or sharded (DTensors): restored on any mesh."""
+    rank_parts: dict[str, Stateful]
+    """Each rank's own: restored where the number of ranks is the same."""
+
+    @property
+    def weights(self) -> frozenset[str]:
+        """Keys of the parameters: such must be finite to be published."""
+        ...
+
+    def restart(self, step: int) -> None:
+        """Make the ranks' own state anew, where that of a checkpoint is for another number of ranks."""
+        ...
 
 
 @dataclass(frozen=True)
-class Saved:
-    """What saving a checkpoint cost: its size over all ranks."""
+class Settings:
+    """How checkpoints are kept."""
+
+    keep_last: int = 2
+    keep_every: int = 0
+    checksums: bool = True
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a checkpoint says about the run that wrote it."""
+
+    config_yaml: str
+    mesh: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class SaveResult:
+    """How one save went; the same on all ranks but for the times."""
 
     step: int
-    path: Path
-    bytes: int
+    path: str
+    bytes: int = 0
+    """Of all files."""
+    blocked_s: float = 0.0
+    """How long training stood still."""
+    total_s: float = 0.0
+    """From the beginning until it was published."""
+    error: str = ""
+    """What went wrong and where, empty if it is published."""
+    warning: str = ""
+
+
+@dataclass
+class _Snapshot:
+    """The state at one moment.  Its tensors are live until they are staged."""
+
+    step: int
+    tensors: dict[str, torch.Tensor]
+    paths: dict[str, tuple[str, ...]]
+    document: str
+    own: bytes
+    digests: dict[str, int]
+    """Checksums, by part, of what must be the same on all ranks."""
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(t.nbytes for key, t in self.tensors.items() if not isinstance(t, DTensor)) + sum(
+            t._local_tensor.nbytes for t in self.tensors.values() if isinstance(t, DTensor)
+        )
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint that was taken up, and those newer ones that could not be."""
+
+    path: str
+    manifest: Manifest
+    damaged: Mapping[str, list[str]] = field(default_factory=dict)
+    """What is wrong with each, by its name."""
+
+
+Compare = Callable[[Place, Manifest], list[str]]
+"""Returns what else forbids to go on from a checkpoint, a line for each, empty if nothing does."""
 
 
 class Checkpoints:
-    """The checkpoints in one folder.  All methods are called by all ranks alike."""
+    """The checkpoints in one place.  All methods are called by all ranks alike unless they say otherwise."""
 
-    def __init__(self, folder: Path, world: World, keep_last: int, config_yaml: str) -> None:
-        self.folder, self.world, self.keep_last, self.config_yaml = folder, world, keep_last, config_yaml
+    def __init__(self, place: Place, world: World, settings: Settings, facts: Facts) -> None:
+        self.place, self.world, self.settings, self.facts = place, world, settings, facts
+        self._channel = world.open_channel()
+        self._plans = SavePlans(world)
+        self._staging = Staging(world.device)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._in_flight: Future[SaveResult] | None = None
+        self._sent_chunks: Any = None
+        self._chunks_by_rank: dict[int, Written] = {}
+        self._layout_files: dict[str, bytes] = {}
+
+    # -- saving --------------------------------------------------------------------------------------------------
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a save has begun whose result has not been taken."""
+        return self._in_flight is not None
+
+    @property
+    def is_written(self) -> bool:
+        """Whether the save in flight has come to its end on this rank."""
+        return self._in_flight is not None and self._in_flight.done()
+
+    def start(self, state: Savable, background: bool) -> None:
+        """Begin to save `state` as it is now.  In the background, training stands still for a copy only.
+
+        `take` has the result.  No save may be in flight.  Raises UserError for state that cannot be saved at all.
+        Collectives: one gather of small messages; the first time, those of planning.
+        """
+        assert self._in_flight is None, "one save at a time: take() the result of the one before"
+        started = time.perf_counter()
+        snapshot, mistake, failure = None, None, ""
+        try:
+            snapshot = _collect(state)
+        except TypeError as error:
+            mistake = str(error)
+        except Exception as error:
+            failure = f"cannot collect the state: {_describe(error)}"
+        stale = snapshot is not None and self._plans.is_stale(snapshot.tensors)
+        own_bytes = snapshot.num_bytes if snapshot else 0
+        everybody = self.world.gather((mistake, failure, stale, own_bytes, snapshot.digests if snapshot else {}))
+        _raise_first_mistake([mistake for mistake, *_ in everybody])
+        failed = _joined(failure for _, failure, *_ in everybody)
+        if failed or snapshot is None:
+            self._in_flight = _done(self._failed(state.step, failed, started))
+            return
+        _check_same([digests for *_, digests in everybody])
+        if any(stale for _, _, stale, *_ in everybody):
+            self._layout_files = {}
+            try:
+                self._plans.make(snapshot.tensors)
+            except Exception as error:
+                self._in_flight = _done(self._failed(state.step, f"cannot plan: {_describe(error)}", started))
+                return
+        failure, tensors = "", snapshot.tensors
+        if background:
+            try:
+                tensors = self._staging.copy(snapshot.tensors, self._plans.items)
+            except Exception as error:
+                failure = f"cannot copy the state: {_describe(error)}"
+        work = (snapshot, tensors, failure, sum(size for *_, size, _ in everybody), state.weights, started)
+        if background:
+            blocked_s = time.perf_counter() - started
+            self._in_flight = self._thread.submit(self._save, *work, blocked_s)
+        else:
+            self._in_flight = _done(self._save(*work, None))
+
+    def take(self) -> SaveResult:
+        """Wait for the save in flight and return how it went, the same on all ranks.  Not collective itself."""
+        assert self._in_flight is not None
+        future, self._in_flight = self._in_flight, None
+        return future.result()
+
+    def wait(self, timeout_s: float) -> None:
+        """Give a save in flight time to end.  For a rank that is about to leave; not collective."""
+        if self._in_flight is not None:
+            try:
+                self._in_flight.result(timeout_s)
+            except TimeoutError:
+                return
+
+    def _save(
+        self,
+        snapshot: _Snapshot,
+        tensors: Mapping[str, torch.Tensor],
+        error: str,
+        all_bytes: int,
+        weights: frozenset[str],
+        started: float,
+        blocked_s: float | None,
+    ) -> SaveResult:
+        """Write and publish.  The same steps on all ranks, whatever fails where."""
+        final = f"{PREFIX}{snapshot.step:08d}"
+        outcome = ("", 0)
+        try:
+            unpublished, failed = self._channel.broadcast(self._begin(final, all_bytes))
+            if not failed:
+                written = None
+                if not error:
+                    written, error = self._write_own(self.place / unpublished, snapshot, tensors, weights)
+                reports = self._channel.gather((error, written))
+                failed = _joined(report[0] for report in reports)
+                outcome = self._channel.broadcast(self._finish(unpublished, final, snapshot, reports, failed))
+            else:
+                outcome = (failed, 0)
+        except Exception as lost:  # the channel: another rank has gone, or has not answered in time
+            outcome = (f"rank {self.world.rank}: lost the other ranks while saving: {_describe(lost)}", 0)
+        failed, num_bytes = outcome
+        total_s = time.perf_counter() - started
+        warning = "" if failed else self._prune(keep=final)
+        path = f"{self.place}/{final}"
+        if failed:
+            failed = f"{path}: {failed}"
+        if blocked_s is None:
+            blocked_s = time.perf_counter() - started
+        return SaveResult(snapshot.step, path, num_bytes, blocked_s, total_s, failed, warning)
+
+    def _failed(self, step: int, error: str, started: float) -> SaveResult:
+        elapsed = time.perf_counter() - started
+        path = f"{self.place}/{PREFIX}{step:08d}"
+        return SaveResult(step, path, 0, elapsed, elapsed, f"{path}: {error}")
+
+    def _begin(self, final: str, all_bytes: int) -> tuple[str, str]:
+        """Rank 0: see that there is room, and make the folder.  Returns its name for the time being, or an error."""
+        if not self.world.is_main:
+            return "", ""
+        try:
+            free = self.place.free_bytes()
+            if free is not None and free < all_bytes * _FREE_MARGIN:
+                return "", f"rank 0: {self.place} has {_gib(free)} free, the checkpoint needs {_gib(all_bytes)}"
+            return self.place.begin(final), ""
+        except Exception as error:
+            return "", f"rank 0: {_describe(error)}"
+
+    def _write_own(
+        self, folder: Place, snapshot: _Snapshot, tensors: Mapping[str, torch.Tensor], weights: frozenset[str]
+    ) -> tuple[dict[str, Any] | None, str]:
+        """Write what is this rank's.  Returns what rank 0 must know of it, or an error."""
+        rank = self.world.rank
+        try:
+            files = {}
+            written = write_tensors(folder, rank, self._plans.items, tensors, weights)
+            if written is not None:
+                files[written.file] = (written.num_bytes, checksum_of(written.blocks))
+                listed = json.dumps(written.blocks, separators=(",", ":")).encode()
+                files |= _write_files(folder, {blocks_name(written.file): listed})
+            files |= _write_files(folder, {_rank_file(rank): snapshot.own})
+        except Exception as error:
+            return None, f"{folder}: {_describe(error)}"
+        chunks = written.chunks if written is not None else []
+        is_known = chunks == self._sent_chunks
+        self._sent_chunks = chunks
+        return {"files": files, "chunks": None if is_known else written}, ""
+
+    def _finish(
+        self, unpublished: str, final: str, snapshot: _Snapshot, reports: list[Any], failed: str
+    ) -> tuple[str, int]:
+        """Rank 0: publish, or take the attempt away.  Returns what went wrong, and the bytes of all files."""
+        if not self.world.is_main:
+            return "", 0
+        self._note_chunks(reports)
+        if not failed:
+            try:
+                manifest = self._write_common(self.place / unpublished, snapshot, reports)
+                self.place.publish(unpublished, final)
+            except Exception as error:
+                failed = f"rank 0: {_describe(error)}"
+            else:
+                return "", manifest.num_bytes
+        self._discard(unpublished)
+        return failed, 0
+
+    def _note_chunks(self, reports: list[Any]) -> None:
+        """Remember where each rank's chunks stand in its file.  A rank says so only when it has changed."""
+        for rank, (_, report) in enumerate(reports):
+            if report is not None and report["chunks"] is not None:
+                self._chunks_by_rank[rank] = report["chunks"]
+                self._layout_files = {}
+
+    def _write_common(self, folder: Place, snapshot: _Snapshot, reports: list[Any]) -> Manifest:
+        """Write what is the same for all ranks, the manifest last."""
+        if not self._layout_files:
+            assert self._plans.metadata is not None
+            layout = layout_of(self._plans.metadata, self._chunks_by_rank.values())
+            self._layout_files = {
+                "layout.json": layout_to_json(layout).encode(),
+                METADATA: pickled_metadata(layout, snapshot.paths),
+            }
+        common = {
+            **self._layout_files,
+            "state.json": snapshot.document.encode(),
+            "config.yaml": self.facts.config_yaml.encode(),
+        }
+        files = {name: entry for _, report in reports for name, entry in report["files"].items()}
+        files |= _write_files(folder, common)
+        manifest = Manifest(
+            step=snapshot.step,
+            world_size=self.world.size,
+            mesh=dict(self.facts.mesh),
+            torch=torch.__version__,
+            created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            config_sha256=sha256(common["config.yaml"]).hexdigest(),
+            files=files,
+        )
+        _write_files(folder, {COMMIT: manifest.to_json().encode()})
+        return manifest
+
+    def _discard(self, unpublished: str) -> None:
+        try:
+            self.place.remove(unpublished)
+        except Exception:  # the storage that failed may fail here too; what is left is cleaned at the next start
+            return
+
+    def _prune(self, keep: str) -> str:
+        """Rank 0: remove the checkpoints that are no longer kept.  Returns what went wrong: the save itself has not."""
+        if not self.world.is_main:
+            return ""
+        try:
+            steps = self.steps()
+            last = steps[-self.settings.keep_last :] if self.settings.keep_last else steps
+            every = self.settings.keep_every
+            for step in steps:
+                name = f"{PREFIX}{step:08d}"
+                if step not in last and name != keep and not (every and step % every == 0):
+                    self.place.remove(name)
+        except Exception as error:
+            return f"cannot remove checkpoints that are no longer kept: {_describe(error)}"
+        return ""
+
+    # -- what is there -------------------------------------------------------------------------------------------
 
     def steps(self) -> list[int]:
-        """Return the steps of the published checkpoints, oldest first."""
-        if not self.folder.is_dir():
-            return []
-        return sorted(int(found.group(1)) for path in self.folder.iterdir() if (found := _NAME.fullmatch(path.name)))
+        """Return the steps of the published checkpoints, oldest first, as this rank sees them.  Not collective."""
+        return list_steps(self.place)
 
-    def path_of(self, step: int) -> Path:
-        return self.folder / f"step_{step:08d}"
-
-    def find(self, resume: str) -> Path | None:
-        """Return the checkpoint that `checkpoint.resume` asks for, as rank 0 sees the folder; None: start anew."""
-        if resume == "none":
-            return None
-        if resume != "auto":
-            return Path(resume)
-        steps = self.world.broadcast(self.steps() if self.world.is_main else None)
-        return self.path_of(steps[-1]) if steps else None
-
-    def save(self, state: Savable) -> Saved:
-        """Write and publish a checkpoint of `state`, then remove those that are no longer kept.
-
-        Collective.  A failure on any rank is raised on all of them and leaves the published ones as they were.
-        """
-        final = self.path_of(state.step)
-        unpublished = self.folder / self.world.broadcast(f"{_UNPUBLISHED}{final.name}-{uuid.uuid4().hex[:8]}")
-        self.world.agreed(lambda: self._begin(unpublished))
-        tensors = self.world.agreed(lambda: {name: part.state_dict() for name, part in state.tensors.items()})
-        writer = FileSystemWriter(unpublished, single_file_per_rank=True, sync_files=True, thread_count=1)
-        with _worded(f"cannot write {unpublished}"):
-            dcp.save(tensors, storage_writer=writer, process_group=self.world.control)
-        self.world.agreed(lambda: self._write_rank_values(unpublished, state))
-        self.world.agreed(lambda: self._publish(unpublished, final, state))
-        return Saved(state.step, final, self.world.broadcast(_size_of(final) if self.world.is_main else 0))
-
-    def load(self, path: Path, state: Savable) -> None:
-        """Restore `state` from the checkpoint at `path`, on any mesh.  Collective."""
-        document = self.world.agreed(lambda: read_state(path))
-        tensors = self.world.agreed(lambda: {name: part.state_dict() for name, part in state.tensors.items()})
-        with _worded(f"cannot load {path}"):
-            dcp.load(tensors, storage_reader=FileSystemReader(path), process_group=self.world.control)
-        for name, part in state.tensors.items():
-            part.load_state_dict(tensors[name])
-        for name, part in state.values.items():
-            if name in document["values"]:
-                part.load_state_dict(document["values"][name])
-        state.step = document["step"]
-        if document["world_size"] == self.world.size:
-            own = torch.load(path / "ranks" / f"rank_{self.world.rank:05d}.pt", weights_only=True)
-            for name, part in state.rank_values.items():
-                if name in own:
-                    part.load_state_dict(own[name])
-
-    def _begin(self, unpublished: Path) -> None:
+    def clean(self) -> None:
+        """Remove what killed attempts have left behind.  Only the owner of the run may; rank 0 does."""
         if self.world.is_main:
-            for leftover in self.folder.glob(f"{_UNPUBLISHED}*"):  # of an attempt that was killed
-                shutil.rmtree(leftover)
-            unpublished.mkdir(parents=True)
+            self.place.clean(PREFIX)
 
-    def _write_rank_values(self, folder: Path, state: Savable) -> None:
-        (folder / "ranks").mkdir(exist_ok=True)
-        own = {name: part.state_dict() for name, part in state.rank_values.items()}
-        with open(folder / "ranks" / f"rank_{self.world.rank:05d}.pt", "wb") as file:
-            torch.save(own, file)
-            file.flush()
-            os.fsync(file.fileno())
+    # -- loading -------------------------------------------------------------------------------------------------
 
-    def _publish(self, unpublished: Path, final: Path, state: Savable) -> None:
-        if not self.world.is_main:
+    def restore(self, state: Savable, compare: Compare, allowed: frozenset[str]) -> Found | None:
+        """Restore `state` from the newest good checkpoint; None if there is none at all.
+
+        Damaged ones are left where they are until a good one is found, then set aside under another name.
+
+        Raises UserError if the configuration or the state does not fit; TrainingFailed if none is good.
+        """
+        names = self.world.broadcast(self._candidates() if self.world.is_main else None)
+        damaged: dict[str, list[str]] = {}
+        for name in names:
+            place = self.place / name
+            manifest, damage = self._load(place, state, compare, allowed, careful=False)
+            if manifest is None:
+                damaged[name] = damage
+                continue
+            for bad in damaged:
+                if self.world.is_main:
+                    self.place.move(bad, f"damaged-{bad}")
+            return Found(str(place), manifest, damaged)
+        if damaged:
+            listed = "\n".join(f"  {line}" for lines in damaged.values() for line in lines)
+            raise TrainingFailed(
+                f"none of the {len(damaged)} checkpoints in {self.place} is good:\n{listed}\n"
+                "  They are left as they are.  checkpoint.resume=none starts anew and moves them aside"
+            )
+        return None
+
+    def load(self, place: Place, state: Savable, compare: Compare, allowed: frozenset[str], careful: bool) -> Found:
+        """Restore `state` from the checkpoint at `place`, on any mesh.
+
+        `careful`: look at every byte before anything is overwritten, for a state that is worth something.
+
+        Raises UserError if there is no checkpoint, or it does not fit; TrainingFailed if it is damaged.
+        """
+        manifest, damage = self._load(place, state, compare, allowed, careful)
+        if manifest is None:
+            listed = "\n".join(f"  {line}" for line in damage)
+            raise TrainingFailed(f"the checkpoint {place} is damaged:\n{listed}")
+        return Found(str(place), manifest)
+
+    def _candidates(self) -> list[str]:
+        return [f"{PREFIX}{step:08d}" for step in reversed(self.steps())]
+
+    def _load(
+        self, place: Place, state: Savable, compare: Compare, allowed: frozenset[str], careful: bool
+    ) -> tuple[Manifest | None, list[str]]:
+        """Restore from `place`.  Returns its manifest; or None, and what is damaged."""
+        manifest, problem = self.world.broadcast(self.world.agreed(lambda: _open(place, self.world.is_main)))
+        if manifest is None:
+            return None, [problem]
+        depth = "sizes" if not self.settings.checksums else "full" if careful else "frames"
+        damage = self._everywhere(lambda: find_damage(place, manifest, depth, self.world.rank, self.world.size))
+        if damage:
+            return None, damage
+        document, layout = self.world.agreed(lambda: _read_common(place, manifest))
+        different = self.world.agreed(lambda: compare(place, manifest))
+        different += self.world.agreed(lambda: _differences(state, document["parts"], layout, allowed))
+        if different:
+            raise UserError(f"cannot resume from {place}:\n" + "\n".join(f"  {line}" for line in different))
+        targets = self.world.agreed(lambda: _targets(state, layout))
+        damage = self._everywhere(lambda: self._read(place, manifest, layout, targets))
+        if damage:
+            return None, damage
+        own = None
+        if manifest.world_size == self.world.size:
+            own = self.world.agreed(lambda: read_file(place, manifest, _rank_file(self.world.rank)))
+        self.world.agreed(lambda: _apply(state, document, targets, own))
+        state.step = manifest.step
+        if own is None:
+            state.restart(manifest.step)
+        return manifest, []
+
+    def _read(self, place: Place, manifest: Manifest, layout: Layout, targets: Mapping[str, torch.Tensor]) -> list[str]:
+        blocks = read_blocks(place, manifest)
+        read_tensors(place, layout, blocks, targets, check=self.settings.checksums)
+        return []
+
+    def _everywhere(self, look: Callable[[], list[str]]) -> list[str]:
+        """Return what `look` finds on any rank; what it raises over the files counts as found."""
+        try:
+            found = look()
+        except (Damaged, OSError) as error:
+            found = [f"rank {self.world.rank}: {_describe(error)}" if isinstance(error, OSError) else str(error)]
+        everywhere = [line for lines in self.world.gather(found) for line in lines]
+        return list(dict.fromkeys(everywhere))
+
+
+# ---------------------------------------------------------------------------------------------------------------
+
+
+def list_steps(place: Place) -> list[int]:
+    """Return the steps of the checkpoints in `place`, oldest first: whole or damaged, but published."""
+    steps = []
+    for name in place.names():
+        found = _NAME.fullmatch(name)
+        if found and place.is_published(name):
+            steps.append(int(found.group(1)))
+    return sorted(steps)
+
+
+def _open(place: Place, is_main: bool) -> tuple[Manifest | None, str]:
+    """Rank 0: read the manifest.  Returns None and the reason if it is damaged."""
+    if not is_main:
+        return None, ""
+    try:
+        return read_manifest(place), ""
+    except Damaged as error:
+        return None, str(error)
+    except FileNotFoundError as error:
+        try:
+            version = json.loads(place.read("state.json")).get("format_version")
+        except (OSError, ValueError, AttributeError):
+            version = None
+        if version is not None:  # before there were manifests
+            check_format(place, version)
+        if place.names():
+            return None, f"{place}/{COMMIT}: is missing"
+        raise UserError(f"{place}: there is no checkpoint") from error
+    except OSError as error:
+        return None, f"{place}/{COMMIT}: {_describe(error)}"
+
+
+def _read_common(place: Place, manifest: Manifest) -> tuple[dict[str, Any], Layout]:
+    try:
+        document = json.loads(read_file(place, manifest, "state.json"))
+        return document, layout_from_json(read_file(place, manifest, "layout.json"))
+    except Damaged as error:  # looked at a moment ago
+        raise TrainingFailed(str(error)) from error
+
+
+def _collect(state: Savable) -> _Snapshot:
+    plain: dict[str, Any] = {}
+    tensors: dict[str, torch.Tensor] = {}
+    paths: dict[str, tuple[str, ...]] = {}
+    digests = {}
+    with torch.no_grad():
+        for name, part in state.parts.items():
+            plain[name], found = split(part.state_dict(), (name,))
+            digests[name] = zlib.crc32(json.dumps(plain[name]).encode())
+            for path, tensor in found.items():
+                key = ".".join(path)
+                if key in tensors:
+                    raise TypeError(f"two tensors of the state have the name {key}")
+                tensors[key], paths[key] = tensor, path
+        own_plain: dict[str, Any] = {}
+        own_tensors: dict[str, torch.Tensor] = {}
+        for name, part in state.rank_parts.items():
+            own_plain[name], found = split(part.state_dict(), (name,))
+            own_tensors |= {".".join(path): t.detach().cpu().contiguous().clone() for path, t in found.items()}
+    own = safetensors.torch.save(own_tensors, metadata={"state": json.dumps(own_plain)})
+    document = json.dumps({"step": state.step, "parts": plain}, indent=1)
+    return _Snapshot(state.step, tensors, paths, document, own, digests)
+
+
+def _check_same(digests: list[dict[str, int]]) -> None:
+    """Raise UserError if the ranks do not hold the same plain values in a part that is to be the same everywhere."""
+    for name, expected in digests[0].items():
+        others = [rank for rank, own in enumerate(digests) if own.get(name) != expected]
+        if others:
+            raise UserError(
+                f"state {name!r}: rank {others[0]} does not hold the same values as rank 0; state that is each rank's "
+                f"own is added with self.state.add({name!r}, ..., per_rank=True)"
+            )
+
+
+def _targets(state: Savable, layout: Layout) -> dict[str, torch.Tensor]:
+    """Return where each stored tensor is to be read: into the live state where it has such a tensor."""
+    targets: dict[str, torch.Tensor] = {}
+    with torch.no_grad():
+        for name, part in state.parts.items():
+            stored = _within(layout, name)
+            if isinstance(part, Strict):
+                part.prepare(stored)
+            _, live = split(part.state_dict(), (name,))
+            by_key = {".".join(path): tensor for path, tensor in live.items()}
+            for key in stored:
+                full = f"{name}.{key}"
+                tensor = by_key.get(full)
+                if tensor is None or tuple(tensor.shape) != stored[key].shape:
+                    tensor = torch.empty(stored[key].shape, dtype=stored[key].dtype)
+                targets[full] = tensor.detach()
+    return targets
+
+
+def _within(layout: Layout, name: str) -> dict[str, Stored]:
+    return {key.removeprefix(f"{name}."): stored for key, stored in layout.items() if key.startswith(f"{name}.")}
+
+
+def _differences(state: Savable, parts: Mapping[str, Any], layout: Layout, allowed: frozenset[str]) -> list[str]:
+    lines = []
+    for name, part in state.parts.items():
+        if name not in parts:
+            if f"state.{name}" not in allowed:
+                lines.append(
+                    f"state {name!r}: not in the checkpoint (allow it: checkpoint.allow_changes=[state.{name}])"
+                )
+        elif isinstance(part, Strict):
+            lines += part.differences(parts[name], _within(layout, name))
+        else:
+            lines += _sharded_differences(name, part, layout)
+    for name in parts:
+        if name not in state.parts and f"state.{name}" not in allowed:
+            lines.append(_other_state(name, "only in the checkpoint"))
+    return lines
+
+
+def _other_state(name: str, where: str) -> str:
+    return f"state {name!r}: {where} (allow it: checkpoint.allow_changes=[state.{name}])"
+
+
+def _sharded_differences(name: str, part: Stateful, layout: Layout) -> list[str]:
+    with torch.no_grad():
+        _, live = split(part.state_dict(), (name,))
+    lines = []
+    for path, tensor in live.items():
+        stored = layout.get(".".join(path))
+        if isinstance(tensor, DTensor) and stored is not None and tuple(tensor.shape) != stored.shape:
+            lines.append(
+                f"{'.'.join(path)}: shape {_shape(stored.shape)} in the checkpoint, {_shape(tensor.shape)} now"
+            )
+    return lines
+
+
+def tensor_differences(own: Mapping[str, torch.Tensor], stored: Mapping[str, Stored]) -> Iterator[str]:
+    """Yield a line for each difference in keys, shapes and dtypes, both ways."""
+    for key in [*own, *(key for key in stored if key not in own)]:
+        if key not in stored:
+            yield f"{key}: {_shape(own[key].shape)}, not in the checkpoint"
+        elif key not in own:
+            yield f"{key}: {_shape(stored[key].shape)}, only in the checkpoint"
+        else:
+            before, now = stored[key], own[key]
+            if before.shape != tuple(now.shape):
+                yield f"{key}: shape {_shape(before.shape)} in the checkpoint, {_shape(now.shape)} now"
+            if before.dtype != now.dtype:
+                yield f"{key}: dtype {_dtype(before.dtype)} in the checkpoint, {_dtype(now.dtype)} now"
+
+
+def _shape(shape: Any) -> str:
+    return "x".join(map(str, shape)) or "scalar"
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _apply(state: Savable, document: Mapping[str, Any], targets: Mapping[str, torch.Tensor], own: bytes | None) -> None:
+    """Hand every part what is its own.  Only now, when all has been read and checked."""
+    with torch.no_grad():
+        for name, part in state.parts.items():
+            if name in document["parts"]:
+                part.load_state_dict(join(document["parts"][name], targets))
+        if own is None:
             return
-        document = {
-            "format_version": FORMAT_VERSION,
-            "step": state.step,
-            "world_size": self.world.size,
-            "torch": torch.__version__,
-            "values": {name: part.state_dict() for name, part in state.values.items()},
-        }
-        write_and_sync(unpublished / "config.yaml", self.config_yaml)
-        write_and_sync(unpublished / "state.json", json.dumps(document, indent=1))
-        sync_folder(unpublished / "ranks")
-        sync_folder(unpublished)
-        if final.exists():  # the same step again, after a resume from an earlier checkpoint
-            os.rename(final, unpublished.with_name(f"{_UNPUBLISHED}replaced-{uuid.uuid4().hex[:8]}"))
-        os.rename(unpublished, final)
-        sync_folder(self.folder)
-        kept = self.steps()[-self.keep_last :] if self.keep_last else self.steps()
-        for step in set(self.steps()) - {*kept, state.step}:
-            removed = self.folder / f"{_UNPUBLISHED}removed-{step:08d}-{uuid.uuid4().hex[:8]}"
-            os.rename(self.path_of(step), removed)  # under its own name a checkpoint is whole
-            shutil.rmtree(removed)
+        tensors = safetensors.torch.load(own)
+        header = json.loads(own[8 : 8 + int.from_bytes(own[:8], "little")])
+        plain = json.loads(header["__metadata__"]["state"])
+        for name, part in state.rank_parts.items():
+            if name in plain:
+                part.load_state_dict(join(plain[name], tensors))
 
 
-def read_state(path: Path) -> Mapping[str, Any]:
-    """Return the `state.json` of a checkpoint.  Raises UserError if `path` holds none that can be read."""
-    try:
-        document = json.loads((path / "state.json").read_text())
-    except (OSError, ValueError) as error:
-        raise UserError(f"checkpoint.resume={path}: is not a checkpoint of this trainer ({error})") from error
-    if document.get("format_version") != FORMAT_VERSION:
-        found = document.get("format_version")
-        raise UserError(f"checkpoint.resume={path}: has format version {found}, this trainer reads {FORMAT_VERSION}")
-    return document
+def _rank_file(rank: int) -> str:
+    return f"ranks/{rank:05d}.safetensors"
 
 
-@contextmanager
-def _worded(what: str) -> Iterator[None]:
-    """Say what failed.  DCP's exception, raised on all ranks alike, is no `Exception`."""
-    try:
-        yield
-    except CheckpointException as failure:
-        causes = {rank: str(error[0]) for rank, error in failure.failures.items()}
-        raise TrainingFailed(
-            f"{what}: " + "; ".join(f"rank {rank}: {text}" for rank, text in causes.items())
-        ) from failure
+def _write_files(folder: Place, contents: Mapping[str, bytes]) -> dict[str, tuple[int, int]]:
+    for name, data in contents.items():
+        file = folder.create(name)
+        try:
+            file.write(data)
+        finally:
+            file.close()
+    return {name: (len(data), zlib.crc32(data)) for name, data in contents.items()}
 
 
-def _size_of(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+def _done(result: SaveResult) -> Future[SaveResult]:
+    future: Future[SaveResult] = Future()
+    future.set_result(result)
+    return future
+
+
+def _describe(error: BaseException) -> str:
+    text = str(error) or repr(error)
+    return text if isinstance(error, (UserError, Damaged)) else f"{type(error).__name__}: {text}"
+
+
+def _raise_first_mistake(mistakes: list[str | None]) -> None:
+    for rank, mistake in enumerate(mistakes):
+        if mistake is not None:
+            raise UserError(f"rank {rank}: {mistake}")
+
+
+def _joined(errors: Any) -> str:
+    """Return one message for what failed on any rank, with the ranks that say so; empty if nothing did."""
+    ranks: dict[str, list[int]] = {}
+    for rank, error in enumerate(errors):
+        if error:
+            ranks.setdefault(error, []).append(rank)
+    return "; ".join(
+        f"rank{'s' if len(who) > 1 else ''} {', '.join(map(str, who))}: {error}" for error, who in ranks.items()
+    )
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**28 else f"{num_bytes / 2**20:.1f} MiB"

@@ -1,0 +1,171 @@
+"""What a checkpoint costs: the pause of training, a whole save and a load, against the speed of the machine itself.
+
+    python bench/checkpoint.py [--ranks 2] [--rounds 5] [--dim 1024] [--layers 16]
+
+Each figure and what it is compared with are measured in turn, in one run, on the same bytes: a save's pause with every
+rank copying its own bytes into a buffer that it has used before; a save from start to end with `dd conv=fsync`; a load
+with reading the files, both with the page cache dropped (which needs root; otherwise the load rows are left out).
+The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from tests.ranks import run_ranks
+from trainer import Trainer, load_config
+from trainer.parameters import local
+
+
+def overrides(options: dict[str, Any], folder: str) -> list[str]:
+    return [
+        f"run.dir={folder}/run",
+        f"model.dim={options['dim']}",
+        f"model.num_layers={options['layers']}",
+        "model.num_heads=16",
+        "model.num_kv_heads=16",
+        f"model.ffn_dim={options['dim'] * 11 // 4 // 32 * 32}",
+        "data.source=synthetic",
+        "data.seq_len=16",
+        f"train.global_batch_size={options['ranks']}",
+        "train.micro_batch_size=1",
+        "train.steps=100000",
+        "log.every=100000",
+        "eval.every=0",
+        "checkpoint.keep_last=1",
+        "run.threads=1",
+    ]
+
+
+def own_tensors(trainer: Trainer) -> list[torch.Tensor]:
+    """Return this rank's shards of weights and moments."""
+    model = [local(p.detach()) for p in trainer.model.parameters()]
+    moments = [
+        local(value)
+        for part in trainer.optimizer.parts
+        for state in part.state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor)
+    ]
+    return model + moments
+
+
+def measure(options: dict[str, Any], folder: str) -> dict[str, Any]:
+    """Run on every rank; returns its figures."""
+    dist.init_process_group("gloo")
+    with torch.no_grad():
+        trainer = Trainer(load_config("llama_small", overrides(options, folder)))
+    steps = trainer.steps()
+    next(steps)
+    sources = own_tensors(trainer)
+    buffers = [torch.zeros_like(source) for source in sources]
+    num_bytes = sum(int(n) for n in trainer.world.sum([sum(source.nbytes for source in sources)]))
+    found: dict[str, list[float]] = {key: [] for key in ("copy", "pause", "save", "dd", "load", "read", "first")}
+    found["bytes"] = [num_bytes]
+    path = None
+    for number in range(options["rounds"] + 1):
+        trainer.world.barrier()
+        started = time.perf_counter()
+        for source, buffer in zip(sources, buffers, strict=True):
+            buffer.copy_(source)
+        copy_s = time.perf_counter() - started
+        trainer.world.barrier()
+        started = time.perf_counter()
+        trainer.save_checkpoint()
+        pause_s = time.perf_counter() - started
+        saved = trainer._settle()
+        trainer.state.step += 1
+        if not number:
+            found["first"] = [pause_s]
+            continue
+        found["copy"].append(copy_s)
+        found["pause"].append(pause_s)
+        found["save"].append(saved.total_s)
+        if trainer.world.is_main:
+            found["dd"].append(dd(num_bytes, folder))
+        trainer.world.barrier()
+        path = Path(saved.path)
+    del buffers
+    steps.close()
+    before_gib = peak_gib()
+    for _ in range(options["rounds"] if os.access("/proc/sys/vm/drop_caches", os.W_OK) else 0):
+        for kind in ("read", "load"):
+            if trainer.world.is_main:
+                os.sync()
+                Path("/proc/sys/vm/drop_caches").write_text("3")
+            trainer.world.barrier()
+            started = time.perf_counter()
+            if kind == "load":
+                trainer.phase = "built"  # as a run that begins does
+                trainer.load_checkpoint(path)
+            else:
+                read_file(path, trainer.world.rank)
+            trainer.world.barrier()
+            found[kind].append(time.perf_counter() - started)
+    found["grown_gib"] = [peak_gib() - before_gib]
+    trainer.close()
+    return found
+
+
+def peak_gib() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def dd(num_bytes: int, folder: str) -> float:
+    target = f"{folder}/dd"
+    started = time.perf_counter()
+    blocks = num_bytes // (4 << 20)
+    command = ["dd", "if=/dev/zero", f"of={target}", "bs=4M", f"count={blocks}", "conv=fsync"]
+    subprocess.run(command, check=True, capture_output=True)
+    elapsed = time.perf_counter() - started
+    os.remove(target)
+    return elapsed
+
+
+def read_file(path: Path, rank: int) -> None:
+    buffer = bytearray(4 << 20)
+    with open(path / f"__{rank}_0.distcp", "rb", buffering=0) as file:
+        while file.readinto(buffer):
+            pass
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--dim", type=int, default=1024)
+    parser.add_argument("--layers", type=int, default=16)
+    options = vars(parser.parse_args())
+    with tempfile.TemporaryDirectory(dir=os.environ.get("BENCH_DIR")) as folder:
+        ranks = run_ranks(options["ranks"], measure, options, folder)
+    rows = {"bytes": ranks[0]["bytes"][0], "first_pause_s": max(r["first"][0] for r in ranks)}
+    for key, base in (("pause", "copy"), ("save", "dd"), ("load", "read")):
+        pairs = [
+            (max(r[key][i] for r in ranks), max(r[base][i] for r in ranks if r[base]))
+            for i in range(len(ranks[0][key]))
+        ]
+        if pairs:
+            rows[f"{key}_s"] = statistics.median(a for a, _ in pairs)
+            rows[f"{base}_s"] = statistics.median(b for _, b in pairs)
+            rows[f"{key}_over_{base}"] = statistics.median(a / b for a, b in pairs)
+            rows[f"{key}_over_{base}_each"] = [round(a / b, 3) for a, b in pairs]
+    print(json.dumps(rows))
+
+
+if __name__ == "__main__":
+    main()

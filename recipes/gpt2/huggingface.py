@@ -1,0 +1,79 @@
+"""GPT-2 in Hugging Face's world, where its matrices are stored (in, out)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from trainer.errors import UserError
+from trainer.recipe import HuggingFace, Transposed
+
+if TYPE_CHECKING:
+    from trainer.recipes.gpt2 import GPT2Config
+
+NAMES = {
+    "wte.weight": "transformer.wte.weight",
+    "wpe.weight": "transformer.wpe.weight",
+    "blocks.*.ln_1.weight": "transformer.h.*.ln_1.weight",
+    "blocks.*.ln_1.bias": "transformer.h.*.ln_1.bias",
+    "blocks.*.attention.qkv.weight": Transposed("transformer.h.*.attn.c_attn.weight"),
+    "blocks.*.attention.qkv.bias": "transformer.h.*.attn.c_attn.bias",
+    "blocks.*.attention.out.weight": Transposed("transformer.h.*.attn.c_proj.weight"),
+    "blocks.*.attention.out.bias": "transformer.h.*.attn.c_proj.bias",
+    "blocks.*.ln_2.weight": "transformer.h.*.ln_2.weight",
+    "blocks.*.ln_2.bias": "transformer.h.*.ln_2.bias",
+    "blocks.*.up.weight": Transposed("transformer.h.*.mlp.c_fc.weight"),
+    "blocks.*.up.bias": "transformer.h.*.mlp.c_fc.bias",
+    "blocks.*.down.weight": Transposed("transformer.h.*.mlp.c_proj.weight"),
+    "blocks.*.down.bias": "transformer.h.*.mlp.c_proj.bias",
+    "head.norm.weight": "transformer.ln_f.weight",
+    "head.norm.bias": "transformer.ln_f.bias",
+    "head.output.weight": "lm_head.weight",
+}
+
+FIELDS = {
+    "vocab_size": ("vocab_size", 50257),
+    "dim": ("n_embd", 768),
+    "num_layers": ("n_layer", 12),
+    "num_heads": ("n_head", 12),
+    "max_seq_len": ("n_positions", 1024),
+    "dropout": ("resid_pdrop", 0.1),
+    "norm_eps": ("layer_norm_epsilon", 1e-5),
+    "init_std": ("initializer_range", 0.02),
+}
+"""Our fields, and what each is called in config.json and taken for if it is missing there."""
+
+
+def config(config: GPT2Config) -> dict[str, Any]:
+    """Return config.json's entries."""
+    shape = {theirs: getattr(config, ours) for ours, (theirs, _) in FIELDS.items()}
+    return shape | {"embd_pdrop": config.dropout, "attn_pdrop": config.dropout}
+
+
+def model_fields(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of `GPT2Config` for what config.json says; of its three dropouts, the residual one.
+
+    Raises UserError for a feed-forward that is not four times as wide as the model.
+    """
+    fields = {ours: content.get(theirs, absent) for ours, (theirs, absent) in FIELDS.items()}
+    if content.get("n_inner") not in (None, 4 * fields["dim"]):
+        raise UserError(f"n_inner={content['n_inner']}: must be 4 x n_embd, or null, in this recipe")
+    return fields
+
+
+HUGGINGFACE = HuggingFace(
+    model_type="gpt2",
+    architecture="GPT2LMHeadModel",
+    names=NAMES,
+    config=config,
+    model_fields=model_fields,
+    fixed={
+        "activation_function": "gelu_new",
+        "tie_word_embeddings": True,
+        "scale_attn_weights": True,
+        "scale_attn_by_inverse_layer_idx": False,
+        "add_cross_attention": False,
+    },
+    prefix="transformer.",
+    ignored=["transformer.h.*.attn.bias", "transformer.h.*.attn.masked_bias"],
+)

@@ -1,0 +1,105 @@
+"""Llama in Hugging Face's world.  Both turn pairs half a head apart, so that no weight is permuted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from trainer.errors import UserError
+from trainer.recipe import HuggingFace
+
+if TYPE_CHECKING:
+    from trainer.recipes.llama import LlamaConfig
+
+NAMES = {
+    "tok_embeddings.weight": "model.embed_tokens.weight",
+    "layers.*.attention_norm.weight": "model.layers.*.input_layernorm.weight",
+    "layers.*.attention.wq.weight": "model.layers.*.self_attn.q_proj.weight",
+    "layers.*.attention.wk.weight": "model.layers.*.self_attn.k_proj.weight",
+    "layers.*.attention.wv.weight": "model.layers.*.self_attn.v_proj.weight",
+    "layers.*.attention.wo.weight": "model.layers.*.self_attn.o_proj.weight",
+    "layers.*.ffn_norm.weight": "model.layers.*.post_attention_layernorm.weight",
+    "layers.*.feed_forward.w1.weight": "model.layers.*.mlp.gate_proj.weight",
+    "layers.*.feed_forward.w3.weight": "model.layers.*.mlp.up_proj.weight",
+    "layers.*.feed_forward.w2.weight": "model.layers.*.mlp.down_proj.weight",
+    "head.norm.weight": "model.norm.weight",
+    "head.output.weight": "lm_head.weight",
+}
+
+FIELDS = {
+    "vocab_size": "vocab_size",
+    "dim": "hidden_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "ffn_dim": "intermediate_size",
+    "max_seq_len": "max_position_embeddings",
+    "norm_eps": "rms_norm_eps",
+    "tie_embeddings": "tie_word_embeddings",
+    "init_std": "initializer_range",
+}
+
+SCALING = {
+    "rope_factor": "factor",
+    "rope_low_freq": "low_freq_factor",
+    "rope_high_freq": "high_freq_factor",
+    "rope_original_len": "original_max_position_embeddings",
+}
+
+
+def config(config: LlamaConfig) -> dict[str, Any]:
+    """Return config.json's entries.
+
+    transformers 5 reads `rope_parameters`, 4 reads `rope_theta` and `rope_scaling`; each knows the other's or skips it.
+    """
+    scaling = {"rope_type": "llama3"} | {theirs: getattr(config, ours) for ours, theirs in SCALING.items()}
+    is_scaled = config.rope_factor != 1.0
+    return {
+        **{theirs: getattr(config, ours) for ours, theirs in FIELDS.items()},
+        "head_dim": config.dim // config.num_heads,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": scaling if is_scaled else None,
+        "rope_parameters": (scaling if is_scaled else {"rope_type": "default"}) | {"rope_theta": config.rope_theta},
+    }
+
+
+def model_fields(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of `LlamaConfig` for what config.json says, in the spelling of transformers 4 or 5.
+
+    Raises UserError for another frequency scaling than Llama 3.1's, or heads that do not divide the width.
+    """
+    # What transformers takes for entries that are missing: files of the first Llamas have few.
+    absent = {
+        "num_key_value_heads": content["num_attention_heads"],
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "initializer_range": 0.02,
+    }
+    given = absent | {key: value for key, value in content.items() if value is not None}
+    fields = {ours: given[theirs] for ours, theirs in FIELDS.items()}
+    if "head_dim" in given and given["head_dim"] * fields["num_heads"] != fields["dim"]:
+        raise UserError(f"head_dim={given['head_dim']}: must be hidden_size / num_attention_heads in this recipe")
+
+    rope = content.get("rope_scaling") or content.get("rope_parameters") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ("default", "llama3"):
+        raise UserError(f"rope_type={kind}: this recipe has only default and llama3")
+    if (rope.get("partial_rotary_factor") or given.get("partial_rotary_factor", 1.0)) != 1.0:
+        raise UserError("partial_rotary_factor: this recipe turns whole heads")
+    if kind == "llama3":
+        original = {"original_max_position_embeddings": fields["max_seq_len"]}
+        fields |= {ours: (original | rope)[theirs] for ours, theirs in SCALING.items()}
+    return fields | {"rope_theta": float(rope.get("rope_theta", given.get("rope_theta", 10000.0)))}
+
+
+HUGGINGFACE = HuggingFace(
+    model_type="llama",
+    architecture="LlamaForCausalLM",
+    names=NAMES,
+    config=config,
+    model_fields=model_fields,
+    fixed={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
+    prefix="model.",
+    ignored=["model.layers.*.self_attn.rotary_emb.inv_freq"],
+)

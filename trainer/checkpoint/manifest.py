@@ -1,0 +1,162 @@
+"""The manifest: what a checkpoint consists of.  Written last; a folder without one holds no checkpoint.
+
+manifest.json               this: step, versions, mesh, size and CRC-32 of every other file, its own SHA-256
+state.json                  what is not a tensor, and small: counters, position in the data
+layout.json                 which bytes of which file hold which part of which tensor
+__0_0.distcp ...            the tensors, one file a rank, in DCP's format
+__0_0.blocks.json ...       the checksums of such a file's blocks
+ranks/00000.safetensors     what is a rank's own: its random states
+config.yaml                 the configuration of the run that wrote it
+.metadata                   for torch's own tools; never read here
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from trainer.checkpoint.blocks import BlockReader, Blocks, Damaged, checksum_of
+from trainer.checkpoint.place import COMMIT, Place
+from trainer.errors import UserError
+
+FORMAT_VERSION = 2
+BLOCKS = ".blocks.json"
+"""What the checksums of a data file are kept in: its name with this in place of `.distcp`."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What one checkpoint consists of."""
+
+    step: int
+    world_size: int
+    mesh: Mapping[str, int]
+    torch: str
+    created: str
+    """Time of writing, UTC, ISO 8601."""
+    config_sha256: str
+    files: Mapping[str, Sequence[int]]
+    """(size in bytes, CRC-32) of every other file; of a data file, the CRC-32 of its list of blocks."""
+    format_version: int = FORMAT_VERSION
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(size for size, _ in self.files.values())
+
+    def to_json(self) -> str:
+        content = asdict(self)
+        return json.dumps({**content, "sha256": _digest(content)}, indent=1)
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def read_manifest(place: Place) -> Manifest:
+    """Return the manifest of the checkpoint at `place`.
+
+    Raises Damaged if it is not as it was written, FileNotFoundError if there is none, UserError for another format.
+    """
+    try:
+        content = json.loads(place.read(COMMIT))
+        digest = content.pop("sha256")
+        if digest != _digest(content):
+            raise ValueError("its own checksum differs")
+    except FileNotFoundError:
+        raise
+    except (ValueError, KeyError, AttributeError, TypeError, UnicodeDecodeError) as error:
+        raise Damaged(f"{place}/{COMMIT}: {error}") from error
+    check_format(place, content.get("format_version"))
+    return Manifest(**content)
+
+
+def check_format(place: Place, version: object) -> None:
+    """Raise UserError unless this version of the trainer reads the format, with what to do about it."""
+    if version == FORMAT_VERSION:
+        return
+    newer = isinstance(version, int) and version > FORMAT_VERSION
+    advice = "update meshtrainer" if newer else "convert it: python -m trainer.checkpoints --convert <run dir>"
+    raise UserError(f"{place}: has checkpoint format {version}, this meshtrainer reads {FORMAT_VERSION}; {advice}")
+
+
+def blocks_name(data_file: str) -> str:
+    """Return the name of the file with the checksums of a data file's blocks."""
+    return data_file.removesuffix(".distcp") + BLOCKS
+
+
+def is_data(name: str) -> bool:
+    """Return whether a file holds tensors."""
+    return name.endswith(".distcp")
+
+
+def read_file(place: Place, manifest: Manifest, name: str) -> bytes:
+    """Return one of the small files, checked.  Raises Damaged."""
+    if name not in manifest.files:
+        raise Damaged(f"{place}/{name}: is not in the manifest")
+    size, crc = manifest.files[name]
+    try:
+        data = place.read(name)
+    except OSError as error:
+        raise Damaged(f"{place}/{name}: {_reason(error)}") from error
+    if len(data) != size:
+        raise Damaged(f"{place}/{name}: has {len(data)} bytes instead of {size}")
+    if zlib.crc32(data) != crc:
+        raise Damaged(f"{place}/{name}: its checksum differs")
+    return data
+
+
+def read_blocks(place: Place, manifest: Manifest) -> dict[str, Blocks]:
+    """Return the checksums of every data file, themselves checked.  Raises Damaged."""
+    found = {}
+    for name, (size, crc) in manifest.files.items():
+        if is_data(name):
+            blocks = json.loads(read_file(place, manifest, blocks_name(name)))
+            if checksum_of(blocks) != crc or sum(length for length, _ in blocks) != size:
+                raise Damaged(f"{place}/{blocks_name(name)}: does not belong to this manifest")
+            found[name] = blocks
+    return found
+
+
+def find_damage(place: Place, manifest: Manifest, depth: str, share: int = 0, num_shares: int = 1) -> list[str]:
+    """Return what is wrong with the files of one share, a line for each; nothing if all is well.
+
+    depth: `sizes` looks at sizes only; `frames` at all bytes but those of tensors (which `read_tensors` checks as it
+    reads them); `full` at all.  `share` of `num_shares`: so that ranks divide the work.
+    """
+    damage = []
+    for number, (name, (size, _)) in enumerate(sorted(manifest.files.items())):
+        if number % num_shares != share:
+            continue
+        try:
+            _check_file(place, manifest, name, size, depth)
+        except Damaged as error:
+            damage.append(str(error))
+        except OSError as error:
+            damage.append(f"{place}/{name}: {_reason(error)}")
+    return damage
+
+
+def _check_file(place: Place, manifest: Manifest, name: str, size: int, depth: str) -> None:
+    found = place.size(name)
+    if found != size:
+        raise Damaged(f"{place}/{name}: has {found} bytes instead of {size}")
+    if depth == "sizes":
+        return
+    if not is_data(name):
+        read_file(place, manifest, name)
+        return
+    blocks = json.loads(read_file(place, manifest, blocks_name(name)))
+    reader = BlockReader(place, name, blocks)
+    try:
+        reader.check(small_only=depth == "frames")
+    finally:
+        reader.close()
+
+
+def _reason(error: OSError) -> str:
+    return "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read ({error})"

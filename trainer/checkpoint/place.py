@@ -1,0 +1,307 @@
+"""Where checkpoints lie: a folder of this machine's file system, or a URL that fsspec knows (s3://, gs://, memory://).
+
+The two differ in how something comes to be there whole or not at all.  A folder is written under another name, flushed
+to disk and renamed.  An object store has no rename: there the manifest, written last, is the commit, and without it
+there is nothing.  Names are relative, with slashes.  Knows bytes, and nothing of what they mean.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import uuid
+from pathlib import Path
+from typing import Any, Protocol
+
+from trainer.errors import UserError
+from trainer.files import sync_folder
+
+COMMIT = "manifest.json"
+"""The file without which a folder holds no checkpoint."""
+_WRITING, _REMOVED, _REPLACED = ".writing-", ".removed-", ".replaced-"
+
+
+class Source(Protocol):
+    """An open file, read at any position; by several threads at once."""
+
+    def read_into(self, buffer: memoryview, start: int) -> None:
+        """Fill `buffer` with the bytes from `start` on.  Raises OSError if the file ends before."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Sink(Protocol):
+    """A new file, written in sequence.  Once it is closed, its content is on disk."""
+
+    def write(self, data: Any) -> int: ...
+    def close(self) -> None: ...
+
+
+class Place(Protocol):
+    """A folder of files and folders, somewhere."""
+
+    def __truediv__(self, name: str) -> Place: ...
+    def names(self) -> list[str]:
+        """Return what is in the folder, sorted; nothing if there is no such folder."""
+        ...
+
+    def is_published(self, name: str) -> bool:
+        """Return whether the folder `name` claims to be whole: one that was renamed does, one with a manifest does."""
+        ...
+
+    def size(self, name: str) -> int:
+        """Return the size of a file in bytes.  Raises FileNotFoundError."""
+        ...
+
+    def read(self, name: str) -> bytes:
+        """Return a whole file.  Raises FileNotFoundError."""
+        ...
+
+    def open(self, name: str) -> Source: ...
+    def create(self, name: str) -> Sink: ...
+
+    def free_bytes(self) -> int | None:
+        """Return how much more fits, or None where that has no answer."""
+        ...
+
+    def begin(self, name: str) -> str:
+        """Return the name under which the folder `name` is to be written until it is published."""
+        ...
+
+    def publish(self, unpublished: str, name: str) -> None:
+        """Make what was written under the name that `begin` gave whole under its own."""
+        ...
+
+    def move(self, name: str, new_name: str) -> None:
+        """Take a checkpoint out of the way: nothing of it is lost, and under `name` there is no checkpoint."""
+        ...
+
+    def remove(self, name: str) -> None:
+        """Delete a folder; killed at any moment, this leaves no part of it under its own name."""
+        ...
+
+    def clean(self, prefix: str) -> list[str]:
+        """Delete what attempts to write folders with this prefix have left behind when they were killed."""
+        ...
+
+
+def find_place(path: str | os.PathLike[str]) -> Place:
+    """Return the place that a path or URL names.  Raises UserError for a kind of URL that cannot be used."""
+    text = os.fspath(path)
+    if text.startswith("file://"):
+        return LocalPlace(Path(text.removeprefix("file://")))
+    if "://" not in text:
+        return LocalPlace(Path(text).absolute())
+    import fsspec
+
+    try:
+        system, root = fsspec.core.url_to_fs(text)
+    except (ImportError, ValueError) as error:
+        raise UserError(f"{text}: {error}") from error
+    return RemotePlace(system, root.rstrip("/"), text.rstrip("/"))
+
+
+class LocalPlace:
+    """A folder of a mounted file system (local, NFS, Lustre ...): renaming is atomic."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def __truediv__(self, name: str) -> LocalPlace:
+        return LocalPlace(self.path / name)
+
+    def names(self) -> list[str]:
+        try:
+            return sorted(os.listdir(self.path))
+        except FileNotFoundError:
+            return []
+
+    def is_published(self, name: str) -> bool:
+        return (self.path / name).is_dir()
+
+    def size(self, name: str) -> int:
+        return (self.path / name).stat().st_size
+
+    def read(self, name: str) -> bytes:
+        return (self.path / name).read_bytes()
+
+    def open(self, name: str) -> Source:
+        return _LocalFile(self.path / name)
+
+    def create(self, name: str) -> Sink:
+        path = self.path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return _SyncedFile(path)
+
+    def free_bytes(self) -> int | None:
+        existing = next(folder for folder in (self.path, *self.path.parents) if folder.exists())
+        return shutil.disk_usage(existing).free
+
+    def begin(self, name: str) -> str:
+        unpublished = f"{_WRITING}{name}-{uuid.uuid4().hex[:8]}"
+        (self.path / unpublished).mkdir(parents=True)
+        return unpublished
+
+    def publish(self, unpublished: str, name: str) -> None:
+        for folder in {path.parent for path in (self.path / unpublished).rglob("*")}:
+            sync_folder(folder)
+        replaced = self.path / f"{_REPLACED}{name}"
+        if (self.path / name).exists():  # the same step once more: killed between the two, `clean` undoes the first
+            os.rename(self.path / name, replaced)
+        os.rename(self.path / unpublished, self.path / name)
+        sync_folder(self.path)
+        if replaced.exists():
+            shutil.rmtree(replaced)
+
+    def move(self, name: str, new_name: str) -> None:
+        os.rename(self.path / name, self.path / self._free_name(new_name))
+        sync_folder(self.path)
+
+    def remove(self, name: str) -> None:
+        removed = f"{_REMOVED}{name}-{uuid.uuid4().hex[:8]}"
+        os.rename(self.path / name, self.path / removed)
+        shutil.rmtree(self.path / removed)
+
+    def clean(self, prefix: str) -> list[str]:
+        for name in self.names():
+            original = name.removeprefix(_REPLACED)
+            if original != name and not (self.path / original).exists():
+                os.rename(self.path / name, self.path / original)
+        leftovers = [name for name in self.names() if name.startswith((_WRITING, _REMOVED, _REPLACED))]
+        for name in leftovers:
+            shutil.rmtree(self.path / name, ignore_errors=True)
+        return leftovers
+
+    def _free_name(self, name: str) -> str:
+        taken, number, free = set(self.names()), 1, name
+        while free in taken:
+            number += 1
+            free = f"{name}-{number}"
+        return free
+
+
+class _LocalFile:
+    def __init__(self, path: Path) -> None:
+        self._path, self._descriptor = path, os.open(path, os.O_RDONLY)
+
+    def read_into(self, buffer: memoryview, start: int) -> None:
+        done = 0
+        while done < len(buffer):
+            count = os.preadv(self._descriptor, [buffer[done:]], start + done)
+            if not count:
+                raise OSError(f"{self._path} ends at {start + done}, before {start + len(buffer)}")
+            done += count
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+class _SyncedFile:
+    """A new file; closing it flushes it to disk."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = open(path, "xb", buffering=0)  # noqa: SIM115 - closed by close()
+
+    def write(self, data: Any) -> int:
+        view, done = memoryview(data).cast("B"), 0
+        while done < len(view):  # a raw file may take a part
+            done += self._file.write(view[done:])
+        return done
+
+    def close(self) -> None:
+        if not self._file.closed:
+            try:
+                os.fsync(self._file.fileno())
+            finally:
+                self._file.close()
+
+
+class RemotePlace:
+    """A prefix in an object store, or whatever else fsspec reaches."""
+
+    def __init__(self, system: Any, root: str, url: str) -> None:
+        self.system, self.root, self.url = system, root, url
+
+    def __str__(self) -> str:
+        return self.url
+
+    def __truediv__(self, name: str) -> RemotePlace:
+        return RemotePlace(self.system, f"{self.root}/{name}", f"{self.url}/{name}")
+
+    def names(self) -> list[str]:
+        self.system.invalidate_cache()  # somebody else may have written since
+        try:
+            found = self.system.ls(self.root, detail=False)
+        except FileNotFoundError:
+            return []
+        return sorted({path.rstrip("/").rpartition("/")[2] for path in found} - {""})
+
+    def is_published(self, name: str) -> bool:
+        return COMMIT in (self / name).names()
+
+    def size(self, name: str) -> int:
+        return int(self.system.info(f"{self.root}/{name}")["size"])
+
+    def read(self, name: str) -> bytes:
+        return bytes(self.system.cat_file(f"{self.root}/{name}"))
+
+    def open(self, name: str) -> Source:
+        return _RemoteFile(self.system, f"{self.root}/{name}")
+
+    def create(self, name: str) -> Sink:
+        path = f"{self.root}/{name}"
+        with contextlib.suppress(FileExistsError):
+            self.system.makedirs(path.rpartition("/")[0], exist_ok=True)
+        sink: Sink = self.system.open(path, "wb")
+        return sink
+
+    def free_bytes(self) -> int | None:
+        return None
+
+    def begin(self, name: str) -> str:
+        """Clear the way: while the folder is written there is no manifest in it, so no checkpoint."""
+        self.remove(name)
+        return name
+
+    def publish(self, unpublished: str, name: str) -> None:
+        """Nothing: the manifest, written last, has done it."""
+
+    def move(self, name: str, new_name: str) -> None:
+        self.system.mv(f"{self.root}/{name}/{COMMIT}", f"{self.root}/{name}/{new_name}-{COMMIT}")
+
+    def remove(self, name: str) -> None:
+        for path in (f"{self.root}/{name}/{COMMIT}", f"{self.root}/{name}"):
+            with contextlib.suppress(FileNotFoundError):
+                self.system.rm(path, recursive=not path.endswith(COMMIT))
+
+    def clean(self, prefix: str) -> list[str]:
+        folders = [name for name in self.names() if name.startswith(prefix)]
+        leftovers = [name for name in folders if not any(COMMIT in file for file in (self / name).names())]
+        for name in leftovers:
+            self.remove(name)
+        return leftovers
+
+
+class _RemoteFile:
+    def __init__(self, system: Any, path: str) -> None:
+        self._system, self._path = system, path
+
+    def read_into(self, buffer: memoryview, start: int) -> None:
+        data = self._system.cat_file(self._path, start=start, end=start + len(buffer))
+        if len(data) != len(buffer):
+            raise OSError(f"{self._path} ends at {start + len(data)}, before {start + len(buffer)}")
+        buffer[:] = data
+
+    def close(self) -> None:
+        pass
+
+
+def split_parent(path: str | os.PathLike[str]) -> tuple[str, str]:
+    """Return the folder that a path or URL is in, and its name there."""
+    parent, _, name = os.fspath(path).rstrip("/").rpartition("/")
+    return parent or ".", name

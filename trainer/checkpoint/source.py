@@ -1,0 +1,70 @@
+"""A checkpoint as something to read weights from: by name, any rows, in one process and without a process group."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+
+import torch
+
+from trainer.checkpoint.blocks import Damaged
+from trainer.checkpoint.manifest import find_damage, read_blocks, read_file, read_manifest
+from trainer.checkpoint.place import COMMIT, Place, find_place
+from trainer.checkpoint.store import list_steps
+from trainer.checkpoint.tensors import layout_from_json, read_rows
+from trainer.errors import TrainingFailed, UserError
+
+
+class StoredWeights:
+    """The model's weights in one checkpoint.  What is read is checked."""
+
+    def __init__(self, place: Place) -> None:
+        self.place, self.description = place, str(place)
+        try:
+            self.manifest = read_manifest(place)
+            damage = find_damage(place, self.manifest, "frames")
+            if damage:
+                raise Damaged("\n  ".join(damage))
+            layout = layout_from_json(read_file(place, self.manifest, "layout.json"))
+            self._blocks = read_blocks(place, self.manifest)
+            self.config_yaml = read_file(place, self.manifest, "config.yaml").decode()
+            self.parts = json.loads(read_file(place, self.manifest, "state.json"))["parts"]
+        except FileNotFoundError as error:
+            raise UserError(f"{place}: there is no checkpoint ({COMMIT} is missing)") from error
+        except Damaged as error:
+            raise TrainingFailed(f"the checkpoint {place} is damaged:\n  {error}") from error
+        self.layout = layout
+        self._stored = {k.removeprefix("model."): stored for k, stored in layout.items() if k.startswith("model.")}
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {name: stored.shape for name, stored in self._stored.items()}
+
+    @property
+    def dtypes(self) -> Mapping[str, torch.dtype]:
+        return {name: stored.dtype for name, stored in self._stored.items()}
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """Return rows [start, stop) of a parameter, or all of it.  Raises TrainingFailed if they are damaged."""
+        try:
+            return read_rows(self.place, self._stored[name], self._blocks, start, stop)
+        except (Damaged, OSError) as error:
+            raise TrainingFailed(f"the checkpoint {self.place} is damaged:\n  {error}") from error
+
+
+def is_checkpoint(path: str | os.PathLike[str]) -> bool:
+    """Return whether there is a manifest at `path` (a folder or URL)."""
+    return COMMIT in find_place(path).names()
+
+
+def find_checkpoint(path: str | os.PathLike[str]) -> Place:
+    """Return the checkpoint that `path` means: one itself, or the newest of a run's folder.  Raises UserError."""
+    place = find_place(path)
+    for folder in (place, place / "checkpoints"):
+        if COMMIT in folder.names():
+            return folder
+        steps = list_steps(folder)
+        if steps:
+            return folder / f"step_{steps[-1]:08d}"
+    raise UserError(f"{path}: is neither a checkpoint nor the folder of a run with one")

@@ -1,0 +1,510 @@
+"""Tensors in files, through torch.distributed.checkpoint (DCP): which rank writes what, and who reads which part.
+
+Planning is DCP's; the files are those of its `FileSystemWriter`, so that `FileSystemReader` and other tools read them.
+What is added: checksums taken while writing, a layout in JSON (DCP's own metadata is a pickle, of which one flipped bit
+took 20 GB of memory), and reading straight into the tensors that are loaded.
+
+A plan holds for as long as the tensors keep their names, shapes and placements, so it is made once: on 512 ranks DCP
+would otherwise gather and compare some hundred thousand items for every save.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pickle
+import warnings
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, WriteItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.distributed.tensor import DTensor
+
+from trainer.checkpoint.blocks import BlockReader, Blocks, BlockWriter, Damaged
+from trainer.checkpoint.place import Place
+from trainer.parameters import local
+from trainer.world import Channel
+
+Tensors = Mapping[str, torch.Tensor]
+"""Tensors by key: DTensors, of which each rank holds a shard, or plain ones, the same on all ranks."""
+
+METADATA = ".metadata"
+"""DCP's own metadata: written for torch's tools, never read here."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A box of one tensor, and the bytes of a file that hold it."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    start: int
+    """Where the item of DCP begins, a file of `torch.save` within the file."""
+    length: int
+    data_start: int
+    """Where the tensor's own bytes begin."""
+
+
+@dataclass
+class Stored:
+    """One tensor as it is stored."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    chunks: list[Chunk]
+
+    @property
+    def num_bytes(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+
+
+Layout = dict[str, Stored]
+"""Every stored tensor by key."""
+
+
+def signature_of(tensors: Tensors) -> tuple[Any, ...]:
+    """Return what a plan depends on."""
+    return tuple(
+        (key, t.dtype, tuple(t.shape), (t.placements, tuple(t.device_mesh.shape)) if isinstance(t, DTensor) else None)
+        for key, t in tensors.items()
+    )
+
+
+class SavePlans:
+    """Which chunks each rank writes: planned once, then the same until the tensors change."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._signature: tuple[Any, ...] | None = None
+        self.items: list[WriteItem] = []
+        """What this rank writes."""
+        self.metadata: Metadata | None = None
+        """Rank 0: what there will be, without the places in files."""
+
+    def is_stale(self, tensors: Tensors) -> bool:
+        return signature_of(tensors) != self._signature
+
+    def make(self, tensors: Tensors) -> None:
+        """Plan anew.  Collective: one gather to rank 0, one scatter.  Raises on all ranks if any fails."""
+        planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+        def plan_own() -> SavePlan:
+            # What is the same everywhere is rank 0's to write.
+            own = {k: t for k, t in tensors.items() if isinstance(t, DTensor) or self._channel.is_main}
+            planner.set_up_planner(own, is_coordinator=self._channel.is_main)
+            return planner.create_local_plan()
+
+        plans = self._channel.gather(self._channel.agreed(plan_own))
+
+        def plan_all() -> list[SavePlan]:
+            if not self._channel.is_main:
+                return []
+            planned, self.metadata = planner.create_global_plan(plans)
+            _check_coverage(tensors, self.metadata)
+            return planned
+
+        planned = self._channel.broadcast(self._channel.agreed(plan_all))
+        self.items = list(planned[self._channel.rank].items)
+        self._signature = signature_of(tensors)
+
+
+def _check_coverage(tensors: Tensors, metadata: Metadata) -> None:
+    """Raise unless the chunks fill every tensor: DCP demands it of several ranks only, and never when it loads."""
+    for key, tensor in tensors.items():
+        stored = metadata.state_dict_metadata.get(key)
+        filled = sum(chunk.sizes.numel() for chunk in getattr(stored, "chunks", []))
+        if filled != tensor.numel():
+            raise ValueError(f"{key}: the ranks hold {filled} of its {tensor.numel()} elements")
+
+
+class Staging:
+    """Memory for a copy of what this rank writes, used again for every save.
+
+    One buffer: page-locked for a GPU, so that it copies at full speed; faulted in once.  The first save pays for it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._buffer = np.empty(0, dtype=np.uint8)
+
+    def copy(self, tensors: Tensors, items: Iterable[WriteItem]) -> dict[str, torch.Tensor]:
+        """Return copies, on the CPU, of this rank's parts of the tensors that `items` name.  Earlier ones are lost."""
+        parts = {item.index.fqn: local(tensors[item.index.fqn]) for item in items}
+        with torch.no_grad():
+            copies = _views(self._room_for(parts), parts)
+            for key, part in parts.items():
+                copies[key].copy_(part, non_blocking=True)
+            if self._device.type == "cuda":
+                torch.cuda.current_stream(self._device).synchronize()
+        return copies
+
+    def _room_for(self, parts: Tensors) -> np.ndarray[Any, Any]:
+        needed = sum(_padded(part) for part in parts.values())
+        if needed > self._buffer.nbytes:
+            self._unlock()
+            self._buffer = np.empty(0, dtype=np.uint8)  # before the larger one is there
+            self._buffer = np.zeros(needed, dtype=np.uint8)
+            if self._device.type == "cuda":
+                # Registered rather than allocated by torch, which would round up to a power of two.
+                cudart: Any = torch.cuda.cudart()
+                torch.cuda.check_error(cudart.cudaHostRegister(self._buffer.ctypes.data, self._buffer.nbytes, 0))
+        return self._buffer
+
+    def _unlock(self) -> None:
+        if self._device.type == "cuda" and self._buffer.nbytes:
+            cudart: Any = torch.cuda.cudart()
+            torch.cuda.check_error(cudart.cudaHostUnregister(self._buffer.ctypes.data))
+
+
+def _padded(tensor: torch.Tensor) -> int:
+    return -(-tensor.numel() * tensor.element_size() // 64) * 64
+
+
+def _views(buffer: np.ndarray[Any, Any], like: Tensors) -> dict[str, torch.Tensor]:
+    """Return tensors over parts of `buffer`, each with a storage of its own: `torch.save` writes whole storages."""
+    views, start = {}, 0
+    for key, tensor in like.items():
+        size = tensor.numel() * tensor.element_size()
+        part = torch.from_numpy(buffer[start : start + size]) if size else torch.empty(0, dtype=torch.uint8)
+        views[key] = part.view(tensor.dtype).view(tensor.shape)
+        start += _padded(tensor)
+    return views
+
+
+@dataclass
+class Written:
+    """What one rank has written: its items, and the checksums of its file."""
+
+    file: str
+    blocks: Blocks
+    chunks: list[tuple[MetadataIndex, Chunk]]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(length for length, _ in self.blocks)
+
+
+def write_tensors(
+    place: Place, rank: int, items: Sequence[WriteItem], tensors: Tensors, must_be_finite: frozenset[str]
+) -> Written | None:
+    """Write this rank's chunks into one file and flush it to disk; None if it has none.  No collective.
+
+    `tensors` are staged copies, or the live ones (then each is copied as it is written).  Raises ValueError for a
+    weight that is not finite, OSError.
+    """
+    if not items:
+        return None
+    name = f"__{rank}_0.distcp"
+    writer = BlockWriter(place.create(name))
+    chunks = []
+    scratch = np.empty(0, dtype=np.uint8)
+    has_own_checksums = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)  # of torch's files: the blocks' own are taken instead
+    try:
+        for item in items:
+            key = item.index.fqn
+            part = tensors[key]
+            if isinstance(part, DTensor) or part.untyped_storage().nbytes() != part.nbytes or part.device.type != "cpu":
+                part = local(part.detach())
+                if scratch.nbytes < part.nbytes:
+                    scratch = np.empty(part.nbytes, dtype=np.uint8)
+                part = _views(scratch, {key: part})[key].copy_(part)
+            if key in must_be_finite and not _is_finite(part):
+                raise ValueError(f"{key} holds values that are not finite; such weights are never published")
+            chunks.append((item.index, _write_chunk(writer, name, item, part)))
+    finally:
+        torch.serialization.set_crc32_options(has_own_checksums)
+        writer.close()
+    return Written(name, writer.blocks, chunks)
+
+
+def _write_chunk(writer: BlockWriter, name: str, item: WriteItem, part: torch.Tensor) -> Chunk:
+    assert item.tensor_data is not None
+    watch = _DataWatch(writer, part)
+    start = writer.tell()
+    torch.save(part, watch)  # type: ignore[arg-type]  # all that it asks of a file is write
+    assert watch.data_start is not None or not part.nbytes, "torch.save writes a tensor's bytes in one piece"
+    box = item.tensor_data.chunk
+    return Chunk(tuple(box.offsets), tuple(box.sizes), name, start, writer.tell() - start, watch.data_start or start)
+
+
+class _DataWatch:
+    """Hands on what `torch.save` writes, and notices where the tensor's own bytes begin."""
+
+    def __init__(self, writer: BlockWriter, tensor: torch.Tensor) -> None:
+        self._writer, self._address, self._bytes = writer, tensor.data_ptr(), tensor.nbytes
+        self.data_start: int | None = None
+
+    def write(self, data: Any) -> int:
+        if len(data) == self._bytes and np.frombuffer(data, dtype=np.uint8).ctypes.data == self._address:
+            self.data_start = self._writer.tell()
+        return self._writer.write(data)
+
+    def flush(self) -> None: ...
+
+
+_EXPONENTS = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00}
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    """Return whether all values are finite, in one pass without a copy.
+
+    By numpy, in this thread: torch's own would start OpenMP threads beside those of the training step.
+    """
+    if not tensor.is_floating_point() or not tensor.numel() or tensor.itemsize == 1:
+        return True
+    flat = tensor.flatten()
+    if tensor.dtype in _EXPONENTS:
+        mask = _EXPONENTS[tensor.dtype]
+        bits = flat.view(torch.int16).numpy()
+        return all(
+            int((bits[i : i + 65536] & mask).max()) < mask  # all ones in the exponent: infinite or not a number
+            for i in range(0, bits.size, 65536)
+        )
+    values = flat.numpy()
+    return bool(np.isfinite(values.max()) and np.isfinite(values.min()))
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# What is stored where
+
+
+def layout_of(metadata: Metadata, written: Iterable[Written]) -> Layout:
+    """Return the layout of all ranks' files.  Raises ValueError unless every planned chunk has been written."""
+    layout: Layout = {}
+    for key, stored in metadata.state_dict_metadata.items():
+        assert isinstance(stored, TensorStorageMetadata)
+        layout[key] = Stored(stored.properties.dtype, tuple(stored.size), [])
+    for part in written:
+        for index, chunk in part.chunks:
+            layout[index.fqn].chunks.append(chunk)
+    for key, stored in metadata.state_dict_metadata.items():
+        planned = {(tuple(box.offsets), tuple(box.sizes)) for box in stored.chunks}  # type: ignore[union-attr]
+        missing = planned - {(chunk.offsets, chunk.sizes) for chunk in layout[key].chunks}
+        if missing:
+            raise ValueError(f"{key}: {len(missing)} of its {len(planned)} chunks have not been written")
+    return layout
+
+
+def layout_to_json(layout: Layout) -> str:
+    """Return a layout as `layout_from_json` reads it: one short row a tensor."""
+    rows = {
+        key: [str(t.dtype).removeprefix("torch."), t.shape, [dataclasses.astuple(chunk) for chunk in t.chunks]]
+        for key, t in layout.items()
+    }
+    return json.dumps(rows, separators=(",", ":"))
+
+
+def layout_from_json(text: bytes | str) -> Layout:
+    """Return the layout that `layout_to_json` has written."""
+    return {
+        key: Stored(
+            getattr(torch, dtype),
+            tuple(shape),
+            [Chunk(tuple(offsets), tuple(sizes), *where) for offsets, sizes, *where in chunks],
+        )
+        for key, (dtype, shape, chunks) in json.loads(text).items()
+    }
+
+
+def pickled_metadata(layout: Layout, paths: Mapping[str, tuple[str, ...]]) -> bytes:
+    """Return DCP's `.metadata`, for torch's tools.  `paths`: where each key stands in the nested state dict."""
+    metadata = _metadata(layout)
+    metadata.planner_data = dict(paths)
+    metadata.storage_meta = StorageMeta()
+    metadata.version = CURRENT_DCP_VERSION
+    return pickle.dumps(metadata)
+
+
+def _metadata(layout: Layout) -> Metadata:
+    tensors = {
+        key: TensorStorageMetadata(
+            TensorProperties(dtype=stored.dtype),
+            torch.Size(stored.shape),
+            [ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in stored.chunks],
+        )
+        for key, stored in layout.items()
+    }
+    places = {
+        MetadataIndex(key, chunk.offsets, number): _StorageInfo(chunk.file, chunk.start, chunk.length)
+        for key, stored in layout.items()
+        for number, chunk in enumerate(stored.chunks)
+    }
+    return Metadata(tensors, storage_data=places)  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Reading
+
+
+def read_tensors(
+    place: Place, layout: Layout, blocks: Mapping[str, Blocks], targets: Tensors, check: bool = True
+) -> None:
+    """Read `targets` (DTensors of any mesh, or plain tensors) in place, each rank its own parts, checked as they come.
+
+    No collective.  Raises Damaged, OSError; then some targets are overwritten.
+    """
+    reader = _Reader(place, layout, blocks, check)
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # it is: each rank reads for itself
+            dcp.load(dict(targets), storage_reader=reader, planner=planner, no_dist=True)
+    except CheckpointException as failure:  # DCP's wrapper, which is no `Exception`
+        (error, _), *_ = failure.failures.values()
+        raise error from failure
+    finally:
+        reader.close()
+
+
+class _Reader(StorageReader):
+    """Reads chunks by our own layout.  DCP decides which parts of which chunks this rank's tensors need."""
+
+    _NUM_THREADS = 2
+    """They take the blocks of a file in turn: one waits for the disk while the other takes a checksum.  A thread for
+    every other tensor instead, which spoils the kernel's reading ahead, took 1.3 to 3 times as long."""
+    _WAITING_BYTES = 64 << 20
+    """How much may have been read that is not yet where it belongs."""
+
+    def __init__(self, place: Place, layout: Layout, blocks: Mapping[str, Blocks], check: bool = True) -> None:
+        self._place, self._layout, self._blocks, self._check = place, layout, blocks, check
+        self._open: dict[str, BlockReader] = {}
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None: ...
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+    def read_metadata(self) -> Metadata:
+        return _metadata(self._layout)
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None: ...
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
+        chunks = {(key, chunk.offsets): chunk for key, stored in self._layout.items() for chunk in stored.chunks}
+
+        def chunk_of(item: ReadItem) -> Chunk:
+            return chunks[item.storage_index.fqn, tuple(item.storage_index.offset or ())]
+
+        waiting: deque[_Reading] = deque()
+        with ThreadPoolExecutor(self._NUM_THREADS) as threads:
+            try:
+                for item in sorted(plan.items, key=lambda item: (chunk_of(item).file, chunk_of(item).start)):
+                    target = planner.resolve_tensor(item).detach()
+                    if target.numel():
+                        waiting.append(self._begin(threads, chunk_of(item), item, target))
+                    while sum(reading.num_bytes for reading in waiting) > self._WAITING_BYTES:
+                        waiting.popleft().finish()
+                    planner.commit_tensor(item, target)
+                for reading in waiting:
+                    reading.finish()
+            except BaseException:
+                threads.shutdown(wait=True, cancel_futures=True)
+                raise
+        done: torch.futures.Future[None] = torch.futures.Future()
+        done.set_result(None)
+        return done
+
+    def _begin(self, threads: ThreadPoolExecutor, chunk: Chunk, item: ReadItem, target: torch.Tensor) -> _Reading:
+        """Have the threads read what `target` needs of one chunk: straight into it, where it lies so in the file."""
+        dtype = self._layout[item.storage_index.fqn].dtype
+        offsets, lengths = tuple(item.storage_offsets), tuple(item.lengths)
+        rows_only = lengths[1:] == chunk.sizes[1:]
+        row_bytes = int(np.prod(chunk.sizes[1:], dtype=np.int64)) * dtype.itemsize
+        start = chunk.data_start + (offsets[0] * row_bytes if rows_only and offsets else 0)
+        fits = rows_only and target.device.type == "cpu" and target.dtype == dtype and target.is_contiguous()
+        part = target if fits else torch.empty(lengths if rows_only else chunk.sizes, dtype=dtype)
+        jobs = [threads.submit(read) for read in self._file(chunk.file).parts(_bytes_of(part), start)]
+        if fits:
+            return _Reading(jobs, None, None, part.nbytes)
+        box = () if rows_only else tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))
+        return _Reading(jobs, part[box], target, part.nbytes)
+
+    def _file(self, name: str) -> BlockReader:
+        if name not in self._open:
+            if name not in self._blocks:
+                raise Damaged(f"{self._place}/{name}: is not in the manifest")
+            self._open[name] = BlockReader(self._place, name, self._blocks[name], self._check)
+        return self._open[name]
+
+    def read_rows(self, chunk: Chunk, start: int, rows: torch.Tensor) -> None:
+        """Read rows of one chunk from `start` on."""
+        position = chunk.data_start + start * (rows.nbytes // len(rows) if rows.ndim else 0)
+        self._file(chunk.file).read_into(_bytes_of(rows), position)
+
+    def close(self) -> None:
+        for reader in self._open.values():
+            reader.close()
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """A part of a chunk that is being read."""
+
+    jobs: Sequence[Future[None]]
+    source: torch.Tensor | None
+    """Where it is read to first, if not where it belongs."""
+    target: torch.Tensor | None
+    num_bytes: int
+
+    def finish(self) -> None:
+        for job in self.jobs:
+            job.result()
+        if self.source is not None and self.target is not None:
+            self.target.copy_(self.source)
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    return memoryview(tensor.flatten().view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def read_rows(
+    place: Place, stored: Stored, blocks: Mapping[str, Blocks], start: int = 0, stop: int | None = None
+) -> torch.Tensor:
+    """Return rows [start, stop) along dim 0 of one tensor, or all of it, on the CPU.  Raises Damaged, OSError."""
+    rows = stored.shape[0] if stored.shape else 1
+    stop = rows if stop is None else stop
+    out = torch.empty((stop - start, *stored.shape[1:]) if stored.shape else (), dtype=stored.dtype)
+    reader = _Reader(place, {"tensor": stored}, blocks)
+    try:
+        for chunk in stored.chunks:
+            first = chunk.offsets[0] if chunk.offsets else 0
+            height = chunk.sizes[0] if chunk.sizes else 1
+            low, high = max(start, first), min(stop, first + height)
+            if low >= high or 0 in chunk.sizes:
+                continue
+            whole = torch.empty((high - low, *chunk.sizes[1:]) if stored.shape else (), dtype=stored.dtype)
+            reader.read_rows(chunk, low - first, whole)
+            offsets, sizes = (low - start, *chunk.offsets[1:]), tuple(whole.shape)
+            box = tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True)) if stored.shape else ()
+            out[box].copy_(whole)
+    finally:
+        reader.close()
+    return out

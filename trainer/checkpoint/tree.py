@@ -1,0 +1,100 @@
+"""State as a tree: what is a tensor goes one way, what is not becomes JSON and comes back the same.
+
+No pickle, so that nothing in a checkpoint can run code when it is read.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+_TAG = "!"
+"""Key that marks what JSON has no word for."""
+
+Path = tuple[str, ...]
+"""Where a tensor stands in the tree; joined by dots it is the tensor's key in the checkpoint."""
+
+
+def split(state: Any, path: Path) -> tuple[Any, dict[Path, torch.Tensor]]:
+    """Return `state` as what JSON can hold, with its tensors apart, by their path (which begins with `path`).
+
+    Raises TypeError that says where something stands that is neither a tensor nor plain data.
+    """
+    tensors: dict[Path, torch.Tensor] = {}
+    return _plain(state, path, tensors), tensors
+
+
+def join(plain: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """Return the state that `split` took apart; `tensors` by key, the path joined by dots."""
+    if isinstance(plain, list):
+        return [join(item, tensors) for item in plain]
+    if not isinstance(plain, dict):
+        return plain
+    if _TAG not in plain:
+        return {name: join(item, tensors) for name, item in plain.items()}
+    kind, value = plain[_TAG], plain["value"]
+    if kind == "tensor":
+        return tensors[value]
+    if kind == "array":
+        return tensors[value].numpy()
+    if kind == "bytes":
+        return base64.b64decode(value)
+    if kind == "dict":
+        return {_hashable(join(name, tensors)): join(item, tensors) for name, item in value}
+    items = [join(item, tensors) for item in value]
+    return {"tuple": tuple, "set": set, "frozenset": frozenset}[kind](items)
+
+
+def tensor_keys(plain: Any) -> set[str]:
+    """Return the keys of the tensors that belong into `plain`."""
+    if isinstance(plain, list):
+        return {key for item in plain for key in tensor_keys(item)}
+    if not isinstance(plain, dict):
+        return set()
+    if plain.get(_TAG) in ("tensor", "array"):
+        return {plain["value"]}
+    return {key for item in plain.values() for key in tensor_keys(item)}
+
+
+def _hashable(key: Any) -> Any:
+    return tuple(key) if isinstance(key, list) else key
+
+
+def _plain(value: Any, path: Path, tensors: dict[Path, torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        tensors[path] = value
+        return {_TAG: "tensor", "value": ".".join(path)}
+    if isinstance(value, np.ndarray) and value.dtype != object:
+        tensors[path] = torch.from_numpy(np.ascontiguousarray(value).copy())
+        return {_TAG: "array", "value": ".".join(path)}
+    if isinstance(value, np.generic):
+        return _plain(value.item(), path, tensors)
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, (bytes, bytearray)):
+        return {_TAG: "bytes", "value": base64.b64encode(value).decode()}
+    if isinstance(value, Mapping):
+        named = all(type(name) is str and name != _TAG for name in value)
+        if named:
+            return {name: _plain(item, (*path, name), tensors) for name, item in value.items()}
+        items = [[_plain(n, path, tensors), _plain(item, (*path, str(n)), tensors)] for n, item in value.items()]
+        return {_TAG: "dict", "value": items}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        ordered = value if isinstance(value, (list, tuple)) else sorted(value, key=repr)
+        items = [_plain(item, (*path, str(number)), tensors) for number, item in enumerate(ordered)]
+        if isinstance(value, list):
+            return items
+        return {_TAG: next(k for k in ("tuple", "set", "frozenset") if isinstance(value, _KINDS[k])), "value": items}
+    if isinstance(value, (int, float, str)):  # an enumeration, or another subclass: its plain value
+        return _plain(next(kind for kind in (int, float, str) if isinstance(value, kind))(value), path, tensors)
+    raise TypeError(
+        f"{'.'.join(path)} is a {type(value).__qualname__}; a state_dict may hold tensors, numbers, text, bytes, "
+        "arrays, None, and lists, tuples, sets and dictionaries of them"
+    )
+
+
+_KINDS: dict[str, type] = {"tuple": tuple, "set": set, "frozenset": frozenset}

@@ -1,0 +1,514 @@
+"""Folders of Hugging Face's: models in safetensors, read row by row and written tensor by tensor.
+
+Which tensor is which, and what config.json says, is the recipe's to tell (`Recipe.hf`); `transformers` is not needed.
+Format: https://github.com/huggingface/safetensors#format.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from trainer.errors import UserError, setting_error
+from trainer.files import sync_folder
+from trainer.recipe import HuggingFace, Recipe, Transposed
+from trainer.weights import WeightSource, find_weights, named_weights, row_blocks
+
+WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+
+PARTIAL = ".partial"
+"""Ends the name of a file that is being written; a dot begins it."""
+
+MARK = {"exported_by": "meshtrainer"}
+"""Stands in config.json, so that a later export knows that it may replace the folder's files."""
+
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Names
+
+
+def find_huggingface(recipe: Recipe) -> HuggingFace:
+    """Return what the recipe says of Hugging Face's world.  Raises UserError if it says nothing."""
+    if recipe.hf is None:
+        raise UserError(
+            f"recipe {recipe.name!r} does not say what its model is called in Hugging Face's world: give it "
+            "hf=HuggingFace(model_type=..., architecture=..., names=..., config=..., model_fields=...), as "
+            "trainer.recipe.HuggingFace describes; recipes/llama/huggingface.py is an example"
+        )
+    return recipe.hf
+
+
+class _Names:
+    """The names of one model's tensors, from ours to theirs and back."""
+
+    def __init__(self, recipe: Recipe, model_config: Any) -> None:
+        self._hf = find_huggingface(recipe)
+        names = self._hf.names(model_config) if callable(self._hf.names) else self._hf.names
+        self._pairs = list(names.items())
+        for ours, theirs in self._pairs:
+            if ours.count("*") != theirs.count("*"):
+                raise UserError(
+                    f"recipe {recipe.name!r}: hf.names: {ours!r} and {theirs!r} differ in their number of *"
+                )
+
+    def theirs(self, name: str) -> tuple[str, bool] | None:
+        """Return their name of our tensor `name`, and whether it is transposed there; None if there is none."""
+        for ours, theirs in self._pairs:
+            found = _translate(name, ours, theirs)
+            if found is not None:
+                return found, isinstance(theirs, Transposed)
+        return None
+
+    def ours(self, name: str) -> tuple[str, bool] | None:
+        """Return our name of their tensor `name`, with or without the prefix, and whether it is transposed there."""
+        for full_name in (name, self._hf.prefix + name):
+            for ours, theirs in self._pairs:
+                found = _translate(full_name, theirs, ours)
+                if found is not None:
+                    return found, isinstance(theirs, Transposed)
+        return None
+
+    def is_ignored(self, name: str) -> bool:
+        """Return whether their tensor `name` is one that no model needs."""
+        full_names = (name, self._hf.prefix + name)
+        return any(_translate(n, ignored, ignored) is not None for n in full_names for ignored in self._hf.ignored)
+
+
+def _translate(name: str, pattern: str, other: str) -> str | None:
+    """Return `name` in the form of `other` if it has that of `pattern`: what each * stands for is carried over."""
+    match = re.fullmatch(re.escape(pattern).replace(r"\*", r"([^.]+)"), name)
+    if match is None:
+        return None
+    parts = iter(match.groups())
+    return re.sub(r"\*", lambda _: next(parts), other)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Reading
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """One tensor of a file: as we see it, and what reads it."""
+
+    file: Path
+    reader: Any
+    transposed: bool
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class SafetensorsFolder:
+    """The weights in a folder with `model.safetensors`, or with its index and shards: a `WeightSource`.
+
+    Files are mapped into memory, and pages are read as rows are asked for.  Tensors that the recipe has no name for
+    keep their own, so that a comparison with the model lists them.  Raises UserError that begins with `setting`
+    for a folder, index or file that cannot be read.  Reads nothing but headers until `read`.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], recipe: Recipe, model_config: Any, setting: str = "path") -> None:
+        self.description = str(path)
+        self._setting = setting
+        names = _Names(recipe, model_config)
+        self._stored: dict[str, _Stored] = {}
+        for file, listed in _find_files(path, setting).items():
+            handle = self._open(file)
+            held = list(handle.keys())
+            absent = sorted(listed - set(held))
+            if absent:
+                raise self._unreadable(file, f"has no {', '.join(absent)}, which {INDEX} says it has")
+            for name in listed or held:
+                if not names.is_ignored(name):
+                    ours, transposed = names.ours(name) or (name, False)
+                    self._stored[ours] = self._describe(file, handle.get_slice(name), name, transposed)
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """The shape of each tensor, the way round that we have it."""
+        return {name: stored.shape for name, stored in self._stored.items()}
+
+    @property
+    def dtypes(self) -> Mapping[str, torch.dtype]:
+        """The dtype of each tensor."""
+        return {name: stored.dtype for name, stored in self._stored.items()}
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """Return rows [start, stop) of a tensor, or all of it: a view of the file.  Raises UserError if it cannot."""
+        stored = self._stored[name]
+        try:
+            if not stored.shape:
+                tensor: torch.Tensor = stored.reader[...]
+            elif stored.transposed:
+                tensor = stored.reader[:, start:stop].t()
+            else:
+                tensor = stored.reader[start:stop]
+        except (SafetensorError, OSError) as error:
+            raise self._unreadable(stored.file, f"cannot be read ({error})") from error
+        return tensor
+
+    def _open(self, file: Path) -> Any:
+        try:
+            return safe_open(file, framework="pt")
+        except SafetensorError as error:
+            raise self._unreadable(file, f"is no whole safetensors file ({error}); fetch it again") from error
+        except OSError as error:
+            raise self._unreadable(file, f"cannot be read ({error.strerror or error})") from error
+
+    def _describe(self, file: Path, reader: Any, name: str, transposed: bool) -> _Stored:
+        shape, dtype = tuple(reader.get_shape()), reader.get_dtype()
+        if dtype not in _DTYPES:
+            raise self._unreadable(file, f"{name} is stored as {dtype}; convert it to one of {', '.join(_DTYPES)}")
+        transposed = transposed and len(shape) == 2
+        return _Stored(file, reader, transposed, shape[::-1] if transposed else shape, _DTYPES[dtype])
+
+    def _unreadable(self, file: Path, what: str) -> UserError:
+        return setting_error(self._setting, self.description, f"{file.name}: {what}")
+
+
+def _find_files(path: str | os.PathLike[str], setting: str) -> dict[Path, set[str]]:
+    """Return the folder's safetensors files, each with the names that an index says it has."""
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        rule = "is a file; give the folder that it is in" if folder.exists() else "there is no such folder"
+        raise setting_error(setting, path, rule)
+    if (folder / WEIGHTS).is_file():
+        return {folder / WEIGHTS: set()}
+    if not (folder / INDEX).is_file():
+        there = sorted(file.name for file in folder.iterdir())
+        pickles = [name for name in there if name.endswith(PICKLES)]
+        rule = f"has neither {WEIGHTS} nor {INDEX}"
+        if pickles:
+            rule += (
+                f", only {', '.join(pickles)}: pickles are not read, since unpickling what came from elsewhere can run "
+                "code; convert them to safetensors first"
+            )
+        elif there:
+            rule += f"; it has {', '.join(there[:8])}" + (", ..." if len(there) > 8 else "")
+        raise setting_error(setting, path, rule)
+    try:
+        weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
+        files = {
+            folder / name: {key for key, file in weight_map.items() if file == name}
+            for name in sorted(set(weight_map.values()))
+        }
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+        raise setting_error(setting, path, f"{INDEX}: is no index of safetensors files ({error!r})") from error
+    absent = [file.name for file in files if not file.is_file()]
+    if absent:
+        raise setting_error(setting, path, f"{INDEX} names {', '.join(absent)}, which is not there; fetch it again")
+    return files
+
+
+def model_config_of(
+    folder: str | os.PathLike[str], recipes: Sequence[Recipe], setting: str = "path"
+) -> tuple[Recipe, Any]:
+    """Return which of `recipes` builds the model in `folder`, and the configuration that it needs for it.
+
+    Raises UserError that begins with `setting` if config.json is missing or broken, or describes a model that none of
+    the recipes builds, or several.
+    """
+    try:
+        content = json.loads((Path(folder).expanduser() / CONFIG).read_text())
+        model_type = content["model_type"]
+    except OSError as error:
+        raise setting_error(setting, folder, f"{CONFIG}: cannot be read ({error.strerror})") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise setting_error(setting, folder, f"{CONFIG}: describes no model ({error!r})") from error
+    able = [recipe for recipe in recipes if recipe.hf and recipe.hf.model_type == model_type]
+    if len(able) != 1:
+        known = sorted({recipe.hf.model_type for recipe in recipes if recipe.hf})
+        rule = (
+            f"is for the recipes {', '.join(recipe.name for recipe in able)}; name one with model.name"
+            if able
+            else f"has no recipe; those here are for {', '.join(known) or 'nothing'}"
+        )
+        raise setting_error(setting, folder, f"{CONFIG}: model_type={model_type} {rule}")
+    (recipe,) = able
+    hf = find_huggingface(recipe)
+    for key, value in hf.fixed.items():
+        if content.get(key, value) != value:
+            rule = f"{CONFIG}: {key}={content[key]!r}: recipe {recipe.name!r} has {value!r} and nothing else"
+            raise setting_error(setting, folder, rule)
+    try:
+        config = recipe.config(**hf.model_fields(content))
+        if recipe.check:
+            recipe.check(config)
+    except UserError as error:
+        raise setting_error(setting, folder, f"{CONFIG}: {error}") from error
+    except KeyError as error:
+        raise setting_error(setting, folder, f"{CONFIG}: has no {error.args[0]!r}") from error
+    return recipe, config
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Writing
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """One tensor to be written: its name here and there, its shape here, and its dtype there."""
+
+    name: str
+    theirs: str
+    transposed: bool
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+def export(
+    source: WeightSource,
+    recipe: Recipe,
+    model_config: Any,
+    folder: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = 5 * 10**9,
+    tokenizer: str = "bytes",
+    end_id: int | None = None,
+    overwrite: bool = False,
+    setting: str = "folder",
+) -> list[Path]:
+    """Write the weights of `source` to `folder` as Hugging Face's libraries read them, and return the files.
+
+    Floating-point weights are stored as `dtype`, or as they are.  A model of more than `max_shard_bytes` is split into
+    files of at most that (or one tensor) and an index.  Tied weights are stored once.  `tokenizer` is "bytes", which
+    has no files, or the path of a tokenizer.json, copied with what stands beside it; `end_id` is the id that ends a
+    document.  Memory: a few blocks of `weights.BLOCK_BYTES`, whatever the model's size.  One process, no collectives.
+
+    Everything is first written under other names; the weights, or their index, are renamed last, so that a folder
+    left by a crash is not taken for a model.  Raises UserError, named `setting` where it is about the folder, if that
+    holds anything but an earlier export that may be replaced (`overwrite`), if the recipe has no names for Hugging
+    Face, or if the weights do not fit the model.
+    """
+    path = Path(folder).expanduser()
+    names = _Names(recipe, model_config)
+    tensors = _list_tensors(source, recipe, model_config, names, dtype)
+    shards = _split(tensors, max_shard_bytes)
+    texts = {CONFIG: _config_json(recipe, model_config, tensors, end_id), **_tokenizer_files(tokenizer, end_id)}
+    if end_id is not None:
+        texts["generation_config.json"] = _json({"eos_token_id": end_id})
+    index = {INDEX: _index_json(shards)} if len(shards) > 1 else {}
+
+    _make_room(path, overwrite, setting)
+    partial = {name: path / f".{name}{PARTIAL}" for name in (*texts, *shards, *index)}
+    try:
+        for name, text in (texts | index).items():
+            with _synced(partial[name]) as file:
+                file.write(text)
+        for name, shard in shards.items():
+            with _synced(partial[name]) as file:
+                _write_safetensors(file, shard, source)
+    except BaseException:
+        for unfinished in partial.values():
+            unfinished.unlink(missing_ok=True)
+        raise
+    for earlier in [file for file in path.iterdir() if _is_ours(file.name) and file.name != CONFIG]:
+        earlier.unlink()
+    sync_folder(path)
+    for name in partial:
+        os.replace(partial[name], path / name)
+    sync_folder(path)
+    return [path / name for name in partial]
+
+
+def _list_tensors(
+    source: WeightSource, recipe: Recipe, model_config: Any, names: _Names, dtype: torch.dtype | None
+) -> list[_Tensor]:
+    """Return what is to be written, in the model's order.  Raises UserError if the source or the names do not fit."""
+    with torch.device("meta"):
+        model = recipe.build_model(model_config)
+    shapes = {name: tuple(weight.shape) for name, weight in named_weights(model).items()}
+    dtypes = source.dtypes
+    tensors, nameless = [], []
+    for name, stored in find_weights(model, source, f"recipe {recipe.name!r}").items():
+        theirs = names.theirs(name)
+        if theirs is None:
+            nameless.append(name)
+            continue
+        kept = dtypes[stored]
+        stored_dtype = dtype if dtype is not None and kept.is_floating_point else kept
+        tensors.append(_Tensor(stored, *theirs, shapes[name], stored_dtype))
+    if nameless:
+        raise UserError(f"recipe {recipe.name!r}: hf.names lacks {', '.join(nameless)}")
+    return tensors
+
+
+def _split(tensors: Sequence[_Tensor], max_bytes: int) -> dict[str, list[_Tensor]]:
+    """Return the files to write and the tensors of each, in the model's order."""
+    shards: list[list[_Tensor]] = [[]]
+    for tensor in tensors:
+        if shards[-1] and sum(other.num_bytes for other in shards[-1]) + tensor.num_bytes > max_bytes:
+            shards.append([])
+        shards[-1].append(tensor)
+    if len(shards) == 1:
+        return {WEIGHTS: shards[0]}
+    return {f"model-{k:05d}-of-{len(shards):05d}.safetensors": shard for k, shard in enumerate(shards, start=1)}
+
+
+def _config_json(recipe: Recipe, model_config: Any, tensors: Sequence[_Tensor], end_id: int | None) -> bytes:
+    hf = find_huggingface(recipe)
+    dtype = str(max(tensors, key=lambda tensor: tensor.num_bytes).dtype).removeprefix("torch.")
+    return _json(
+        {
+            # Without these, transformers takes those of the models that it knows.
+            **{"bos_token_id": None, "eos_token_id": end_id, "pad_token_id": None},
+            **hf.fixed,
+            **hf.config(model_config),
+            **{"architectures": [hf.architecture], "model_type": hf.model_type},
+            **{"dtype": dtype, "torch_dtype": dtype},  # as transformers 5 and 4 call it
+            **MARK,
+        }
+    )
+
+
+def _index_json(shards: Mapping[str, Sequence[_Tensor]]) -> bytes:
+    total = sum(tensor.num_bytes for shard in shards.values() for tensor in shard)
+    weight_map = {tensor.theirs: file for file, shard in shards.items() for tensor in shard}
+    return _json({"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def _write_safetensors(file: BinaryIO, tensors: Sequence[_Tensor], source: WeightSource) -> None:
+    """Write one file: the header's length in 8 bytes, the header, and the tensors one behind the other."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    # Widest elements first: each then starts at a multiple of its own size, which readers may rely on.
+    ordered = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
+    end = 0
+    for tensor in ordered:
+        start, end = end, end + tensor.num_bytes
+        shape = tensor.shape[::-1] if tensor.transposed else tensor.shape
+        header[tensor.theirs] = {
+            "dtype": _DTYPE_NAMES[tensor.dtype],
+            "shape": list(shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    file.write(len(text).to_bytes(8, "little") + text)
+    data = file.tell()
+    for tensor in ordered:
+        _write_tensor(file, data + header[tensor.theirs]["data_offsets"][0], tensor, source)
+
+
+def _write_tensor(file: BinaryIO, position: int, tensor: _Tensor, source: WeightSource) -> None:
+    num_rows = tensor.shape[0] if tensor.shape else 1
+    widest = max(source.dtypes[tensor.name], tensor.dtype, key=lambda dtype: dtype.itemsize)
+    for start, stop in row_blocks(tensor.shape, widest, 0, num_rows):
+        if tensor.transposed:
+            # A block of our rows is a piece of every row there.
+            pieces = source.read(tensor.name, start, stop).to(tensor.dtype).t().contiguous()
+            for row in range(len(pieces)):
+                file.seek(position + (row * num_rows + start) * tensor.dtype.itemsize)
+                file.write(_bytes(pieces[row]))
+            del pieces  # or the next block is read beside it
+        else:
+            file.write(_bytes(source.read(tensor.name, start, stop).to(tensor.dtype)))
+    file.seek(position + tensor.num_bytes)
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    # Not `reshape`: the one element of a contiguous tensor may have any stride, and then is not viewed as bytes.
+    flat = tensor.detach().contiguous().as_strided((tensor.numel(),), (1,))
+    return flat.view(torch.uint8).numpy().data
+
+
+def _tokenizer_files(tokenizer: str, end_id: int | None) -> dict[str, bytes]:
+    """Return the files of a tokenizer by name; those that stand beside it go along, else a minimal tokenizer_config."""
+    if tokenizer == "bytes":
+        return {}
+    path = Path(tokenizer).expanduser()
+    try:
+        files = {"tokenizer.json": path.read_bytes()}
+        for name in TOKENIZER_FILES[1:]:
+            if path.name == "tokenizer.json" and path.with_name(name).is_file():
+                files[name] = path.with_name(name).read_bytes()
+        content = json.loads(files["tokenizer.json"])
+        vocab = content["model"]["vocab"]
+        ids = {token["content"]: token["id"] for token in content.get("added_tokens", ())}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise setting_error("tokenizer", tokenizer, f"is no Hugging Face tokenizer.json ({error!r})") from error
+    if "tokenizer_config.json" not in files:
+        ids = (vocab if isinstance(vocab, dict) else {}) | ids
+        end = next((text for text, number in ids.items() if number == end_id), None)
+        files["tokenizer_config.json"] = _json(
+            {
+                "tokenizer_class": "PreTrainedTokenizerFast",
+                "clean_up_tokenization_spaces": False,
+                **({"eos_token": end} if end is not None else {}),
+            }
+        )
+    return files
+
+
+def _make_room(folder: Path, overwrite: bool, setting: str) -> None:
+    """Make `folder`, or see that an export may go there: nothing is in it, or an earlier one that is to be replaced."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for entry in folder.iterdir():
+            if entry.name.endswith(PARTIAL) and _is_ours(entry.name[1:].removesuffix(PARTIAL)):
+                entry.unlink()  # of an export that was killed
+    except OSError as error:
+        raise setting_error(setting, folder, f"cannot be made ({error.strerror})") from error
+    if not any(folder.iterdir()):
+        return
+    try:
+        content = json.loads((folder / CONFIG).read_text())
+        is_export = MARK.items() <= content.items()
+    except (OSError, ValueError, AttributeError):
+        is_export = False
+    if not is_export:
+        raise setting_error(setting, folder, "holds files that are no earlier export; name a new or empty folder")
+    if not overwrite:
+        raise setting_error(setting, folder, "holds an earlier export; name a new folder, or ask to overwrite it")
+
+
+def _is_ours(name: str) -> bool:
+    """Return whether an export writes files of that name."""
+    return name in (WEIGHTS, INDEX, CONFIG, "generation_config.json", *TOKENIZER_FILES) or fnmatch(
+        name, "model-?????-of-?????.safetensors"
+    )
+
+
+@contextmanager
+def _synced(path: Path) -> Iterator[BinaryIO]:
+    """Open a file for writing, and flush it to disk at the end."""
+    with open(path, "wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _json(content: Mapping[str, Any]) -> bytes:
+    return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()

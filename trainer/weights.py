@@ -1,0 +1,174 @@
+"""Weights by name: where they can be read from, how they get into a model, and how a model gives them out whole.
+
+What a source looks like inside (a checkpoint, a folder of Hugging Face's) is known elsewhere; a model that is filled
+knows only that it can ask for rows.  So each rank reads what it keeps, and nothing is sent between ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from trainer.errors import UserError
+from trainer.parameters import local, tied_names
+
+BLOCK_BYTES = 64 * 2**20
+"""How much of a tensor is read at a time, where it need not be whole."""
+
+
+class WeightSource(Protocol):
+    """What weights can be read from, under the names that our model has for them; needs no process group.
+
+    description: where it is, for messages.
+    shapes, dtypes: of every tensor that it has, by name.  Of names that are tied it may have one or all.
+    """
+
+    @property
+    def description(self) -> str: ...
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
+    @property
+    def dtypes(self) -> Mapping[str, torch.dtype]: ...
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """Return rows [start, stop) along dimension 0, on the CPU; of a tensor without dimensions, all of it.
+
+        The tensor may be a view of the source's own memory: it is for reading.
+        """
+        ...
+
+
+@torch.no_grad()
+def fill(model: nn.Module, source: WeightSource, setting: str) -> None:
+    """Copy the weights of `source` into `model`, in place and in the model's own dtypes.
+
+    The model has been materialised, and may be sharded: each rank reads its own rows, a block at a time.  (What is
+    split along another dimension is read whole.)  Persistent buffers that the source lacks stay as they are.  No
+    collectives.  Raises UserError, before anything is written and on all ranks alike, if the two do not fit (see
+    `find_weights`); what the source raises while it is read, it may raise on one rank alone.
+    """
+    here, dtypes = named_weights(model), source.dtypes
+    for name, stored in find_weights(model, source, setting).items():
+        weight = here[name].detach()
+        rows = own_rows(weight)
+        if rows is None:
+            assert isinstance(weight, DTensor)
+            whole = source.read(stored)
+            parts = distribute_tensor(whole, weight.device_mesh, weight.placements, src_data_rank=None)
+            local(weight).copy_(local(parts))
+        elif weight.ndim == 0:
+            local(weight).copy_(source.read(stored))
+        else:
+            first, last = rows
+            for start, stop in row_blocks(weight.shape, dtypes[stored], first, last):
+                local(weight)[start - first : stop - first].copy_(source.read(stored, start, stop))
+
+
+def find_weights(model: nn.Module, source: WeightSource, setting: str) -> dict[str, str]:
+    """Return the names of the model's weights, of those that are tied the first, each with its name in `source`.
+
+    Raises UserError that begins with `setting` and lists every difference: what either side lacks, what has another
+    shape, and what is one tensor here and several there.  Persistent buffers may be missing in the source.
+    """
+    there = source.shapes
+    here = {name: tuple(weight.shape) for name, weight in named_weights(model).items()}
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    groups = {group[0]: group for group in tied_names(model)}
+    aliases = {alias for group in groups.values() for alias in group[1:]}
+    found: dict[str, str] = {}
+    missing, parted = [], []
+    for name in [name for name in here if name not in aliases]:
+        stored = [alias for alias in groups.get(name, [name]) if alias in there]
+        if stored:
+            found[name] = stored[0]
+            # Copies of a tied weight are one weight; two weights would lose one of them.
+            others = [other for other in stored[1:] if _differ(source, stored[0], other)]
+            parted += [f"{stored[0]} and {other} are one tensor here, two there" for other in others]
+        elif name in parameters:
+            missing.append(f"missing there: {name} {here[name]}")
+    differences = [
+        *missing,
+        *(f"missing here: {name} {shape}" for name, shape in there.items() if name not in here),
+        *(
+            f"{name}: {there[name]} there, {shape} here"
+            for name, shape in here.items()
+            if there.get(name, shape) != shape
+        ),
+        *parted,
+    ]
+    if differences:
+        listed = "\n  ".join(differences)
+        raise UserError(f"{setting}: the weights in {source.description} do not fit the model:\n  {listed}")
+    return found
+
+
+def _differ(source: WeightSource, one: str, other: str) -> bool:
+    """Tell by three rows whether two names of the source stand for different weights."""
+    shape = source.shapes[one]
+    if source.shapes[other] != shape or not shape or not shape[0]:
+        return False  # shapes are compared elsewhere
+    rows = (0, shape[0] // 2, shape[0] - 1)
+    return not all(torch.equal(source.read(one, row, row + 1), source.read(other, row, row + 1)) for row in rows)
+
+
+def named_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return parameters and persistent buffers by name, under every name they have: DTensors where it is sharded.
+
+    The tensors are the model's own, sharded again if a forward pass left them gathered.
+    """
+    state = model.state_dict(keep_vars=True)
+    return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+
+
+def own_rows(tensor: torch.Tensor) -> tuple[int, int] | None:
+    """Return which rows of dimension 0 this rank holds, as (start, stop); None if it is split in any other way.
+
+    A dimension is split as `torch.chunk` does: the last ranks may have fewer rows, or none.
+    """
+    num_rows = tensor.shape[0] if tensor.ndim else 1
+    if not isinstance(tensor, DTensor):
+        return 0, num_rows
+    split = [axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+    if not split:
+        return 0, num_rows
+    placement = tensor.placements[split[0]]
+    if len(split) > 1 or type(placement) is not Shard or placement.dim != 0:
+        return None
+    rows_a_rank = -(-num_rows // tensor.device_mesh.size(split[0]))
+    start = min(num_rows, tensor.device_mesh.get_local_rank(split[0]) * rows_a_rank)
+    return start, min(num_rows, start + rows_a_rank)
+
+
+def row_blocks(shape: Sequence[int], dtype: torch.dtype, start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """Yield the rows [start, stop) of a tensor of `shape` in turn, at most `BLOCK_BYTES` of them (or one) at a time."""
+    row_bytes = torch.Size(shape[1:]).numel() * dtype.itemsize
+    step = max(1, BLOCK_BYTES // max(1, row_bytes))
+    for first in range(start, stop, step):
+        yield first, min(stop, first + step)
+
+
+@torch.no_grad()
+def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return on rank 0 what `state_dict()` of the unsharded model holds, copied to the CPU; on other ranks nothing.
+
+    Names that are tied share one tensor.  Collective: an all-gather for each sharded tensor, one after another, so that
+    every rank calls it and holds one whole tensor at a time.
+    """
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    whole: dict[str, torch.Tensor] = {}
+    gathered: dict[int, torch.Tensor] = {}
+    for name, weight in named_weights(model).items():
+        if id(weight) not in gathered:
+            tensor = weight.detach()
+            if isinstance(tensor, DTensor):
+                # Offloaded shards are on the CPU, where the mesh's process group may not reach.
+                tensor = tensor.to(tensor.device_mesh.device_type).full_tensor()  # type: ignore[attr-defined]
+            gathered[id(weight)] = tensor.to("cpu", copy=True) if is_first else tensor.new_empty(0)
+        if is_first:
+            whole[name] = gathered[id(weight)]
+    return whole
