@@ -12,7 +12,7 @@ import pytest
 from tests.ranks import REPOSITORY
 
 DOORS = {
-    "safetensors": ["trainer/huggingface.py", "trainer/checkpoint/store.py"],
+    "safetensors": ["trainer/huggingface.py", "trainer/checkpoint/", "trainer/inference.py", "trainer/export.py"],
     "omegaconf": ["trainer/config.py"],
     "fully_shard": ["trainer/shard.py"],
     "torch.distributed.checkpoint": ["trainer/checkpoint/"],

@@ -125,7 +125,7 @@ class TrainSection:
     )
     compile: bool = declare(False, "torch.compile each block")
     init_from: str | None = declare(
-        None, "weights to start from, with a fresh optimizer: a checkpoint, a run.dir, or a folder of safetensors"
+        None, "weights to start from, with a fresh optimizer: a checkpoint, a run.dir, a folder of safetensors, a file"
     )
     max_skipped_updates: int = declare(10, "non-finite updates in a row after which the run fails", at_least=1)
 
@@ -586,8 +586,9 @@ def _check_forms(config: RunConfig) -> None:
     if resume not in ("auto", "none") and "://" not in resume and not Path(resume).is_dir():
         raise setting_error("checkpoint.resume", resume, "must be auto, none, or the folder of a checkpoint", "auto")
     start = config.train.init_from
-    if start is not None and "://" not in start and not Path(start).is_dir():
-        raise setting_error("train.init_from", start, "must be the folder of a checkpoint or of safetensors", None)
+    if start is not None and "://" not in start and not Path(start).exists():
+        rule = "must be a checkpoint, a run.dir, a folder of safetensors, or a file (.pt, .safetensors) of weights"
+        raise setting_error("train.init_from", start, rule)
     if "://" in config.run.dir:
         rule = "must be a folder; for checkpoints elsewhere there is checkpoint.dir"
         raise setting_error("run.dir", config.run.dir, rule, f"runs/{config.run.name}")

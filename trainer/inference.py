@@ -3,24 +3,76 @@
 from __future__ import annotations
 
 import os
+import pickle
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+import safetensors.torch
 import torch
 from torch import nn
 
 from trainer.checkpoint.source import StoredWeights, find_checkpoint, is_checkpoint
 from trainer.config import RunConfig, config_from_yaml
+from trainer.errors import setting_error
 from trainer.huggingface import SafetensorsFolder, model_config_of
 from trainer.materialize import materialize
 from trainer.recipe import Recipe, all_recipes
 from trainer.weights import WeightSource, fill
 
 
+class PlainFile:
+    """One file of whole tensors by our names, as `torch.save(model.state_dict(), ...)` of another trainer leaves it.
+
+    Mapped into memory, so that only the rows that are read are loaded; unpickled as weights only, which runs no code.
+    """
+
+    _PREFIXES = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+
+    def __init__(self, path: Path, setting: str) -> None:
+        self.description = str(path)
+        whole: Any
+        try:
+            if path.suffix == ".safetensors":
+                whole = safetensors.torch.load_file(path)
+            else:
+                whole = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        except (OSError, RuntimeError, pickle.UnpicklingError, safetensors.SafetensorError) as error:
+            raise setting_error(setting, path, f"cannot be read as a state dict ({error})") from error
+        if isinstance(whole, dict) and isinstance(whole.get("model"), dict):
+            whole = whole["model"]
+        if not isinstance(whole, dict):
+            raise setting_error(setting, path, "holds no state dict")
+        self._tensors = {self._own_name(name): t for name, t in whole.items() if isinstance(t, torch.Tensor)}
+
+    def _own_name(self, name: str) -> str:
+        for prefix in self._PREFIXES:
+            name = name.replace(prefix, "")
+        return name
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
+
+    @property
+    def dtypes(self) -> Mapping[str, torch.dtype]:
+        return {name: tensor.dtype for name, tensor in self._tensors.items()}
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """Return rows [start, stop) of a tensor, or all of it."""
+        tensor = self._tensors[name]
+        return tensor[start:stop] if tensor.ndim else tensor
+
+
 def open_weights(path: str | os.PathLike[str], config: RunConfig) -> WeightSource:
-    """Return where the weights for the model of `config` are: a checkpoint, a run's newest, or a folder of safetensors.
+    """Return where the weights for the model of `config` are.
+
+    `path`: a checkpoint, a run's folder (its newest), a folder of safetensors, or one file of whole tensors.
 
     Raises UserError if there are none, TrainingFailed if they are damaged.
     """
+    if Path(path).suffix in (".pt", ".pth", ".safetensors"):
+        return PlainFile(Path(path), "train.init_from")
     if _is_hugging_face(path):
         return SafetensorsFolder(Path(path), config.recipe, config.model, setting="train.init_from")
     return StoredWeights(find_checkpoint(path))

@@ -79,8 +79,14 @@ def check_format(place: Place, version: object) -> None:
     """Raise UserError unless this version of the trainer reads the format, with what to do about it."""
     if version == FORMAT_VERSION:
         return
-    newer = isinstance(version, int) and version > FORMAT_VERSION
-    advice = "update meshtrainer" if newer else "convert it: python -m trainer.checkpoints --convert <run dir>"
+    if isinstance(version, int) and version > FORMAT_VERSION:
+        advice = "update meshtrainer"
+    else:
+        advice = (
+            "its index is a pickle without a checksum, which is not read here.  To go on from its weights:\n"
+            f"  python -m torch.distributed.checkpoint.format_utils dcp_to_torch {place} weights.pt\n"
+            "  and train.init_from=weights.pt"
+        )
     raise UserError(f"{place}: has checkpoint format {version}, this meshtrainer reads {FORMAT_VERSION}; {advice}")
 
 

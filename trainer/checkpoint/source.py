@@ -47,8 +47,12 @@ class StoredWeights:
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Return rows [start, stop) of a parameter, or all of it.  Raises TrainingFailed if they are damaged."""
+        return self.read_stored(f"model.{name}", start, stop)
+
+    def read_stored(self, key: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """Return rows of any tensor of the checkpoint, by its whole key."""
         try:
-            return read_rows(self.place, self._stored[name], self._blocks, start, stop)
+            return read_rows(self.place, self.layout[key], self._blocks, start, stop)
         except (Damaged, OSError) as error:
             raise TrainingFailed(f"the checkpoint {self.place} is damaged:\n  {error}") from error
 

@@ -1,0 +1,257 @@
+"""Command line: what is in a run's checkpoints.
+
+    python -m trainer.checkpoints <run.dir>                  steps, sizes, ages, meshes; manifests and sizes are checked
+    python -m trainer.checkpoints <run.dir> --verify         every checksum
+    python -m trainer.checkpoints <run.dir> --diff 100 200   what changed: configuration, tensors, their norms
+
+Exit code 1 if a checkpoint is damaged, 2 for a mistake in what was asked.  Changes nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from trainer.checkpoint.blocks import Damaged
+from trainer.checkpoint.manifest import find_damage, read_manifest
+from trainer.checkpoint.place import COMMIT, Place, find_place
+from trainer.checkpoint.source import StoredWeights
+from trainer.checkpoint.store import list_steps
+from trainer.checkpoint.tensors import Stored
+from trainer.config import config_from_yaml
+from trainer.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_USER_ERROR, TrainingFailed, UserError, choice_error
+
+ROWS_BYTES = 64 << 20
+"""How much of a tensor is in memory at a time while two are compared."""
+
+
+@dataclass
+class Entry:
+    """One checkpoint, as it is listed."""
+
+    name: str
+    step: int | None = None
+    bytes: int | None = None
+    created: str = ""
+    mesh: str = ""
+    torch: str = ""
+    state: str = "damaged"
+    """`whole` (manifest and sizes are right), `verified` (all checksums too), `damaged` or `set aside`."""
+    damage: tuple[str, ...] = ()
+
+
+def list_checkpoints(place: Place, verify: bool = False) -> list[Entry]:
+    """Return every checkpoint in a folder, oldest first, the set aside ones at the end."""
+    names = [f"step_{step:08d}" for step in list_steps(place)]
+    aside = [name for name in place.names() if name.startswith(("damaged-", "superseded-"))]
+    return [_entry(place, name, verify) for name in names] + [Entry(name, state="set aside") for name in aside]
+
+
+def _entry(place: Place, name: str, verify: bool) -> Entry:
+    folder, entry = place / name, Entry(name)
+    try:
+        manifest = read_manifest(folder)
+    except FileNotFoundError:
+        entry.damage = (f"{folder}/{COMMIT}: is missing",)
+    except (Damaged, UserError, OSError) as error:
+        entry.damage = (str(error),)
+    else:
+        entry.step, entry.bytes = manifest.step, manifest.num_bytes
+        entry.created, entry.torch = manifest.created, manifest.torch
+        entry.mesh = " x ".join(f"{axis} {size}" for axis, size in manifest.mesh.items())
+        entry.damage = tuple(find_damage(folder, manifest, "full" if verify else "sizes"))
+        entry.state = "damaged" if entry.damage else "verified" if verify else "whole"
+    return entry
+
+
+@dataclass
+class Change:
+    """How one tensor differs between two checkpoints."""
+
+    key: str
+    before: str
+    after: str
+    norm_before: float | None = None
+    norm_after: float | None = None
+    relative: float | None = None
+    """Norm of the difference over the norm before."""
+
+
+def compare_tensors(a: StoredWeights, b: StoredWeights) -> Iterator[Change]:
+    """Yield every tensor that is not bit for bit the same in both; a block of rows is in memory at a time."""
+    for key in [*a.layout, *(key for key in b.layout if key not in a.layout)]:
+        before, after = a.layout.get(key), b.layout.get(key)
+        if before is None or after is None or (before.shape, before.dtype) != (after.shape, after.dtype):
+            yield Change(key, _shape(before), _shape(after))
+            continue
+        squares = torch.zeros(3, dtype=torch.float64)
+        is_same = True
+        for start, stop in _row_blocks(before):
+            x, y = a.read_stored(key, start, stop), b.read_stored(key, start, stop)
+            is_same = is_same and torch.equal(x, y)
+            x, y = x.double(), y.double()
+            squares += torch.stack([x.square().sum(), y.square().sum(), (y - x).square().sum()])
+        if not is_same:
+            norms = squares.sqrt().tolist()
+            relative = norms[2] / norms[0] if norms[0] else None
+            yield Change(key, _shape(before), _shape(after), norms[0], norms[1], relative)
+
+
+def _row_blocks(stored: Stored) -> Iterator[tuple[int, int | None]]:
+    if not stored.shape or not stored.num_bytes:
+        yield 0, None
+        return
+    rows = max(1, ROWS_BYTES * stored.shape[0] // stored.num_bytes)
+    for start in range(0, stored.shape[0], rows):
+        yield start, min(start + rows, stored.shape[0])
+
+
+def _shape(stored: Stored | None) -> str:
+    if stored is None:
+        return "absent"
+    dtype = str(stored.dtype).removeprefix("torch.")
+    return f"{dtype} {'x'.join(map(str, stored.shape)) or 'scalar'}"
+
+
+def compare_configurations(a: StoredWeights, b: StoredWeights) -> list[str]:
+    """Return a line for every key whose value differs."""
+    before, after = (config_from_yaml(weights.config_yaml).to_dict() for weights in (a, b))
+    return [
+        f"{section}.{name}: {before.get(section, {}).get(name)} -> {value}"
+        for section, values in after.items()
+        for name, value in values.items()
+        if before.get(section, {}).get(name) != value
+    ]
+
+
+# ---------------------------------------------------------------------------------------------------------------
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run what the command line asks for.  Returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m trainer.checkpoints", description=__doc__.partition("\n")[0])
+    parser.add_argument("run_dir", help="a run.dir, or a folder or URL of checkpoints")
+    parser.add_argument("--verify", action="store_true", help="check every checksum")
+    parser.add_argument("--diff", nargs=2, metavar=("A", "B"), help="compare two steps (or paths)")
+    parser.add_argument("--all", action="store_true", help="with --diff: list the optimizer's tensors too")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    chosen = parser.parse_args(argv)
+    sys.path.append("")  # a user's own recipes, for their configurations
+    try:
+        place = _find_folder(chosen.run_dir)
+        if chosen.diff:
+            _show_diff(place, chosen.diff, as_json=chosen.json, everything=chosen.all)
+            return EXIT_FINISHED
+        entries = list_checkpoints(place, chosen.verify)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    except (TrainingFailed, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_FAILED
+    if chosen.json:
+        print(json.dumps([asdict(entry) for entry in entries]))
+    else:
+        _show_list(place, entries)
+    return EXIT_FAILED if any(entry.state == "damaged" for entry in entries) else EXIT_FINISHED
+
+
+def _find_folder(path: str) -> Place:
+    place = find_place(path)
+    for folder in (place / "checkpoints", place):
+        if _names_of(folder):
+            return folder
+    raise UserError(f"{path}: holds no checkpoints; give a run.dir, or the folder that checkpoint.dir names")
+
+
+def _names_of(place: Place) -> list[str]:
+    return [name for name in place.names() if name.startswith(("step_", "damaged-", "superseded-"))]
+
+
+def _show_list(place: Place, entries: Sequence[Entry]) -> None:
+    console = Console(highlight=False)
+    table = Table(title=str(place), title_justify="left", box=None, pad_edge=False, header_style="bold")
+    for column, justify in (("checkpoint", "left"), ("size", "right"), ("age", "right"), ("mesh", "left")):
+        table.add_column(column, justify=justify)  # type: ignore[arg-type]
+    table.add_column("torch")
+    table.add_column("state")
+    styles = {"verified": "green", "whole": "", "damaged": "bold red", "set aside": "dim"}
+    for entry in entries:
+        size = "" if entry.bytes is None else _size(entry.bytes)
+        state = Text(entry.state, styles[entry.state])
+        table.add_row(entry.name, size, _age(entry.created), entry.mesh, entry.torch, state)
+    console.print(table)
+    for entry in entries:
+        for line in entry.damage:
+            console.print(f"  {line}", style="red", soft_wrap=True)
+
+
+def _show_diff(place: Place, names: Sequence[str], as_json: bool, everything: bool) -> None:
+    weights = [StoredWeights(_find_one(place, name)) for name in names]
+    configuration = compare_configurations(*weights)
+    changes = list(compare_tensors(*weights))
+    if as_json:
+        print(json.dumps({"configuration": configuration, "tensors": [asdict(change) for change in changes]}))
+        return
+    console = Console(highlight=False)
+    console.print(f"configuration: {len(configuration)} keys differ", style="bold")
+    for line in configuration:
+        console.print(f"  {line}", soft_wrap=True)
+    shared = weights[0].layout.keys() & weights[1].layout.keys()
+    for part in sorted({key.partition(".")[0] for stored in weights for key in stored.layout}):
+        own = [change for change in changes if change.key.startswith(f"{part}.")]
+        num_same = sum(key.startswith(f"{part}.") for key in shared) - sum(change.key in shared for change in own)
+        console.print(f"{part}: {len(own)} tensors differ, {num_same} are the same bit for bit", style="bold")
+        if own and (part == "model" or everything):
+            for line in _rows(own):
+                console.print(line, soft_wrap=True)
+
+
+def _rows(changes: Sequence[Change]) -> Iterator[str]:
+    """Yield aligned lines; they are never cut short, however narrow the terminal."""
+    width = max(len(change.key) for change in changes)
+    yield f"  {'tensor':{width}}  {'norm before':>12}  {'after':>12}  {'change':>10}  shape"
+    for change in changes:
+        numbers = (change.norm_before, change.norm_after, change.relative)
+        before, after, relative = ("" if n is None else f"{n:.4g}" for n in numbers)
+        shape = change.before if change.after == change.before else f"{change.before} -> {change.after}"
+        yield f"  {change.key:{width}}  {before:>12}  {after:>12}  {relative:>10}  {shape}"
+
+
+def _find_one(place: Place, name: str) -> Place:
+    if name.isdecimal():
+        steps = list_steps(place)
+        if int(name) not in steps:
+            raise choice_error("--diff", name, steps, "a step that is there:")
+        return place / f"step_{int(name):08d}"
+    return place / name if name in place.names() else find_place(name)
+
+
+def _size(num_bytes: int) -> str:
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= factor:
+            return f"{num_bytes / factor:.2f} {unit}"
+    return f"{num_bytes} B"
+
+
+def _age(created: str) -> str:
+    if not created:
+        return ""
+    seconds = (datetime.now(timezone.utc) - datetime.fromisoformat(created)).total_seconds()
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{max(0, seconds):.0f} s"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

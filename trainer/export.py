@@ -1,0 +1,104 @@
+"""Command line: a checkpoint's weights for the world outside.
+
+    python -m trainer.export <checkpoint or run.dir> <folder>             for Hugging Face, with config.json
+    python -m trainer.export <checkpoint or run.dir> weights.pt           one plain state dict, as torch.save writes it
+    python -m trainer.export <checkpoint or run.dir> weights.safetensors  the same as safetensors
+
+One process, no process group.  A folder is written tensor by tensor, so a model larger than memory is no problem.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import safetensors.torch
+import torch
+
+from trainer.checkpoint.source import StoredWeights, find_checkpoint
+from trainer.config import config_from_yaml
+from trainer.data.tokenizer import find_tokenizer
+from trainer.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_USER_ERROR, TrainingFailed, UserError
+from trainer.huggingface import export
+from trainer.inference import build_plain
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def export_checkpoint(
+    checkpoint: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    dtype: torch.dtype | None = None,
+    max_shard_gb: float = 5.0,
+    overwrite: bool = False,
+) -> list[Path]:
+    """Write the weights of `checkpoint` (one, or a run's newest) to `target`; returns the files.
+
+    `target` ending in .pt or .safetensors is one plain state dict, whole in memory; anything else a folder that
+    `transformers` loads.  `dtype`: None as they are stored.  Raises UserError, TrainingFailed if they are damaged.
+    """
+    source = StoredWeights(find_checkpoint(checkpoint))
+    config = config_from_yaml(source.config_yaml)
+    path = Path(target)
+    if path.suffix in (".pt", ".safetensors"):
+        if path.exists() and not overwrite:
+            raise UserError(f"{path}: exists; take another name, or --overwrite")
+        model = build_plain(config.recipe, config.model, source, torch.device("cpu"))
+        _write_plain(model if dtype is None else model.to(dtype), path)
+        return [path]
+    return export(
+        source,
+        config.recipe,
+        config.model,
+        path,
+        dtype=dtype,
+        max_shard_bytes=int(max_shard_gb * 1e9),
+        tokenizer=config.data.tokenizer,
+        end_id=find_tokenizer(config.data.tokenizer).end_id,
+        overwrite=overwrite,
+    )
+
+
+def _write_plain(model: torch.nn.Module, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")
+    if path.suffix == ".pt":
+        torch.save(model.state_dict(), partial)
+    else:
+        safetensors.torch.save_model(model, str(partial), metadata={"format": "pt"})  # a tied weight once
+    with open(partial, "rb+") as file:
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run what the command line asks for.  Returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m trainer.export", description=__doc__.partition("\n")[0])
+    parser.add_argument("checkpoint", help="a checkpoint's folder or URL, or a run.dir (its newest)")
+    parser.add_argument("target", help="a folder for Hugging Face; or a file, *.pt or *.safetensors")
+    parser.add_argument("--dtype", choices=DTYPES, help="default: as stored")
+    parser.add_argument("--max-shard-gb", type=float, default=5.0, help="size of one safetensors file (default: 5)")
+    parser.add_argument("--overwrite", action="store_true", help="replace an earlier export")
+    chosen = parser.parse_args(argv)
+    sys.path.append(os.getcwd())  # where a user's own recipes are
+    try:
+        if chosen.max_shard_gb <= 0:
+            raise UserError(f"--max-shard-gb={chosen.max_shard_gb}: must be above 0\n  nearest legal value: 5")
+        dtype = DTYPES[chosen.dtype] if chosen.dtype else None
+        files = export_checkpoint(chosen.checkpoint, chosen.target, dtype, chosen.max_shard_gb, chosen.overwrite)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    except (TrainingFailed, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_FAILED
+    for file in files:
+        print(file)
+    return EXIT_FINISHED
+
+
+if __name__ == "__main__":
+    sys.exit(main())
