@@ -136,7 +136,7 @@ def compare_configurations(a: StoredWeights, b: StoredWeights) -> list[str]:
 # ---------------------------------------------------------------------------------------------------------------
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def command_line(argv: Sequence[str] | None = None) -> int:
     """Run what the command line asks for.  Returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m trainer.checkpoints", description=__doc__.partition("\n")[0])
     parser.add_argument("run_dir", help="a run.dir, or a folder or URL of checkpoints")
@@ -254,4 +254,4 @@ def _age(created: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command_line())

@@ -74,7 +74,7 @@ def _write_plain(model: torch.nn.Module, path: Path) -> None:
     os.replace(partial, path)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def command_line(argv: Sequence[str] | None = None) -> int:
     """Run what the command line asks for.  Returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m trainer.export", description=__doc__.partition("\n")[0])
     parser.add_argument("checkpoint", help="a checkpoint's folder or URL, or a run.dir (its newest)")
@@ -101,4 +101,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command_line())

@@ -27,7 +27,10 @@ class RunFolder:
 
     def __init__(self, config: RunConfig, is_main: bool) -> None:
         self.config, self.path, self.is_main = config, config.run_dir, is_main
-        self._owner = Owner(self.path)
+        self._owners = [Owner(self.path, "run.dir")]
+        elsewhere = config.checkpoint.dir
+        if elsewhere is not None and "://" not in elsewhere and not _is_within(Path(elsewhere), self.path):
+            self._owners.append(Owner(Path(elsewhere).absolute(), "checkpoint.dir"))
 
     @property
     def metrics(self) -> Path:
@@ -38,7 +41,8 @@ class RunFolder:
         if not self.is_main:
             return
         try:
-            self._owner.acquire()
+            for owner in self._owners:
+                owner.acquire()
         except OSError as error:
             rule = f"cannot be used ({error.strerror})"
             raise setting_error("run.dir", self.config.run.dir, rule, f"runs/{self.config.run.name}") from error
@@ -46,7 +50,8 @@ class RunFolder:
     def release(self) -> None:
         """Let the next run have the folder; a folder made for nothing goes."""
         if self.is_main:
-            self._owner.release()
+            for owner in reversed(self._owners):
+                owner.release()
 
     def begin(self) -> None:
         """Write `config.yaml`."""
@@ -71,6 +76,10 @@ class RunFolder:
             write_atomically(self.path / "status.json", json.dumps(status) + "\n")
 
 
+def _is_within(path: Path, folder: Path) -> bool:
+    return folder in (path.absolute(), *path.absolute().parents)
+
+
 class Owner:
     """Which process a run's folder belongs to: one at a time, on any node, and never a dead one for long.
 
@@ -81,8 +90,8 @@ class Owner:
     NAME = ".owner.json"
     BEAT_S, STALE_S = 5.0, 30.0
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.path = folder, folder / self.NAME
+    def __init__(self, folder: Path, setting: str) -> None:
+        self.folder, self.path, self._setting = folder, folder / self.NAME, setting
         self._own = {**_this_process(), "token": uuid.uuid4().hex}
         self._made_folder = False
         self._stopped = threading.Event()
@@ -129,8 +138,8 @@ class Owner:
                 job = f", Slurm job {owner['job']}" if owner and owner.get("job") else ""
                 since = f" since {owner['since']}" if owner and owner.get("since") else ""
                 raise UserError(
-                    f"run.dir={self.folder}: another run owns it: {who}{job}{since}\n"
-                    "  wait for it, stop it, or give this one a run.dir of its own"
+                    f"{self._setting}={self.folder}: another run owns it: {who}{job}{since}\n"
+                    f"  wait for it, stop it, or give this one a {self._setting} of its own"
                 )
             time.sleep(0.5)
         # Of several that wait for the same death one moves the file; the others find it gone.

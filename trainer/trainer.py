@@ -26,7 +26,7 @@ from trainer.data.source import Source, gzip_bits_per_byte, held_out_text, open_
 from trainer.data.tokenizer import find_tokenizer
 from trainer.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_USER_ERROR, TrainingFailed, UserError
 from trainer.guard import GarbageCollection, RandomState, SkipCounter, StopRequest, seed_everything
-from trainer.inference import open_weights
+from trainer.inference import load_weights, open_weights
 from trainer.loss import count_targets, find_loss
 from trainer.materialize import materialize
 from trainer.metrics.console import readable_bytes, readable_count
@@ -98,6 +98,7 @@ class Trainer:
         """True on all ranks alike once any of them was asked to stop: the update in hand was the last."""
         self.state = TrainState(self.model, self.optimizer, self.skips, RandomState(config.run.seed, self.world.rank))
         self._resume_loader_with_state()
+        self.state.add("metrics", self.metrics)
         self.checkpoints = self._checkpoints()
         self.saving = SaveSchedule(config.checkpoint.every)
         self.resumed_step: int | None = None
@@ -348,8 +349,9 @@ class Trainer:
             self._settle()
 
     def _start_save(self, background: bool) -> None:
-        self.world.agreed(lambda: self.state.check_complete(self))
-        self.world.agreed(self.folder.own)
+        self.state.check_complete(self)
+        if self.phase != "running":
+            self.world.agreed(self.folder.own)
         self.checkpoints.start(self.state, background)
 
     def _finish_save(self) -> None:
@@ -403,6 +405,8 @@ class Trainer:
         self._finish_save()
         resume = self.config.checkpoint.resume
         allowed = frozenset(self.config.checkpoint.allow_changes)
+        if "optim.name" in allowed:
+            allowed |= {"state.optimizer"}  # another optimizer begins without moments
         found: Found | None = None
         if path is not None or resume not in ("auto", "none"):
             place = find_place(path if path is not None else resume)
@@ -413,12 +417,17 @@ class Trainer:
             found = self.checkpoints.restore(self.state, self._compare, allowed)
         if found is not None:
             self.resumed_step = self.state.step
-            self._saved_step = self.state.step if self._is_own(found) else None
+            is_own = self._is_own(found)
+            self._saved_step = self.state.step if is_own else None
+            if not is_own:
+                self.metrics.wandb_id = None  # another run's line
             self._report_found(found)
             self.phase = "restored" if self.phase == "built" else self.phase
         elif self.phase == "built" and self.config.train.init_from is not None:
             self._load_initial_weights(self.config.train.init_from)
         return self.resumed_step
+
+    load_weights = staticmethod(load_weights)
 
     def _load_initial_weights(self, path: str) -> None:
         """Fill the model from a checkpoint or a folder of safetensors: the weights alone."""
@@ -482,6 +491,7 @@ class Trainer:
         self.world.agreed(self._leave_behind)
         self.world.agreed(self.folder.begin)
         self.world.agreed(lambda: self.metrics.open(self.folder.metrics, self.resumed_step or 0))
+        self.metrics.wandb_id = self.world.broadcast(self.metrics.wandb_id)
         self.phase = "running"
         self.folder.write_status("running", None, self.state.step, "")
         self.metrics.start(self._facts())
@@ -533,6 +543,7 @@ class Trainer:
 
     def _end(self, state: str, exit_code: int, reason: str) -> None:
         self.phase = "ended"
+        self.checkpoints.wait_for_deleting()
         wall_s = time.monotonic() - self.started
         goodput = min(1.0, self._counted_s / wall_s)
         self.metrics.write(Record(kind="end", step=self.state.step, reason=state, goodput=goodput))

@@ -1,12 +1,15 @@
 """Checkpoints: save, publish, find, load, prune.
 
-A checkpoint is a folder `step_00000100` that exists whole or not at all: it is written under a temporary name, flushed
-to disk and renamed.  In it:
+A checkpoint is a folder `step_00000100` that exists whole or not at all.  From the ground up:
 
-    .metadata, *.distcp     every tensor, sharded, in the format of torch.distributed.checkpoint
-    state.json              what is small and the same on all ranks: step, position in the data, counters
-    ranks/rank_00000.pt     what is a rank's own: its random states
-    config.yaml             the configuration of the run that wrote it
+    place       where it lies: a file system or an object store; how something comes to be there at once
+    blocks      files with checksums that are taken while they are written
+    tree        state without pickle: tensors one way, the rest as JSON
+    tensors     sharded tensors in files, through torch.distributed.checkpoint
+    manifest    what a checkpoint consists of, and whether that is what is there
+    store       the checkpoints of a run: save, publish, prune, find, load
+    schedule    when to save, and when again after a failure
+    source      a checkpoint to read weights from, in one process
 
 Knows `TrainState` only as what it is made of (things with state_dict and load_state_dict), and no model.
 """

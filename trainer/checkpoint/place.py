@@ -78,8 +78,12 @@ class Place(Protocol):
         """Take a checkpoint out of the way: nothing of it is lost, and under `name` there is no checkpoint."""
         ...
 
-    def remove(self, name: str) -> None:
-        """Delete a folder; killed at any moment, this leaves no part of it under its own name."""
+    def retire(self, name: str) -> str:
+        """Begin to delete a folder: at once there is no checkpoint under its name.  Returns what to `delete`."""
+        ...
+
+    def delete(self, name: str) -> None:
+        """Delete a folder with all that is in it."""
         ...
 
     def clean(self, prefix: str) -> list[str]:
@@ -162,10 +166,13 @@ class LocalPlace:
         os.rename(self.path / name, self.path / self._free_name(new_name))
         sync_folder(self.path)
 
-    def remove(self, name: str) -> None:
+    def retire(self, name: str) -> str:
         removed = f"{_REMOVED}{name}-{uuid.uuid4().hex[:8]}"
         os.rename(self.path / name, self.path / removed)
-        shutil.rmtree(self.path / removed)
+        return removed
+
+    def delete(self, name: str) -> None:
+        shutil.rmtree(self.path / name)
 
     def clean(self, prefix: str) -> list[str]:
         for name in self.names():
@@ -265,7 +272,7 @@ class RemotePlace:
 
     def begin(self, name: str) -> str:
         """Clear the way: while the folder is written there is no manifest in it, so no checkpoint."""
-        self.remove(name)
+        self.delete(self.retire(name))
         return name
 
     def publish(self, unpublished: str, name: str) -> None:
@@ -274,16 +281,20 @@ class RemotePlace:
     def move(self, name: str, new_name: str) -> None:
         self.system.mv(f"{self.root}/{name}/{COMMIT}", f"{self.root}/{name}/{new_name}-{COMMIT}")
 
-    def remove(self, name: str) -> None:
-        for path in (f"{self.root}/{name}/{COMMIT}", f"{self.root}/{name}"):
-            with contextlib.suppress(FileNotFoundError):
-                self.system.rm(path, recursive=not path.endswith(COMMIT))
+    def retire(self, name: str) -> str:
+        with contextlib.suppress(FileNotFoundError):
+            self.system.rm(f"{self.root}/{name}/{COMMIT}")
+        return name
+
+    def delete(self, name: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self.system.rm(f"{self.root}/{name}", recursive=True)
 
     def clean(self, prefix: str) -> list[str]:
         folders = [name for name in self.names() if name.startswith(prefix)]
         leftovers = [name for name in folders if not any(COMMIT in file for file in (self / name).names())]
         for name in leftovers:
-            self.remove(name)
+            self.delete(name)
         return leftovers
 
 

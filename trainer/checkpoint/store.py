@@ -15,8 +15,9 @@ import json
 import re
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as NotYet
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from hashlib import sha256
@@ -146,12 +147,6 @@ class _Snapshot:
     digests: dict[str, int]
     """Checksums, by part, of what must be the same on all ranks."""
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(t.nbytes for key, t in self.tensors.items() if not isinstance(t, DTensor)) + sum(
-            t._local_tensor.nbytes for t in self.tensors.values() if isinstance(t, DTensor)
-        )
-
 
 @dataclass(frozen=True)
 class Found:
@@ -177,6 +172,8 @@ class Checkpoints:
         self._staging = Staging(world.device)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._in_flight: Future[SaveResult] | None = None
+        self._deleting: Future[None] | None = None
+        self._warning = ""
         self._sent_chunks: Any = None
         self._chunks_by_rank: dict[int, Written] = {}
         self._layout_files: dict[str, bytes] = {}
@@ -209,15 +206,14 @@ class Checkpoints:
         except Exception as error:
             failure = f"cannot collect the state: {_describe(error)}"
         stale = snapshot is not None and self._plans.is_stale(snapshot.tensors)
-        own_bytes = snapshot.num_bytes if snapshot else 0
-        everybody = self.world.gather((mistake, failure, stale, own_bytes, snapshot.digests if snapshot else {}))
+        everybody = self.world.gather((mistake, failure, stale, snapshot.digests if snapshot else {}))
         _raise_first_mistake([mistake for mistake, *_ in everybody])
         failed = _joined(failure for _, failure, *_ in everybody)
         if failed or snapshot is None:
             self._in_flight = _done(self._failed(state.step, failed, started))
             return
         _check_same([digests for *_, digests in everybody])
-        if any(stale for _, _, stale, *_ in everybody):
+        if any(stale for _, _, stale, _ in everybody):
             self._layout_files = {}
             try:
                 self._plans.make(snapshot.tensors)
@@ -230,7 +226,7 @@ class Checkpoints:
                 tensors = self._staging.copy(snapshot.tensors, self._plans.items)
             except Exception as error:
                 failure = f"cannot copy the state: {_describe(error)}"
-        work = (snapshot, tensors, failure, sum(size for *_, size, _ in everybody), state.weights, started)
+        work = (snapshot, tensors, failure, state.weights, started)
         if background:
             blocked_s = time.perf_counter() - started
             self._in_flight = self._thread.submit(self._save, *work, blocked_s)
@@ -248,15 +244,20 @@ class Checkpoints:
         if self._in_flight is not None:
             try:
                 self._in_flight.result(timeout_s)
-            except TimeoutError:
+            except NotYet:
                 return
+
+    def wait_for_deleting(self) -> None:
+        """Wait until what was pruned is gone."""
+        deleting, self._deleting = self._deleting, None
+        if deleting is not None:
+            deleting.result()
 
     def _save(
         self,
         snapshot: _Snapshot,
         tensors: Mapping[str, torch.Tensor],
         error: str,
-        all_bytes: int,
         weights: frozenset[str],
         started: float,
         blocked_s: float | None,
@@ -265,7 +266,8 @@ class Checkpoints:
         final = f"{PREFIX}{snapshot.step:08d}"
         outcome = ("", 0)
         try:
-            unpublished, failed = self._channel.broadcast(self._begin(final, all_bytes))
+            (all_bytes,) = self._channel.sum([self._plans.num_bytes])
+            unpublished, failed = self._channel.broadcast(self._begin(final, int(all_bytes)))
             if not failed:
                 written = None
                 if not error:
@@ -283,8 +285,7 @@ class Checkpoints:
         path = f"{self.place}/{final}"
         if failed:
             failed = f"{path}: {failed}"
-        if blocked_s is None:
-            blocked_s = time.perf_counter() - started
+        blocked_s = total_s if blocked_s is None else blocked_s
         return SaveResult(snapshot.step, path, num_bytes, blocked_s, total_s, failed, warning)
 
     def _failed(self, step: int, error: str, started: float) -> SaveResult:
@@ -297,6 +298,7 @@ class Checkpoints:
         if not self.world.is_main:
             return "", ""
         try:
+            self.wait_for_deleting()
             free = self.place.free_bytes()
             if free is not None and free < all_bytes * _FREE_MARGIN:
                 return "", f"rank 0: {self.place} has {_gib(free)} free, the checkpoint needs {_gib(all_bytes)}"
@@ -322,7 +324,7 @@ class Checkpoints:
         chunks = written.chunks if written is not None else []
         is_known = chunks == self._sent_chunks
         self._sent_chunks = chunks
-        return {"files": files, "chunks": None if is_known else written}, ""
+        return {"files": files, "chunks": None if is_known or written is None else written.without_checksums()}, ""
 
     def _finish(
         self, unpublished: str, final: str, snapshot: _Snapshot, reports: list[Any], failed: str
@@ -364,6 +366,9 @@ class Checkpoints:
             "config.yaml": self.facts.config_yaml.encode(),
         }
         files = {name: entry for _, report in reports for name, entry in report["files"].items()}
+        for rank, (_, report) in enumerate(reports):
+            for name, (size, _) in report["files"].items():
+                _check_visible(folder, name, size, rank)
         files |= _write_files(folder, common)
         manifest = Manifest(
             step=snapshot.step,
@@ -379,25 +384,40 @@ class Checkpoints:
 
     def _discard(self, unpublished: str) -> None:
         try:
-            self.place.remove(unpublished)
+            self.place.delete(unpublished)
         except Exception:  # the storage that failed may fail here too; what is left is cleaned at the next start
             return
 
     def _prune(self, keep: str) -> str:
-        """Rank 0: remove the checkpoints that are no longer kept.  Returns what went wrong: the save itself has not."""
+        """Rank 0: take away the checkpoints that are no longer kept.  Returns what went wrong: the save itself has not.
+
+        Their names go at once, their bytes in the background: to unlink gigabytes takes a while.
+        """
         if not self.world.is_main:
             return ""
+        earlier, self._warning = self._warning, ""
         try:
             steps = self.steps()
             last = steps[-self.settings.keep_last :] if self.settings.keep_last else steps
             every = self.settings.keep_every
-            for step in steps:
-                name = f"{PREFIX}{step:08d}"
-                if step not in last and name != keep and not (every and step % every == 0):
-                    self.place.remove(name)
+            names = {step: f"{PREFIX}{step:08d}" for step in steps if step not in last}
+            retired = [
+                self.place.retire(name)
+                for step, name in names.items()
+                if name != keep and not (every and step % every == 0)
+            ]
         except Exception as error:
             return f"cannot remove checkpoints that are no longer kept: {_describe(error)}"
-        return ""
+        if retired:
+            self._deleting = self._thread.submit(self._delete, retired)
+        return earlier
+
+    def _delete(self, names: list[str]) -> None:
+        try:
+            for name in names:
+                self.place.delete(name)
+        except Exception as error:  # what is left is cleaned at the next start
+            self._warning = f"cannot delete what is no longer kept: {_describe(error)}"
 
     # -- what is there -------------------------------------------------------------------------------------------
 
@@ -427,9 +447,7 @@ class Checkpoints:
             if manifest is None:
                 damaged[name] = damage
                 continue
-            for bad in damaged:
-                if self.world.is_main:
-                    self.place.move(bad, f"damaged-{bad}")
+            self.world.agreed(lambda: self._set_aside(damaged))
             return Found(str(place), manifest, damaged)
         if damaged:
             listed = "\n".join(f"  {line}" for lines in damaged.values() for line in lines)
@@ -452,6 +470,11 @@ class Checkpoints:
             raise TrainingFailed(f"the checkpoint {place} is damaged:\n{listed}")
         return Found(str(place), manifest)
 
+    def _set_aside(self, names: Iterable[str]) -> None:
+        if self.world.is_main:
+            for name in names:
+                self.place.move(name, f"damaged-{name}")
+
     def _candidates(self) -> list[str]:
         return [f"{PREFIX}{step:08d}" for step in reversed(self.steps())]
 
@@ -468,17 +491,18 @@ class Checkpoints:
             return None, damage
         document, layout = self.world.agreed(lambda: _read_common(place, manifest))
         different = self.world.agreed(lambda: compare(place, manifest))
-        different += self.world.agreed(lambda: _differences(state, document["parts"], layout, allowed))
+        unfit, left_out = self.world.agreed(lambda: _differences(state, document["parts"], layout, allowed))
+        different += unfit
         if different:
             raise UserError(f"cannot resume from {place}:\n" + "\n".join(f"  {line}" for line in different))
-        targets = self.world.agreed(lambda: _targets(state, layout))
+        targets = self.world.agreed(lambda: _targets(state, layout, left_out))
         damage = self._everywhere(lambda: self._read(place, manifest, layout, targets))
         if damage:
             return None, damage
         own = None
         if manifest.world_size == self.world.size:
             own = self.world.agreed(lambda: read_file(place, manifest, _rank_file(self.world.rank)))
-        self.world.agreed(lambda: _apply(state, document, targets, own))
+        self.world.agreed(lambda: _apply(state, document, targets, own, left_out))
         state.step = manifest.step
         if own is None:
             state.restart(manifest.step)
@@ -577,11 +601,13 @@ def _check_same(digests: list[dict[str, int]]) -> None:
             )
 
 
-def _targets(state: Savable, layout: Layout) -> dict[str, torch.Tensor]:
+def _targets(state: Savable, layout: Layout, left_out: set[str]) -> dict[str, torch.Tensor]:
     """Return where each stored tensor is to be read: into the live state where it has such a tensor."""
     targets: dict[str, torch.Tensor] = {}
     with torch.no_grad():
         for name, part in state.parts.items():
+            if name in left_out:
+                continue
             stored = _within(layout, name)
             if isinstance(part, Strict):
                 part.prepare(stored)
@@ -600,22 +626,29 @@ def _within(layout: Layout, name: str) -> dict[str, Stored]:
     return {key.removeprefix(f"{name}."): stored for key, stored in layout.items() if key.startswith(f"{name}.")}
 
 
-def _differences(state: Savable, parts: Mapping[str, Any], layout: Layout, allowed: frozenset[str]) -> list[str]:
-    lines = []
+def _differences(
+    state: Savable, parts: Mapping[str, Any], layout: Layout, allowed: frozenset[str]
+) -> tuple[list[str], set[str]]:
+    """Return a line for everything that does not fit, and the parts that stay as they are because that is allowed."""
+    lines: list[str] = []
+    left_out = set()
     for name, part in state.parts.items():
         if name not in parts:
             if f"state.{name}" not in allowed:
-                lines.append(
-                    f"state {name!r}: not in the checkpoint (allow it: checkpoint.allow_changes=[state.{name}])"
-                )
-        elif isinstance(part, Strict):
-            lines += part.differences(parts[name], _within(layout, name))
+                lines.append(_other_state(name, "not in the checkpoint"))
+            continue
+        if isinstance(part, Strict):
+            unfit = part.differences(parts[name], _within(layout, name))
         else:
-            lines += _sharded_differences(name, part, layout)
+            unfit = _sharded_differences(name, part, layout)
+        if unfit and f"state.{name}" in allowed:
+            left_out.add(name)
+        else:
+            lines += unfit
     for name in parts:
         if name not in state.parts and f"state.{name}" not in allowed:
             lines.append(_other_state(name, "only in the checkpoint"))
-    return lines
+    return lines, left_out
 
 
 def _other_state(name: str, where: str) -> str:
@@ -658,11 +691,17 @@ def _dtype(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _apply(state: Savable, document: Mapping[str, Any], targets: Mapping[str, torch.Tensor], own: bytes | None) -> None:
+def _apply(
+    state: Savable,
+    document: Mapping[str, Any],
+    targets: Mapping[str, torch.Tensor],
+    own: bytes | None,
+    left_out: set[str],
+) -> None:
     """Hand every part what is its own.  Only now, when all has been read and checked."""
     with torch.no_grad():
         for name, part in state.parts.items():
-            if name in document["parts"]:
+            if name in document["parts"] and name not in left_out:
                 part.load_state_dict(join(document["parts"][name], targets))
         if own is None:
             return
@@ -672,6 +711,19 @@ def _apply(state: Savable, document: Mapping[str, Any], targets: Mapping[str, to
         for name, part in state.rank_parts.items():
             if name in plain:
                 part.load_state_dict(join(plain[name], tensors))
+
+
+def _check_visible(folder: Place, name: str, size: int, rank: int) -> None:
+    """Raise OSError unless rank 0 sees what another rank has written."""
+    try:
+        found = folder.size(name)
+    except FileNotFoundError:
+        raise OSError(
+            f"{folder}/{name}, which rank {rank} has written, is not seen by rank 0: checkpoints need a place that all "
+            "nodes share (run.dir, or checkpoint.dir)"
+        ) from None
+    if found != size:
+        raise OSError(f"{folder}/{name}: rank {rank} has written {size} bytes, rank 0 sees {found}")
 
 
 def _rank_file(rank: int) -> str:

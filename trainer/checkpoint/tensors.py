@@ -104,6 +104,15 @@ class SavePlans:
     def is_stale(self, tensors: Tensors) -> bool:
         return signature_of(tensors) != self._signature
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensors that this rank writes."""
+        return sum(
+            item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize
+            for item in self.items
+            if item.tensor_data is not None
+        )
+
     def make(self, tensors: Tensors) -> None:
         """Plan anew.  Collective: one gather to rank 0, one scatter.  Raises on all ranks if any fails."""
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -202,6 +211,10 @@ class Written:
     @property
     def num_bytes(self) -> int:
         return sum(length for length, _ in self.blocks)
+
+    def without_checksums(self) -> Written:
+        """Return what rank 0 must know; the checksums stand in a file of their own."""
+        return dataclasses.replace(self, blocks=())
 
 
 def write_tensors(

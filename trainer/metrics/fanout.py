@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from trainer.config import RunConfig
 from trainer.metrics.console import ConsoleSink
@@ -18,6 +19,14 @@ class Metrics:
         self._config = config
         self.console = ConsoleSink(config.train.steps) if is_main else None
         self._sinks: list[Sink] = []
+        self.wandb_id: str | None = None
+        """The run's id in Weights & Biases, once there is one: the same on all ranks and in every attempt."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"wandb_id": self.wandb_id}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.wandb_id = state["wandb_id"]
 
     def open(self, path: Path, resumed_step: int) -> None:
         """Open the sinks, the file at `path` among them, for a run that goes on after `resumed_step`."""
@@ -27,7 +36,9 @@ class Metrics:
         if self._config.log.tensorboard:
             self._sinks.append(TensorBoard(path.parent / "tensorboard", resumed_step))
         if self._config.log.wandb != "off":
-            self._sinks.append(WandB(self._config, warn))
+            sink = WandB(self._config, warn, self.wandb_id)
+            self.wandb_id = sink.id
+            self._sinks.append(sink)
 
     def write(self, record: Record) -> Record:
         for sink in self._sinks:

@@ -99,8 +99,11 @@ class WandB:
     FINISH_S = 12.0
     _MAX_WAITING = 10_000
 
-    def __init__(self, config: RunConfig, warn: Callable[[str], None]) -> None:
+    def __init__(self, config: RunConfig, warn: Callable[[str], None], restored_id: str | None = None) -> None:
         self._config, self._warn = config, warn
+        self._folder = config.run_dir / "wandb"
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self.id = _remembered_id(self._folder, restored_id)
         self._records: queue.Queue[Record | None] = queue.Queue(self._MAX_WAITING)
         self._thread = threading.Thread(target=self._work, name="wandb", daemon=True)
         self._thread.start()
@@ -128,15 +131,13 @@ class WandB:
     def _start(self) -> Any:
         import wandb
 
-        folder = self._config.run_dir / "wandb"
-        folder.mkdir(parents=True, exist_ok=True)
         settings = wandb.Settings(init_timeout=60, finish_timeout=self.FINISH_S, console="off", silent=True)
         run = wandb.init(
             project=self._config.log.wandb_project,
             name=self._config.run.name,
-            id=_remembered_id(folder),
+            id=self.id,
             resume="allow",
-            dir=str(folder),
+            dir=str(self._folder),
             mode=self._config.log.wandb if self._config.log.wandb == "offline" else "online",
             config=self._config.to_dict(),
             settings=settings,
@@ -146,11 +147,11 @@ class WandB:
         return run
 
 
-def _remembered_id(folder: Path) -> str:
+def _remembered_id(folder: Path, restored: str | None) -> str:
     """Return the run's id in W&B, made once and kept in the folder, so that a resumed run stays one line."""
     path = folder / "id"
     if not path.exists():
-        path.write_text(os.urandom(4).hex())
+        path.write_text(restored or os.urandom(4).hex())
     return path.read_text()
 
 
