@@ -1,7 +1,7 @@
 # The two commands that anybody needs: `make check` reads the code, `make test` runs it.
 PYTHON ?= python3
 
-.PHONY: install check test test-fast test-slow format
+.PHONY: install check test test-fast test-slow test-faults format
 
 install:
 	$(PYTHON) -m pip install -c constraints.txt -e '.[test]'
@@ -21,6 +21,9 @@ test:
 
 test-slow:
 	$(PYTHON) -m pytest -q -m slow
+
+test-faults:
+	$(PYTHON) -m pytest -q -m "" tests/test_faults.py
 
 format:
 	$(PYTHON) -m ruff check --fix .

@@ -122,6 +122,34 @@ def measure(options: dict[str, Any], folder: str) -> dict[str, Any]:
     return found
 
 
+def measure_steps(options: dict[str, Any], folder: str) -> dict[str, Any]:
+    """Run on one rank with one thread; returns the times of steps while nothing is written, and while a save is."""
+    trainer = Trainer(load_config("llama_small", overrides({**options, "ranks": 1}, folder)))
+    steps = trainer.steps()
+    next(steps)
+    trainer.save_checkpoint()
+    trainer._settle()
+    found: dict[str, list[float]] = {"quiet": [], "writing": []}
+
+    def time_one(kind: str) -> None:
+        started = time.perf_counter()
+        next(steps)
+        found[kind].append(time.perf_counter() - started)
+
+    for _ in range(options["rounds"]):
+        for _ in range(4):
+            time_one("quiet")
+        trainer.save_checkpoint()
+        while trainer.checkpoints.in_flight and not trainer.checkpoints.is_written:
+            time_one("writing")
+        if trainer.checkpoints.in_flight:
+            trainer._settle()
+        trainer.checkpoints.wait_for_deleting()
+        os.sync()
+    trainer.close()
+    return found
+
+
 def peak_gib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
@@ -153,6 +181,7 @@ def main() -> None:
     options = vars(parser.parse_args())
     with tempfile.TemporaryDirectory(dir=os.environ.get("BENCH_DIR")) as folder:
         ranks = run_ranks(options["ranks"], measure, options, folder)
+        (steps,) = run_ranks(1, measure_steps, options, f"{folder}/steps")
     rows = {"bytes": ranks[0]["bytes"][0], "first_pause_s": max(r["first"][0] for r in ranks)}
     for key, base in (("pause", "copy"), ("save", "dd"), ("load", "read")):
         pairs = [
@@ -164,6 +193,10 @@ def main() -> None:
             rows[f"{base}_s"] = statistics.median(b for _, b in pairs)
             rows[f"{key}_over_{base}"] = statistics.median(a / b for a, b in pairs)
             rows[f"{key}_over_{base}_each"] = [round(a / b, 3) for a, b in pairs]
+    rows["step_quiet_s"] = statistics.median(steps["quiet"])
+    rows["step_writing_s"] = statistics.median(steps["writing"])
+    rows["step_writing_over_quiet"] = rows["step_writing_s"] / rows["step_quiet_s"]
+    rows["num_steps"] = [len(steps["quiet"]), len(steps["writing"])]
     print(json.dumps(rows))
 
 

@@ -91,6 +91,21 @@ def _unfilled_buffer(config: MlpConfig) -> nn.Module:
     return model
 
 
+class Renamed(Mlp):
+    """The same weights under other names."""
+
+    def __init__(self, config: MlpConfig) -> None:
+        super().__init__(config)
+        self.inner = self.hidden
+        del self.hidden
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.table(tokens)
+        for layer in self.inner:
+            x = x + layer(x).tanh()
+        return self.out(x)
+
+
 def _tied(config: MlpConfig) -> nn.Module:
     model = Mlp(config)
     model.out.weight = model.table.weight
@@ -105,3 +120,6 @@ register(Recipe("mlp_nonfinite", MlpConfig, Mlp, UNITS, trainer=NonFiniteTrainer
 register(Recipe("mlp_unfilled", MlpConfig, _unfilled_buffer, UNITS))
 register(Recipe("mlp_wrong_units", MlpConfig, Mlp, ["table", "hiden.*"]))
 register(Recipe("mlp_parted_tie", MlpConfig, _tied, UNITS))
+register(Recipe("mlp_faulty", MlpConfig, Mlp, UNITS, trainer="tests.faults:FaultyTrainer"))
+register(Recipe("mlp_repeating", MlpConfig, Mlp, UNITS, trainer="tests.faults:RepeatingTrainer"))
+register(Recipe("mlp_renamed", MlpConfig, Renamed, ["table", "inner.*", "out"]))

@@ -73,7 +73,23 @@ class RunFolder:
         """Say how the run stands: `state` is running, finished, stopped or failed."""
         if self.is_main:
             status = {"state": state, "exit_code": exit_code, "step": step, "reason": reason}
-            write_atomically(self.path / "status.json", json.dumps(status) + "\n")
+            try:
+                write_atomically(self.path / "status.json", json.dumps(status) + "\n")
+            except OSError as error:  # a full disk must not hide what the run has to say
+                print(f"warning: {self.path}/status.json cannot be written: {error}", file=sys.stderr, flush=True)
+
+    def has_finished(self) -> bool:
+        """Return whether `status.json` says so."""
+        try:
+            return bool(json.loads((self.path / "status.json").read_text())["state"] == "finished")
+        except (OSError, ValueError, KeyError, TypeError):
+            return False
+
+    def clean(self) -> None:
+        """Remove the half-written files of attempts that were killed."""
+        for name in ("config.yaml", "status.json", "metrics.jsonl"):
+            for partial in self.path.glob(f".{name}.*"):
+                partial.unlink()
 
 
 def _is_within(path: Path, folder: Path) -> bool:
@@ -113,6 +129,7 @@ class Owner:
                 self._wait_for_death(mine)
         finally:
             mine.unlink(missing_ok=True)
+        self._clean()
         self._beat = threading.Thread(target=self._keep_alive, name="owner", daemon=True)
         self._beat.start()
 
@@ -122,11 +139,18 @@ class Owner:
         self._stopped.set()
         self._beat.join()
         self._beat = None
-        if self._read() == self._own:
-            self.path.unlink(missing_ok=True)
-        if self._made_folder:
-            with contextlib.suppress(OSError):  # no longer empty: it was of use
-                self.folder.rmdir()
+        with contextlib.suppress(OSError):  # a folder that can no longer be written: the next run finds us gone
+            if self._read() == self._own:
+                self.path.unlink(missing_ok=True)
+            if self._made_folder:
+                self.folder.rmdir()  # unless it was of use
+
+    def _clean(self) -> None:
+        """Remove what claimants that were killed have left, but nothing of one that is alive."""
+        for path in self.folder.glob(f"{self.NAME}.*"):
+            owner = _parse(path)
+            if owner is None or (_where(owner) == _where(self._own) and _start_of(owner["pid"]) != owner["started"]):
+                path.unlink(missing_ok=True)
 
     def _wait_for_death(self, mine: Path) -> None:
         """Return once the folder's owner has gone, and its file with it."""

@@ -27,7 +27,10 @@ from trainer.parameters import local, tied_names
 class TrainState:
     """Where a run stands: counters, weights, optimizer, position in the data, random states."""
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, skips: SkipCounter, random_state: RandomState) -> None:
+    def __init__(
+        self, owner: object, model: nn.Module, optimizer: Optimizer, skips: SkipCounter, random_state: RandomState
+    ) -> None:
+        self._owner = owner
         self.step = 0
         self.tokens = 0
         self.model, self.random = model, random_state
@@ -65,8 +68,8 @@ class TrainState:
         """Say that these need not be resumed: what is made anew from the configuration, say."""
         self._known += things
 
-    def check_complete(self, owner: object) -> None:
-        """Raise UserError if an attribute of `owner` has state that nobody has added.
+    def check_complete(self) -> None:
+        """Raise UserError if an attribute of the owner, a Trainer, has state that nobody has added.
 
         A module without a trainable parameter is no state (a frozen teacher) until it is seen to change (an average).
         """
@@ -75,11 +78,11 @@ class TrainState:
         }
         forgotten = {
             name: thing
-            for name, thing in _attributes(owner)
+            for name, thing in _attributes(self._owner)
             if _has_state(thing) and id(thing) not in known and not self._is_constant(thing)
         }
         if forgotten:
-            kind = type(owner).__name__
+            kind = type(self._owner).__name__
             lines = [
                 f"  {kind}.{name} ({type(thing).__name__}): self.state.add({name!r}, self.{name})"
                 for name, thing in forgotten.items()

@@ -16,8 +16,7 @@ from typing import Literal
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from trainer.checkpoint.manifest import Manifest, read_file
-from trainer.checkpoint.place import Place, find_place
+from trainer.checkpoint.place import find_place
 from trainer.checkpoint.schedule import SaveSchedule
 from trainer.checkpoint.store import Checkpoints, Facts, Found, SaveResult, Settings
 from trainer.config import RunConfig, check_config, compare_configs
@@ -96,7 +95,9 @@ class Trainer:
         self.stop = StopRequest()
         self.stopping = False
         """True on all ranks alike once any of them was asked to stop: the update in hand was the last."""
-        self.state = TrainState(self.model, self.optimizer, self.skips, RandomState(config.run.seed, self.world.rank))
+        self.state = TrainState(
+            self, self.model, self.optimizer, self.skips, RandomState(config.run.seed, self.world.rank)
+        )
         self._resume_loader_with_state()
         self.state.add("metrics", self.metrics)
         self.checkpoints = self._checkpoints()
@@ -235,7 +236,7 @@ class Trainer:
         """
         self.stop.install()
         try:
-            self.world.agreed(lambda: self.state.check_complete(self))
+            self.world.agreed(self.state.check_complete)
             with GarbageCollection() as garbage:
                 for record in self.steps():
                     self.on_step(record)
@@ -349,7 +350,6 @@ class Trainer:
             self._settle()
 
     def _start_save(self, background: bool) -> None:
-        self.state.check_complete(self)
         if self.phase != "running":
             self.world.agreed(self.folder.own)
         self.checkpoints.start(self.state, background)
@@ -412,7 +412,7 @@ class Trainer:
             place = find_place(path if path is not None else resume)
             careful = self.phase == "running"
             found = self.checkpoints.load(place, self.state, self._compare, allowed, careful)
-        elif resume == "auto" and self.world.broadcast(bool(self.checkpoints.steps())):
+        elif resume == "auto" and not self.world.broadcast(self.checkpoints.is_empty):
             self.world.agreed(self.folder.own)
             found = self.checkpoints.restore(self.state, self._compare, allowed)
         if found is not None:
@@ -434,9 +434,9 @@ class Trainer:
         source = self.world.agreed(lambda: open_weights(path, self.config))
         self.world.agreed(lambda: fill(self.model, source, setting="train.init_from"))
 
-    def _compare(self, place: Place, manifest: Manifest) -> list[str]:
+    def _compare(self, stored_yaml: str) -> list[str]:
         """Return what in the configuration forbids to go on from a checkpoint."""
-        refused, self._changed = compare_configs(self.config, read_file(place, manifest, "config.yaml").decode())
+        refused, self._changed = compare_configs(self.config, stored_yaml)
         if refused:
             keys = ",".join(line.partition(":")[0] for line in refused)
             refused.append(
@@ -516,6 +516,7 @@ class Trainer:
         if not self.world.is_main:
             return
         self.checkpoints.clean()
+        self.folder.clean()
         step = -1 if self.resumed_step is None else self.resumed_step
         later = [f"step_{later:08d}" for later in self.checkpoints.steps() if later > step]
         if self.config.checkpoint.dir is not None:
@@ -531,6 +532,10 @@ class Trainer:
             self.metrics.say(
                 f"nothing to do: {self.config.run.dir} is at step {self.state.step} of {self.config.train.steps}"
             )
+            if self.world.is_main and self.resumed_step is not None and not self.folder.has_finished():
+                self.checkpoints.clean()  # of an attempt that was killed after all was saved
+                self.folder.write_status(state, exit_code, self.state.step, "train.steps reached")
+            self.folder.release()
             return exit_code
         if state == "finished" and self.config.eval.every and not _due(self.config.eval.every, self.state.step):
             self.evaluate()

@@ -86,6 +86,10 @@ class Place(Protocol):
         """Delete a folder with all that is in it."""
         ...
 
+    def recover(self) -> None:
+        """Undo what was killed half-way and would hide a checkpoint."""
+        ...
+
     def clean(self, prefix: str) -> list[str]:
         """Delete what attempts to write folders with this prefix have left behind when they were killed."""
         ...
@@ -155,7 +159,7 @@ class LocalPlace:
         for folder in {path.parent for path in (self.path / unpublished).rglob("*")}:
             sync_folder(folder)
         replaced = self.path / f"{_REPLACED}{name}"
-        if (self.path / name).exists():  # the same step once more: killed between the two, `clean` undoes the first
+        if (self.path / name).exists():  # the same step once more: killed between the two, `recover` undoes the first
             os.rename(self.path / name, replaced)
         os.rename(self.path / unpublished, self.path / name)
         sync_folder(self.path)
@@ -174,11 +178,14 @@ class LocalPlace:
     def delete(self, name: str) -> None:
         shutil.rmtree(self.path / name)
 
-    def clean(self, prefix: str) -> list[str]:
+    def recover(self) -> None:
         for name in self.names():
             original = name.removeprefix(_REPLACED)
             if original != name and not (self.path / original).exists():
                 os.rename(self.path / name, self.path / original)
+
+    def clean(self, prefix: str) -> list[str]:
+        self.recover()
         leftovers = [name for name in self.names() if name.startswith((_WRITING, _REMOVED, _REPLACED))]
         for name in leftovers:
             shutil.rmtree(self.path / name, ignore_errors=True)
@@ -289,6 +296,9 @@ class RemotePlace:
     def delete(self, name: str) -> None:
         with contextlib.suppress(FileNotFoundError):
             self.system.rm(f"{self.root}/{name}", recursive=True)
+
+    def recover(self) -> None:
+        """Nothing: nothing is ever moved but a manifest that is no longer wanted."""
 
     def clean(self, prefix: str) -> list[str]:
         folders = [name for name in self.names() if name.startswith(prefix)]

@@ -21,7 +21,7 @@ from concurrent.futures import TimeoutError as NotYet
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from hashlib import sha256
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import safetensors.torch
 import torch
@@ -55,6 +55,8 @@ from trainer.checkpoint.tensors import (
 from trainer.checkpoint.tree import join, split
 from trainer.errors import TrainingFailed, UserError
 from trainer.world import World
+
+Result = TypeVar("Result")
 
 PREFIX = "step_"
 _NAME = re.compile(r"step_(\d{8,})")
@@ -94,6 +96,10 @@ class Savable(Protocol):
     @property
     def weights(self) -> frozenset[str]:
         """Keys of the parameters: such must be finite to be published."""
+        ...
+
+    def check_complete(self) -> None:
+        """Raise UserError if there is state that nobody has listed here."""
         ...
 
     def restart(self, step: int) -> None:
@@ -158,8 +164,9 @@ class Found:
     """What is wrong with each, by its name."""
 
 
-Compare = Callable[[Place, Manifest], list[str]]
-"""Returns what else forbids to go on from a checkpoint, a line for each, empty if nothing does."""
+Compare = Callable[[str], list[str]]
+"""Takes the configuration that a checkpoint was written with, as YAML; returns what in it forbids to go on from there,
+a line for each."""
 
 
 class Checkpoints:
@@ -200,8 +207,9 @@ class Checkpoints:
         started = time.perf_counter()
         snapshot, mistake, failure = None, None, ""
         try:
+            state.check_complete()
             snapshot = _collect(state)
-        except TypeError as error:
+        except (TypeError, UserError) as error:
             mistake = str(error)
         except Exception as error:
             failure = f"cannot collect the state: {_describe(error)}"
@@ -439,7 +447,7 @@ class Checkpoints:
 
         Raises UserError if the configuration or the state does not fit; TrainingFailed if none is good.
         """
-        names = self.world.broadcast(self._candidates() if self.world.is_main else None)
+        names = self.world.broadcast(self.world.agreed(self._candidates))
         damaged: dict[str, list[str]] = {}
         for name in names:
             place = self.place / name
@@ -464,6 +472,7 @@ class Checkpoints:
 
         Raises UserError if there is no checkpoint, or it does not fit; TrainingFailed if it is damaged.
         """
+        self.world.agreed(lambda: _demand_a_checkpoint(place))
         manifest, damage = self._load(place, state, compare, allowed, careful)
         if manifest is None:
             listed = "\n".join(f"  {line}" for line in damage)
@@ -475,7 +484,15 @@ class Checkpoints:
             for name in names:
                 self.place.move(name, f"damaged-{name}")
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing at all, as this rank sees it.  Not collective."""
+        return not self.place.names()
+
     def _candidates(self) -> list[str]:
+        if not self.world.is_main:
+            return []
+        self.place.recover()
         return [f"{PREFIX}{step:08d}" for step in reversed(self.steps())]
 
     def _load(
@@ -486,41 +503,43 @@ class Checkpoints:
         if manifest is None:
             return None, [problem]
         depth = "sizes" if not self.settings.checksums else "full" if careful else "frames"
-        damage = self._everywhere(lambda: find_damage(place, manifest, depth, self.world.rank, self.world.size))
+        _, damage = self._attempt(lambda: _look_for_damage(place, manifest, depth, self.world))
         if damage:
             return None, damage
-        document, layout = self.world.agreed(lambda: _read_common(place, manifest))
-        different = self.world.agreed(lambda: compare(place, manifest))
+        stored, damage = self._attempt(lambda: _Common(place, manifest, self.world))
+        if stored is None or damage:
+            return None, damage
+        document, layout = stored.document, stored.layout
+        different = self.world.agreed(lambda: compare(stored.config_yaml))
         unfit, left_out = self.world.agreed(lambda: _differences(state, document["parts"], layout, allowed))
         different += unfit
         if different:
             raise UserError(f"cannot resume from {place}:\n" + "\n".join(f"  {line}" for line in different))
         targets = self.world.agreed(lambda: _targets(state, layout, left_out))
-        damage = self._everywhere(lambda: self._read(place, manifest, layout, targets))
+        _, damage = self._attempt(lambda: self._read(place, manifest, layout, targets))
         if damage:
             return None, damage
-        own = None
-        if manifest.world_size == self.world.size:
-            own = self.world.agreed(lambda: read_file(place, manifest, _rank_file(self.world.rank)))
-        self.world.agreed(lambda: _apply(state, document, targets, own, left_out))
+        self.world.agreed(lambda: _apply(state, document, targets, stored.own, left_out))
         state.step = manifest.step
-        if own is None:
+        if stored.own is None:
             state.restart(manifest.step)
         return manifest, []
 
-    def _read(self, place: Place, manifest: Manifest, layout: Layout, targets: Mapping[str, torch.Tensor]) -> list[str]:
+    def _read(self, place: Place, manifest: Manifest, layout: Layout, targets: Mapping[str, torch.Tensor]) -> None:
         blocks = read_blocks(place, manifest)
         read_tensors(place, layout, blocks, targets, check=self.settings.checksums)
-        return []
 
-    def _everywhere(self, look: Callable[[], list[str]]) -> list[str]:
-        """Return what `look` finds on any rank; what it raises over the files counts as found."""
+    def _attempt(self, work: Callable[[], Result]) -> tuple[Result | None, list[str]]:
+        """Return what `work` returns on this rank, and on all ranks alike a line for all that is damaged on any."""
+        result, damage = None, ""
         try:
-            found = look()
-        except (Damaged, OSError) as error:
-            found = [f"rank {self.world.rank}: {_describe(error)}" if isinstance(error, OSError) else str(error)]
-        everywhere = [line for lines in self.world.gather(found) for line in lines]
-        return list(dict.fromkeys(everywhere))
+            result = work()
+        except Damaged as error:
+            damage = str(error)
+        except OSError as error:
+            damage = f"rank {self.world.rank}: {_describe(error)}"
+        lines = [line for text in self.world.gather(damage) for line in text.splitlines()]
+        return result, list(dict.fromkeys(lines))
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -544,26 +563,38 @@ def _open(place: Place, is_main: bool) -> tuple[Manifest | None, str]:
         return read_manifest(place), ""
     except Damaged as error:
         return None, str(error)
-    except FileNotFoundError as error:
+    except FileNotFoundError:
         try:
             version = json.loads(place.read("state.json")).get("format_version")
         except (OSError, ValueError, AttributeError):
             version = None
         if version is not None:  # before there were manifests
             check_format(place, version)
-        if place.names():
-            return None, f"{place}/{COMMIT}: is missing"
-        raise UserError(f"{place}: there is no checkpoint") from error
+        return None, f"{place}/{COMMIT}: is missing"
     except OSError as error:
         return None, f"{place}/{COMMIT}: {_describe(error)}"
 
 
-def _read_common(place: Place, manifest: Manifest) -> tuple[dict[str, Any], Layout]:
-    try:
-        document = json.loads(read_file(place, manifest, "state.json"))
-        return document, layout_from_json(read_file(place, manifest, "layout.json"))
-    except Damaged as error:  # looked at a moment ago
-        raise TrainingFailed(str(error)) from error
+def _look_for_damage(place: Place, manifest: Manifest, depth: str, world: World) -> None:
+    damage = find_damage(place, manifest, depth, world.rank, world.size)
+    if damage:
+        raise Damaged("\n".join(damage))
+
+
+def _demand_a_checkpoint(place: Place) -> None:
+    if not place.names():
+        raise UserError(f"{place}: there is no checkpoint")
+
+
+class _Common:
+    """What of a checkpoint is no tensor: read, and checked as it is."""
+
+    def __init__(self, place: Place, manifest: Manifest, world: World) -> None:
+        self.document: dict[str, Any] = json.loads(read_file(place, manifest, "state.json"))
+        self.layout = layout_from_json(read_file(place, manifest, "layout.json"))
+        self.config_yaml = read_file(place, manifest, "config.yaml").decode()
+        is_same_size = manifest.world_size == world.size
+        self.own = read_file(place, manifest, _rank_file(world.rank)) if is_same_size else None
 
 
 def _collect(state: Savable) -> _Snapshot:

@@ -37,13 +37,24 @@ class JsonLines:
         if path.exists():
             kept = [line for line in _complete_lines(path) if _stays(json.loads(line), resumed_step)]
             write_atomically(path, "".join(kept))
-        self._file = open(path, "a")  # noqa: SIM115 - open for the life of the run
+        self._path = path
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - open for the life of the run
+        self._unwritten = b""
 
     def write(self, record: Record) -> None:
-        self._file.write(json.dumps(_finite(record)) + "\n")
-        self._file.flush()
+        """Append the record.  A disk that is full, or away, is no reason to stop training: it is tried again."""
+        had_failed = bool(self._unwritten)
+        self._unwritten += json.dumps(_finite(record)).encode() + b"\n"
+        try:
+            while self._unwritten:
+                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+        except OSError as error:
+            if not had_failed:
+                warn(f"{self._path} cannot be written, lines are kept until it can: {error}")
 
     def close(self) -> None:
+        if self._unwritten:
+            warn(f"{self._path}: {self._unwritten.count(b'}')} lines could not be written")
         self._file.close()
 
 
@@ -77,16 +88,22 @@ class TensorBoard:
         except ImportError as error:
             rule = "TensorBoard is not installed: pip install 'meshtrainer[tensorboard]'"
             raise setting_error("log.tensorboard", True, rule, False) from error
+        self._failed = False
         self._writer = SummaryWriter(str(folder), purge_step=resumed_step + 1)  # type: ignore[no-untyped-call]
 
     def write(self, record: Record) -> None:
-        if record.kind in ("train", "eval"):
-            for name, value in _numbers(record).items():
-                self._writer.add_scalar(f"{record.kind}/{name}", value, record.step)  # type: ignore[no-untyped-call]
-            self._writer.flush()  # type: ignore[no-untyped-call]
+        if record.kind in ("train", "eval") and not self._failed:
+            try:
+                for name, value in _numbers(record).items():
+                    self._writer.add_scalar(f"{record.kind}/{name}", value, record.step)  # type: ignore[no-untyped-call]
+                self._writer.flush()  # type: ignore[no-untyped-call]
+            except OSError as error:
+                self._failed = True
+                warn(f"TensorBoard's events cannot be written and are left out from here: {error}")
 
     def close(self) -> None:
-        self._writer.close()  # type: ignore[no-untyped-call]
+        with contextlib.suppress(OSError):
+            self._writer.close()  # type: ignore[no-untyped-call]
 
 
 class WandB:

@@ -1,0 +1,409 @@
+"""Makes things go wrong in a real run: counts what it does to its files, and kills, fails, slows or hangs it there.
+
+A run of the recipe `tests.own_recipes:mlp_faulty` reads the variable `FAULT` (JSON) and does to itself what stands in
+it; without the variable it is a plain run.  Runs are real processes.  So that some hundred of them take minutes, they
+are forked from a server that has imported torch already; `rank` processes of one run meet as under torchrun.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import gc
+import json
+import multiprocessing
+import multiprocessing.forkserver
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import trainer.checkpoint.place
+import trainer.checkpoint.store
+from tests.ranks import REPOSITORY, Ran
+from trainer import Trainer, run
+from trainer.checkpoint.place import LocalPlace
+from trainer.checkpoint.store import Checkpoints
+from trainer.checkpoint.tensors import Staging
+from trainer.metrics.record import Record
+from trainer.world import Channel
+
+VARIABLE = "FAULT"
+PHASES = ("collect", "write", "publish", "prune", "load", "start")
+"""What a run does about its checkpoints, in the order of a save; then of a start."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What is to go wrong, and where."""
+
+    kill: str = ""
+    """Whom: `one` rank, or `all`.  Without: what else stands here."""
+    rank: int = 0
+    """The rank at which it happens."""
+    phase: str = ""
+    number: int = -1
+    """Which event of the phase, or of all in an empty one."""
+    at_step: int = -1
+    """Instead of at an event: after this update."""
+    then: str = ""
+    """What happens at `at_step`, if not a kill: `raise`, or the name of a signal that the rank sends itself."""
+    fail: str = ""
+    """Which function raises: one of `_PLACES`."""
+    hang: str = ""
+    """Which function waits `hang_s` before it does its work."""
+    hang_s: float = 0.0
+    first: int = 0
+    last: int = 0
+    """The calls that `fail` and `hang` hit, counted from 0."""
+    write_s: float = 0.0
+    """How long every write to a file of a checkpoint takes."""
+    no_space_check: bool = False
+    poison_step: int = -1
+    """The step after which a weight becomes not a number."""
+    step_s: float = 0.0
+    """How much longer every update takes."""
+    commands: dict[str, str] = field(default_factory=dict)
+    """Shell commands, by the update after which the rank runs them."""
+    log: str = ""
+    """A folder in which every rank lists its events."""
+
+    def variables(self) -> dict[str, str]:
+        return {VARIABLE: json.dumps(dataclasses.asdict(self))}
+
+
+class _Injected(RuntimeError):
+    """What a fault raises."""
+
+
+_FAULT: Fault | None = None
+_RANK = 0
+_events: list[str] = []
+_counts: dict[str, int] = {}
+_calls: dict[str, int] = {}
+_phase = threading.local()
+_lock = threading.RLock()
+
+
+def _install(fault: Fault) -> None:
+    """Put the fault into this process.  Once: a process has one."""
+    global _FAULT, _RANK
+    assert _FAULT is None
+    _FAULT, _RANK = fault, int(os.environ.get("RANK", "0"))
+    Path(fault.log, f"pid.{_RANK}").write_text(str(os.getpid()))
+    for name, (owner, attribute) in _PLACES.items():
+        _wrap(owner, attribute, lambda name=name: _fail_or_hang(name))
+    take = Checkpoints.take
+
+    def noted_take(self: Checkpoints) -> Any:
+        result = take(self)
+        with open(Path(fault.log, f"results.{_RANK}"), "a") as file:
+            file.write(json.dumps([result.step, result.error]) + "\n")
+        return result
+
+    Checkpoints.take = noted_take  # type: ignore[method-assign]
+    for owner, attribute in ((os, "fsync"), (os, "preadv"), (Channel, "gather"), (Channel, "broadcast")):
+        _wrap(owner, attribute, lambda attribute=attribute: _event(attribute))
+    for owner, attribute in ((Staging, "copy"), (trainer.checkpoint.store, "_collect")):
+        _wrap(owner, attribute, lambda attribute=attribute: _event(attribute), _event)
+    for owner, attribute, phase in (
+        (Checkpoints, "start", "collect"),
+        (Checkpoints, "_save", "write"),
+        (LocalPlace, "publish", "publish"),
+        (Checkpoints, "_prune", "prune"),
+        (Checkpoints, "_delete", "prune"),
+        (Checkpoints, "restore", "load"),
+        (Checkpoints, "load", "load"),
+        (Trainer, "_start", "start"),
+    ):
+        _in_phase(owner, attribute, phase)
+    file = trainer.checkpoint.place._SyncedFile
+    write = file.write
+    file.write = lambda self, data: _write(write, self, data)  # type: ignore[method-assign]
+    if fault.no_space_check:
+        LocalPlace.free_bytes = lambda self: None  # type: ignore[method-assign]
+    sys.addaudithook(_audit)
+
+
+_PLACES: dict[str, tuple[Any, str]] = {
+    "collect": (trainer.checkpoint.store, "_collect"),
+    "stage": (Staging, "copy"),
+    "begin": (LocalPlace, "begin"),
+    "write": (trainer.checkpoint.store, "write_tensors"),
+    "write_files": (trainer.checkpoint.store, "_write_files"),
+    "finish": (Checkpoints, "_write_common"),
+    "publish": (LocalPlace, "publish"),
+    "prune": (LocalPlace, "retire"),
+    "delete": (LocalPlace, "delete"),
+    "load": (trainer.checkpoint.store, "read_tensors"),
+}
+"""Functions that can fail or hang, by what they do."""
+
+
+def _wrap(owner: Any, attribute: str, before: Callable[[], None], after: Callable[[str], None] | None = None) -> None:
+    original = getattr(owner, attribute)
+
+    def wrapped(*arguments: Any, **named: Any) -> Any:
+        before()
+        result = original(*arguments, **named)
+        if after is not None:
+            after(f"after {attribute}")
+        return result
+
+    setattr(owner, attribute, wrapped)
+
+
+def _in_phase(owner: Any, attribute: str, phase: str) -> None:
+    original = getattr(owner, attribute)
+
+    def wrapped(*arguments: Any, **named: Any) -> Any:
+        outer, _phase.name = getattr(_phase, "name", ""), phase
+        try:
+            _event("begins")
+            result = original(*arguments, **named)
+            _event("ends")
+            return result
+        finally:
+            _phase.name = outer
+
+    setattr(owner, attribute, wrapped)
+
+
+_NAMESPACE = {"open", "os.rename", "os.mkdir", "os.rmdir", "os.remove", "os.link", "os.listdir", "os.truncate"}
+
+
+def _audit(name: str, arguments: tuple[Any, ...]) -> None:
+    if name in _NAMESPACE and isinstance(arguments[0], (str, os.PathLike)):
+        _event(f"{name} {arguments[0]}")
+
+
+def _write(write: Callable[..., int], file: Any, data: Any) -> int:
+    fault = _FAULT
+    assert fault is not None
+    if fault.write_s:
+        time.sleep(fault.write_s)
+    view = memoryview(data).cast("B")
+    _event(f"write {len(view)} bytes", torn=lambda: write(file, view[: len(view) // 2]))
+    return write(file, data)
+
+
+def _event(what: str, torn: Callable[[], object] | None = None) -> None:
+    """Count one event; die there if it is the one."""
+    phase = getattr(_phase, "name", "")
+    if not phase:
+        return
+    fault = _FAULT
+    assert fault is not None
+    with _lock:
+        number = _counts.get(phase, 0)
+        _counts[phase] = number + 1
+        _events.append(f"{phase} {what}")
+        if fault.kill and fault.rank == _RANK and fault.phase == phase and fault.number == number:
+            if torn is not None:
+                torn()
+            _kill(fault)
+
+
+def _kill(fault: Fault) -> None:
+    if fault.kill == "all":
+        for path in Path(fault.log).glob("pid.*"):
+            if path.name != f"pid.{_RANK}":
+                os.kill(int(path.read_text()), signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(10)
+
+
+def _fail_or_hang(name: str) -> None:
+    fault = _FAULT
+    assert fault is not None
+    if fault.rank != _RANK or name not in (fault.fail, fault.hang):
+        return
+    with _lock:
+        number = _calls.get(name, 0)
+        _calls[name] = number + 1
+    if not fault.first <= number <= fault.last:
+        return
+    if name == fault.hang:
+        time.sleep(fault.hang_s)
+    if name == fault.fail:
+        raise _Injected(f"{name} fails on purpose")
+
+
+class FaultyTrainer(Trainer):
+    """Does to itself what the variable FAULT says."""
+
+    def __init__(self, config: Any) -> None:
+        if VARIABLE in os.environ and _FAULT is None:
+            _install(Fault(**json.loads(os.environ[VARIABLE])))
+        super().__init__(config)
+
+    def on_step(self, record: Record) -> None:
+        fault = _FAULT
+        if fault is None:
+            return
+        time.sleep(fault.step_s)
+        command = fault.commands.get(str(record.step))
+        if command and fault.rank == self.world.rank:
+            subprocess.run(command, shell=True, check=True, capture_output=True)
+        if fault.poison_step == record.step and fault.rank == self.world.rank:
+            parameter = next(iter(self.model.parameters()))
+            parameter.to_local().detach()[0, 0] = float("nan")  # type: ignore[attr-defined]
+        if fault.at_step == record.step and fault.rank == self.world.rank:
+            if fault.kill:
+                _kill(fault)
+            if fault.then == "raise":
+                raise _Injected(f"rank {fault.rank} fails on purpose at step {record.step}")
+            os.kill(os.getpid(), signal.Signals[fault.then])
+
+    def fit(self) -> int:
+        try:
+            return super().fit()
+        finally:
+            if _FAULT is not None:
+                Path(_FAULT.log, f"events.{_RANK}").write_text("\n".join(_events))
+
+
+class RepeatingTrainer(FaultyTrainer):
+    """Saves once more at the end of a loop of its own what it has just saved: each step is published twice."""
+
+    def fit(self) -> int:
+        try:
+            for record in self.steps():
+                self.on_step(record)
+                if record.step % self.config.checkpoint.every == 0:
+                    for _ in range(2):
+                        self.save_checkpoint(wait=True)
+            self._end("finished", 0, "a loop of my own")
+            return 0
+        finally:
+            if _FAULT is not None:
+                Path(_FAULT.log, f"events.{_RANK}").write_text("\n".join(_events))
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Processes
+
+
+@dataclass
+class Started:
+    """A run on some ranks, each a process of its own."""
+
+    processes: list[Any]
+    folder: Path
+    logs: Path
+    since: float = field(default_factory=time.monotonic)
+
+    def wait(self, timeout_s: float = 60) -> list[int | None]:
+        """Return the exit codes, None for a rank that is still there after `timeout_s`; such are killed."""
+        deadline = time.monotonic() + timeout_s
+        for process in self.processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        codes = [process.exitcode for process in self.processes]
+        for process in self.processes:
+            if process.exitcode is None:
+                process.kill()
+                process.join()
+        return codes
+
+    @property
+    def stderr(self) -> str:
+        return "".join(path.read_text(errors="replace") for path in sorted(self.logs.glob("*.err")))
+
+    def stderr_of(self, rank: int) -> str:
+        return (self.logs / f"{rank}.err").read_text(errors="replace")
+
+    def events_of(self, rank: int) -> list[str]:
+        """Return what a rank did, in order, each with its phase first; of a run with a Fault that ended by itself."""
+        return (self.logs / f"events.{rank}").read_text().splitlines()
+
+    def results_of(self, rank: int) -> list[tuple[int, str]]:
+        """Return step and error of every save, as a rank was told; of a run with a Fault."""
+        path = self.logs / f"results.{rank}"
+        return [tuple(json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
+
+    @property
+    def stdout(self) -> str:
+        return "".join(path.read_text(errors="replace") for path in sorted(self.logs.glob("*.out")))
+
+    def ran(self, timeout_s: float = 60) -> Ran:
+        """Wait, and return it as a command that has ended; its exit code is rank 0's."""
+        codes = self.wait(timeout_s)
+        assert None not in codes, f"ranks still there after {timeout_s} s: {codes}\n{self.stderr}"
+        return Ran(codes[0] if codes[0] is not None else -1, self.stdout, self.stderr, self.folder)
+
+
+@functools.cache
+def _server() -> Any:
+    """Return multiprocessing's fork server, with torch and the trainer imported."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["pytest", "torch._dynamo", "tests.faults", "tests.own_recipes"])
+    with _environment(PYTHONPATH=str(REPOSITORY), OMP_NUM_THREADS="1"):
+        multiprocessing.forkserver.ensure_running()
+    return context
+
+
+def start(
+    folder: Path, *arguments: str, ranks: int = 1, fault: Fault | None = None, logs_in: Path | None = None
+) -> Started:
+    """Start `python -m trainer.run ARGUMENTS run.dir=FOLDER` on some ranks, forked.  Logs are put beside the folder."""
+    logs = Path(tempfile.mkdtemp(prefix=f"logs-{folder.name}-", dir=logs_in or folder.parent))
+    fault = dataclasses.replace(fault, log=str(logs)) if fault else None
+    variables = fault.variables() if fault else {}
+    port = _free_port()
+    processes = []
+    for rank in range(ranks):
+        if ranks > 1:
+            variables = variables | {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(ranks),
+                "LOCAL_WORLD_SIZE": str(ranks),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+            }
+        argv = [*arguments, f"run.dir={folder}"]
+        process = _server().Process(target=_one_rank, args=(argv, variables, str(logs / str(rank))), daemon=True)
+        process.start()
+        processes.append(process)
+    return Started(processes, folder, logs)
+
+
+def _one_rank(argv: list[str], variables: dict[str, str], log: str) -> None:
+    os.setsid()
+    os.chdir(REPOSITORY)
+    for number, ending in ((1, ".out"), (2, ".err")):
+        descriptor = os.open(log + ending, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(descriptor, number)
+    os.environ.pop(VARIABLE, None)
+    os.environ.update(variables)
+    gc.freeze()  # what the server has imported is not looked through again
+    run.leave(run.main(argv))
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+@contextmanager
+def _environment(**variables: str) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name)
+            else:
+                os.environ[name] = value
