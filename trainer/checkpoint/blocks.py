@@ -18,6 +18,9 @@ from typing import Any
 from trainer.checkpoint.place import Place, Sink, Source
 
 BLOCK_BYTES = 4 << 20
+_WRITE_BYTES, _READ_BYTES = 128 << 10, 512 << 10
+"""How much is handled at a time: what fits a core's own cache is read from memory once, though it is looked at, summed
+and copied.  Writing 1.2 GB took 0.9 s so, and 3.8 s in blocks of 4 MiB; reading 0.33 s and 0.48 s."""
 
 Blocks = Sequence[Sequence[int]]
 """(length, CRC-32) of each block of a file, in order."""
@@ -42,10 +45,13 @@ class BlockWriter:
         self.blocks: list[tuple[int, int]] = []
         self._position = 0
         self._small_bytes, self._small_crc = 0, 0
+        self.inspect: Callable[[memoryview], None] = _not_at_all
+        """Is shown all that is written; what it raises, `write` raises."""
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
         if len(view) < self.LARGE:
+            self.inspect(view)
             if self._small_bytes + len(view) >= self.LARGE:
                 self._end_small()
             self._small_crc = zlib.crc32(view, self._small_crc)
@@ -54,11 +60,18 @@ class BlockWriter:
         else:
             self._end_small()
             for start in range(0, len(view), BLOCK_BYTES):
-                block = view[start : start + BLOCK_BYTES]
-                self.blocks.append((len(block), zlib.crc32(block)))
-                self._file.write(block)
+                self._write_block(view[start : start + BLOCK_BYTES])
         self._position += len(view)
         return len(view)
+
+    def _write_block(self, block: memoryview) -> None:
+        crc = 0
+        for start in range(0, len(block), _WRITE_BYTES):
+            part = block[start : start + _WRITE_BYTES]
+            self.inspect(part)
+            crc = zlib.crc32(part, crc)
+            self._file.write(part)
+        self.blocks.append((len(block), crc))
 
     def tell(self) -> int:
         return self._position
@@ -74,6 +87,10 @@ class BlockWriter:
         if self._small_bytes:
             self.blocks.append((self._small_bytes, self._small_crc))
             self._small_bytes, self._small_crc = 0, 0
+
+
+def _not_at_all(part: memoryview) -> None:
+    """Look at nothing."""
 
 
 def checksum_of(blocks: Blocks) -> int:
@@ -128,8 +145,12 @@ class BlockReader:
             part[:] = block[skipped : skipped + len(part)]
 
     def _read_block(self, number: int, buffer: memoryview) -> None:
-        self._source.read_into(buffer, self._starts[number])
-        if zlib.crc32(buffer) != self._blocks[number][1]:
+        crc = 0
+        for start in range(0, len(buffer), _READ_BYTES):
+            part = buffer[start : start + _READ_BYTES]
+            self._source.read_into(part, self._starts[number] + start)
+            crc = zlib.crc32(part, crc)
+        if crc != self._blocks[number][1]:
             first, last = self._starts[number], self._starts[number + 1] - 1
             raise Damaged(f"{self.name}: the checksum of bytes {first} to {last} differs")
 

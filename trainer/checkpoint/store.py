@@ -11,8 +11,11 @@ is named and the one before it tried.  All ranks take the same one.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
+import threading
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -177,7 +180,7 @@ class Checkpoints:
         self._channel = world.open_channel()
         self._plans = SavePlans(world)
         self._staging = Staging(world.device)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=_step_back)
         self._in_flight: Future[SaveResult] | None = None
         self._deleting: Future[None] | None = None
         self._warning = ""
@@ -573,6 +576,12 @@ def _open(place: Place, is_main: bool) -> tuple[Manifest | None, str]:
         return None, f"{place}/{COMMIT}: is missing"
     except OSError as error:
         return None, f"{place}/{COMMIT}: {_describe(error)}"
+
+
+def _step_back() -> None:
+    """Let the training step go first where both want the same core."""
+    with contextlib.suppress(OSError, AttributeError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)  # on Linux: of this thread alone
 
 
 def _look_for_damage(place: Place, manifest: Manifest, depth: str, world: World) -> None:

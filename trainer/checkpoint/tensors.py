@@ -16,7 +16,7 @@ import os
 import pickle
 import warnings
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -242,18 +242,23 @@ def write_tensors(
                 if scratch.nbytes < part.nbytes:
                     scratch = np.empty(part.nbytes, dtype=np.uint8)
                 part = _views(scratch, {key: part})[key].copy_(part)
-            if key in must_be_finite and not _is_finite(part):
-                raise ValueError(f"{key} holds values that are not finite; such weights are never published")
-            chunks.append((item.index, _write_chunk(writer, name, item, part)))
+            look = _finite_check(key, part.dtype) if key in must_be_finite else None
+            chunks.append((item.index, _write_chunk(writer, name, item, part, look)))
     finally:
         torch.serialization.set_crc32_options(has_own_checksums)
         writer.close()
     return Written(name, writer.blocks, chunks)
 
 
-def _write_chunk(writer: BlockWriter, name: str, item: WriteItem, part: torch.Tensor) -> Chunk:
+def _write_chunk(
+    writer: BlockWriter,
+    name: str,
+    item: WriteItem,
+    part: torch.Tensor,
+    look: Callable[[memoryview], None] | None,
+) -> Chunk:
     assert item.tensor_data is not None
-    watch = _DataWatch(writer, part)
+    watch = _DataWatch(writer, part, look)
     start = writer.tell()
     torch.save(part, watch)  # type: ignore[arg-type]  # all that it asks of a file is write
     assert watch.data_start is not None or not part.nbytes, "torch.save writes a tensor's bytes in one piece"
@@ -264,38 +269,53 @@ def _write_chunk(writer: BlockWriter, name: str, item: WriteItem, part: torch.Te
 class _DataWatch:
     """Hands on what `torch.save` writes, and notices where the tensor's own bytes begin."""
 
-    def __init__(self, writer: BlockWriter, tensor: torch.Tensor) -> None:
+    def __init__(self, writer: BlockWriter, tensor: torch.Tensor, look: Callable[[memoryview], None] | None) -> None:
         self._writer, self._address, self._bytes = writer, tensor.data_ptr(), tensor.nbytes
+        self._look = look
         self.data_start: int | None = None
 
     def write(self, data: Any) -> int:
         if len(data) == self._bytes and np.frombuffer(data, dtype=np.uint8).ctypes.data == self._address:
             self.data_start = self._writer.tell()
+            if self._look is not None:
+                return self._write_inspected(data, self._look)
         return self._writer.write(data)
+
+    def _write_inspected(self, data: Any, look: Callable[[memoryview], None]) -> int:
+        before, self._writer.inspect = self._writer.inspect, look
+        try:
+            return self._writer.write(data)
+        finally:
+            self._writer.inspect = before
 
     def flush(self) -> None: ...
 
 
 _EXPONENTS = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00}
+_FLOATS = {torch.float32: np.float32, torch.float64: np.float64}
 
 
-def _is_finite(tensor: torch.Tensor) -> bool:
-    """Return whether all values are finite, in one pass without a copy.
+def _finite_check(key: str, dtype: torch.dtype) -> Callable[[memoryview], None] | None:
+    """Return what looks at the bytes of a weight and raises ValueError if a value is not finite; None for integers.
 
-    By numpy, in this thread: torch's own would start OpenMP threads beside those of the training step.
+    By numpy, in the thread that writes: torch's own would start OpenMP threads beside those of the training step.
     """
-    if not tensor.is_floating_point() or not tensor.numel() or tensor.itemsize == 1:
-        return True
-    flat = tensor.flatten()
-    if tensor.dtype in _EXPONENTS:
-        mask = _EXPONENTS[tensor.dtype]
-        bits = flat.view(torch.int16).numpy()
-        return all(
-            int((bits[i : i + 65536] & mask).max()) < mask  # all ones in the exponent: infinite or not a number
-            for i in range(0, bits.size, 65536)
-        )
-    values = flat.numpy()
-    return bool(np.isfinite(values.max()) and np.isfinite(values.min()))
+
+    def demand(is_finite: bool) -> None:
+        if not is_finite:
+            raise ValueError(f"{key} holds values that are not finite; such weights are never published")
+
+    def look_at_floats(part: memoryview) -> None:
+        values = np.frombuffer(part, dtype=_FLOATS[dtype])
+        demand(bool(np.isfinite(values.max()) and np.isfinite(values.min())))
+
+    def look_at_bits(part: memoryview) -> None:
+        mask = _EXPONENTS[dtype]  # all ones in the exponent: infinite, or not a number
+        demand(int((np.frombuffer(part, dtype=np.uint16) & mask).max()) < mask)
+
+    if dtype in _FLOATS:
+        return look_at_floats
+    return look_at_bits if dtype in _EXPONENTS else None
 
 
 # ---------------------------------------------------------------------------------------------------------------
