@@ -684,7 +684,7 @@ def test_the_folder_becomes_read_only(ranks: int, mode: str, disk: Path, tmp_pat
     assert "Traceback" not in run.stderr
     assert_all_good(disk / "saved")
     subprocess.run(["mount", "-o", "remount,rw", disk], check=True)
-    again = start(tmp_path / "run", *with_(*arguments, "train.steps=8"), ranks=ranks)
+    again = start(tmp_path / "run", *with_("train.steps=8", base=arguments), ranks=ranks)
     assert again.wait() == [0] * ranks, again.stderr
     assert of("start", again.folder, "resumed_step") == [None, 4]
 
