@@ -261,6 +261,8 @@ def _write_chunk(
     watch = _DataWatch(writer, part, look)
     start = writer.tell()
     torch.save(part, watch)  # type: ignore[arg-type]  # all that it asks of a file is write
+    if watch.error is not None:
+        raise watch.error
     assert watch.data_start is not None or not part.nbytes, "torch.save writes a tensor's bytes in one piece"
     box = item.tensor_data.chunk
     return Chunk(tuple(box.offsets), tuple(box.sizes), name, start, writer.tell() - start, watch.data_start or start)
@@ -272,6 +274,7 @@ class _DataWatch:
     def __init__(self, writer: BlockWriter, tensor: torch.Tensor, look: Callable[[memoryview], None] | None) -> None:
         self._writer, self._address, self._bytes = writer, tensor.data_ptr(), tensor.nbytes
         self._look = look
+        self.error: ValueError | None = None
         self.data_start: int | None = None
 
     def write(self, data: Any) -> int:
@@ -282,7 +285,13 @@ class _DataWatch:
         return self._writer.write(data)
 
     def _write_inspected(self, data: Any, look: Callable[[memoryview], None]) -> int:
-        before, self._writer.inspect = self._writer.inspect, look
+        def note(part: memoryview) -> None:
+            try:
+                look(part)
+            except ValueError as error:  # raised here, torch's own complaint about its file would take its place
+                self.error = error
+
+        before, self._writer.inspect = self._writer.inspect, note
         try:
             return self._writer.write(data)
         finally:
