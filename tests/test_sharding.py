@@ -275,7 +275,7 @@ def test_collectives_of_an_update(num_ranks: int, cases: list[Case]) -> None:
             units = [*(units[1:3] if case.wrap == ROOT else units), root]
             expected = expected_calls(units, found["sizes"], case.mesh, case.num_micro_batches)
             assert (found["calls"] - expected, expected - found["calls"]) == (Counter(), Counter()), case
-            # Targets, stop wish and how saving stands; the square of the gradients' norm, where it is spread over ranks; the loss.
+            # Targets, stop wish, how saving stands; the square of the norm, where it is spread over ranks; the loss.
             assert found["messages"] == ([1, 1, 4] if case.mesh[1] > 1 else [1, 4]), case
 
 
