@@ -13,6 +13,7 @@ import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
@@ -35,6 +36,9 @@ class RunSection:
     device: Literal["auto", "cpu", "cuda"] = declare("auto", "where to train; auto: cuda where there is a GPU")
     threads: int = declare(0, "CPU threads of each rank; 0: an equal share of this process's cores", at_least=0)
     timeout_s: float = declare(600.0, "seconds after which a collective counts as failed", above=0)
+    deadline: str | None = declare(
+        None, "when to have stopped, saved: a time such as 2026-01-31T18:00; null: the end of the Slurm job, if any"
+    )
 
 
 @dataclass(frozen=True)
@@ -585,6 +589,7 @@ def _check_forms(config: RunConfig) -> None:
     resume = config.checkpoint.resume
     if resume not in ("auto", "none") and "://" not in resume and not Path(resume).is_dir():
         raise setting_error("checkpoint.resume", resume, "must be auto, none, or the folder of a checkpoint", "auto")
+    find_deadline(config)
     start = config.train.init_from
     if start is not None and "://" not in start and not Path(start).exists():
         rule = "must be a checkpoint, a run.dir, a folder of safetensors, or a file (.pt, .safetensors) of weights"
@@ -598,6 +603,19 @@ def _check_forms(config: RunConfig) -> None:
         best = nearest(unknown[0], declared_keys(type(config.model)))
         raise setting_error("checkpoint.allow_changes", list(unknown), "no such key", best and [best])
     _check_run_dir(config)
+
+
+def find_deadline(config: RunConfig, env: Mapping[str, str] = os.environ) -> float | None:
+    """Return when the run must have stopped, in seconds since 1970, or None: `run.deadline`, or the Slurm job's end."""
+    text = config.run.deadline
+    if text is None:
+        end = env.get("SLURM_JOB_END_TIME", "")
+        return float(end) if end.isdecimal() else None
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except ValueError as error:
+        today = datetime.now().strftime("%Y-%m-%dT18:00")
+        raise setting_error("run.deadline", text, "must be a time in ISO 8601", today) from error
 
 
 def _check_run_dir(config: RunConfig) -> None:

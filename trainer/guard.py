@@ -1,51 +1,15 @@
-"""What protects a run: requests to stop, updates that are not finite, random states, the garbage collector.
-
-Signal handlers set a flag and nothing else; the step's one small message tells all ranks.
-"""
+"""What protects a run: updates that are not finite, random states, the garbage collector."""
 
 from __future__ import annotations
 
 import gc
-import os
 import random
-import signal
-import threading
-from types import FrameType
 from typing import Any
 
 import numpy as np
 import torch
 
-from trainer.errors import EXIT_FAILED, TrainingFailed
-
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-
-
-class StopRequest:
-    """Whether this process was asked to stop, and by what.
-
-    Installed in the main thread only: elsewhere (Ray Train) somebody else owns the signals.  A second SIGINT ends the
-    process at once.
-    """
-
-    def __init__(self) -> None:
-        self.reason: str | None = None
-        self._previous: dict[signal.Signals, Any] = {}
-
-    def install(self) -> None:
-        if threading.current_thread() is threading.main_thread():
-            for number in STOP_SIGNALS:
-                self._previous[number] = signal.signal(number, self._on_signal)
-
-    def uninstall(self) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-        self._previous.clear()
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and self.reason == "SIGINT":
-            os._exit(EXIT_FAILED)
-        self.reason = signal.Signals(number).name
+from trainer.errors import TrainingFailed
 
 
 class SkipCounter:

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from trainer import usage
+from trainer import stop, usage
 from trainer.config import RunConfig, check_config, load_config
 from trainer.environment import SPAWNED_BY_US, Environment, find_environment, limit_spinning
 from trainer.errors import (
@@ -88,6 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not {"", os.getcwd()} & set(sys.path):
         sys.path.append(os.getcwd())  # where a user's own recipes are; `python -m` has put it there already
     limit_spinning()
+    stop.catch_signals_early()
     env = Environment()
     try:
         env = find_environment()
@@ -190,6 +191,7 @@ def _spawn(arguments: Arguments, config: RunConfig) -> int:
         logging.getLogger(name).setLevel(logging.CRITICAL)  # the workers report for themselves
     os.environ[SPAWNED_BY_US] = str(arguments.nproc)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # each rank sets its own share once it knows it
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")  # a save may take longer than the 30 s before a kill
     launch = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -199,9 +201,12 @@ def _spawn(arguments: Arguments, config: RunConfig) -> int:
         rdzv_endpoint="localhost:0",
         max_restarts=0,
         monitor_interval=0.1,
+        signals_to_handle="SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",  # unhandled, SIGUSR1 kills it and orphans the ranks
     )
     command = ["-m", "trainer.run", f"recipe={arguments.recipe}", *arguments.overrides]
     before = _status_on_record(config)
+    if stop.find_stop_request().reason() is not None:
+        return EXIT_STOPPED  # while torch was being imported
     try:
         elastic_launch(launch, sys.executable)(*command)
     except ChildFailedError as error:

@@ -19,12 +19,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from trainer.checkpoint.place import find_place
 from trainer.checkpoint.schedule import SaveSchedule
 from trainer.checkpoint.store import Checkpoints, Facts, Found, SaveResult, Settings
-from trainer.config import RunConfig, check_config, compare_configs
+from trainer.config import RunConfig, check_config, compare_configs, find_deadline
 from trainer.data.loader import EvalLoader, TrainLoader
 from trainer.data.source import Source, gzip_bits_per_byte, held_out_text, open_source
 from trainer.data.tokenizer import find_tokenizer
 from trainer.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_USER_ERROR, TrainingFailed, UserError
-from trainer.guard import GarbageCollection, RandomState, SkipCounter, StopRequest, seed_everything
+from trainer.guard import GarbageCollection, RandomState, SkipCounter, seed_everything
 from trainer.inference import load_weights, open_weights
 from trainer.loss import count_targets, find_loss
 from trainer.materialize import materialize
@@ -39,6 +39,7 @@ from trainer.rundir import RunFolder
 from trainer.sample import write_sample
 from trainer.shard import ShardUnit, apply_sharding, clip_grad_norm, gradient_sync, reshard
 from trainer.state import TrainState
+from trainer.stop import NOTICE, find_stop_request
 from trainer.weights import fill
 from trainer.world import REPLICATE, SHARD, World
 
@@ -92,7 +93,8 @@ class Trainer:
         self.folder = RunFolder(config, self.world.is_main)
         self.metrics = Metrics(config, self.world.is_main)
         self.skips = SkipCounter(config.train.max_skipped_updates)
-        self.stop = StopRequest()
+        self.stop = find_stop_request()
+        self.world.after_failure.append(self._stop_at_once)
         self.stopping = False
         """True on all ranks alike once any of them was asked to stop: the update in hand was the last."""
         self.state = TrainState(
@@ -109,7 +111,7 @@ class Trainer:
         self._save_ended = self._may_retry = False
         """What the step's message said: every rank has ended its part of the save in flight; a failed one may be tried
         again."""
-        self._counted_s = 0.0
+        self._counted_s = self._step_s = self._save_s = 0.0
 
     # -- what is built -------------------------------------------------------------------------------------------
 
@@ -218,11 +220,22 @@ class Trainer:
         """
         own = sum(count_targets(batch["targets"]) for batch in micro_batches)
         may_retry = self.world.is_main and self.saving.may_retry()
-        message = [own, self.stop.reason is not None, self.checkpoints.is_written, may_retry]
+        message = [own, self.stop.reason(self._stopping_s()) is not None, self.checkpoints.is_written, may_retry]
         num_targets, stops, written, retries = self.world.sum(message)
         self.stopping = self.stopping or stops > 0
         self._save_ended, self._may_retry = written == self.world.size, retries > 0
         return int(num_targets)
+
+    def _stopping_s(self) -> float:
+        """Return how long it takes to stop: two steps, and a save as long as the longest so far, with room to spare."""
+        return 2.0 * self._step_s + 1.5 * self._save_s + 5.0
+
+    def _stop_reason(self) -> str:
+        reasons = self.world.gather(self.stop.reason(self._stopping_s()))
+        return next((reason for reason in reasons if reason), "asked to stop")
+
+    def _stop_at_once(self) -> None:
+        self.stop.at_once = True
 
     def _to_device(self, batch: Batch) -> Batch:
         return {name: tensor.to(self.world.device, non_blocking=True) for name, tensor in batch.items()}
@@ -281,7 +294,8 @@ class Trainer:
             self.state.tokens += update.num_targets
             step = self.state.step
             meter.count(data_s, update.num_targets)
-            self._counted_s += (time.perf_counter() - started) * (not update.skipped)
+            self._step_s = time.perf_counter() - started
+            self._counted_s += self._step_s * (not update.skipped)
             is_line = step == 1 or _due(self.config.log.every, step) or step == self.config.train.steps or self.stopping
             if is_line:
                 (memory_gib,) = self.world.max([peak_memory_gib(self.world.device)])
@@ -376,6 +390,7 @@ class Trainer:
                 warn(f"checkpoint not saved, training goes on: {result.error} ({count})")
             return result
         self.saving.succeeded()
+        self._save_s = max(self._save_s, result.total_s)
         self._saved_step = result.step
         if result.warning and self.world.is_main:
             warn(result.warning)
@@ -493,6 +508,7 @@ class Trainer:
         self.world.agreed(lambda: self.metrics.open(self.folder.metrics, self.resumed_step or 0))
         self.metrics.wandb_id = self.world.broadcast(self.metrics.wandb_id)
         self.phase = "running"
+        self._watch_for_a_stop()
         self.folder.write_status("running", None, self.state.step, "")
         self.metrics.start(self._facts())
         self.metrics.write(
@@ -506,6 +522,13 @@ class Trainer:
                 resumed_step=self.resumed_step,
             )
         )
+
+    def _watch_for_a_stop(self) -> None:
+        """Have rank 0 look for the notice and the deadline.  A notice from before belongs to an attempt before."""
+        if self.world.is_main:
+            notice = self.folder.path / NOTICE
+            notice.unlink(missing_ok=True)
+            self.stop.watch(notice, find_deadline(self.config))
 
     def _leave_behind(self) -> None:
         """Take out of the way what killed attempts have left, and what this attempt is not going on from.
@@ -542,7 +565,7 @@ class Trainer:
         self._save_at_the_end()
         if state == "finished":
             self._show_result()
-        reason = self.world.broadcast(self.stop.reason or "asked to stop") if self.stopping else "train.steps reached"
+        reason = self._stop_reason() if self.stopping else "train.steps reached"
         self._end(state, exit_code, reason)
         return exit_code
 

@@ -127,8 +127,11 @@ class World(Channel):
         """What failed first, if that was another rank; known after `announce_failure`."""
         self.before_exit: list[Callable[[], None]] = []
         """Called on this rank when another has failed and this process is about to end."""
-        watched = self._store is not None and self.size > 1
-        self._watch = _FailureWatch(self._store, self.before_exit) if watched and self._store is not None else None
+        self.after_failure: list[Callable[[], None]] = []
+        """Called on this rank as soon as it is known that another has failed."""
+        self._watch = None
+        if self._store is not None and self.size > 1:
+            self._watch = _FailureWatch(self._store, self.after_failure, self.before_exit)
 
     def _open_group(self) -> None:
         backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
@@ -214,14 +217,17 @@ def _rendezvous(timeout: timedelta) -> tuple[Store, int, int]:
 
 
 class _FailureWatch(threading.Thread):
-    """Ends this process some seconds after another rank has failed.
+    """Ends this process some seconds after another rank has failed, or the launcher has died.
 
     The main thread may be waiting in a collective, or anywhere else, and would notice only at the timeout.
     """
 
-    def __init__(self, store: Store, before_exit: list[Callable[[], None]]) -> None:
+    def __init__(
+        self, store: Store, after_failure: list[Callable[[], None]], before_exit: list[Callable[[], None]]
+    ) -> None:
         super().__init__(name="failure-watch", daemon=True)
-        self._store, self._before_exit, self._stopped = store, before_exit, threading.Event()
+        self._store, self._after_failure, self._before_exit = store, after_failure, before_exit
+        self._stopped, self._parent = threading.Event(), os.getppid()
         self.start()
 
     def run(self) -> None:
@@ -230,6 +236,10 @@ class _FailureWatch(threading.Thread):
                 failed = self._store.check([_FAILURE])
             except RuntimeError:
                 failed = True  # the store went with the process that kept it
+            failed = failed or os.getppid() != self._parent  # the launcher is dead: nobody would start or end us
+            if failed:
+                for tell in self._after_failure:
+                    tell()
             if failed and not self._stopped.wait(_GRACE_S):
                 for finish in self._before_exit:
                     finish()

@@ -1,0 +1,104 @@
+"""Stopping on request: whatever asks, and whenever; and nothing is left when the launcher is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import REPOSITORY, Ran, run_tiny, tiny_overrides
+from tests.test_processes import processes_of, wait_for_step
+from trainer import UserError, load_config
+from trainer.config import check_config, find_deadline
+from trainer.stop import StopRequest
+
+
+def start(folder: Path, *overrides: str) -> subprocess.Popen[str]:
+    arguments = tiny_overrides("train.steps=100000", f"run.dir={folder}", *overrides)
+    command = [sys.executable, "-m", "trainer.run", "recipe=llama_small", *arguments]
+    return subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def ended(process: subprocess.Popen[str], folder: Path, timeout_s: float = 60) -> Ran:
+    stdout, stderr = process.communicate(timeout=timeout_s)
+    return Ran(process.returncode, stdout, stderr, folder)
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+@pytest.mark.parametrize("after_s", [0.4, 1.0, 2.0, 3.0, 4.0])
+def test_a_signal_during_the_start_is_kept(after_s: float, nproc: int, tmp_path: Path) -> None:
+    process = start(tmp_path / "run", f"nproc={nproc}")
+    time.sleep(after_s)
+    process.send_signal(signal.SIGTERM)
+    ran = ended(process, tmp_path / "run")
+    assert ran.exit_code == 75, ran.stderr
+    assert "Traceback" not in ran.stderr
+    if (tmp_path / "run" / "status.json").exists():
+        assert ran.status["state"] == "stopped"
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_a_notice_stops_the_run(nproc: int, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "notice").touch()  # of an attempt before: of no meaning to this one
+    process = start(folder, f"nproc={nproc}")
+    wait_for_step(folder)
+    time.sleep(1)
+    assert process.poll() is None
+    (folder / "notice").touch()
+    ran = ended(process, folder)
+    assert ran.exit_code == 75, ran.stderr
+    assert ran.status["reason"] == "notice"
+    assert (folder / "checkpoints" / f"step_{ran.status['step']:08d}").is_dir()
+    again = run_tiny(folder, f"train.steps={ran.status['step'] + 1}", f"nproc={nproc}")
+    assert again.status["state"] == "finished"
+
+
+def test_the_end_of_the_job_stops_the_run(tmp_path: Path) -> None:
+    end = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time.time() + 16))
+    process = start(tmp_path / "run", f"run.deadline={end}")
+    ran = ended(process, tmp_path / "run")
+    assert ran.exit_code == 75, ran.stderr
+    assert ran.status["reason"] == "deadline"
+    assert time.localtime() < time.strptime(end, "%Y-%m-%dT%H:%M:%S")
+
+
+def test_deadlines() -> None:
+    config = load_config("llama_small")
+    assert find_deadline(config, {}) is None
+    assert find_deadline(config, {"SLURM_JOB_END_TIME": "1700000000"}) == 1.7e9
+    own = load_config("llama_small", ["run.deadline=2026-01-31T18:00:00+00:00"])
+    assert find_deadline(own, {"SLURM_JOB_END_TIME": "1"}) == 1769882400.0
+    with pytest.raises(UserError, match=r"run\.deadline=tomorrow: must be a time"):
+        check_config(load_config("llama_small", ["run.deadline=tomorrow"]), 1, 1)
+
+
+def test_it_begins_to_stop_early_enough(tmp_path: Path) -> None:
+    now = 100.0
+    request = StopRequest(clock=lambda: now)
+    request.watch(tmp_path / "notice", deadline=130.0)
+    assert request.reason(needs_s=29) is None
+    assert request.reason(needs_s=30) == "deadline"
+    request.watch(tmp_path / "notice", deadline=None)
+    (tmp_path / "notice").touch()
+    assert request.reason() is None, "it has looked less than a second ago"
+    now += 1
+    assert request.reason() == "notice"
+
+
+def test_the_ranks_end_when_their_launcher_is_killed(tmp_path: Path) -> None:
+    process = start(tmp_path / "run", "nproc=2")
+    wait_for_step(tmp_path / "run")
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate(timeout=60)
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline and processes_of(tmp_path / "run"):
+        time.sleep(0.5)
+    assert processes_of(tmp_path / "run") == []
+    assert run_tiny(tmp_path / "run", "train.steps=1", "nproc=2", "checkpoint.resume=none").status["step"] == 1

@@ -1,0 +1,95 @@
+"""Requests to stop: a signal, a file `notice` in the run's folder, or the end of the time that the job has.
+
+Handlers set a flag and nothing else; the step's one small message tells all ranks.  Imports no torch, so that the
+handlers are there before it is imported: a signal that comes meanwhile is kept, not fatal.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from trainer.errors import EXIT_FAILED
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+NOTICE = "notice"
+"""Name of the file that asks a run to stop.  Under cgroup tracking a signal to a Slurm step reaches what srun has
+started, torchrun's agents say, and never the ranks behind them: a file reaches everybody."""
+
+
+class StopRequest:
+    """Whether this process was asked to stop, and by what.
+
+    Signals are caught in the main thread only: elsewhere (Ray Train) somebody else owns them.  A second SIGINT ends the
+    process at once.
+    """
+
+    POLL_S = 1.0
+    """How often the file is looked for; on a network file system that costs a message."""
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._signal: str | None = None
+        self._previous: dict[signal.Signals, Any] = {}
+        self._notice: Path | None = None
+        self._deadline: float | None = None
+        self._found: str | None = None
+        self.at_once = False
+        """After a failure elsewhere a SIGTERM ends this process: it may be waiting in a collective for ever."""
+        self._polled_at = 0.0
+
+    def install(self) -> None:
+        """Catch the signals, unless that is done already."""
+        if threading.current_thread() is threading.main_thread() and not self._previous:
+            for number in STOP_SIGNALS:
+                self._previous[number] = signal.signal(number, self._on_signal)
+
+    def uninstall(self) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._previous.clear()
+
+    def watch(self, notice: Path | None, deadline: float | None) -> None:
+        """Look for the file too, and at the clock: `deadline` in seconds since 1970.  One rank does it for all."""
+        self._notice, self._deadline = notice, deadline
+
+    def reason(self, needs_s: float = 0.0) -> str | None:
+        """Return what asks to stop by now, or None.  `needs_s`: how long stopping takes, so when to begin with it."""
+        if self._signal is not None:
+            return self._signal
+        now = self._clock()
+        if self._deadline is not None and now + needs_s >= self._deadline:
+            return "deadline"
+        if self._notice is not None and now - self._polled_at >= self.POLL_S:
+            self._polled_at = now
+            if self._notice.exists():
+                self._found = NOTICE
+        return self._found
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if (number == signal.SIGINT and self._signal == "SIGINT") or (number == signal.SIGTERM and self.at_once):
+            os._exit(EXIT_FAILED)
+        self._signal = signal.Signals(number).name
+
+
+_installed: list[StopRequest] = []
+
+
+def catch_signals_early() -> StopRequest:
+    """Catch the signals from now on, for the Trainer that is to come."""
+    request = StopRequest()
+    request.install()
+    _installed[:] = [request]
+    return request
+
+
+def find_stop_request() -> StopRequest:
+    """Return what catches this process's signals already, or a new one."""
+    return _installed[0] if _installed else StopRequest()
