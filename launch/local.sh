@@ -6,5 +6,7 @@ set -euo pipefail
 NPROC=${NPROC:-$(nvidia-smi --list-gpus 2>/dev/null | wc -l)}
 [ "$NPROC" -gt 0 ] || NPROC=2 # no GPU: two processes on the CPU
 
-# Threads follow from the cores and the local ranks; what torchrun sets by default would be one.
-exec torchrun --standalone --nproc-per-node "$NPROC" -m trainer.run "$@"
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600} # time for a save, by default 30 s
+# A signal that torchrun does not handle kills it and orphans the ranks: SIGUSR1 is not among its own.
+exec torchrun --standalone --nproc-per-node "$NPROC" \
+  --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 -m trainer.run "$@"

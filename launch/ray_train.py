@@ -1,0 +1,58 @@
+"""Ray Train runs a recipe unchanged: change the workers, whether they have GPUs, and how often it may start again.
+
+    python launch/ray_train.py --workers 8 --gpu --max-failures 3 recipe=llama3_8b run.dir=/shared/runs/mine
+
+Ray opens the process group, the trainer joins it.  After a failure the run goes on from its newest checkpoint in
+run.dir, on another number of workers too; all nodes must see that folder.  Needs `pip install 'ray[train]'`.
+"""
+
+import argparse
+import os
+import sys
+
+import ray.train
+import ray.train.torch
+
+
+def train(job):
+    """Train as one of the workers, and tell Ray how it goes; every worker reports equally often."""
+    os.chdir(job["folder"])  # Ray gives its workers another one
+    sys.path.insert(0, job["folder"])
+    from trainer import Trainer, load_config
+
+    config = load_config(job["recipe"], job["overrides"])
+
+    class Reporting(config.recipe.trainer_class(Trainer)):
+        def on_step(self, record):
+            super().on_step(record)
+            if record.step % config.log.every == 0:
+                ray.train.report({"step": record.step, "loss": record.loss})
+
+    trainer = Reporting(config)
+    code = trainer.fit()
+    newest = ray.train.Checkpoint(os.path.join(config.run_dir, "checkpoints", f"step_{trainer.state.step:08d}"))
+    is_main = ray.train.get_context().get_world_rank() == 0
+    ray.train.report(
+        {"step": trainer.state.step, "exit_code": code},
+        checkpoint=newest if is_main else None,
+        checkpoint_upload_mode=ray.train.CheckpointUploadMode.NO_UPLOAD,  # it is where all can see it
+    )
+    trainer.close()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--gpu", action="store_true")
+    parser.add_argument("--max-failures", type=int, default=0)
+    parser.add_argument("--storage", help="where Ray keeps its own state: a folder that all nodes see")
+    options, arguments = parser.parse_known_args()
+    recipe = next(item.partition("=")[2] for item in arguments if item.startswith("recipe="))
+    overrides = [item for item in arguments if not item.startswith("recipe=")]
+    failures = ray.train.FailureConfig(max_failures=options.max_failures)
+    ray.train.torch.TorchTrainer(
+        train,
+        train_loop_config={"folder": os.getcwd(), "recipe": recipe, "overrides": overrides},
+        scaling_config=ray.train.ScalingConfig(num_workers=options.workers, use_gpu=options.gpu),
+        run_config=ray.train.RunConfig(storage_path=options.storage, failure_config=failures),
+    ).fit()

@@ -1,0 +1,21 @@
+"""A llama that rests after each update, so that a run of milliseconds can be met in the middle."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+
+from trainer import Trainer, register
+from trainer.metrics.record import Record
+from trainer.recipe import find_recipe
+
+
+class SlowTrainer(Trainer):
+    """Rests for MESHTRAINER_TEST_REST_S seconds after each update."""
+
+    def on_step(self, record: Record) -> None:
+        time.sleep(float(os.environ.get("MESHTRAINER_TEST_REST_S", "0")))
+
+
+register(dataclasses.replace(find_recipe("llama"), name="slow_llama", trainer=SlowTrainer))
