@@ -32,11 +32,8 @@ def train(job):
     code = trainer.fit()
     newest = ray.train.Checkpoint(os.path.join(config.run_dir, "checkpoints", f"step_{trainer.state.step:08d}"))
     is_main = ray.train.get_context().get_world_rank() == 0
-    ray.train.report(
-        {"step": trainer.state.step, "exit_code": code},
-        checkpoint=newest if is_main else None,
-        checkpoint_upload_mode=ray.train.CheckpointUploadMode.NO_UPLOAD,  # it is where all can see it
-    )
+    # Ray keeps a copy of it under --storage; it takes no checkpoint that lies elsewhere.
+    ray.train.report({"step": trainer.state.step, "exit_code": code}, checkpoint=newest if is_main else None)
     trainer.close()
 
 
