@@ -196,7 +196,7 @@ def test_remote_places(kind: str, tmp_path: Path) -> None:
     assert [line["resumed_step"] for line in ran.metrics if line["kind"] == "start"] == [None, 4]
     assert str(data) in ran.stderr
     assert find_checkpoint(place).names().count("manifest.json") == 1
-    assert find_place(place).names_aside() == ["damaged-step_00000006"]
+    assert "damaged-step_00000006" in find_place(place).names_aside()
     assert (tmp_path / "elsewhere" / "damaged-step_00000006" / "__1_0.distcp").exists(), "saved again, and kept"
     assert "damaged-step_00000006" in look(tmp_path / "run").stdout
     if kind == "local":
