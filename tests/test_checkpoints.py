@@ -19,6 +19,7 @@ from trainer.checkpoint.place import find_place
 from trainer.checkpoint.source import StoredWeights, find_checkpoint
 from trainer.checkpoint.tree import join, split
 from trainer.errors import TrainingFailed
+from trainer.trainer import Update
 
 MESHES: dict[str, tuple[int, list[str]]] = {
     "1": (1, []),
@@ -195,6 +196,9 @@ def test_remote_places(kind: str, tmp_path: Path) -> None:
     assert [line["resumed_step"] for line in ran.metrics if line["kind"] == "start"] == [None, 4]
     assert str(data) in ran.stderr
     assert find_checkpoint(place).names().count("manifest.json") == 1
+    assert "damaged-step_00000006" in find_place(place).names_aside()
+    assert (tmp_path / "elsewhere" / "damaged-step_00000006" / "__1_0.distcp").exists(), "saved again, and kept"
+    assert "damaged-step_00000006" in look(tmp_path / "run").stdout
     if kind == "local":
         assert not torn.exists()
         assert StoredWeights(find_checkpoint(place)).manifest.step == 8
@@ -369,10 +373,13 @@ def test_a_part_more_or_less_is_refused_unless_allowed(tmp_path: Path) -> None:
     class Fewer(Trainer):
         build_optimizer = OwnTrainer.build_optimizer
 
-    parts = ["state.counter", "state.average", "state.second"]
+    parts = ["state.counter", "state.average", "state.second", "state.noise"]
     with pytest.raises(UserError) as refused:
         Fewer(tiny(tmp_path, "train.steps=2")).load_checkpoint()
     assert all(f"checkpoint.allow_changes=[{part}]" in str(refused.value) for part in parts)
+    misspelt = tiny(tmp_path, "train.steps=2", f"checkpoint.allow_changes=[{','.join([*parts[:-1], 'state.noisy'])}]")
+    with pytest.raises(UserError, match=r"state\.noisy: (.|\n)*nearest legal value: .*=state\.noise$"):
+        Fewer(misspelt).load_checkpoint()
     allowed = Fewer(tiny(tmp_path, "train.steps=2", f"checkpoint.allow_changes=[{','.join(parts)}]"))
     assert allowed.load_checkpoint() == 1
     allowed.close()
@@ -399,6 +406,175 @@ def test_state_that_differs_between_ranks_is_no_shared_state(tmp_path: Path) -> 
     assert messages[0] == messages[1]
     assert "per_rank=True" in messages[0]
     assert "'counter'" in messages[0]
+
+
+class Normed(Trainer):
+    """A model with a buffer that follows the data of its rank, and a loader that each rank resumes for itself."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model.register_buffer("seen", torch.full((3,), float(self.world.rank)))
+        self.state.add("own", Counter(), per_rank=True)
+        self.state.rank_parts["own"].value = self.world.rank
+
+
+def buffers_of_ones_own(folder: str) -> list[float]:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    first = Normed(tiny(folder, "train.steps=1"))
+    next(first.steps())
+    first.save_checkpoint()
+    first.close()
+    second = Normed(tiny(folder, "train.steps=1"))
+    second.model.seen.zero_()
+    second.state.rank_parts["own"].value = -1
+    second.load_checkpoint()
+    second.close()
+    return [*second.model.seen.tolist(), second.state.rank_parts["own"].value]
+
+
+def test_buffers_that_differ_between_ranks_come_back_to_each(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_ranks(2, buffers_of_ones_own, str(tmp_path)) == [[0.0, 0.0, 0.0, 0], [1.0, 1.0, 1.0, 1]]
+    alone = Normed(tiny(tmp_path, "train.steps=1"))
+    with pytest.raises(UserError, match=r"'own': each rank's own, of another number of ranks \(allow it: .*state\.own"):
+        alone.load_checkpoint()
+    allowed = Normed(tiny(tmp_path, "train.steps=1", "checkpoint.allow_changes=[state.own]"))
+    allowed.load_checkpoint()
+    assert "each of 2 ranks had values of its own, rank 0's are used: model.seen" in capsys.readouterr().err
+    allowed.close()
+
+
+class Averaging(Trainer):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.average = torch.nn.Linear(3, 3).requires_grad_(False)
+
+
+def test_an_average_kept_through_data_is_noticed(tmp_path: Path) -> None:
+    trainer = Averaging(tiny(tmp_path, "train.steps=2"))
+    steps = trainer.steps()
+    next(steps)
+    trainer.save_checkpoint()
+    trainer.average.weight.data.lerp_(torch.ones(3, 3), 0.1)
+    with pytest.raises(UserError, match=r"self\.state\.add\('average'"):
+        trainer.save_checkpoint()
+    trainer.close()
+
+
+def test_weights_begin_anew_together_with_their_moments(tmp_path: Path) -> None:
+    run_tiny(tmp_path, "train.steps=2")
+    config = tiny(tmp_path, "train.steps=3", "model.dim=64", "checkpoint.allow_changes=[model.dim]")
+    with pytest.raises(UserError, match=r"moments of parameters of another shape(.|\n)*train\.init_from"):
+        Trainer(config).load_checkpoint()
+    trainer = Trainer(
+        tiny(tmp_path, "train.steps=3", "model.dim=64", "checkpoint.allow_changes=[model.dim,state.model]")
+    )
+    assert trainer.load_checkpoint() == 2
+    assert not any(part.state for part in trainer.optimizer.parts)
+    assert [record.step for record in trainer.steps()] == [3]
+    trainer.close()
+
+
+def test_going_back_in_mid_run(tmp_path: Path) -> None:
+    """What came after the checkpoint that was taken up is no longer this run's: not to be resumed, not on record."""
+    trainer = Trainer(tiny(tmp_path, "train.steps=6", "checkpoint.keep_last=0", "log.every=1"))
+    for record in trainer.steps():
+        trainer.save_checkpoint()
+        if record.step == 4:
+            break
+    older, newer = (tmp_path / "checkpoints" / f"step_{step:08d}" for step in (2, 4))
+    trainer.load_checkpoint(older)
+    trainer.load_checkpoint(newer)  # looked at, no step taken: nothing is left behind
+    trainer.load_checkpoint(older)
+    next(trainer.steps())
+    trainer.save_checkpoint()
+    trainer.close()
+    assert [path.name for path in sorted((tmp_path / "checkpoints").glob("step_*"))] == [
+        f"step_{step:08d}" for step in (1, 2, 3)
+    ]
+    records = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert [record["step"] for record in records if record["kind"] == "train"] == [1, 2, 3]
+    again = Trainer(tiny(tmp_path, "train.steps=6"))
+    assert again.load_checkpoint() == 3
+    again.close()
+
+
+class SilentStep(Trainer):
+    """A step of one's own that does not call that of the Trainer."""
+
+    def train_step(self, micro_batches: Any) -> Update:
+        for batch in micro_batches:
+            self.loss(batch).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if self.state.step == 2:
+            self.stop.reason = "test"
+        return Update(1.0, 1.0, 1)
+
+
+def test_a_step_of_ones_own_is_stopped_and_saved(tmp_path: Path) -> None:
+    trainer = SilentStep(tiny(tmp_path, "train.steps=1000", "checkpoint.every=1", "checkpoint.keep_last=0"))
+    assert trainer.fit() == 75
+    trainer.close()
+    assert len(list((tmp_path / "checkpoints").glob("step_*"))) == 3
+
+
+def test_an_exception_in_a_loop_of_ones_own_is_a_failure(tmp_path: Path) -> None:
+    def loop() -> None:
+        trainer = Trainer(tiny(tmp_path, "train.steps=5"))
+        try:
+            for _ in trainer.steps():
+                raise ZeroDivisionError("mine")
+        finally:
+            trainer.close()
+
+    with pytest.raises(ZeroDivisionError):
+        loop()
+    status = json.loads((tmp_path / "status.json").read_text())
+    assert (status["state"], status["exit_code"], status["reason"]) == ("failed", 1, "ZeroDivisionError: mine")
+
+
+def test_the_same_command_again_goes_on(tmp_path: Path) -> None:
+    """Stopped after it began elsewhere (checkpoint.resume=<path>), the run does not begin there once more."""
+    run_tiny(tmp_path / "a", "train.steps=2")
+    run_tiny(tmp_path / "b", "train.steps=4", f"checkpoint.resume={tmp_path / 'a'}")
+    again = run_tiny(tmp_path / "b", "train.steps=5", f"checkpoint.resume={tmp_path / 'a'}")
+    assert "has gone on from there already" in again.stdout
+    starts = [json.loads(line) for line in (tmp_path / "b" / "metrics.jsonl").read_text().splitlines()]
+    assert [record["resumed_step"] for record in starts if record["kind"] == "start"] == [2, 4]
+
+
+def test_a_second_start_leaves_the_word_of_the_first(tmp_path: Path) -> None:
+    """Whatever is wrong with it: the folder is somebody else's."""
+    running = Trainer(tiny(tmp_path / "run", "train.steps=4"))
+    steps = running.steps()
+    next(steps)
+    status = (tmp_path / "run" / "status.json").read_bytes()
+    run_tiny(tmp_path / "other", "train.steps=1")
+    damaged = tmp_path / "other" / "checkpoints" / "step_00000001"
+    (damaged / "manifest.json").unlink()
+    second = run_tiny(tmp_path / "run", f"checkpoint.resume={damaged}", ends=2)
+    assert "another run owns it" in second.stderr
+    assert (tmp_path / "run" / "status.json").read_bytes() == status
+    running.close()
+    third = run_tiny(tmp_path / "third", f"checkpoint.resume={damaged}", ends=1)
+    assert "manifest.json: is missing" in third.stderr
+    elsewhere = tmp_path / "file"
+    elsewhere.write_text("")
+    fourth = run_tiny(tmp_path / "run", f"checkpoint.dir={elsewhere}", ends=2)
+    assert f"checkpoint.dir={elsewhere}" in fourth.stderr
+
+
+def test_trees_say_what_they_cannot_hold() -> None:
+    with pytest.raises(TypeError, match=r"two tensors of the state have the name x\.1"):
+        split({1: torch.ones(1), "1": torch.ones(1)}, ("x",))
+    with pytest.raises(TypeError, match=r"x\.a is a ndarray"):
+        split({"a": np.array(["text"])}, ("x",))
+    plain, tensors = split({"a": np.array(3.0)}, ("x",))
+    assert join(plain, {".".join(path): tensor for path, tensor in tensors.items()})["a"].shape == ()
 
 
 def test_trees() -> None:

@@ -728,21 +728,29 @@ def hang(folder: Path, place: str, rank: int, seconds: float) -> None:
 @pytest.mark.faults
 @pytest.mark.parametrize(("place", "rank"), [("write", 1), ("publish", 0), ("begin", 0)])
 def test_storage_hangs_for_longer_than_ranks_wait(place: str, rank: int, tmp_path: Path) -> None:
-    """The ranks lose each other: no rank may take for saved what another takes for failed, none hangs, none is lost."""
+    """Storage may be slower than anything else that ranks wait for: `run.timeout_s` is not about it."""
     fault = Fault(hang=place, hang_s=12, rank=rank, first=1, last=1, step_s=0.1)
     arguments = with_("run.timeout_s=5", "train.steps=20", "checkpoint.every=4")
     run = start(tmp_path / "run", *arguments, ranks=2, fault=fault)
-    codes = run.wait(60)
-    assert None not in codes, f"{codes}\n{run.stderr}\n{run.results_of(0)}\n{run.results_of(1)}"
-    told = [[(step, bool(error)) for step, error in run.results_of(rank)] for rank in (0, 1)]
-    assert told[0] == told[1]
-    assert (8, True) in told[0]
-    assert "step_00000008: rank" in run.stderr
-    newest = steps_in(run.folder)[-1]
-    assert newest in (4, 8)
-    again = start(tmp_path / "run", *arguments, ranks=2)
+    assert run.wait(60) == [0, 0], run.stderr
+    assert failures_of(run, 2) == []
+    assert steps_in(run.folder)[-1] == 20
+
+
+@pytest.mark.parametrize(("place", "rank"), [("write", 1), *slow(("publish", 0), ("begin", 0))])
+def test_storage_that_gives_no_answer(place: str, rank: int, tmp_path: Path) -> None:
+    """All ranks end alike, and say which of them waits for what; the run goes on from what was good before."""
+    fault = Fault(hang=place, hang_s=300, rank=rank, first=1, last=1, step_s=0.1)
+    arguments = with_("checkpoint.timeout_s=4", "train.steps=100", "checkpoint.every=4", "checkpoint.when_busy=skip")
+    run = start(tmp_path / "run", *arguments, ranks=2, fault=fault)
+    assert run.wait(40) == [1, 1], run.stderr
+    doing = {"write": "writing", "publish": "publishing", "begin": "making"}[place]
+    assert f"rank {rank} is still {doing} {run.folder}/checkpoints/step_00000008 after 4 s" in run.stderr
+    assert "Traceback" not in run.stderr
+    assert json.loads((run.folder / "status.json").read_text())["state"] == "failed"
+    again = start(tmp_path / "run", *with_("train.steps=12"), ranks=2)
     assert again.wait() == [0, 0], again.stderr
-    assert of("start", again.folder, "resumed_step") == [None, newest]
+    assert of("start", again.folder, "resumed_step") == [None, 4]
     assert leftovers(again.folder) == []
 
 

@@ -23,12 +23,12 @@ from rich.text import Text
 
 from trainer.checkpoint.blocks import Damaged
 from trainer.checkpoint.manifest import find_damage, read_manifest
-from trainer.checkpoint.place import COMMIT, Place, find_place
-from trainer.checkpoint.source import StoredWeights
+from trainer.checkpoint.place import COMMIT, Place, find_place, split_parent
+from trainer.checkpoint.source import StoredWeights, find_checkpoints
 from trainer.checkpoint.store import list_steps
 from trainer.checkpoint.tensors import Stored
 from trainer.config import config_from_yaml
-from trainer.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_USER_ERROR, TrainingFailed, UserError, choice_error
+from trainer.errors import EXIT_FAILED, EXIT_FINISHED, UserError, choice_error, run_command
 
 ROWS_BYTES = 64 << 20
 """How much of a tensor is in memory at a time while two are compared."""
@@ -52,8 +52,8 @@ class Entry:
 def list_checkpoints(place: Place, verify: bool = False) -> list[Entry]:
     """Return every checkpoint in a folder, oldest first, the set aside ones at the end."""
     names = [f"step_{step:08d}" for step in list_steps(place)]
-    aside = [name for name in place.names() if name.startswith(("damaged-", "superseded-"))]
-    return [_entry(place, name, verify) for name in names] + [Entry(name, state="set aside") for name in aside]
+    aside = [Entry(name, state="set aside") for name in place.names_aside()]
+    return [*(_entry(place, name, verify) for name in names), *aside]
 
 
 def _entry(place: Place, name: str, verify: bool) -> Entry:
@@ -91,7 +91,7 @@ def compare_tensors(a: StoredWeights, b: StoredWeights) -> Iterator[Change]:
     for key in [*a.layout, *(key for key in b.layout if key not in a.layout)]:
         before, after = a.layout.get(key), b.layout.get(key)
         if before is None or after is None or (before.shape, before.dtype) != (after.shape, after.dtype):
-            yield Change(key, _shape(before), _shape(after))
+            yield Change(key, _shape_of(before), _shape_of(after))
             continue
         squares = torch.zeros(3, dtype=torch.float64)
         is_same = True
@@ -103,7 +103,7 @@ def compare_tensors(a: StoredWeights, b: StoredWeights) -> Iterator[Change]:
         if not is_same:
             norms = squares.sqrt().tolist()
             relative = norms[2] / norms[0] if norms[0] else None
-            yield Change(key, _shape(before), _shape(after), norms[0], norms[1], relative)
+            yield Change(key, _shape_of(before), _shape_of(after), norms[0], norms[1], relative)
 
 
 def _row_blocks(stored: Stored) -> Iterator[tuple[int, int | None]]:
@@ -115,7 +115,7 @@ def _row_blocks(stored: Stored) -> Iterator[tuple[int, int | None]]:
         yield start, min(start + rows, stored.shape[0])
 
 
-def _shape(stored: Stored | None) -> str:
+def _shape_of(stored: Stored | None) -> str:
     if stored is None:
         return "absent"
     dtype = str(stored.dtype).removeprefix("torch.")
@@ -146,18 +146,20 @@ def command_line(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print JSON")
     chosen = parser.parse_args(argv)
     sys.path.append("")  # a user's own recipes, for their configurations
-    try:
-        place = _find_folder(chosen.run_dir)
+    return run_command(lambda: _show(chosen))
+
+
+def _show(chosen: argparse.Namespace) -> int:
+    if COMMIT in find_place(chosen.run_dir).names() and not chosen.diff:  # one checkpoint, not a folder of them
+        folder, name = split_parent(chosen.run_dir)
+        place = find_place(folder)
+        entries = [_entry(place, name, chosen.verify)]
+    else:
+        place = find_checkpoints(chosen.run_dir)
         if chosen.diff:
             _show_diff(place, chosen.diff, as_json=chosen.json, everything=chosen.all)
             return EXIT_FINISHED
         entries = list_checkpoints(place, chosen.verify)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_USER_ERROR
-    except (TrainingFailed, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_FAILED
     if chosen.json:
         print(json.dumps([asdict(entry) for entry in entries]))
     else:
@@ -165,23 +167,13 @@ def command_line(argv: Sequence[str] | None = None) -> int:
     return EXIT_FAILED if any(entry.state == "damaged" for entry in entries) else EXIT_FINISHED
 
 
-def _find_folder(path: str) -> Place:
-    place = find_place(path)
-    for folder in (place / "checkpoints", place):
-        if _names_of(folder):
-            return folder
-    raise UserError(f"{path}: holds no checkpoints; give a run.dir, or the folder that checkpoint.dir names")
-
-
-def _names_of(place: Place) -> list[str]:
-    return [name for name in place.names() if name.startswith(("step_", "damaged-", "superseded-"))]
-
-
 def _show_list(place: Place, entries: Sequence[Entry]) -> None:
     console = Console(highlight=False)
     table = Table(title=str(place), title_justify="left", box=None, pad_edge=False, header_style="bold")
-    for column, justify in (("checkpoint", "left"), ("size", "right"), ("age", "right"), ("mesh", "left")):
-        table.add_column(column, justify=justify)  # type: ignore[arg-type]
+    table.add_column("checkpoint", min_width=max(len(entry.name) for entry in entries))
+    table.add_column("size", justify="right")
+    table.add_column("age", justify="right")
+    table.add_column("mesh")
     table.add_column("torch")
     table.add_column("state")
     styles = {"verified": "green", "whole": "", "damaged": "bold red", "set aside": "dim"}

@@ -152,15 +152,20 @@ class CheckpointSection:
     mode: Literal["async", "sync"] = declare(
         "async", "async: training waits for a copy in memory, which is written meanwhile; sync: until all is on disk"
     )
-    dir: str | None = declare(None, "where checkpoints lie: a folder, or a URL such as s3://...; null: in run.dir")
+    dir: str | None = declare(
+        None, "where checkpoints lie: a folder, or a URL (s3://...) of this run alone; null: run.dir"
+    )
     keep_last: int = declare(2, "newest checkpoints that are kept; 0: all", at_least=0)
     keep_every: int = declare(0, "checkpoints of every n-th update are kept for good; 0: none", at_least=0)
+    timeout_s: float = declare(
+        3600.0, "seconds that a save may take; the run fails if it has not ended by then", above=0
+    )
     when_busy: Literal["wait", "skip"] = declare("wait", "a save is due while one is in flight: wait for it, or skip")
     max_failures: int = declare(
         10, "failed saves in a row after which the run fails; each is tried again after a pause", at_least=1
     )
     verify: Literal["full", "sizes"] = declare("full", "what is checked before loading: all checksums, or sizes only")
-    resume: str = declare("auto", "auto: the newest good checkpoint; none: start anew; or a checkpoint's path or URL")
+    resume: str = declare("auto", "auto: the newest good checkpoint; none: start anew; or where one is, or a run")
     allow_changes: tuple[str, ...] = declare((), "keys that may differ from the checkpoint's configuration")
 
 
@@ -588,7 +593,9 @@ def _check_forms(config: RunConfig) -> None:
 
     resume = config.checkpoint.resume
     if resume not in ("auto", "none") and "://" not in resume and not Path(resume).is_dir():
-        raise setting_error("checkpoint.resume", resume, "must be auto, none, or the folder of a checkpoint", "auto")
+        raise setting_error(
+            "checkpoint.resume", resume, "must be auto, none, or a folder (a checkpoint's, or a run's)", "auto"
+        )
     find_deadline(config)
     start = config.train.init_from
     if start is not None and "://" not in start and not Path(start).exists():
@@ -602,7 +609,9 @@ def _check_forms(config: RunConfig) -> None:
     if unknown:
         best = nearest(unknown[0], declared_keys(type(config.model)))
         raise setting_error("checkpoint.allow_changes", list(unknown), "no such key", best and [best])
-    _check_run_dir(config)
+    _check_folder("run.dir", config.run.dir, f"runs/{config.run.name}")
+    if config.checkpoint.dir is not None:
+        _check_folder("checkpoint.dir", config.checkpoint.dir, None)
 
 
 def find_deadline(config: RunConfig, env: Mapping[str, str] = os.environ) -> float | None:
@@ -618,13 +627,15 @@ def find_deadline(config: RunConfig, env: Mapping[str, str] = os.environ) -> flo
         raise setting_error("run.deadline", text, "must be a time in ISO 8601", today) from error
 
 
-def _check_run_dir(config: RunConfig) -> None:
-    folder = config.run_dir
+def _check_folder(key: str, value: str, legal: str | None) -> None:
+    if "://" in value.removeprefix("file://"):
+        return
+    folder = Path(value.removeprefix("file://")).absolute()
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     if not existing.is_dir():
-        raise setting_error("run.dir", config.run.dir, f"{existing} is not a folder", f"runs/{config.run.name}")
+        raise setting_error(key, value, f"{existing} is not a folder", legal)
     if not os.access(existing, os.W_OK | os.X_OK):
-        raise setting_error("run.dir", config.run.dir, f"{existing} cannot be written", f"runs/{config.run.name}")
+        raise setting_error(key, value, f"{existing} cannot be written", legal)
 
 
 def _check_data(config: RunConfig) -> None:
@@ -649,7 +660,13 @@ def _check_data(config: RunConfig) -> None:
 
 _FIXED_ON_RESUME = ("model.", "data.", "optim.name", "train.global_batch_size", "run.seed")
 _FREE_ON_RESUME = ("data.num_workers", "data.cache_dir")
-_OF_THE_ATTEMPT = ("checkpoint.resume", "checkpoint.allow_changes")
+_OF_THE_ATTEMPT = ("run.name", "run.dir", "checkpoint.", "log.")
+"""What changes nothing that is trained: nobody is told."""
+
+
+def stored_value(stored_yaml: str, key: str) -> object:
+    """Return one value of a configuration that `to_yaml` has written, None if it lacks the key."""
+    return OmegaConf.select(OmegaConf.create(stored_yaml), key)
 
 
 def compare_configs(config: RunConfig, stored_yaml: str) -> tuple[list[str], list[str]]:
@@ -666,7 +683,7 @@ def compare_configs(config: RunConfig, stored_yaml: str) -> tuple[list[str], lis
         for name, value in values.items():
             key = f"{section}.{name}"
             before = stored.get(section, {}).get(name, value)
-            if before == value or key in _OF_THE_ATTEMPT:
+            if before == value or key.startswith(_OF_THE_ATTEMPT):
                 continue
             fixed = key.startswith(_FIXED_ON_RESUME) and key not in _FREE_ON_RESUME
             line = f"{key}: {before} in the checkpoint, {value} now"

@@ -28,6 +28,8 @@ class Environment:
     world_size: int = 1
     local_rank: int = 0
     local_world_size: int = 1
+    num_restarts: int = 0
+    """How often the launcher has started the run again."""
 
     @property
     def is_distributed(self) -> bool:
@@ -49,6 +51,7 @@ def find_environment(env: MutableMapping[str, str] = os.environ) -> Environment:
             world_size=world_size,
             local_rank=_read(env, "LOCAL_RANK", 0),
             local_world_size=_read(env, "LOCAL_WORLD_SIZE", world_size),
+            num_restarts=_read(env, "TORCHELASTIC_RESTART_COUNT", 0) + _read(env, "SLURM_RESTART_COUNT", 0),
         )
     if "SLURM_PROCID" in env and "SLURM_STEP_NUM_TASKS" in env and "SLURM_LOCALID" in env:
         return Environment(
@@ -57,8 +60,9 @@ def find_environment(env: MutableMapping[str, str] = os.environ) -> Environment:
             world_size=_read(env, "SLURM_STEP_NUM_TASKS"),
             local_rank=_read(env, "SLURM_LOCALID"),
             local_world_size=_tasks_on_this_node(env),
+            num_restarts=_read(env, "SLURM_RESTART_COUNT", 0),
         )
-    return Environment()
+    return Environment(num_restarts=_read(env, "SLURM_RESTART_COUNT", 0))
 
 
 def limit_spinning(env: MutableMapping[str, str] = os.environ) -> None:

@@ -7,7 +7,8 @@ value, the rule that it breaks, and the nearest legal value, because that is wha
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable
 
 EXIT_FINISHED = 0
 EXIT_FAILED = 1
@@ -26,6 +27,18 @@ class TrainingFailed(Exception):
 
 class PeerFailed(Exception):
     """Another rank failed first; its error is the one to show, this rank only leaves.  Exit code 1."""
+
+
+def run_command(work: Callable[[], int]) -> int:
+    """Return the exit code of what a command line asks for; what a user should know is printed without a traceback."""
+    try:
+        return work()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    except (TrainingFailed, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_FAILED
 
 
 def nearest(value: object, legal: Iterable[object]) -> object | None:

@@ -21,7 +21,7 @@ import torch
 from trainer.checkpoint.source import StoredWeights, find_checkpoint
 from trainer.config import config_from_yaml
 from trainer.data.tokenizer import find_tokenizer
-from trainer.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_USER_ERROR, TrainingFailed, UserError
+from trainer.errors import EXIT_FINISHED, UserError, run_command
 from trainer.huggingface import export
 from trainer.inference import build_plain
 
@@ -84,18 +84,14 @@ def command_line(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier export")
     chosen = parser.parse_args(argv)
     sys.path.append(os.getcwd())  # where a user's own recipes are
-    try:
-        if chosen.max_shard_gb <= 0:
-            raise UserError(f"--max-shard-gb={chosen.max_shard_gb}: must be above 0\n  nearest legal value: 5")
-        dtype = DTYPES[chosen.dtype] if chosen.dtype else None
-        files = export_checkpoint(chosen.checkpoint, chosen.target, dtype, chosen.max_shard_gb, chosen.overwrite)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_USER_ERROR
-    except (TrainingFailed, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_FAILED
-    for file in files:
+    return run_command(lambda: _export(chosen))
+
+
+def _export(chosen: argparse.Namespace) -> int:
+    if chosen.max_shard_gb <= 0:
+        raise UserError(f"--max-shard-gb={chosen.max_shard_gb}: must be above 0\n  nearest legal value: 5")
+    dtype = DTYPES[chosen.dtype] if chosen.dtype else None
+    for file in export_checkpoint(chosen.checkpoint, chosen.target, dtype, chosen.max_shard_gb, chosen.overwrite):
         print(file)
     return EXIT_FINISHED
 

@@ -6,6 +6,12 @@ import os
 from pathlib import Path
 
 
+def find_folder(path: str | os.PathLike[str]) -> Path | None:
+    """Return the folder or file that a path, or a URL file://..., names; None for what is on no file system."""
+    text = os.fspath(path).removeprefix("file://")
+    return None if "://" in text else Path(text).absolute()
+
+
 def write_atomically(path: Path, text: str) -> None:
     """Write `text` under another name, flush it to disk, and rename it to `path`."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")

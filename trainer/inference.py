@@ -15,6 +15,7 @@ from torch import nn
 from trainer.checkpoint.source import StoredWeights, find_checkpoint, is_checkpoint
 from trainer.config import RunConfig, config_from_yaml
 from trainer.errors import setting_error
+from trainer.files import find_folder
 from trainer.huggingface import SafetensorsFolder, model_config_of
 from trainer.materialize import materialize
 from trainer.recipe import Recipe, all_recipes
@@ -79,8 +80,8 @@ def open_weights(path: str | os.PathLike[str], config: RunConfig) -> WeightSourc
 
 
 def _is_hugging_face(path: str | os.PathLike[str]) -> bool:
-    folder = Path(os.fspath(path).removeprefix("file://"))
-    return folder.is_dir() and not is_checkpoint(path) and any(folder.glob("*.safetensors"))
+    folder = find_folder(path)
+    return folder is not None and folder.is_dir() and not is_checkpoint(path) and any(folder.glob("*.safetensors"))
 
 
 def load_weights(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> nn.Module:

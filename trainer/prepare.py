@@ -25,7 +25,7 @@ from typing import TextIO
 
 from trainer.data.source import ShardWriter
 from trainer.data.tokenizer import Tokenizer, find_tokenizer
-from trainer.errors import EXIT_FINISHED, EXIT_USER_ERROR, UserError, nearest, setting_error
+from trainer.errors import EXIT_FINISHED, nearest, run_command, setting_error
 
 SUFFIXES = (".txt", ".jsonl", ".txt.gz", ".jsonl.gz")
 
@@ -36,19 +36,19 @@ PIECE = 1 << 24
 def command_line(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code: 0, or 2 for a mistake of the user's."""
     options = _make_parser().parse_args(arguments)
-    try:
-        report = prepare(
-            options.inputs,
-            options.out,
-            tokenizer=options.tokenizer,
-            text_key=options.text_key,
-            holdout=options.holdout,
-            shard_tokens=options.shard_tokens,
-            overwrite=options.overwrite,
-        )
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return EXIT_USER_ERROR
+    return run_command(lambda: _prepare(options))
+
+
+def _prepare(options: argparse.Namespace) -> int:
+    report = prepare(
+        options.inputs,
+        options.out,
+        tokenizer=options.tokenizer,
+        text_key=options.text_key,
+        holdout=options.holdout,
+        shard_tokens=options.shard_tokens,
+        overwrite=options.overwrite,
+    )
     print(report)
     return EXIT_FINISHED
 

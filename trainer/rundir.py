@@ -19,7 +19,7 @@ from typing import Any
 
 from trainer.config import RunConfig
 from trainer.errors import EXIT_FAILED, UserError, setting_error
-from trainer.files import write_and_sync, write_atomically
+from trainer.files import find_folder, write_and_sync, write_atomically
 
 
 class RunFolder:
@@ -28,9 +28,10 @@ class RunFolder:
     def __init__(self, config: RunConfig, is_main: bool) -> None:
         self.config, self.path, self.is_main = config, config.run_dir, is_main
         self._owners = [Owner(self.path, "run.dir")]
-        elsewhere = config.checkpoint.dir
-        if elsewhere is not None and "://" not in elsewhere and not _is_within(Path(elsewhere), self.path):
-            self._owners.append(Owner(Path(elsewhere).absolute(), "checkpoint.dir"))
+        self._is_owned = False
+        elsewhere = find_folder(config.checkpoint.dir) if config.checkpoint.dir else None
+        if elsewhere is not None and self.path not in (elsewhere, *elsewhere.parents):
+            self._owners.append(Owner(elsewhere, "checkpoint.dir"))
 
     @property
     def metrics(self) -> Path:
@@ -40,15 +41,18 @@ class RunFolder:
         """Make the folder this run's.  Raises UserError if another run that is alive owns it, or it cannot be used."""
         if not self.is_main:
             return
-        try:
-            for owner in self._owners:
+        legal = {"run.dir": f"runs/{self.config.run.name}", "checkpoint.dir": None}
+        for owner in self._owners:
+            try:
                 owner.acquire()
-        except OSError as error:
-            rule = f"cannot be used ({error.strerror})"
-            raise setting_error("run.dir", self.config.run.dir, rule, f"runs/{self.config.run.name}") from error
+            except OSError as error:
+                rule = f"cannot be used ({error.strerror})"
+                raise setting_error(owner.setting, owner.folder, rule, legal[owner.setting]) from error
+        self._is_owned = True
 
     def release(self) -> None:
         """Let the next run have the folder; a folder made for nothing goes."""
+        self._is_owned = False
         if self.is_main:
             for owner in reversed(self._owners):
                 owner.release()
@@ -63,15 +67,19 @@ class RunFolder:
         existing = [self.path / name for name in names if (self.path / name).exists()]
         if not existing:
             return None
-        aside = self.path / f"previous_{1 + len(list(self.path.glob('previous_*'))):03d}"
+        taken = [path.name.removeprefix("previous_") for path in self.path.glob("previous_*")]
+        aside = self.path / f"previous_{1 + max((int(n) for n in taken if n.isdecimal()), default=0):03d}"
         aside.mkdir()
         for path in existing:
             shutil.move(path, aside / path.name)
         return aside
 
     def write_status(self, state: str, exit_code: int | None, step: int, reason: str) -> None:
-        """Say how the run stands: `state` is running, finished, stopped or failed."""
-        if self.is_main:
+        """Say how the run stands: `state` is running, finished, stopped or failed.
+
+        Only of a run that owns the folder: another's word stays as it is.
+        """
+        if self._is_owned:
             status = {"state": state, "exit_code": exit_code, "step": step, "reason": reason}
             try:
                 write_atomically(self.path / "status.json", json.dumps(status) + "\n")
@@ -92,22 +100,19 @@ class RunFolder:
                 partial.unlink()
 
 
-def _is_within(path: Path, folder: Path) -> bool:
-    return folder in (path.absolute(), *path.absolute().parents)
-
-
 class Owner:
     """Which process a run's folder belongs to: one at a time, on any node, and never a dead one for long.
 
-    A file `.owner.json` names it.  On the same machine the process is looked for; on another its heartbeat is, the
-    file's modification time, compared with that of a file made now, so that no two clocks are.
+    A file `.owner.json` names it.  On the same machine the process is looked for; on another (or on this one before it
+    was last started: host names are not unique) its heartbeat is, the file's modification time, compared with that of
+    a file made now, so that no two clocks are.
     """
 
     NAME = ".owner.json"
     BEAT_S, STALE_S = 5.0, 30.0
 
     def __init__(self, folder: Path, setting: str) -> None:
-        self.folder, self.path, self._setting = folder, folder / self.NAME, setting
+        self.folder, self.path, self.setting = folder, folder / self.NAME, setting
         self._own = {**_this_process(), "token": uuid.uuid4().hex}
         self._made_folder = False
         self._stopped = threading.Event()
@@ -162,8 +167,8 @@ class Owner:
                 job = f", Slurm job {owner['job']}" if owner and owner.get("job") else ""
                 since = f" since {owner['since']}" if owner and owner.get("since") else ""
                 raise UserError(
-                    f"{self._setting}={self.folder}: another run owns it: {who}{job}{since}\n"
-                    f"  wait for it, stop it, or give this one a {self._setting} of its own"
+                    f"{self.setting}={self.folder}: another run owns it: {who}{job}{since}\n"
+                    f"  wait for it, stop it, or give this one a {self.setting} of its own"
                 )
             time.sleep(0.5)
         # Of several that wait for the same death one moves the file; the others find it gone.
@@ -183,8 +188,6 @@ class Owner:
         if owner is not None and _where(owner) == _where(self._own):
             is_self = owner["pid"] == self._own["pid"]
             return is_self or _start_of(owner["pid"]) != owner["started"]
-        if owner is not None and owner["host"] == self._own["host"] and owner["boot"] != self._own["boot"]:
-            return True
         if owner is not None and owner["job"] and owner["job"] == self._own["job"]:
             return bool(owner["restarts"] < self._own["restarts"])  # Slurm has requeued it: its processes have gone
         os.utime(mine)

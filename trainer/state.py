@@ -8,7 +8,7 @@ is an error at the first save.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -43,14 +43,11 @@ class TrainState:
         }
         self.rank_parts: dict[str, Stateful] = {"random": random_state}
         self._known: list[object] = [model, *optimizer.parts, optimizer, skips, random_state]
-        self._frozen: dict[int, list[int]] = {}
+        self._frozen: dict[int, list[float]] = {}
 
     @property
     def weights(self) -> frozenset[str]:
         return frozenset(f"model.{clean_name(name)}" for name, _ in self.model.named_parameters())
-
-    def restart(self, step: int) -> None:
-        self.random.restart(step)
 
     def add(self, name: str, part: Any, per_rank: bool = False) -> None:
         """Resume `part` too, under `name`: something with `state_dict` and `load_state_dict`, or a random generator.
@@ -95,9 +92,18 @@ class TrainState:
     def _is_constant(self, thing: object) -> bool:
         if not isinstance(thing, nn.Module) or any(p.requires_grad for p in thing.parameters()):
             return False
-        tensors = [*thing.parameters(), *thing.buffers()]
-        versions = [tensor._version + local(tensor)._version for tensor in tensors]
-        return self._frozen.setdefault(id(thing), versions) == versions
+        seen = _glance([*thing.parameters(), *thing.buffers()])
+        return self._frozen.setdefault(id(thing), seen) == seen
+
+
+def _glance(tensors: Iterable[torch.Tensor]) -> list[float]:
+    """Return what changes when tensors do: how often each was written to (`.data` is not counted), and a few values."""
+    seen: list[float] = []
+    for tensor in tensors:
+        own = local(tensor.detach())
+        some = own.real.flatten()[:: max(1, own.numel() // 16)]
+        seen += [tensor._version + own._version, *some.double().nan_to_num().tolist()]
+    return seen
 
 
 def _attributes(owner: object) -> Iterator[tuple[str, Any]]:
@@ -196,6 +202,10 @@ class ModelState:
     def prepare(self, stored: Mapping[str, Stored]) -> None:
         """Nothing: all that can be loaded is there."""
 
+    def may_differ(self, key: str) -> bool:
+        """Buffers may: running means of the data that a rank has seen, say."""
+        return key in {clean_name(name) for name, _ in self.model.named_buffers()}
+
 
 def _take_over(live: torch.Tensor, loaded: torch.Tensor) -> None:
     """Copy what was loaded, unless it was read straight into its place."""
@@ -224,6 +234,7 @@ class OptimizerState:
         return {
             "state": {name: part.state[p] for name, (part, _, p) in self._parameters.items() if p in part.state},
             "classes": {name: type(part).__name__ for name, (part, _, _) in self._parameters.items()},
+            "parameters": {name: _kind_of(p) for name, (_, _, p) in self._parameters.items()},
             "groups": self.optimizer.hyperparameters(),
             "built": self._built,
         }
@@ -258,14 +269,18 @@ class OptimizerState:
             f"optimizer: {before} in the checkpoint, {now} now, for {', '.join(names)}"
             for (before, now), names in changed.items()
         ]
-        for key, tensor in stored.items():
-            name, _, field = key.removeprefix("state.").rpartition(".")
-            if key.startswith("state.") and name in self._parameters:
-                part, _, parameter = self._parameters[name]
-                own = part.state.get(parameter, {}).get(field)
-                if isinstance(own, torch.Tensor) and tuple(own.shape) != tensor.shape:
-                    lines.append(f"optimizer.{key}: shape {tensor.shape} in the checkpoint, {tuple(own.shape)} now")
+        others = [
+            name
+            for name, (_, _, parameter) in self._parameters.items()
+            if plain["parameters"].get(name, _kind_of(parameter)) != _kind_of(parameter)
+        ]
+        if others:
+            lines.append(f"optimizer: holds moments of parameters of another shape or dtype: {', '.join(others)}")
         return lines
+
+    def may_differ(self, key: str) -> bool:
+        """Nothing may: all ranks make the same update."""
+        return False
 
     def prepare(self, stored: Mapping[str, Stored]) -> None:
         """Allocate the moments that the checkpoint has, sharded like their parameters; drop those that it has not.
@@ -287,6 +302,10 @@ class OptimizerState:
                     own[field] = _moment_like(parameter, group, field, tensor)
             if not own:
                 del part.state[parameter]
+
+
+def _kind_of(parameter: torch.Tensor) -> str:
+    return f"{str(parameter.dtype).removeprefix('torch.')} {'x'.join(map(str, parameter.shape))}"
 
 
 def _moment_like(parameter: torch.Tensor, group: Mapping[str, Any], field: str, stored: Stored) -> torch.Tensor:

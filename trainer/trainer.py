@@ -6,6 +6,7 @@ What a subclass may want to change is one method each: `build_mesh`, `build_mode
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,14 +17,16 @@ from typing import Literal
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from trainer.checkpoint.place import find_place
+from trainer.checkpoint.place import SUPERSEDED, find_place
 from trainer.checkpoint.schedule import SaveSchedule
-from trainer.checkpoint.store import Checkpoints, Facts, Found, SaveResult, Settings
-from trainer.config import RunConfig, check_config, compare_configs, find_deadline
+from trainer.checkpoint.source import find_checkpoint
+from trainer.checkpoint.store import PREFIX, Checkpoints, Facts, Found, SaveResult, Settings
+from trainer.config import RunConfig, check_config, compare_configs, find_deadline, stored_value
 from trainer.data.loader import EvalLoader, TrainLoader
 from trainer.data.source import Source, gzip_bits_per_byte, held_out_text, open_source
 from trainer.data.tokenizer import find_tokenizer
 from trainer.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_USER_ERROR, TrainingFailed, UserError
+from trainer.files import find_folder
 from trainer.guard import GarbageCollection, RandomState, SkipCounter, seed_everything
 from trainer.inference import load_weights, open_weights
 from trainer.loss import count_targets, find_loss
@@ -108,9 +111,11 @@ class Trainer:
         self._changed: list[str] = []
         self.phase: Literal["built", "restored", "running", "ended"] = "built"
         self._saved_step: int | None = None
-        self._save_ended = self._may_retry = False
-        """What the step's message said: every rank has ended its part of the save in flight; a failed one may be tried
-        again."""
+        self._save_ended = self._may_retry = self._has_exchanged = False
+        """What the update's message said: every rank has ended its part of the save in flight (or one never will); a
+        failed one may be tried again.  And whether it has been sent."""
+        self._has_gone_back = False
+        """True after a checkpoint was loaded in mid-run, until the next update or save."""
         self._counted_s = self._step_s = self._save_s = 0.0
 
     # -- what is built -------------------------------------------------------------------------------------------
@@ -195,7 +200,7 @@ class Trainer:
 
         Collectives: one small message on the CPU, those of FSDP with one reduction of the gradients, two scalars.
         """
-        num_targets = self._share_targets(micro_batches)
+        num_targets = self._exchange(sum(count_targets(batch["targets"]) for batch in micro_batches))
         # FSDP averages gradients over the ranks; the loss is divided by the targets of all of them.
         scale = self.world.size / max(1, num_targets)
         total = torch.zeros((), device=self.world.device)
@@ -213,18 +218,25 @@ class Trainer:
         self.optimizer.zero_grad()
         return Update(mean_loss, float(grad_norm), num_targets, skipped=not admitted)
 
-    def _share_targets(self, micro_batches: Sequence[Batch]) -> int:
-        """Return the targets of the global batch.
+    def _exchange(self, num_targets: int) -> int:
+        """Return the sum of `num_targets` over all ranks.
 
-        The same message tells all ranks whether one was asked to stop, and how saving stands.
+        The same message, one in each update, tells all of them whether one was asked to stop, and how saving stands.
         """
-        own = sum(count_targets(batch["targets"]) for batch in micro_batches)
         may_retry = self.world.is_main and self.saving.may_retry()
-        message = [own, self.stop.reason(self._stopping_s()) is not None, self.checkpoints.is_written, may_retry]
-        num_targets, stops, written, retries = self.world.sum(message)
+        saving = self.checkpoints
+        message = [
+            num_targets,
+            self.stop.reason(self._stopping_s()) is not None,
+            saving.is_written,
+            saving.is_overdue,
+            may_retry,
+        ]
+        total, stops, written, overdue, retries = self.world.sum(message)
         self.stopping = self.stopping or stops > 0
-        self._save_ended, self._may_retry = written == self.world.size, retries > 0
-        return int(num_targets)
+        self._save_ended, self._may_retry = written == self.world.size or overdue > 0, retries > 0
+        self._has_exchanged = True
+        return int(total)
 
     def _stopping_s(self) -> float:
         """Return how long it takes to stop: two steps, and a save as long as the longest so far, with room to spare."""
@@ -249,7 +261,7 @@ class Trainer:
         """
         self.stop.install()
         try:
-            self.world.agreed(self.state.check_complete)
+            self.checkpoints.check(self.state)
             with GarbageCollection() as garbage:
                 for record in self.steps():
                     self.on_step(record)
@@ -284,12 +296,16 @@ class Trainer:
         meter = Meter()
         memory_gib = peak_memory_gib(self.world.device)
         while self.state.step < self.config.train.steps and not self.stopping:
+            self._leave_behind_if_gone_back()
             started = time.perf_counter()
             micro_batches = list(islice(batches, self.num_micro_batches))
             if len(micro_batches) < self.num_micro_batches:
                 raise TrainingFailed(f"step {self.state.step + 1}: the loader of build_loader ended; it must not end")
             data_s = time.perf_counter() - started
+            self._has_exchanged = False
             update = self.train_step(micro_batches)
+            if not self._has_exchanged:  # a step of one's own that says nothing
+                self._exchange(0)
             self.state.step += 1
             self.state.tokens += update.num_targets
             step = self.state.step
@@ -337,8 +353,8 @@ class Trainer:
 
     # -- saving and resuming -------------------------------------------------------------------------------------
 
-    def save_checkpoint(self, wait: bool = False) -> Path:
-        """Save the state as it is; returns the checkpoint's folder, or where it will be.  Collective.
+    def save_checkpoint(self, wait: bool = False) -> Path | str:
+        """Save the state as it is; returns the checkpoint's folder (or URL), or where it will be.  Collective.
 
         With `checkpoint.mode=async` training stands still for a copy in memory only; the folder appears once all is
         written, at the latest when the next save, `close` or `fit` has ended, or now with `wait`.  A failed save in the
@@ -348,9 +364,10 @@ class Trainer:
         self._finish_save()
         background = self.config.checkpoint.mode == "async" and not wait
         self._start_save(background)
-        if not background and (error := self._settle().error):
+        if not background and (error := self._settle(warns=False).error):
             raise TrainingFailed(error)
-        return Path(self._place_of_checkpoints) / f"step_{self.state.step:08d}"
+        path = str(self.checkpoints.place / f"{PREFIX}{self.state.step:08d}")
+        return path if find_folder(path) is None else Path(path)
 
     def _save(self) -> None:
         """Begin a save as `fit` does it: a failure is counted, not raised, until there are too many in a row."""
@@ -366,6 +383,7 @@ class Trainer:
     def _start_save(self, background: bool) -> None:
         if self.phase != "running":
             self.world.agreed(self.folder.own)
+        self._leave_behind_if_gone_back()
         self.checkpoints.start(self.state, background)
 
     def _finish_save(self) -> None:
@@ -373,20 +391,22 @@ class Trainer:
         if self.checkpoints.in_flight:
             self._settle()
 
-    def _settle(self) -> SaveResult:
+    def _settle(self, warns: bool = True) -> SaveResult:
         """Take the result of the save in flight, the same on all ranks, and report it.
 
-        Raises TrainingFailed after too many failures in a row.
+        Raises TrainingFailed after too many failures in a row, and where the storage gives no answer.
         """
         result = self.checkpoints.take()
         self._save_ended = False
+        if result.lost == "storage":
+            raise TrainingFailed(f"cannot save: {result.error} (checkpoint.timeout_s)")
         if result.error:
             self.saving.failed()
             limit = self.config.checkpoint.max_failures
             count = f"failure {self.saving.num_failures} of {limit} in a row"
             if self.saving.num_failures >= limit:
                 raise TrainingFailed(f"cannot save: {result.error} ({count})")
-            if self.world.is_main:
+            if self.world.is_main and warns:
                 warn(f"checkpoint not saved, training goes on: {result.error} ({count})")
             return result
         self.saving.succeeded()
@@ -406,7 +426,7 @@ class Trainer:
                 return
             time.sleep(pause_s)
             self._start_save(background=False)
-            error = self._settle().error
+            error = self._settle(warns=False).error
         if self._saved_step != self.state.step:
             raise TrainingFailed(f"the final save has failed: {error}")
 
@@ -418,18 +438,20 @@ class Trainer:
         from, with all that differs; TrainingFailed if none is good.  Collective.
         """
         self._finish_save()
-        resume = self.config.checkpoint.resume
+        self.world.agreed(self.folder.own)
+        resume = str(path) if path is not None else self.config.checkpoint.resume
+        if path is None and self._goes_on(resume):
+            resume = "auto"
         allowed = frozenset(self.config.checkpoint.allow_changes)
-        if "optim.name" in allowed:
-            allowed |= {"state.optimizer"}  # another optimizer begins without moments
+        if allowed & {"optim.name", "state.model"}:
+            allowed |= {"state.optimizer"}  # begins without moments, if those that are stored do not fit
+        how = (self.state, self._compare, allowed, self.phase == "running")
         found: Found | None = None
-        if path is not None or resume not in ("auto", "none"):
-            place = find_place(path if path is not None else resume)
-            careful = self.phase == "running"
-            found = self.checkpoints.load(place, self.state, self._compare, allowed, careful)
-        elif resume == "auto" and not self.world.broadcast(self.checkpoints.is_empty):
-            self.world.agreed(self.folder.own)
-            found = self.checkpoints.restore(self.state, self._compare, allowed)
+        if resume == "auto":
+            if not self.world.broadcast(self.checkpoints.is_empty):
+                found = self.checkpoints.restore(*how)
+        elif resume != "none":
+            found = self.checkpoints.load(self.world.agreed(lambda: find_checkpoint(resume)), *how)
         if found is not None:
             self.resumed_step = self.state.step
             is_own = self._is_own(found)
@@ -437,6 +459,7 @@ class Trainer:
             if not is_own:
                 self.metrics.wandb_id = None  # another run's line
             self._report_found(found)
+            self._has_gone_back = self.phase == "running"
             self.phase = "restored" if self.phase == "built" else self.phase
         elif self.phase == "built" and self.config.train.init_from is not None:
             self._load_initial_weights(self.config.train.init_from)
@@ -449,14 +472,31 @@ class Trainer:
         source = self.world.agreed(lambda: open_weights(path, self.config))
         self.world.agreed(lambda: fill(self.model, source, setting="train.init_from"))
 
+    def _goes_on(self, resume: str) -> bool:
+        """Return whether the newest checkpoint here is of an attempt that had begun as this one is asked to.
+
+        Then this is that attempt started once more, after it was stopped or killed, and what it achieved is not thrown
+        away: whoever runs the same command again goes on.  With `none` only if a launcher has started it again.
+        """
+        if resume == "auto" or (resume == "none" and not self.world.env.num_restarts):
+            return False
+
+        def newest() -> str | None:
+            steps = self.checkpoints.steps() if self.world.is_main else []
+            return self.checkpoints.configuration_of(steps[-1]) if steps else None
+
+        stored = self.world.broadcast(self.world.agreed(newest))
+        goes_on = stored is not None and stored_value(stored, "checkpoint.resume") == resume
+        if goes_on:
+            self.metrics.say(
+                f"checkpoint.resume={resume}: {self.config.run.dir} has gone on from there already and does so again; "
+                "to begin there once more, take another run.dir"
+            )
+        return goes_on
+
     def _compare(self, stored_yaml: str) -> list[str]:
         """Return what in the configuration forbids to go on from a checkpoint."""
         refused, self._changed = compare_configs(self.config, stored_yaml)
-        if refused:
-            keys = ",".join(line.partition(":")[0] for line in refused)
-            refused.append(
-                f"restore these values, take another run.dir, or allow it: checkpoint.allow_changes=[{keys}]"
-            )
         return refused
 
     def _report_found(self, found: Found) -> None:
@@ -465,24 +505,19 @@ class Trainer:
         for name, damage in found.damaged.items():
             listed = "\n".join(f"  {line}" for line in damage)
             warn(f"checkpoint {name} is damaged and was set aside:\n{listed}")
-        if self._changed:
-            listed = "\n".join(f"  {line}" for line in self._changed)
-            self.metrics.say(f"configuration changed since {found.path}:\n{listed}")
+        for warning in found.warnings:
+            warn(f"{found.path}: {warning}")
 
     def _is_own(self, found: Found) -> bool:
-        return found.path == f"{find_place(self._place_of_checkpoints)}/step_{found.manifest.step:08d}"
-
-    @property
-    def _place_of_checkpoints(self) -> str:
-        return self.config.checkpoint.dir or str(self.folder.path / "checkpoints")
+        return found.path == f"{self.checkpoints.place}/{PREFIX}{found.manifest.step:08d}"
 
     def _checkpoints(self) -> Checkpoints:
         config = self.config
         keep = config.checkpoint
         checkpoints = Checkpoints(
-            self.world.agreed(lambda: find_place(self._place_of_checkpoints)),
+            self.world.agreed(lambda: find_place(keep.dir or self.folder.path / "checkpoints")),
             self.world,
-            Settings(keep.keep_last, keep.keep_every, checksums=keep.verify == "full"),
+            Settings(keep.keep_last, keep.keep_every, keep.verify == "full", keep.timeout_s),
             Facts(config.to_yaml(), self._mesh_shape()),
         )
         # When another rank fails, a save in flight is finished before this process is ended.
@@ -511,6 +546,8 @@ class Trainer:
         self._watch_for_a_stop()
         self.folder.write_status("running", None, self.state.step, "")
         self.metrics.start(self._facts())
+        if self._changed:
+            self.metrics.say("configuration changed since:\n" + "\n".join(f"  {line}" for line in self._changed))
         self.metrics.write(
             Record(
                 kind="start",
@@ -541,13 +578,20 @@ class Trainer:
         self.checkpoints.clean()
         self.folder.clean()
         step = -1 if self.resumed_step is None else self.resumed_step
-        later = [f"step_{later:08d}" for later in self.checkpoints.steps() if later > step]
+        later = [f"{PREFIX}{later:08d}" for later in self.checkpoints.steps() if later > step]
         if self.config.checkpoint.dir is not None:
             for name in later:
-                self.checkpoints.place.move(name, f"superseded-{name}")
+                self.checkpoints.place.set_aside(name, SUPERSEDED)
             later = []
         metrics = ["metrics.jsonl"] if self.config.checkpoint.resume == "none" else []
         self.folder.set_aside(*(f"checkpoints/{name}" for name in later), *metrics)
+
+    def _leave_behind_if_gone_back(self) -> None:
+        """Once training goes on from a checkpoint loaded in mid-run: what came after it is no longer this run's."""
+        if self._has_gone_back:
+            self._has_gone_back = False
+            self.world.agreed(self._leave_behind)
+            self.world.agreed(lambda: self.metrics.go_back(self.state.step))
 
     def _finish(self) -> int:
         state, exit_code = ("stopped", EXIT_STOPPED) if self.stopping else ("finished", EXIT_FINISHED)
@@ -597,7 +641,14 @@ class Trainer:
             close()
 
     def close(self) -> None:
-        """End the run, if it goes on, and leave the process group, if this Trainer opened it.  All ranks together."""
+        """End the run, if it goes on, and leave the process group, if this Trainer opened it.  All ranks together.
+
+        Called while an exception is on its way (from `finally`), the run has failed: nobody waits for the other ranks.
+        """
+        error = sys.exc_info()[1]
+        if error is not None and self.phase != "ended":
+            self._fail(error)
+            return
         self._finish_save()
         if self.phase == "running":
             through = self.state.step >= self.config.train.steps

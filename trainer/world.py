@@ -147,9 +147,9 @@ class World(Channel):
             backend, store=store, rank=rank, world_size=size, timeout=self.timeout, device_id=device_id
         )
 
-    def open_channel(self) -> Channel:
+    def open_channel(self, timeout: timedelta) -> Channel:
         """Return one more channel, for a thread that talks beside the training step.  Called by all ranks."""
-        return Channel(self.rank, self.size, self.timeout)
+        return Channel(self.rank, self.size, timeout)
 
     def build_mesh(self, config: RunConfig) -> DeviceMesh:
         """Return the mesh that the configuration asks for: axes (shard,), or (replicate, shard) for HSDP.
@@ -260,6 +260,7 @@ def _joined_environment(env: Environment) -> Environment:
         world_size=size,
         local_rank=env.local_rank if env.is_distributed else rank,
         local_world_size=env.local_world_size if env.is_distributed else size,
+        num_restarts=env.num_restarts,
     )
 
 

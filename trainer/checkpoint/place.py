@@ -15,10 +15,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from trainer.errors import UserError
-from trainer.files import sync_folder
+from trainer.files import find_folder, sync_folder
 
 COMMIT = "manifest.json"
 """The file without which a folder holds no checkpoint."""
+DAMAGED, SUPERSEDED = "damaged", "superseded"
+"""Why a checkpoint was set aside."""
+_ASIDE = (f"{DAMAGED}-", f"{SUPERSEDED}-")
 _WRITING, _REMOVED, _REPLACED = ".writing-", ".removed-", ".replaced-"
 
 
@@ -74,8 +77,12 @@ class Place(Protocol):
         """Make what was written under the name that `begin` gave whole under its own."""
         ...
 
-    def move(self, name: str, new_name: str) -> None:
+    def set_aside(self, name: str, why: str) -> None:
         """Take a checkpoint out of the way: nothing of it is lost, and under `name` there is no checkpoint."""
+        ...
+
+    def names_aside(self) -> list[str]:
+        """Return what `set_aside` has made of the names: `<why>-<name>`, sorted."""
         ...
 
     def retire(self, name: str) -> str:
@@ -97,11 +104,9 @@ class Place(Protocol):
 
 def find_place(path: str | os.PathLike[str]) -> Place:
     """Return the place that a path or URL names.  Raises UserError for a kind of URL that cannot be used."""
-    text = os.fspath(path)
-    if text.startswith("file://"):
-        return LocalPlace(Path(text.removeprefix("file://")))
-    if "://" not in text:
-        return LocalPlace(Path(text).absolute())
+    folder, text = find_folder(path), os.fspath(path)
+    if folder is not None:
+        return LocalPlace(folder)
     import fsspec
 
     try:
@@ -166,9 +171,12 @@ class LocalPlace:
         if replaced.exists():
             shutil.rmtree(replaced)
 
-    def move(self, name: str, new_name: str) -> None:
-        os.rename(self.path / name, self.path / self._free_name(new_name))
+    def set_aside(self, name: str, why: str) -> None:
+        os.rename(self.path / name, self.path / _free_name(f"{why}-{name}", self.names()))
         sync_folder(self.path)
+
+    def names_aside(self) -> list[str]:
+        return [name for name in self.names() if name.startswith(_ASIDE)]
 
     def retire(self, name: str) -> str:
         removed = f"{_REMOVED}{name}-{uuid.uuid4().hex[:8]}"
@@ -191,12 +199,13 @@ class LocalPlace:
             shutil.rmtree(self.path / name, ignore_errors=True)
         return leftovers
 
-    def _free_name(self, name: str) -> str:
-        taken, number, free = set(self.names()), 1, name
-        while free in taken:
-            number += 1
-            free = f"{name}-{number}"
-        return free
+
+def _free_name(name: str, taken: list[str]) -> str:
+    number, free = 1, name
+    while free in taken:
+        number += 1
+        free = f"{name}-{number}"
+    return free
 
 
 class _LocalFile:
@@ -269,24 +278,51 @@ class RemotePlace:
 
     def create(self, name: str) -> Sink:
         path = f"{self.root}/{name}"
-        with contextlib.suppress(FileExistsError):
-            self.system.makedirs(path.rpartition("/")[0], exist_ok=True)
+        self._make_folder(path.rpartition("/")[0])
         sink: Sink = self.system.open(path, "wb")
         return sink
+
+    def _make_folder(self, path: str) -> None:
+        with contextlib.suppress(FileExistsError):
+            self.system.makedirs(path, exist_ok=True)
 
     def free_bytes(self) -> int | None:
         return None
 
     def begin(self, name: str) -> str:
         """Clear the way: while the folder is written there is no manifest in it, so no checkpoint."""
+        for aside in self._aside_in(name):
+            self._move_out(name, aside)
         self.delete(self.retire(name))
         return name
 
     def publish(self, unpublished: str, name: str) -> None:
         """Nothing: the manifest, written last, has done it."""
 
-    def move(self, name: str, new_name: str) -> None:
-        self.system.mv(f"{self.root}/{name}/{COMMIT}", f"{self.root}/{name}/{new_name}-{COMMIT}")
+    def set_aside(self, name: str, why: str) -> None:
+        """Rename the manifest alone: an object store has to copy what it moves.  `begin` does, if it has to."""
+        aside = _free_name(f"{why}-{name}", self.names_aside())
+        self.system.mv(f"{self.root}/{name}/{COMMIT}", f"{self.root}/{name}/{aside}-{COMMIT}")
+
+    def names_aside(self) -> list[str]:
+        names = self.names()
+        moved = [name for name in names if name.startswith(_ASIDE)]
+        return sorted({*moved, *(aside for name in names for aside in self._aside_in(name))})
+
+    def _aside_in(self, name: str) -> list[str]:
+        """Return under which names the checkpoint that lies in the folder `name` was set aside."""
+        suffix = f"-{COMMIT}"
+        return [file.removesuffix(suffix) for file in (self / name).names() if file.endswith(suffix)]
+
+    def _move_out(self, name: str, aside: str) -> None:
+        """Move what was set aside into a folder of its own, the manifest last: killed meanwhile, it is done again."""
+        source, marker = f"{self.root}/{name}", f"{aside}-{COMMIT}"
+        for path in self.system.find(source):
+            relative = path[path.index(source) + len(source) + 1 :]
+            if relative != marker:
+                self._make_folder(f"{self.root}/{aside}/{relative}".rpartition("/")[0])
+                self.system.mv(path, f"{self.root}/{aside}/{relative}")
+        self.system.mv(f"{source}/{marker}", f"{self.root}/{aside}/{marker}")
 
     def retire(self, name: str) -> str:
         with contextlib.suppress(FileNotFoundError):
@@ -298,11 +334,11 @@ class RemotePlace:
             self.system.rm(f"{self.root}/{name}", recursive=True)
 
     def recover(self) -> None:
-        """Nothing: nothing is ever moved but a manifest that is no longer wanted."""
+        """Nothing: a checkpoint is never moved, only what was set aside is."""
 
     def clean(self, prefix: str) -> list[str]:
         folders = [name for name in self.names() if name.startswith(prefix)]
-        leftovers = [name for name in folders if not any(COMMIT in file for file in (self / name).names())]
+        leftovers = [name for name in folders if not any(file.endswith(COMMIT) for file in (self / name).names())]
         for name in leftovers:
             self.delete(name)
         return leftovers
@@ -325,4 +361,4 @@ class _RemoteFile:
 def split_parent(path: str | os.PathLike[str]) -> tuple[str, str]:
     """Return the folder that a path or URL is in, and its name there."""
     parent, _, name = os.fspath(path).rstrip("/").rpartition("/")
-    return parent or ".", name
+    return parent or ("/" if os.fspath(path).startswith("/") else "."), name

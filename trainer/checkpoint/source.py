@@ -11,8 +11,9 @@ import torch
 from trainer.checkpoint.blocks import Damaged
 from trainer.checkpoint.manifest import find_damage, read_blocks, read_file, read_manifest
 from trainer.checkpoint.place import COMMIT, Place, find_place
-from trainer.checkpoint.store import list_steps
+from trainer.checkpoint.store import PREFIX, list_steps
 from trainer.checkpoint.tensors import layout_from_json, read_rows
+from trainer.config import config_from_yaml
 from trainer.errors import TrainingFailed, UserError
 
 
@@ -62,13 +63,34 @@ def is_checkpoint(path: str | os.PathLike[str]) -> bool:
     return COMMIT in find_place(path).names()
 
 
-def find_checkpoint(path: str | os.PathLike[str]) -> Place:
-    """Return the checkpoint that `path` means: one itself, or the newest of a run's folder.  Raises UserError."""
+def find_checkpoints(path: str | os.PathLike[str]) -> Place:
+    """Return the folder of checkpoints that `path` means: one itself, or that of a run.  Raises UserError."""
     place = find_place(path)
-    for folder in (place, place / "checkpoints"):
-        if COMMIT in folder.names():
+    for folder in (place, place / "checkpoints", *_elsewhere(place)):
+        if any(name.startswith(PREFIX) for name in folder.names()) or folder.names_aside():
             return folder
-        steps = list_steps(folder)
-        if steps:
-            return folder / f"step_{steps[-1]:08d}"
-    raise UserError(f"{path}: is neither a checkpoint nor the folder of a run with one")
+    raise UserError(f"{path}: holds no checkpoints; give a run.dir, or the folder that checkpoint.dir names")
+
+
+def find_checkpoint(path: str | os.PathLike[str]) -> Place:
+    """Return the checkpoint that `path` means: one itself, or the newest of a run's folder.  Raises UserError.
+
+    One itself may be damaged, its manifest even missing: whoever reads it finds out.
+    """
+    place = find_place(path)
+    if {COMMIT, "state.json", "layout.json"} & set(place.names()):
+        return place
+    folder = find_checkpoints(path)
+    steps = list_steps(folder)
+    if not steps:
+        raise UserError(f"{path}: holds no checkpoint")
+    return folder / f"{PREFIX}{steps[-1]:08d}"
+
+
+def _elsewhere(run: Place) -> list[Place]:
+    """Return the folder that the configuration of a run names for its checkpoints, if it names one."""
+    try:
+        stored = config_from_yaml(run.read("config.yaml").decode()).checkpoint.dir
+    except (OSError, UserError):  # no run's folder, or of a recipe that is not known here
+        return []
+    return [find_place(stored)] if stored else []

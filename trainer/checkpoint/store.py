@@ -12,19 +12,20 @@ is named and the one before it tried.  All ranks take the same one.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import re
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 from hashlib import sha256
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 import safetensors.torch
 import torch
@@ -40,7 +41,7 @@ from trainer.checkpoint.manifest import (
     read_file,
     read_manifest,
 )
-from trainer.checkpoint.place import COMMIT, Place
+from trainer.checkpoint.place import COMMIT, DAMAGED, Place
 from trainer.checkpoint.tensors import (
     METADATA,
     Layout,
@@ -56,13 +57,14 @@ from trainer.checkpoint.tensors import (
     write_tensors,
 )
 from trainer.checkpoint.tree import join, split
-from trainer.errors import TrainingFailed, UserError
-from trainer.world import World
+from trainer.errors import TrainingFailed, UserError, choice_error
+from trainer.world import Channel, World
 
 Result = TypeVar("Result")
 
 PREFIX = "step_"
 _NAME = re.compile(r"step_(\d{8,})")
+_WAITING = "waiting for the other ranks"
 _FREE_MARGIN = 1.02
 """Room that a save asks for, as a multiple of its tensors' bytes; the rest is small."""
 
@@ -86,6 +88,17 @@ class Strict(Protocol):
         """Make the tensors that loading is going to fill."""
         ...
 
+    def may_differ(self, key: str) -> bool:
+        """Return whether ranks may hold different values of this plain tensor; each is then given its own back."""
+        ...
+
+
+@runtime_checkable
+class Restartable(Protocol):
+    """A rank's own part that can be made anew, where what is stored is for another number of ranks."""
+
+    def restart(self, step: int) -> None: ...
+
 
 class Savable(Protocol):
     """What a checkpoint holds, by how it is stored."""
@@ -94,7 +107,7 @@ class Savable(Protocol):
     parts: dict[str, Stateful]
     """The same on all ranks, or sharded (DTensors): restored on any mesh."""
     rank_parts: dict[str, Stateful]
-    """Each rank's own: restored where the number of ranks is the same."""
+    """Each rank's own: restored where the number of ranks is the same, otherwise made anew if it is Restartable."""
 
     @property
     def weights(self) -> frozenset[str]:
@@ -105,10 +118,6 @@ class Savable(Protocol):
         """Raise UserError if there is state that nobody has listed here."""
         ...
 
-    def restart(self, step: int) -> None:
-        """Make the ranks' own state anew, where that of a checkpoint is for another number of ranks."""
-        ...
-
 
 @dataclass(frozen=True)
 class Settings:
@@ -117,6 +126,8 @@ class Settings:
     keep_last: int = 2
     keep_every: int = 0
     checksums: bool = True
+    timeout_s: float = 3600.0
+    """How long a save may take.  Beyond, the storage is taken for lost."""
 
 
 @dataclass(frozen=True)
@@ -142,6 +153,8 @@ class SaveResult:
     error: str = ""
     """What went wrong and where, empty if it is published."""
     warning: str = ""
+    lost: Literal["", "ranks", "storage"] = ""
+    """What gave no answer in time, if that is what went wrong."""
 
 
 @dataclass
@@ -151,10 +164,23 @@ class _Snapshot:
     step: int
     tensors: dict[str, torch.Tensor]
     paths: dict[str, tuple[str, ...]]
-    document: str
-    own: bytes
-    digests: dict[str, int]
-    """Checksums, by part, of what must be the same on all ranks."""
+    plain: dict[str, Any]
+    own_plain: dict[str, Any]
+    own_tensors: dict[str, torch.Tensor]
+    """Copies, on the CPU, of what is this rank's own."""
+    digests: dict[str, tuple[int, int]]
+    """Checksums, by part, of what must be the same on all ranks: plain values, and tensors that are not sharded."""
+    unlike: list[str] = field(default_factory=list)
+    """Keys of plain tensors of which each rank stores its own values."""
+
+    @property
+    def document(self) -> str:
+        content = {"step": self.step, "parts": self.plain, "rank_parts": [*self.own_plain], "unlike": self.unlike}
+        return json.dumps(content, indent=1)
+
+    @property
+    def own(self) -> bytes:
+        return safetensors.torch.save(self.own_tensors, metadata={"state": json.dumps(self.own_plain)})
 
 
 @dataclass(frozen=True)
@@ -165,6 +191,8 @@ class Found:
     manifest: Manifest
     damaged: Mapping[str, list[str]] = field(default_factory=dict)
     """What is wrong with each, by its name."""
+    warnings: Sequence[str] = ()
+    """What could not be taken up as it was."""
 
 
 Compare = Callable[[str], list[str]]
@@ -177,11 +205,12 @@ class Checkpoints:
 
     def __init__(self, place: Place, world: World, settings: Settings, facts: Facts) -> None:
         self.place, self.world, self.settings, self.facts = place, world, settings, facts
-        self._channel = world.open_channel()
+        self._channel = self._open_channel()
         self._plans = SavePlans(world)
         self._staging = Staging(world.device)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=_step_back)
         self._in_flight: Future[SaveResult] | None = None
+        self._overdue_at, self._stage = 0.0, _WAITING
         self._deleting: Future[None] | None = None
         self._warning = ""
         self._sent_chunks: Any = None
@@ -200,6 +229,27 @@ class Checkpoints:
         """Whether the save in flight has come to its end on this rank."""
         return self._in_flight is not None and self._in_flight.done()
 
+    @property
+    def is_overdue(self) -> bool:
+        """Whether the save in flight has taken longer than it may, on this rank."""
+        return self.in_flight and not self.is_written and time.monotonic() > self._overdue_at
+
+    def _open_channel(self) -> Channel:
+        # Whoever waits here waits for storage: longer than for anything else that ranks say to each other.
+        return self.world.open_channel(timedelta(seconds=2 * self.settings.timeout_s))
+
+    def check(self, state: Savable) -> None:
+        """Raise UserError on all ranks alike for state that cannot be saved at all: before hours are spent on it."""
+
+        def collect() -> None:
+            state.check_complete()
+            try:
+                _collect(state, self.world.size)
+            except TypeError as error:
+                raise UserError(str(error)) from error
+
+        self.world.agreed(collect)
+
     def start(self, state: Savable, background: bool) -> None:
         """Begin to save `state` as it is now.  In the background, training stands still for a copy only.
 
@@ -208,10 +258,11 @@ class Checkpoints:
         """
         assert self._in_flight is None, "one save at a time: take() the result of the one before"
         started = time.perf_counter()
+        self._overdue_at = time.monotonic() + self.settings.timeout_s
         snapshot, mistake, failure = None, None, ""
         try:
             state.check_complete()
-            snapshot = _collect(state)
+            snapshot = _collect(state, self.world.size)
         except (TypeError, UserError) as error:
             mistake = str(error)
         except Exception as error:
@@ -223,9 +274,11 @@ class Checkpoints:
         if failed or snapshot is None:
             self._in_flight = _done(self._failed(state.step, failed, started))
             return
-        _check_same([digests for *_, digests in everybody])
+        unlike = _unlike_parts([digests for *_, digests in everybody])
+        if unlike:
+            self._keep_own(state, snapshot, unlike)
         if any(stale for _, _, stale, _ in everybody):
-            self._layout_files = {}
+            self._layout_files, self._chunks_by_rank, self._sent_chunks = {}, {}, None
             try:
                 self._plans.make(snapshot.tensors)
             except Exception as error:
@@ -244,19 +297,55 @@ class Checkpoints:
         else:
             self._in_flight = _done(self._save(*work, None))
 
+    def _keep_own(self, state: Savable, snapshot: _Snapshot, parts: list[str]) -> None:
+        """Put the plain tensors that ranks hold different values of into what is stored of each rank.
+
+        Raises UserError if they must not differ.  One gather.
+        """
+        loose = {key: t for key, t in snapshot.tensors.items() if not isinstance(t, DTensor)}
+        loose = {key: t for key, t in loose.items() if key.partition(".")[0] in parts}
+        checksums = self.world.gather({key: _checksum_of([tensor]) for key, tensor in loose.items()})
+        for key, expected in checksums[0].items():
+            others = [rank for rank, own in enumerate(checksums) if own.get(key) != expected]
+            if not others:
+                continue
+            name, _, within = key.partition(".")
+            part = state.parts[name]
+            if not isinstance(part, Strict) or not part.may_differ(within):
+                raise UserError(_not_the_same(name, f"values in {key}", others[0]))
+            snapshot.unlike.append(key)
+            snapshot.own_tensors[key] = _copy_of(loose[key])
+
     def take(self) -> SaveResult:
-        """Wait for the save in flight and return how it went, the same on all ranks.  Not collective itself."""
-        assert self._in_flight is not None
-        future, self._in_flight = self._in_flight, None
-        return future.result()
+        """Wait for the save in flight and return how it went, the same on all ranks.  Collective: one gather.
+
+        Waits no longer than a save may take: then the result says that the storage gives no answer.
+        """
+        future = self._in_flight
+        assert future is not None
+        try:
+            result = future.result(max(0.0, self._overdue_at - time.monotonic()))
+        except NotYet:
+            path = f"{self.place}/{PREFIX}*"
+            late = f"rank {self.world.rank} is still {self._stage} after {self.settings.timeout_s:.0f} s"
+            result = SaveResult(-1, path, error=late, lost="storage")
+        everybody = self.world.gather((result.error, result.lost, self._stage))
+        lost = {kind for _, kind, _ in everybody}
+        if lost != {""}:
+            to_blame = [error for error, kind, stage in everybody if kind and stage != _WAITING]
+            first = next(error for error in [*to_blame, *(error for error, *_ in everybody)] if error)
+            result = dataclasses.replace(result, error=first, lost="storage" if "storage" in lost else "ranks")
+            if result.lost == "ranks":  # what was heard on the old one is of the save that failed
+                self._channel = self._open_channel()
+        self._in_flight = None
+        return result
 
     def wait(self, timeout_s: float) -> None:
         """Give a save in flight time to end.  For a rank that is about to leave; not collective."""
-        if self._in_flight is not None:
-            try:
-                self._in_flight.result(timeout_s)
-            except NotYet:
-                return
+        future = self._in_flight
+        if future is not None:
+            with contextlib.suppress(NotYet):
+                future.result(timeout_s)
 
     def wait_for_deleting(self) -> None:
         """Wait until what was pruned is gone."""
@@ -275,21 +364,25 @@ class Checkpoints:
     ) -> SaveResult:
         """Write and publish.  The same steps on all ranks, whatever fails where."""
         final = f"{PREFIX}{snapshot.step:08d}"
-        outcome = ("", 0)
+        outcome, lost_ranks, folder = ("", 0), False, self.place / final
         try:
             (all_bytes,) = self._channel.sum([self._plans.num_bytes])
-            unpublished, failed = self._channel.broadcast(self._begin(final, int(all_bytes)))
+            begun = self._at(f"making {folder}", lambda: self._begin(final, int(all_bytes)))
+            unpublished, failed = self._channel.broadcast(begun)
             if not failed:
                 written = None
                 if not error:
-                    written, error = self._write_own(self.place / unpublished, snapshot, tensors, weights)
+                    own = (self.place / unpublished, snapshot, tensors, weights)
+                    written, error = self._at(f"writing {folder}", lambda: self._write_own(*own))
                 reports = self._channel.gather((error, written))
                 failed = _joined(report[0] for report in reports)
-                outcome = self._channel.broadcast(self._finish(unpublished, final, snapshot, reports, failed))
+                end = (unpublished, final, snapshot, reports, failed)
+                outcome = self._channel.broadcast(self._at(f"publishing {folder}", lambda: self._finish(*end)))
             else:
                 outcome = (failed, 0)
-        except Exception as lost:  # the channel: another rank has gone, or has not answered in time
-            outcome = (f"rank {self.world.rank}: lost the other ranks while saving: {_describe(lost)}", 0)
+        except Exception as error_of_channel:  # the channel: another rank has gone, or has not answered in time
+            outcome = (f"rank {self.world.rank}: lost the other ranks while saving: {_describe(error_of_channel)}", 0)
+            lost_ranks = True
         failed, num_bytes = outcome
         total_s = time.perf_counter() - started
         warning = "" if failed else self._prune(keep=final)
@@ -297,7 +390,15 @@ class Checkpoints:
         if failed:
             failed = f"{path}: {failed}"
         blocked_s = total_s if blocked_s is None else blocked_s
-        return SaveResult(snapshot.step, path, num_bytes, blocked_s, total_s, failed, warning)
+        lost: Literal["", "ranks"] = "ranks" if lost_ranks else ""
+        return SaveResult(snapshot.step, path, num_bytes, blocked_s, total_s, failed, warning, lost)
+
+    def _at(self, stage: str, work: Callable[[], Result]) -> Result:
+        """Do a part of a save that may hang, and have it known by name."""
+        self._stage = stage
+        result = work()
+        self._stage = _WAITING
+        return result
 
     def _failed(self, step: int, error: str, started: float) -> SaveResult:
         elapsed = time.perf_counter() - started
@@ -436,6 +537,14 @@ class Checkpoints:
         """Return the steps of the published checkpoints, oldest first, as this rank sees them.  Not collective."""
         return list_steps(self.place)
 
+    def configuration_of(self, step: int) -> str | None:
+        """Return the configuration that a checkpoint was written with, as YAML; None if it is damaged."""
+        place = self.place / f"{PREFIX}{step:08d}"
+        try:
+            return read_file(place, read_manifest(place), "config.yaml").decode()
+        except (Damaged, OSError):
+            return None
+
     def clean(self) -> None:
         """Remove what killed attempts have left behind.  Only the owner of the run may; rank 0 does."""
         if self.world.is_main:
@@ -443,9 +552,10 @@ class Checkpoints:
 
     # -- loading -------------------------------------------------------------------------------------------------
 
-    def restore(self, state: Savable, compare: Compare, allowed: frozenset[str]) -> Found | None:
+    def restore(self, state: Savable, compare: Compare, allowed: frozenset[str], careful: bool) -> Found | None:
         """Restore `state` from the newest good checkpoint; None if there is none at all.
 
+        `careful`: look at every byte before anything is overwritten, for a state that is worth something.
         Damaged ones are left where they are until a good one is found, then set aside under another name.
 
         Raises UserError if the configuration or the state does not fit; TrainingFailed if none is good.
@@ -454,12 +564,12 @@ class Checkpoints:
         damaged: dict[str, list[str]] = {}
         for name in names:
             place = self.place / name
-            manifest, damage = self._load(place, state, compare, allowed, careful=False)
-            if manifest is None:
+            found, damage = self._load(place, state, compare, allowed, careful)
+            if found is None:
                 damaged[name] = damage
                 continue
             self.world.agreed(lambda: self._set_aside(damaged))
-            return Found(str(place), manifest, damaged)
+            return dataclasses.replace(found, damaged=damaged)
         if damaged:
             listed = "\n".join(f"  {line}" for lines in damaged.values() for line in lines)
             raise TrainingFailed(
@@ -475,17 +585,16 @@ class Checkpoints:
 
         Raises UserError if there is no checkpoint, or it does not fit; TrainingFailed if it is damaged.
         """
-        self.world.agreed(lambda: _demand_a_checkpoint(place))
-        manifest, damage = self._load(place, state, compare, allowed, careful)
-        if manifest is None:
+        found, damage = self._load(place, state, compare, allowed, careful)
+        if found is None:
             listed = "\n".join(f"  {line}" for line in damage)
             raise TrainingFailed(f"the checkpoint {place} is damaged:\n{listed}")
-        return Found(str(place), manifest)
+        return found
 
     def _set_aside(self, names: Iterable[str]) -> None:
         if self.world.is_main:
             for name in names:
-                self.place.move(name, f"damaged-{name}")
+                self.place.set_aside(name, DAMAGED)
 
     @property
     def is_empty(self) -> bool:
@@ -500,8 +609,8 @@ class Checkpoints:
 
     def _load(
         self, place: Place, state: Savable, compare: Compare, allowed: frozenset[str], careful: bool
-    ) -> tuple[Manifest | None, list[str]]:
-        """Restore from `place`.  Returns its manifest; or None, and what is damaged."""
+    ) -> tuple[Found | None, list[str]]:
+        """Restore from `place`.  Returns what was found; or None, and what is damaged."""
         manifest, problem = self.world.broadcast(self.world.agreed(lambda: _open(place, self.world.is_main)))
         if manifest is None:
             return None, [problem]
@@ -514,19 +623,26 @@ class Checkpoints:
             return None, damage
         document, layout = stored.document, stored.layout
         different = self.world.agreed(lambda: compare(stored.config_yaml))
-        unfit, left_out = self.world.agreed(lambda: _differences(state, document["parts"], layout, allowed))
-        different += unfit
-        if different:
-            raise UserError(f"cannot resume from {place}:\n" + "\n".join(f"  {line}" for line in different))
+        is_same_size = stored.own is not None
+        unfit, left_out = self.world.agreed(lambda: _differences(state, document, layout, allowed, is_same_size))
+        if different or unfit:
+            lines = [*different, *unfit, _advice(different, unfit)]
+            raise UserError(f"cannot resume from {place}:\n" + "\n".join(f"  {line}" for line in lines))
         targets = self.world.agreed(lambda: _targets(state, layout, left_out))
         _, damage = self._attempt(lambda: self._read(place, manifest, layout, targets))
         if damage:
             return None, damage
         self.world.agreed(lambda: _apply(state, document, targets, stored.own, left_out))
         state.step = manifest.step
-        if stored.own is None:
-            state.restart(manifest.step)
-        return manifest, []
+        warnings = []
+        if not is_same_size:
+            for part in state.rank_parts.values():
+                if isinstance(part, Restartable):
+                    part.restart(manifest.step)
+            if document.get("unlike"):
+                keys = ", ".join(document["unlike"])
+                warnings.append(f"each of {manifest.world_size} ranks had values of its own, rank 0's are used: {keys}")
+        return Found(str(place), manifest, warnings=warnings), []
 
     def _read(self, place: Place, manifest: Manifest, layout: Layout, targets: Mapping[str, torch.Tensor]) -> None:
         blocks = read_blocks(place, manifest)
@@ -590,11 +706,6 @@ def _look_for_damage(place: Place, manifest: Manifest, depth: str, world: World)
         raise Damaged("\n".join(damage))
 
 
-def _demand_a_checkpoint(place: Place) -> None:
-    if not place.names():
-        raise UserError(f"{place}: there is no checkpoint")
-
-
 class _Common:
     """What of a checkpoint is no tensor: read, and checked as it is."""
 
@@ -606,7 +717,7 @@ class _Common:
         self.own = read_file(place, manifest, _rank_file(world.rank)) if is_same_size else None
 
 
-def _collect(state: Savable) -> _Snapshot:
+def _collect(state: Savable, num_ranks: int) -> _Snapshot:
     plain: dict[str, Any] = {}
     tensors: dict[str, torch.Tensor] = {}
     paths: dict[str, tuple[str, ...]] = {}
@@ -614,7 +725,10 @@ def _collect(state: Savable) -> _Snapshot:
     with torch.no_grad():
         for name, part in state.parts.items():
             plain[name], found = split(part.state_dict(), (name,))
-            digests[name] = zlib.crc32(json.dumps(plain[name]).encode())
+            if num_ranks > 1:
+                text = json.dumps(plain[name]).encode()
+                loose = [tensor for tensor in found.values() if not isinstance(tensor, DTensor)]
+                digests[name] = zlib.crc32(text), _checksum_of(loose)
             for path, tensor in found.items():
                 key = ".".join(path)
                 if key in tensors:
@@ -624,21 +738,42 @@ def _collect(state: Savable) -> _Snapshot:
         own_tensors: dict[str, torch.Tensor] = {}
         for name, part in state.rank_parts.items():
             own_plain[name], found = split(part.state_dict(), (name,))
-            own_tensors |= {".".join(path): t.detach().cpu().contiguous().clone() for path, t in found.items()}
-    own = safetensors.torch.save(own_tensors, metadata={"state": json.dumps(own_plain)})
-    document = json.dumps({"step": state.step, "parts": plain}, indent=1)
-    return _Snapshot(state.step, tensors, paths, document, own, digests)
+            own_tensors |= {".".join(path): _copy_of(tensor) for path, tensor in found.items()}
+    return _Snapshot(state.step, tensors, paths, plain, own_plain, own_tensors, digests)
 
 
-def _check_same(digests: list[dict[str, int]]) -> None:
-    """Raise UserError if the ranks do not hold the same plain values in a part that is to be the same everywhere."""
-    for name, expected in digests[0].items():
-        others = [rank for rank, own in enumerate(digests) if own.get(name) != expected]
+def _copy_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().cpu().contiguous().clone()
+
+
+def _checksum_of(tensors: Sequence[torch.Tensor]) -> int:
+    """Return the CRC-32 of the tensors' bytes.  Those of a GPU come over in one piece."""
+    crc = 0
+    whole = [tensor.detach().contiguous().flatten().view(torch.uint8) for tensor in tensors if tensor.numel()]
+    on_cpu = [part for part in whole if part.device.type == "cpu"]
+    elsewhere = [part for part in whole if part.device.type != "cpu"]
+    for part in [*on_cpu, *([torch.cat(elsewhere).cpu()] if elsewhere else [])]:
+        crc = zlib.crc32(memoryview(part.numpy()), crc)  # type: ignore[arg-type]
+    return crc
+
+
+def _unlike_parts(digests: list[dict[str, tuple[int, int]]]) -> list[str]:
+    """Return the parts whose plain tensors are not the same on all ranks.  Raises UserError if plain values are not."""
+    unlike = []
+    for name, (values, tensors) in digests[0].items():
+        others = [rank for rank, own in enumerate(digests) if name not in own or own[name][0] != values]
         if others:
-            raise UserError(
-                f"state {name!r}: rank {others[0]} does not hold the same values as rank 0; state that is each rank's "
-                f"own is added with self.state.add({name!r}, ..., per_rank=True)"
-            )
+            raise UserError(_not_the_same(name, "values", others[0]))
+        if any(own[name][1] != tensors for own in digests):
+            unlike.append(name)
+    return unlike
+
+
+def _not_the_same(name: str, what: str, rank: int) -> str:
+    return (
+        f"state {name!r}: rank {rank} does not hold the same {what} as rank 0; state that is each rank's own is added "
+        f"with self.state.add({name!r}, ..., per_rank=True)"
+    )
 
 
 def _targets(state: Savable, layout: Layout, left_out: set[str]) -> dict[str, torch.Tensor]:
@@ -667,17 +802,24 @@ def _within(layout: Layout, name: str) -> dict[str, Stored]:
 
 
 def _differences(
-    state: Savable, parts: Mapping[str, Any], layout: Layout, allowed: frozenset[str]
+    state: Savable, document: Mapping[str, Any], layout: Layout, allowed: frozenset[str], is_same_size: bool
 ) -> tuple[list[str], set[str]]:
     """Return a line for everything that does not fit, and the parts that stay as they are because that is allowed."""
+    parts, rank_parts = document["parts"], document["rank_parts"]
+    known = {*state.parts, *state.rank_parts, *parts, *rank_parts}
+    for named in allowed:
+        if named.startswith("state.") and named.removeprefix("state.") not in known:
+            raise choice_error("checkpoint.allow_changes", named, [f"state.{name}" for name in sorted(known)])
     lines: list[str] = []
     left_out = set()
-    for name, part in state.parts.items():
-        if name not in parts:
-            if f"state.{name}" not in allowed:
-                lines.append(_other_state(name, "not in the checkpoint"))
-            continue
-        if isinstance(part, Strict):
+    for name, part in [*state.parts.items(), *state.rank_parts.items()]:
+        unfit: list[str] = []
+        if name not in (parts if name in state.parts else rank_parts):
+            unfit = [_other_state(name, "not in the checkpoint")]
+        elif name in state.rank_parts:
+            if not is_same_size and not isinstance(part, Restartable):
+                unfit = [_other_state(name, "each rank's own, of another number of ranks")]
+        elif isinstance(part, Strict):
             unfit = part.differences(parts[name], _within(layout, name))
         else:
             unfit = _sharded_differences(name, part, layout)
@@ -685,14 +827,28 @@ def _differences(
             left_out.add(name)
         else:
             lines += unfit
-    for name in parts:
-        if name not in state.parts and f"state.{name}" not in allowed:
+    for name in [*parts, *rank_parts]:
+        if name not in {*state.parts, *state.rank_parts} and f"state.{name}" not in allowed:
             lines.append(_other_state(name, "only in the checkpoint"))
     return lines, left_out
 
 
+def _advice(different: list[str], unfit: list[str]) -> str:
+    """Return what to do about a checkpoint that was refused."""
+    keys = [line.partition(":")[0] for line in different] + [part for line in unfit for part in _OFFER.findall(line)]
+    if len(keys) < len(different) + len(unfit):
+        return (
+            "take another run.dir; train.init_from starts one with the weights of a checkpoint, where they fit the "
+            "model.  checkpoint.allow_changes=[state.<name>] leaves one kind of state as it is made anew"
+        )
+    return f"restore it, take another run.dir, or allow it: checkpoint.allow_changes=[{','.join(keys)}]"
+
+
 def _other_state(name: str, where: str) -> str:
     return f"state {name!r}: {where} (allow it: checkpoint.allow_changes=[state.{name}])"
+
+
+_OFFER = re.compile(r"allow it: checkpoint\.allow_changes=\[([^\]]+)\]")
 
 
 def _sharded_differences(name: str, part: Stateful, layout: Layout) -> list[str]:
@@ -739,18 +895,20 @@ def _apply(
     left_out: set[str],
 ) -> None:
     """Hand every part what is its own.  Only now, when all has been read and checked."""
+    plain, tensors = ({}, {}) if own is None else _read_own(own)
+    unlike = {key: tensors[key] for key in document.get("unlike", []) if key in tensors}
     with torch.no_grad():
         for name, part in state.parts.items():
             if name in document["parts"] and name not in left_out:
-                part.load_state_dict(join(document["parts"][name], targets))
-        if own is None:
-            return
-        tensors = safetensors.torch.load(own)
-        header = json.loads(own[8 : 8 + int.from_bytes(own[:8], "little")])
-        plain = json.loads(header["__metadata__"]["state"])
+                part.load_state_dict(join(document["parts"][name], {**targets, **unlike}))
         for name, part in state.rank_parts.items():
-            if name in plain:
+            if name in plain and name not in left_out:
                 part.load_state_dict(join(plain[name], tensors))
+
+
+def _read_own(own: bytes) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    header = json.loads(own[8 : 8 + int.from_bytes(own[:8], "little")])
+    return json.loads(header["__metadata__"]["state"]), safetensors.torch.load(own)
 
 
 def _check_visible(folder: Place, name: str, size: int, rank: int) -> None:

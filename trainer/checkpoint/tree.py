@@ -66,11 +66,9 @@ def _hashable(key: Any) -> Any:
 
 def _plain(value: Any, path: Path, tensors: dict[Path, torch.Tensor]) -> Any:
     if isinstance(value, torch.Tensor):
-        tensors[path] = value
-        return {_TAG: "tensor", "value": ".".join(path)}
-    if isinstance(value, np.ndarray) and value.dtype != object:
-        tensors[path] = torch.from_numpy(np.ascontiguousarray(value).copy())
-        return {_TAG: "array", "value": ".".join(path)}
+        return {_TAG: "tensor", "value": _put(value, path, tensors)}
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc" and value.dtype.isnative:
+        return {_TAG: "array", "value": _put(torch.from_numpy(np.array(value, order="C")), path, tensors)}
     if isinstance(value, np.generic):
         return _plain(value.item(), path, tensors)
     if value is None or type(value) in (bool, int, float, str):
@@ -95,6 +93,15 @@ def _plain(value: Any, path: Path, tensors: dict[Path, torch.Tensor]) -> Any:
         f"{'.'.join(path)} is a {type(value).__qualname__}; a state_dict may hold tensors, numbers, text, bytes, "
         "arrays, None, and lists, tuples, sets and dictionaries of them"
     )
+
+
+def _put(tensor: torch.Tensor, path: Path, tensors: dict[Path, torch.Tensor]) -> str:
+    """Note a tensor under its path; returns its key."""
+    key = ".".join(path)
+    if path in tensors:
+        raise TypeError(f"two tensors of the state have the name {key} (a dictionary with keys such as 1 and '1'?)")
+    tensors[path] = tensor
+    return key
 
 
 _KINDS: dict[str, type] = {"tuple": tuple, "set": set, "frozenset": frozenset}

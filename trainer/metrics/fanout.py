@@ -40,6 +40,12 @@ class Metrics:
             self.wandb_id = sink.id
             self._sinks.append(sink)
 
+    def go_back(self, step: int) -> None:
+        """Forget what was written of the updates past `step`: they are made anew."""
+        for sink in self._sinks:
+            if isinstance(sink, JsonLines):
+                sink.go_back(step)
+
     def write(self, record: Record) -> Record:
         for sink in self._sinks:
             sink.write(record)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import math
 import os
@@ -34,12 +35,20 @@ class JsonLines:
     """
 
     def __init__(self, path: Path, resumed_step: int) -> None:
-        if path.exists():
-            kept = [line for line in _complete_lines(path) if _stays(json.loads(line), resumed_step)]
-            write_atomically(path, "".join(kept))
         self._path = path
-        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - open for the life of the run
         self._unwritten = b""
+        self._file = self._open_past(resumed_step)
+
+    def _open_past(self, step: int) -> io.RawIOBase:
+        if self._path.exists():
+            kept = [line for line in _complete_lines(self._path) if _stays(json.loads(line), step)]
+            write_atomically(self._path, "".join(kept))
+        return open(self._path, "ab", buffering=0)
+
+    def go_back(self, step: int) -> None:
+        """Drop the lines past `step`, in mid-run."""
+        self._file.close()
+        self._file = self._open_past(step)
 
     def write(self, record: Record) -> None:
         """Append the record.  A disk that is full, or away, is no reason to stop training: it is tried again."""
