@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -511,7 +512,7 @@ class SilentStep(Trainer):
         self.optimizer.step()
         self.optimizer.zero_grad()
         if self.state.step == 2:
-            self.stop.reason = "test"
+            signal.raise_signal(signal.SIGTERM)
         return Update(1.0, 1.0, 1)
 
 
