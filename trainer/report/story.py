@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import time
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from trainer.config import read_yaml
 from trainer.errors import UserError, nearest, setting_error
 from trainer.metrics.goodput import Goodput, Ledger
 from trainer.metrics.record import read_records
-from trainer.rundir import Owner
+from trainer.rundir import is_owned
 
 Column = NDArray[np.float64]
 
@@ -168,17 +167,9 @@ def _state(folder: Path, attempts: Sequence[Attempt]) -> tuple[str, str]:
         state, reason = str(status["state"]), str(status.get("reason") or "")
     except (OSError, ValueError, KeyError, TypeError):
         return (attempts[-1].ended if attempts else "") or "unknown", ""
-    if state == "running" and not _is_alive(folder):
+    if state == "running" and not is_owned(folder):
         return "killed", "status.json says running, but its process has gone"
     return state, reason
-
-
-def _is_alive(folder: Path) -> bool:
-    """Return whether the run's owner has given a sign of life lately, so that a killed run is not called running."""
-    try:
-        return time.time() - (folder / Owner.NAME).stat().st_mtime < Owner.STALE_S
-    except OSError:
-        return False
 
 
 def _read_config(path: Path) -> tuple[str, Mapping[str, Any]]:
