@@ -240,7 +240,7 @@ def load_config(recipe: str, overrides: Sequence[str] = ()) -> RunConfig:
     Rules that need the number of ranks are those of `check_config`.
     """
     path = find_recipe_file(recipe)
-    return _build(_read_yaml(path), _split_overrides(overrides), path)
+    return _build(read_yaml(path), _split_overrides(overrides), path)
 
 
 def config_from_yaml(text: str, origin: str = "config.yaml") -> RunConfig:
@@ -331,7 +331,8 @@ def _declared_keys(schema: RunConfig) -> Iterator[tuple[str, dataclasses.Field[A
             yield f"{section.name}.{item.name}", item
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Return what a YAML file holds, by section, unchecked.  Raises UserError if it cannot be read."""
     try:
         tree = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
     except YAMLError as error:

@@ -18,6 +18,9 @@ from trainer.errors import UserError, setting_error
 SPAWNED_BY_US = "MESHTRAINER_NPROC"
 """Set in the worker processes that `nproc=N` starts: their parent has reported what there was to report."""
 
+STARTED = "MESHTRAINER_STARTED"
+"""When the command began, in seconds since 1970: known to it, and to the workers that it starts."""
+
 
 @dataclass(frozen=True)
 class Environment:
@@ -63,6 +66,17 @@ def find_environment(env: MutableMapping[str, str] = os.environ) -> Environment:
             num_restarts=_read(env, "SLURM_RESTART_COUNT", 0),
         )
     return Environment(num_restarts=_read(env, "SLURM_RESTART_COUNT", 0))
+
+
+def note_start(began: float, env: MutableMapping[str, str] = os.environ) -> None:
+    """Note when the command began, for the first Trainer to take, here or in a worker."""
+    if SPAWNED_BY_US not in env:
+        env[STARTED] = repr(began)
+
+
+def take_start(env: MutableMapping[str, str] = os.environ) -> float | None:
+    """Return when the command began, once: a second Trainer in the same process has begun at another time."""
+    return float(env.pop(STARTED)) if STARTED in env else None
 
 
 def limit_spinning(env: MutableMapping[str, str] = os.environ) -> None:

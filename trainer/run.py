@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 from trainer import stop, usage
 from trainer.config import RunConfig, check_config, load_config
-from trainer.environment import SPAWNED_BY_US, Environment, find_environment, limit_spinning
+from trainer.environment import SPAWNED_BY_US, Environment, find_environment, limit_spinning, note_start
 from trainer.errors import (
     EXIT_FAILED,
     EXIT_FINISHED,
@@ -85,6 +85,7 @@ def _parse_nproc(text: str) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run what the command line asks for.  Returns the exit code; prints a user's mistake once, without traceback."""
+    began = time.time()
     if not {"", os.getcwd()} & set(sys.path):
         sys.path.append(os.getcwd())  # where a user's own recipes are; `python -m` has put it there already
     limit_spinning()
@@ -108,6 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _check(config, arguments.nproc or 1, env, spawns)
     except UserError as error:
         return _report(error, env)
+    note_start(began)
     return _spawn(arguments, config) if spawns else _train(config)
 
 

@@ -215,6 +215,21 @@ class Owner:
                 continue
 
 
+def is_owned(folder: Path) -> bool:
+    """Return whether the folder's owner is alive, as far as can be told by looking: for reports, not for claims.
+
+    Of a process on another node the heartbeat tells, compared with this node's clock.
+    """
+    path = folder / Owner.NAME
+    owner = _parse(path)
+    if owner is not None and _where(owner) == _where(_this_process()):
+        return bool(_start_of(owner["pid"]) == owner["started"])
+    try:
+        return time.time() - path.stat().st_mtime < Owner.STALE_S
+    except OSError:
+        return False
+
+
 def _link(source: Path, target: Path) -> bool:
     """Give `source` the name `target` too, unless it is taken; returns whether it was free.  Atomic, on NFS as well."""
     try:

@@ -25,6 +25,7 @@ from trainer.config import RunConfig, check_config, compare_configs, find_deadli
 from trainer.data.loader import EvalLoader, TrainLoader
 from trainer.data.source import Source, gzip_bits_per_byte, held_out_text, open_source
 from trainer.data.tokenizer import find_tokenizer
+from trainer.environment import take_start
 from trainer.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_USER_ERROR, TrainingFailed, UserError
 from trainer.files import find_folder
 from trainer.guard import GarbageCollection, RandomState, SkipCounter, seed_everything
@@ -116,7 +117,7 @@ class Trainer:
         failed one may be tried again.  And whether it has been sent."""
         self._has_gone_back = False
         """True after a checkpoint was loaded in mid-run, until the next update or save."""
-        self._counted_s = self._step_s = self._save_s = 0.0
+        self._counted_s = self._step_s = self._save_s = self._load_s = 0.0
 
     # -- what is built -------------------------------------------------------------------------------------------
 
@@ -333,6 +334,7 @@ class Trainer:
         """Return (and log) the mean loss over the held-out targets; None where nothing is held out."""
         if self.eval_loader is None:
             return None
+        started = time.perf_counter()
         self.model.eval()
         total, num_targets = torch.zeros((), device=self.world.device, dtype=torch.float64), 0
         with torch.no_grad():
@@ -343,7 +345,8 @@ class Trainer:
         self.model.train()
         loss_sum, all_targets = self.world.sum([float(total), num_targets])
         loss = loss_sum / max(1, all_targets)
-        record = Record(kind="eval", step=self.state.step, loss=loss, **self._bits_per_byte(loss))
+        eval_s = time.perf_counter() - started
+        record = Record(kind="eval", step=self.state.step, loss=loss, **self._bits_per_byte(loss), eval_s=eval_s)
         return self.metrics.write(record)
 
     def _bits_per_byte(self, loss: float) -> dict[str, float]:
@@ -439,6 +442,7 @@ class Trainer:
         """
         self._finish_save()
         self.world.agreed(self.folder.own)
+        started = time.perf_counter()
         resume = str(path) if path is not None else self.config.checkpoint.resume
         if path is None and self._goes_on(resume):
             resume = "auto"
@@ -463,6 +467,7 @@ class Trainer:
             self.phase = "restored" if self.phase == "built" else self.phase
         elif self.phase == "built" and self.config.train.init_from is not None:
             self._load_initial_weights(self.config.train.init_from)
+        self._load_s += time.perf_counter() - started
         return self.resumed_step
 
     load_weights = staticmethod(load_weights)
@@ -557,6 +562,9 @@ class Trainer:
                 torch=torch.__version__,
                 device=_device_name(self.world.device),
                 resumed_step=self.resumed_step,
+                started=take_start() or time.time() - (time.monotonic() - self.started),
+                load_s=self._load_s,
+                **self.metrics.before,
             )
         )
 
@@ -618,7 +626,8 @@ class Trainer:
         self.checkpoints.wait_for_deleting()
         wall_s = time.monotonic() - self.started
         goodput = min(1.0, self._counted_s / wall_s)
-        self.metrics.write(Record(kind="end", step=self.state.step, reason=state, goodput=goodput))
+        facts = {"step": self.state.step, "reason": state, "goodput": goodput}
+        self.metrics.write(Record(kind="end", **facts, **self.metrics.totals()))
         self.folder.write_status(state, exit_code, self.state.step, reason)
         self.metrics.close()
         self.folder.release()
@@ -690,6 +699,7 @@ class Trainer:
             data_s=data_s,
             mfu=self._mfu(step_s),
             peak_memory_gib=memory_gib,
+            skipped=self.skips.total,
         )
 
     def _mfu(self, step_s: float) -> float | None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from trainer.config import RunConfig
 from trainer.metrics.console import ConsoleSink
+from trainer.metrics.goodput import Ledger
 from trainer.metrics.record import Record
 from trainer.metrics.sinks import JsonLines, Sink, TensorBoard, WandB, warn
 
@@ -19,6 +22,9 @@ class Metrics:
         self._config = config
         self.console = ConsoleSink(config.train.steps) if is_main else None
         self._sinks: list[Sink] = []
+        self._ledger = Ledger()
+        self.before: dict[str, Any] = {}
+        """What the start record says of the attempts before: how many steps are lost, where the time went."""
         self.wandb_id: str | None = None
         """The run's id in Weights & Biases, once there is one: the same on all ranks and in every attempt."""
 
@@ -32,7 +38,10 @@ class Metrics:
         """Open the sinks, the file at `path` among them, for a run that goes on after `resumed_step`."""
         if self.console is None:
             return
-        self._sinks = [JsonLines(path, resumed_step), self.console]
+        file = JsonLines(path, resumed_step)
+        before = dataclasses.asdict(file.before) if file.before.num_attempts else None
+        self.before = {"lost_steps": file.lost_steps, "before": before}
+        self._sinks = [file, self.console]
         if self._config.log.tensorboard:
             self._sinks.append(TensorBoard(path.parent / "tensorboard", resumed_step))
         if self._config.log.wandb != "off":
@@ -47,9 +56,18 @@ class Metrics:
                 sink.go_back(step)
 
     def write(self, record: Record) -> Record:
-        for sink in self._sinks:
-            sink.write(record)
+        """Hand the record to all sinks, with the `time` (seconds since 1970); returns it without."""
+        if self._sinks:
+            stamped = Record(**record, time=time.time())
+            self._ledger.add(stamped)
+            for sink in self._sinks:
+                sink.write(stamped)
         return record
+
+    def totals(self) -> dict[str, Any]:
+        """Return where the time of the run went, over all its attempts: the additional fields of an end record."""
+        self._ledger.add(Record(time=time.time()))
+        return self._ledger.total().fields()
 
     def start(self, facts: Mapping[str, str]) -> None:
         if self.console is not None:

@@ -1,8 +1,10 @@
-"""The record of one update: the fields of a `train` line."""
+"""A record, the fields of one line of metrics; and reading lines back."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 
@@ -29,3 +31,15 @@ class Record(Mapping[str, Any]):
 
     def __repr__(self) -> str:
         return f"Record({', '.join(f'{name}={value!r}' for name, value in self._fields.items())})"
+
+
+def read_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the lines that hold a record, as they stand and read; the last may be half a line, of a killed process."""
+    with open(path, errors="replace") as file:
+        for line in file:
+            try:
+                record = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(record, dict):
+                yield line if line.endswith("\n") else line + "\n", record

@@ -17,7 +17,8 @@ from typing import Any, Protocol
 from trainer.config import RunConfig
 from trainer.errors import setting_error
 from trainer.files import write_atomically
-from trainer.metrics.record import Record
+from trainer.metrics.goodput import Ledger
+from trainer.metrics.record import Record, read_records
 
 
 class Sink(Protocol):
@@ -31,7 +32,8 @@ class JsonLines:
     """`metrics.jsonl`: one JSON object a line, appended and flushed.
 
     A resumed run first drops the `train` and `eval` lines past its checkpoint, which it is going to write again; the
-    file is written anew and renamed, so that a crash leaves the old or the new one.
+    file is written anew and renamed, so that a crash leaves the old or the new one.  `lost_steps` and `before` keep
+    account of what is dropped.
     """
 
     def __init__(self, path: Path, resumed_step: int) -> None:
@@ -40,9 +42,15 @@ class JsonLines:
         self._file = self._open_past(resumed_step)
 
     def _open_past(self, step: int) -> io.RawIOBase:
+        ledger = Ledger(step)
         if self._path.exists():
-            kept = [line for line in _complete_lines(self._path) if _stays(json.loads(line), step)]
+            kept = []
+            for line, record in read_records(self._path):
+                ledger.add(record)
+                if _stays(record, step):
+                    kept.append(line)
             write_atomically(self._path, "".join(kept))
+        self.lost_steps, self.before = ledger.lost_steps, ledger.total()
         return open(self._path, "ab", buffering=0)
 
     def go_back(self, step: int) -> None:
@@ -65,18 +73,6 @@ class JsonLines:
         if self._unwritten:
             warn(f"{self._path}: {self._unwritten.count(b'}')} lines could not be written")
         self._file.close()
-
-
-def _complete_lines(path: Path) -> list[str]:
-    """Return the lines that hold JSON; the last may be half a line, of a process that was killed."""
-    lines = []
-    for line in path.read_text(errors="replace").splitlines(keepends=True):
-        try:
-            json.loads(line)
-        except ValueError:
-            continue
-        lines.append(line if line.endswith("\n") else line + "\n")
-    return lines
 
 
 def _stays(record: Mapping[str, Any], resumed_step: int) -> bool:
@@ -185,7 +181,7 @@ def _numbers(record: Record) -> dict[str, float]:
     return {
         name: value
         for name, value in record.items()
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and name != "step"
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and name not in ("step", "time")
     }
 
 

@@ -1,0 +1,161 @@
+"""Goodput: the share of a run's wall time that went into updates that count, over all its attempts, and the rest of it.
+
+Knows records and nothing else: what is said here follows from `metrics.jsonl`, whether an attempt wrote its end or was
+killed.  A killed attempt is known up to its last line: updates past it are neither seen nor counted as lost, and their
+time is part of the gap before the next attempt.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass
+class Goodput:
+    """Where the wall time of a run has gone.  What no part names (logging, the last save's wait) is `other_s`."""
+
+    wall_s: float = 0.0
+    """From the start of the first process to the last record, without the time after an attempt that had finished."""
+    update_s: float = 0.0
+    """In updates whose result is part of the run."""
+    lost_s: float = 0.0
+    """In updates that were done again after a crash, or skipped because they were not finite."""
+    start_s: float = 0.0
+    """From the start of a process to its first update, loading excluded."""
+    load_s: float = 0.0
+    """Restoring from checkpoints, or reading initial weights."""
+    save_s: float = 0.0
+    """Training stood still for a save."""
+    eval_s: float = 0.0
+    between_s: float = 0.0
+    """From the last record of an attempt to the start of the next process: waiting, and what was not on record."""
+    num_attempts: int = 0
+    lost_steps: int = 0
+    """Updates done again after a crash: from the checkpoint to the last step on record."""
+    until: float = 0.0
+    """When the last record was written, in seconds since 1970."""
+
+    @property
+    def other_s(self) -> float:
+        return max(0.0, self.wall_s - sum(self.parts().values()))
+
+    @property
+    def share(self) -> float | None:
+        """The share of wall time in updates that count; None for a file without time stamps."""
+        return min(1.0, self.update_s / self.wall_s) if self.wall_s > 0 else None
+
+    @property
+    def restarts(self) -> int:
+        return max(0, self.num_attempts - 1)
+
+    def parts(self) -> dict[str, float]:
+        """Return the seconds of every part that has a name."""
+        return {name: getattr(self, name) for name in PARTS}
+
+    def fields(self) -> dict[str, Any]:
+        """Return what an end record says of the whole run."""
+        counts = {"restarts": self.restarts, "lost_steps": self.lost_steps}
+        return {"goodput_total": self.share, **counts, "wall_s": self.wall_s, **self.parts(), "other_s": self.other_s}
+
+
+PARTS = ("update_s", "lost_s", "start_s", "load_s", "save_s", "eval_s", "between_s")
+_FIELDS = frozenset(field.name for field in dataclasses.fields(Goodput))
+
+
+class Ledger:
+    """Keeps account of a run, record by record, in the order of the file.
+
+    A resume drops lines from the file.  So each start record carries, as `before`, the account of all that was before
+    it, made while those lines were still there; it takes the place of what the remaining lines add up to.
+    """
+
+    def __init__(self, resumed_step: int | None = None) -> None:
+        """Give `resumed_step` to learn what is lost if the next attempt goes on from there."""
+        self.reached = 0
+        """The last step on record of the attempt in hand."""
+        self._total = Goodput()
+        self._resumed_step = resumed_step
+        self._undone_s = 0.0
+        self._skipped = 0
+        self._has_finished = False
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Take one record into account; fields that are missing or null count as nothing."""
+        kind, time, total = record.get("kind"), _number(record, "time"), self._total
+        if kind == "start":
+            self._start(record, time)
+            return
+        if time:
+            total.wall_s += max(0.0, time - total.until) if total.until else 0.0
+            total.until = max(total.until, time)
+        if kind == "train":
+            self._train(record)
+        elif kind == "eval":
+            total.eval_s += _number(record, "eval_s")
+        elif kind == "checkpoint":
+            total.save_s += _number(record, "blocked_s")
+        elif kind == "end":
+            self._has_finished = record.get("reason") == "finished"
+        self.reached = max(self.reached, int(_number(record, "step")))
+
+    def _start(self, record: Mapping[str, Any], time: float) -> None:
+        before = record.get("before")
+        if isinstance(before, dict):
+            self._total = Goodput(**{name: value for name, value in before.items() if name in _FIELDS})
+        total = self._total
+        started, load_s = _number(record, "started") or time, _number(record, "load_s")
+        if total.until and not self._has_finished:
+            total.between_s += max(0.0, started - total.until)
+            total.wall_s += max(0.0, started - total.until)
+        total.num_attempts += 1
+        total.load_s += load_s
+        total.start_s += max(0.0, time - started - load_s)
+        total.wall_s += max(0.0, time - started)
+        total.until = max(total.until, time)
+        self.reached = int(_number(record, "resumed_step"))
+        self._has_finished = False
+
+    def _train(self, record: Mapping[str, Any]) -> None:
+        """Count the updates since the line before; `step_s` is their mean."""
+        step, step_s = int(_number(record, "step")), _number(record, "step_s")
+        num_updates = max(0, step - self.reached)
+        skipped = int(_number(record, "skipped"))
+        num_skipped = min(num_updates, max(0, skipped - self._skipped))
+        self._skipped = skipped
+        self._total.update_s += (num_updates - num_skipped) * step_s
+        self._total.lost_s += num_skipped * step_s
+        if self._resumed_step is not None:
+            num_undone = max(0, step - max(self.reached, self._resumed_step))
+            self._undone_s += min(num_updates - num_skipped, num_undone) * step_s
+
+    @property
+    def lost_steps(self) -> int:
+        """The steps of the last attempt past the one to go on from."""
+        return 0 if self._resumed_step is None else max(0, self.reached - self._resumed_step)
+
+    def total(self) -> Goodput:
+        """Return the account so far."""
+        undone_s = min(self._undone_s, self._total.update_s)
+        return dataclasses.replace(
+            self._total,
+            update_s=self._total.update_s - undone_s,
+            lost_s=self._total.lost_s + undone_s,
+            lost_steps=self._total.lost_steps + self.lost_steps,
+        )
+
+
+def find_goodput(records: Iterable[Mapping[str, Any]]) -> Goodput:
+    """Return where the time of a run went, from its records in the order of the file."""
+    ledger = Ledger()
+    for record in records:
+        ledger.add(record)
+    return ledger.total()
+
+
+def _number(record: Mapping[str, Any], name: str) -> float:
+    value = record.get(name)
+    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else 0.0

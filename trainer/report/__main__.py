@@ -1,0 +1,65 @@
+"""Command line: a page and a picture of what a run has done.
+
+    python -m trainer.report <run.dir> [--out report.html]   one run; the page and report.png are written into run.dir
+    python -m trainer.report <run.dir> <run.dir> ...         several, compared in one page: comparison.html here
+
+Works on runs in progress too, and on runs that were killed.  Exit code 2 for a mistake in what was asked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from trainer.errors import EXIT_FINISHED, EXIT_USER_ERROR, UserError, setting_error
+from trainer.report.charts import draw_png
+from trainer.report.page import facts_of, write_comparison, write_page
+from trainer.report.story import read_run
+
+
+def command_line(argv: Sequence[str] | None = None) -> int:
+    """Run what the command line asks for.  Returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m trainer.report", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("run_dirs", nargs="+", metavar="run_dir", help="a run.dir; several are compared")
+    parser.add_argument("--out", help="the page; the picture goes beside it (default: run.dir/report.html)")
+    chosen = parser.parse_args(argv)
+    try:
+        for path in write_report([Path(folder) for folder in chosen.run_dirs], chosen.out and Path(chosen.out)):
+            print(path)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    return EXIT_FINISHED
+
+
+def write_report(folders: Sequence[Path], out: Path | None = None) -> tuple[Path, Path]:
+    """Write the page and the picture; returns their paths.  Raises UserError for what cannot be read or written."""
+    page = out or (folders[0] / "report.html" if len(folders) == 1 else Path("comparison.html"))
+    if page.suffix not in (".html", ".htm"):
+        raise setting_error("--out", page, "must end in .html", page.with_suffix(".html"))
+    runs = [read_run(folder) for folder in folders]
+    one = runs[0] if len(runs) == 1 else None
+    title = f"{one.name}: {one.state} at step {one.reached}" if one else f"{len(runs)} runs compared"
+    html = write_page(one) if one else write_comparison(runs)
+    picture = page.with_suffix(".png")
+    try:
+        _write(page, html.encode())
+        _write(picture, draw_png(runs, title, facts_of(one) if one else ""))
+    except OSError as error:
+        rule = f"cannot be written ({error.strerror})"
+        raise setting_error("--out", page, rule, "./report.html, or another path that is yours") from error
+    return page, picture
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Write so that a browser which reloads the page meanwhile sees the old one or the new one."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_bytes(content)
+    os.replace(partial, path)
+
+
+if __name__ == "__main__":
+    sys.exit(command_line())

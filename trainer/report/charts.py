@@ -1,0 +1,378 @@
+"""The charts of a report: SVG that follows the page's colours, and one PNG.
+
+The one door of matplotlib.  A series of any length is drawn as one column a pixel: mean, and a band from least to most.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import re
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from trainer.metrics.console import readable_count, readable_duration
+from trainer.report.story import Column, Run
+
+NUM_COLUMNS = 400
+"""Columns of a chart: about one a pixel.  Up to twice as many values are drawn as they are."""
+
+COLOURS = {
+    "ink": "#1b1f24",
+    "muted": "#66707b",
+    "grid": "#e4e7eb",
+    "blue": "#0072b2",
+    "orange": "#e69f00",
+    "green": "#009e73",
+    "red": "#d55e00",
+    "sky": "#56b4e9",
+    "pink": "#cc79a7",
+    "olive": "#8c8a00",
+    "black": "#3d4650",
+}
+"""By name, as in the page's style sheet.  The hues are those of Okabe and Ito (https://jfly.uni-koeln.de/color/), which
+the colour-blind can tell apart."""
+SERIES = ("blue", "red", "green", "pink", "orange", "sky", "olive", "black")
+"""Colours of the runs that are compared."""
+PARTS = {
+    "update_s": ("updates that count", "blue"),
+    "lost_s": ("updates lost or skipped", "red"),
+    "eval_s": ("evaluation", "green"),
+    "save_s": ("saving", "pink"),
+    "load_s": ("loading", "olive"),
+    "start_s": ("starting", "orange"),
+    "between_s": ("between attempts", "muted"),
+    "other_s": ("other", "grid"),
+}
+"""Parts of the wall time: what they are called, and their colours."""
+
+
+@dataclass(frozen=True)
+class Columns:
+    """A series, one value a column: x, and mean, least and most of what falls into it."""
+
+    x: Column
+    mean: Column
+    low: Column
+    high: Column
+
+    @property
+    def is_band(self) -> bool:
+        return self.low is not self.high
+
+
+def columns(x: Column, y: Column, num_columns: int = NUM_COLUMNS) -> Columns:
+    """Return the series in at most `num_columns` columns of equal width.
+
+    Of few values (up to twice the columns) each stays as it is, those that are not finite as gaps.
+    """
+    if x.size <= 2 * num_columns:
+        return Columns(x, y, y, y)
+    finite = np.isfinite(y)
+    x, y = x[finite], y[finite]
+    if not x.size:
+        return Columns(x, y, y, y)
+    column = np.minimum((x - x[0]) / max(x[-1] - x[0], 1.0) * num_columns, num_columns - 1).astype(np.int64)
+    starts = np.flatnonzero(np.diff(column, prepend=-1))
+    counts = np.diff(starts, append=x.size)
+    mean_x, mean_y = np.add.reduceat(x, starts) / counts, np.add.reduceat(y, starts) / counts
+    return Columns(mean_x, mean_y, np.minimum.reduceat(y, starts), np.maximum.reduceat(y, starts))
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# One panel each
+
+
+def _draw_loss(axes: Any, runs: Sequence[Run]) -> None:
+    is_log = _is_wide([run.train["loss"] for run in runs], 3.0)
+    for run, colour in _coloured(runs):
+        _draw_line(axes, run.train["step"], run.train["loss"], colour, "training")
+        eval_colour = COLOURS["red"] if len(runs) == 1 else colour
+        points = columns(run.evals["step"], run.evals["loss"])
+        if points.x.size:
+            size = 4.5 if points.x.size < 40 else 2.5
+            style = {"marker": "o", "markersize": size, "linewidth": 1.0, "linestyle": (0, (3, 2))}
+            axes.plot(points.x, points.mean, color=eval_colour, label="evaluation", zorder=4, **style)
+        _mark_not_finite(axes, run, "loss", eval_colour)
+    _scale(axes, is_log)
+    _legend(axes, runs)
+
+
+def _draw_grad_norm(axes: Any, runs: Sequence[Run]) -> None:
+    is_log = _is_wide([run.train["grad_norm"] for run in runs], 4.0)
+    for run, colour in _coloured(runs):
+        _draw_line(axes, run.train["step"], run.train["grad_norm"], colour)
+        _mark_not_finite(axes, run, "grad_norm", COLOURS["red"] if len(runs) == 1 else colour)
+    _scale(axes, is_log)
+
+
+def _draw_lr(axes: Any, runs: Sequence[Run]) -> None:
+    for run, colour in _coloured(runs):
+        _draw_line(axes, run.train["step"], run.train["lr"], colour)
+    axes.set_ylim(bottom=0)
+
+
+def _draw_tokens_per_s(axes: Any, runs: Sequence[Run]) -> None:
+    for run, colour in _coloured(runs):
+        _draw_line(axes, run.train["step"], run.train["tokens_per_s"], colour)
+    _limit(axes, [run.train["tokens_per_s"] for run in runs], readable_count)
+
+
+def _draw_step_s(axes: Any, runs: Sequence[Run]) -> None:
+    for run, colour in _coloured(runs):
+        _draw_line(axes, run.train["step"], run.train["step_s"], colour, "whole step")
+        if len(runs) == 1:
+            wait = columns(run.train["step"], run.train["data_s"])
+            style = {"color": COLOURS["orange"], "linewidth": 0.8, "zorder": 3}
+            axes.fill_between(wait.x, 0, wait.mean, alpha=0.55, label="of it waiting for data", **style)
+    _limit(axes, [run.train["step_s"] for run in runs], _seconds)
+    _legend(axes, runs)
+
+
+def _draw_memory(axes: Any, runs: Sequence[Run]) -> None:
+    for run, colour in _coloured(runs):
+        _draw_line(axes, run.train["step"], run.train["peak_memory_gib"], colour)
+    _limit(axes, [run.train["peak_memory_gib"] for run in runs], lambda value: f"{value:.3g} GiB")
+
+
+PANELS: dict[str, Callable[[Any, Sequence[Run]], None]] = {
+    "loss": _draw_loss,
+    "gradient norm, before clipping": _draw_grad_norm,
+    "learning rate": _draw_lr,
+    "target tokens a second": _draw_tokens_per_s,
+    "seconds an update": _draw_step_s,
+    "peak memory of a rank, GiB": _draw_memory,
+}
+"""What is drawn, by title."""
+
+
+def _coloured(runs: Sequence[Run]) -> Iterator[tuple[Run, str]]:
+    for number, run in enumerate(runs):
+        yield run, COLOURS[SERIES[number % len(SERIES)]]
+
+
+def _draw_line(axes: Any, x: Column, y: Column, colour: str, label: str = "") -> None:
+    points = columns(x, y)
+    if points.is_band:
+        axes.fill_between(points.x, points.low, points.high, color=colour, alpha=0.22, linewidth=0, zorder=2)
+    style = {"marker": "o", "markersize": 3} if points.x.size < 3 else {}
+    axes.plot(points.x, points.mean, color=colour, linewidth=1.3, label=label, zorder=3, **style)
+
+
+def _mark_not_finite(axes: Any, run: Run, column: str, colour: str) -> None:
+    """Mark along the upper edge where a value was no number."""
+    steps = columns(run.train["step"][~np.isfinite(run.train[column])], np.empty(0)).x[:NUM_COLUMNS]
+    if steps.size:
+        place = {"transform": axes.get_xaxis_transform(), "clip_on": False, "zorder": 5}
+        axes.plot(steps, np.full(steps.size, 0.97), "x", color=colour, markersize=4.5, label="not finite", **place)
+
+
+def _is_wide(values: Sequence[Column], ratio: float) -> bool:
+    """Return whether values span so much, and are all positive, that a logarithmic scale helps."""
+    finite = np.concatenate([column[np.isfinite(column)] for column in values])
+    return bool(finite.size and finite.min() > 0 and finite.max() / finite.min() > ratio)
+
+
+def _scale(axes: Any, is_log: bool) -> None:
+    from matplotlib import ticker
+
+    if is_log:
+        axes.set_yscale("log")
+        low, high = axes.get_ylim()
+        ratio = high / low
+        subs = (1.0,) if ratio > 200 else (1.0, 2.0, 5.0) if ratio > 20 else (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0)
+        axes.yaxis.set_major_locator(ticker.LogLocator(subs=subs, numticks=12))
+        axes.yaxis.set_minor_locator(ticker.NullLocator())
+
+
+def _limit(axes: Any, values: Sequence[Column], form: Callable[[float], str]) -> None:
+    """Begin at zero, and let a few values leave the chart at the top, rather than press all others to the ground."""
+    finite = np.concatenate([column[np.isfinite(column)] for column in values])
+    axes.set_ylim(bottom=0)
+    if not finite.size or finite.max() <= 0:
+        return
+    most, usual = float(finite.max()), float(np.percentile(finite, 98))
+    if finite.size >= 8 and most > 2.5 * usual > 0:
+        top = 1.5 * usual
+        axes.set_ylim(0, top)
+        count = int((finite > top).sum())
+        above = f"{count} value{'s' * (count > 1)} above, up to {form(most)}"
+        style = {"fontsize": "small", "color": COLOURS["muted"], "ha": "right", "va": "top"}
+        axes.text(0.995, 0.97, above, transform=axes.transAxes, **style)
+    else:
+        axes.set_ylim(0, 1.15 * most)
+
+
+def _legend(axes: Any, runs: Sequence[Run]) -> None:
+    """Say what is what, beside the title, if there is more than one thing.  In a comparison colours mean runs."""
+    handles, labels = axes.get_legend_handles_labels()
+    unique = dict(zip(labels, handles, strict=True))
+    if len(unique) < 2:
+        return
+    place = {"loc": "lower right", "bbox_to_anchor": (1.01, 1.015), "borderaxespad": 0.0, "borderpad": 0.2}
+    style = {"ncols": 3, "frameon": False, "fontsize": 8.0, "handlelength": 1.4, "columnspacing": 1.2}
+    legend = axes.legend(unique.values(), unique.keys(), labelcolor=COLOURS["muted"], **place, **style)
+    if len(runs) > 1:
+        for handle in legend.legend_handles:
+            handle.set_color(COLOURS["muted"])
+
+
+def _mark_attempts(axes: Any, run: Run) -> None:
+    """Mark restarts and the steps that they lost as well as, along the lower edge, checkpoints."""
+    for before, attempt in zip(run.attempts, run.restarts, strict=False):
+        if before.lost_steps:
+            stretch = (attempt.resumed_step, attempt.resumed_step + before.lost_steps)
+            axes.axvspan(*stretch, color=COLOURS["red"], alpha=0.13, linewidth=0, zorder=0)
+        axes.axvline(attempt.resumed_step, color=COLOURS["muted"], linewidth=0.9, linestyle=(0, (4, 3)), zorder=1)
+    saved = columns(run.saved, run.saved).x
+    place = {"transform": axes.get_xaxis_transform(), "zorder": 4}
+    style = {"color": COLOURS["green"], "markersize": 5, "markeredgewidth": 1.1}
+    axes.plot(saved, np.full(saved.size, 0.012), "|", **style, **place)
+
+
+def _panel(axes: Any, title: str, runs: Sequence[Run]) -> None:
+    from matplotlib import ticker
+
+    draw = PANELS[title]
+    if any(run.train["step"].size for run in runs):
+        draw(axes, runs)
+        if len(runs) == 1:
+            _mark_attempts(axes, runs[0])
+    else:
+        style = {"transform": axes.transAxes, "ha": "center", "va": "center", "color": COLOURS["muted"]}
+        axes.text(0.5, 0.5, "no update on record yet", **style)
+        axes.set_xticks([])
+        axes.set_yticks([])
+    scale = axes.get_yscale()
+    axes.set_title(f"{title}{', log scale' if scale == 'log' else ''}", loc="left", fontweight="bold", pad=7)
+    axes.xaxis.set_major_locator(ticker.MaxNLocator(6, integer=True, steps=[1, 2, 5, 10]))
+    if scale == "linear":
+        axes.yaxis.set_major_locator(ticker.MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
+    axes.xaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: _short(value)))
+    axes.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: _short(value)))
+    axes.grid(axis="y")
+    axes.set_axisbelow(True)
+    corner = {"transform": axes.transAxes, "ha": "right", "va": "top", "fontsize": 8.0, "color": COLOURS["muted"]}
+    axes.text(-0.015, -0.035, "step", **corner)
+
+
+def _short(value: float) -> str:
+    """Return a number as an axis shows it."""
+    if value and abs(value) < 1e-3:
+        return f"{value:.1e}".replace(".0e", "e").replace("e-0", "e-")
+    return readable_count(value) if abs(value) >= 1e4 else f"{round(value, 6):g}"
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3g} s" if value < 60 else readable_duration(value)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Whole pictures
+
+
+@contextmanager
+def _house_style() -> Iterator[None]:
+    """Set what all charts share.  Text is never read as mathematics: a run may be called `$`."""
+    import matplotlib
+
+    logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
+    spines = {f"axes.spines.{side}": False for side in ("top", "right", "left")}
+    style = {
+        "svg.fonttype": "none",
+        "svg.hashsalt": "meshtrainer",
+        "text.parse_math": False,
+        "font.size": 8.5,
+        "axes.titlesize": 9.0,
+        "axes.labelsize": 8.0,
+        "xtick.labelsize": 8.0,
+        "ytick.labelsize": 8.0,
+        "text.color": COLOURS["ink"],
+        "axes.titlecolor": COLOURS["ink"],
+        "axes.labelcolor": COLOURS["muted"],
+        "axes.edgecolor": COLOURS["muted"],
+        "axes.linewidth": 0.7,
+        "xtick.color": COLOURS["muted"],
+        "ytick.color": COLOURS["muted"],
+        "ytick.major.size": 0,
+        "xtick.major.size": 3,
+        "xtick.major.width": 0.7,
+        "grid.color": COLOURS["grid"],
+        "grid.linewidth": 0.8,
+        "axes.xmargin": 0.015,
+        "lines.solid_joinstyle": "round",
+        **spines,
+    }
+    with matplotlib.rc_context(style), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a name in a script that the font lacks
+        yield
+
+
+def draw_svg(title: str, runs: Sequence[Run]) -> str:
+    """Return one panel as an SVG element.  Its colours are the page's variables: `var(--blue)`."""
+    from matplotlib.figure import Figure
+
+    with _house_style():
+        figure = Figure(figsize=(4.7, 2.55), layout="constrained")
+        _panel(figure.add_subplot(), title, runs)
+        file = io.StringIO()
+        metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        figure.savefig(file, format="svg", transparent=True, metadata=metadata)
+    svg = file.getvalue()
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r' id="(?![mp][0-9a-f]{8,}")[^"]*"', "", svg)  # of no use, and the same in every chart
+    svg = re.sub(r'width="[\d.]+pt" height="[\d.]+pt"', f'role="img" aria-label="{title}"', svg, count=1)
+    svg = re.sub(r"font: ([^;\"]*?)([\d.]+px)[^;\"]*", r"font: \1\2 var(--font)", svg)
+    svg = re.sub(r'(?<= d=")[^"]*', lambda path: re.sub(r"(\.\d\d)\d+", r"\1", path[0]), svg)
+    for name, colour in COLOURS.items():
+        svg = svg.replace(colour, f"var(--{name})")
+    prefix = re.sub(r"\W", "", title)
+    return re.sub(r'(id="|url\(#|href="#)([mp][0-9a-f]{8,})', rf"\1{prefix}-\2", svg)
+
+
+def draw_png(runs: Sequence[Run], title: str, facts: str) -> bytes:
+    """Return all panels as one picture, with a bar of where the time went below if it is one run."""
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+
+    with _house_style():
+        figure = Figure(figsize=(11.5, 10.2), dpi=130, facecolor="white", layout="constrained")
+        figure.get_layout_engine().set(w_pad=0.12, h_pad=0.1)
+        top, middle, bottom = figure.subfigures(3, 1, height_ratios=(0.62, 9, 1.0))
+        top.text(0.012, 0.66, title, fontsize=15, fontweight="bold", va="center")
+        top.text(0.012, 0.1, facts, fontsize=9.5, color=COLOURS["muted"], va="center")
+        for axes, name in zip(middle.subplots(3, 2).flat, PANELS, strict=True):
+            _panel(axes, name, runs)
+        if len(runs) == 1:
+            _draw_parts(bottom, runs[0])
+        else:
+            lines = [Line2D([], [], color=colour, linewidth=2) for _, colour in _coloured(runs)]
+            names = [f"{number}  {run.name}" for number, run in enumerate(runs, start=1)]
+            bottom.legend(lines, names, loc="center", ncols=4, frameon=False)
+        file = io.BytesIO()
+        figure.savefig(file, format="png")
+    return file.getvalue()
+
+
+def _draw_parts(figure: Any, run: Run) -> None:
+    axes = figure.add_subplot()
+    axes.set_axis_off()
+    total, left = run.goodput.wall_s, 0.0
+    for name, (label, colour) in PARTS.items():
+        seconds = getattr(run.goodput, name)
+        if total > 0 and seconds > 0.0005 * total:
+            share = f"{label} {100 * seconds / total:.1f} %"
+            axes.barh(0, seconds, left=left, color=COLOURS[colour], label=share, edgecolor="white", linewidth=0.8)
+            left += seconds
+    if left:
+        axes.set_xlim(0, left)
+        counts = f"{run.goodput.restarts} restarts, {run.goodput.lost_steps} lost steps"
+        axes.set_title(f"wall time {readable_duration(total)}, {counts}", loc="left", fontweight="bold")
+        place = {"loc": "upper left", "bbox_to_anchor": (-0.005, 0.0)}
+        axes.legend(ncols=4, frameon=False, handlelength=1, columnspacing=2.0, **place)

@@ -1,0 +1,213 @@
+"""What a run's folder tells: its attempts, its curves, how it stands.
+
+Trusts nothing to be complete: the run may be going on, or have been killed in the middle of a line.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainer.config import read_yaml
+from trainer.errors import UserError, nearest, setting_error
+from trainer.metrics.goodput import Goodput, Ledger
+from trainer.metrics.record import read_records
+from trainer.rundir import is_owned
+
+Column = NDArray[np.float64]
+
+TRAIN = ("step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "step_s", "data_s", "mfu", "peak_memory_gib")
+EVAL = ("step", "loss", "bits_per_byte")
+
+
+@dataclass
+class Attempt:
+    """One life of the run: from a start record to an end record, or to where nothing more was heard."""
+
+    facts: Mapping[str, Any]
+    """The start record."""
+    reached: int = 0
+    lost_steps: int = 0
+    """Steps that the next attempt had to do again."""
+    ended: str = ""
+    """`finished`, `stopped`, `failed`; `killed` without an end record; `running`."""
+    wall_s: float = 0.0
+    update_s: float = 0.0
+
+    @property
+    def resumed_step(self) -> int:
+        return int(self.facts.get("resumed_step") or 0)
+
+    @property
+    def mesh(self) -> str:
+        mesh = self.facts.get("mesh")
+        return " x ".join(f"{axis} {size}" for axis, size in mesh.items()) if isinstance(mesh, dict) else ""
+
+
+@dataclass
+class Run:
+    """All that the report says of one run."""
+
+    folder: Path
+    name: str
+    model: str
+    num_steps: int | None
+    """`train.steps`, where `config.yaml` tells it."""
+    config_yaml: str
+    state: str
+    """As in `status.json`; `killed` where that says `running` but nobody is there."""
+    reason: str
+    train: dict[str, Column]
+    """Columns of the `train` lines, in the order of steps; NaN for null."""
+    evals: dict[str, Column]
+    saved: Column
+    """Steps of the checkpoints."""
+    goodput: Goodput
+    num_skipped: int = 0
+    attempts: list[Attempt] = field(default_factory=list)
+
+    @property
+    def restarts(self) -> list[Attempt]:
+        return self.attempts[1:]
+
+    @property
+    def reached(self) -> int:
+        return self.attempts[-1].reached if self.attempts else 0
+
+    def last(self, column: str, of: str = "train") -> float | None:
+        """Return the last finite value of a column, None if there is none."""
+        values = (self.train if of == "train" else self.evals)[column]
+        finite = values[np.isfinite(values)]
+        return float(finite[-1]) if finite.size else None
+
+    def median(self, column: str) -> float | None:
+        """Return the median of a column's finite values, None if there are none."""
+        finite = self.train[column][np.isfinite(self.train[column])]
+        return float(np.median(finite)) if finite.size else None
+
+
+def read_run(folder: Path) -> Run:
+    """Return what the folder tells.  Raises UserError if it holds no record of a run."""
+    path = folder / "metrics.jsonl"
+    if not path.is_file():
+        raise setting_error("run.dir", folder, "holds no metrics.jsonl, so no run", _nearest_run(folder))
+    train = {name: array("d") for name in TRAIN}
+    evals = {name: array("d") for name in EVAL}
+    saved, attempts, ledger = array("d"), list[Attempt](), Ledger()
+    num_records = num_skipped = 0
+    for _, record in read_records(path):
+        kind, num_records = record.get("kind"), num_records + 1
+        if kind == "start":
+            _close_attempt(attempts, ledger, record)
+            ledger.add(record)
+            attempts.append(Attempt(record, update_s=ledger.total().update_s))
+            continue
+        ledger.add(record)
+        if kind == "train":
+            _append(train, record)
+            num_skipped = record.get("skipped") or num_skipped
+        elif kind == "eval":
+            _append(evals, record)
+        elif kind == "checkpoint":
+            saved.append(_value(record.get("step")))
+        elif kind == "end" and attempts:
+            attempts[-1].ended = str(record.get("reason"))
+    if not num_records:
+        raise setting_error("run.dir", folder, "metrics.jsonl holds no record yet", _nearest_run(folder))
+    _close_attempt(attempts, ledger, None)
+    state, reason = _state(folder, attempts)
+    if attempts and not attempts[-1].ended:
+        attempts[-1].ended = "running" if state == "running" else "killed"
+    config_yaml, values = _read_config(folder / "config.yaml")
+    return Run(
+        folder=folder,
+        name=str(_find(values, "run", "name") or folder.absolute().name),
+        model=str(_find(values, "model", "name") or ""),
+        num_steps=_find(values, "train", "steps"),
+        config_yaml=config_yaml,
+        state=state,
+        reason=reason,
+        train=_columns(train),
+        evals=_columns(evals),
+        saved=np.unique(np.asarray(saved)),
+        goodput=ledger.total(),
+        num_skipped=num_skipped,
+        attempts=attempts,
+    )
+
+
+def _close_attempt(attempts: Sequence[Attempt], ledger: Ledger, start: Mapping[str, Any] | None) -> None:
+    """Write down how far the last attempt came.  The start record after it knows what the file no longer holds."""
+    if not attempts:
+        return
+    attempt, total, reached = attempts[-1], ledger.total(), ledger.reached
+    if start is not None:
+        attempt.lost_steps = int(start.get("lost_steps") or 0)
+        reached = max(reached, int(start.get("resumed_step") or 0) + attempt.lost_steps)
+        attempt.ended = attempt.ended or "killed"
+        if isinstance(before := start.get("before"), dict):
+            total = Goodput(until=before.get("until", 0.0), update_s=before.get("update_s", 0.0))
+    attempt.reached = reached
+    began = attempt.facts.get("started") or attempt.facts.get("time")
+    attempt.wall_s = max(0.0, total.until - began) if began and total.until else 0.0
+    attempt.update_s = max(0.0, total.update_s - attempt.update_s)
+
+
+def _state(folder: Path, attempts: Sequence[Attempt]) -> tuple[str, str]:
+    try:
+        status = json.loads((folder / "status.json").read_text())
+        state, reason = str(status["state"]), str(status.get("reason") or "")
+    except (OSError, ValueError, KeyError, TypeError):
+        return (attempts[-1].ended if attempts else "") or "unknown", ""
+    if state == "running" and not is_owned(folder):
+        return "killed", "status.json says running, but its process has gone"
+    return state, reason
+
+
+def _read_config(path: Path) -> tuple[str, Mapping[str, Any]]:
+    """Return the text of `config.yaml` and its values, as far as they can be read."""
+    try:
+        text = path.read_text(errors="replace")
+    except OSError:
+        return "", {}
+    try:
+        return text, read_yaml(path)
+    except UserError:
+        return text, {}
+
+
+def _find(values: Mapping[str, Any], section: str, key: str) -> Any:
+    found = values.get(section)
+    return found.get(key) if isinstance(found, Mapping) else None
+
+
+def _append(columns: Mapping[str, array[float]], record: Mapping[str, Any]) -> None:
+    for name, column in columns.items():
+        column.append(_value(record.get(name)))
+
+
+def _value(value: Any) -> float:
+    return float(value) if isinstance(value, (int, float)) else math.nan
+
+
+def _columns(values: Mapping[str, array[float]]) -> dict[str, Column]:
+    """Return the columns in the order of steps; lines without a step are left out."""
+    columns = {name: np.asarray(column, dtype=np.float64) for name, column in values.items()}
+    order = np.argsort(columns["step"], kind="stable")
+    order = order[np.isfinite(columns["step"][order])]
+    return {name: column[order] for name, column in columns.items()}
+
+
+def _nearest_run(folder: Path) -> object:
+    if folder.name == "metrics.jsonl" and folder.is_file():
+        return folder.parent
+    runs = [path.parent for place in (folder, folder.parent, Path("runs")) for path in place.glob("*/metrics.jsonl")]
+    return nearest(folder, runs) or (runs[0] if runs else "the folder that a run was given, such as runs/llama_small")
