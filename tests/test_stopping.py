@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -29,10 +30,21 @@ def ended(process: subprocess.Popen[str], folder: Path, timeout_s: float = 60) -
     return Ran(process.returncode, stdout, stderr, folder)
 
 
+def wait_until_it_catches(pid: int, number: signal.Signals) -> None:
+    """Wait for the process to have a handler: an interpreter that has only just begun has none."""
+    caught, deadline = 0, time.monotonic() + 30
+    while not caught >> (number - 1) & 1:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+        found = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
+        caught = int(found[1], 16) if found else 0
+
+
 @pytest.mark.parametrize("nproc", [1, 2])
-@pytest.mark.parametrize("after_s", [0.4, 1.0, 2.0, 3.0, 4.0])
+@pytest.mark.parametrize("after_s", [0.0, 0.6, 1.5, 2.5, 3.5])
 def test_a_signal_during_the_start_is_kept(after_s: float, nproc: int, tmp_path: Path) -> None:
     process = start(tmp_path / "run", f"nproc={nproc}")
+    wait_until_it_catches(process.pid, signal.SIGTERM)
     time.sleep(after_s)
     process.send_signal(signal.SIGTERM)
     ran = ended(process, tmp_path / "run")
@@ -102,3 +114,31 @@ def test_the_ranks_end_when_their_launcher_is_killed(tmp_path: Path) -> None:
         time.sleep(0.5)
     assert processes_of(tmp_path / "run") == []
     assert run_tiny(tmp_path / "run", "train.steps=1", "nproc=2", "checkpoint.resume=none").status["step"] == 1
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_a_notice_during_the_start_is_one(nproc: int, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "notice").touch()
+    process = start(folder, f"nproc={nproc}")
+    time.sleep(1.5)  # it imports torch: the Trainer is yet to come
+    (folder / "notice").touch()
+    ran = ended(process, folder)
+    assert ran.exit_code == 75, ran.stderr
+    assert ran.status["reason"] == "notice"
+
+
+def test_a_signal_ends_an_evaluation(tmp_path: Path) -> None:
+    """It is given up: whoever asked does not wait for its end.  No record of it is left; the state is saved."""
+    folder = tmp_path / "run"
+    process = start(folder, "eval.every=2", "eval.steps=100000", "data.source=synthetic")
+    wait_for_step(folder)
+    time.sleep(2.0)
+    process.send_signal(signal.SIGTERM)
+    asked = time.monotonic()
+    ran = ended(process, folder)
+    assert time.monotonic() - asked < 10
+    assert ran.exit_code == 75, ran.stderr
+    assert (folder / "checkpoints" / "step_00000002").is_dir()
+    assert [record["kind"] for record in ran.metrics if record["kind"] == "eval"] == []

@@ -102,6 +102,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 raise UserError(f"recipe=NAME is missing\n\n{usage.USAGE}\n{usage.recipe_list()}")
             raise UserError(f"{usage.USAGE}\n{usage.recipe_list()}")
         config = load_config(arguments.recipe, arguments.overrides)
+        if env.launcher != "nproc":  # whose parent has done so
+            stop.note_stale_notice(config.run_dir)
         if arguments.wants_config:
             print(config.to_yaml(), end="")
             return EXIT_FINISHED

@@ -24,6 +24,9 @@ NOTICE = "notice"
 started, torchrun's agents say, and never the ranks behind them: a file reaches everybody."""
 
 
+_STALE = "MESHTRAINER_STALE_NOTICE"
+
+
 class StopRequest:
     """Whether this process was asked to stop, and by what.
 
@@ -77,6 +80,29 @@ class StopRequest:
         if (number == signal.SIGINT and self._signal == "SIGINT") or (number == signal.SIGTERM and self.at_once):
             os._exit(EXIT_FAILED)
         self._signal = signal.Signals(number).name
+
+
+def note_stale_notice(run_dir: Path) -> None:
+    """Note which notice lies there as the command begins: it was for an attempt before.  Inherited by its workers."""
+    os.environ[_STALE] = f"{run_dir}\n{identity(run_dir / NOTICE)}"
+
+
+def take_stale_notice(run_dir: Path) -> str:
+    """Return the identity of the notice that is from before this attempt began, as far back as that is known."""
+    noted_dir, _, noted = os.environ.pop(_STALE, "").partition("\n")
+    return noted if noted_dir == str(run_dir) else identity(run_dir / NOTICE)
+
+
+def identity(path: Path) -> str:
+    """Return what tells a file from another of its name, and from itself touched again; empty if there is none.
+
+    Compared with itself only, so that no two clocks are.
+    """
+    try:
+        found = path.stat()
+    except OSError:
+        return ""
+    return f"{found.st_ino}:{found.st_mtime_ns}"
 
 
 _installed: list[StopRequest] = []

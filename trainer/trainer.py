@@ -43,7 +43,7 @@ from trainer.rundir import RunFolder
 from trainer.sample import write_sample
 from trainer.shard import ShardUnit, apply_sharding, clip_grad_norm, gradient_sync, reshard
 from trainer.state import TrainState
-from trainer.stop import NOTICE, find_stop_request
+from trainer.stop import NOTICE, find_stop_request, identity, take_stale_notice
 from trainer.weights import fill
 from trainer.world import REPLICATE, SHARD, World
 
@@ -98,6 +98,7 @@ class Trainer:
         self.metrics = Metrics(config, self.world.is_main)
         self.skips = SkipCounter(config.train.max_skipped_updates)
         self.stop = find_stop_request()
+        self._stale_notice = take_stale_notice(config.run_dir)
         self.world.after_failure.append(self._stop_at_once)
         self.stopping = False
         """True on all ranks alike once any of them was asked to stop: the update in hand was the last."""
@@ -331,7 +332,11 @@ class Trainer:
         """Do something of one's own after each update that `fit` makes; nothing by default."""
 
     def evaluate(self) -> Record | None:
-        """Return (and log) the mean loss over the held-out targets; None where nothing is held out."""
+        """Return (and log) the mean loss over the held-out targets; None where nothing is held out.
+
+        Given up, with None, once a rank is asked to stop.  Collectives: those of the forward passes, and one small
+        message for each batch.
+        """
         if self.eval_loader is None:
             return None
         started = time.perf_counter()
@@ -339,10 +344,15 @@ class Trainer:
         total, num_targets = torch.zeros((), device=self.world.device, dtype=torch.float64), 0
         with torch.no_grad():
             for batch in self.eval_loader:
+                self._exchange(0)
+                if self.stopping:
+                    break
                 num_targets += count_targets(batch["targets"])
                 total += self.loss(self._to_device(batch))
         reshard(self.model)
         self.model.train()
+        if self.stopping:
+            return None
         loss_sum, all_targets = self.world.sum([float(total), num_targets])
         loss = loss_sum / max(1, all_targets)
         eval_s = time.perf_counter() - started
@@ -569,10 +579,11 @@ class Trainer:
         )
 
     def _watch_for_a_stop(self) -> None:
-        """Have rank 0 look for the notice and the deadline.  A notice from before belongs to an attempt before."""
+        """Have rank 0 look for the notice and the deadline.  A notice from before was for an attempt before."""
         if self.world.is_main:
             notice = self.folder.path / NOTICE
-            notice.unlink(missing_ok=True)
+            if self._stale_notice and identity(notice) == self._stale_notice:
+                notice.unlink(missing_ok=True)
             self.stop.watch(notice, find_deadline(self.config))
 
     def _leave_behind(self) -> None:
@@ -612,12 +623,12 @@ class Trainer:
                 self.folder.write_status(state, exit_code, self.state.step, "train.steps reached")
             self.folder.release()
             return exit_code
-        if state == "finished" and self.config.eval.every and not _due(self.config.eval.every, self.state.step):
-            self.evaluate()
         self._save_at_the_end()
         if state == "finished":
+            if self.config.eval.every and not _due(self.config.eval.every, self.state.step):
+                self.evaluate()
             self._show_result()
-        reason = self._stop_reason() if self.stopping else "train.steps reached"
+        reason = self._stop_reason() if state == "stopped" else "train.steps reached"
         self._end(state, exit_code, reason)
         return exit_code
 
