@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import threading
+import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -40,13 +41,15 @@ class BlockWriter:
     LARGE = 4096
     """What is gathered stays below this many bytes a block."""
 
-    def __init__(self, file: Sink) -> None:
-        self._file = file
+    def __init__(self, file: Sink, rest: Callable[[float], None] | None = None) -> None:
+        self._file, self._rest = file, rest
         self.blocks: list[tuple[int, int]] = []
         self._position = 0
         self._small_bytes, self._small_crc = 0, 0
         self.inspect: Callable[[memoryview], None] = _not_at_all
         """Is shown all that is written; what it raises, `write` raises."""
+
+    # `rest` is called after each block with the seconds that it took: whoever writes beside other work may pause there.
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
@@ -65,13 +68,15 @@ class BlockWriter:
         return len(view)
 
     def _write_block(self, block: memoryview) -> None:
-        crc = 0
+        crc, started = 0, time.perf_counter()
         for start in range(0, len(block), _WRITE_BYTES):
             part = block[start : start + _WRITE_BYTES]
             self.inspect(part)
             crc = zlib.crc32(part, crc)
             self._file.write(part)
         self.blocks.append((len(block), crc))
+        if self._rest is not None:
+            self._rest(time.perf_counter() - started)
 
     def tell(self) -> int:
         return self._position
