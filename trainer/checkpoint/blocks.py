@@ -10,13 +10,17 @@ from __future__ import annotations
 import bisect
 import threading
 import time
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any
 
 from trainer.checkpoint.place import Place, Sink, Source
+
+try:
+    from isal.isal_zlib import crc32  # the same sum: 26 GB/s, where zlib does 1 to 6
+except ImportError:  # no wheel for this machine
+    from zlib import crc32
 
 BLOCK_BYTES = 4 << 20
 _WRITE_BYTES, _READ_BYTES = 128 << 10, 512 << 10
@@ -57,7 +61,7 @@ class BlockWriter:
             self.inspect(view)
             if self._small_bytes + len(view) >= self.LARGE:
                 self._end_small()
-            self._small_crc = zlib.crc32(view, self._small_crc)
+            self._small_crc = crc32(view, self._small_crc)
             self._small_bytes += len(view)
             self._file.write(view)
         else:
@@ -72,7 +76,7 @@ class BlockWriter:
         for start in range(0, len(block), _WRITE_BYTES):
             part = block[start : start + _WRITE_BYTES]
             self.inspect(part)
-            crc = zlib.crc32(part, crc)
+            crc = crc32(part, crc)
             self._file.write(part)
         self.blocks.append((len(block), crc))
         if self._rest is not None:
@@ -100,7 +104,7 @@ def _not_at_all(part: memoryview) -> None:
 
 def checksum_of(blocks: Blocks) -> int:
     """Return one CRC-32 for a list of blocks."""
-    return zlib.crc32(repr([tuple(block) for block in blocks]).encode())
+    return crc32(repr([tuple(block) for block in blocks]).encode())
 
 
 class BlockReader:
@@ -124,6 +128,7 @@ class BlockReader:
     def parts(self, buffer: memoryview, start: int) -> Iterator[Callable[[], None]]:
         """Yield what fills `buffer` from `start` on, a block at a time and in order; any threads may call them."""
         number, done = bisect.bisect_right(self._starts, start) - 1, 0
+        self._source.prefetch(start, len(buffer))
         while done < len(buffer):
             length = self._blocks[number][0]
             skipped = start + done - self._starts[number]
@@ -154,7 +159,7 @@ class BlockReader:
         for start in range(0, len(buffer), _READ_BYTES):
             part = buffer[start : start + _READ_BYTES]
             self._source.read_into(part, self._starts[number] + start)
-            crc = zlib.crc32(part, crc)
+            crc = crc32(part, crc)
         if crc != self._blocks[number][1]:
             first, last = self._starts[number], self._starts[number + 1] - 1
             raise Damaged(f"{self.name}: the checksum of bytes {first} to {last} differs")
