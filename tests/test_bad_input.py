@@ -64,6 +64,7 @@ MISTAKES = {
     "shard that is not there": ([SMALL, "data.source=tokens", "data.path=/nowhere/a.bin"], ["/nowhere/a.bin"]),
     "unknown tokenizer": ([SMALL, "data.tokenizer=byte"], ["data.tokenizer=byte", "bytes"]),
     "checkpoint that is not there": ([SMALL, "checkpoint.resume=nowhere"], ["checkpoint.resume=nowhere", "=auto"]),
+    "a run's name that is a path": ([SMALL, "run.name=../a"], ["run.name=../a", "nearest legal value: run.name=a"]),
     "run.dir below a file": ([SMALL, "run.dir=pyproject.toml/run"], ["run.dir=pyproject.toml/run", "not a folder"]),
     "nproc in words": ([SMALL, "nproc=two"], ["nproc=two", "nproc=1"]),
     "longer than the positions": (["recipe=gpt2", "data.source=synthetic", "data.seq_len=2048"],

@@ -109,8 +109,8 @@ def test_every_mesh_to_every_mesh(tmp_path: Path) -> None:
                 losses[source, to, optimizer] = after
     largest = {"adamw": 0.0, "muon": 0.0}
     for (source, to, optimizer), after in losses.items():
-        # Muon rounds to bf16 inside: bit-equal on the same mesh only.
-        bar = 0.0 if source == to else {"adamw": 1e-5, "muon": 1e-3}[optimizer]
+        # Muon rounds to bf16 inside: bit-equal on the same mesh only; 5.4e-5 was the largest seen elsewhere.
+        bar = 0.0 if source == to else {"adamw": 1e-5, "muon": 2e-4}[optimizer]
         expected = losses[source, source, optimizer]
         difference = max(abs(a - b) / b for a, b in zip(after, expected, strict=True))
         largest[optimizer] = max(largest[optimizer], difference)

@@ -467,6 +467,9 @@ def test_status(tmp_path: Path) -> None:
 def test_status_is_whole_whenever_it_is_read(tmp_path: Path) -> None:
     folder = RunFolder(tiny_config(tmp_path), is_main=True)
     folder.write_status("running", None, 0, "")
+    assert not (tmp_path / "status.json").exists(), "of a folder that it does not own"
+    folder.own()
+    folder.write_status("running", None, 0, "")
     done = threading.Event()
 
     def write() -> None:
@@ -482,6 +485,7 @@ def test_status_is_whole_whenever_it_is_read(tmp_path: Path) -> None:
         num_read += 1
     writer.join()
     assert num_read > 10
+    folder.release()
     assert [path.name for path in tmp_path.iterdir()] == ["status.json"]
 
 

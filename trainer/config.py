@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import re
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -602,6 +603,10 @@ def _check_forms(config: RunConfig) -> None:
     if start is not None and "://" not in start and not Path(start).exists():
         rule = "must be a checkpoint, a run.dir, a folder of safetensors, or a file (.pt, .safetensors) of weights"
         raise setting_error("train.init_from", start, rule)
+    name = config.run.name
+    if name in (".", "..") or not re.fullmatch(r"[^/\\\x00-\x1f]+", name):
+        legal_name = re.sub(r"[/\\\x00-\x1f]+", "-", name).strip(".-") or "run"
+        raise setting_error("run.name", name, "must be the name of a folder, without slashes", legal_name)
     if "://" in config.run.dir:
         rule = "must be a folder; for checkpoints elsewhere there is checkpoint.dir"
         raise setting_error("run.dir", config.run.dir, rule, f"runs/{config.run.name}")

@@ -299,6 +299,7 @@ class Trainer:
         memory_gib = peak_memory_gib(self.world.device)
         while self.state.step < self.config.train.steps and not self.stopping:
             self._leave_behind_if_gone_back()
+            self.checkpoints.makes_way = self.world.device.type == "cpu"
             started = time.perf_counter()
             micro_batches = list(islice(batches, self.num_micro_batches))
             if len(micro_batches) < self.num_micro_batches:
@@ -322,6 +323,7 @@ class Trainer:
             if is_line:
                 self.metrics.write(record)
                 meter.reset()
+            self.checkpoints.makes_way = False
             if self._save_ended:
                 self._settle()
             yielded = time.perf_counter()

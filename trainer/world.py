@@ -20,7 +20,7 @@ from torch.distributed import HashStore, PrefixStore, Store
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trainer.config import MeshShape, RunConfig, find_mesh_shape
-from trainer.environment import Environment, export_slurm_rendezvous, find_environment
+from trainer.environment import Environment, export_slurm_rendezvous, find_environment, keep_freed_memory
 from trainer.errors import EXIT_FAILED, PeerFailed, UserError, setting_error
 
 REPLICATE, SHARD = "replicate", "shard"
@@ -119,6 +119,8 @@ class World(Channel):
             self.env = _joined_environment(self.env)
         self.device = _find_device(config.run.device, self.env.local_rank, self.env.local_world_size)
         torch.set_num_threads(config.run.threads or max(1, _num_cores() // self.env.local_world_size))
+        if self.device.type == "cpu":
+            keep_freed_memory()
         self._store: Store | None = None
         if self.owns_group:
             self._open_group()

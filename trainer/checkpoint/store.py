@@ -210,6 +210,8 @@ class Checkpoints:
         self._staging = Staging(world.device)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=_step_back)
         self._in_flight: Future[SaveResult] | None = None
+        self.makes_way = False
+        """True while an update is made on the CPU, where writing in the background takes its memory bandwidth."""
         self._overdue_at, self._stage = 0.0, _WAITING
         self._deleting: Future[None] | None = None
         self._warning = ""
@@ -323,6 +325,7 @@ class Checkpoints:
         """
         future = self._in_flight
         assert future is not None
+        self.makes_way = False  # for whoever waits here
         try:
             result = future.result(max(0.0, self._overdue_at - time.monotonic()))
         except NotYet:
@@ -343,6 +346,7 @@ class Checkpoints:
     def wait(self, timeout_s: float) -> None:
         """Give a save in flight time to end.  For a rank that is about to leave; not collective."""
         future = self._in_flight
+        self.makes_way = False
         if future is not None:
             with contextlib.suppress(NotYet):
                 future.result(timeout_s)
@@ -393,6 +397,11 @@ class Checkpoints:
         lost: Literal["", "ranks"] = "ranks" if lost_ranks else ""
         return SaveResult(snapshot.step, path, num_bytes, blocked_s, total_s, failed, warning, lost)
 
+    def _rest(self, worked_s: float) -> None:
+        """Let the update in hand have the memory and the caches that writing takes from it, for as long again."""
+        if self.makes_way:
+            time.sleep(worked_s)
+
     def _at(self, stage: str, work: Callable[[], Result]) -> Result:
         """Do a part of a save that may hang, and have it known by name."""
         self._stage = stage
@@ -425,7 +434,7 @@ class Checkpoints:
         rank = self.world.rank
         try:
             files = {}
-            written = write_tensors(folder, rank, self._plans.items, tensors, weights)
+            written = write_tensors(folder, rank, self._plans.items, tensors, weights, self._rest)
             if written is not None:
                 files[written.file] = (written.num_bytes, checksum_of(written.blocks))
                 listed = json.dumps(written.blocks, separators=(",", ":")).encode()

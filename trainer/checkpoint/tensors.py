@@ -218,17 +218,23 @@ class Written:
 
 
 def write_tensors(
-    place: Place, rank: int, items: Sequence[WriteItem], tensors: Tensors, must_be_finite: frozenset[str]
+    place: Place,
+    rank: int,
+    items: Sequence[WriteItem],
+    tensors: Tensors,
+    must_be_finite: frozenset[str],
+    rest: Callable[[float], None] | None = None,
 ) -> Written | None:
     """Write this rank's chunks into one file and flush it to disk; None if it has none.  No collective.
 
-    `tensors` are staged copies, or the live ones (then each is copied as it is written).  Raises ValueError for a
+    `tensors` are staged copies, or the live ones (then each is copied as it is written).  `rest` is called after each
+    block with the seconds that it took.  Raises ValueError for a
     weight that is not finite, OSError.
     """
     if not items:
         return None
     name = f"__{rank}_0.distcp"
-    writer = BlockWriter(place.create(name))
+    writer = BlockWriter(place.create(name), rest)
     chunks = []
     scratch = np.empty(0, dtype=np.uint8)
     has_own_checksums = torch.serialization.get_crc32_options()
