@@ -36,6 +36,9 @@ class RunSection:
     device: Literal["auto", "cpu", "cuda"] = declare("auto", "where to train; auto: cuda where there is a GPU")
     threads: int = declare(0, "CPU threads of each rank; 0: an equal share of this process's cores", at_least=0)
     timeout_s: float = declare(600.0, "seconds after which a collective counts as failed", above=0)
+    selfcheck: bool = declare(
+        True, "before the first update, see on all ranks that sharding, replicas, data and code are as they should be"
+    )
     deadline: str | None = declare(
         None, "when to have stopped, saved: a time such as 2026-01-31T18:00; null: the end of the Slurm job, if any"
     )

@@ -34,9 +34,10 @@ from trainer.metrics.meter import Meter, peak_flops, peak_memory_gib
 from trainer.metrics.record import Record
 from trainer.metrics.sinks import warn
 from trainer.optim import Optimizer, Schedule, build_optimizer
-from trainer.parameters import count_parameters, local
+from trainer.parameters import count_parameters, local, tied_names
 from trainer.rundir import RunFolder
 from trainer.sample import write_sample
+from trainer.selfcheck import check_same_run, check_start
 from trainer.shard import ShardUnit, apply_sharding, clip_grad_norm, gradient_sync, reshard
 from trainer.state import TrainState
 from trainer.stop import NOTICE, find_stop_request
@@ -77,12 +78,14 @@ class Trainer:
         self.config = config
         self.recipe = config.recipe
         self.world = World(config)
+        check_same_run(self.world, config, type(self), self.exempt_from_selfcheck())
         env = self.world.env
         self.world.agreed(lambda: check_config(config, self.world.size, env.local_world_size))
         seed_everything(config.run.seed, self.world.rank)
 
         self.mesh = self.build_mesh()
         self.units: list[ShardUnit] = []
+        self.ties: list[list[str]] = []
         self.model = self.build_model()
         self._batch_loss = find_loss(self.model)
         self.optimizer = self._optimizer()
@@ -130,9 +133,10 @@ class Trainer:
         def build_sharded() -> torch.nn.Module:
             with torch.device("meta"):
                 model = recipe.build_model(config.model)
+            ties = tied_names(model)
             units = apply_sharding(model, recipe, config, self.mesh)
             if config is self.config:
-                self.units = units
+                self.units, self.ties = units, ties
             return model
 
         model = self.world.agreed(build_sharded)
@@ -501,8 +505,16 @@ class Trainer:
 
     # -- start and end -------------------------------------------------------------------------------------------
 
+    def exempt_from_selfcheck(self) -> Iterable[str]:
+        """Return what `run.selfcheck` is to pass over: patterns of parameters' names ("adapter.*"), of keys of the
+        configuration and files of code that may differ between ranks, and "data" for the samples; nothing by default.
+        """
+        return ()
+
     def _start(self) -> None:
         self.world.agreed(self.folder.own)
+        if self.config.run.selfcheck:
+            check_start(self.world, self.model, self.mesh, self.ties, self.loader, self.exempt_from_selfcheck())
         self.world.agreed(self._leave_behind)
         self.world.agreed(self.folder.begin)
         self.world.agreed(lambda: self.metrics.open(self.folder.metrics, self.resumed_step or 0))
