@@ -41,6 +41,7 @@ from trainer.selfcheck import check_same_run, check_start
 from trainer.shard import ShardUnit, apply_sharding, clip_grad_norm, gradient_sync, reshard
 from trainer.state import TrainState
 from trainer.stop import NOTICE, find_stop_request
+from trainer.watchdog import Watchdog
 from trainer.weights import fill
 from trainer.world import REPLICATE, SHARD, World
 
@@ -107,6 +108,8 @@ class Trainer:
         self.state.add("metrics", self.metrics)
         self.checkpoints = self._checkpoints()
         self.saving = SaveSchedule(config.checkpoint.every)
+        self.watchdog = Watchdog(self.world, config.run, self._give_up)
+        self.watchdog.observe(self.model, self.optimizer.parts)
         self.resumed_step: int | None = None
         self._changed: list[str] = []
         self.phase: Literal["built", "restored", "running", "ended"] = "built"
@@ -258,7 +261,8 @@ class Trainer:
                 for record in self.steps():
                     self.on_step(record)
                     if _due(self.config.eval.every, record.step):
-                        self.evaluate()
+                        with self.watchdog.during("evaluate"):
+                            self.evaluate()
                     if self.saving.is_due(record.step, self._may_retry):
                         self._save()
                     garbage.after(record.step)
@@ -276,6 +280,10 @@ class Trainer:
 
         Left early and called again, it goes on; after `load_checkpoint` it goes on from there.  `close` ends the run.
         """
+        with self.watchdog.running():
+            yield from self._steps()
+
+    def _steps(self) -> Iterator[Record]:
         if self.phase == "built":
             self.load_checkpoint()
         if self.state.step >= self.config.train.steps:
@@ -289,10 +297,12 @@ class Trainer:
         memory_gib = peak_memory_gib(self.world.device)
         while self.state.step < self.config.train.steps and not self.stopping:
             started = time.perf_counter()
+            self.watchdog.begin_update(self.state.step + 1)
             micro_batches = list(islice(batches, self.num_micro_batches))
             if len(micro_batches) < self.num_micro_batches:
                 raise TrainingFailed(f"step {self.state.step + 1}: the loader of build_loader ended; it must not end")
             data_s = time.perf_counter() - started
+            self.watchdog.note("forward")
             update = self.train_step(micro_batches)
             self.state.step += 1
             self.state.tokens += update.num_targets
@@ -310,6 +320,7 @@ class Trainer:
                 meter.reset()
             if self._save_ended:
                 self._settle()
+            self.watchdog.end_update()
             yielded = time.perf_counter()
             yield record
             meter.leave_out(time.perf_counter() - yielded)
@@ -370,7 +381,9 @@ class Trainer:
     def _start_save(self, background: bool) -> None:
         if self.phase != "running":
             self.world.agreed(self.folder.own)
-        self.checkpoints.start(self.state, background)
+        with self.watchdog.during("save"):
+            self.checkpoints.start(self.state, background)
+        self.watchdog.save_begins()
 
     def _finish_save(self) -> None:
         """Wait for the save in flight, if there is one, and report it."""
@@ -382,7 +395,8 @@ class Trainer:
 
         Raises TrainingFailed after too many failures in a row.
         """
-        result = self.checkpoints.take()
+        with self.watchdog.during("save"):
+            result = self.checkpoints.take()
         self._save_ended = False
         if result.error:
             self.saving.failed()
@@ -573,7 +587,8 @@ class Trainer:
             self.folder.release()
             return exit_code
         if state == "finished" and self.config.eval.every and not _due(self.config.eval.every, self.state.step):
-            self.evaluate()
+            with self.watchdog.during("evaluate"):
+                self.evaluate()
         self._save_at_the_end()
         if state == "finished":
             self._show_result()
@@ -583,6 +598,7 @@ class Trainer:
 
     def _end(self, state: str, exit_code: int, reason: str) -> None:
         self.phase = "ended"
+        self.watchdog.stop()
         self.checkpoints.wait_for_deleting()
         wall_s = time.monotonic() - self.started
         goodput = min(1.0, self._counted_s / wall_s)
@@ -594,6 +610,8 @@ class Trainer:
 
     def _fail(self, error: BaseException) -> None:
         """Record how the run failed.  Calls no collective: the other ranks may be anywhere."""
+        self.watchdog.explain(error)
+        self.watchdog.stop()
         first = self.world.announce_failure(error)
         self.checkpoints.wait(self.config.run.timeout_s)  # what is in flight is finished: it is good
         if isinstance(error, UserError) and self.phase in ("built", "restored"):
@@ -601,6 +619,11 @@ class Trainer:
             return  # found before training: an existing run stays as it was
         exit_code = EXIT_USER_ERROR if isinstance(error, UserError) else EXIT_FAILED
         self._end("failed", exit_code, first or f"{type(error).__name__}: {error}")
+
+    def _give_up(self, reason: str) -> None:
+        """Record that the run has failed while its main thread hangs, as the watchdog has found.  On another thread."""
+        self.folder.write_status("failed", EXIT_FAILED, self.state.step, reason)  # what follows may hang too
+        self._end("failed", EXIT_FAILED, reason)
 
     def close_loader(self) -> None:
         """Stop the loader's worker processes."""
@@ -614,6 +637,7 @@ class Trainer:
         if self.phase == "running":
             through = self.state.step >= self.config.train.steps
             self._end("finished" if through else "stopped", EXIT_FINISHED if through else EXIT_STOPPED, "closed")
+        self.watchdog.stop()
         self.close_loader()
         self.folder.release()
         self.world.close()
