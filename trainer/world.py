@@ -279,7 +279,7 @@ def _record_collectives(folder: Path) -> None:
     """Have NCCL keep a record of its last collectives, and write it into `folder` when one times out.
 
     Read when a process group is opened.  Both names of each variable, for the torch versions that know one of them:
-    https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html
+    https://docs.pytorch.org/docs/stable/torch_nccl_environment_variables.html
     """
     for name, value in (
         ("TORCH_FR_BUFFER_SIZE", "2000"),
