@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from trainer import Recipe, Trainer, register
+from trainer import Recipe, RunConfig, Trainer, register
 
 
 @dataclass
@@ -79,6 +79,15 @@ class RaggedTrainer(Trainer):
         return super().loss({"tokens": batch["tokens"], "targets": targets})
 
 
+class LeftOutTrainer(Trainer):
+    """Has a parameter that FSDP never saw."""
+
+    def build_model(self, config: RunConfig | None = None) -> nn.Module:
+        model = super().build_model(config)
+        model.register_parameter("extra", nn.Parameter(torch.ones(3)))
+        return model
+
+
 def every_linear(module: nn.Module) -> bool:
     """Say which modules are units, as FSDP1's lambda policies do."""
     return isinstance(module, nn.Linear) and module.weight.shape[0] < 100
@@ -117,6 +126,7 @@ register(Recipe("mlp", MlpConfig, Mlp, UNITS))
 register(Recipe("mlp_crashing", MlpConfig, Mlp, UNITS, trainer=CrashingTrainer))
 register(Recipe("mlp_sleeping", MlpConfig, Mlp, UNITS, trainer=SleepingTrainer))
 register(Recipe("mlp_nonfinite", MlpConfig, Mlp, UNITS, trainer=NonFiniteTrainer))
+register(Recipe("mlp_left_out", MlpConfig, Mlp, UNITS, trainer=LeftOutTrainer))
 register(Recipe("mlp_unfilled", MlpConfig, _unfilled_buffer, UNITS))
 register(Recipe("mlp_wrong_units", MlpConfig, Mlp, ["table", "hiden.*"]))
 register(Recipe("mlp_parted_tie", MlpConfig, _tied, UNITS))

@@ -37,9 +37,26 @@ class RunSection:
     device: Literal["auto", "cpu", "cuda"] = declare("auto", "where to train; auto: cuda where there is a GPU")
     threads: int = declare(0, "CPU threads of each rank; 0: an equal share of this process's cores", at_least=0)
     timeout_s: float = declare(600.0, "seconds after which a collective counts as failed", above=0)
+    step_timeout_s: float = declare(
+        0.0, "seconds after which an update is stuck: the run ends, naming the rank; 0: timeout_s / 2", at_least=0
+    )
+    first_step_timeout_s: float = declare(
+        0.0, "the same for the first update, and a batch of an evaluation; 0: 3 x timeout_s", at_least=0
+    )
+    selfcheck: bool = declare(
+        True, "before the first update, see on all ranks that sharding, replicas, data and code are as they should be"
+    )
     deadline: str | None = declare(
         None, "when to have stopped, saved: a time such as 2026-01-31T18:00; null: the end of the Slurm job, if any"
     )
+
+    @property
+    def first_step_limit_s(self) -> float:
+        return self.first_step_timeout_s or 3 * self.timeout_s
+
+    @property
+    def step_limit_s(self) -> float:
+        return self.step_timeout_s or self.timeout_s / 2
 
 
 @dataclass(frozen=True)
@@ -158,9 +175,7 @@ class CheckpointSection:
     )
     keep_last: int = declare(2, "newest checkpoints that are kept; 0: all", at_least=0)
     keep_every: int = declare(0, "checkpoints of every n-th update are kept for good; 0: none", at_least=0)
-    timeout_s: float = declare(
-        3600.0, "seconds that a save may take; the run fails if it has not ended by then", above=0
-    )
+    timeout_s: float = declare(3600.0, "seconds after which a save is stuck: the run ends, naming the rank", above=0)
     when_busy: Literal["wait", "skip"] = declare("wait", "a save is due while one is in flight: wait for it, or skip")
     max_failures: int = declare(
         10, "failed saves in a row after which the run fails; each is tried again after a pause", at_least=1

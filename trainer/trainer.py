@@ -38,12 +38,14 @@ from trainer.metrics.meter import Meter, peak_flops, peak_memory_gib
 from trainer.metrics.record import Record
 from trainer.metrics.sinks import warn
 from trainer.optim import Optimizer, Schedule, build_optimizer
-from trainer.parameters import count_parameters, local
+from trainer.parameters import count_parameters, local, tied_names
 from trainer.rundir import RunFolder
 from trainer.sample import write_sample
+from trainer.selfcheck import check_same_run, check_start
 from trainer.shard import ShardUnit, apply_sharding, clip_grad_norm, gradient_sync, reshard
 from trainer.state import TrainState
 from trainer.stop import NOTICE, find_stop_request, identity, take_stale_notice
+from trainer.watchdog import Watchdog
 from trainer.weights import fill
 from trainer.world import REPLICATE, SHARD, World
 
@@ -81,12 +83,14 @@ class Trainer:
         self.config = config
         self.recipe = config.recipe
         self.world = World(config)
+        check_same_run(self.world, config, type(self), self.exempt_from_selfcheck())
         env = self.world.env
         self.world.agreed(lambda: check_config(config, self.world.size, env.local_world_size))
         seed_everything(config.run.seed, self.world.rank)
 
         self.mesh = self.build_mesh()
         self.units: list[ShardUnit] = []
+        self.ties: list[list[str]] = []
         self.model = self.build_model()
         self._batch_loss = find_loss(self.model)
         self.optimizer = self._optimizer()
@@ -109,6 +113,8 @@ class Trainer:
         self.state.add("metrics", self.metrics)
         self.checkpoints = self._checkpoints()
         self.saving = SaveSchedule(config.checkpoint.every)
+        self.watchdog = Watchdog(self.world, config, self._give_up)
+        self.watchdog.observe(self.model, self.optimizer.parts)
         self.resumed_step: int | None = None
         self._changed: list[str] = []
         self.phase: Literal["built", "restored", "running", "ended"] = "built"
@@ -137,9 +143,10 @@ class Trainer:
         def build_sharded() -> torch.nn.Module:
             with torch.device("meta"):
                 model = recipe.build_model(config.model)
+            ties = tied_names(model)
             units = apply_sharding(model, recipe, config, self.mesh)
             if config is self.config:
-                self.units = units
+                self.units, self.ties = units, ties
             return model
 
         model = self.world.agreed(build_sharded)
@@ -268,7 +275,8 @@ class Trainer:
                 for record in self.steps():
                     self.on_step(record)
                     if _due(self.config.eval.every, record.step):
-                        self.evaluate()
+                        with self.watchdog.during("evaluate"):
+                            self.evaluate()
                     if self.saving.is_due(record.step, self._may_retry):
                         self._save()
                     garbage.after(record.step)
@@ -286,6 +294,10 @@ class Trainer:
 
         Left early and called again, it goes on; after `load_checkpoint` it goes on from there.  `close` ends the run.
         """
+        with self.watchdog.running():
+            yield from self._steps()
+
+    def _steps(self) -> Iterator[Record]:
         if self.phase == "built":
             self.load_checkpoint()
         if self.state.step >= self.config.train.steps:
@@ -301,11 +313,13 @@ class Trainer:
             self._leave_behind_if_gone_back()
             self.checkpoints.makes_way = self.world.device.type == "cpu"
             started = time.perf_counter()
+            self.watchdog.begin_update(self.state.step + 1)
             micro_batches = list(islice(batches, self.num_micro_batches))
             if len(micro_batches) < self.num_micro_batches:
                 raise TrainingFailed(f"step {self.state.step + 1}: the loader of build_loader ended; it must not end")
             data_s = time.perf_counter() - started
             self._has_exchanged = False
+            self.watchdog.note("forward")
             update = self.train_step(micro_batches)
             if not self._has_exchanged:  # a step of one's own that says nothing
                 self._exchange(0)
@@ -326,6 +340,7 @@ class Trainer:
             self.checkpoints.makes_way = False
             if self._save_ended:
                 self._settle()
+            self.watchdog.end_update()
             yielded = time.perf_counter()
             yield record
             meter.leave_out(time.perf_counter() - yielded)
@@ -399,7 +414,9 @@ class Trainer:
         if self.phase != "running":
             self.world.agreed(self.folder.own)
         self._leave_behind_if_gone_back()
-        self.checkpoints.start(self.state, background)
+        with self.watchdog.during("save"):
+            self.checkpoints.start(self.state, background)
+        self.watchdog.save_begins(lambda: self.checkpoints.stage)
 
     def _finish_save(self) -> None:
         """Wait for the save in flight, if there is one, and report it."""
@@ -411,7 +428,8 @@ class Trainer:
 
         Raises TrainingFailed after too many failures in a row, and where the storage gives no answer.
         """
-        result = self.checkpoints.take()
+        with self.watchdog.during("save"):
+            result = self.checkpoints.take()
         self._save_ended = False
         if result.lost == "storage":
             raise TrainingFailed(f"cannot save: {result.error} (checkpoint.timeout_s)")
@@ -534,7 +552,8 @@ class Trainer:
         checkpoints = Checkpoints(
             self.world.agreed(lambda: find_place(keep.dir or self.folder.path / "checkpoints")),
             self.world,
-            Settings(keep.keep_last, keep.keep_every, keep.verify == "full", keep.timeout_s),
+            # By then the watchdog has ended the run, unless the process group is somebody else's.
+            Settings(keep.keep_last, keep.keep_every, keep.verify == "full", 1.2 * keep.timeout_s + 30.0),
             Facts(config.to_yaml(), self._mesh_shape()),
         )
         # When another rank fails, a save in flight is finished before this process is ended.
@@ -553,8 +572,16 @@ class Trainer:
 
     # -- start and end -------------------------------------------------------------------------------------------
 
+    def exempt_from_selfcheck(self) -> Iterable[str]:
+        """Return what `run.selfcheck` is to pass over: patterns of parameters' names ("adapter.*"), of keys of the
+        configuration and files of code that may differ between ranks, and "data" for the samples; nothing by default.
+        """
+        return ()
+
     def _start(self) -> None:
         self.world.agreed(self.folder.own)
+        if self.config.run.selfcheck:
+            check_start(self.world, self.model, self.mesh, self.ties, self.loader, self.exempt_from_selfcheck())
         self.world.agreed(self._leave_behind)
         self.world.agreed(self.folder.begin)
         self.world.agreed(lambda: self.metrics.open(self.folder.metrics, self.resumed_step or 0))
@@ -628,7 +655,8 @@ class Trainer:
         self._save_at_the_end()
         if state == "finished":
             if self.config.eval.every and not _due(self.config.eval.every, self.state.step):
-                self.evaluate()
+                with self.watchdog.during("evaluate"):
+                    self.evaluate()
             self._show_result()
         reason = self._stop_reason() if state == "stopped" else "train.steps reached"
         self._end(state, exit_code, reason)
@@ -636,6 +664,7 @@ class Trainer:
 
     def _end(self, state: str, exit_code: int, reason: str) -> None:
         self.phase = "ended"
+        self.watchdog.stop()
         self.checkpoints.wait_for_deleting()
         wall_s = time.monotonic() - self.started
         goodput = min(1.0, self._counted_s / wall_s)
@@ -648,6 +677,8 @@ class Trainer:
 
     def _fail(self, error: BaseException) -> None:
         """Record how the run failed.  Calls no collective: the other ranks may be anywhere."""
+        self.watchdog.explain(error)
+        self.watchdog.stop()
         first = self.world.announce_failure(error)
         self.checkpoints.wait(self.config.run.timeout_s)  # what is in flight is finished: it is good
         if isinstance(error, UserError) and self.phase in ("built", "restored"):
@@ -655,6 +686,11 @@ class Trainer:
             return  # found before training: an existing run stays as it was
         exit_code = EXIT_USER_ERROR if isinstance(error, UserError) else EXIT_FAILED
         self._end("failed", exit_code, first or f"{type(error).__name__}: {error}")
+
+    def _give_up(self, reason: str) -> None:
+        """Record that the run has failed while its main thread hangs, as the watchdog has found.  On another thread."""
+        self.folder.write_status("failed", EXIT_FAILED, self.state.step, reason)  # what follows may hang too
+        self._end("failed", EXIT_FAILED, reason)
 
     def close_loader(self) -> None:
         """Stop the loader's worker processes."""
@@ -675,6 +711,7 @@ class Trainer:
         if self.phase == "running":
             through = self.state.step >= self.config.train.steps
             self._end("finished" if through else "stopped", EXIT_FINISHED if through else EXIT_STOPPED, "closed")
+        self.watchdog.stop()
         self.close_loader()
         self.folder.release()
         self.world.close()

@@ -12,6 +12,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
@@ -112,7 +113,7 @@ class World(Channel):
     """
 
     def __init__(self, config: RunConfig) -> None:
-        self.timeout = timedelta(seconds=config.run.timeout_s)
+        self.timeout = timedelta(seconds=max(config.run.timeout_s, config.run.first_step_limit_s))
         self.env = find_environment()
         self.owns_group = not dist.is_initialized()
         if not self.owns_group:
@@ -123,8 +124,12 @@ class World(Channel):
             keep_freed_memory()
         self._store: Store | None = None
         if self.owns_group:
-            self._open_group()
+            if self.device.type == "cuda":
+                _record_collectives(config.run_dir)
+            self._open_group(timedelta(seconds=config.run.timeout_s))
         super().__init__(dist.get_rank(), dist.get_world_size(), self.timeout)
+        self._groups: list[dist.ProcessGroup] = [self.group]
+        self._with_own_timeout: set[dist.ProcessGroup] = set()
         self.first_failure: str | None = None
         """What failed first, if that was another rank; known after `announce_failure`."""
         self.before_exit: list[Callable[[], None]] = []
@@ -135,7 +140,23 @@ class World(Channel):
         if self._store is not None and self.size > 1:
             self._watch = _FailureWatch(self._store, self.after_failure, self.before_exit)
 
-    def _open_group(self) -> None:
+    @property
+    def store(self) -> Store | None:
+        """Where ranks leave messages without a collective; None if there is one rank, or the group is not ours."""
+        return self._store
+
+    def set_timeout(self, timeout_s: float) -> None:
+        """Give every process group that this rank is in another timeout; in a group of somebody else's, only our own.
+
+        The start and the first update compile and allocate, and have a longer one.
+        """
+        self.timeout = timedelta(seconds=timeout_s)
+        # All of them, because integer resharding opens some that nobody else knows of.
+        groups = list(dist.distributed_c10d._world.pg_map) if self.owns_group else self._groups
+        for group in set(groups) - self._with_own_timeout:
+            dist.distributed_c10d._set_pg_timeout(self.timeout, group)
+
+    def _open_group(self, meeting_s: timedelta) -> None:
         backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
         device_id = self.device if self.device.type == "cuda" else None
         if self.env.launcher == "single":
@@ -143,7 +164,7 @@ class World(Channel):
         else:
             if self.env.launcher == "srun":
                 export_slurm_rendezvous()
-            store, rank, size = _rendezvous(self.timeout)
+            store, rank, size = _rendezvous(meeting_s)
             store = self._store = PrefixStore(f"meshtrainer/{next(_openings)}", store)
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=size, timeout=self.timeout, device_id=device_id
@@ -151,7 +172,9 @@ class World(Channel):
 
     def open_channel(self, timeout: timedelta) -> Channel:
         """Return one more channel, for a thread that talks beside the training step.  Called by all ranks."""
-        return Channel(self.rank, self.size, timeout)
+        channel = Channel(self.rank, self.size, timeout)
+        self._with_own_timeout.add(channel.group)
+        return channel
 
     def build_mesh(self, config: RunConfig) -> DeviceMesh:
         """Return the mesh that the configuration asks for: axes (shard,), or (replicate, shard) for HSDP.
@@ -169,6 +192,7 @@ class World(Channel):
         for axis in names:
             # A mesh's groups do not inherit the timeout of the default group: theirs would be 30 minutes.
             dist.distributed_c10d._set_pg_timeout(self.timeout, mesh.get_group(axis))
+            self._groups.append(mesh.get_group(axis))
         return mesh
 
     def sum_on_device(self, value: torch.Tensor) -> torch.Tensor:
@@ -186,7 +210,8 @@ class World(Channel):
             return None
         if self._watch is not None:
             self._watch.stop(wait=False)
-        message = f"rank {self.rank}: {type(error).__name__}: {error}"
+        is_about_another = isinstance(error, PeerFailed)
+        message = str(error) if is_about_another else f"rank {self.rank}: {type(error).__name__}: {error}"
         try:
             first = self._store.compare_set(_FAILURE, "", message).decode()
         except RuntimeError:  # the process that keeps the store has gone
@@ -251,6 +276,23 @@ class _FailureWatch(threading.Thread):
         self._stopped.set()
         if wait:
             self.join(timeout=2 * _GRACE_S)
+
+
+def _record_collectives(folder: Path) -> None:
+    """Have NCCL keep a record of its last collectives, and write it into `folder` when one times out.
+
+    Read when a process group is opened.  Both names of each variable, for the torch versions that know one of them:
+    https://docs.pytorch.org/docs/stable/torch_nccl_environment_variables.html
+    """
+    for name, value in (
+        ("TORCH_FR_BUFFER_SIZE", "2000"),
+        ("TORCH_NCCL_TRACE_BUFFER_SIZE", "2000"),
+        ("TORCH_NCCL_DUMP_ON_TIMEOUT", "1"),
+        ("TORCH_NCCL_ENABLE_MONITORING", "1"),
+        ("TORCH_FR_DUMP_TEMP_FILE", f"{folder}/collectives_rank_"),
+        ("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", f"{folder}/collectives_rank_"),
+    ):
+        os.environ.setdefault(name, value)
 
 
 def _joined_environment(env: Environment) -> Environment:

@@ -212,7 +212,9 @@ class Checkpoints:
         self._in_flight: Future[SaveResult] | None = None
         self.makes_way = False
         """True while an update is made on the CPU, where writing in the background takes its memory bandwidth."""
-        self._overdue_at, self._stage = 0.0, _WAITING
+        self._overdue_at = 0.0
+        self.stage = _WAITING
+        """What the save in flight is about, in words."""
         self._deleting: Future[None] | None = None
         self._warning = ""
         self._sent_chunks: Any = None
@@ -330,9 +332,9 @@ class Checkpoints:
             result = future.result(max(0.0, self._overdue_at - time.monotonic()))
         except NotYet:
             path = f"{self.place}/{PREFIX}*"
-            late = f"rank {self.world.rank} is still {self._stage} after {self.settings.timeout_s:.0f} s"
+            late = f"rank {self.world.rank} is still {self.stage} after {self.settings.timeout_s:.0f} s"
             result = SaveResult(-1, path, error=late, lost="storage")
-        everybody = self.world.gather((result.error, result.lost, self._stage))
+        everybody = self.world.gather((result.error, result.lost, self.stage))
         lost = {kind for _, kind, _ in everybody}
         if lost != {""}:
             to_blame = [error for error, kind, stage in everybody if kind and stage != _WAITING]
@@ -404,9 +406,9 @@ class Checkpoints:
 
     def _at(self, stage: str, work: Callable[[], Result]) -> Result:
         """Do a part of a save that may hang, and have it known by name."""
-        self._stage = stage
+        self.stage = stage
         result = work()
-        self._stage = _WAITING
+        self.stage = _WAITING
         return result
 
     def _failed(self, step: int, error: str, started: float) -> SaveResult:

@@ -14,6 +14,7 @@ import signal
 import warnings
 import weakref
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -71,6 +72,18 @@ class TrainLoader:
     def samples(self) -> int:
         """How many samples, of all ranks, the finished updates have consumed."""
         return self._samples
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        """What the order from here on depends on, the same on all ranks: position, number of samples, seed."""
+        return self._samples, len(self.source), self._seed
+
+    def next_samples(self, of_all_ranks: bool = False) -> NDArray[np.int64]:
+        """Return the indices of the samples that this rank, or all of them in turn, will read for the next update."""
+        if of_all_ranks:
+            positions = self._samples + np.arange(self._global_batch_size)
+            return sample_at(positions, len(self.source), self._seed)
+        return np.concatenate(list(islice(self._sample_indices(), self.micro_batches_per_update)))
 
     def __iter__(self) -> Iterator[Batch]:
         return self

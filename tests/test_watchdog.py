@@ -1,0 +1,199 @@
+"""A rank that holds the others up is named, with its phase and its place in the code, and the run ends."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed import HashStore
+
+from tests.ranks import Ran, run_command
+from tests.test_processes import processes_of
+from trainer import load_config
+from trainer.watchdog import Standing, Watchdog, find_late, reason_of, table
+
+LIMIT_S = 4.0
+SLEEPING = ["recipe=llama_small", "model.name=tests.sleeping_trainer:sleeping", "data.source=synthetic"]
+SLEEPING += ["data.seq_len=16", "train.steps=5", "log.every=1", "log.sample_tokens=0", "checkpoint.every=0"]
+SLEEPING += ["run.threads=1"]
+
+
+def run_sleeping(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, place: str, *overrides: str, rank: int = 1, nproc: int = 2
+) -> tuple[Ran, float]:
+    """Run until it ends; return how long it took, too."""
+    monkeypatch.setenv("MESHTRAINER_TEST_PLACE", place)
+    monkeypatch.setenv("MESHTRAINER_TEST_RANK", str(rank))
+    given = {override.partition("=")[0] for override in overrides}
+    base = [item for item in [*SLEEPING, "eval.every=0"] if item.partition("=")[0] not in given]
+    started = time.monotonic()
+    ran = run_command(folder, *base, *overrides, f"nproc={nproc}")
+    return ran, time.monotonic() - started
+
+
+LIMITS = [f"run.step_timeout_s={LIMIT_S}", f"checkpoint.timeout_s={LIMIT_S}"]
+PLACES = {
+    "data": ("data", "__iter__"),
+    "forward": ("forward", "loss"),
+    "backward": ("backward", "<lambda>"),
+    "on_step": ("between updates", "on_step"),
+    "evaluate": ("evaluate", "loss"),
+    "save": ("save", "state_dict"),
+    "writing": ("save", "write_tensors"),
+}
+
+
+CASES = [("data", 1), ("forward", 1), ("save", 1), ("writing", 1)]
+SLOW = [("backward", 1), ("on_step", 1), ("evaluate", 1), ("data", 0), ("writing", 0)]
+
+
+@pytest.mark.parametrize(("place", "rank"), [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)])
+def test_the_rank_that_sleeps_is_named(place: str, rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    more = {"evaluate": ["eval.every=2", "eval.steps=2", "run.first_step_timeout_s=8"], "save": ["checkpoint.every=3"]}
+    more["writing"] = [*more["save"], "train.steps=100000"]
+    ran, seconds = run_sleeping(monkeypatch, tmp_path / "run", place, *LIMITS, *more.get(place, []), rank=rank)
+    phase, function = PLACES[place]
+    print(f"{place}: {seconds:.1f} s in all, {seconds - LIMIT_S:.1f} s beside the limit\n{ran.stderr}")
+    assert ran.exit_code == 1
+    assert ran.stderr.count("watchdog:") == 1, ran.stderr
+    assert f"watchdog: rank {rank} stood still in {phase} of step" in ran.stderr
+    (row,) = [line for line in ran.stderr.splitlines() if line.startswith("  >>")]
+    assert row.split()[1] == str(rank)
+    assert row.endswith("late")
+    stack = ran.stderr.partition(f"rank {rank} is at\n")[2].splitlines()
+    assert f"in {function}" in "\n".join(stack)
+    assert any(line.endswith("in fall_asleep") for line in stack)
+    assert "Traceback" not in ran.stderr
+    assert ran.status["state"] == "failed"
+    assert ran.status["reason"].startswith(f"watchdog: rank {rank} stood still in {phase}")
+    assert ran.metrics[-1]["reason"] == "failed"
+    assert processes_of(ran.folder) == []
+    # The rest: some 7 s to start two processes on two cores, and three quick updates.
+    assert seconds < LIMIT_S + 10 + 10
+
+
+def test_one_rank_alone_is_watched_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran, _ = run_sleeping(monkeypatch, tmp_path / "run", "data", *LIMITS, rank=0, nproc=1)
+    assert ran.exit_code == 1
+    assert "watchdog: rank 0 stood still in data of step 3 for" in ran.stderr
+    assert ran.status["reason"].startswith("watchdog: rank 0 stood still in data of step 3")
+
+
+def test_an_ordinary_run_with_long_evaluations_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each evaluation takes 3 s, an update may take 2, and a batch of an evaluation 2."""
+    monkeypatch.setenv("MESHTRAINER_TEST_EVAL_S", "0.75")
+    more = ["run.step_timeout_s=2", "checkpoint.timeout_s=2", "eval.every=3", "eval.steps=1", "checkpoint.every=1"]
+    ran, seconds = run_sleeping(monkeypatch, tmp_path / "run", "nowhere", *more)
+    assert ran.exit_code == 0, ran.stderr
+    assert "watchdog" not in ran.stderr + ran.stdout
+    assert ran.train("step") == [1, 2, 3, 4, 5]
+    assert seconds > 6
+
+
+def test_collectives_have_the_ordinary_timeout_after_the_first_update(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The groups were opened with 100 s; the rank that waits gives up after 4, and then all say where they are."""
+    more = ["run.timeout_s=4", "run.first_step_timeout_s=100", "run.step_timeout_s=100"]
+    ran, seconds = run_sleeping(monkeypatch, tmp_path / "run", "forward", *more)
+    assert seconds < 40, ran.stderr
+    assert ran.exit_code == 1
+    assert "watchdog: rank 1 stood still in forward of step 3" in ran.stderr
+    assert "a collective has timed out on rank 0" in ran.stderr
+    assert ran.stderr.count("watchdog:") == 1
+    assert "Traceback" not in ran.stderr
+    assert ran.status["reason"].startswith("watchdog: rank 1 stood still in forward")
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Phases and limits, in this process
+
+
+@pytest.fixture
+def dog() -> Watchdog:
+    limits = load_config("llama_small", ["run.timeout_s=100", "checkpoint.timeout_s=300"])
+    world: Any = SimpleNamespace(rank=0, size=1, store=None, owns_group=True, set_timeout=lambda seconds: None)
+    return Watchdog(world, limits, lambda reason: None)
+
+
+def test_the_phases_of_an_update_note_themselves(dog: Watchdog) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(model.parameters())
+    dog.observe(model, [optimizer])
+    seen: list[str] = []
+    note = dog.note
+    dog.note = lambda phase: (seen.append(phase), note(phase))[1]  # type: ignore[method-assign]
+    dog.begin_update(1)
+    for _ in range(2):
+        model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    dog.end_update()
+    with dog.during("evaluate"), torch.no_grad():
+        model(torch.ones(2, 3))
+    each = ["forward", "backward", "reduce"]
+    assert seen == ["data", *each, *each, "optimizer", "between updates", "evaluate", "between updates"]
+
+
+def test_limits(dog: Watchdog, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [1000.0]
+    monkeypatch.setattr("trainer.watchdog.time.monotonic", lambda: clock[0])
+
+    def after(seconds: float) -> str:
+        clock[0] += seconds
+        return dog._overdue()
+
+    dog.begin_update(1)
+    assert after(299) == ""
+    assert after(2) == "no progress within run.first_step_timeout_s, 300 s"
+    dog.end_update()
+    assert after(10000) == "", "a user's own business"
+    dog.begin_update(2)
+    assert after(49) == ""
+    with dog.during("save"):
+        assert after(299) == ""
+        assert after(2).startswith("no progress within checkpoint.timeout_s")
+    assert after(0).startswith("no progress within run.step_timeout_s")
+    dog.end_update()
+    with dog.during("evaluate"):
+        assert after(299) == ""
+        dog._before_forward(nn.Linear(1, 1), None)
+        assert after(299) == "", "it makes progress"
+        assert after(2) != ""
+    dog.begin_update(3)
+    dog._forgive(60)
+    assert after(100) == "", "the process stood still for a minute itself"
+    with pytest.raises(KeyError), dog.running():
+        raise KeyError
+    assert after(1000) == "", "the loop was left"
+    dog.stop()
+
+
+def test_who_is_saving_within_the_limit_is_waited_for(dog: Watchdog, capsys: pytest.CaptureFixture[str]) -> None:
+    dog._world.store = HashStore()  # type: ignore[misc]
+    dog._watched = threading.get_ident()
+    with dog.during("save"):
+        dog._report("another rank waits for this one")
+        assert dog._round == 1
+        assert not dog._is_asked(), "next time there is a question of its own"
+    assert capsys.readouterr().err == ""
+
+
+def test_who_is_late() -> None:
+    def rank(number: int, step: int, marks: int, waits: bool, answers: bool = True) -> Standing:
+        return Standing(number, "forward", 7.0, step, marks, waits, False, answers, ["a.py:1 in f"])
+
+    ahead, waiting, behind = rank(0, 5, 3, False), rank(1, 5, 1, True), rank(2, 5, 2, False)
+    assert find_late([ahead, waiting, behind]) == [behind], "a rank in a collective is held up itself"
+    assert find_late([waiting, rank(3, 4, 9, True)]) == [rank(3, 4, 9, True)], "all wait: collectives do not match"
+    silent = rank(4, 0, 0, False, answers=False)
+    assert find_late([ahead, silent]) == [silent]
+    assert reason_of("why", [ahead, silent]) == "watchdog: rank 4 did not answer (why)"
+    many = table("why", [rank(number, 5, 1 if number == 700 else 2, number != 700) for number in range(1000)])
+    assert ">>  700" in many
+    assert "and 968 more that are not late" in many

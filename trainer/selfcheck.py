@@ -1,0 +1,373 @@
+"""Is this run set up as it was asked to be?  Asked once, before the first update, of all ranks together.
+
+What goes wrong here goes wrong without a word later: a parameter that FSDP never saw trains on each rank by itself,
+replicas that differ once differ for ever, samples that two ranks read count twice.
+
+Not looked at: loaders of a user's own, which have no indices to compare; buffers, which may be each rank's own (those
+that are saved are compared when they are); models beside `Trainer.model`, such as a teacher or an average.
+
+Changes nothing, and draws no random number.  Knows no recipe by name.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import importlib.util
+import json
+import platform
+import sys
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from trainer.config import RunConfig
+from trainer.data.loader import TrainLoader
+from trainer.errors import TrainingFailed, UserError
+from trainer.parameters import tied_names
+from trainer.shard import reshard
+from trainer.world import Channel
+
+DATA = "data"
+"""What a Trainer lists in `exempt_from_selfcheck` to have the share of the samples left alone."""
+
+_OF_A_RANK = ("run.threads", "data.cache_dir", "data.num_workers")
+"""Keys that may differ between ranks: they change no result."""
+
+_MAX_LINES = 10
+_BLOCK = 4096
+"""Words of 8 bytes that go into one sum of a checksum."""
+
+# ---------------------------------------------------------------------------------------------------------------
+# The same run on all ranks
+
+
+def check_same_run(channel: Channel, config: RunConfig, owner: type, exempt: Iterable[str] = ()) -> None:
+    """Raise UserError, on all ranks alike, unless all have the same configuration and the same code.
+
+    Code is this package with its recipes, the modules of the model and of `owner` (the Trainer's class), torch and
+    Python; `exempt` has patterns of keys and files that may differ.  To be called before anything is built, because
+    ranks with different meshes would wait for each other.  One gather of a number where all is well.
+    """
+    exempt = tuple(exempt)
+    facts = {name: fact for name, fact in _facts(config, owner) if not _matches(name, exempt)}
+    digest = zlib.crc32(json.dumps(facts, sort_keys=True).encode())
+    # Also where this rank has the self-check off: whether all have is a part of what is compared.
+    wanted = channel.gather((digest, config.run.selfcheck))
+    if len(set(wanted)) == 1 or not any(is_on for _, is_on in wanted):
+        return
+    of_ranks: list[Mapping[str, str]] = channel.gather(facts)
+    names = list(dict.fromkeys(name for facts in of_ranks for name in facts))
+    lines = [
+        f"{name}: {_by_value(values)}"
+        for name in names
+        if len(set(values := [facts.get(name, "none") for facts in of_ranks])) > 1
+    ]
+    raise UserError(_message("the ranks were not started alike", lines))
+
+
+def _facts(config: RunConfig, owner: type) -> Iterator[tuple[str, str]]:
+    for section, values in config.to_dict().items():
+        for name, value in values.items():
+            if f"{section}.{name}" not in _OF_A_RANK:
+                yield f"{section}.{name}", json.dumps(value)
+    yield "python", platform.python_version()
+    yield "torch", torch.__version__
+    for name, path in sorted(_sources(config, owner).items()):
+        yield name, f"checksum {zlib.crc32(path.read_bytes()):08x}"
+
+
+def _sources(config: RunConfig, owner: type) -> dict[str, Path]:
+    """Return the files of this package, of its recipes and of what the user brings, by names that are no paths."""
+    found = {}
+    for package in ("trainer", "trainer.recipes"):
+        for folder in map(Path, sys.modules[package].__path__ if package in sys.modules else ()):
+            if (folder / "__init__.py").exists():  # not the top of a bare checkout
+                for path in folder.rglob("*.py"):
+                    found[f"{package}/{path.relative_to(folder)}"] = path
+    build = config.recipe.build
+    modules = {cls.__module__ for cls in (*owner.__mro__, type(config.model), *type(config.model).__mro__)}
+    modules.add(build.partition(":")[0] if isinstance(build, str) else getattr(build, "__module__", ""))
+    inside = set(found.values())
+    for module in modules:
+        file = getattr(sys.modules.get(module), "__file__", None) or _file_of(module)
+        if file and file.endswith(".py") and Path(file) not in inside:
+            found[module] = Path(file)
+    return found
+
+
+def _file_of(module: str) -> str | None:
+    """Return the file of a module that is named but not imported yet."""
+    if module in sys.modules or not module:
+        return None  # a built-in, or typed in by hand
+    try:
+        spec = importlib.util.find_spec(module)
+    except ModuleNotFoundError:  # whoever builds the model will say so
+        return None
+    return spec.origin if spec is not None else None
+
+
+def _by_value(values: Sequence[str]) -> str:
+    ranks: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value, []).append(rank)
+    return "; ".join(f"{value} on {_ranks(on)}" for value, on in ranks.items())
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    listed = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank {listed}" if len(ranks) == 1 else f"ranks {listed}"
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# What was built
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """What this rank holds of one parameter: `length` of `total` along one dim, from `start` on."""
+
+    name: str
+    facts: str
+    """What must be the same on all ranks."""
+    tensor: torch.Tensor
+    start: int
+    length: int
+    total: int
+    copies: int
+    """How many ranks hold the same piece."""
+
+
+@dataclass(frozen=True)
+class _Report:
+    """What one rank tells the others: small, whatever the model."""
+
+    problems: list[str]
+    digest: int
+    """Of what its parameters are, which must be the same on all ranks."""
+    pieces: NDArray[np.int64]
+    """A row for each parameter: start, length, checksum."""
+    order: tuple[int, int, int] | None
+    """Where in the data it stands: position, number of samples, seed; None if that is not checked."""
+    samples: NDArray[np.int64] | None
+    """What it reads for the next update."""
+
+
+def check_start(
+    channel: Channel,
+    model: nn.Module,
+    mesh: DeviceMesh,
+    ties: Sequence[Sequence[str]],
+    loader: object,
+    exempt: Iterable[str] = (),
+) -> None:
+    """Raise TrainingFailed, on all ranks alike, with all that is wrong on any of them.
+
+    Every trainable parameter must be sharded over the last axis of `mesh` and replicated over the one before; the
+    pieces must make up the whole; replicas (and frozen parameters that are whole on every rank) must be equal bit for
+    bit; `ties`, groups of names, must still be one parameter; and what the ranks read for the next update must be the
+    global batch, each sample once, in order.  `exempt`: patterns of parameter names to pass over, and `DATA`.
+
+    Reads each replicated parameter once; two gathers, of 24 bytes for each parameter and 8 for each sample.
+    """
+    exempt = tuple(exempt)
+    reshard(model)  # a forward pass of the user's own may have left units gathered
+    pieces: list[_Piece] = []
+
+    def look() -> _Report:
+        problems = list(_untied(model, ties, exempt))
+        for name, parameter in model.named_parameters():
+            if not _matches(name, exempt):
+                problem, piece = _examine(name, parameter, mesh, channel.size)
+                problems += [problem] if problem else []
+                pieces.extend([piece] if piece else [])
+        checked = loader if isinstance(loader, TrainLoader) and not _matches(DATA, exempt) else None
+        table = [(piece.start, piece.length, _checksum(piece)) for piece in pieces]
+        return _Report(
+            problems,
+            zlib.crc32("\n".join(f"{piece.name}: {piece.facts}" for piece in pieces).encode()),
+            np.array(table, dtype=np.int64).reshape(-1, 3),
+            checked.order if checked is not None else None,
+            checked.next_samples() if checked is not None else None,
+        )
+
+    reports: list[_Report] = channel.gather(channel.agreed(look))
+    found: dict[str, list[int]] = {}
+    for rank, report in enumerate(reports):
+        for problem in report.problems:
+            found.setdefault(problem, []).append(rank)
+    lines = [f"{_ranks(ranks)}: {problem}" for problem, ranks in found.items()]
+    if len({report.digest for report in reports}) > 1:
+        lines += _different_parameters(channel.gather({piece.name: piece.facts for piece in pieces}))
+    else:
+        lines += _compare_pieces(pieces, np.stack([report.pieces for report in reports]))
+    lines += _compare_data(reports, loader)
+    if lines:
+        raise TrainingFailed(_message("", lines))
+
+
+def _message(headline: str, lines: Sequence[str]) -> str:
+    more = [f"and {len(lines) - _MAX_LINES} more"] if len(lines) > _MAX_LINES else []
+    way_out = "to have something left out, override Trainer.exempt_from_selfcheck; all of it: run.selfcheck=false"
+    shown = [*([headline] if headline else []), *lines[:_MAX_LINES], *more, way_out]
+    return "self-check: " + "\n  ".join(shown)
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _untied(model: nn.Module, ties: Sequence[Sequence[str]], exempt: Sequence[str]) -> Iterator[str]:
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    still_tied = [set(group) for group in tied_names(model)]
+    for first, *aliases in ties:
+        home: set[str] = next((group for group in still_tied if first in group), set())
+        for alias in aliases:
+            # A name that is no longer there was taken away on purpose.
+            if {first, alias} <= names and alias not in home and not _matches(alias, exempt):
+                yield f"{alias} is a parameter of its own; expected: one with {first}, as the model was built"
+
+
+def _examine(name: str, parameter: nn.Parameter, mesh: DeviceMesh, world_size: int) -> tuple[str, _Piece | None]:
+    """Return what is wrong with a parameter, and the piece of it that is here, if there is one to compare."""
+    shape, wanted = tuple(parameter.shape), parameter.requires_grad
+    facts = f"{parameter.dtype} {shape}, {'trainable' if wanted else 'frozen'}"
+    if parameter.is_meta:
+        return f"{name} is on the meta device; expected: filled with values", None
+    if not isinstance(parameter, DTensor):
+        if wanted and world_size > 1:
+            return f"{name} is not sharded, so that nobody reduces its gradient; expected: {_asked_for(mesh)}", None
+        return "", _Piece(name, f"{facts}, whole", parameter, 0, 1, 1, world_size)
+    *outer, last = parameter.placements
+    if parameter.device_mesh != mesh or outer != [Replicate()] * len(outer) or not isinstance(last, Shard):
+        if not wanted:
+            return "", None  # frozen, and the user's own affair
+        placed = f"{tuple(parameter.placements)} on {_axes(parameter.device_mesh)}"
+        return f"{name} is placed {placed}; expected: {_asked_for(mesh)}", None
+    local, dim = parameter.to_local(), last.dim
+    local_shape, offset = compute_local_shape_and_global_offset(shape, mesh, parameter.placements)
+    copies = mesh.size() // mesh.size(mesh.ndim - 1)
+    facts = f"{facts}, sharded on dim {dim} over {_axes(mesh)}"
+    piece = _Piece(name, facts, local, offset[dim], local.shape[dim], shape[dim], copies)
+    if tuple(local.shape) != tuple(local_shape):
+        return f"{name} has shape {tuple(local.shape)} here; expected: {tuple(local_shape)} of {shape}", piece
+    return "", piece
+
+
+def _asked_for(mesh: DeviceMesh) -> str:
+    placements = (*[Replicate()] * (mesh.ndim - 1), Shard(0))
+    return f"a DTensor placed {placements} on {_axes(mesh)}"
+
+
+def _axes(mesh: DeviceMesh) -> str:
+    names = mesh.mesh_dim_names or [f"axis {number}" for number in range(mesh.ndim)]
+    return " x ".join(f"{name} {size}" for name, size in zip(names, mesh.shape, strict=True))
+
+
+@torch.no_grad()
+def _checksum(piece: _Piece) -> int:
+    """Return a checksum over the bytes of a piece that others hold too, else 0.
+
+    Sums of blocks of 64-bit words, which the tensor's own device adds up at the speed of its memory, then CRC-32 over
+    the sums: any single change is found, and so are blocks that have changed places.
+    """
+    tensor = piece.tensor.detach()
+    if piece.copies == 1 or tensor.numel() == 0 or is_traceable_wrapper_subclass(tensor):
+        return 0
+    data = tensor.contiguous().view(-1).view(torch.uint8)
+    if data.storage_offset() % 8:
+        data = data.clone()
+    num_words = data.numel() // 8
+    words, rest = data[: 8 * num_words].view(torch.int64), data[8 * num_words :]
+    num_blocks = num_words // _BLOCK
+    sums = (
+        words[: num_blocks * _BLOCK].view(-1, _BLOCK).sum(dim=1),
+        words[num_blocks * _BLOCK :],
+        rest.to(torch.int64),
+    )
+    return zlib.crc32(torch.cat(sums).cpu().numpy().tobytes())
+
+
+def _different_parameters(of_ranks: Sequence[Mapping[str, str]]) -> Iterator[str]:
+    names = dict.fromkeys(name for facts in of_ranks for name in facts)
+    for name in names:
+        values = [facts.get(name, "missing") for facts in of_ranks]
+        if len(set(values)) > 1:
+            yield f"{name} is {_by_value(values)}; expected: the same on all"
+
+
+def _compare_pieces(pieces: Sequence[_Piece], tables: NDArray[np.int64]) -> Iterator[str]:
+    """Yield what does not fit together; `tables` has for each rank and parameter start, length and checksum."""
+    for number, piece in enumerate(pieces):
+        holders: dict[tuple[int, int], list[int]] = {}
+        for rank, (start, length) in enumerate(tables[:, number, :2].tolist()):
+            if length:
+                holders.setdefault((start, length), []).append(rank)
+        end = 0
+        for (start, length), ranks in sorted(holders.items()):
+            if start != end:
+                what = "overlap" if start < end else "leave a gap"
+                yield (
+                    f"{_ranks(ranks)}: the pieces of {piece.name} {what}: rows {start} to {start + length - 1} here; "
+                    f"expected: from row {end} on"
+                )
+            if len(ranks) != piece.copies:
+                yield (
+                    f"{_ranks(ranks)}: rows {start} to {start + length - 1} of {piece.name} are on {len(ranks)} ranks; "
+                    f"expected: {piece.copies}"
+                )
+            end = max(end, start + length)
+            yield from _compare_replicas(piece.name, ranks, tables[ranks, number, 2].tolist())
+        if end != piece.total:
+            yield f"all ranks: the pieces of {piece.name} end at row {end}; expected: {piece.total}"
+
+
+def _compare_replicas(name: str, ranks: Sequence[int], checksums: Sequence[int]) -> Iterator[str]:
+    # What most hold is taken to be right, and of two what the first one holds.
+    right = max(checksums, key=checksums.count)
+    model = ranks[checksums.index(right)]
+    for rank, checksum in zip(ranks, checksums, strict=True):
+        if checksum != right:
+            yield f"rank {rank}: {name} differs from its replica on rank {model}"
+
+
+def _compare_data(reports: Sequence[_Report], loader: object) -> Iterator[str]:
+    unlike = [rank for rank, report in enumerate(reports) if report.order != reports[0].order]
+    for rank in unlike:
+        yield f"rank {rank}: reads {_order(reports[rank].order)}; rank 0 reads {_order(reports[0].order)}"
+    if unlike or reports[0].order is None or not isinstance(loader, TrainLoader):
+        return
+    expected, first = loader.next_samples(of_all_ranks=True), 0
+    owner: dict[int, int] = {}
+    for rank, report in enumerate(reports):
+        own = report.samples if report.samples is not None else np.empty(0, dtype=np.int64)
+        share = expected[first : first + own.size]
+        first += own.size
+        if not np.array_equal(own, share):
+            others = sorted({owner[sample] for sample in own.tolist() if sample in owner})
+            shared = f", of which {_ranks(others)} reads some too" if others else ""
+            yield f"rank {rank}: reads samples {_some(own)} for the next update{shared}; expected: {_some(share)}"
+        owner = dict.fromkeys(own.tolist(), rank) | owner
+    if first != expected.size:
+        yield f"all ranks: read {first} samples for the next update; expected: {expected.size}"
+
+
+def _order(order: tuple[int, int, int] | None) -> str:
+    if order is None:
+        return "data in no order that is known"
+    position, num_samples, seed = order
+    return f"from position {position} of an order of {num_samples} samples with seed {seed}"
+
+
+def _some(samples: NDArray[np.int64]) -> str:
+    shown = ", ".join(map(str, samples[:4].tolist()))
+    return f"[{shown}{', ...' if samples.size > 4 else ''}]"

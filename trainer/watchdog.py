@@ -1,0 +1,440 @@
+"""Which rank holds the others up: every rank notes what it is doing, and a thread looks at the clock.
+
+When an update, a save or an evaluation makes no progress for too long, all ranks say through the store (never by a
+collective: some are waiting in one) which phase they are in and where in the code.  Rank 0 prints one table, names
+those that the others wait for, and the run ends as failed on all ranks.
+
+What the limits cover: `run.step_timeout_s` one update, from asking for its data to its log line; the first one, which
+compiles and allocates, has `run.first_step_timeout_s`, and so has in an evaluation the time between two forward passes.
+`checkpoint.timeout_s` covers what training waits for in a save, and a save in the background from its beginning; ranks
+that wait meanwhile for one of these wait as long.  What a loop of the user's own does between updates has no limit, nor
+has the start; but ranks that wait for that in an update of theirs have one.
+
+Out of reach: a process that never lets go of Python's lock, or is stopped.  It is named, because it does not answer; if
+it is rank 0, nobody prints the table, and the others end by themselves.  In a process group that somebody else has
+opened there is no store to talk through: each rank reports on itself alone, and ending is left to the opener.
+
+Knows no model by name and calls no collective.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from types import FrameType
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.distributed import Store
+from torch.utils._pytree import tree_leaves
+
+from trainer.config import RunConfig
+from trainer.errors import EXIT_FAILED, PeerFailed
+from trainer.world import World
+
+IN_UPDATE = ("data", "forward", "backward", "reduce", "optimizer")
+"""Phases of an update, in their order; the others are start, evaluate, save and between updates."""
+
+_POLL_S, _ASK_EVERY = 0.5, 4
+_ANSWER_S, _VERDICT_S, _GRACE_S, _SAVE_GRACE_S = 6.0, 15.0, 3.0, 60.0
+_STOOD_STILL_S = 5.0
+_MAX_FRAMES, _MAX_ROWS = 12, 32
+_TIMED_OUT = "a collective has timed out"
+_IN_BACKGROUND = "a save in the background"
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where one rank stands."""
+
+    rank: int
+    phase: str
+    phase_s: float
+    """How long it has been in the phase."""
+    step: int
+    """Of the update in hand, or of the last one."""
+    marks: int
+    """How many phases it has entered since the update began."""
+    waits: bool
+    """Whether it is in a collective, so that somebody else holds it up."""
+    within: bool = False
+    """Whether it is in a save or an evaluation that may take longer than an update, and has not taken too long."""
+    answers: bool = True
+    stack: list[str] = field(default_factory=list)
+    """Where its main thread is, and the thread that saves, where that is what it waits for."""
+
+
+class Watchdog:
+    """Notes what this rank is doing, which costs two attributes a phase, and watches that it does not do so for ever.
+
+    `give_up(reason)` is called on rank 0, from the watching thread, to record how the run has failed.
+    """
+
+    def __init__(self, world: World, config: RunConfig, give_up: Callable[[str], None]) -> None:
+        self._world, self._limits, self._give_up = world, config.run, give_up
+        self._save_limit_s = config.checkpoint.timeout_s
+        self._save_stage: Callable[[], str] = str
+        self.phase, self.since, self.marks, self.step = "start", time.monotonic(), 0, 0
+        self._round = 0
+        """How often the ranks have said where they are: each time has keys of its own in the store."""
+        self._armed: tuple[float, str, float] | None = None
+        """When the present limit ends, its key, and what it is."""
+        self._num_updates = 0
+        self._saving_since: float | None = None
+        self._watched = 0
+        self._stopped, self._done = threading.Event(), threading.Event()
+        self._timed_out = ""
+        self._thread: threading.Thread | None = None
+
+    # -- what the training thread notes ----------------------------------------------------------------------------
+
+    def note(self, phase: str) -> None:
+        """Say that this rank enters a phase."""
+        self.phase, self.since = phase, time.monotonic()
+        self.marks += 1
+
+    def begin_update(self, step: int) -> None:
+        """Say that an update begins, with its data."""
+        self.step, self.marks = step, 0
+        self.note("data")
+        is_first = self._num_updates == 0
+        limit = self._limits.first_step_limit_s if is_first else self._limits.step_limit_s
+        self._arm("run.first_step_timeout_s" if is_first else "run.step_timeout_s", limit)
+
+    def end_update(self) -> None:
+        """Say that an update is through.  After the first all collectives get the ordinary timeout."""
+        self._armed = None
+        self.note("between updates")
+        self._num_updates += 1
+        if self._num_updates == 1:
+            self._world.set_timeout(self._limits.timeout_s)
+
+    @contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        """Be in a phase outside the update, with its own limit, inside the block."""
+        before, self._armed = (self.phase, self._armed), None
+        self.note(phase)
+        if phase == "save":
+            self._arm("checkpoint.timeout_s", self._save_limit_s)
+        else:
+            self._arm("run.first_step_timeout_s", self._limits.first_step_limit_s)
+        try:
+            yield
+        finally:
+            phase, self._armed = before
+            self.note(phase)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Watch, and have no limit any more after the block, however it is left."""
+        self._start()
+        try:
+            yield
+        finally:
+            self._armed = None
+
+    def save_begins(self, stage: Callable[[], str]) -> None:
+        """Say that a save in the background has begun; `stage()` says what it is about."""
+        self._saving_since, self._save_stage = time.monotonic(), stage
+
+    def observe(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Have the model and the optimizers note the phases of the update, whatever step they are used in."""
+        # Before FSDP's own hook, which gathers, and waits.
+        model.register_forward_pre_hook(self._before_forward, prepend=True)
+        model.register_forward_hook(self._after_forward)
+        for optimizer in optimizers:
+            optimizer.register_step_pre_hook(self._before_optimizer)
+
+    def _before_forward(self, module: nn.Module, inputs: Any) -> None:
+        if self.phase in IN_UPDATE:
+            self.note("forward")
+        elif self._armed is not None:  # an evaluation makes progress
+            self.marks += 1
+            _, key, limit = self._armed
+            self._arm(key, limit)
+
+    def _after_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        if self.phase == "forward" and torch.is_grad_enabled():
+            for tensor in tree_leaves(output):
+                if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                    tensor.register_hook(self._in_backward)
+
+    def _in_backward(self, gradient: torch.Tensor) -> None:
+        if self.phase == "forward":
+            self.note("backward")
+            torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
+
+    def _after_backward(self) -> None:
+        if self.phase == "backward":
+            self.note("reduce")
+
+    def _before_optimizer(self, *_: Any) -> None:
+        if self.phase in IN_UPDATE:
+            self.note("optimizer")
+
+    def _arm(self, key: str, limit_s: float) -> None:
+        self._armed = (time.monotonic() + limit_s, key, limit_s)
+
+    # -- the watching thread ---------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        self._watched = threading.get_ident()
+        if self._thread is None or self._stopped.is_set():
+            self._stopped = threading.Event()
+            self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        """Watch no longer."""
+        self._stopped.set()
+
+    def explain(self, error: BaseException) -> None:
+        """If a collective has timed out, have all ranks say where they are, as if a limit had passed, and end."""
+        frame, trace = None, error.__traceback__
+        while trace is not None:
+            frame, trace = trace.tb_frame, trace.tb_next
+        text = str(error).lower()
+        if self._thread is not None and _is_in_a_collective(frame) and ("timed out" in text or "timeout" in text):
+            self._timed_out = f"{_TIMED_OUT} on rank {self._world.rank}: {str(error).splitlines()[0]}"
+            self._done.wait(_ANSWER_S + _VERDICT_S)
+
+    def _watch(self) -> None:
+        polled, num_polls, stopped = time.monotonic(), 0, self._stopped
+        while not stopped.wait(_POLL_S):
+            stood_still_s = time.monotonic() - polled
+            polled, num_polls = time.monotonic(), num_polls + 1
+            if stood_still_s > _STOOD_STILL_S:  # the whole process did, suspended by Slurm say: that is no fault
+                self._forgive(stood_still_s)
+            why = self._timed_out or self._overdue()
+            if why or (num_polls % _ASK_EVERY == 0 and self._is_asked()):
+                self._report(why)
+                if self._timed_out or self._world.store is None:
+                    self._done.set()
+                    return
+                polled = time.monotonic()
+
+    def _forgive(self, seconds: float) -> None:
+        if self._armed is not None:
+            until, key, limit = self._armed
+            self._armed = (until + seconds, key, limit)
+        if self._saving_since is not None:
+            self._saving_since += seconds
+
+    def _overdue(self) -> str:
+        """Return which limit has passed, or an empty text."""
+        armed, saving = self._armed, self._saving_since
+        if armed is not None and time.monotonic() > armed[0]:
+            return f"no progress within {armed[1]}, {armed[2]:g} s"
+        limit = self._save_limit_s
+        if saving is not None and time.monotonic() > saving + limit and _saving_frame() is not None:
+            return f"{_IN_BACKGROUND} has not ended within checkpoint.timeout_s, {limit:g} s"
+        return ""
+
+    def _is_asked(self) -> bool:
+        store = self._world.store
+        try:
+            return store is not None and store.check([self._key("ask")])
+        except RuntimeError:  # the store has gone, which the failure watch sees too
+            return False
+
+    def _key(self, name: str | int) -> str:
+        return f"meshtrainer/watchdog/{self._round}/{name}"
+
+    def _report(self, why: str) -> None:
+        """Say where this rank stands; on rank 0, print where all of them do, and end, which the others do then.
+
+        Returns if whoever is late has good reason to be: the limit that has passed begins again.  And in a process
+        group of somebody else's.
+        """
+        store, rank = self._world.store, self._world.rank
+        if store is None:
+            own = self.standing(why)
+            _print(table(why, [own]))
+            if self._world.owns_group:
+                self._end(reason_of(why, [own]), is_stuck=_is_stuck([own]))
+            return
+        try:
+            why = store.compare_set(
+                self._key("ask"), "", why
+            ).decode()  # what the first one said, if this is not the first
+            store.set(self._key(rank), json.dumps(asdict(self.standing(why))))
+            if rank == 0:
+                standings = self._gather(store)
+                verdict = "stuck" if _is_stuck(standings) else "end"
+                if all(standing.within for standing in find_late(standings)) and not why.startswith(_TIMED_OUT):
+                    verdict = "go on"
+                else:
+                    _print(table(why, standings))
+                    self._world.announce_failure(PeerFailed(reason_of(why, standings)))
+                store.set(self._key("verdict"), verdict)
+            else:
+                store.wait([self._key("verdict")], timedelta(seconds=_VERDICT_S))
+                verdict = store.get(self._key("verdict")).decode()
+        except RuntimeError:  # the store has gone, or rank 0 does not answer
+            _print(table(why, [self.standing(why)]))
+            self._leave(is_stuck=True)
+        if verdict == "go on":
+            self._round += 1
+            if self._armed is not None and time.monotonic() > self._armed[0]:
+                self._arm(*self._armed[1:])
+        elif rank == 0:
+            self._end(reason_of(why, standings), verdict == "stuck")
+        else:
+            self._leave(verdict == "stuck")
+
+    def _gather(self, store: Store) -> list[Standing]:
+        found = {rank: Standing(rank, "?", 0.0, 0, 0, False, answers=False) for rank in range(self._world.size)}
+        until = time.monotonic() + _ANSWER_S
+        while (missing := [rank for rank in found if not found[rank].answers]) and time.monotonic() < until:
+            for rank in missing:
+                if store.check([self._key(rank)]):
+                    found[rank] = Standing(**json.loads(store.get(self._key(rank))))
+            time.sleep(0.1)
+        return list(found.values())
+
+    def _end(self, reason: str, is_stuck: bool) -> NoReturn:
+        """Record the failure, as far as that can be done within a moment, and leave."""
+        recording = threading.Thread(target=self._give_up, args=(reason,), daemon=True)
+        recording.start()
+        recording.join(_GRACE_S)
+        self._leave(is_stuck)
+
+    def _leave(self, is_stuck: bool) -> NoReturn:
+        """End this process, which may be asleep for ever; a save in flight may end before, unless that is stuck."""
+        until = time.monotonic() + _SAVE_GRACE_S
+        while not is_stuck and _saving_frame() is not None and time.monotonic() < until:
+            time.sleep(0.1)
+        if self._world.rank != 0:
+            time.sleep(_GRACE_S)  # rank 0 has something to write, and to tell
+        sys.stderr.flush()
+        os._exit(EXIT_FAILED)
+
+    def standing(self, why: str = "") -> Standing:
+        """Return where this rank stands, seen from another thread, asked for the reason `why`."""
+        phase, since = self.phase, self.since
+        main, saving = sys._current_frames().get(self._watched), _saving_frame()
+        armed, limit = self._armed, self._save_limit_s
+        within = phase in ("evaluate", "save") and armed is not None and time.monotonic() < armed[0]
+        stack, waits = _lines(main), bool(self._timed_out) or _is_in_a_collective(main)
+        if why.startswith(_IN_BACKGROUND):
+            waits = saving is None or _is_in_a_collective(saving)  # without one, its part of the save is through
+            if saving is not None:
+                phase, since, stack = "save", self._saving_since or since, [self._save_stage(), *_lines(saving)]
+                within = time.monotonic() < since + limit
+        elif saving is not None and _is_in_another_thread(main):
+            waits = _is_in_a_collective(saving)
+            stack = [*stack, f"and the thread that saves, {self._save_stage()}, at", *_lines(saving)]
+        seconds = round(time.monotonic() - since, 1)
+        return Standing(self._world.rank, phase, seconds, self.step, self.marks, waits, within, stack=stack)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# What the standings say
+
+
+def find_late(standings: Sequence[Standing]) -> list[Standing]:
+    """Return those that the others wait for.
+
+    Who does not answer; else, of those that are in no collective, who has come least far.  If all are in one, who has
+    come least far of all: ranks whose collectives do not match.
+    """
+    silent = [standing for standing in standings if not standing.answers]
+    if silent:
+        return silent
+    busy = [standing for standing in standings if not standing.waits] or standings
+    least = min((standing.step, standing.marks) for standing in busy)
+    return [standing for standing in busy if (standing.step, standing.marks) == least]
+
+
+def _is_stuck(standings: Sequence[Standing]) -> bool:
+    """Return whether it is a save that does not end, so that nobody needs to wait for it."""
+    return any(standing.phase == "save" and not standing.within for standing in find_late(standings))
+
+
+def reason_of(why: str, standings: Sequence[Standing]) -> str:
+    """Return one line: who is late, in which phase, and which limit has passed."""
+    late = find_late(standings)
+    ranks = ", ".join(str(standing.rank) for standing in late[:8]) + (", ..." if len(late) > 8 else "")
+    who = f"rank {ranks}" if len(late) == 1 else f"ranks {ranks}"
+    first = late[0]
+    if not first.answers:
+        return f"watchdog: {who} did not answer ({why})"
+    return f"watchdog: {who} stood still in {first.phase} of step {first.step} for {first.phase_s:g} s ({why})"
+
+
+def table(why: str, standings: Sequence[Standing]) -> str:
+    """Return what a person is to see: a row for each rank, the late ones marked, and where these are."""
+    late = find_late(standings)
+    rows = [*late, *(standing for standing in standings if standing not in late)]
+    lines = [reason_of(why, standings), "     rank    step  phase            for"]
+    for row in sorted(rows[:_MAX_ROWS], key=lambda row: row.rank):
+        if not row.answers:
+            lines.append(f"  >> {row.rank:4}  does not answer")
+            continue
+        state = "late" if row in late else "waits for others" if row.waits else ""
+        mark = ">>" if row in late else "  "
+        lines.append(f"  {mark} {row.rank:4}  {row.step:6}  {row.phase:15}  {row.phase_s:6.1f} s  {state}".rstrip())
+    if len(rows) > _MAX_ROWS:
+        lines.append(f"     and {len(rows) - _MAX_ROWS} more that are not late")
+    for row in late[:4]:
+        lines += [f"rank {row.rank} is at", *(f"  {line}" for line in row.stack)] if row.answers else []
+    return "\n".join(lines)
+
+
+def _print(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Stacks
+
+
+def _saving_frame() -> FrameType | None:
+    """Return where the thread that saves is; None if there is none, or it has nothing to do."""
+    frames = sys._current_frames()
+    for thread in threading.enumerate():
+        if thread.name.startswith("checkpoint"):
+            frame = frames.get(thread.ident or 0)
+            if frame is not None and frame.f_code.co_name != "_worker":
+                return frame
+    return None
+
+
+def _is_in_a_collective(frame: FrameType | None) -> bool:
+    """Return whether the innermost code is torch.distributed, or torch called from there."""
+    while frame is not None and f"{os.sep}torch{os.sep}" in frame.f_code.co_filename:
+        if f"{os.sep}torch{os.sep}distributed{os.sep}" in frame.f_code.co_filename:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _is_in_another_thread(frame: FrameType | None) -> bool:
+    return frame is not None and frame.f_code.co_filename == threading.__file__
+
+
+_LEFT_OUT = (f"{os.sep}torch{os.sep}nn{os.sep}modules{os.sep}module.py", f"{os.sep}contextlib.py")
+
+
+def _lines(frame: FrameType | None) -> list[str]:
+    """Return file, line and function of each useful frame, the innermost last, from the Trainer on.
+
+    Not the source's text: reading it may block for ever, where that is what the others do.
+    """
+    lines: list[str] = []
+    while frame is not None:
+        file, name = frame.f_code.co_filename, frame.f_code.co_name
+        if not file.endswith(_LEFT_OUT):
+            lines.append(f"{file}:{frame.f_lineno} in {name}")
+        if name in ("fit", "_save") and file.startswith(os.path.dirname(__file__)):
+            break
+        frame = frame.f_back
+    return lines[:_MAX_FRAMES][::-1]
