@@ -33,6 +33,8 @@ class TrainState:
         self._owner = owner
         self.step = 0
         self.tokens = 0
+        self.owes_evaluation = False
+        """True after an evaluation of this step was given up: `fit` makes up for it when it goes on."""
         self.model, self.random = model, random_state
         names = {id(p): clean_name(name) for name, p in model.named_parameters()}
         self.parts: dict[str, Stateful] = {
@@ -321,7 +323,8 @@ class _Counters:
         self.state = state
 
     def state_dict(self) -> dict[str, Any]:
-        return {"tokens": self.state.tokens}
+        return {"tokens": self.state.tokens, "owes_evaluation": self.state.owes_evaluation}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.state.tokens = state["tokens"]
+        self.state.owes_evaluation = state.get("owes_evaluation", False)

@@ -119,6 +119,7 @@ class Trainer:
         self._changed: list[str] = []
         self.phase: Literal["built", "restored", "running", "ended"] = "built"
         self._saved_step: int | None = None
+        self._evaluated_step: int | None = None
         self._save_ended = self._may_retry = self._has_exchanged = False
         """What the update's message said: every rank has ended its part of the save in flight (or one never will); a
         failed one may be tried again.  And whether it has been sent."""
@@ -272,11 +273,13 @@ class Trainer:
         try:
             self.checkpoints.check(self.state)
             with GarbageCollection() as garbage:
+                self._resume()
+                if self.state.owes_evaluation:
+                    self._evaluate()
                 for record in self.steps():
                     self.on_step(record)
                     if _due(self.config.eval.every, record.step):
-                        with self.watchdog.during("evaluate"):
-                            self.evaluate()
+                        self._evaluate()
                     if self.saving.is_due(record.step, self._may_retry):
                         self._save()
                     garbage.after(record.step)
@@ -297,13 +300,17 @@ class Trainer:
         with self.watchdog.running():
             yield from self._steps()
 
-    def _steps(self) -> Iterator[Record]:
+    def _resume(self) -> None:
+        """Take up the newest checkpoint, unless that is done, and begin if there is anything left to do."""
         if self.phase == "built":
             self.load_checkpoint()
+        if self.phase != "running" and (self.state.step < self.config.train.steps or self.state.owes_evaluation):
+            self._start()
+
+    def _steps(self) -> Iterator[Record]:
+        self._resume()
         if self.state.step >= self.config.train.steps:
             return
-        if self.phase != "running":
-            self._start()
         random_state = self.state.random.state_dict()
         batches = iter(self.loader)
         self.state.random.load_state_dict(random_state)  # making an iterator may draw from it
@@ -348,11 +355,15 @@ class Trainer:
     def on_step(self, record: Record) -> None:
         """Do something of one's own after each update that `fit` makes; nothing by default."""
 
+    def _evaluate(self) -> None:
+        with self.watchdog.during("evaluate"):
+            self.evaluate()
+
     def evaluate(self) -> Record | None:
         """Return (and log) the mean loss over the held-out targets; None where nothing is held out.
 
-        Given up, with None, once a rank is asked to stop.  Collectives: those of the forward passes, and one small
-        message for each batch.
+        Given up, with None, once a rank is asked to stop; `fit` makes up for it when the run goes on.  Collectives:
+        those of the forward passes, and one small message for each batch.
         """
         if self.eval_loader is None:
             return None
@@ -369,7 +380,11 @@ class Trainer:
         reshard(self.model)
         self.model.train()
         if self.stopping:
+            self.state.owes_evaluation = True
             return None
+        if self.state.owes_evaluation:
+            self.state.owes_evaluation, self._saved_step = False, None  # the checkpoint of this step says otherwise
+        self._evaluated_step = self.state.step
         loss_sum, all_targets = self.world.sum([float(total), num_targets])
         loss = loss_sum / max(1, all_targets)
         eval_s = time.perf_counter() - started
@@ -642,25 +657,24 @@ class Trainer:
             self.world.agreed(lambda: self.metrics.go_back(self.state.step))
 
     def _finish(self) -> int:
-        state, exit_code = ("stopped", EXIT_STOPPED) if self.stopping else ("finished", EXIT_FINISHED)
         if self.phase in ("built", "restored"):
             self.metrics.say(
                 f"nothing to do: {self.config.run.dir} is at step {self.state.step} of {self.config.train.steps}"
             )
             if self.world.is_main and self.resumed_step is not None and not self.folder.has_finished():
                 self.checkpoints.clean()  # of an attempt that was killed after all was saved
-                self.folder.write_status(state, exit_code, self.state.step, "train.steps reached")
+                self.folder.write_status("finished", EXIT_FINISHED, self.state.step, "train.steps reached")
             self.folder.release()
-            return exit_code
+            return EXIT_FINISHED
+        if self.config.eval.every and self._evaluated_step != self.state.step and not self.stopping:
+            self._evaluate()
         self._save_at_the_end()
-        if state == "finished":
-            if self.config.eval.every and not _due(self.config.eval.every, self.state.step):
-                with self.watchdog.during("evaluate"):
-                    self.evaluate()
-            self._show_result()
-        reason = self._stop_reason() if state == "stopped" else "train.steps reached"
-        self._end(state, exit_code, reason)
-        return exit_code
+        if self.stopping:
+            self._end("stopped", EXIT_STOPPED, self._stop_reason())
+            return EXIT_STOPPED
+        self._show_result()
+        self._end("finished", EXIT_FINISHED, "train.steps reached")
+        return EXIT_FINISHED
 
     def _end(self, state: str, exit_code: int, reason: str) -> None:
         self.phase = "ended"
