@@ -21,6 +21,7 @@ from tests.ranks import REPOSITORY, tiny_overrides
 from trainer import RunConfig, UserError, load_config, run
 from trainer.config import (
     MeshSection,
+    MeshShape,
     TrainSection,
     check_config,
     compare_configs,
@@ -451,6 +452,18 @@ def test_what_a_resume_may_change(recipe_name: str, tmp_path: Path) -> None:
 
 def shown(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
+
+
+EVEN = [(8, 8, 4), (8, 4, 4), (8, 2, 4), (12, 12, 4), (3, 3, 3), (4, 1, 2)]
+
+
+@pytest.mark.parametrize(("ranks", "shard", "local"), EVEN)
+def test_a_mesh_that_goes_evenly_into_nodes(ranks: int, shard: int, local: int) -> None:
+    assert MeshShape(ranks // shard, shard).advice(local) == ""
+
+
+def test_a_mesh_that_shards_across_nodes_unevenly_is_pointed_out() -> None:
+    assert "mesh.shard=6 does not go evenly into nodes of 4 ranks" in MeshShape(2, 6).advice(4)
 
 
 def test_every_forbidden_difference_is_listed_at_once() -> None:

@@ -502,6 +502,18 @@ class MeshShape:
     def num_ranks(self) -> int:
         return self.replicate * self.shard
 
+    def advice(self, local_world_size: int) -> str:
+        """Return what is to be said of where the nodes' boundaries are; nothing if they are well placed.
+
+        What is gathered within a node goes over its own links, many times as fast as those between nodes.
+        """
+        if self.num_ranks == local_world_size or not (self.shard % local_world_size and local_world_size % self.shard):
+            return ""
+        return (
+            f"mesh.shard={self.shard} does not go evenly into nodes of {local_world_size} ranks: some shard groups lie "
+            "in one node, some in two, and all wait for the slowest; mesh.shard=node shards within each node"
+        )
+
 
 def find_mesh_shape(mesh: MeshSection, world_size: int, local_world_size: int) -> MeshShape:
     """Return the sizes of the mesh's axes on `world_size` ranks.  Raises UserError for one that cannot be."""

@@ -85,7 +85,9 @@ class Trainer:
         self.world = World(config)
         check_same_run(self.world, config, type(self), self.exempt_from_selfcheck())
         env = self.world.env
-        self.world.agreed(lambda: check_config(config, self.world.size, env.local_world_size))
+        shape = self.world.agreed(lambda: check_config(config, self.world.size, env.local_world_size))
+        if self.world.is_main and (advice := shape.advice(env.local_world_size)):
+            warn(advice)
         seed_everything(config.run.seed, self.world.rank)
 
         self.mesh = self.build_mesh()
