@@ -410,7 +410,7 @@ def test_state_that_differs_between_ranks_is_no_shared_state(tmp_path: Path) -> 
 
 
 class Normed(Trainer):
-    """A model with a buffer that follows the data of its rank, and a loader that each rank resumes for itself."""
+    """A model with a buffer that each rank has its own values of, and state that is each rank's own."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -546,6 +546,64 @@ def test_the_same_command_again_goes_on(tmp_path: Path) -> None:
     assert "has gone on from there already" in again.stdout
     starts = [json.loads(line) for line in (tmp_path / "b" / "metrics.jsonl").read_text().splitlines()]
     assert [record["resumed_step"] for record in starts if record["kind"] == "start"] == [2, 4]
+
+
+def test_a_job_that_began_anew_goes_on_when_it_is_requeued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """checkpoint.resume=none stands in the batch file: Slurm's restart is not one that begins anew; a new job is."""
+
+    def attempt(steps: int, job: str, restarts: int) -> list[Any]:
+        monkeypatch.setenv("SLURM_JOB_ID", job)
+        monkeypatch.setenv("SLURM_RESTART_COUNT", str(restarts))
+        trainer = Trainer(tiny(tmp_path, f"train.steps={steps}", "checkpoint.resume=none"))
+        assert trainer.fit() == 0
+        trainer.close()
+        records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+        return [
+            [r["resumed_step"] for r in records if r["kind"] == "start"],
+            [r["step"] for r in records if r["kind"] == "train"],
+        ]
+
+    assert attempt(2, "7", 0) == [[None], [1, 2]]
+    assert attempt(4, "7", 1) == [[None, 2], [1, 2, 3, 4]]
+    assert attempt(5, "7", 2) == [[None, 2, 4], [1, 2, 3, 4, 5]]
+    assert attempt(2, "8", 1) == [[None], [1, 2]]
+    assert (tmp_path / "previous_001" / "step_00000005").is_dir()
+
+
+def test_one_damaged_configuration_does_not_begin_again(tmp_path: Path) -> None:
+    run_tiny(tmp_path / "a", "train.steps=2")
+    origin = f"checkpoint.resume={tmp_path / 'a'}"
+    run_tiny(tmp_path / "b", "train.steps=5", "checkpoint.every=1", "checkpoint.keep_last=0", origin)
+    stored = tmp_path / "b" / "checkpoints" / "step_00000005" / "config.yaml"
+    stored.write_text(stored.read_text() + "#")
+    again = run_tiny(tmp_path / "b", "train.steps=6", origin)
+    assert [line["resumed_step"] for line in again.metrics if line["kind"] == "start"] == [2, 4]
+
+
+def test_closing_after_a_failed_fit_waits_for_nobody(tmp_path: Path) -> None:
+    class Failing(Trainer):
+        def on_step(self, record: Any) -> None:
+            raise ZeroDivisionError("mine")
+
+    def run() -> None:
+        trainer = Failing(tiny(tmp_path, "train.steps=5"))
+        try:
+            trainer.fit()
+        finally:
+            trainer.close()
+
+    with pytest.raises(ZeroDivisionError):
+        run()
+    assert json.loads((tmp_path / "status.json").read_text())["reason"] == "ZeroDivisionError: mine"
+    try:
+        raise MemoryError("earlier")
+    except MemoryError:  # a run within its handler has not failed
+        second = Trainer(tiny(tmp_path, "train.steps=2", "checkpoint.resume=none"))
+        assert [record.step for record in second.steps()] == [1, 2]
+        second.close()
+    assert json.loads((tmp_path / "status.json").read_text())["state"] == "finished"
 
 
 def test_a_second_start_leaves_the_word_of_the_first(tmp_path: Path) -> None:

@@ -738,11 +738,15 @@ def test_storage_hangs_for_longer_than_ranks_wait(place: str, rank: int, tmp_pat
     assert steps_in(run.folder)[-1] == 20
 
 
-@pytest.mark.parametrize(("place", "rank"), [("write", 1), *slow(("publish", 0), ("begin", 0))])
-def test_storage_that_gives_no_answer(place: str, rank: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("place", "rank", "mode"),
+    [("write", 1, "async"), *slow(("publish", 0, "async"), ("begin", 0, "async"), ("write", 0, "sync"))],
+)
+def test_storage_that_gives_no_answer(place: str, rank: int, mode: str, tmp_path: Path) -> None:
     """All ranks end alike, and say which of them waits for what; the run goes on from what was good before."""
     fault = Fault(hang=place, hang_s=300, rank=rank, first=1, last=1, step_s=0.1)
-    arguments = with_("checkpoint.timeout_s=4", "train.steps=100", "checkpoint.every=4", "checkpoint.when_busy=skip")
+    arguments = with_("checkpoint.timeout_s=7", "train.steps=200", "checkpoint.every=4", "checkpoint.when_busy=skip")
+    arguments = with_(f"checkpoint.mode={mode}", base=arguments)
     run = start(tmp_path / "run", *arguments, ranks=2, fault=fault)
     assert run.wait(40) == [1, 1], run.stderr
     doing = {"write": "writing", "publish": "publishing", "begin": "making"}[place]

@@ -191,7 +191,7 @@ def test_arguments_that_cannot_be(tmp_path: Path, capsys: Any) -> None:
     assert "holds out all of 10" in error(lines, "--out", out, "--holdout", "0.999999")
 
     message = error(lines, "--out", out, "--holdout", "0.0001")
-    assert message.startswith("--holdout=0.0001: holds out none of 10 documents\n")
+    assert message.startswith("error: --holdout=0.0001: holds out none of 10 documents\n")
     legal = message.strip().rpartition("=")[2]
     assert not list(tmp_path.glob("name-*"))
     assert not list(tmp_path.glob(".*"))
@@ -218,4 +218,4 @@ def test_the_command_line(tmp_path: Path) -> None:
     assert done.stdout.endswith(f"data.source=tokens data.path={tmp_path}/o-00000.bin model.vocab_size=257\n")
     done = subprocess.run([*command, "--out", str(tmp_path / "o")], cwd=root, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(f"--out={tmp_path}/o: {tmp_path}/o-00000.bin is there already")
+    assert done.stderr.startswith(f"error: --out={tmp_path}/o: {tmp_path}/o-00000.bin is there already")

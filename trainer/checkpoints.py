@@ -24,7 +24,7 @@ from rich.text import Text
 from trainer.checkpoint.blocks import Damaged
 from trainer.checkpoint.manifest import find_damage, read_manifest
 from trainer.checkpoint.place import COMMIT, Place, find_place, split_parent
-from trainer.checkpoint.source import StoredWeights, find_checkpoints
+from trainer.checkpoint.source import StoredWeights, find_checkpoints, is_checkpoint
 from trainer.checkpoint.store import list_steps
 from trainer.checkpoint.tensors import Stored
 from trainer.config import config_from_yaml
@@ -150,7 +150,7 @@ def command_line(argv: Sequence[str] | None = None) -> int:
 
 
 def _show(chosen: argparse.Namespace) -> int:
-    if COMMIT in find_place(chosen.run_dir).names() and not chosen.diff:  # one checkpoint, not a folder of them
+    if is_checkpoint(chosen.run_dir) and not chosen.diff:  # one checkpoint, not a folder of them
         folder, name = split_parent(chosen.run_dir)
         place = find_place(folder)
         entries = [_entry(place, name, chosen.verify)]
@@ -170,7 +170,7 @@ def _show(chosen: argparse.Namespace) -> int:
 def _show_list(place: Place, entries: Sequence[Entry]) -> None:
     console = Console(highlight=False)
     table = Table(title=str(place), title_justify="left", box=None, pad_edge=False, header_style="bold")
-    table.add_column("checkpoint", min_width=max(len(entry.name) for entry in entries))
+    table.add_column("checkpoint", min_width=max((len(entry.name) for entry in entries), default=0))
     table.add_column("size", justify="right")
     table.add_column("age", justify="right")
     table.add_column("mesh")

@@ -261,8 +261,12 @@ def load_config(recipe: str, overrides: Sequence[str] = ()) -> RunConfig:
 
 def config_from_yaml(text: str, origin: str = "config.yaml") -> RunConfig:
     """Return the configuration that `to_yaml` has written.  Raises UserError, as `load_config` does."""
-    tree = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
-    assert isinstance(tree, dict)
+    try:
+        tree = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
+    except (YAMLError, OmegaConfBaseException, ValueError) as error:
+        raise UserError(f"{origin}: is no configuration ({error})") from error
+    if not isinstance(tree, dict):
+        raise UserError(f"{origin}: is no configuration")
     return _build({str(key): value for key, value in tree.items()}, {}, Path(origin))
 
 

@@ -35,8 +35,10 @@ class Environment:
     world_size: int = 1
     local_rank: int = 0
     local_world_size: int = 1
+    job: str = ""
+    """What the launcher calls the job, the same when it starts it again; empty if it has no name of its own."""
     num_restarts: int = 0
-    """How often the launcher has started the run again."""
+    """How often the launcher has started the job again."""
 
     @property
     def is_distributed(self) -> bool:
@@ -58,7 +60,8 @@ def find_environment(env: MutableMapping[str, str] = os.environ) -> Environment:
             world_size=world_size,
             local_rank=_read(env, "LOCAL_RANK", 0),
             local_world_size=_read(env, "LOCAL_WORLD_SIZE", world_size),
-            num_restarts=_read(env, "TORCHELASTIC_RESTART_COUNT", 0) + _read(env, "SLURM_RESTART_COUNT", 0),
+            job=_job(env),
+            num_restarts=_restarts(env),
         )
     if "SLURM_PROCID" in env and "SLURM_STEP_NUM_TASKS" in env and "SLURM_LOCALID" in env:
         return Environment(
@@ -67,9 +70,21 @@ def find_environment(env: MutableMapping[str, str] = os.environ) -> Environment:
             world_size=_read(env, "SLURM_STEP_NUM_TASKS"),
             local_rank=_read(env, "SLURM_LOCALID"),
             local_world_size=_tasks_on_this_node(env),
-            num_restarts=_read(env, "SLURM_RESTART_COUNT", 0),
+            job=_job(env),
+            num_restarts=_restarts(env),
         )
-    return Environment(num_restarts=_read(env, "SLURM_RESTART_COUNT", 0))
+    return Environment(job=_job(env), num_restarts=_restarts(env))
+
+
+def _job(env: MutableMapping[str, str]) -> str:
+    if env.get("SLURM_JOB_ID"):
+        return f"slurm {env['SLURM_JOB_ID']}"
+    elastic = env.get("TORCHELASTIC_RUN_ID", "none")  # torchrun's default name, of whatever runs without one
+    return "" if elastic == "none" else f"torchrun {elastic}"
+
+
+def _restarts(env: MutableMapping[str, str]) -> int:
+    return _read(env, "SLURM_RESTART_COUNT", 0) + _read(env, "TORCHELASTIC_RESTART_COUNT", 0)
 
 
 def note_start(began: float, env: MutableMapping[str, str] = os.environ) -> None:

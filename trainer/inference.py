@@ -21,6 +21,8 @@ from trainer.materialize import materialize
 from trainer.recipe import Recipe, all_recipes
 from trainer.weights import WeightSource, fill
 
+_PLAIN = (".pt", ".pth", ".safetensors")
+
 
 class PlainFile:
     """One file of whole tensors by our names, as `torch.save(model.state_dict(), ...)` of another trainer leaves it.
@@ -65,6 +67,13 @@ class PlainFile:
         return tensor[start:stop] if tensor.ndim else tensor
 
 
+def settle_path(path: str | os.PathLike[str]) -> str:
+    """Return the one thing that a path to weights means now: of a run its newest checkpoint."""
+    if Path(path).suffix in _PLAIN or _is_hugging_face(path):
+        return os.fspath(path)
+    return str(find_checkpoint(path))
+
+
 def open_weights(path: str | os.PathLike[str], config: RunConfig) -> WeightSource:
     """Return where the weights for the model of `config` are.
 
@@ -72,7 +81,7 @@ def open_weights(path: str | os.PathLike[str], config: RunConfig) -> WeightSourc
 
     Raises UserError if there are none, TrainingFailed if they are damaged.
     """
-    if Path(path).suffix in (".pt", ".pth", ".safetensors"):
+    if Path(path).suffix in _PLAIN:
         return PlainFile(Path(path), "train.init_from")
     if _is_hugging_face(path):
         return SafetensorsFolder(Path(path), config.recipe, config.model, setting="train.init_from")

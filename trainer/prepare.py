@@ -34,7 +34,7 @@ PIECE = 1 << 24
 
 
 def command_line(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code: 0, or 2 for a mistake of the user's."""
+    """Run the command line and return its exit code: 0, 2 for a mistake of the user's, 1 for a failure."""
     options = _make_parser().parse_args(arguments)
     return run_command(lambda: _prepare(options))
 

@@ -8,7 +8,7 @@ is an error at the first save.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -45,7 +45,7 @@ class TrainState:
         }
         self.rank_parts: dict[str, Stateful] = {"random": random_state}
         self._known: list[object] = [model, *optimizer.parts, optimizer, skips, random_state]
-        self._frozen: dict[int, list[float]] = {}
+        self._frozen: dict[int, list[tuple[object, list[float]]]] = {}
 
     @property
     def weights(self) -> frozenset[str]:
@@ -94,18 +94,19 @@ class TrainState:
     def _is_constant(self, thing: object) -> bool:
         if not isinstance(thing, nn.Module) or any(p.requires_grad for p in thing.parameters()):
             return False
-        seen = _glance([*thing.parameters(), *thing.buffers()])
-        return self._frozen.setdefault(id(thing), seen) == seen
+        seen = [_glance(tensor) for tensor in (*thing.parameters(), *thing.buffers())]
+        before = self._frozen.setdefault(id(thing), seen)
+        # A gathered unit has other tensors than a sharded one: of those nothing can be said.
+        return not any(a != b for (form, a), (other, b) in zip(before, seen, strict=False) if form == other)
 
 
-def _glance(tensors: Iterable[torch.Tensor]) -> list[float]:
-    """Return what changes when tensors do: how often each was written to (`.data` is not counted), and a few values."""
-    seen: list[float] = []
-    for tensor in tensors:
-        own = local(tensor.detach())
-        some = own.real.flatten()[:: max(1, own.numel() // 16)]
-        seen += [tensor._version + own._version, *some.double().nan_to_num().tolist()]
-    return seen
+def _glance(tensor: torch.Tensor) -> tuple[object, list[float]]:
+    """Return a tensor's form, and what changes when it does: how often it was written to (`.data` is not counted), and
+    a few values.
+    """
+    own = local(tensor.detach())
+    some = own.real.flatten()[:: max(1, own.numel() // 16)]
+    return (type(tensor), tuple(own.shape)), [tensor._version + own._version, *some.double().nan_to_num().tolist()]
 
 
 def _attributes(owner: object) -> Iterator[tuple[str, Any]]:
@@ -274,7 +275,7 @@ class OptimizerState:
         others = [
             name
             for name, (_, _, parameter) in self._parameters.items()
-            if plain["parameters"].get(name, _kind_of(parameter)) != _kind_of(parameter)
+            if plain.get("parameters", {}).get(name, _kind_of(parameter)) != _kind_of(parameter)
         ]
         if others:
             lines.append(f"optimizer: holds moments of parameters of another shape or dtype: {', '.join(others)}")

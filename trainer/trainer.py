@@ -29,7 +29,7 @@ from trainer.environment import take_start
 from trainer.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_USER_ERROR, TrainingFailed, UserError
 from trainer.files import find_folder
 from trainer.guard import GarbageCollection, RandomState, SkipCounter, seed_everything
-from trainer.inference import load_weights, open_weights
+from trainer.inference import load_weights, open_weights, settle_path
 from trainer.loss import count_targets, find_loss
 from trainer.materialize import materialize
 from trainer.metrics.console import readable_bytes, readable_count
@@ -80,6 +80,7 @@ class Trainer:
 
     def __init__(self, config: RunConfig) -> None:
         self.started = time.monotonic()
+        self._earlier_error = sys.exc_info()[1]  # that somebody is handling already
         self.config = config
         self.recipe = config.recipe
         self.world = World(config)
@@ -502,7 +503,11 @@ class Trainer:
             if not self.world.broadcast(self.checkpoints.is_empty):
                 found = self.checkpoints.restore(*how)
         elif resume != "none":
-            found = self.checkpoints.load(self.world.agreed(lambda: find_checkpoint(resume)), *how)
+            # Rank 0 says which: a run that goes on elsewhere has another newest one in the next moment.
+            path = self.world.broadcast(
+                self.world.agreed(lambda: str(find_checkpoint(resume)) if self.world.is_main else "")
+            )
+            found = self.checkpoints.load(find_place(path), *how)
         if found is not None:
             self.resumed_step = self.state.step
             is_own = self._is_own(found)
@@ -521,6 +526,7 @@ class Trainer:
 
     def _load_initial_weights(self, path: str) -> None:
         """Fill the model from a checkpoint or a folder of safetensors: the weights alone."""
+        path = self.world.broadcast(self.world.agreed(lambda: settle_path(path) if self.world.is_main else ""))
         source = self.world.agreed(lambda: open_weights(path, self.config))
         self.world.agreed(lambda: fill(self.model, source, setting="train.init_from"))
 
@@ -528,17 +534,20 @@ class Trainer:
         """Return whether the newest checkpoint here is of an attempt that had begun as this one is asked to.
 
         Then this is that attempt started once more, after it was stopped or killed, and what it achieved is not thrown
-        away: whoever runs the same command again goes on.  With `none` only if a launcher has started it again.
+        away: whoever runs the same command again goes on.  With `none` only if it is the same job, started again.
         """
-        if resume == "auto" or (resume == "none" and not self.world.env.num_restarts):
+        if resume == "auto":
             return False
 
-        def newest() -> str | None:
-            steps = self.checkpoints.steps() if self.world.is_main else []
-            return self.checkpoints.configuration_of(steps[-1]) if steps else None
+        def is_of_the_same_start() -> bool:
+            newest = self.checkpoints.newest_origin() if self.world.is_main else None
+            if newest is None or stored_value(newest.config_yaml, "checkpoint.resume") != resume:
+                return False
+            env = self.world.env
+            is_same_job = newest.job != "" and newest.job == env.job
+            return resume != "none" or (is_same_job and newest.restarts < env.num_restarts)
 
-        stored = self.world.broadcast(self.world.agreed(newest))
-        goes_on = stored is not None and stored_value(stored, "checkpoint.resume") == resume
+        goes_on: bool = self.world.broadcast(self.world.agreed(is_of_the_same_start))
         if goes_on:
             self.metrics.say(
                 f"checkpoint.resume={resume}: {self.config.run.dir} has gone on from there already and does so again; "
@@ -571,7 +580,7 @@ class Trainer:
             self.world,
             # By then the watchdog has ended the run, unless the process group is somebody else's.
             Settings(keep.keep_last, keep.keep_every, keep.verify == "full", 1.2 * keep.timeout_s + 30.0),
-            Facts(config.to_yaml(), self._mesh_shape()),
+            Facts(config.to_yaml(), self._mesh_shape(), self.world.env.job, self.world.env.num_restarts),
         )
         # When another rank fails, a save in flight is finished before this process is ended.
         self.world.before_exit.append(lambda: checkpoints.wait(config.run.timeout_s))
@@ -648,7 +657,8 @@ class Trainer:
             for name in later:
                 self.checkpoints.place.set_aside(name, SUPERSEDED)
             later = []
-        metrics = ["metrics.jsonl"] if self.config.checkpoint.resume == "none" else []
+        starts_anew = self.config.checkpoint.resume == "none" and self.resumed_step is None
+        metrics = ["metrics.jsonl"] if starts_anew and self.phase != "running" else []
         self.folder.set_aside(*(f"checkpoints/{name}" for name in later), *metrics)
 
     def _leave_behind_if_gone_back(self) -> None:
@@ -720,10 +730,19 @@ class Trainer:
         Called while an exception is on its way (from `finally`), the run has failed: nobody waits for the other ranks.
         """
         error = sys.exc_info()[1]
-        if error is not None and self.phase != "ended":
-            self._fail(error)
+        if error is not None and error is not self._earlier_error:
+            if self.phase != "ended":
+                self._fail(error)
+            self.close_loader()
+            self.folder.release()
+            if self.world.size == 1:
+                self.world.close()
             return
-        self._finish_save()
+        try:
+            self._finish_save()
+        except BaseException as failure:
+            self._fail(failure)
+            raise
         if self.phase == "running":
             through = self.state.step >= self.config.train.steps
             self._end("finished" if through else "stopped", EXIT_FINISHED if through else EXIT_STOPPED, "closed")

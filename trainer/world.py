@@ -304,6 +304,7 @@ def _joined_environment(env: Environment) -> Environment:
         world_size=size,
         local_rank=env.local_rank if env.is_distributed else rank,
         local_world_size=env.local_world_size if env.is_distributed else size,
+        job=env.job,
         num_restarts=env.num_restarts,
     )
 

@@ -39,7 +39,8 @@ class BlockWriter:
     """Writes a file in sequence and takes its checksums on the way.
 
     Large writes (the bytes of tensors) become blocks of their own, so that a tensor begins where a block does; what is
-    small in between is gathered into one.
+    small in between is gathered into one.  `rest` is called after each large block with the seconds that it took:
+    whoever writes beside other work may pause there.
     """
 
     LARGE = 4096
@@ -52,8 +53,6 @@ class BlockWriter:
         self._small_bytes, self._small_crc = 0, 0
         self.inspect: Callable[[memoryview], None] = _not_at_all
         """Is shown all that is written; what it raises, `write` raises."""
-
-    # `rest` is called after each block with the seconds that it took: whoever writes beside other work may pause there.
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")

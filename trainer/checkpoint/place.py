@@ -328,7 +328,7 @@ class RemotePlace:
         source, marker = f"{self.root}/{name}", f"{aside}-{COMMIT}"
         for path in self.system.find(source):
             relative = path[path.index(source) + len(source) + 1 :]
-            if relative != marker:
+            if not relative.endswith(f"-{COMMIT}"):
                 self._make_folder(f"{self.root}/{aside}/{relative}".rpartition("/")[0])
                 self.system.mv(path, f"{self.root}/{aside}/{relative}")
         self.system.mv(f"{source}/{marker}", f"{self.root}/{aside}/{marker}")

@@ -59,8 +59,8 @@ class StoredWeights:
 
 
 def is_checkpoint(path: str | os.PathLike[str]) -> bool:
-    """Return whether there is a manifest at `path` (a folder or URL)."""
-    return COMMIT in find_place(path).names()
+    """Return whether `path`, a folder or URL, is one checkpoint.  It may be damaged, its manifest even missing."""
+    return bool({COMMIT, "state.json", "layout.json"} & set(find_place(path).names()))
 
 
 def find_checkpoints(path: str | os.PathLike[str]) -> Place:
@@ -75,11 +75,10 @@ def find_checkpoints(path: str | os.PathLike[str]) -> Place:
 def find_checkpoint(path: str | os.PathLike[str]) -> Place:
     """Return the checkpoint that `path` means: one itself, or the newest of a run's folder.  Raises UserError.
 
-    One itself may be damaged, its manifest even missing: whoever reads it finds out.
+    One itself may be damaged: whoever reads it finds out.
     """
-    place = find_place(path)
-    if {COMMIT, "state.json", "layout.json"} & set(place.names()):
-        return place
+    if is_checkpoint(path):
+        return find_place(path)
     folder = find_checkpoints(path)
     steps = list_steps(folder)
     if not steps:

@@ -64,6 +64,7 @@ Result = TypeVar("Result")
 
 PREFIX = "step_"
 _NAME = re.compile(r"step_(\d{8,})")
+_DELETING_S = 60.0
 _WAITING = "waiting for the other ranks"
 _FREE_MARGIN = 1.02
 """Room that a save asks for, as a multiple of its tensors' bytes; the rest is small."""
@@ -136,6 +137,10 @@ class Facts:
 
     config_yaml: str
     mesh: Mapping[str, int]
+    job: str = ""
+    """What the launcher calls the job."""
+    restarts: int = 0
+    """How often the launcher had started it again."""
 
 
 @dataclass(frozen=True)
@@ -205,7 +210,7 @@ class Checkpoints:
 
     def __init__(self, place: Place, world: World, settings: Settings, facts: Facts) -> None:
         self.place, self.world, self.settings, self.facts = place, world, settings, facts
-        self._channel = self._open_channel()
+        self._channel, self._results = self._open_channel(), self._open_channel()
         self._plans = SavePlans(world)
         self._staging = Staging(world.device)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=_step_back)
@@ -255,9 +260,10 @@ class Checkpoints:
         self.world.agreed(collect)
 
     def start(self, state: Savable, background: bool) -> None:
-        """Begin to save `state` as it is now.  In the background, training stands still for a copy only.
+        """Begin to save `state` as it is now.  In the background, training stands still for a copy only; otherwise the
+        state must not change before `take`, which has the result.
 
-        `take` has the result.  No save may be in flight.  Raises UserError for state that cannot be saved at all.
+        No save may be in flight.  Raises UserError for state that cannot be saved at all.
         Collectives: one gather of small messages; the first time, those of planning.
         """
         assert self._in_flight is None, "one save at a time: take() the result of the one before"
@@ -294,12 +300,8 @@ class Checkpoints:
                 tensors = self._staging.copy(snapshot.tensors, self._plans.items)
             except Exception as error:
                 failure = f"cannot copy the state: {_describe(error)}"
-        work = (snapshot, tensors, failure, state.weights, started)
-        if background:
-            blocked_s = time.perf_counter() - started
-            self._in_flight = self._thread.submit(self._save, *work, blocked_s)
-        else:
-            self._in_flight = _done(self._save(*work, None))
+        blocked_s = time.perf_counter() - started if background else None
+        self._in_flight = self._thread.submit(self._save, snapshot, tensors, failure, state.weights, started, blocked_s)
 
     def _keep_own(self, state: Savable, snapshot: _Snapshot, parts: list[str]) -> None:
         """Put the plain tensors that ranks hold different values of into what is stored of each rank.
@@ -307,14 +309,14 @@ class Checkpoints:
         Raises UserError if they must not differ.  One gather.
         """
         loose = {key: t for key, t in snapshot.tensors.items() if not isinstance(t, DTensor)}
-        loose = {key: t for key, t in loose.items() if key.partition(".")[0] in parts}
+        loose = {key: t for key, t in loose.items() if key.startswith(tuple(f"{part}." for part in parts))}
         checksums = self.world.gather({key: _checksum_of([tensor]) for key, tensor in loose.items()})
         for key, expected in checksums[0].items():
             others = [rank for rank, own in enumerate(checksums) if own.get(key) != expected]
             if not others:
                 continue
-            name, _, within = key.partition(".")
-            part = state.parts[name]
+            name = max((part for part in parts if key.startswith(f"{part}.")), key=len)
+            part, within = state.parts[name], key.removeprefix(f"{name}.")
             if not isinstance(part, Strict) or not part.may_differ(within):
                 raise UserError(_not_the_same(name, f"values in {key}", others[0]))
             snapshot.unlike.append(key)
@@ -334,7 +336,7 @@ class Checkpoints:
             path = f"{self.place}/{PREFIX}*"
             late = f"rank {self.world.rank} is still {self.stage} after {self.settings.timeout_s:.0f} s"
             result = SaveResult(-1, path, error=late, lost="storage")
-        everybody = self.world.gather((result.error, result.lost, self.stage))
+        everybody = self._results.gather((result.error, result.lost, self.stage))
         lost = {kind for _, kind, _ in everybody}
         if lost != {""}:
             to_blame = [error for error, kind, stage in everybody if kind and stage != _WAITING]
@@ -342,6 +344,7 @@ class Checkpoints:
             result = dataclasses.replace(result, error=first, lost="storage" if "storage" in lost else "ranks")
             if result.lost == "ranks":  # what was heard on the old one is of the save that failed
                 self._channel = self._open_channel()
+                self._layout_files, self._chunks_by_rank, self._sent_chunks = {}, {}, None
         self._in_flight = None
         return result
 
@@ -354,10 +357,11 @@ class Checkpoints:
                 future.result(timeout_s)
 
     def wait_for_deleting(self) -> None:
-        """Wait until what was pruned is gone."""
+        """Wait until what was pruned is gone, for some time: what is left is cleaned at the next start."""
         deleting, self._deleting = self._deleting, None
         if deleting is not None:
-            deleting.result()
+            with contextlib.suppress(NotYet):
+                deleting.result(_DELETING_S)
 
     def _save(
         self,
@@ -391,7 +395,7 @@ class Checkpoints:
             lost_ranks = True
         failed, num_bytes = outcome
         total_s = time.perf_counter() - started
-        warning = "" if failed else self._prune(keep=final)
+        warning = "" if failed else self._at(f"pruning {self.place}", lambda: self._prune(keep=final))
         path = f"{self.place}/{final}"
         if failed:
             failed = f"{path}: {failed}"
@@ -501,6 +505,7 @@ class Checkpoints:
             created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             config_sha256=sha256(common["config.yaml"]).hexdigest(),
             files=files,
+            extra={"job": self.facts.job, "restarts": self.facts.restarts},
         )
         _write_files(folder, {COMMIT: manifest.to_json().encode()})
         return manifest
@@ -532,7 +537,7 @@ class Checkpoints:
         except Exception as error:
             return f"cannot remove checkpoints that are no longer kept: {_describe(error)}"
         if retired:
-            self._deleting = self._thread.submit(self._delete, retired)
+            self._deleting = self._thread.submit(self._at, f"deleting in {self.place}", lambda: self._delete(retired))
         return earlier
 
     def _delete(self, names: list[str]) -> None:
@@ -548,17 +553,23 @@ class Checkpoints:
         """Return the steps of the published checkpoints, oldest first, as this rank sees them.  Not collective."""
         return list_steps(self.place)
 
-    def configuration_of(self, step: int) -> str | None:
-        """Return the configuration that a checkpoint was written with, as YAML; None if it is damaged."""
-        place = self.place / f"{PREFIX}{step:08d}"
-        try:
-            return read_file(place, read_manifest(place), "config.yaml").decode()
-        except (Damaged, OSError):
-            return None
+    def newest_origin(self) -> Facts | None:
+        """Return what the newest checkpoint says that can say it; None if none can.  Not collective."""
+        for step in reversed(self.steps()):
+            place = self.place / f"{PREFIX}{step:08d}"
+            try:
+                manifest = read_manifest(place)
+                stored = read_file(place, manifest, "config.yaml").decode()
+            except (Damaged, FileNotFoundError, UserError):
+                continue
+            started = manifest.extra
+            return Facts(stored, manifest.mesh, str(started.get("job", "")), int(started.get("restarts", 0)))
+        return None
 
     def clean(self) -> None:
         """Remove what killed attempts have left behind.  Only the owner of the run may; rank 0 does."""
         if self.world.is_main:
+            self.wait_for_deleting()
             self.place.clean(PREFIX)
 
     # -- loading -------------------------------------------------------------------------------------------------
@@ -816,7 +827,8 @@ def _differences(
     state: Savable, document: Mapping[str, Any], layout: Layout, allowed: frozenset[str], is_same_size: bool
 ) -> tuple[list[str], set[str]]:
     """Return a line for everything that does not fit, and the parts that stay as they are because that is allowed."""
-    parts, rank_parts = document["parts"], document["rank_parts"]
+    # The first checkpoints of this format did not list the ranks' parts.
+    parts, rank_parts = document["parts"], document.get("rank_parts", list(state.rank_parts))
     known = {*state.parts, *state.rank_parts, *parts, *rank_parts}
     for named in allowed:
         if named.startswith("state.") and named.removeprefix("state.") not in known:

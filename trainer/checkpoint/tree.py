@@ -49,17 +49,6 @@ def join(plain: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     return {"tuple": tuple, "set": set, "frozenset": frozenset}[kind](items)
 
 
-def tensor_keys(plain: Any) -> set[str]:
-    """Return the keys of the tensors that belong into `plain`."""
-    if isinstance(plain, list):
-        return {key for item in plain for key in tensor_keys(item)}
-    if not isinstance(plain, dict):
-        return set()
-    if plain.get(_TAG) in ("tensor", "array"):
-        return {plain["value"]}
-    return {key for item in plain.values() for key in tensor_keys(item)}
-
-
 def _hashable(key: Any) -> Any:
     return tuple(key) if isinstance(key, list) else key
 

@@ -54,9 +54,11 @@ class JsonLines:
         return open(self._path, "ab", buffering=0)
 
     def go_back(self, step: int) -> None:
-        """Drop the lines past `step`, in mid-run."""
-        self._file.close()
-        self._file = self._open_past(step)
+        """Drop the lines past `step`, in mid-run.  Raises OSError if they cannot be; then all is as it was."""
+        before, self._file = self._file, self._open_past(step)
+        before.close()
+        lines = self._unwritten.splitlines(keepends=True)
+        self._unwritten = b"".join(line for line in lines if _stays(json.loads(line), step))
 
     def write(self, record: Record) -> None:
         """Append the record.  A disk that is full, or away, is no reason to stop training: it is tried again."""
