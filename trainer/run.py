@@ -209,9 +209,15 @@ def _spawn(arguments: Arguments, config: RunConfig) -> int:
     )
     command = ["-m", "trainer.run", f"recipe={arguments.recipe}", *arguments.overrides]
     before = _status_on_record(config)
-    if stop.find_stop_request().reason() is not None:
-        return EXIT_STOPPED  # while torch was being imported
+
+    def interrupt(number: int, frame: object) -> NoReturn:
+        raise SignalException(f"asked to stop by {signal.Signals(number).name}", signal.Signals(number))
+
     try:
+        for number in stop.STOP_SIGNALS:  # until the launcher installs its own, which do the same
+            signal.signal(number, interrupt)
+        if stop.find_stop_request().reason() is not None:
+            return EXIT_STOPPED  # while torch was being imported
         elastic_launch(launch, sys.executable)(*command)
     except ChildFailedError as error:
         codes = {failure.exitcode for failure in error.failures.values()}
