@@ -17,6 +17,7 @@ from tests.ranks import Ran, run_command
 from tests.test_processes import processes_of
 from trainer import load_config
 from trainer.watchdog import Standing, Watchdog, find_late, reason_of, table
+from trainer.world import Messages
 
 LIMIT_S = 4.0
 SLEEPING = ["recipe=llama_small", "model.name=tests.sleeping_trainer:sleeping", "data.source=synthetic"]
@@ -118,7 +119,7 @@ def test_collectives_have_the_ordinary_timeout_after_the_first_update(
 @pytest.fixture
 def dog() -> Watchdog:
     limits = load_config("llama_small", ["run.timeout_s=100", "checkpoint.timeout_s=300"])
-    world: Any = SimpleNamespace(rank=0, size=1, store=None, owns_group=True, set_timeout=lambda seconds: None)
+    world: Any = SimpleNamespace(rank=0, size=1, messages=None, owns_group=True, set_timeout=lambda seconds: None)
     return Watchdog(world, limits, lambda reason: None)
 
 
@@ -175,7 +176,7 @@ def test_limits(dog: Watchdog, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_who_is_saving_within_the_limit_is_waited_for(dog: Watchdog, capsys: pytest.CaptureFixture[str]) -> None:
-    dog._world.store = HashStore()  # type: ignore[misc]
+    dog._world.messages = Messages(HashStore(), 5.0)  # type: ignore[misc]
     dog._watched = threading.get_ident()
     with dog.during("save"):
         dog._report("another rank waits for this one")

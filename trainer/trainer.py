@@ -583,7 +583,7 @@ class Trainer:
             Facts(config.to_yaml(), self._mesh_shape(), self.world.env.job, self.world.env.num_restarts),
         )
         # When another rank fails, a save in flight is finished before this process is ended.
-        self.world.before_exit.append(lambda: checkpoints.wait(config.run.timeout_s))
+        self.world.before_exit.append(lambda patience_s: checkpoints.wait(min(patience_s, config.run.timeout_s)))
         return checkpoints
 
     def _mesh_shape(self) -> dict[str, int]:

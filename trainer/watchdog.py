@@ -27,18 +27,16 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from datetime import timedelta
 from types import FrameType
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch.distributed import Store
 from torch.utils._pytree import tree_leaves
 
 from trainer.config import RunConfig
 from trainer.errors import EXIT_FAILED, PeerFailed
-from trainer.world import World
+from trainer.world import Messages, World
 
 IN_UPDATE = ("data", "forward", "backward", "reduce", "optimizer")
 """Phases of an update, in their order; the others are start, evaluate, save and between updates."""
@@ -216,7 +214,7 @@ class Watchdog:
             why = self._timed_out or self._overdue()
             if why or (num_polls % _ASK_EVERY == 0 and self._is_asked()):
                 self._report(why)
-                if self._timed_out or self._world.store is None:
+                if self._timed_out or self._world.messages is None:
                     self._done.set()
                     return
                 polled = time.monotonic()
@@ -239,9 +237,9 @@ class Watchdog:
         return ""
 
     def _is_asked(self) -> bool:
-        store = self._world.store
+        store = self._world.messages
         try:
-            return store is not None and store.check([self._key("ask")])
+            return store is not None and store.check(self._key("ask"))
         except RuntimeError:  # the store has gone, which the failure watch sees too
             return False
 
@@ -254,7 +252,7 @@ class Watchdog:
         Returns if whoever is late has good reason to be: the limit that has passed begins again.  And in a process
         group of somebody else's.
         """
-        store, rank = self._world.store, self._world.rank
+        store, rank = self._world.messages, self._world.rank
         if store is None:
             own = self.standing(why)
             _print(table(why, [own]))
@@ -262,9 +260,7 @@ class Watchdog:
                 self._end(reason_of(why, [own]), is_stuck=_is_stuck([own]))
             return
         try:
-            why = store.compare_set(
-                self._key("ask"), "", why
-            ).decode()  # what the first one said, if this is not the first
+            why = store.compare_set(self._key("ask"), "", why)  # what the first one said, if this is not the first
             store.set(self._key(rank), json.dumps(asdict(self.standing(why))))
             if rank == 0:
                 standings = self._gather(store)
@@ -276,10 +272,10 @@ class Watchdog:
                     self._world.announce_failure(PeerFailed(reason_of(why, standings)))
                 store.set(self._key("verdict"), verdict)
             else:
-                store.wait([self._key("verdict")], timedelta(seconds=_VERDICT_S))
-                verdict = store.get(self._key("verdict")).decode()
-        except RuntimeError:  # the store has gone, or rank 0 does not answer
-            _print(table(why, [self.standing(why)]))
+                store.wait(self._key("verdict"), _VERDICT_S)
+                verdict = store.get(self._key("verdict"))
+        except RuntimeError as lost:  # the store has gone, or rank 0 does not answer
+            _print(f"{table(why, [self.standing(why)])}\nrank 0 does not answer rank {rank}: {lost}")
             self._leave(is_stuck=True)
         if verdict == "go on":
             self._round += 1
@@ -290,12 +286,12 @@ class Watchdog:
         else:
             self._leave(verdict == "stuck")
 
-    def _gather(self, store: Store) -> list[Standing]:
+    def _gather(self, store: Messages) -> list[Standing]:
         found = {rank: Standing(rank, "?", 0.0, 0, 0, False, answers=False) for rank in range(self._world.size)}
         until = time.monotonic() + _ANSWER_S
         while (missing := [rank for rank in found if not found[rank].answers]) and time.monotonic() < until:
             for rank in missing:
-                if store.check([self._key(rank)]):
+                if store.check(self._key(rank)):
                     found[rank] = Standing(**json.loads(store.get(self._key(rank))))
             time.sleep(0.1)
         return list(found.values())

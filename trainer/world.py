@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import os
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -30,7 +31,8 @@ REPLICATE, SHARD = "replicate", "shard"
 Result = TypeVar("Result")
 
 _FAILURE = "meshtrainer/failure"
-_GRACE_S = 3.0
+_GRACE_S, _ANSWER_S, _PATIENCE_S = 3.0, 5.0, 600.0
+"""How long the main thread has to end by itself; the store to answer; a save in flight to end."""
 
 
 class Channel:
@@ -132,18 +134,19 @@ class World(Channel):
         self._with_own_timeout: set[dist.ProcessGroup] = set()
         self.first_failure: str | None = None
         """What failed first, if that was another rank; known after `announce_failure`."""
-        self.before_exit: list[Callable[[], None]] = []
+        self.before_exit: list[Callable[[float], None]] = []
         """Called on this rank when another has failed and this process is about to end."""
         self.after_failure: list[Callable[[], None]] = []
         """Called on this rank as soon as it is known that another has failed."""
         self._watch = None
         if self._store is not None and self.size > 1:
-            self._watch = _FailureWatch(self._store, self.after_failure, self.before_exit)
+            messages = Messages(self._store, config.run.timeout_s)
+            self._watch = _FailureWatch(self.rank, messages, self.after_failure, self.before_exit)
 
     @property
-    def store(self) -> Store | None:
+    def messages(self) -> Messages | None:
         """Where ranks leave messages without a collective; None if there is one rank, or the group is not ours."""
-        return self._store
+        return None if self._store is None else Messages(self._store, _ANSWER_S)
 
     def set_timeout(self, timeout_s: float) -> None:
         """Give every process group that this rank is in another timeout; in a group of somebody else's, only our own.
@@ -213,7 +216,7 @@ class World(Channel):
         is_about_another = isinstance(error, PeerFailed)
         message = str(error) if is_about_another else f"rank {self.rank}: {type(error).__name__}: {error}"
         try:
-            first = self._store.compare_set(_FAILURE, "", message).decode()
+            first = Messages(self._store, _ANSWER_S).compare_set(_FAILURE, "", message)
         except RuntimeError:  # the process that keeps the store has gone
             return None
         self.first_failure = None if first == message else first
@@ -243,6 +246,55 @@ def _rendezvous(timeout: timedelta) -> tuple[Store, int, int]:
     return store, rank, size
 
 
+class NoAnswer(RuntimeError):
+    """The process that keeps the store is gone without a word, and its host with it: a cut cable, say."""
+
+
+class Messages:
+    """The store, with an end to waiting.  A dead process closes its connections; a dead host leaves one waiting.
+
+    All methods raise RuntimeError if the store has gone, NoAnswer after `limit_s`.
+    """
+
+    def __init__(self, store: Store, limit_s: float) -> None:
+        self._store, self._limit_s = store, limit_s
+
+    def check(self, key: str) -> bool:
+        return self._within(lambda: self._store.check([key]))
+
+    def set(self, key: str, value: str) -> None:
+        self._within(lambda: self._store.set(key, value))
+
+    def get(self, key: str) -> str:
+        return self._within(lambda: self._store.get(key)).decode()
+
+    def compare_set(self, key: str, expected: str, value: str) -> str:
+        """Set the key if it is as expected; returns what it is then."""
+        return self._within(lambda: self._store.compare_set(key, expected, value)).decode()
+
+    def wait(self, key: str, timeout_s: float) -> None:
+        self._within(lambda: self._store.wait([key], timedelta(seconds=timeout_s)), timeout_s)
+
+    def _within(self, work: Callable[[], Any], more_s: float = 0.0) -> Any:
+        results: list[Any] = []
+        errors: list[RuntimeError] = []
+
+        def run() -> None:
+            try:
+                results.append(work())
+            except RuntimeError as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=run, name="message", daemon=True)
+        thread.start()
+        thread.join(self._limit_s + more_s)
+        if thread.is_alive():
+            raise NoAnswer(f"no answer for {self._limit_s:g} s")
+        if errors:
+            raise errors[0]
+        return results[0]
+
+
 class _FailureWatch(threading.Thread):
     """Ends this process some seconds after another rank has failed, or the launcher has died.
 
@@ -250,17 +302,26 @@ class _FailureWatch(threading.Thread):
     """
 
     def __init__(
-        self, store: Store, after_failure: list[Callable[[], None]], before_exit: list[Callable[[], None]]
+        self,
+        rank: int,
+        messages: Messages,
+        after_failure: list[Callable[[], None]],
+        before_exit: list[Callable[[float], None]],
     ) -> None:
         super().__init__(name="failure-watch", daemon=True)
-        self._store, self._after_failure, self._before_exit = store, after_failure, before_exit
+        self._rank, self._messages = rank, messages
+        self._after_failure, self._before_exit = after_failure, before_exit
         self._stopped, self._parent = threading.Event(), os.getppid()
         self.start()
 
     def run(self) -> None:
         while not self._stopped.wait(0.5):
+            patience_s = _PATIENCE_S
             try:
-                failed = self._store.check([_FAILURE])
+                failed = self._messages.check(_FAILURE)
+            except NoAnswer as lost:
+                print(f"error: rank {self._rank}: lost rank 0: {lost}; this rank ends", file=sys.stderr, flush=True)
+                failed, patience_s = True, 0.0
             except RuntimeError:
                 failed = True  # the store went with the process that kept it
             failed = failed or os.getppid() != self._parent  # the launcher is dead: nobody would start or end us
@@ -269,7 +330,7 @@ class _FailureWatch(threading.Thread):
                     tell()
             if failed and not self._stopped.wait(_GRACE_S):
                 for finish in self._before_exit:
-                    finish()
+                    finish(patience_s)
                 os._exit(EXIT_FAILED)
 
     def stop(self, wait: bool = True) -> None:
