@@ -9,8 +9,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.ranks import REPOSITORY, tiny_overrides
 
 
@@ -37,12 +35,6 @@ def test_its_subclass_is_short() -> None:
     (subclass,) = [node for node in tree.body if isinstance(node, ast.ClassDef)]
     assert subclass.end_lineno is not None
     assert subclass.end_lineno - subclass.lineno < 40
-
-
-@pytest.mark.parametrize("script", sorted((REPOSITORY / "launch").glob("*")), ids=lambda path: path.name)
-def test_launch_scripts_are_read_by_bash_and_short(script: Path) -> None:
-    subprocess.run(["bash", "-n", str(script)], check=True)
-    assert len(script.read_text().splitlines()) < 60
 
 
 def test_the_readmes_model_of_ones_own(tmp_path: Path) -> None:

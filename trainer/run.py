@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.path.append(os.getcwd())  # where a user's own recipes are; `python -m` has put it there already
     limit_spinning()
     stop.catch_signals_early()
-    env = Environment()
+    env, trains = Environment(), False
     try:
         env = find_environment()
         arguments = parse(sys.argv[1:] if argv is None else argv)
@@ -109,8 +109,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             return EXIT_FINISHED
         spawns = _spawns(arguments.nproc, env)
         _check(config, arguments.nproc or 1, env, spawns)
+        trains = True
     except UserError as error:
         return _report(error, env)
+    finally:
+        if not trains:
+            stop.let_go()
     note_start(began)
     return _spawn(arguments, config) if spawns else _train(config)
 

@@ -117,5 +117,11 @@ def catch_signals_early() -> StopRequest:
 
 
 def find_stop_request() -> StopRequest:
-    """Return what catches this process's signals already, or a new one."""
-    return _installed[0] if _installed else StopRequest()
+    """Return what catches this process's signals already, for one Trainer to have, or a new one."""
+    return _installed.pop() if _installed else StopRequest()
+
+
+def let_go() -> None:
+    """Catch no signal any more: no Trainer is to come."""
+    while _installed:
+        _installed.pop().uninstall()
