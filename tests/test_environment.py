@@ -44,7 +44,8 @@ def test_torchrun() -> None:
 )
 def test_srun(tasks: str, node: int, expected: int) -> None:
     env = SRUN | JOB | {"SLURM_STEP_TASKS_PER_NODE": tasks, "SLURM_NODEID": str(node)}
-    assert find_environment(env) == Environment("srun", rank=5, world_size=7, local_rank=1, local_world_size=expected)
+    place = {"rank": 5, "world_size": 7, "local_rank": 1, "local_world_size": expected}
+    assert find_environment(env) == Environment("srun", **place, job="slurm 4711")
 
 
 def test_a_step_of_one_task() -> None:
