@@ -127,7 +127,6 @@ class BlockReader:
     def parts(self, buffer: memoryview, start: int) -> Iterator[Callable[[], None]]:
         """Yield what fills `buffer` from `start` on, a block at a time and in order; any threads may call them."""
         number, done = bisect.bisect_right(self._starts, start) - 1, 0
-        self._source.prefetch(start, len(buffer))
         while done < len(buffer):
             length = self._blocks[number][0]
             skipped = start + done - self._starts[number]
