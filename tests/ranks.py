@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -47,6 +48,8 @@ def _rank(
     }
     try:
         torch.save(function(*arguments), Path(folder) / f"{rank}.pt")
+        while rank == 0 and len(list(Path(folder).glob("*.pt"))) < world_size:
+            time.sleep(0.01)  # it has the store in which the others still look for each other
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()

@@ -18,9 +18,9 @@ from typing import Any
 from trainer.checkpoint.place import Place, Sink, Source
 
 try:
-    from isal.isal_zlib import crc32  # the same sum: 26 GB/s, where zlib does 1 to 6
+    from isal.isal_zlib import crc32 as crc32  # the same sum: 26 GB/s, where this machine's zlib does 6
 except ImportError:  # no wheel for this machine
-    from zlib import crc32
+    from zlib import crc32 as crc32
 
 BLOCK_BYTES = 4 << 20
 _WRITE_BYTES, _READ_BYTES = 128 << 10, 512 << 10
@@ -127,7 +127,6 @@ class BlockReader:
     def parts(self, buffer: memoryview, start: int) -> Iterator[Callable[[], None]]:
         """Yield what fills `buffer` from `start` on, a block at a time and in order; any threads may call them."""
         number, done = bisect.bisect_right(self._starts, start) - 1, 0
-        self._source.prefetch(start, len(buffer))
         while done < len(buffer):
             length = self._blocks[number][0]
             skipped = start + done - self._starts[number]

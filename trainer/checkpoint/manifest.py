@@ -14,12 +14,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from trainer.checkpoint.blocks import BlockReader, Blocks, Damaged, checksum_of
+from trainer.checkpoint.blocks import BlockReader, Blocks, Damaged, checksum_of, crc32
 from trainer.checkpoint.place import COMMIT, Place
 from trainer.errors import UserError
 
@@ -111,7 +110,7 @@ def read_file(place: Place, manifest: Manifest, name: str) -> bytes:
         raise Damaged(f"{place}/{name}: {_reason(error)}") from error
     if len(data) != size:
         raise Damaged(f"{place}/{name}: has {len(data)} bytes instead of {size}")
-    if zlib.crc32(data) != crc:
+    if crc32(data) != crc:
         raise Damaged(f"{place}/{name}: its checksum differs")
     return data
 

@@ -32,10 +32,6 @@ class Source(Protocol):
         """Fill `buffer` with the bytes from `start` on.  Raises OSError if the file ends before."""
         ...
 
-    def prefetch(self, start: int, length: int) -> None:
-        """Have these bytes fetched meanwhile: they are going to be read."""
-        ...
-
     def close(self) -> None: ...
 
 
@@ -224,11 +220,6 @@ class _LocalFile:
                 raise OSError(f"{self._path} ends at {start + done}, before {start + len(buffer)}")
             done += count
 
-    def prefetch(self, start: int, length: int) -> None:
-        # The kernel's own reading ahead is for one thread that reads in sequence.
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self._descriptor, start, length, os.POSIX_FADV_WILLNEED)
-
     def close(self) -> None:
         os.close(self._descriptor)
 
@@ -362,9 +353,6 @@ class _RemoteFile:
         if len(data) != len(buffer):
             raise OSError(f"{self._path} ends at {start + len(data)}, before {start + len(buffer)}")
         buffer[:] = data
-
-    def prefetch(self, start: int, length: int) -> None:
-        pass
 
     def close(self) -> None:
         pass

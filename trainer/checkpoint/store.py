@@ -18,7 +18,6 @@ import os
 import re
 import threading
 import time
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
@@ -31,7 +30,7 @@ import safetensors.torch
 import torch
 from torch.distributed.tensor import DTensor
 
-from trainer.checkpoint.blocks import Damaged, checksum_of
+from trainer.checkpoint.blocks import Damaged, checksum_of, crc32
 from trainer.checkpoint.manifest import (
     Manifest,
     blocks_name,
@@ -354,7 +353,7 @@ class Checkpoints:
         self.makes_way = False
         if future is not None:
             with contextlib.suppress(NotYet):
-                future.result(timeout_s)
+                future.exception(timeout_s)  # whoever takes the result raises it
 
     def wait_for_deleting(self) -> None:
         """Wait until what was pruned is gone, for some time: what is left is cleaned at the next start."""
@@ -390,8 +389,8 @@ class Checkpoints:
                 outcome = self._channel.broadcast(self._at(f"publishing {folder}", lambda: self._finish(*end)))
             else:
                 outcome = (failed, 0)
-        except Exception as error_of_channel:  # the channel: another rank has gone, or has not answered in time
-            outcome = (f"rank {self.world.rank}: lost the other ranks while saving: {_describe(error_of_channel)}", 0)
+        except RuntimeError as gone:  # what torch.distributed raises: another rank has gone, or does not answer in time
+            outcome = (f"rank {self.world.rank}: lost the other ranks while saving: {_describe(gone)}", 0)
             lost_ranks = True
         failed, num_bytes = outcome
         total_s = time.perf_counter() - started
@@ -750,7 +749,7 @@ def _collect(state: Savable, num_ranks: int) -> _Snapshot:
             if num_ranks > 1:
                 text = json.dumps(plain[name]).encode()
                 loose = [tensor for tensor in found.values() if not isinstance(tensor, DTensor)]
-                digests[name] = zlib.crc32(text), _checksum_of(loose)
+                digests[name] = crc32(text), _checksum_of(loose)
             for path, tensor in found.items():
                 key = ".".join(path)
                 if key in tensors:
@@ -775,7 +774,7 @@ def _checksum_of(tensors: Sequence[torch.Tensor]) -> int:
     on_cpu = [part for part in whole if part.device.type == "cpu"]
     elsewhere = [part for part in whole if part.device.type != "cpu"]
     for part in [*on_cpu, *([torch.cat(elsewhere).cpu()] if elsewhere else [])]:
-        crc = zlib.crc32(memoryview(part.numpy()), crc)  # type: ignore[arg-type]
+        crc = crc32(part.numpy().data, crc)
     return crc
 
 
@@ -958,7 +957,7 @@ def _write_files(folder: Place, contents: Mapping[str, bytes]) -> dict[str, tupl
             file.write(data)
         finally:
             file.close()
-    return {name: (len(data), zlib.crc32(data)) for name, data in contents.items()}
+    return {name: (len(data), crc32(data)) for name, data in contents.items()}
 
 
 def _done(result: SaveResult) -> Future[SaveResult]:
