@@ -6,16 +6,27 @@ import dataclasses
 import os
 import time
 
+import torch
+
 from trainer import Trainer, register
 from trainer.metrics.record import Record
 from trainer.recipe import find_recipe
 
 
 class SlowTrainer(Trainer):
-    """Rests for MESHTRAINER_TEST_REST_S seconds after each update."""
+    """Rests for MESHTRAINER_TEST_REST_S seconds after each update, and before each batch of an evaluation."""
 
     def on_step(self, record: Record) -> None:
-        time.sleep(float(os.environ.get("MESHTRAINER_TEST_REST_S", "0")))
+        rest()
+
+    def loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        if not torch.is_grad_enabled():
+            rest()
+        return super().loss(batch)
+
+
+def rest() -> None:
+    time.sleep(float(os.environ.get("MESHTRAINER_TEST_REST_S", "0")))
 
 
 register(dataclasses.replace(find_recipe("llama"), name="slow_llama", trainer=SlowTrainer))

@@ -129,12 +129,14 @@ def test_a_notice_during_the_start_is_one(nproc: int, tmp_path: Path) -> None:
     assert ran.status["reason"] == "notice"
 
 
-def test_a_signal_ends_an_evaluation(tmp_path: Path) -> None:
+def test_a_signal_ends_an_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is given up: whoever asked does not wait for its end.  No record of it is left; the state is saved."""
     folder = tmp_path / "run"
-    process = start(folder, "eval.every=2", "eval.steps=100000", "data.source=synthetic")
+    monkeypatch.setenv("MESHTRAINER_TEST_REST_S", "1")  # and so each batch of the evaluation takes a second
+    own = ["model.name=tests.slow_trainer:slow_llama", "model.vocab_size=257", "model.num_kv_heads=2"]
+    process = start(folder, "eval.every=2", "eval.steps=40", *own)
     wait_for_step(folder)
-    time.sleep(2.0)
+    time.sleep(4.0)
     process.send_signal(signal.SIGTERM)
     asked = time.monotonic()
     ran = ended(process, folder)
