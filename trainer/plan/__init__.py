@@ -1,0 +1,1 @@
+"""Memory, communication and time of a run, known before it starts."""

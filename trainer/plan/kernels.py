@@ -1,0 +1,146 @@
+"""What an operator costs, and which kernels a GPU runs where a CPU runs others.
+
+A plan made on a laptop is for GPUs, whose fused kernels keep less than the CPU's: `use_gpu_kernels` stands in for them
+while a model is probed.  Knows no model and no device's speed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop
+
+aten = torch.ops.aten
+
+
+class Work(NamedTuple):
+    """What one kernel has to do: floating-point operations, and bytes that it reads and writes."""
+
+    kind: str
+    """matmul, attention, or memory (all that is as fast as the memory is)."""
+    flops: int
+    num_bytes: int
+    element_size: int
+    """Bytes of an element of what it makes: how fast a matrix product is depends on it."""
+
+
+NOTHING = Work("memory", 0, 0, 0)
+
+_ATTENTION = {
+    aten._scaled_dot_product_flash_attention,
+    aten._scaled_dot_product_flash_attention_backward,
+    aten._scaled_dot_product_flash_attention_for_cpu,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward,
+    aten._scaled_dot_product_efficient_attention,
+    aten._scaled_dot_product_efficient_attention_backward,
+    aten._scaled_dot_product_cudnn_attention,
+    aten._scaled_dot_product_cudnn_attention_backward,
+}
+
+
+def work_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Work:
+    """Return the work of one call of an ATen operator; none for views and what only asks."""
+    made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+    if not made or func.is_view or func in (aten.detach.default, aten.empty.memory_format, aten.new_empty_strided.default):
+        return NOTHING
+    read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in (*read, *made))
+    packet = func.overloadpacket
+    if packet in _ATTENTION:
+        return Work("attention", _attention_flops(packet, args, kwargs), num_bytes, made[0].element_size())
+    if packet in flop_registry:
+        flops = int(flop_registry[packet](*args, **kwargs, out_val=result))
+        return Work("matmul", flops, num_bytes, made[0].element_size())
+    return Work("memory", 0, num_bytes, made[0].element_size())
+
+
+def _attention_flops(packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Return the operations of an attention kernel; a causal mask leaves out half of the score matrix."""
+    is_backward = "backward" in packet.__name__
+    tensors = [a for a in args if isinstance(a, torch.Tensor)]
+    q, k, v = (tensors[1:4] if is_backward else tensors[:3])
+    heads = (q.shape[0], q.shape[1])
+    shapes = [q.shape, (*heads, *k.shape[2:]), (*heads, *v.shape[2:])]
+    flops = sdpa_backward_flop(q.shape, *shapes) if is_backward else sdpa_flop(*shapes)
+    flags = [a for a in (*args, *kwargs.values()) if isinstance(a, bool)]
+    return int(flops) // (2 if any(flags) else 1)
+
+
+class _FusedRmsNorm(torch.autograd.Function):
+    """What the GPU's kernel keeps: its input, and one number a row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, num_dims: int) -> torch.Tensor:
+        rstd = x.new_empty(x.shape[: x.ndim - num_dims], dtype=torch.float32)
+        ctx.save_for_backward(x, weight, rstd)
+        return torch.add(x, x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.add(x, x), None if weight is None else torch.add(weight, weight), None
+
+
+class _GpuKernels(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention and _takes_flash(*args, **kwargs):
+            return _flash(*args, **kwargs)
+        if func is F.rms_norm:
+            return _rms_norm(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _takes_flash(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    **options: Any,
+) -> bool:
+    return attn_mask is None and query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] <= 256
+
+
+def _flash(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **options: Any,
+) -> torch.Tensor:
+    out: torch.Tensor = aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal)[0]
+    return out
+
+
+def _rms_norm(
+    input: torch.Tensor, normalized_shape: list[int], weight: torch.Tensor | None = None, eps: float | None = None
+) -> torch.Tensor:
+    out: torch.Tensor = _FusedRmsNorm.apply(input, weight, len(normalized_shape))  # type: ignore[no-untyped-call]
+    return out
+
+
+def use_gpu_kernels(modules: Iterable[nn.Module]) -> None:
+    """Let the forward passes of `modules` use flash attention and the fused RMSNorm, recomputed ones as well.
+
+    One mode around everything would not do: it is left for the time of a call of `backward`, and so of recomputation.
+    """
+
+    def with_kernels(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with _GpuKernels():
+                return forward(*args, **kwargs)
+
+        return functools.update_wrapper(run, forward)
+
+    for module in modules:
+        module.forward = with_kernels(module.forward)  # type: ignore[method-assign]

@@ -1,0 +1,100 @@
+"""How much memory a rank needs, when it needs most, and of what kind that is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import get_args
+
+from trainer.plan.probe import Segment, Trace
+from trainer.plan.step import Axis, Kind, Layout, Step, padded_numel
+
+OPTIMIZER_COPIES = {"adamw": 2, "sgd": 1, "muon": 1}
+"""Tensors of a parameter's size and dtype that the optimizer keeps for it."""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What lies in memory at one moment of a step: bytes by kind, and where the step is."""
+
+    place: str
+    by_kind: dict[Kind, int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.by_kind.values())
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The memory of one rank over one update, from the second on, in bytes of tensors."""
+
+    peak: Moment
+    curve: tuple[Moment, ...]
+    """One moment for each mark of the step, in order: what the picture shows."""
+
+
+class _MemoryWatcher:
+    """Adds up what is allocated and freed."""
+
+    def __init__(self, trace: Trace, at_rest: dict[Kind, int]) -> None:
+        self._trace = trace
+        self._live: dict[Kind, int] = dict.fromkeys(get_args(Kind), 0) | at_rest
+        self._total = sum(at_rest.values())
+        self._place = "before the step"
+        self.peak = Moment(self._place, dict(self._live))
+        self._peak_total = self._total
+        self.curve: list[Moment] = []
+
+    def allocate(self, kind: Kind, num_bytes: int) -> None:
+        self._live[kind] += num_bytes
+        self._total += num_bytes
+        if self._total > self._peak_total:
+            self._note_peak(0)
+
+    def free(self, kind: Kind, num_bytes: int) -> None:
+        self._live[kind] -= num_bytes
+        self._total -= num_bytes
+
+    def compute(self, segment: Segment, unit: int, is_backward: bool, accumulates: bool) -> None:
+        above = segment.peak_accumulating if accumulates else segment.peak
+        self._place = f"{'backward' if is_backward else 'forward'} of {self._trace.units[unit].name}"
+        if self._total + above > self._peak_total:
+            self._note_peak(above)
+        self.curve.append(Moment(self._place, self._with("temporaries", above)))
+        self._live["activations"] += segment.net
+        self._total += segment.net
+
+    def _with(self, kind: Kind, num_bytes: int) -> dict[Kind, int]:
+        return {**self._live, kind: self._live[kind] + num_bytes}
+
+    def _note_peak(self, temporaries: int) -> None:
+        self._peak_total = self._total + temporaries
+        self.peak = Moment(self._place, self._with("temporaries", temporaries))
+
+    def gather(self, unit: int, axis: Axis, num_ranks: int, num_bytes: int) -> None: ...
+
+    def wait_for_gather(self, unit: int, num_bytes: int, is_forward: bool) -> None: ...
+
+    def reduce(self, unit: int, scattered: int, reduced: int) -> None: ...
+
+    def finish_backward(self) -> None: ...
+
+
+def memory_of(trace: Trace, layout: Layout, num_micro_batches: int, optimizer: str = "adamw") -> Memory:
+    """Return the memory of a rank over one update on `layout`, everything but the allocator's own share included."""
+    watcher = _MemoryWatcher(trace, at_rest(trace, layout, optimizer))
+    step = Step(trace, layout, min(num_micro_batches, 3), watcher)  # the third that only accumulates is as the second
+    step.run()
+    return Memory(watcher.peak, tuple(watcher.curve))
+
+
+def at_rest(trace: Trace, layout: Layout, optimizer: str) -> dict[Kind, int]:
+    """Return what lies in a rank's device memory between two updates."""
+    kinds: dict[Kind, int] = {"buffers and inputs": trace.buffer_bytes + trace.input_bytes}
+    if layout.cpu_offload:
+        return kinds
+    parameters = [p for unit in trace.units for p in unit.parameters]
+    shards = [(p, padded_numel(p, layout.shard) // layout.shard * p.element_size) for p in parameters]
+    kinds["parameters"] = sum(size for _, size in shards)
+    kinds["optimizer"] = OPTIMIZER_COPIES[optimizer] * sum(size for p, size in shards if p.is_trained)
+    return kinds

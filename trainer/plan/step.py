@@ -1,0 +1,359 @@
+"""One update as FSDP2 makes it: what is gathered, reduced, allocated and freed, in order.
+
+Follows torch.distributed.fsdp's own state machine, event by event, over a `Trace`: no process group, no tensor, no
+device.  What a caller wants to know of it, memory or time, it reads off by being a `Watcher`.  The rank is the one
+with the largest shards, rank 0.
+
+Source: torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py and _fsdp_collectives.py, torch 2.13.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from trainer.plan.probe import ParameterFacts, Segment, Trace, UnitFacts
+
+Kind = Literal[
+    "parameters",
+    "gradients",
+    "optimizer",
+    "unsharded parameters",
+    "unsharded gradients",
+    "all-gather buffers",
+    "reduction buffers",
+    "activations",
+    "temporaries",
+    "buffers and inputs",
+]
+Axis = Literal["shard", "replicate", "reshard"]
+Operation = Literal["all_gather", "reduce_scatter", "all_reduce"]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the units lie on the mesh: `replicate` x `shard` ranks, and what FSDP is told about each unit.
+
+    `reshard` has one entry a unit and then the root's: False, True, or the number of ranks to reshard to.
+    """
+
+    replicate: int
+    shard: int
+    reshard: tuple[bool | int, ...]
+    param_size: int
+    """Bytes of an element of an unsharded parameter."""
+    reduce_size: int
+    """Bytes of an element of what is reduced."""
+    casts: bool
+    """Whether `fsdp.param_dtype` differs from that of the stored parameters."""
+    cpu_offload: bool = False
+    prefetch_forward: int = 0
+    prefetch_backward: int = 0
+
+    @property
+    def num_ranks(self) -> int:
+        return self.replicate * self.shard
+
+
+class Watcher(Protocol):
+    """What is told of everything that happens in a step, in the order in which the host issues it."""
+
+    def allocate(self, kind: Kind, num_bytes: int) -> None: ...
+    def free(self, kind: Kind, num_bytes: int) -> None: ...
+    def compute(self, segment: Segment, unit: int, is_backward: bool, accumulates: bool) -> None: ...
+    def gather(self, unit: int, axis: Axis, num_ranks: int, num_bytes: int) -> None: ...
+    def wait_for_gather(self, unit: int, num_bytes: int, is_forward: bool) -> None: ...
+    def reduce(self, unit: int, scattered: int, reduced: int) -> None: ...
+    def finish_backward(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Bytes of a unit on this rank, padded as FSDP pads: dim 0 of each parameter to a multiple of the shard axis."""
+
+    stored: tuple[int, ...]
+    """Of each parameter's shard, as it is stored."""
+    unsharded: tuple[int, ...]
+    """Of each parameter, gathered."""
+    gradients: int
+    """Of all trained parameters, unsharded, as autograd makes them."""
+    accumulated: tuple[int, ...]
+    """Of each trained parameter's gradient, unsharded, in the dtype of the reduction."""
+    reduced: int
+    """Of all gradients, padded, in the dtype of the reduction."""
+    final: int
+    """Of all gradients' shards, as they are stored."""
+
+
+def _sizes_of(unit: UnitFacts, layout: Layout) -> _Sizes:
+    trained = [parameter for parameter in unit.parameters if parameter.is_trained]
+    padded = [padded_numel(parameter, layout.shard) for parameter in unit.parameters]
+    stored = [n // layout.shard * parameter.element_size for n, parameter in zip(padded, unit.parameters, strict=True)]
+    trained_numel = sum(padded_numel(parameter, layout.shard) for parameter in trained)
+    element_size = trained[0].element_size if trained else 4
+    return _Sizes(
+        stored=tuple(stored),
+        unsharded=tuple(n * layout.param_size for n in padded),
+        gradients=sum(parameter.numel for parameter in trained) * layout.param_size,
+        accumulated=tuple(parameter.numel * layout.reduce_size for parameter in trained),
+        reduced=trained_numel * layout.reduce_size,
+        final=trained_numel // layout.shard * element_size,
+    )
+
+
+def padded_numel(parameter: ParameterFacts, num_shards: int) -> int:
+    """Return the elements of a parameter once its dim 0 is a multiple of the shards."""
+    if not parameter.shape:
+        return num_shards
+    rows = -(-parameter.shape[0] // num_shards) * num_shards
+    return rows * (parameter.numel // parameter.shape[0]) if parameter.shape[0] else 0
+
+
+class _Group:
+    """The state of one unit's parameters (torch's FSDPParamGroup)."""
+
+    def __init__(self, number: int, unit: UnitFacts, layout: Layout) -> None:
+        self.number = number
+        self.sizes = _sizes_of(unit, layout)
+        self.reshard = layout.reshard[number]
+        self.state: Literal["sharded", "resharded", "unsharded"] = "sharded"
+        self.is_pending = False
+        self.phase: Literal["idle", "forward", "pre_backward", "post_backward"] = "idle"
+        self.order: list[int] = []
+        self.accumulated = 0
+        """Bytes of unsharded gradients kept from earlier micro-batches."""
+        self.adds_in_place = False
+        """Whether autograd adds to those itself: they are in the dtype of compute."""
+        self.held = 0
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.sizes.stored
+
+
+class Step:
+    """One update of `num_micro_batches` over `trace`; `run` tells the watcher of it."""
+
+    def __init__(self, trace: Trace, layout: Layout, num_micro_batches: int, watcher: Watcher) -> None:
+        self.trace, self.layout, self.watcher = trace, layout, watcher
+        self.num_micro_batches = num_micro_batches
+        self._groups = [_Group(number, unit, layout) for number, unit in enumerate(trace.units)]
+        self._order: list[_Group] = []
+        self._gathered: int = 0  # of the last all-gather in forward, whose output is kept for the next one's sake
+        self._reducing: deque[int] = deque()
+        self._gradients = 0  # unsharded, of this micro-batch
+        self._adds_in_place = False
+
+    def run(self) -> None:
+        """Do the micro-batches.  Of those that only accumulate, the third is like the second, and so on."""
+        for number in range(self.num_micro_batches):
+            self.micro_batch(is_last=number == self.num_micro_batches - 1)
+
+    def micro_batch(self, is_last: bool) -> None:
+        is_backward = False
+        self._adds_in_place = any(group.adds_in_place for group in self._groups)
+        for event in self.trace.events:
+            group = self._groups[event.unit]
+            is_backward = is_backward or event.mark in ("pre_backward", "end")
+            self._compute(event.before, event.unit, is_backward)
+            if event.mark == "pre_forward":
+                self._pre_forward(group)
+            elif event.mark == "post_forward":
+                self._post_forward(group, is_backward)
+            elif event.mark == "pre_backward":
+                self._pre_backward(group)
+            elif event.mark == "post_backward":
+                self._post_backward(group, is_last)
+            else:
+                self._end(is_last)
+
+    def _compute(self, segment: Segment, unit: int, is_backward: bool) -> None:
+        self.watcher.compute(segment, unit, is_backward, self._adds_in_place)
+        if segment.gradients and not self._adds_in_place:
+            self._gradients += segment.gradients
+            self.watcher.allocate("unsharded gradients", segment.gradients)
+
+    # -- forward -------------------------------------------------------------------------------------------------
+
+    def _pre_forward(self, group: _Group) -> None:
+        if group.is_empty:
+            return
+        is_first = group.phase != "forward"
+        group.phase = "forward"
+        self._unshard(group)
+        self._wait(group, is_forward=True)
+        if is_first:
+            ahead = range(group.number + 1, min(group.number + 1 + self.layout.prefetch_forward, self.trace.root))
+            for number in ahead if group.number != self.trace.root else ():
+                self._unshard(self._groups[number])
+
+    def _post_forward(self, group: _Group, is_backward: bool) -> None:
+        if not group.is_empty:
+            if not is_backward:
+                self._reshard_after_forward(group)
+                group.order.append(len(self._order))
+                self._order.append(group)
+            group.phase = "idle"
+        if group.number == self.trace.root and self._gathered:
+            self.watcher.free("all-gather buffers", self._gathered)
+            self._gathered = 0
+
+    def _reshard_after_forward(self, group: _Group) -> None:
+        if group.reshard is True:
+            self._free_unsharded(group)
+        elif group.reshard is not False:
+            for num_bytes in group.sizes.unsharded:
+                self.watcher.allocate("parameters", num_bytes // group.reshard)
+                self.watcher.free("unsharded parameters", num_bytes)
+            group.state = "resharded"
+
+    # -- gathering -----------------------------------------------------------------------------------------------
+
+    def _unshard(self, group: _Group) -> None:
+        if group.is_pending or group.state == "unsharded" or group.is_empty:
+            return
+        group.is_pending = True
+        num_ranks = self._ranks_of(group)
+        if num_ranks == 1:
+            return
+        gathered = sum(group.sizes.unsharded)
+        # The shards in the dtype of compute, or from host memory, are copied into the buffer and then freed.
+        copied = gathered // num_ranks if self.layout.casts or self.layout.cpu_offload else 0
+        if copied:
+            self.watcher.allocate("all-gather buffers", copied)
+        self.watcher.allocate("all-gather buffers", gathered)
+        if copied:
+            self.watcher.free("all-gather buffers", copied)
+        self.watcher.gather(group.number, "reshard" if group.state == "resharded" else "shard", num_ranks, gathered)
+
+    def _ranks_of(self, group: _Group) -> int:
+        return int(group.reshard) if group.state == "resharded" else self.layout.shard
+
+    def _wait(self, group: _Group, is_forward: bool) -> None:
+        if not group.is_pending:
+            return
+        group.is_pending = False
+        if is_forward and self._gathered:
+            self.watcher.free("all-gather buffers", self._gathered)
+            self._gathered = 0
+        num_ranks, gathered = self._ranks_of(group), sum(group.sizes.unsharded)
+        if num_ranks == 1:
+            self._copy_shards(group)
+        else:
+            self.watcher.allocate("unsharded parameters", gathered)
+        self.watcher.wait_for_gather(group.number, gathered if num_ranks > 1 else 0, is_forward)
+        if group.state == "resharded":
+            self.watcher.free("parameters", sum(n // int(group.reshard) for n in group.sizes.unsharded))
+        group.state = "unsharded"
+        if num_ranks == 1:
+            return
+        if is_forward:
+            self._gathered = gathered
+        else:
+            self.watcher.free("all-gather buffers", gathered)
+
+    def _copy_shards(self, group: _Group) -> None:
+        """On a shard axis of one rank each parameter is copied; the copy in another dtype lives until the next is."""
+        before = 0
+        for num_bytes in group.sizes.unsharded:
+            if self.layout.casts:
+                self.watcher.allocate("all-gather buffers", num_bytes)
+                self.watcher.free("all-gather buffers", before)
+                before = num_bytes
+            self.watcher.allocate("unsharded parameters", num_bytes)
+        self.watcher.free("all-gather buffers", before)
+
+    def _free_unsharded(self, group: _Group) -> None:
+        if group.state == "unsharded":
+            self.watcher.free("unsharded parameters", sum(group.sizes.unsharded))
+        elif group.state == "resharded":
+            self.watcher.free("parameters", sum(n // int(group.reshard) for n in group.sizes.unsharded))
+        group.state = "sharded"
+
+    # -- backward ------------------------------------------------------------------------------------------------
+
+    def _pre_backward(self, group: _Group) -> None:
+        if group.is_empty or group.phase == "pre_backward":
+            return
+        group.phase = "pre_backward"
+        self._unshard(group)
+        self._wait(group, is_forward=False)
+        position = group.order.pop() if group.order else 0
+        if self.layout.prefetch_backward and group.number != self.trace.root:
+            for number in range(group.number - 1, max(-1, group.number - 1 - self.layout.prefetch_backward), -1):
+                self._unshard(self._groups[number])
+        elif position > 0:
+            self._unshard(self._order[position - 1])
+
+    def _post_backward(self, group: _Group, is_last: bool) -> None:
+        if group.is_empty or group.phase == "post_backward":
+            return
+        group.phase = "post_backward"
+        sizes, watcher = group.sizes, self.watcher
+        new = min(sizes.gradients, self._gradients) if not group.adds_in_place else 0
+        if group.accumulated and new:  # added to what there is, in the dtype of the reduction
+            self._free_gradients(new)
+            new = 0
+        if not is_last:
+            self._free_unsharded(group)
+            if new:
+                self._keep_gradients(group, new)
+            return
+        self._free_unsharded(group)
+        if self._reducing:
+            watcher.free("reduction buffers", self._reducing.popleft())
+        if not new and not group.accumulated:
+            return
+        layout = self.layout
+        watcher.allocate("reduction buffers", sizes.reduced)
+        if new:
+            self._free_gradients(new)
+        if group.accumulated:
+            watcher.free("unsharded gradients", group.accumulated)
+            group.accumulated, group.adds_in_place = 0, False
+        scattered = sizes.reduced // layout.shard
+        watcher.reduce(group.number, sizes.reduced, scattered)
+        if layout.cpu_offload:  # on their way to host memory
+            watcher.allocate("reduction buffers", scattered)
+            watcher.free("reduction buffers", scattered)
+        elif scattered == sizes.final:
+            watcher.allocate("gradients", scattered)
+        else:
+            watcher.allocate("reduction buffers", scattered)
+            watcher.allocate("gradients", sizes.final)
+            if layout.replicate > 1:  # kept from the allocator until all replicas have added it
+                group.held = scattered
+            else:
+                watcher.free("reduction buffers", scattered)
+        self._reducing.append(sizes.reduced)
+
+    def _keep_gradients(self, group: _Group, new: int) -> None:
+        """Keep unsharded gradients for the next micro-batch, in the dtype of the reduction."""
+        if self.layout.param_size == self.layout.reduce_size:
+            self._gradients -= new  # they stay where they are, and the next ones are added there
+            group.accumulated, group.adds_in_place = new, True
+            return
+        for num_bytes in group.sizes.accumulated:
+            self.watcher.allocate("unsharded gradients", num_bytes)
+            self._free_gradients(num_bytes * self.layout.param_size // self.layout.reduce_size)
+        group.accumulated = sum(group.sizes.accumulated)
+
+    def _free_gradients(self, num_bytes: int) -> None:
+        self._gradients -= num_bytes
+        self.watcher.free("unsharded gradients", num_bytes)
+
+    def _end(self, is_last: bool) -> None:
+        """What FSDP does when autograd is through: it reduces what is left, the root's parameters first."""
+        for group in (self._groups[-1], *self._groups[:-1]):
+            self._post_backward(group, is_last)
+            group.phase = "idle"
+            group.order.clear()
+            if group.held:
+                self.watcher.free("reduction buffers", group.held)
+                group.held = 0
+        self._order.clear()
+        while self._reducing:
+            self.watcher.free("reduction buffers", self._reducing.popleft())
+        self.watcher.finish_backward()
