@@ -19,7 +19,7 @@ DOORS = {
     "init_process_group": ["trainer/world.py"],
     "init_device_mesh": ["trainer/world.py"],
     "wandb": ["trainer/metrics/"],
-    "rich": ["trainer/metrics/", "trainer/checkpoints.py"],
+    "rich": ["trainer/metrics/", "trainer/checkpoints.py", "trainer/plan/show.py"],
     "torchdata": ["trainer/data/"],
     "tokenizers": ["trainer/data/", "trainer/prepare.py"],
 }

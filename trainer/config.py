@@ -26,6 +26,9 @@ from yaml import YAMLError
 from trainer.errors import UserError, choice_error, nearest, setting_error
 from trainer.recipe import Recipe, declare, find_recipe, load_recipes
 
+AUTO = "auto"
+"""The value of the keys that the planner settles, before anything is built."""
+
 
 @dataclass(frozen=True)
 class RunSection:
@@ -42,6 +45,9 @@ class RunSection:
     )
     first_step_timeout_s: float = declare(
         0.0, "the same for the first update, and a batch of an evaluation; 0: 3 x timeout_s", at_least=0
+    )
+    memory_gib: float | None = declare(
+        None, "memory of a device, which the planner's auto may use; null: what it has", above=0
     )
     selfcheck: bool = declare(
         True, "before the first update, see on all ranks that sharding, replicas, data and code are as they should be"
@@ -74,8 +80,8 @@ class FsdpSection:
     wrap: str = declare("block", "units: block (the recipe's), size:<parameters>, or package.module:function")
     reshard_after_forward: int | str | list[int | str] = declare(
         "default",
-        "default (units reshard, root does not), always, never, a number of ranks to reshard to, or a list with one "
-        "of always, never, a number for each unit in the order of the forward pass",
+        "default (units reshard, root does not), always, never, a number of ranks to reshard to, a list with one of "
+        "always, never, a number for each unit in the order of the forward pass, or auto (the planner's choice)",
         true_means="always",
         false_means="never",
     )
@@ -141,9 +147,9 @@ class TrainSection:
 
     steps: int = declare(1000, "optimizer updates", at_least=0)
     global_batch_size: int = declare(8, "sequences of one update, over all ranks", at_least=1)
-    micro_batch_size: int = declare(1, "sequences of one forward on one rank", at_least=1)
+    micro_batch_size: int | str = declare(1, "sequences of one forward on one rank; auto: the planner's", at_least=1)
     activation_checkpoint: int | str = declare(
-        "none", "none, full, selective (keeps matmuls and attention), or n: every n-th block in full"
+        "none", "none, full, selective (keeps matmuls and attention), n: every n-th block in full, or auto"
     )
     compile: bool = declare(False, "torch.compile each block")
     init_from: str | None = declare(
@@ -579,6 +585,9 @@ def check_config(config: RunConfig, world_size: int, local_world_size: int) -> M
 
 def _check_batch(config: RunConfig, shape: MeshShape) -> None:
     batch, micro = config.train.global_batch_size, config.train.micro_batch_size
+    if isinstance(micro, (str, bool)) and micro != AUTO:
+        raise setting_error("train.micro_batch_size", micro, "must be a whole number, or auto", AUTO)
+    micro = 1 if micro == AUTO else int(micro)
     if batch % (shape.num_ranks * micro) == 0:
         return
     ranks = f"{shape.num_ranks} data-parallel ranks" if shape.num_ranks > 1 else "1 data-parallel rank"
@@ -593,7 +602,7 @@ def _check_batch(config: RunConfig, shape: MeshShape) -> None:
 def _check_reshard(config: RunConfig, shape: MeshShape) -> None:
     key, value = "fsdp.reshard_after_forward", config.fsdp.reshard_after_forward
     entries = value if isinstance(value, list) else [value]
-    words = ["always", "never"] if isinstance(value, list) else ["default", "always", "never"]
+    words = ["always", "never"] if isinstance(value, list) else ["default", "always", "never", AUTO]
     for entry in entries:
         if isinstance(entry, bool):
             raise setting_error(key, value, "takes always or never, not true or false", "always" if entry else "never")
@@ -609,7 +618,7 @@ def _check_reshard(config: RunConfig, shape: MeshShape) -> None:
 
 def _check_forms(config: RunConfig) -> None:
     checkpointing = config.train.activation_checkpoint
-    words = ["none", "full", "selective"]
+    words = ["none", "full", "selective", AUTO]
     if isinstance(checkpointing, str) and checkpointing not in words:
         raise choice_error("train.activation_checkpoint", checkpointing, words, "a whole number, or one of")
     if isinstance(checkpointing, (int, bool)) and (isinstance(checkpointing, bool) or checkpointing < 1):

@@ -251,6 +251,19 @@ def reshard_of_units(
     return [meaning.get(entry, int(entry) if isinstance(entry, int) else True) for entry in entries]
 
 
+def checkpointing_choices(config: RunConfig) -> list[int | str]:
+    """Return the settings of `train.activation_checkpoint` that the model's blocks and units allow."""
+    with torch.device("meta"):
+        model = config.recipe.build_model(config.model)
+    blocks = find_blocks(model, config.recipe)
+    choices: list[int | str] = ["none", *(n for n in (4, 2) if n <= len(blocks)), *(["full"] if blocks else [])]
+    try:
+        _check_no_unit_inside(blocks, find_units(model, config.recipe, config.fsdp.wrap))
+    except UserError:
+        return choices
+    return [*choices, *(["selective"] if blocks else [])]
+
+
 def _check_no_unit_inside(blocks: Sequence[nn.Module], units: Sequence[ShardUnit]) -> None:
     """Selective recomputation replays a block operator by operator, and a unit inside it gathers only once."""
     inside = {id(module) for block in blocks for module in block.modules() if module is not block}

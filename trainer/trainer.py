@@ -175,7 +175,7 @@ class Trainer:
             open_source(config.data, config.vocab_size, "train"),
             seed=config.data.seed,
             global_batch_size=config.train.global_batch_size,
-            micro_batch_size=config.train.micro_batch_size,
+            micro_batch_size=int(config.train.micro_batch_size),
             dp_rank=self.world.rank,
             num_dp_ranks=self.world.size,
             num_workers=config.data.num_workers,
@@ -192,7 +192,7 @@ class Trainer:
             source,
             num_batches=config.eval.steps,
             global_batch_size=config.train.global_batch_size,
-            micro_batch_size=config.train.micro_batch_size,
+            micro_batch_size=int(config.train.micro_batch_size),
             dp_rank=self.world.rank,
             num_dp_ranks=self.world.size,
         )
@@ -200,7 +200,7 @@ class Trainer:
     @property
     def num_micro_batches(self) -> int:
         """Micro-batches of one update on each rank."""
-        return self.config.train.global_batch_size // (self.world.size * self.config.train.micro_batch_size)
+        return self.config.train.global_batch_size // (self.world.size * int(self.config.train.micro_batch_size))
 
     # -- the step ------------------------------------------------------------------------------------------------
 

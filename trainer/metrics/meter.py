@@ -9,26 +9,15 @@ from dataclasses import dataclass, field
 
 import torch
 
-# Dense bf16 tensor-core peak of one device in FLOP/s, without sparsity, from the makers' data sheets:
-# A100: nvidia.com/en-us/data-center/a100, H100/H200: .../h100, .../h200, B200: .../dgx-b200, L40S: .../l40s,
-# MI300X: amd.com/en/products/accelerators/instinct/mi300/mi300x.html
-_PEAK_FLOPS = {
-    "A100": 312e12,
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "B200": 2250e12,
-    "L40S": 362e12,
-    "MI300X": 1307e12,
-}
+from trainer.devices import find_device
 
 
 def peak_flops(device: torch.device) -> float | None:
     """Return the device's peak in bf16 FLOP/s, or None where it is not known (CPUs, other GPUs)."""
     if device.type != "cuda":
         return None
-    name = torch.cuda.get_device_name(device)
-    return next((peak for known, peak in _PEAK_FLOPS.items() if known in name), None)
+    sheet = find_device(torch.cuda.get_device_name(device))
+    return None if sheet is None else sheet.bf16_flops
 
 
 def peak_memory_gib(device: torch.device) -> float:

@@ -33,6 +33,8 @@ class Work(NamedTuple):
 
 NOTHING = Work("memory", 0, 0, 0)
 
+_FREE = {aten.detach.default, aten.empty.memory_format, aten.new_empty.default, aten.new_empty_strided.default}
+
 _ATTENTION = {
     aten._scaled_dot_product_flash_attention,
     aten._scaled_dot_product_flash_attention_backward,
@@ -48,7 +50,11 @@ _ATTENTION = {
 def work_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Work:
     """Return the work of one call of an ATen operator; none for views and what only asks."""
     made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-    if not made or func.is_view or func in (aten.detach.default, aten.empty.memory_format, aten.new_empty_strided.default):
+    if (
+        not made
+        or func.is_view
+        or func in (aten.detach.default, aten.empty.memory_format, aten.new_empty_strided.default)
+    ):
         return NOTHING
     read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in (*read, *made))
@@ -65,7 +71,7 @@ def _attention_flops(packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     """Return the operations of an attention kernel; a causal mask leaves out half of the score matrix."""
     is_backward = "backward" in packet.__name__
     tensors = [a for a in args if isinstance(a, torch.Tensor)]
-    q, k, v = (tensors[1:4] if is_backward else tensors[:3])
+    q, k, v = tensors[1:4] if is_backward else tensors[:3]
     heads = (q.shape[0], q.shape[1])
     shapes = [q.shape, (*heads, *k.shape[2:]), (*heads, *v.shape[2:])]
     flops = sdpa_backward_flop(q.shape, *shapes) if is_backward else sdpa_flop(*shapes)

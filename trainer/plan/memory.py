@@ -30,18 +30,18 @@ class Memory:
 
     peak: Moment
     curve: tuple[Moment, ...]
-    """One moment for each mark of the step, in order: what the picture shows."""
+    """One moment for each mark of the step, in order, for the picture; empty unless it was asked for."""
 
 
 class _MemoryWatcher:
     """Adds up what is allocated and freed."""
 
-    def __init__(self, trace: Trace, at_rest: dict[Kind, int]) -> None:
-        self._trace = trace
+    def __init__(self, trace: Trace, at_rest: dict[Kind, int], draws: bool) -> None:
+        self._trace, self._draws = trace, draws
         self._live: dict[Kind, int] = dict.fromkeys(get_args(Kind), 0) | at_rest
         self._total = sum(at_rest.values())
-        self._place = "before the step"
-        self.peak = Moment(self._place, dict(self._live))
+        self._where: tuple[int, bool] | None = None
+        self._peak: tuple[tuple[int, bool] | None, dict[Kind, int]] = (None, dict(self._live))
         self._peak_total = self._total
         self.curve: list[Moment] = []
 
@@ -57,10 +57,11 @@ class _MemoryWatcher:
 
     def compute(self, segment: Segment, unit: int, is_backward: bool, accumulates: bool) -> None:
         above = segment.peak_accumulating if accumulates else segment.peak
-        self._place = f"{'backward' if is_backward else 'forward'} of {self._trace.units[unit].name}"
+        self._where = unit, is_backward
         if self._total + above > self._peak_total:
             self._note_peak(above)
-        self.curve.append(Moment(self._place, self._with("temporaries", above)))
+        if self._draws:
+            self.curve.append(Moment(self._place, self._with("temporaries", above)))
         self._live["activations"] += segment.net
         self._total += segment.net
 
@@ -69,7 +70,24 @@ class _MemoryWatcher:
 
     def _note_peak(self, temporaries: int) -> None:
         self._peak_total = self._total + temporaries
-        self.peak = Moment(self._place, self._with("temporaries", temporaries))
+        self._peak = self._where, self._with("temporaries", temporaries)
+
+    @property
+    def _place(self) -> str:
+        return self._name(self._where)
+
+    def _name(self, where: tuple[int, bool] | None) -> str:
+        if where is None:
+            return "time before the first step"
+        unit, is_backward = where
+        return f"{'backward' if is_backward else 'forward'} of {self._trace.units[unit].name}"
+
+    @property
+    def peak(self) -> Moment:
+        where, by_kind = self._peak
+        return Moment(self._name(where), by_kind)
+
+    def begin(self, repeats: int) -> None: ...
 
     def gather(self, unit: int, axis: Axis, num_ranks: int, num_bytes: int) -> None: ...
 
@@ -80,11 +98,10 @@ class _MemoryWatcher:
     def finish_backward(self) -> None: ...
 
 
-def memory_of(trace: Trace, layout: Layout, num_micro_batches: int, optimizer: str = "adamw") -> Memory:
-    """Return the memory of a rank over one update on `layout`, everything but the allocator's own share included."""
-    watcher = _MemoryWatcher(trace, at_rest(trace, layout, optimizer))
-    step = Step(trace, layout, min(num_micro_batches, 3), watcher)  # the third that only accumulates is as the second
-    step.run()
+def memory_of(trace: Trace, layout: Layout, num_micro_batches: int, optimizer: str, draws: bool = False) -> Memory:
+    """Return the memory of a rank over one update on `layout`; with all of its moments, if it `draws`."""
+    watcher = _MemoryWatcher(trace, at_rest(trace, layout, optimizer), draws)
+    Step(trace, layout, num_micro_batches, watcher).run()
     return Memory(watcher.peak, tuple(watcher.curve))
 
 

@@ -1,27 +1,127 @@
-"""The plan of a run: what its configuration means for memory, communication and time."""
+"""The plan of a run: what its configuration means for memory, communication and time, on a machine.
+
+machine = find_machine("h100")
+plan = make_plan(load_config("llama3_70b"), MeshShape(8, 64), machine)
+plan.memory.peak.total, plan.time.total_s
+"""
 
 from __future__ import annotations
 
-from trainer.config import RunConfig
-from trainer.plan.probe import Trace
+from collections import Counter
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from trainer.config import MeshShape, RunConfig
+from trainer.plan.clock import StepTime, time_of
+from trainer.plan.communication import Collective, collectives_of
+from trainer.plan.machine import GIB, Machine
+from trainer.plan.memory import OPTIMIZER_COPIES, Memory, memory_of
+from trainer.plan.probe import Probe, Trace
 from trainer.plan.step import Layout
 
 _SIZES = {"float32": 4, "bfloat16": 2}
 
 
-def layout_of(config: RunConfig, trace: Trace, replicate: int, shard: int) -> Layout:
-    """Return how `config` lays the units of `trace` on a mesh of `replicate` x `shard` ranks."""
+@dataclass(frozen=True)
+class Plan:
+    """What is known of a run before it starts.  Everything is of the rank that needs most, rank 0."""
+
+    config: RunConfig
+    mesh: MeshShape
+    machine: Machine
+    trace: Trace
+    layout: Layout
+
+    @property
+    def num_micro_batches(self) -> int:
+        train = self.config.train
+        return train.global_batch_size // (self.mesh.num_ranks * int(train.micro_batch_size))
+
+    @cached_property
+    def memory(self) -> Memory:
+        return memory_of(self.trace, self.layout, self.num_micro_batches, self.config.optim.name)
+
+    @cached_property
+    def collectives(self) -> Counter[Collective]:
+        return collectives_of(self.trace, self.layout, self.num_micro_batches)
+
+    @cached_property
+    def time(self) -> StepTime:
+        return time_of(self.trace, self.layout, self.num_micro_batches, self.machine.rates, self.config.optim.name)
+
+    @property
+    def peak_gib(self) -> float:
+        """Live tensors at the peak: what torch.cuda.max_memory_allocated shows."""
+        return self.memory.peak.total / GIB
+
+    @property
+    def needed_gib(self) -> float:
+        """What a device must have: with the allocator's share and what driver and communicators take."""
+        return self.peak_gib * (1 + self.machine.allocator_share) + self.machine.reserved_gib
+
+    @property
+    def fits(self) -> bool:
+        return self.memory.peak.total <= self.machine.budget_bytes
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(unit.numel for unit in self.trace.units)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one update, all ranks together."""
+        return self.config.train.global_batch_size * self.config.data.seq_len
+
+    @property
+    def flops(self) -> float:
+        """Model FLOPs of one update, all ranks together, recomputation not counted."""
+        recipe = self.config.recipe
+        if recipe.flops is not None:
+            return recipe.flops(self.config.model, self.config.data.seq_len) * self.tokens
+        matrices = [p for unit in self.trace.units for p in unit.parameters if len(p.shape) > 1]
+        return 6.0 * sum(parameter.numel for parameter in matrices) * self.tokens
+
+    @property
+    def mfu(self) -> float | None:
+        """Model FLOPs over the devices' peak (Chowdhery et al. 2022, arXiv:2204.02311, appendix B)."""
+        peak = self.machine.peak_flops
+        return None if peak is None else self.flops / self.time.total_s / (peak * self.mesh.num_ranks)
+
+    @property
+    def run_s(self) -> float:
+        """Seconds of all updates, evaluation and saving left out."""
+        return self.time.total_s * self.config.train.steps
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Bytes of one checkpoint: parameters and the optimizer's tensors, each once."""
+        parameters = [parameter for unit in self.trace.units for parameter in unit.parameters]
+        copies = OPTIMIZER_COPIES[self.config.optim.name]
+        return sum(p.numel * p.element_size * (1 + copies * p.is_trained) for p in parameters)
+
+
+def make_plan(config: RunConfig, mesh: MeshShape, machine: Machine, probe: Probe | None = None) -> Plan:
+    """Return the plan of `config` (without `auto`) on `mesh`.
+
+    `probe` is one of the same model, units and dtypes, if there is one already.
+    """
+    probe = probe or Probe(config, machine.device_type)
+    trace = probe.trace(int(config.train.micro_batch_size), config.train.activation_checkpoint)
+    return Plan(config, mesh, machine, trace, layout_of(config, trace, mesh))
+
+
+def layout_of(config: RunConfig, trace: Trace, mesh: MeshShape) -> Layout:
+    """Return how `config` lays the units of `trace` on `mesh`."""
     fsdp = config.fsdp
     setting = fsdp.reshard_after_forward
-    entries = setting if isinstance(setting, list) else [setting] * (len(trace.units) - 1)
-    meaning: dict[int | str, bool] = {"default": True, "always": True, "never": False, 1: False, shard: True}
+    entries = setting if isinstance(setting, list) else [setting] * trace.root
+    meaning: dict[int | str, bool] = {"default": True, "always": True, "never": False, 1: False, mesh.shard: True}
     reshard = [meaning.get(entry, int(entry) if isinstance(entry, int) else True) for entry in entries]
-    root = setting == "always"
     stored = max((p.element_size for unit in trace.units for p in unit.parameters), default=4)
     return Layout(
-        replicate,
-        shard,
-        (*reshard, root),
+        mesh.replicate,
+        mesh.shard,
+        (*reshard, setting == "always"),
         param_size=_SIZES[fsdp.param_dtype],
         reduce_size=_SIZES[fsdp.reduce_dtype],
         casts=_SIZES[fsdp.param_dtype] != stored,
@@ -29,3 +129,9 @@ def layout_of(config: RunConfig, trace: Trace, replicate: int, shard: int) -> La
         prefetch_forward=fsdp.prefetch_forward,
         prefetch_backward=fsdp.prefetch_backward,
     )
+
+
+def planned(config: RunConfig) -> RunConfig:
+    """Return `config` for planning: without data, which a plan does not read."""
+    data = replace(config.data, source="synthetic", path=None, eval_path=None)
+    return replace(config, data=data)

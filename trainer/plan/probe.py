@@ -10,6 +10,7 @@ Source: FakeTensorMode, https://docs.pytorch.org/docs/stable/torch.compiler_fake
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 import warnings
@@ -31,9 +32,7 @@ from trainer.parameters import tied_names
 from trainer.plan.kernels import Work, use_gpu_kernels, work_of
 from trainer.shard import ShardUnit, apply_activation_checkpointing, find_blocks, find_units
 
-Mark = Literal[
-    "pre_forward", "post_forward", "pre_backward", "post_backward", "end", "block_forward", "block_backward"
-]
+Mark = Literal["pre_forward", "post_forward", "pre_backward", "post_backward", "end", "block_forward", "block_backward"]
 
 
 @dataclass(frozen=True)
@@ -118,23 +117,39 @@ class Trace:
         return len(self.units) - 1
 
 
-def probe(config: RunConfig, micro_batch_size: int, checkpointing: int | str, device_type: str) -> Trace:
-    """Return the trace of one micro-batch of `config`'s model, wrapped in units as `fsdp.wrap` says.
+class Probe:
+    """Makes traces of one micro-batch of a configuration's model; the model itself is built once, without values."""
 
-    `device_type` is `cuda` (with the fused kernels of a GPU) or `cpu`.  Whatever the model's own code raises, it
-    raises here.
-    """
-    try:
-        return _probe(config, micro_batch_size, checkpointing, device_type, shortens=True)
-    except _NotRepeated:
-        return _probe(config, micro_batch_size, checkpointing, device_type, shortens=False)
+    def __init__(self, config: RunConfig, device_type: str) -> None:
+        """`device_type` is `cuda` (with the fused kernels of a GPU) or `cpu`."""
+        self.config, self.device_type = config, device_type
+        with torch.device("meta"):
+            self._model = config.recipe.build_model(config.model)
+        self._traces: dict[tuple[int, int | str], Trace] = {}
+
+    def trace(self, micro_batch_size: int, checkpointing: int | str) -> Trace:
+        """Return the trace with units as `fsdp.wrap` says.  What the model's own code raises, it raises here."""
+        key = (micro_batch_size, checkpointing)
+        if key not in self._traces:
+            try:
+                self._traces[key] = self._run(micro_batch_size, checkpointing, shortens=True)
+            except _NotRepeated:
+                self._traces[key] = self._run(micro_batch_size, checkpointing, shortens=False)
+        return self._traces[key]
+
+    def _run(self, micro_batch_size: int, checkpointing: int | str, shortens: bool) -> Trace:
+        model = copy.deepcopy(self._model)
+        return _trace(model, self.config, micro_batch_size, checkpointing, self.device_type, shortens)
 
 
-def _probe(
-    config: RunConfig, micro_batch_size: int, checkpointing: int | str, device_type: str, shortens: bool
+def _trace(
+    model: nn.Module,
+    config: RunConfig,
+    micro_batch_size: int,
+    checkpointing: int | str,
+    device_type: str,
+    shortens: bool,
 ) -> Trace:
-    with torch.device("meta"):
-        model = config.recipe.build_model(config.model)
     units = find_units(model, config.recipe, config.fsdp.wrap)
     blocks = find_blocks(model, config.recipe)
     facts = _unit_facts(model, units, blocks)
@@ -218,8 +233,9 @@ class _Meter(TorchDispatchMode):
     def __init__(self, model: nn.Module, inputs: Iterable[torch.Tensor]) -> None:
         super().__init__()
         self._known: dict[int, weakref.ref[Any]] = {}
-        self._live = self._gradients = 0
-        self._begin()
+        self._live = self._start = self._peak = 0
+        self._gradients = self._start_gradients = self._peak_accumulating = 0
+        self._work: Counter[Work] = Counter()
         self._not_counted = {
             tensor.untyped_storage()._cdata
             for tensor in (*model.parameters(), *model.buffers(), *inputs)
@@ -277,7 +293,7 @@ class _Meter(TorchDispatchMode):
         self._start = self._peak = self._live
         self._start_gradients = self._gradients
         self._peak_accumulating = self._live - self._gradients
-        self._work: Counter[Work] = Counter()
+        self._work = Counter()
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -489,8 +505,9 @@ def _pass_on(*args: Any, **kwargs: Any) -> Any:
 def _check_form(block: nn.Module, args: Any, output: Any) -> None:
     """Raise _NotRepeated unless a block's output could be the next one's input."""
     given = args[0] if args else None
-    same = isinstance(output, torch.Tensor) and isinstance(given, torch.Tensor)
-    if not same or output.shape != given.shape or output.dtype != given.dtype:
+    if not (isinstance(output, torch.Tensor) and isinstance(given, torch.Tensor)):
+        raise _NotRepeated
+    if output.shape != given.shape or output.dtype != given.dtype:
         raise _NotRepeated
 
 
@@ -514,7 +531,10 @@ def _find_runs(model: nn.Module) -> list[_Run]:
         if not isinstance(parent, (nn.ModuleList, nn.Sequential)) or id(parent) in inside:
             continue
         blocks = tuple(parent.children())
-        kinds = [_kind(block, position, shared) for position, block in enumerate(blocks)]
+        if len(blocks) < 4:
+            continue
+        counted = _counted_settings(blocks)
+        kinds = [_kind(block, counted, shared) for block in blocks]
         for period in range(1, min(_LONGEST_PERIOD, len(blocks) // 4) + 1):
             if all(kinds[n] == kinds[n - period] for n in range(period, len(blocks))):
                 runs.append(_Run(blocks, period, (len(blocks) - 3 * period) // period * period))
@@ -523,18 +543,14 @@ def _find_runs(model: nn.Module) -> list[_Run]:
     return runs
 
 
-def _kind(block: nn.Module, position: int, shared: set[int]) -> Any:
+def _kind(block: nn.Module, counted: set[tuple[str, str]], shared: set[int]) -> Any:
     """Return what two blocks must have in common to be one and the same here: modules, shapes and plain settings.
 
-    A number that is the block's own position is not one of these.  What shares a parameter is like nothing else.
+    Settings in `counted` are not among these.  What shares a parameter is like nothing else.
     """
     parts: list[Any] = []
     for name, module in block.named_modules():
-        settings = {
-            key: None if type(value) is int and value == position else value
-            for key, value in vars(module).items()
-            if isinstance(value, (int, float, str, bool, tuple)) and not key.startswith("_")
-        }
+        settings = {key: value for key, value in _settings(module) if (name, key) not in counted}
         tensors = [
             (key, tuple(tensor.shape), tensor.dtype, tensor.requires_grad, id(tensor) in shared and id(tensor))
             for key, tensor in (*module._parameters.items(), *module._buffers.items())
@@ -542,3 +558,23 @@ def _kind(block: nn.Module, position: int, shared: set[int]) -> Any:
         ]
         parts.append((name, type(module), "forward" in vars(module), settings, tensors))
     return parts
+
+
+def _settings(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    for key, value in vars(module).items():
+        if isinstance(value, (int, float, str, bool, tuple)) and not key.startswith("_"):
+            yield key, value
+
+
+def _counted_settings(blocks: Sequence[nn.Module]) -> set[tuple[str, str]]:
+    """Return the settings (module's name, attribute) that only say which block of the list this one is."""
+    counted = {(name, key) for name, module in blocks[0].named_modules() for key, _ in _settings(module)}
+    for position, block in enumerate(blocks):
+        own = {
+            (name, key)
+            for name, module in block.named_modules()
+            for key, value in _settings(module)
+            if type(value) is int and value == position
+        }
+        counted &= own
+    return counted

@@ -10,7 +10,6 @@ Source: torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py and _fsdp_colle
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -28,7 +27,7 @@ Kind = Literal[
     "temporaries",
     "buffers and inputs",
 ]
-Axis = Literal["shard", "replicate", "reshard"]
+Axis = Literal["shard", "replicate", "reshard", "world"]
 Operation = Literal["all_gather", "reduce_scatter", "all_reduce"]
 
 
@@ -58,8 +57,12 @@ class Layout:
 
 
 class Watcher(Protocol):
-    """What is told of everything that happens in a step, in the order in which the host issues it."""
+    """What is told of everything that happens in a step, in the order in which the host issues it.
 
+    `begin` opens a micro-batch that stands for `repeats` of them.  A gather is issued, and later waited for.
+    """
+
+    def begin(self, repeats: int) -> None: ...
     def allocate(self, kind: Kind, num_bytes: int) -> None: ...
     def free(self, kind: Kind, num_bytes: int) -> None: ...
     def compute(self, segment: Segment, unit: int, is_backward: bool, accumulates: bool) -> None: ...
@@ -147,11 +150,15 @@ class Step:
         self._adds_in_place = False
 
     def run(self) -> None:
-        """Do the micro-batches.  Of those that only accumulate, the third is like the second, and so on."""
-        for number in range(self.num_micro_batches):
-            self.micro_batch(is_last=number == self.num_micro_batches - 1)
+        """Do the micro-batches.  Of those that accumulate, the second stands for all that come after it."""
+        if self.num_micro_batches > 1:
+            self._micro_batch(is_last=False, repeats=1)
+        if self.num_micro_batches > 2:
+            self._micro_batch(is_last=False, repeats=self.num_micro_batches - 2)
+        self._micro_batch(is_last=True, repeats=1)
 
-    def micro_batch(self, is_last: bool) -> None:
+    def _micro_batch(self, is_last: bool, repeats: int) -> None:
+        self.watcher.begin(repeats)
         is_backward = False
         self._adds_in_place = any(group.adds_in_place for group in self._groups)
         for event in self.trace.events:

@@ -1,0 +1,52 @@
+"""What the usual accelerators can do, by their makers' data sheets.  Imports no torch.
+
+A sheet says what the chip could do at most; what a kernel reaches of it is the planner's business.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator: rates in FLOP/s and bytes/s, dense, without sparsity."""
+
+    name: str
+    """What users call it."""
+    known_as: str
+    """A part of the name that the driver gives it."""
+    bf16_flops: float
+    fp32_flops: float
+    """Of fp32 matrix products as torch does them by default, without TF32."""
+    memory_gib: float
+    memory_bandwidth: float
+    link_bandwidth: float
+    """To the other devices of a node, in one direction."""
+    source: str
+
+    def flops(self, element_size: int) -> float:
+        """Return the peak for matrices of elements of that many bytes."""
+        return self.bf16_flops if element_size <= 2 else self.fp32_flops
+
+
+DEVICES = (
+    Device("a100", "A100", 312e12, 19.5e12, 80, 2.04e12, 300e9, "nvidia.com/en-us/data-center/a100"),
+    Device("h200", "H200", 989e12, 67e12, 141, 4.8e12, 450e9, "nvidia.com/en-us/data-center/h200"),
+    Device("h100", "H100", 989e12, 67e12, 80, 3.35e12, 450e9, "nvidia.com/en-us/data-center/h100 (SXM)"),
+    Device("h100-pcie", "H100 PCIe", 756e12, 51e12, 80, 2.0e12, 64e9, "nvidia.com/en-us/data-center/h100 (PCIe)"),
+    Device("b200", "B200", 2250e12, 75e12, 180, 7.7e12, 900e9, "nvidia.com/en-us/data-center/dgx-b200"),
+    Device("l40s", "L40S", 362e12, 91.6e12, 48, 0.864e12, 32e9, "nvidia.com/en-us/data-center/l40s"),
+    Device(
+        "mi300x", "MI300X", 1307e12, 163.4e12, 192, 5.3e12, 448e9, "amd.com/en/products/accelerators/instinct/mi300"
+    ),
+    Device("rtx4090", "RTX 4090", 165e12, 82.6e12, 24, 1.01e12, 32e9, "nvidia.com/en-us/geforce, Ada whitepaper"),
+)
+
+
+def find_device(name: str) -> Device | None:
+    """Return the device that users or the driver call `name`, the longest match first; None if it is not known."""
+    by_length = sorted(DEVICES, key=lambda device: -len(device.known_as))
+    called = [device for device in DEVICES if device.name == name.lower()]
+    known = [device for device in by_length if device.known_as.lower() in name.lower()]
+    return next(iter([*called, *known]), None)

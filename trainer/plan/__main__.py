@@ -1,0 +1,144 @@
+"""Command line: memory, communication and time of a run on any number of ranks, without a GPU and without weights.
+
+    python -m trainer.plan recipe=llama3_70b mesh.replicate=8 mesh.shard=64 device=h100
+    python -m trainer.plan recipe=llama3_8b ranks=64 fsdp.reshard_after_forward=auto train.micro_batch_size=auto
+
+  ranks=N            number of ranks; not needed where mesh.replicate x mesh.shard says it (default: one node)
+  device=NAME        a100, h100, h100-pcie, h200, b200, l40s, mi300x, rtx4090, cpu; default: the GPU here, or h100
+  memory_gib=X       memory of a device, if it is not the data sheet's
+  ranks_per_node=N   default 8 (cpu: 1)
+  network_gbps=X     what one rank has to other nodes, in Gbit/s (default 400)
+  --json             plain values on stdout
+  --picture FILE     memory over one step, as .png or .svg
+  --calibrate        measure this machine first; later plans for such devices use it
+
+Every key of trainer.run may be overridden.  Exit code 2 for a mistake in what was asked; 1 if the plan does not fit.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainer.config import RunConfig, check_config, find_mesh_shape, load_config
+from trainer.errors import EXIT_FINISHED, UserError, nearest, run_command, setting_error
+from trainer.plan.calibrate import calibrate
+from trainer.plan.machine import Machine, find_machine
+from trainer.plan.plan import make_plan, planned
+from trainer.plan.search import asks_for_auto, settle
+from trainer.plan.show import draw, print_plan, to_json
+from trainer.shard import check_sharding
+
+
+@dataclass
+class _Asked:
+    """What the command line asks for beside the run's own keys."""
+
+    recipe: str | None = None
+    device: str = "auto"
+    memory_gib: float | None = None
+    ranks: int | None = None
+    ranks_per_node: int | None = None
+    network_gbps: float = 400.0
+    as_json: bool = False
+    picture: Path | None = None
+    calibrates: bool = False
+
+
+def command_line(argv: Sequence[str] | None = None) -> int:
+    """Run what the command line asks for.  Returns the exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if "--help" in arguments or "-h" in arguments:
+        print(__doc__)
+        return EXIT_FINISHED
+    return run_command(lambda: _plan(arguments))
+
+
+def _plan(arguments: list[str]) -> int:
+    asked, overrides = _read(arguments)
+    if asked.recipe is None and not asked.calibrates:
+        raise UserError("recipe=NAME is missing; see --help")
+    config = load_config(asked.recipe or "llama_small", overrides)
+    if asked.calibrates:
+        calibrate(config, None if asked.device == "auto" else asked.device)
+        if asked.recipe is None:
+            return EXIT_FINISHED
+    memory_gib = asked.memory_gib or config.run.memory_gib
+    machine = find_machine(asked.device, memory_gib, asked.ranks_per_node, asked.network_gbps)
+    num_ranks = asked.ranks or _num_ranks(config, machine)
+    config = planned(config)
+    mesh = check_config(config, num_ranks, min(num_ranks, machine.rates.ranks_per_node))
+    if not isinstance(config.fsdp.reshard_after_forward, str):
+        check_sharding(config)
+    choice = settle(config, mesh, machine) if asks_for_auto(config) else None
+    plan = choice.plan if choice else make_plan(config, mesh, machine)
+    if asked.as_json:
+        print(json.dumps(to_json(plan, choice)))
+    else:
+        print_plan(plan, choice)
+    if asked.picture is not None:
+        draw(plan, asked.picture)
+    return EXIT_FINISHED
+
+
+def _num_ranks(config: RunConfig, machine: Machine) -> int:
+    """Return the ranks that the mesh itself says, or those of one node."""
+    per_node = machine.rates.ranks_per_node
+    replicate, shard = config.mesh.replicate, per_node if config.mesh.shard == "node" else config.mesh.shard
+    if not isinstance(shard, int) or replicate == 0 or shard == 0:
+        return find_mesh_shape(config.mesh, per_node, per_node).num_ranks
+    if replicate > 0 and shard > 0:
+        return replicate * shard
+    known = max(replicate, shard, 1)
+    return -(-per_node // known) * known
+
+
+def _read(arguments: list[str]) -> tuple[_Asked, list[str]]:
+    asked, overrides = _Asked(), []
+    numbers = {"memory_gib": float, "ranks": int, "nproc": int, "ranks_per_node": int, "network_gbps": float}
+    remaining = iter(arguments)
+    for argument in remaining:
+        key, equals, text = argument.partition("=")
+        if argument == "--json":
+            asked.as_json = True
+        elif argument == "--calibrate":
+            asked.calibrates = True
+        elif key == "--picture":
+            asked.picture = _picture(text if equals else next(remaining, ""))
+        elif key in ("recipe", "device"):
+            setattr(asked, key, text)
+        elif key in numbers:
+            setattr(asked, "ranks" if key == "nproc" else key, _number(key, text, numbers[key]))
+        elif argument.startswith("-"):
+            best = nearest(argument, ["--json", "--picture", "--calibrate", "--help"])
+            raise UserError(f"{argument}: no such option" + (f"; nearest: {best}" if best else ""))
+        else:
+            overrides.append(argument)
+    return asked, overrides
+
+
+def _picture(text: str) -> Path:
+    path = Path(text)
+    if path.suffix not in (".png", ".svg"):
+        raise setting_error("--picture", text, "must be a file that ends in .png or .svg", f"{path.stem or 'plan'}.png")
+    if not path.absolute().parent.is_dir():
+        raise setting_error("--picture", text, f"there is no folder {path.absolute().parent}", path.name)
+    return path
+
+
+def _number(key: str, text: str, kind: type[int] | type[float]) -> float:
+    try:
+        value = kind(text)
+    except ValueError:
+        value = 0
+    if not 0 < value < float("inf"):
+        rule = "must be a whole number above 0" if kind is int else "must be a number above 0"
+        raise setting_error(key, text, rule, {"memory_gib": 80, "network_gbps": 400}.get(key, 8))
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(command_line())

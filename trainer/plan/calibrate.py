@@ -1,0 +1,117 @@
+"""What the machine at hand reaches: measured once, kept in the user's cache, used by every plan for such a device."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from datetime import date
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from trainer.config import RunConfig
+from trainer.errors import setting_error
+from trainer.plan.machine import write_calibration
+
+_BUDGET_S = 0.6
+"""Seconds that one figure is measured for."""
+
+
+def calibrate(config: RunConfig, device: str | None = None) -> dict[str, Any]:
+    """Measure matrix products at the shapes of `config`'s model, attention, memory and issue rates; keep them.
+
+    Returns what was measured, in FLOP/s, bytes/s and seconds.  Raises UserError for a device that is not here.
+    """
+    found = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    name = torch.cuda.get_device_name() if found.type == "cuda" else "cpu"
+    if device is not None and device.lower() not in name.lower():
+        raise setting_error("device", device, f"is not here; --calibrate measures this machine, {name}", "auto")
+    dtypes = (torch.bfloat16, torch.float32)
+    rates = {
+        "measured": date.today().isoformat(),
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "matmul": {dtype.itemsize: _matmul(config, found, dtype) for dtype in dtypes},
+        "attention": {dtype.itemsize: _attention(config, found, dtype) for dtype in dtypes},
+        "memory": _memory(found),
+        "kernel_s": _kernel(found),
+        "host_s": _host(found),
+    }
+    path = write_calibration(name, rates)
+    for key, value in rates.items():
+        print(f"{key:>12}  {value}")
+    print(f"{'kept in':>12}  {path}")
+    return rates
+
+
+def _seconds(work: Callable[[], object], device: torch.device) -> float:
+    """Return the median seconds of one call, the device's work included."""
+
+    def once(times: int) -> float:
+        _synchronize(device)
+        started = time.perf_counter()
+        for _ in range(times):
+            work()
+        _synchronize(device)
+        return (time.perf_counter() - started) / times
+
+    once(2)
+    times = max(1, min(50, int(_BUDGET_S / 5 / max(once(1), 1e-7))))
+    return statistics.median(once(times) for _ in range(5))
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def _width(config: RunConfig, device: torch.device) -> int:
+    """Return the model's width, as far as this device can multiply it within the time of one figure."""
+    width = getattr(config.model, "dim", None) or getattr(config.model, "width", None) or 1024
+    return int(width) if device.type == "cuda" else min(int(width), 1024)
+
+
+def _matmul(config: RunConfig, device: torch.device, dtype: torch.dtype) -> float:
+    width = _width(config, device)
+    rows = min(config.data.seq_len, 8192 if device.type == "cuda" else 512)
+    a = torch.randn(rows, width, device=device, dtype=dtype)
+    b = torch.randn(width, 4 * width, device=device, dtype=dtype)
+    return 2.0 * rows * width * 4 * width / _seconds(lambda: a @ b, device)
+
+
+def _attention(config: RunConfig, device: torch.device, dtype: torch.dtype) -> float:
+    """Return FLOP/s of causal attention, forward and backward, half of the scores counted."""
+    length = min(config.data.seq_len, 8192 if device.type == "cuda" else 512)
+    heads, size = (16, 128) if device.type == "cuda" else (4, 64)
+    q, k, v = (torch.randn(1, heads, length, size, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
+
+    def work() -> None:
+        F.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
+
+    return (4 + 10) * heads * length * length * size / 2 / _seconds(work, device)
+
+
+def _memory(device: torch.device) -> float:
+    """Return bytes read and written a second by an addition."""
+    numel = (256 if device.type == "cuda" else 16) * 2**20
+    a, b = (torch.ones(numel, device=device) for _ in range(2))
+    return 3 * 4 * numel / _seconds(lambda: torch.add(a, b, out=b), device)
+
+
+def _kernel(device: torch.device) -> float:
+    small = torch.ones(64, device=device)
+    return _seconds(lambda: [small.add_(1.0) for _ in range(200)], device) / 200
+
+
+def _host(device: torch.device) -> float:
+    """Return the host's time to issue one operator; none of its own where the host computes."""
+    if device.type == "cpu":
+        return 0.0
+    small = torch.ones(64, device=device, requires_grad=True)
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    for _ in range(1000):
+        small * 1.0
+    return (time.perf_counter() - started) / 1000

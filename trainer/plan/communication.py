@@ -1,0 +1,71 @@
+"""What a step sends: collectives by kind, axis and size, as FSDP2 issues them.
+
+Sizes are of the whole tensor: what an all-gather makes, what a reduce-scatter takes, what an all-reduce works on.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import NamedTuple
+
+from trainer.plan.probe import Segment, Trace
+from trainer.plan.step import Axis, Kind, Layout, Operation, Step
+
+
+class Collective(NamedTuple):
+    """One kind of collective: the operation, the axis of the mesh, the ranks that take part, bytes."""
+
+    operation: Operation
+    axis: Axis
+    num_ranks: int
+    num_bytes: int
+
+
+class _CollectiveCounter:
+    """Counts the collectives of a step."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._repeats = 1
+        self.counts: Counter[Collective] = Counter()
+
+    def begin(self, repeats: int) -> None:
+        self._repeats = repeats
+
+    def gather(self, unit: int, axis: Axis, num_ranks: int, num_bytes: int) -> None:
+        self.counts[Collective("all_gather", axis, num_ranks, num_bytes)] += self._repeats
+
+    def reduce(self, unit: int, scattered: int, reduced: int) -> None:
+        if self._layout.shard > 1:
+            self.counts[Collective("reduce_scatter", "shard", self._layout.shard, scattered)] += self._repeats
+        if self._layout.replicate > 1:
+            self.counts[Collective("all_reduce", "replicate", self._layout.replicate, reduced)] += self._repeats
+
+    def allocate(self, kind: Kind, num_bytes: int) -> None: ...
+
+    def free(self, kind: Kind, num_bytes: int) -> None: ...
+
+    def compute(self, segment: Segment, unit: int, is_backward: bool, accumulates: bool) -> None: ...
+
+    def wait_for_gather(self, unit: int, num_bytes: int, is_forward: bool) -> None: ...
+
+    def finish_backward(self) -> None: ...
+
+
+_NORM_BYTES, _LOSS_BYTES, _MESSAGE_BYTES = 4, 4, 5 * 8
+
+
+def collectives_of(trace: Trace, layout: Layout, num_micro_batches: int) -> Counter[Collective]:
+    """Return how often an update issues each kind of collective.
+
+    With FSDP's go three small all-reduces of the training step: the message in which the ranks agree (through host
+    memory), the squared norm of the gradients over the shard axis, and the loss over all ranks.
+    """
+    watcher = _CollectiveCounter(layout)
+    Step(trace, layout, num_micro_batches, watcher).run()
+    if layout.num_ranks > 1:
+        watcher.counts[Collective("all_reduce", "world", layout.num_ranks, _MESSAGE_BYTES)] += 1
+        watcher.counts[Collective("all_reduce", "world", layout.num_ranks, _LOSS_BYTES)] += 1
+    if layout.shard > 1:
+        watcher.counts[Collective("all_reduce", "shard", layout.shard, _NORM_BYTES)] += 1
+    return watcher.counts

@@ -1,0 +1,185 @@
+"""The machine that a plan is for: a data sheet, or what was measured on one by `--calibrate`."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer.devices import DEVICES, Device, find_device
+from trainer.errors import UserError, choice_error, setting_error
+from trainer.plan.clock import Rates
+
+GIB = 2**30
+
+# Shares of a data sheet that good kernels reach; all of them are replaced by --calibrate.  Matrix products: 790 of 989
+# TFLOP/s on an H200 (8192-cube, bf16).  Attention: Shah et al. 2024, arXiv:2407.08608, FlashAttention-2 on an H100.
+_MATMUL_SHARE, _ATTENTION_SHARE, _MEMORY_SHARE, _LINK_SHARE = 0.75, 0.38, 0.85, 0.8
+_KERNEL_S, _HOST_S = 2.5e-6, 8e-6
+_LINK_LATENCY_S, _NETWORK_LATENCY_S = 5e-6, 15e-6
+_ALLOCATOR_SHARE = 0.06
+"""What the caching allocator keeps beyond live tensors, as a share of these."""
+_RESERVED_GIB = 1.0
+"""What the driver's context and the communicators take of a GPU."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One kind of device, as many to a node, and how they are linked."""
+
+    name: str
+    rates: Rates
+    memory_gib: float
+    """Of one device, or of the host for each rank on it."""
+    peak_flops: float | None
+    """By the data sheet, bf16; what MFU is a share of."""
+    allocator_share: float
+    reserved_gib: float
+    is_measured: bool
+    source: str
+
+    @property
+    def device_type(self) -> str:
+        return "cpu" if self.name == "cpu" else "cuda"
+
+    @property
+    def budget_bytes(self) -> float:
+        """Bytes of live tensors that fit: without the allocator's share, and what is reserved."""
+        return max(0.0, self.memory_gib - self.reserved_gib) * GIB / (1 + self.allocator_share)
+
+
+def find_machine(
+    device: str = "auto",
+    memory_gib: float | None = None,
+    ranks_per_node: int | None = None,
+    network_gbps: float = 400.0,
+    default: str = "h100",
+) -> Machine:
+    """Return the machine called `device`: `cpu`, a data sheet's name, or `auto`, the GPU that is here, or `default`.
+
+    What `--calibrate` has measured on such a device takes the place of the sheet's shares.  `network_gbps` is what one
+    rank has to other nodes, in Gbit/s.  Raises UserError for a device that nobody knows.
+    """
+    if device == "auto":
+        device = torch.cuda.get_device_name() if torch.cuda.is_available() else default
+    sheet = find_device(device)
+    if device == "cpu":
+        machine = _cpu(ranks_per_node or 1)
+    elif sheet is not None:
+        machine = _from_sheet(sheet, ranks_per_node or 8, network_gbps)
+    elif (measured := read_calibration(device)) is not None:
+        machine = replace(_from_sheet(DEVICES[2], ranks_per_node or 8, network_gbps), name=device, peak_flops=None)
+        machine = _measured(machine, measured)
+    else:
+        raise choice_error("device", device, [*(known.name for known in DEVICES), "cpu"])
+    if (measured := read_calibration(machine.name)) is not None:
+        machine = _measured(machine, measured)
+    if memory_gib is not None:
+        if memory_gib <= machine.reserved_gib:
+            legal = find_machine(device, None, ranks_per_node, network_gbps).memory_gib
+            raise setting_error("memory_gib", memory_gib, f"must be above {machine.reserved_gib:g}", legal)
+        machine = replace(machine, memory_gib=memory_gib)
+    return machine
+
+
+def _from_sheet(device: Device, ranks_per_node: int, network_gbps: float) -> Machine:
+    rates = Rates(
+        matmul={2: device.bf16_flops * _MATMUL_SHARE, 4: device.fp32_flops * _MATMUL_SHARE},
+        attention={2: device.bf16_flops * _ATTENTION_SHARE, 4: device.fp32_flops * _ATTENTION_SHARE},
+        memory=device.memory_bandwidth * _MEMORY_SHARE,
+        kernel_s=_KERNEL_S,
+        host_s=_HOST_S,
+        link=device.link_bandwidth * _LINK_SHARE,
+        network=network_gbps / 8 * 1e9 * _LINK_SHARE,
+        link_latency_s=_LINK_LATENCY_S,
+        network_latency_s=_NETWORK_LATENCY_S,
+        ranks_per_node=ranks_per_node,
+    )
+    return Machine(
+        device.name,
+        rates,
+        device.memory_gib,
+        device.bf16_flops,
+        _ALLOCATOR_SHARE,
+        _RESERVED_GIB,
+        False,
+        f"data sheet, {device.source}",
+    )
+
+
+def _cpu(num_ranks: int) -> Machine:
+    """Return this host, its cores and memory shared by the ranks: rough, until it is calibrated."""
+    cores = max(1, len(os.sched_getaffinity(0)) // num_ranks) if hasattr(os, "sched_getaffinity") else 1
+    rates = Rates(
+        matmul={2: 20e9 * cores, 4: 40e9 * cores},
+        attention={2: 10e9 * cores, 4: 20e9 * cores},
+        memory=8e9,
+        kernel_s=3e-6,
+        host_s=0.0,  # the host is the device
+        link=1e9,
+        network=1e9,
+        link_latency_s=1e-4,
+        network_latency_s=1e-4,
+        ranks_per_node=num_ranks,
+    )
+    return Machine("cpu", rates, _host_memory_gib() / num_ranks, None, 0.0, 0.4, False, "a guess")
+
+
+def _host_memory_gib() -> float:
+    pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+    return pages * size / GIB
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# What was measured
+
+
+_MEASURED = ("measured", "matmul", "attention", "memory", "kernel_s", "host_s")
+
+
+def calibration_path(name: str) -> Path:
+    """Return the file that holds what was measured on the device called `name`."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "meshtrainer" / "machines" / f"{name.replace('/', '-').replace(' ', '-')}.json"
+
+
+def write_calibration(name: str, rates: dict[str, Any]) -> Path:
+    """Keep what was measured; returns where."""
+    path = calibration_path(name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(rates, indent=1))
+    return path
+
+
+def read_calibration(name: str) -> dict[str, Any] | None:
+    """Return what was measured on the device called `name`, or None.  Raises UserError for a file that is none."""
+    path = calibration_path(name)
+    if not path.is_file():
+        return None
+    try:
+        values = json.loads(path.read_text())
+        return {
+            key: values[key] for key in ("measured", "matmul", "attention", "memory", "kernel_s", "host_s")
+        } | values
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{path}: is no calibration ({error!r}); measure again with --calibrate, or delete it"
+        ) from error
+
+
+def _measured(machine: Machine, values: dict[str, Any]) -> Machine:
+    known = set(asdict(machine.rates))
+    rates = {key: value for key, value in values.items() if key in known and value is not None}
+    for key in ("matmul", "attention"):
+        rates[key] = {int(size): rate for size, rate in values[key].items()}
+    return replace(
+        machine,
+        rates=replace(machine.rates, **rates),
+        allocator_share=values.get("allocator_share", machine.allocator_share),
+        is_measured=True,
+        source=f"measured here, {values['measured']}",
+    )

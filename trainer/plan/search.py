@@ -1,0 +1,263 @@
+"""`auto`: the fastest choice of resharding, activation checkpointing and micro-batch that fits a memory.
+
+Searched over the planner's model, not by trial launches: one candidate takes milliseconds.  A unit that is not
+resharded after the forward pass saves a gather and costs its memory until its backward pass; those at the end of the
+forward pass hold it for the shortest time, so the search keeps the last k of them, finds the largest k that fits by
+bisection, and then improves unit by unit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from trainer.config import AUTO, MeshShape, RunConfig
+from trainer.errors import UserError
+from trainer.plan.machine import Machine
+from trainer.plan.plan import Plan, make_plan
+from trainer.plan.probe import Probe
+from trainer.shard import checkpointing_choices
+
+_GAIN = 0.005
+"""Share of the step's time that is not worth any memory: of choices that near the fastest, the smallest is taken."""
+_LEAST = 1e-6
+_MAX_UNITS = 16
+"""Units up to which single ones are changed; in deeper models one of many makes no difference."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What `auto` has settled, and what came next."""
+
+    plan: Plan
+    runners_up: tuple[Plan, ...]
+    num_candidates: int
+
+    @property
+    def settings(self) -> dict[str, object]:
+        return chosen_settings(self.plan.config)
+
+
+def chosen_settings(config: RunConfig) -> dict[str, object]:
+    """Return what `auto` can settle, as it stands in `config`, by key."""
+    return {
+        "fsdp.reshard_after_forward": config.fsdp.reshard_after_forward,
+        "train.activation_checkpoint": config.train.activation_checkpoint,
+        "train.micro_batch_size": config.train.micro_batch_size,
+    }
+
+
+def asks_for_auto(config: RunConfig) -> bool:
+    """Return whether anything is left to the planner."""
+    return AUTO in chosen_settings(config).values()
+
+
+def settle(config: RunConfig, mesh: MeshShape, machine: Machine) -> Choice:
+    """Return the fastest choice for what is `auto` in `config` that fits `machine`.
+
+    Raises UserError, with what would fit, if nothing does.
+    """
+    return _Search(config, mesh, machine).best()
+
+
+class _Search:
+    def __init__(self, config: RunConfig, mesh: MeshShape, machine: Machine) -> None:
+        self.config, self.mesh, self.machine = config, mesh, machine
+        self.num_candidates = 0
+        self._probe = Probe(config, machine.device_type)
+
+    def best(self) -> Choice:
+        fitting: list[Plan] = []
+        smallest: Plan | None = None
+        for micro in self._micro_batches:
+            plans = [plan for kind in self._checkpointing for plan in self._with_resharding(micro, kind)]
+            smallest = min([*plans, *([smallest] if smallest else [])], key=lambda plan: plan.memory.peak.total)
+            found = [plan for plan in plans if plan.fits]
+            fitting += found
+            if not found:
+                break  # a larger micro-batch needs more
+        if not fitting:
+            assert smallest is not None
+            raise UserError(self._nothing_fits(smallest))
+        fitting += self._improved(min(fitting, key=lambda plan: plan.time.total_s))
+        fastest_s = min(plan.time.total_s for plan in fitting)
+        near = [plan for plan in fitting if plan.time.total_s <= (1 + _GAIN) * fastest_s]
+        best = min(near, key=lambda plan: plan.memory.peak.total)
+        others = sorted(fitting, key=lambda plan: plan.time.total_s)
+        return Choice(self._simplified(best), tuple(_distinct(best, others)), self.num_candidates)
+
+    @cached_property
+    def _micro_batches(self) -> list[int]:
+        micro = self.config.train.micro_batch_size
+        if micro != AUTO:
+            return [int(micro)]
+        for_each_rank = self.config.train.global_batch_size // self.mesh.num_ranks
+        return [size for size in range(1, for_each_rank + 1) if for_each_rank % size == 0]
+
+    @cached_property
+    def _checkpointing(self) -> list[int | str]:
+        setting = self.config.train.activation_checkpoint
+        if setting != AUTO:
+            return [setting]
+        return checkpointing_choices(self.config)
+
+    def _plan(self, micro: int, checkpointing: int | str, reshard: int | str | list[int | str]) -> Plan:
+        self.num_candidates += 1
+        config = replace(
+            self.config,
+            fsdp=replace(self.config.fsdp, reshard_after_forward=reshard),
+            train=replace(self.config.train, micro_batch_size=micro, activation_checkpoint=checkpointing),
+        )
+        return make_plan(config, self.mesh, self.machine, self._probe)
+
+    def _with_resharding(self, micro: int, checkpointing: int | str) -> Iterator[Plan]:
+        setting = self.config.fsdp.reshard_after_forward
+        if setting != AUTO:
+            yield self._plan(micro, checkpointing, setting)
+            return
+        for entry in self._entries:
+            plain = self._plan(micro, checkpointing, [entry] * self._probe.trace(micro, checkpointing).root)
+            yield plain
+            if plain.fits:
+                yield from self._keeping_last(plain, entry)
+
+    @cached_property
+    def _entries(self) -> list[int | str]:
+        """Return what a unit may do after the forward pass, other than staying: reshard fully, or to n ranks."""
+        shard, node = self.mesh.shard, self.machine.rates.ranks_per_node
+        sizes = {n for n in (2, 4, 8, 16, node) if n < shard and shard % n == 0}
+        return ["always", *sorted(sizes, reverse=True)]
+
+    def _keeping_last(self, plain: Plan, entry: int | str) -> Iterator[Plan]:
+        """Yield the plan that keeps as many of the last units unsharded as fit."""
+        num_units = plain.trace.root
+        train = plain.config.train
+
+        def keeping(last: int) -> Plan:
+            reshard: list[int | str] = [entry] * (num_units - last) + ["never"] * last
+            return self._plan(int(train.micro_batch_size), train.activation_checkpoint, reshard)
+
+        low, high = 0, num_units
+        found: Plan | None = None
+        while low < high:
+            middle = (low + high + 1) // 2
+            plan = keeping(middle)
+            if plan.fits:
+                low, found = middle, plan
+            else:
+                high = middle - 1
+        if found is not None:
+            yield found
+
+    def _improved(self, plan: Plan) -> list[Plan]:
+        """Return the plans that come of changing single units, one after another, for as long as that is faster."""
+        if self.config.fsdp.reshard_after_forward != AUTO or plan.trace.root > _MAX_UNITS:
+            return []
+        train, found = plan.config.train, [plan]
+        improves = True
+        while improves:
+            improves = False
+            for unit in range(plan.trace.root):
+                reshard = _as_list(found[-1])
+                for entry in {"never", *self._entries} - {reshard[unit]}:
+                    changed = [*reshard[:unit], entry, *reshard[unit + 1 :]]
+                    other = self._plan(int(train.micro_batch_size), train.activation_checkpoint, changed)
+                    if other.fits and other.time.total_s < (1 - _LEAST) * found[-1].time.total_s:
+                        found.append(other)
+                        improves = True
+        return found[1:]
+
+    def _simplified(self, plan: Plan) -> Plan:
+        """Return the plan with a word or a number for a list of equal entries."""
+        entries, train = _as_list(plan), plan.config.train
+        if len(set(entries)) != 1:
+            return plan
+        entry = "default" if entries[0] == "always" else entries[0]
+        return self._plan(int(train.micro_batch_size), train.activation_checkpoint, entry)
+
+    def _nothing_fits(self, smallest: Plan) -> str:
+        asked = ", ".join(f"{key}=auto" for key, value in chosen_settings(self.config).items() if value == AUTO)
+        lines = [
+            f"{asked}: nothing fits {self.machine.memory_gib:.1f} GiB; the least, {_describe(smallest)}, needs "
+            f"{smallest.needed_gib:.1f} GiB"
+        ]
+        lines += [f"  {line}" for line in remedies(smallest)]
+        return "\n".join(lines)
+
+
+def remedies(plan: Plan, limit: int = 2) -> list[str]:
+    """Return the cheapest changes of settings with which `plan` would fit, each in words; none if none would do."""
+    found = []
+    for change, config, mesh in _changes(plan):
+        other = make_plan(config, mesh, plan.machine)
+        if other.fits:
+            per_rank = other.time.total_s * mesh.num_ranks
+            found.append((per_rank, f"{change}: {other.needed_gib:.1f} GiB, {other.time.total_s:.2f} s a step"))
+    return [f"would fit: {text}" for _, text in sorted(found)[:limit]]
+
+
+def _changes(plan: Plan) -> Iterator[tuple[str, RunConfig, MeshShape]]:
+    config, mesh = plan.config, plan.mesh
+    train, fsdp = config.train, config.fsdp
+    if train.activation_checkpoint != "full":
+        yield "train.activation_checkpoint=full", _with(config, activation_checkpoint="full"), mesh
+    if int(train.micro_batch_size) > 1:
+        yield "train.micro_batch_size=1", _with(config, micro_batch_size=1), mesh
+    if fsdp.reshard_after_forward not in ("always", "default"):
+        whole = replace(config, fsdp=replace(fsdp, reshard_after_forward="always"))
+        yield "fsdp.reshard_after_forward=always", whole, mesh
+    if fsdp.param_dtype == "float32":
+        half = replace(config, fsdp=replace(fsdp, param_dtype="bfloat16"))
+        yield "fsdp.param_dtype=bfloat16", half, mesh
+    if not fsdp.cpu_offload and plan.machine.device_type == "cuda":
+        yield "fsdp.cpu_offload=true", replace(config, fsdp=replace(fsdp, cpu_offload=True)), mesh
+    if mesh.replicate > 1:
+        whole_mesh = MeshShape(1, mesh.num_ranks)
+        yield f"mesh.replicate=1 (shard {mesh.num_ranks})", config, whole_mesh
+    num_ranks = mesh.num_ranks
+    while num_ranks * 2 * int(train.micro_batch_size) <= train.global_batch_size:
+        num_ranks *= 2
+        larger = MeshShape(mesh.replicate, num_ranks // mesh.replicate)
+        if train.global_batch_size % (num_ranks * int(train.micro_batch_size)) == 0:
+            yield f"{num_ranks} ranks (mesh.shard={larger.shard})", config, larger
+
+
+def _with(config: RunConfig, **train: object) -> RunConfig:
+    return replace(config, train=replace(config.train, **train))  # type: ignore[arg-type]
+
+
+def _as_list(plan: Plan) -> list[int | str]:
+    setting = plan.config.fsdp.reshard_after_forward
+    return list(setting) if isinstance(setting, list) else [setting] * plan.trace.root
+
+
+def _distinct(best: Plan, others: list[Plan], limit: int = 4) -> Iterator[Plan]:
+    """Yield the next best that differ in more than how many units are kept."""
+    seen = {_family(best)}
+    for plan in others:
+        if _family(plan) not in seen and len(seen) <= limit:
+            seen.add(_family(plan))
+            yield plan
+
+
+def _family(plan: Plan) -> tuple[object, ...]:
+    train = plan.config.train
+    return train.micro_batch_size, train.activation_checkpoint, tuple(sorted({str(e) for e in _as_list(plan)}))
+
+
+def _describe(plan: Plan) -> str:
+    return ", ".join(f"{key}={short(value)}" for key, value in chosen_settings(plan.config).items())
+
+
+def short(value: object) -> str:
+    """Return a setting as it is written, equal entries of a list counted: [always x 30, never x 4]."""
+    if not isinstance(value, list):
+        return str(value)
+    runs: list[list[object]] = []
+    for entry in value:
+        if runs and runs[-1][0] == entry:
+            runs[-1][1] = int(str(runs[-1][1])) + 1
+        else:
+            runs.append([entry, 1])
+    return "[" + ", ".join(f"{entry} x {count}" if count != 1 else f"{entry}" for entry, count in runs) + "]"

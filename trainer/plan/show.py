@@ -1,0 +1,251 @@
+"""A plan for people and for programs: tables, JSON, and a picture of memory over one step."""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from trainer.plan.machine import GIB
+from trainer.plan.memory import Moment, memory_of
+from trainer.plan.plan import Plan
+from trainer.plan.search import Choice, chosen_settings, short
+from trainer.plan.step import Kind
+
+_COLOURS: dict[Kind, str] = {
+    "parameters": "#0072b2",
+    "gradients": "#56b4e9",
+    "optimizer": "#009e73",
+    "unsharded parameters": "#e69f00",
+    "unsharded gradients": "#f0e442",
+    "all-gather buffers": "#cc79a7",
+    "reduction buffers": "#8c6bb1",
+    "activations": "#d55e00",
+    "temporaries": "#8c8a00",
+    "buffers and inputs": "#66707b",
+}
+"""Hues of Okabe and Ito, https://jfly.uni-koeln.de/color/, which the colour-blind can tell apart."""
+
+
+def print_plan(plan: Plan, choice: Choice | None = None, console: Console | None = None) -> None:
+    """Print the plan as tables."""
+    console = console or Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+    for line in _heading(plan):
+        console.print(Text(line))
+    tables = [_memory_table(plan), *([_communication_table(plan)] if plan.collectives else []), _time_table(plan)]
+    for title, table in [*([_choice_table(choice)] if choice else []), *tables]:
+        console.print()
+        console.print(Text(title, style="bold"))
+        console.print(table)
+
+
+def _heading(plan: Plan) -> list[str]:
+    config, mesh, machine = plan.config, plan.mesh, plan.machine
+    ranks = f"{mesh.replicate} x {mesh.shard} = {mesh.num_ranks}" if mesh.is_hybrid else f"{mesh.num_ranks}"
+    settings = ", ".join(f"{key.partition('.')[2]} {short(value)}" for key, value in chosen_settings(config).items())
+    return [
+        f"{config.run.name}: {config.model.name}, {_count(plan.num_parameters)} parameters in {plan.trace.root} units",
+        f"{ranks} ranks of {machine.name} ({machine.memory_gib:.0f} GiB each, {machine.rates.ranks_per_node} to a "
+        f"node; {machine.source})",
+        f"{settings}; {plan.num_micro_batches} micro-batches a step, {_count(plan.tokens)} tokens",
+    ]
+
+
+def _choice_table(choice: Choice) -> tuple[str, Table]:
+    table = _table("", "resharding", "checkpointing", "micro-batch")
+    for name in ("GiB", "s a step"):
+        table.add_column(name, justify="right")
+    for number, plan in enumerate((choice.plan, *choice.runners_up)):
+        values = [short(value) for value in chosen_settings(plan.config).values()]
+        figures = [f"{plan.needed_gib:.1f}", f"{plan.time.total_s:.3f}"]
+        table.add_row("chosen" if number == 0 else str(number + 1), *map(Text, values), *figures)
+    return f"auto: {choice.num_candidates} candidates", table
+
+
+def _memory_table(plan: Plan) -> tuple[str, Table]:
+    verdict = "fits" if plan.fits else "DOES NOT FIT"
+    title = f"memory of a rank at the peak, in the {plan.memory.peak.place}: {plan.needed_gib:.2f} GiB, {verdict}"
+    table = _table("kind")
+    table.add_column("GiB", justify="right")
+    for kind, gib in memory_by_kind(plan).items():
+        if gib >= 0.005 or kind == "total":
+            table.add_row(kind, f"{gib:.2f}", style="bold" if kind == "total" else "")
+    return title, table
+
+
+def _communication_table(plan: Plan) -> tuple[str, Table]:
+    table = _table("collective", "axis")
+    for name in ("ranks", "count", "GiB", "s"):
+        table.add_column(name, justify="right")
+    for row in communication_rows(plan):
+        gib = row["bytes"] / GIB
+        amount = f"{gib:.2f}" if gib >= 0.005 else f"{row['bytes']} bytes"
+        table.add_row(
+            row["operation"], row["axis"], str(row["num_ranks"]), str(row["count"]), amount, f"{row['seconds']:.3f}"
+        )
+    return "communication of a rank in one step", table
+
+
+def _time_table(plan: Plan) -> tuple[str, Table]:
+    time, train = plan.time, plan.config.train
+    tokens_per_s = plan.tokens / time.total_s
+    hidden = 1 - time.exposed_s / time.communication_s if time.communication_s else 1.0
+    table = _table("")
+    table.add_column("", justify="right")
+    rows = {
+        "step": f"{time.total_s:.3f} s",
+        "kernels": f"{time.compute_s:.3f} s",
+        "communication": f"{time.communication_s:.3f} s, {100 * hidden:.0f} % hidden behind kernels",
+        "copies into and out of buffers": f"{time.copy_s:.3f} s",
+        "optimizer": f"{time.optimizer_s:.3f} s",
+        "host": f"{time.host_s:.3f} s",
+        "tokens/s": f"{tokens_per_s:,.0f} ({tokens_per_s / plan.mesh.num_ranks:,.0f} a rank)",
+        "model FLOPs a step": f"{plan.flops:.3g}",
+        "MFU": "unknown" if plan.mfu is None else f"{100 * plan.mfu:.1f} %",
+        f"whole run, {train.steps} steps": f"{plan.run_s / 3600:,.1f} h, "
+        f"{plan.run_s * plan.mesh.num_ranks / 3600:,.0f} device hours",
+        "a checkpoint": f"{plan.checkpoint_bytes / GIB:,.1f} GiB, "
+        f"{plan.checkpoint_bytes / plan.mesh.num_ranks / GIB:.2f} a rank",
+    }
+    for name, value in rows.items():
+        table.add_row(name, value)
+    return "time of one step" + ("" if plan.machine.is_measured else f" (estimated from {plan.machine.source})"), table
+
+
+def _table(*columns: str) -> Table:
+    table = Table(header_style="dim", box=SIMPLE_HEAD)
+    for name in columns:
+        table.add_column(name)
+    return table
+
+
+def memory_by_kind(plan: Plan) -> dict[str, float]:
+    """Return GiB at the peak by kind, the allocator's share, what the driver takes, and the total."""
+    by_kind: dict[str, float] = {kind: plan.memory.peak.by_kind[kind] / GIB for kind in get_args(Kind)}
+    by_kind["allocator"] = plan.peak_gib * plan.machine.allocator_share
+    by_kind["driver and communicators"] = plan.machine.reserved_gib
+    return by_kind | {"total": plan.needed_gib}
+
+
+def communication_rows(plan: Plan) -> list[dict[str, Any]]:
+    """Return the collectives of one step by operation, axis and ranks: count, bytes and seconds in all."""
+    rows: dict[tuple[str, str, int], list[float]] = defaultdict(lambda: [0, 0, 0.0])
+    for (operation, axis, num_ranks, num_bytes), count in plan.collectives.items():
+        row = rows[operation, axis, num_ranks]
+        row[0] += count
+        row[1] += count * num_bytes
+        row[2] += count * plan.machine.rates.collective(operation, plan.layout, axis, num_ranks, num_bytes)
+    names = ("count", "bytes", "seconds")
+    return [
+        {"operation": operation, "axis": axis, "num_ranks": num_ranks, **dict(zip(names, row, strict=True))}
+        for (operation, axis, num_ranks), row in sorted(rows.items(), key=lambda item: -item[1][1])
+    ]
+
+
+def to_json(plan: Plan, choice: Choice | None = None) -> dict[str, Any]:
+    """Return the plan as plain values: bytes, seconds, counts."""
+    time = plan.time
+    return {
+        "recipe": plan.config.run.name,
+        "model": plan.config.model.name,
+        "parameters": plan.num_parameters,
+        "units": plan.trace.root,
+        "mesh": {"replicate": plan.mesh.replicate, "shard": plan.mesh.shard},
+        "num_ranks": plan.mesh.num_ranks,
+        "num_micro_batches": plan.num_micro_batches,
+        "device": plan.machine.name,
+        "memory_gib": plan.machine.memory_gib,
+        "is_measured": plan.machine.is_measured,
+        "source": plan.machine.source,
+        "settings": chosen_settings(plan.config),
+        "fits": plan.fits,
+        "memory": {
+            "peak_bytes": plan.memory.peak.total,
+            "peak_gib": plan.peak_gib,
+            "needed_gib": plan.needed_gib,
+            "place": plan.memory.peak.place,
+            "gib": memory_by_kind(plan),
+        },
+        "communication": communication_rows(plan),
+        "time": {
+            "step_s": time.total_s,
+            "compute_s": time.compute_s,
+            "communication_s": time.communication_s,
+            "exposed_s": time.exposed_s,
+            "copy_s": time.copy_s,
+            "optimizer_s": time.optimizer_s,
+            "host_s": time.host_s,
+            "tokens_per_s": plan.tokens / time.total_s,
+            "mfu": plan.mfu,
+            "run_hours": plan.run_s / 3600,
+            "device_hours": plan.run_s * plan.mesh.num_ranks / 3600,
+        },
+        "flops": plan.flops,
+        "tokens": plan.tokens,
+        "checkpoint_bytes": plan.checkpoint_bytes,
+    } | ({} if choice is None else {"auto": _choice_to_json(choice)})
+
+
+def _choice_to_json(choice: Choice) -> dict[str, Any]:
+    def facts(plan: Plan) -> dict[str, Any]:
+        settings = chosen_settings(plan.config)
+        return settings | {"needed_gib": plan.needed_gib, "step_s": plan.time.total_s}
+
+    return {"num_candidates": choice.num_candidates, "runners_up": [facts(plan) for plan in choice.runners_up]}
+
+
+def draw(plan: Plan, path: Path) -> None:
+    """Draw the memory of one step, by kind, into a .png or .svg file.  The x axis counts FSDP's marks, in order."""
+    from matplotlib.figure import Figure  # takes a second
+
+    curve = memory_of(plan.trace, plan.layout, plan.num_micro_batches, plan.config.optim.name, draws=True).curve
+    figure = Figure(figsize=(11, 5.5), layout="constrained")
+    axes = figure.add_subplot()
+    kinds = [kind for kind in get_args(Kind) if any(moment.by_kind[kind] for moment in curve)]
+    steps = range(len(curve))
+    series = [[moment.by_kind[kind] / GIB for moment in curve] for kind in kinds]
+    axes.stackplot(steps, series, labels=kinds, colors=[_COLOURS[kind] for kind in kinds], step="post", linewidth=0)
+    peak_at = max(steps, key=lambda number: curve[number].total)
+    _mark_peak(axes, plan, peak_at)
+    axes.axhline(plan.machine.budget_bytes / GIB, color="black", linestyle="--", linewidth=1)
+    axes.set_xlim(0, max(1, len(curve) - 1))
+    axes.set_ylabel("GiB of live tensors")
+    axes.set_xlabel("one step, from the first forward pass to the end of the last backward pass")
+    axes.set_xticks(*_ticks(curve))
+    axes.set_title(f"{plan.config.run.name} on {plan.mesh.replicate} x {plan.mesh.shard} {plan.machine.name}: memory")
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, reverse=True)
+    figure.savefig(path, dpi=120)
+
+
+def _mark_peak(axes: Any, plan: Plan, position: int) -> None:
+    peak = plan.memory.peak
+    text = f"peak {peak.total / GIB:.1f} GiB\n{peak.place}"
+    axes.annotate(
+        text,
+        (position, peak.total / GIB),
+        xytext=(12, 12),
+        textcoords="offset points",
+        fontsize=9,
+        arrowprops={"arrowstyle": "->"},
+    )
+    axes.set_ylim(0, max(peak.total, plan.machine.budget_bytes if plan.fits else 0) / GIB * 1.18)
+
+
+def _ticks(curve: Sequence[Moment]) -> tuple[Sequence[int], Sequence[str]]:
+    places = [moment.place.partition(" of ")[0] for moment in curve]
+    starts = [number for number, place in enumerate(places) if number == 0 or places[number - 1] != place]
+    return starts, [places[number] for number in starts]
+
+
+def _count(number: float) -> str:
+    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if number >= size:
+            return f"{number / size:.4g}{letter}"
+    return f"{number:.0f}"
