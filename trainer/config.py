@@ -88,6 +88,14 @@ class FsdpSection:
     param_dtype: Literal["float32", "bfloat16"] = declare("float32", "dtype of unsharded parameters and of compute")
     reduce_dtype: Literal["float32", "bfloat16"] = declare("float32", "dtype in which gradients are reduced")
     output_dtype: Literal["float32", "bfloat16"] | None = declare(None, "dtype of the outputs; null: as computed")
+    accumulate: Literal["unsharded", "sharded"] = declare(
+        "unsharded",
+        "gradients between micro-batches: unsharded are reduced once an update; sharded after each micro-batch, which "
+        "takes no memory for a whole model's gradients",
+    )
+    reshard_after_backward: bool = declare(
+        True, "free gathered parameters after each micro-batch's backward; false: keep them until the update's last"
+    )
     cpu_offload: bool = declare(False, "keep parameters, gradients and optimizer state in host memory")
     prefetch_forward: int = declare(0, "units gathered ahead in forward; 0: FSDP's own overlap", at_least=0)
     prefetch_backward: int = declare(0, "units gathered ahead in backward; 0: FSDP's own overlap (one)", at_least=0)

@@ -225,8 +225,21 @@ def apply_sharding(model: nn.Module, recipe: Recipe, config: RunConfig, mesh: De
             shard(modules, reshard_after_forward=after_forward, mp_policy=policy(is_root=False))
         root_reshards = {"always": True, "never": False}.get(str(config.fsdp.reshard_after_forward))
         shard(model, reshard_after_forward=root_reshards, mp_policy=policy(is_root=True))
+    for unit in units:
+        if not is_needed_in_backward(unit):
+            unit.fsdp_module.set_unshard_in_backward(False)
     _set_prefetch(units, config.fsdp)
     return units
+
+
+def is_needed_in_backward(unit: ShardUnit) -> bool:
+    """Return whether the backward pass reads the unit's parameters: the gradient of a table needs no table."""
+    return not all(
+        isinstance(owner, nn.Embedding) and owner.max_norm is None
+        for module in unit.modules
+        for owner in module.modules()
+        if next(owner.parameters(recurse=False), None) is not None
+    )
 
 
 def check_sharding(config: RunConfig) -> None:
@@ -371,16 +384,20 @@ def _set_prefetch(units: Sequence[ShardUnit], fsdp: FsdpSection) -> None:
 
 
 @contextmanager
-def gradient_sync(model: nn.Module, enabled: bool) -> Iterator[None]:
+def gradient_sync(model: nn.Module, enabled: bool, fsdp: FsdpSection | None = None) -> Iterator[None]:
     """Reduce gradients in this backward pass, or let them accumulate until the one that does.
 
-    The reduce-scatter over `shard` and the all-reduce over `replicate` both run in the enabled pass alone.
-    Accumulating in between costs unsharded gradients of the whole model on each rank.
+    The reduce-scatter over `shard` and the all-reduce over `replicate` both run in the enabled pass alone, and gradients
+    of the whole model lie unsharded on each rank in between; with `fsdp.accumulate=sharded` the reduce-scatter runs in
+    every pass, and only shards lie there.
     """
     assert isinstance(model, FSDPModule)
+    fsdp = fsdp or FsdpSection()
     # Not `set_is_last_backward` as well: it keeps FSDP from forgetting the order of the forward pass, and each further
     # micro-batch then gathers the last unit of the one before, for nothing.
-    model.set_requires_gradient_sync(enabled)
+    model.set_requires_gradient_sync(enabled or fsdp.accumulate == "sharded")
+    model.set_requires_all_reduce(enabled)
+    model.set_reshard_after_backward(enabled or fsdp.reshard_after_backward)
     yield
 
 

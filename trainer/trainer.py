@@ -218,7 +218,7 @@ class Trainer:
         scale = self.world.size / max(1, num_targets)
         total = torch.zeros((), device=self.world.device)
         for number, batch in enumerate(micro_batches, start=1):
-            with gradient_sync(self.model, enabled=number == len(micro_batches)):
+            with gradient_sync(self.model, number == len(micro_batches), self.config.fsdp):
                 loss = self.loss(self._to_device(batch))
                 (loss * scale).backward()
             total += loss.detach()

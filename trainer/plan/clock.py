@@ -128,7 +128,7 @@ class _Clock:
             self._scatters_free += seconds
             self._communicates(seconds)
         self._last_scatter = self._scatters_free
-        if layout.replicate > 1:
+        if layout.replicate > 1 and reduced:
             seconds = rates.collective("all_reduce", layout, "replicate", layout.replicate, reduced)
             self._sums_free = max(self._sums_free, self._scatters_free) + seconds
             self._communicates(seconds)

@@ -38,7 +38,7 @@ class _CollectiveCounter:
     def reduce(self, unit: int, scattered: int, reduced: int) -> None:
         if self._layout.shard > 1:
             self.counts[Collective("reduce_scatter", "shard", self._layout.shard, scattered)] += self._repeats
-        if self._layout.replicate > 1:
+        if self._layout.replicate > 1 and reduced:
             self.counts[Collective("all_reduce", "replicate", self._layout.replicate, reduced)] += self._repeats
 
     def allocate(self, kind: Kind, num_bytes: int) -> None: ...

@@ -128,6 +128,8 @@ def layout_of(config: RunConfig, trace: Trace, mesh: MeshShape) -> Layout:
         cpu_offload=fsdp.cpu_offload,
         prefetch_forward=fsdp.prefetch_forward,
         prefetch_backward=fsdp.prefetch_backward,
+        accumulates_shards=fsdp.accumulate == "sharded",
+        reshard_after_backward=fsdp.reshard_after_backward,
     )
 
 

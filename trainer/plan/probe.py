@@ -30,7 +30,7 @@ from trainer.config import RunConfig
 from trainer.loss import find_loss
 from trainer.parameters import tied_names
 from trainer.plan.kernels import Work, use_gpu_kernels, work_of
-from trainer.shard import ShardUnit, apply_activation_checkpointing, find_blocks, find_units
+from trainer.shard import ShardUnit, apply_activation_checkpointing, find_blocks, find_units, is_needed_in_backward
 
 Mark = Literal["pre_forward", "post_forward", "pre_backward", "post_backward", "end", "block_forward", "block_backward"]
 
@@ -55,7 +55,7 @@ class UnitFacts:
 
     name: str
     parameters: tuple[ParameterFacts, ...]
-    is_block: bool = False
+    is_needed_in_backward: bool = True
 
     @property
     def numel(self) -> int:
@@ -152,7 +152,7 @@ def _trace(
 ) -> Trace:
     units = find_units(model, config.recipe, config.fsdp.wrap)
     blocks = find_blocks(model, config.recipe)
-    facts = _unit_facts(model, units, blocks)
+    facts = _unit_facts(model, units)
     if device_type == "cuda":  # one that is not there cannot be faked: on a CPU build of torch autograd refuses it
         use_gpu_kernels((model, *blocks))
     apply_activation_checkpointing(blocks, checkpointing)
@@ -181,12 +181,12 @@ def _trace(
     return Trace(events, facts, buffer_bytes, 2 * 8 * num_tokens, num_tokens)
 
 
-def _unit_facts(model: nn.Module, units: Sequence[ShardUnit], blocks: Sequence[nn.Module]) -> tuple[UnitFacts, ...]:
+def _unit_facts(model: nn.Module, units: Sequence[ShardUnit]) -> tuple[UnitFacts, ...]:
     """Return the units in the order of the forward pass, each with what no inner unit holds, and then the root."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     taken: set[int] = set()
     found: dict[int, UnitFacts] = {}
-    is_block = {id(block) for block in blocks}
+    unneeded = {number for number, unit in enumerate(units) if not is_needed_in_backward(unit)}
     innermost_first = sorted(enumerate(units), key=lambda pair: -pair[1].depth)
     for number, modules, name in [
         *((number, unit.modules, str(unit)) for number, unit in innermost_first),
@@ -198,7 +198,7 @@ def _unit_facts(model: nn.Module, units: Sequence[ShardUnit], blocks: Sequence[n
                 taken.add(id(parameter))
                 shape, size = tuple(parameter.shape), parameter.element_size()
                 own.append(ParameterFacts(names[id(parameter)], shape, parameter.requires_grad, size))
-        found[number] = UnitFacts(name, tuple(own), len(modules) == 1 and id(modules[0]) in is_block)
+        found[number] = UnitFacts(name, tuple(own), number not in unneeded)
     return tuple(found[number] for number in range(len(units) + 1))
 
 

@@ -50,6 +50,10 @@ class Layout:
     cpu_offload: bool = False
     prefetch_forward: int = 0
     prefetch_backward: int = 0
+    accumulates_shards: bool = False
+    """Whether gradients are reduced after each micro-batch (`fsdp.accumulate=sharded`)."""
+    reshard_after_backward: bool = True
+    """Whether each micro-batch gathers anew; the last one of an update always leaves shards."""
 
     @property
     def num_ranks(self) -> int:
@@ -68,7 +72,7 @@ class Watcher(Protocol):
     def compute(self, segment: Segment, unit: int, is_backward: bool, accumulates: bool) -> None: ...
     def gather(self, unit: int, axis: Axis, num_ranks: int, num_bytes: int) -> None: ...
     def wait_for_gather(self, unit: int, num_bytes: int, is_forward: bool) -> None: ...
-    def reduce(self, unit: int, scattered: int, reduced: int) -> None: ...
+    def reduce(self, unit: int, scattered: int, reduced: int) -> None: ...  # 0: not among the replicas
     def finish_backward(self) -> None: ...
 
 
@@ -121,6 +125,7 @@ class _Group:
         self.number = number
         self.sizes = _sizes_of(unit, layout)
         self.reshard = layout.reshard[number]
+        self.is_needed_in_backward = unit.is_needed_in_backward
         self.state: Literal["sharded", "resharded", "unsharded"] = "sharded"
         self.is_pending = False
         self.phase: Literal["idle", "forward", "pre_backward", "post_backward"] = "idle"
@@ -129,7 +134,10 @@ class _Group:
         """Bytes of unsharded gradients kept from earlier micro-batches."""
         self.adds_in_place = False
         """Whether autograd adds to those itself: they are in the dtype of compute."""
-        self.held = 0
+        self.held = self.partial = 0
+        """Bytes of a reduction that others still need; of one that replicas have not added yet."""
+        self.has_shards = False
+        """Whether its gradients' shards are there."""
 
     @property
     def is_empty(self) -> bool:
@@ -218,8 +226,10 @@ class Step:
 
     # -- gathering -----------------------------------------------------------------------------------------------
 
-    def _unshard(self, group: _Group) -> None:
+    def _unshard(self, group: _Group, in_backward: bool = False) -> None:
         if group.is_pending or group.state == "unsharded" or group.is_empty:
+            return
+        if in_backward and not group.is_needed_in_backward:
             return
         group.is_pending = True
         num_ranks = self._ranks_of(group)
@@ -285,14 +295,14 @@ class Step:
         if group.is_empty or group.phase == "pre_backward":
             return
         group.phase = "pre_backward"
-        self._unshard(group)
+        self._unshard(group, in_backward=True)
         self._wait(group, is_forward=False)
         position = group.order.pop() if group.order else 0
         if self.layout.prefetch_backward and group.number != self.trace.root:
             for number in range(group.number - 1, max(-1, group.number - 1 - self.layout.prefetch_backward), -1):
-                self._unshard(self._groups[number])
+                self._unshard(self._groups[number], in_backward=True)
         elif position > 0:
-            self._unshard(self._order[position - 1])
+            self._unshard(self._order[position - 1], in_backward=True)
 
     def _post_backward(self, group: _Group, is_last: bool) -> None:
         if group.is_empty or group.phase == "post_backward":
@@ -303,38 +313,51 @@ class Step:
         if group.accumulated and new:  # added to what there is, in the dtype of the reduction
             self._free_gradients(new)
             new = 0
-        if not is_last:
+        if is_last or self.layout.reshard_after_backward:
             self._free_unsharded(group)
+        if not is_last and not self.layout.accumulates_shards:
             if new:
                 self._keep_gradients(group, new)
             return
-        self._free_unsharded(group)
         if self._reducing:
             watcher.free("reduction buffers", self._reducing.popleft())
         if not new and not group.accumulated:
             return
-        layout = self.layout
         watcher.allocate("reduction buffers", sizes.reduced)
         if new:
             self._free_gradients(new)
         if group.accumulated:
             watcher.free("unsharded gradients", group.accumulated)
             group.accumulated, group.adds_in_place = 0, False
-        scattered = sizes.reduced // layout.shard
-        watcher.reduce(group.number, sizes.reduced, scattered)
-        if layout.cpu_offload:  # on their way to host memory
-            watcher.allocate("reduction buffers", scattered)
-            watcher.free("reduction buffers", scattered)
-        elif scattered == sizes.final:
-            watcher.allocate("gradients", scattered)
-        else:
-            watcher.allocate("reduction buffers", scattered)
-            watcher.allocate("gradients", sizes.final)
-            if layout.replicate > 1:  # kept from the allocator until all replicas have added it
-                group.held = scattered
-            else:
-                watcher.free("reduction buffers", scattered)
         self._reducing.append(sizes.reduced)
+        self._scatter(group, is_last)
+
+    def _scatter(self, group: _Group, is_last: bool) -> None:
+        """Reduce-scatter, all-reduce where there are replicas, and add to the gradients' shards."""
+        sizes, watcher, layout = group.sizes, self.watcher, self.layout
+        scattered = sizes.reduced // layout.shard
+        is_hybrid = layout.replicate > 1
+        watcher.reduce(group.number, sizes.reduced, scattered if is_last else 0)
+        watcher.allocate("reduction buffers", scattered)
+        if is_hybrid and not is_last:  # waits for the other replicas' until the last micro-batch
+            watcher.free("reduction buffers", group.partial)
+            group.partial = scattered
+            return
+        watcher.free("reduction buffers", group.partial)
+        group.partial = 0
+        final = 0 if layout.cpu_offload else sizes.final
+        is_other_dtype = scattered != sizes.final
+        if is_other_dtype:
+            watcher.allocate("reduction buffers", final)
+        if is_other_dtype and is_hybrid and not layout.cpu_offload:
+            group.held = scattered  # kept from the allocator until all replicas have added it
+        else:
+            watcher.free("reduction buffers", scattered)
+        if is_other_dtype:
+            watcher.free("reduction buffers", final)
+        if not group.has_shards:
+            watcher.allocate("gradients", final)
+            group.has_shards = True
 
     def _keep_gradients(self, group: _Group, new: int) -> None:
         """Keep unsharded gradients for the next micro-batch, in the dtype of the reduction."""
