@@ -21,7 +21,10 @@ from tests.ranks import REPOSITORY, Ran, tiny_overrides
 
 STEPS = 20
 MORE_S = 15.0
-"""What a run may take longer than without Weights & Biases."""
+"""What a run may take from its last record to its end: a moment, where there is no Weights & Biases.
+
+Before that its client is waited for nowhere, and how long the updates take depends on what else the machine does.
+"""
 MODEL = ["model.name=tests.slow_trainer:slow_llama", "model.vocab_size=257", "model.num_kv_heads=2", "run.threads=1"]
 COMMAND = ("-m", "trainer.run", "recipe=llama_small")
 SCRIPT = "import sys; from trainer import *; sys.exit(Trainer(load_config('llama_small', sys.argv[1:])).fit())"
@@ -31,7 +34,7 @@ class Started:
     """A run with the client in the given mode, in whose environment its processes can be found."""
 
     def __init__(self, folder: Path, mode: str, port: int, rest_s: float, command: Sequence[str] = COMMAND) -> None:
-        self.folder, self._began = folder, time.monotonic()
+        self.folder = folder
         self._mark = f"WANDB_NOTES={folder}"
         own = {
             "WANDB_BASE_URL": f"http://127.0.0.1:{port}",
@@ -39,6 +42,7 @@ class Started:
             "WANDB_NOTES": str(folder),
             "MESHTRAINER_TEST_REST_S": str(rest_s),
             "PYTHONPATH": str(REPOSITORY),
+            "GOMP_SPINCOUNT": "10000",  # as the command line sets it
         }
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
         overrides = tiny_overrides(*MODEL, f"train.steps={STEPS}", f"log.wandb={mode}", f"run.dir={folder}")
@@ -70,24 +74,18 @@ class Started:
         return Path(f"{self.folder}.log").read_text()
 
     def end(self) -> float:
-        """Demand that the run ends well, complete, and leaves no process; returns how long it took."""
+        """Demand that the run ends well, complete, and leaves no process; returns how long its end took."""
         assert self.process.wait(120) == 0, self.output()
-        took_s = time.monotonic() - self._began
         ran = Ran(0, "", "", self.folder)
+        assert ran.metrics[-1]["kind"] == "end"
+        held_up_s = time.time() - ran.metrics[-1]["time"]
         assert ran.train("step") == list(range(1, STEPS + 1))
         assert ran.status["state"] == "finished"
         deadline = time.monotonic() + 2
         while self.processes():
             assert time.monotonic() < deadline, "its service has outlived it"
             time.sleep(0.1)
-        return took_s
-
-
-@pytest.fixture(scope="module")
-def without(tmp_path_factory: pytest.TempPathFactory) -> dict[float, float]:
-    """Seconds that the run takes without the client, by its rest after each update."""
-    folder = tmp_path_factory.mktemp("without")
-    return {rest_s: Started(folder / str(rest_s), "off", 1, rest_s).end() for rest_s in (0.0, 0.3)}
+        return held_up_s
 
 
 @pytest.fixture
@@ -102,20 +100,20 @@ def port_that(request: pytest.FixtureRequest) -> Iterator[int]:
 
 @pytest.mark.parametrize("port_that", ["refuses", "never answers"], indirect=True)
 @pytest.mark.parametrize("command", [COMMAND, ("-c", SCRIPT)], ids=["command line", "script"])
-def test_unreachable_at_the_start(
-    command: Sequence[str], port_that: int, without: dict[float, float], tmp_path: Path
-) -> None:
+def test_unreachable_at_the_start(command: Sequence[str], port_that: int, tmp_path: Path) -> None:
     run = Started(tmp_path / "run", "online", port_that, 0.0, command)
-    assert run.end() - without[0.0] < MORE_S
+    held_up_s = run.end()
+    print(f"held up for {held_up_s:.1f} s")
+    assert held_up_s < MORE_S
     assert run.output().count("warning: Weights & Biases did not finish within") == 1
 
 
-def test_its_service_is_killed(without: dict[float, float], tmp_path: Path) -> None:
+def test_its_service_is_killed(tmp_path: Path) -> None:
     run = Started(tmp_path / "run", "offline", 1, 0.3)
     run.wait_for('"step": 8,')
     (service,) = run.processes("wandb-core")
     os.kill(service, signal.SIGKILL)
-    assert run.end() - without[0.3] < MORE_S
+    assert run.end() < MORE_S
     assert run.output().count("warning: Weights & Biases") == 1
 
 
@@ -178,7 +176,7 @@ def server() -> Iterator[Server]:
 
 
 @pytest.mark.parametrize("loss", ["", "gone", "mute"])
-def test_the_server_is_lost_in_mid_run(loss: str, server: Server, without: dict[float, float], tmp_path: Path) -> None:
+def test_the_server_is_lost_in_mid_run(loss: str, server: Server, tmp_path: Path) -> None:
     run = Started(tmp_path / "run", "online", server.server_address[1], 0.3)
     run.wait_for('"step": 8,')
     if loss == "mute":
@@ -186,7 +184,7 @@ def test_the_server_is_lost_in_mid_run(loss: str, server: Server, without: dict[
     elif loss == "gone":
         server.shutdown()
         server.server_close()
-    assert run.end() - without[0.3] < MORE_S
+    assert run.end() < MORE_S
     assert run.output().count("warning: Weights & Biases") == bool(loss)
     if not loss:
         assert server.losses == Ran(0, "", "", run.folder).train("loss"), "all that was logged has arrived"

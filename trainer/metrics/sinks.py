@@ -132,6 +132,7 @@ class WandB:
         self.id = _remembered_id(self._folder, restored_id)
         self._records: queue.Queue[Record | None] = queue.Queue(self._MAX_WAITING)
         self._is_given_up = False
+        self._others = _services()
         self._thread = threading.Thread(target=self._work, name="wandb", daemon=True)
         self._thread.start()
 
@@ -145,10 +146,19 @@ class WandB:
         if self._thread.is_alive():
             self._is_given_up = True
             self._warn(f"Weights & Biases did not finish within {self.FINISH_S:.0f} s; the run ends without it")
-            _kill_service()
+            self._kill_service()
             ending = threading.Thread(target=self._tear_down, name="wandb-teardown", daemon=True)
             ending.start()
             ending.join(self._TEARDOWN_S)
+
+    def _kill_service(self) -> None:
+        """Kill the process that the client has started: left alone, it goes on trying for most of a minute after ours.
+
+        The client has no other way to end it now.  What it was given lies in the run's folder, for `wandb sync`.
+        """
+        for service in _services() - self._others:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(service, signal.SIGKILL)
 
     def _tear_down(self) -> None:
         """Take back the client's hook, which waits for its service when the interpreter ends."""
@@ -187,16 +197,15 @@ class WandB:
         return run
 
 
-def _kill_service() -> None:
-    """Kill the process that the client has started: left alone, it goes on trying for most of a minute after ours.
-
-    The client has no other way to end it now.  What it was given lies in the run's folder, for `wandb sync`.
-    """
+def _services() -> set[int]:
+    """Return the processes of the client's service that this process has started."""
+    found = set()
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             name, _, rest = path.read_text(errors="replace").rpartition(")")
             if name.endswith("(wandb-core") and int(rest.split()[1]) == os.getpid():
-                os.kill(int(path.parent.name), signal.SIGKILL)
+                found.add(int(path.parent.name))
+    return found
 
 
 def _remembered_id(folder: Path, restored: str | None) -> str:
