@@ -111,7 +111,9 @@ def test_unreachable_at_the_start(command: Sequence[str], port_that: int, tmp_pa
 def test_its_service_is_killed(tmp_path: Path) -> None:
     run = Started(tmp_path / "run", "offline", 1, 0.3)
     run.wait_for('"step": 8,')
-    (service,) = run.processes("wandb-core")
+    while not (services := run.processes("wandb-core")):  # it takes its time to start
+        assert run.process.poll() is None, run.output()
+    (service,) = services
     os.kill(service, signal.SIGKILL)
     assert run.end() < MORE_S
     assert run.output().count("warning: Weights & Biases") == 1
