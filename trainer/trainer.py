@@ -7,6 +7,7 @@ What a subclass may want to change is one method each: `build_mesh`, `build_mode
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -264,9 +265,12 @@ class Trainer:
         self.stop.at_once = True
 
     def _note_failure(self, patience_s: float, reason: str) -> None:
-        """Leave word of what has failed elsewhere; this rank's main thread may hang."""
+        """Leave word of what has failed elsewhere; this rank's main thread may hang, and so may the storage."""
         if self.phase == "running":
-            self.folder.write_status("failed", EXIT_FAILED, self.state.step, reason)
+            status = ("failed", EXIT_FAILED, self.state.step, reason)
+            writing = threading.Thread(target=self.folder.write_status, args=status, daemon=True)
+            writing.start()
+            writing.join(max(1.0, patience_s))
 
     def _to_device(self, batch: Batch) -> Batch:
         return {name: tensor.to(self.world.device, non_blocking=True) for name, tensor in batch.items()}
