@@ -3,7 +3,8 @@
     python launch/ray_train.py --workers 8 --gpu --max-failures 3 recipe=llama3_8b run.dir=/shared/runs/mine
 
 Ray opens the process group, the trainer joins it.  After a failure the run goes on from its newest checkpoint in
-run.dir, on another number of workers too; all nodes must see that folder.  Needs `pip install 'ray[train]'`.
+run.dir, on another number of workers too; all nodes must see that folder.  Touch the file `notice` in it, and the run
+stops in order, after saving.  Needs `pip install 'meshtrainer[ray]'`.
 """
 
 import argparse
@@ -47,9 +48,10 @@ if __name__ == "__main__":
     recipe = next(item.partition("=")[2] for item in arguments if item.startswith("recipe="))
     overrides = [item for item in arguments if not item.startswith("recipe=")]
     failures = ray.train.FailureConfig(max_failures=options.max_failures)
-    ray.train.torch.TorchTrainer(
+    result = ray.train.torch.TorchTrainer(
         train,
         train_loop_config={"folder": os.getcwd(), "recipe": recipe, "overrides": overrides},
         scaling_config=ray.train.ScalingConfig(num_workers=options.workers, use_gpu=options.gpu),
         run_config=ray.train.RunConfig(storage_path=options.storage, failure_config=failures),
     ).fit()
+    sys.exit(result.metrics["exit_code"])  # 75: stopped on request, run it again

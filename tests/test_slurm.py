@@ -11,6 +11,7 @@ import re
 import signal
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -88,13 +89,15 @@ def ends_and_starts(folder: Path) -> list[dict[str, Any]]:
     return [line for line in ran(folder).metrics if line["kind"] in ("start", "end")]
 
 
-def assert_finished(cluster: Cluster, job: str, folder: Path, undisturbed: Ran, restarts: int = 0) -> None:
+def assert_finished(
+    cluster: Cluster, job: str, folder: Path, undisturbed: Ran, restarts: int = 0, world_size: int = 4
+) -> None:
     ended = cluster.wait_for_end(job)
     assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", str(restarts)), cluster.log(job)
     assert ran(folder).status["state"] == "finished"
     starts = [line for line in ran(folder).metrics if line["kind"] == "start"]
-    assert {line["world_size"] for line in starts} == {4}
-    assert all(line["mesh"] == {"replicate": 2, "shard": 2} for line in starts)
+    assert {line["world_size"] for line in starts} == {world_size}
+    assert all(line["mesh"] == {"replicate": world_size // 2, "shard": 2} for line in starts)
     assert ran(folder).train("step") == list(range(1, STEPS + 1))
     assert ran(folder).train("loss") == undisturbed.train("loss")
 
@@ -178,12 +181,42 @@ def test_a_rank_is_killed(cluster: Cluster, undisturbed: Ran, tmp_path: Path) ->
 
 
 def kill_rank(cluster: Cluster, job: str, rank: int) -> None:
-    (pid,) = [
-        pid
-        for pid in cluster.processes(SLURM_JOB_ID=job, SLURM_PROCID=str(rank), SLURM_STEP_ID="0")
-        if b"trainer.run" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    ]
+    (pid,) = ranks_of(cluster, job, SLURM_PROCID=str(rank))
     os.kill(pid, signal.SIGKILL)
+
+
+def ranks_of(cluster: Cluster, job: str, **variables: str) -> list[int]:
+    """Return the processes of the training step that are ranks."""
+    found = []
+    for pid in cluster.processes(SLURM_JOB_ID=job, SLURM_STEP_ID="0", **variables):
+        with suppress(OSError):
+            if b"trainer.run" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.append(pid)
+    return found
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2])
+def test_slurmstepd_is_killed(num_nodes: int, cluster: Cluster, undisturbed: Ran, tmp_path: Path) -> None:
+    """Nobody starts or ends the ranks of that node any more: they end by themselves, and the job goes on.
+
+    If it was the only node, srun would wait for it for ever.
+    """
+    folder, world_size = tmp_path / "run", 2 * num_nodes
+    expected = undisturbed
+    if num_nodes == 1:
+        expected = run_tiny(tmp_path / "alone", *OVERRIDES, "nproc=2")
+    job = submit(cluster, folder, f"--nodes={num_nodes}", REQUEUE_FAILED="1", LEAVE_S="5")
+    wait_for_step(cluster, job, folder, 10)
+    first = ranks_of(cluster, job)
+    assert len(first) == world_size
+    (last,) = ranks_of(cluster, job, SLURM_PROCID=str(world_size - 1))
+    slurmstepd = int(Path(f"/proc/{last}/stat").read_text().rpartition(")")[2].split()[1])
+    assert Path(f"/proc/{slurmstepd}/cmdline").read_text().startswith("slurmstepd")
+    os.kill(slurmstepd, signal.SIGKILL)
+    wait_until(lambda: not set(first) & set(ranks_of(cluster, job)), "the end of all ranks", 15)
+    wait_until(lambda: cluster.job(job)["Restarts"] == "1", "the requeue", 45)  # srun itself waits for 17 more
+    assert_finished(cluster, job, folder, expected, restarts=1, world_size=world_size)
+    assert ends_and_starts(folder)[-2]["resumed_step"] >= 5
 
 
 def test_failures_are_requeued_on_request_and_not_for_ever(cluster: Cluster, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ What a subclass may want to change is one method each: `build_mesh`, `build_mode
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -107,6 +108,7 @@ class Trainer:
         self.stop = find_stop_request()
         self._stale_notice = take_stale_notice(config.run_dir)
         self.world.after_failure.append(self._stop_at_once)
+        self.world.before_exit.append(self._note_failure)
         self.stopping = False
         """True on all ranks alike once any of them was asked to stop: the update in hand was the last."""
         self.state = TrainState(
@@ -261,6 +263,14 @@ class Trainer:
 
     def _stop_at_once(self) -> None:
         self.stop.at_once = True
+
+    def _note_failure(self, patience_s: float, reason: str) -> None:
+        """Leave word of what has failed elsewhere; this rank's main thread may hang, and so may the storage."""
+        if self.phase == "running":
+            status = ("failed", EXIT_FAILED, self.state.step, reason)
+            writing = threading.Thread(target=self.folder.write_status, args=status, daemon=True)
+            writing.start()
+            writing.join(max(1.0, patience_s))
 
     def _to_device(self, batch: Batch) -> Batch:
         return {name: tensor.to(self.world.device, non_blocking=True) for name, tensor in batch.items()}
@@ -583,7 +593,7 @@ class Trainer:
             Facts(config.to_yaml(), self._mesh_shape(), self.world.env.job, self.world.env.num_restarts),
         )
         # When another rank fails, a save in flight is finished before this process is ended.
-        self.world.before_exit.append(lambda patience_s: checkpoints.wait(min(patience_s, config.run.timeout_s)))
+        self.world.before_exit.append(lambda patience_s, _: checkpoints.wait(min(patience_s, config.run.timeout_s)))
         return checkpoints
 
     def _mesh_shape(self) -> dict[str, int]:

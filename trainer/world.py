@@ -134,12 +134,13 @@ class World(Channel):
         self._with_own_timeout: set[dist.ProcessGroup] = set()
         self.first_failure: str | None = None
         """What failed first, if that was another rank; known after `announce_failure`."""
-        self.before_exit: list[Callable[[float], None]] = []
-        """Called on this rank when another has failed and this process is about to end."""
+        self.before_exit: list[Callable[[float, str], None]] = []
+        """Called on this rank when the run has failed elsewhere and this process is about to end: with the seconds that
+        there are, and with what has failed."""
         self.after_failure: list[Callable[[], None]] = []
         """Called on this rank as soon as it is known that another has failed."""
         self._watch = None
-        if self._store is not None and self.size > 1:
+        if self._store is not None:
             messages = Messages(self._store, config.run.timeout_s)
             self._watch = _FailureWatch(self.rank, messages, self.after_failure, self.before_exit)
 
@@ -306,7 +307,7 @@ class _FailureWatch(threading.Thread):
         rank: int,
         messages: Messages,
         after_failure: list[Callable[[], None]],
-        before_exit: list[Callable[[float], None]],
+        before_exit: list[Callable[[float, str], None]],
     ) -> None:
         super().__init__(name="failure-watch", daemon=True)
         self._rank, self._messages = rank, messages
@@ -318,20 +319,28 @@ class _FailureWatch(threading.Thread):
         while not self._stopped.wait(0.5):
             patience_s = _PATIENCE_S
             try:
-                failed = self._messages.check(_FAILURE)
+                failure = self._failure()
             except NoAnswer as lost:
                 print(f"error: rank {self._rank}: lost rank 0: {lost}; this rank ends", file=sys.stderr, flush=True)
-                failed, patience_s = True, 0.0
+                failure, patience_s = f"lost rank 0: {lost}", 0.0
             except RuntimeError:
-                failed = True  # the store went with the process that kept it
-            failed = failed or os.getppid() != self._parent  # the launcher is dead: nobody would start or end us
-            if failed:
+                failure = "lost rank 0, and the store that it kept"
+            if failure:
                 for tell in self._after_failure:
                     tell()
-            if failed and not self._stopped.wait(_GRACE_S):
+            if failure and not self._stopped.wait(_GRACE_S):
                 for finish in self._before_exit:
-                    finish(patience_s)
+                    finish(patience_s, failure)
                 os._exit(EXIT_FAILED)
+
+    def _failure(self) -> str:
+        """Return what has failed first, on whichever rank; empty if nothing has."""
+        if self._messages.check(_FAILURE):
+            return self._messages.get(_FAILURE)
+        if os.getppid() == self._parent:
+            return ""
+        orphaned = f"rank {self._rank}: the process that started it has died"  # nobody would start or end us
+        return self._messages.compare_set(_FAILURE, "", orphaned)
 
     def stop(self, wait: bool = True) -> None:
         self._stopped.set()

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import queue
+import signal
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -120,7 +121,8 @@ class WandB:
     (wandb 0.31).  Here records are dropped with one warning, and the end of the run waits `FINISH_S` at most.
     """
 
-    FINISH_S = 12.0
+    FINISH_S = 10.0
+    _TEARDOWN_S = 1.0
     _MAX_WAITING = 10_000
 
     def __init__(self, config: RunConfig, warn: Callable[[str], None], restored_id: str | None = None) -> None:
@@ -129,6 +131,8 @@ class WandB:
         self._folder.mkdir(parents=True, exist_ok=True)
         self.id = _remembered_id(self._folder, restored_id)
         self._records: queue.Queue[Record | None] = queue.Queue(self._MAX_WAITING)
+        self._is_given_up = False
+        self._others = _services()
         self._thread = threading.Thread(target=self._work, name="wandb", daemon=True)
         self._thread.start()
 
@@ -140,7 +144,28 @@ class WandB:
         self.write(None)  # type: ignore[arg-type]
         self._thread.join(self.FINISH_S)
         if self._thread.is_alive():
+            self._is_given_up = True
             self._warn(f"Weights & Biases did not finish within {self.FINISH_S:.0f} s; the run ends without it")
+            self._kill_service()
+            ending = threading.Thread(target=self._tear_down, name="wandb-teardown", daemon=True)
+            ending.start()
+            ending.join(self._TEARDOWN_S)
+
+    def _kill_service(self) -> None:
+        """Kill the process that the client has started: left alone, it goes on trying for most of a minute after ours.
+
+        The client has no other way to end it now.  What it was given lies in the run's folder, for `wandb sync`.
+        """
+        for service in _services() - self._others:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(service, signal.SIGKILL)
+
+    def _tear_down(self) -> None:
+        """Take back the client's hook, which waits for its service when the interpreter ends."""
+        import wandb
+
+        with contextlib.suppress(Exception):
+            wandb.teardown()
 
     def _work(self) -> None:
         try:
@@ -150,7 +175,8 @@ class WandB:
                     run.log({f"{record.kind}/{k}": v for k, v in _numbers(record).items()} | {"step": record.step})
             run.finish()
         except Exception as error:  # whatever goes wrong there, training goes on
-            self._warn(f"Weights & Biases failed and is left out from here: {type(error).__name__}: {error}")
+            if not self._is_given_up:
+                self._warn(f"Weights & Biases failed and is left out from here: {type(error).__name__}: {error}")
 
     def _start(self) -> Any:
         import wandb
@@ -169,6 +195,17 @@ class WandB:
         run.define_metric("step")
         run.define_metric("*", step_metric="step")
         return run
+
+
+def _services() -> set[int]:
+    """Return the processes of the client's service that this process has started."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            name, _, rest = path.read_text(errors="replace").rpartition(")")
+            if name.endswith("(wandb-core") and int(rest.split()[1]) == os.getpid():
+                found.add(int(path.parent.name))
+    return found
 
 
 def _remembered_id(folder: Path, restored: str | None) -> str:
