@@ -88,6 +88,15 @@ class LeftOutTrainer(Trainer):
         return model
 
 
+class GreedyTrainer(Trainer):
+    """Has no memory left in the third step."""
+
+    def loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        if self.state.step == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+        return super().loss(batch)
+
+
 def every_linear(module: nn.Module) -> bool:
     """Say which modules are units, as FSDP1's lambda policies do."""
     return isinstance(module, nn.Linear) and module.weight.shape[0] < 100
@@ -127,6 +136,7 @@ register(Recipe("mlp_crashing", MlpConfig, Mlp, UNITS, trainer=CrashingTrainer))
 register(Recipe("mlp_sleeping", MlpConfig, Mlp, UNITS, trainer=SleepingTrainer))
 register(Recipe("mlp_nonfinite", MlpConfig, Mlp, UNITS, trainer=NonFiniteTrainer))
 register(Recipe("mlp_left_out", MlpConfig, Mlp, UNITS, trainer=LeftOutTrainer))
+register(Recipe("greedy", MlpConfig, Mlp, UNITS, trainer=GreedyTrainer))
 register(Recipe("mlp_unfilled", MlpConfig, _unfilled_buffer, UNITS))
 register(Recipe("mlp_wrong_units", MlpConfig, Mlp, ["table", "hiden.*"]))
 register(Recipe("mlp_parted_tie", MlpConfig, _tied, UNITS))

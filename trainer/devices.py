@@ -5,6 +5,7 @@ A sheet says what the chip could do at most; what a kernel reaches of it is the 
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 
@@ -48,5 +49,5 @@ def find_device(name: str) -> Device | None:
     """Return the device that users or the driver call `name`, the longest match first; None if it is not known."""
     by_length = sorted(DEVICES, key=lambda device: -len(device.known_as))
     called = [device for device in DEVICES if device.name == name.lower()]
-    known = [device for device in by_length if device.known_as.lower() in name.lower()]
+    known = [device for device in by_length if re.search(rf"\b{device.known_as}\b", name, re.IGNORECASE)]
     return next(iter([*called, *known]), None)

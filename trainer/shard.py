@@ -387,9 +387,9 @@ def _set_prefetch(units: Sequence[ShardUnit], fsdp: FsdpSection) -> None:
 def gradient_sync(model: nn.Module, enabled: bool, fsdp: FsdpSection | None = None) -> Iterator[None]:
     """Reduce gradients in this backward pass, or let them accumulate until the one that does.
 
-    The reduce-scatter over `shard` and the all-reduce over `replicate` both run in the enabled pass alone, and gradients
-    of the whole model lie unsharded on each rank in between; with `fsdp.accumulate=sharded` the reduce-scatter runs in
-    every pass, and only shards lie there.
+    The reduce-scatter over `shard` and the all-reduce over `replicate` both run in the enabled pass alone, and all
+    gradients of the model lie unsharded on each rank in between; with `fsdp.accumulate=sharded` the reduce-scatter runs
+    in every pass, and only shards lie there.
     """
     assert isinstance(model, FSDPModule)
     fsdp = fsdp or FsdpSection()

@@ -40,6 +40,8 @@ from trainer.metrics.record import Record
 from trainer.metrics.sinks import warn
 from trainer.optim import Optimizer, Schedule, build_optimizer
 from trainer.parameters import count_parameters, local, tied_names
+from trainer.plan.forecast import Forecast, settle_for_run
+from trainer.plan.show import choice_text
 from trainer.rundir import RunFolder
 from trainer.sample import write_sample
 from trainer.selfcheck import check_same_run, check_start
@@ -82,7 +84,6 @@ class Trainer:
     def __init__(self, config: RunConfig) -> None:
         self.started = time.monotonic()
         self._earlier_error = sys.exc_info()[1]  # that somebody is handling already
-        self.config = config
         self.recipe = config.recipe
         self.world = World(config)
         check_same_run(self.world, config, type(self), self.exempt_from_selfcheck())
@@ -90,6 +91,9 @@ class Trainer:
         shape = self.world.agreed(lambda: check_config(config, self.world.size, env.local_world_size))
         if self.world.is_main and (advice := shape.advice(env.local_world_size)):
             warn(advice)
+        config, self._choice = settle_for_run(config, shape, self.world)
+        self.config = config
+        self.forecast = Forecast(config, shape, self.world)
         seed_everything(config.run.seed, self.world.rank)
 
         self.mesh = self.build_mesh()
@@ -348,6 +352,7 @@ class Trainer:
             step = self.state.step
             meter.count(data_s, update.num_targets)
             self._step_s = time.perf_counter() - started
+            self.forecast.note_step(self._step_s)
             self._counted_s += self._step_s * (not update.skipped)
             is_line = step == 1 or _due(self.config.log.every, step) or step == self.config.train.steps or self.stopping
             if is_line:
@@ -626,6 +631,8 @@ class Trainer:
         self._watch_for_a_stop()
         self.folder.write_status("running", None, self.state.step, "")
         self.metrics.start(self._facts())
+        if self._choice is not None:
+            self.metrics.say(choice_text(self._choice))
         if self._changed:
             self.metrics.say("configuration changed since:\n" + "\n".join(f"  {line}" for line in self._changed))
         self.metrics.write(
@@ -705,6 +712,10 @@ class Trainer:
         wall_s = time.monotonic() - self.started
         goodput = min(1.0, self._counted_s / wall_s)
         facts = {"step": self.state.step, "reason": state, "goodput": goodput}
+        if self.world.is_main:
+            facts |= self.forecast.result()
+            for miss in self.forecast.misses():
+                self.metrics.say(f"not as planned: {miss}")
         self.metrics.write(Record(kind="end", **facts, **self.metrics.totals()))
         self.folder.write_status(state, exit_code, self.state.step, reason)
         self.metrics.close()
@@ -715,6 +726,8 @@ class Trainer:
         """Record how the run failed.  Calls no collective: the other ranks may be anywhere."""
         self.watchdog.explain(error)
         self.watchdog.stop()
+        if explanation := self.forecast.explain(error):
+            print(explanation, file=sys.stderr, flush=True)
         first = self.world.announce_failure(error)
         self.checkpoints.wait(self.config.run.timeout_s)  # what is in flight is finished: it is good
         if isinstance(error, UserError) and self.phase in ("built", "restored"):
@@ -827,6 +840,7 @@ class Trainer:
             f"{len(self.units)} FSDP units and the root",
             "mesh": " x ".join(f"{name} {size}" for name, size in axes) + f" on {_device_name(world.device)}",
             "memory": f"{readable_bytes(weights * (2 + moments))} a rank for weights, gradients and optimizer",
+            "plan": self.forecast.sentence() if world.is_main else "",
             "update": f"{readable_count(batch * config.data.seq_len)} tokens: {batch} x {config.data.seq_len}, "
             f"{self.num_micro_batches} micro-batches of {config.train.micro_batch_size} on each of {world.size} ranks",
             "data": f"{config.data.source}, {config.train.steps} updates",

@@ -205,6 +205,16 @@ class World(Channel):
             dist.all_reduce(value)
         return value
 
+    def is_first_to(self, what: str) -> bool:
+        """Return whether no other rank has asked for this before: one of them is to do it.  Calls no collective."""
+        messages = self.messages
+        try:
+            return messages is None or messages.compare_set(f"meshtrainer/first/{what}", "", str(self.rank)) == str(
+                self.rank
+            )
+        except RuntimeError:  # the process that keeps the store has gone
+            return True
+
     def announce_failure(self, error: BaseException) -> str | None:
         """Tell the other ranks that this one fails.  Returns what failed first if that was another rank.
 

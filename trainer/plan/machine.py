@@ -46,6 +46,10 @@ class Machine:
     def device_type(self) -> str:
         return "cpu" if self.name == "cpu" else "cuda"
 
+    def with_budget(self, num_bytes: float) -> Machine:
+        """Return the machine with just enough memory for so many bytes of live tensors."""
+        return replace(self, memory_gib=num_bytes / GIB * (1 + self.allocator_share) + self.reserved_gib)
+
     @property
     def budget_bytes(self) -> float:
         """Bytes of live tensors that fit: without the allocator's share, and what is reserved."""

@@ -31,6 +31,8 @@ class Plan:
     machine: Machine
     trace: Trace
     layout: Layout
+    probe: Probe
+    """What has made the trace, and makes others of the same model."""
 
     @property
     def num_micro_batches(self) -> int:
@@ -107,7 +109,7 @@ def make_plan(config: RunConfig, mesh: MeshShape, machine: Machine, probe: Probe
     """
     probe = probe or Probe(config, machine.device_type)
     trace = probe.trace(int(config.train.micro_batch_size), config.train.activation_checkpoint)
-    return Plan(config, mesh, machine, trace, layout_of(config, trace, mesh))
+    return Plan(config, mesh, machine, trace, layout_of(config, trace, mesh), probe)
 
 
 def layout_of(config: RunConfig, trace: Trace, mesh: MeshShape) -> Layout:

@@ -444,50 +444,52 @@ class _Repetition:
         """Mark where blocks begin, and let those that are left out pass on what they are given."""
         for run in self.runs:
             for position, block in enumerate(run.blocks):
+                recorder.watch_block(block, len(self._place))
+                self._place.append((run, position))
                 if block in run.skipped:
                     block.forward = _pass_on  # type: ignore[method-assign]
-                    continue
-                recorder.watch_block(block, len(self._place))
-                block.register_forward_hook(_check_form)
-                self._place.append((run, position))
+                else:
+                    block.register_forward_hook(_check_form)
 
-    def repeated(self, events: Sequence[Event]) -> Iterator[Event]:
-        """Yield the events with those of the blocks that were left out."""
+    def repeated(self, events: Sequence[Event]) -> list[Event]:
+        """Return the events with copies of the second period for what was left out.
+
+        A period is what happens from the mark of its first block to that of the next period's: the model's own work
+        between blocks is part of it, and what it did around blocks that were left out is dropped.
+        """
         done: list[Event] = []
-        for number, event in enumerate(events):
-            if event.mark == "block_forward":
-                run, position = self._place[event.unit]
-                if position == run.first_behind and run.num_skipped:
-                    first = self._last(done, "block_forward", run, run.period)
-                    done += self._copies(done[first:], run, range(0, run.num_skipped, run.period))
-            elif event.mark == "block_backward":
-                run, position = self._place[event.unit]
-                if position == run.first_skipped - 1 and run.num_skipped:
-                    end = self._next(events, number, "block_backward", run, run.period - 1)
-                    template = events[number:end]
-                    done += self._copies(template, run, range(run.num_skipped - run.period, -1, -run.period))
+        number = 0
+        while number < len(events):
+            event = events[number]
             done.append(event)
-        yield from done
+            number += 1
+            if not event.mark.startswith("block"):
+                continue
+            run, position = self._place[event.unit]
+            if event.mark == "block_forward" and position == run.first_skipped < run.first_behind:
+                first = max(n for n, e in enumerate(events[:number]) if self._is_at(e, event.mark, run, run.period))
+                done += self._copies(events[first + 1 : number], run, range(0, run.num_skipped, run.period))
+                number = self._next(events, number, event.mark, run, run.first_behind) + 1
+            elif event.mark == "block_backward" and position == run.first_behind - 1 >= run.first_skipped:
+                number = self._next(events, number, event.mark, run, run.first_skipped - 1) + 1
+                end = self._next(events, number, event.mark, run, run.period - 1) + 1
+                done += self._copies(events[number:end], run, range(run.num_skipped - run.period, -1, -run.period))
+        return done
 
-    def _last(self, events: Sequence[Event], mark: Mark, run: _Run, position: int) -> int:
-        for number in range(len(events) - 1, -1, -1):
-            if events[number].mark == mark and self._place[events[number].unit] == (run, position):
-                return number
-        raise _NotRepeated
+    def _is_at(self, event: Event, mark: Mark, run: _Run, position: int) -> bool:
+        return event.mark == mark and self._place[event.unit] == (run, position)
 
     def _next(self, events: Sequence[Event], start: int, mark: Mark, run: _Run, position: int) -> int:
         for number in range(start, len(events)):
-            if events[number].mark == mark and self._place[events[number].unit] == (run, position):
+            if self._is_at(events[number], mark, run, position):
                 return number
         raise _NotRepeated
 
     def _copies(self, template: Sequence[Event], run: _Run, offsets: Iterable[int]) -> Iterator[Event]:
-        """Yield the second period's events once for each period that was left out, for the units therein."""
-        kept = [event for event in template if not event.mark.startswith("block")]
-        assert kept, "a block without a unit"
-        merged = list(_without_block_marks(template))
         for offset in offsets:
-            yield from (replace(event, unit=self._moved(event.unit, run, run.period + offset)) for event in merged)
+            for event in template:
+                is_block = event.mark.startswith("block")
+                yield event if is_block else replace(event, unit=self._moved(event.unit, run, run.period + offset))
 
     def _moved(self, unit: int, run: _Run, distance: int) -> int:
         home = self._home.get(unit)
@@ -499,7 +501,8 @@ class _Repetition:
 def _pass_on(*args: Any, **kwargs: Any) -> Any:
     if not args:
         raise _NotRepeated
-    return args[0]
+    # As a node of its own in the graph, so that the gradients of each block's output are known one after another.
+    return args[0].view_as(args[0]) if isinstance(args[0], torch.Tensor) else args[0]
 
 
 def _check_form(block: nn.Module, args: Any, output: Any) -> None:

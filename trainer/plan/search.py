@@ -179,10 +179,10 @@ class _Search:
     def _nothing_fits(self, smallest: Plan) -> str:
         asked = ", ".join(f"{key}=auto" for key, value in chosen_settings(self.config).items() if value == AUTO)
         lines = [
-            f"{asked}: nothing fits {self.machine.memory_gib:.1f} GiB; the least, {_describe(smallest)}, needs "
-            f"{smallest.needed_gib:.1f} GiB"
+            f"{asked}: nothing fits {self.machine.memory_gib:.4g} GiB; the least, {_describe(smallest)}, needs "
+            f"{smallest.needed_gib:.4g} GiB"
         ]
-        lines += [f"  {line}" for line in remedies(smallest)]
+        lines += [f"  {line}" for line in remedies(smallest)] or ["  no single change of other settings would do"]
         return "\n".join(lines)
 
 
@@ -190,10 +190,11 @@ def remedies(plan: Plan, limit: int = 2) -> list[str]:
     """Return the cheapest changes of settings with which `plan` would fit, each in words; none if none would do."""
     found = []
     for change, config, mesh in _changes(plan):
-        other = make_plan(config, mesh, plan.machine)
+        same = config.fsdp.param_dtype == plan.config.fsdp.param_dtype
+        other = make_plan(config, mesh, plan.machine, plan.probe if same else None)
         if other.fits:
-            per_rank = other.time.total_s * mesh.num_ranks
-            found.append((per_rank, f"{change}: {other.needed_gib:.1f} GiB, {other.time.total_s:.2f} s a step"))
+            cost = other.time.total_s * mesh.num_ranks / other.tokens
+            found.append((cost, f"{change}: {other.needed_gib:.2f} GiB, {other.time.total_s:.3g} s a step"))
     return [f"would fit: {text}" for _, text in sorted(found)[:limit]]
 
 
@@ -215,12 +216,16 @@ def _changes(plan: Plan) -> Iterator[tuple[str, RunConfig, MeshShape]]:
     if mesh.replicate > 1:
         whole_mesh = MeshShape(1, mesh.num_ranks)
         yield f"mesh.replicate=1 (shard {mesh.num_ranks})", config, whole_mesh
-    num_ranks = mesh.num_ranks
-    while num_ranks * 2 * int(train.micro_batch_size) <= train.global_batch_size:
-        num_ranks *= 2
-        larger = MeshShape(mesh.replicate, num_ranks // mesh.replicate)
-        if train.global_batch_size % (num_ranks * int(train.micro_batch_size)) == 0:
-            yield f"{num_ranks} ranks (mesh.shard={larger.shard})", config, larger
+    if fsdp.accumulate == "unsharded" and plan.num_micro_batches > 1:
+        shards = replace(config, fsdp=replace(fsdp, accumulate="sharded"))
+        yield "fsdp.accumulate=sharded", shards, mesh
+    for factor in (2, 4, 8, 16, 32, 64):
+        larger = MeshShape(mesh.replicate, mesh.shard * factor)
+        at_a_time = larger.num_ranks * int(train.micro_batch_size)
+        batch = -(-train.global_batch_size // at_a_time) * at_a_time
+        words = f"{larger.num_ranks} ranks (mesh.shard={larger.shard})"
+        words += f" with train.global_batch_size={batch}" if batch != train.global_batch_size else ""
+        yield words, _with(config, global_batch_size=batch), larger
 
 
 def _with(config: RunConfig, **train: object) -> RunConfig:

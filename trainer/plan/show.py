@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
@@ -46,6 +47,23 @@ def print_plan(plan: Plan, choice: Choice | None = None, console: Console | None
         console.print(table)
 
 
+def print_memory(plan: Plan, console: Console) -> None:
+    """Print what a rank needs at the peak, by kind."""
+    title, table = _memory_table(plan)
+    console.print(Text(title, style="bold"))
+    console.print(table)
+
+
+def choice_text(choice: Choice) -> str:
+    """Return what `auto` has settled, and the runners-up, as plain text."""
+    title, table = _choice_table(choice)
+    console = Console(file=io.StringIO(), width=140)
+    console.print(table)
+    assert isinstance(console.file, io.StringIO)
+    lines = [line.rstrip() for line in console.file.getvalue().splitlines() if line.strip()]
+    return "\n".join([title, *lines])
+
+
 def _heading(plan: Plan) -> list[str]:
     config, mesh, machine = plan.config, plan.mesh, plan.machine
     ranks = f"{mesh.replicate} x {mesh.shard} = {mesh.num_ranks}" if mesh.is_hybrid else f"{mesh.num_ranks}"
@@ -75,8 +93,8 @@ def _memory_table(plan: Plan) -> tuple[str, Table]:
     table = _table("kind")
     table.add_column("GiB", justify="right")
     for kind, gib in memory_by_kind(plan).items():
-        if gib >= 0.005 or kind == "total":
-            table.add_row(kind, f"{gib:.2f}", style="bold" if kind == "total" else "")
+        if gib >= 0.001 * plan.needed_gib:
+            table.add_row(kind, f"{gib:.2f}" if gib >= 1 else f"{gib:.4f}", style="bold" if kind == "total" else "")
     return title, table
 
 

@@ -252,9 +252,7 @@ class Step:
         if not group.is_pending:
             return
         group.is_pending = False
-        if is_forward and self._gathered:
-            self.watcher.free("all-gather buffers", self._gathered)
-            self._gathered = 0
+        before = self._gathered if is_forward else 0
         num_ranks, gathered = self._ranks_of(group), sum(group.sizes.unsharded)
         if num_ranks == 1:
             self._copy_shards(group)
@@ -264,11 +262,10 @@ class Step:
         if group.state == "resharded":
             self.watcher.free("parameters", sum(n // int(group.reshard) for n in group.sizes.unsharded))
         group.state = "unsharded"
-        if num_ranks == 1:
-            return
-        if is_forward:
-            self._gathered = gathered
-        else:
+        if is_forward:  # kept for the next one's sake, which lets go of it when it has copied its own
+            self.watcher.free("all-gather buffers", before)
+            self._gathered = gathered if num_ranks > 1 else 0
+        elif num_ranks > 1:
             self.watcher.free("all-gather buffers", gathered)
 
     def _copy_shards(self, group: _Group) -> None:

@@ -1,0 +1,168 @@
+"""What a step really needs, by torch's own means: FSDP2 itself on fake tensors and a fake process group."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from trainer.config import MeshShape, RunConfig
+from trainer.loss import find_loss
+from trainer.parameters import local
+from trainer.plan.communication import Collective
+from trainer.shard import apply_sharding, gradient_sync
+
+
+@contextmanager
+def fake_model(config: RunConfig, shape: MeshShape) -> Iterator[tuple[nn.Module, DeviceMesh]]:
+    """Open a fake process group of `shape` and yield rank 0's model, sharded, on fake tensors on the CPU."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=shape.num_ranks)
+    try:
+        sizes = (shape.replicate, shape.shard) if shape.is_hybrid else (shape.shard,)
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :])
+        with torch.device("meta"):
+            model = config.recipe.build_model(config.model)
+        apply_sharding(model, config.recipe, config, mesh)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            yield model.to_empty(device="cpu"), mesh
+    finally:
+        dist.destroy_process_group()
+
+
+def update(model: nn.Module, config: RunConfig, num_micro_batches: int) -> None:
+    """Do the forward and backward passes of one update."""
+    loss_of = find_loss(model)
+    for number in range(num_micro_batches):
+        shape = (int(config.train.micro_batch_size), config.data.seq_len)
+        batch = {name: torch.zeros(shape, dtype=torch.int64) for name in ("tokens", "targets")}
+        with gradient_sync(model, number == num_micro_batches - 1, config.fsdp):
+            (loss_of(batch) * 1.0).backward()
+
+
+def tracked_peak(config: RunConfig, shape: MeshShape, num_micro_batches: int = 1) -> int:
+    """Return the peak of the second update's forward and backward by torch's FSDPMemTracker, in bytes.
+
+    The optimizer's tensors are added: the tracker takes them for whole parameters.  It counts one micro-batch only.
+    """
+    assert num_micro_batches == 1
+    with fake_model(config, shape) as (model, _):
+        update(model, config, 1)
+        model.zero_grad(set_to_none=True)
+        tracker = FSDPMemTracker(model)
+        with tracker:
+            update(model, config, 1)
+        peak = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
+        states = 2 * sum(local(p).numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+        return int(peak) + states
+
+
+class StorageMeter(TorchDispatchMode):
+    """Counts the bytes of every storage that an operator sees for as long as anybody refers to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._sizes: dict[int, int] = {}
+        self._references: dict[int, weakref.ref[Any]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(kind is DTensor for kind in types):
+            return NotImplemented
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves((result, args, kwargs)):
+            if isinstance(leaf, torch.Tensor):
+                self.note(leaf)
+        return result
+
+    def note(self, tensor: torch.Tensor) -> None:
+        """Count the tensor's storage, and forget it when it goes."""
+        storage = local(tensor).untyped_storage()
+        key = storage._cdata
+        if key not in self._sizes:
+            self._sizes[key] = 0
+            self._references[key] = weakref.ref(storage, lambda _: self._forget(key))
+        self.resize(key, storage.nbytes())
+
+    def resize(self, key: int, size: int) -> None:
+        if key in self._sizes:
+            self.live += size - self._sizes[key]
+            self._sizes[key] = size
+            self.peak = max(self.peak, self.live)
+
+    def _forget(self, key: int) -> None:
+        self.live -= self._sizes.pop(key)
+        del self._references[key]
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Count what happens inside, FSDP's resizing of storages included."""
+        resize = torch.UntypedStorage.resize_
+
+        def noted(storage: torch.UntypedStorage, size: int) -> Any:
+            result = resize(storage, size)
+            self.resize(storage._cdata, size)
+            return result
+
+        with mock.patch.object(torch.UntypedStorage, "resize_", noted), self:
+            yield
+
+
+def metered_peak(config: RunConfig, shape: MeshShape, num_micro_batches: int = 1) -> int:
+    """Return the peak of the second update's forward and backward by the storages that are alive, in bytes."""
+    with fake_model(config, shape) as (model, _):
+        meter = StorageMeter()
+        with meter.running():
+            for tensor in (*model.parameters(), *model.buffers()):
+                meter.note(tensor)
+            update(model, config, num_micro_batches)
+            model.zero_grad(set_to_none=True)
+            kept = [torch.empty_like(local(p)) for p in model.parameters() if p.requires_grad for _ in range(2)]
+            meter.peak = meter.live
+            update(model, config, num_micro_batches)
+        del kept
+        return meter.peak
+
+
+class CollectiveLog(TorchDispatchMode):
+    """Counts the collectives that are issued: operation, ranks of the group, bytes of the whole tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[tuple[str, int, int]] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(kind is DTensor for kind in types):
+            return NotImplemented
+        name = func.overloadpacket.__name__
+        tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+        sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
+        if name == "_allgather_base_":
+            self.counts["all_gather", sizes[0] // sizes[1], sizes[0]] += 1
+        elif name == "_reduce_scatter_base_":
+            self.counts["reduce_scatter", sizes[1] // sizes[0], sizes[1]] += 1
+        elif name == "allreduce_":
+            self.counts["all_reduce", 0, sizes[0]] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def as_logged(counts: Counter[Collective]) -> Counter[tuple[str, int, int]]:
+    """Return planned collectives as the log has them: it does not see how many ranks an all-reduce has."""
+    found: Counter[tuple[str, int, int]] = Counter()
+    for collective, count in counts.items():
+        num_ranks = 0 if collective.operation == "all_reduce" else collective.num_ranks
+        found[collective.operation, num_ranks, collective.num_bytes] += count
+    return found

@@ -1,0 +1,352 @@
+"""The planner against the truth: torch's own tracker, storages that are alive, and real runs on several ranks."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import subprocess
+import sys
+import time
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.plan_truth import CollectiveLog, StorageMeter, as_logged, metered_peak, tracked_peak
+from tests.ranks import REPOSITORY, run_command, run_ranks, run_tiny
+from trainer import RunConfig, Trainer, UserError, load_config
+from trainer.config import AUTO, MeshShape
+from trainer.plan.machine import GIB, Machine, find_machine
+from trainer.plan.plan import Plan, make_plan, planned
+from trainer.plan.probe import Probe
+from trainer.plan.search import chosen_settings, settle
+
+SHALLOW = ["model.num_layers=6", "data.seq_len=2048"]
+FULL, SELECTIVE = "train.activation_checkpoint=full", "train.activation_checkpoint=selective"
+NEVER, ALWAYS = "fsdp.reshard_after_forward=never", "fsdp.reshard_after_forward=always"
+MIXED = "fsdp.reshard_after_forward=[always,always,8,8,2,never,never,never]"
+
+
+def config_of(recipe: str, *overrides: str, shape: MeshShape, micro_batches: int = 1) -> RunConfig:
+    """Return a configuration whose update has so many micro-batches on each rank of `shape`."""
+    config = planned(load_config(recipe, overrides))
+    micro = config.train.micro_batch_size
+    batch = shape.num_ranks * (1 if micro == AUTO else int(micro)) * micro_batches
+    return replace(config, train=replace(config.train, global_batch_size=batch))
+
+
+def plan_of(recipe: str, *overrides: str, shape: MeshShape, micro_batches: int = 1) -> Plan:
+    config = config_of(recipe, *overrides, shape=shape, micro_batches=micro_batches)
+    return make_plan(config, shape, find_machine("cpu"))
+
+
+TRACKED = [
+    ("llama_small", [], (1, 2)),
+    ("llama3_1b", SHALLOW, (1, 8)),
+    ("llama3_1b", [*SHALLOW, "model.tie_embeddings=false", NEVER], (1, 4)),
+    ("llama3_8b", [*SHALLOW, FULL], (1, 64)),
+    ("llama3_8b", [*SHALLOW, MIXED, SELECTIVE], (1, 16)),
+    ("llama3_70b", [*SHALLOW, FULL], (8, 64)),
+]
+MORE_TRACKED = [
+    ("llama3_1b", ["data.seq_len=2048"], (1, 8)),
+    ("llama3_1b", [*SHALLOW, ALWAYS, FULL], (2, 8)),
+    ("llama3_1b", [*SHALLOW, "fsdp.param_dtype=float32"], (1, 8)),
+    ("llama3_1b", [*SHALLOW, "fsdp.reduce_dtype=bfloat16"], (4, 2)),
+    ("llama3_1b", [*SHALLOW, "train.micro_batch_size=4"], (1, 8)),
+    ("llama3_1b", [*SHALLOW, "model.tie_embeddings=false", FULL], (1, 512)),
+    ("llama3_1b", [*SHALLOW, "train.activation_checkpoint=2"], (1, 8)),
+    ("llama3_8b", [*SHALLOW, "train.activation_checkpoint=none"], (1, 8)),
+    ("llama3_8b", [*SHALLOW, NEVER, FULL], (1, 8)),
+    ("llama3_8b", [*SHALLOW, NEVER, SELECTIVE], (4, 16)),
+    ("llama3_8b", [*SHALLOW, ALWAYS, SELECTIVE], (1, 32)),
+    ("llama3_8b", [*SHALLOW, "fsdp.reshard_after_forward=8", FULL], (1, 64)),
+    ("llama3_8b", [*SHALLOW, "fsdp.reshard_after_forward=8"], (2, 32)),
+    ("llama3_8b", [*SHALLOW, MIXED, FULL], (2, 64)),
+    ("llama3_8b", [*SHALLOW, "fsdp.reduce_dtype=bfloat16", FULL], (2, 8)),
+    ("llama3_8b", [*SHALLOW, "fsdp.prefetch_forward=2", "fsdp.prefetch_backward=2"], (1, 8)),
+    ("llama3_8b", ["data.seq_len=1024", FULL], (1, 16)),
+    ("llama3_8b", [*SHALLOW, "fsdp.wrap=size:100000000"], (1, 8)),
+    ("llama3_70b", [*SHALLOW, NEVER, FULL], (1, 64)),
+    ("llama3_70b", [*SHALLOW, ALWAYS], (1, 64)),
+    ("llama3_70b", [*SHALLOW, SELECTIVE], (2, 64)),
+    ("llama3_70b", [*SHALLOW, MIXED, FULL], (1, 128)),
+    ("llama3_70b", [*SHALLOW, "train.micro_batch_size=2", FULL], (1, 256)),
+    ("llama3_70b", [*SHALLOW, "fsdp.reshard_after_forward=8", SELECTIVE], (8, 64)),
+    ("llama3_405b", ["model.num_layers=6", "data.seq_len=1024", FULL], (1, 512)),
+]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides", "sizes"),
+    [*TRACKED, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE_TRACKED)],
+)
+def test_the_peak_is_that_of_torchs_tracker(recipe: str, overrides: list[str], sizes: tuple[int, int]) -> None:
+    shape = MeshShape(*sizes)
+    plan = plan_of(recipe, *overrides, shape=shape)
+    truth = tracked_peak(plan.config, shape)
+    print(f"planned {plan.peak_gib:.3f} GiB, tracked {truth / GIB:.3f} GiB")
+    assert abs(plan.memory.peak.total / truth - 1) < 0.01
+
+
+SMALL = ["model.num_layers=8"]
+METERED: list[tuple[str, list[str], tuple[int, int], int]] = [
+    # torch's tracker takes one micro-batch only, and has hooks of its own for a unit of two modules (gpt2's tied table)
+    ("llama_small", [*SMALL], (1, 4), 3),
+    ("llama_small", [*SMALL, "fsdp.param_dtype=bfloat16"], (2, 4), 3),
+    ("llama_small", [*SMALL, "fsdp.param_dtype=bfloat16", "fsdp.reduce_dtype=bfloat16"], (1, 4), 2),
+    ("llama_small", [*SMALL, "fsdp.accumulate=sharded"], (2, 4), 3),
+    ("llama_small", [*SMALL, "fsdp.accumulate=sharded", "fsdp.param_dtype=bfloat16"], (1, 4), 2),
+    ("llama_small", [*SMALL, "fsdp.reshard_after_backward=false", NEVER], (1, 4), 3),
+    ("llama_small", [*SMALL, "fsdp.reshard_after_forward=2", "fsdp.reshard_after_backward=false"], (1, 4), 2),
+    ("llama_small", ["fsdp.wrap=size:50000", FULL], (1, 4), 1),
+    ("llama_small", [*SMALL, "train.activation_checkpoint=3"], (1, 4), 1),
+    ("llama_small", [], (4, 1), 2),
+    ("gpt2", ["train.micro_batch_size=1", "model.num_layers=6"], (2, 4), 2),
+]
+
+
+@pytest.mark.parametrize(("recipe", "overrides", "sizes", "micro_batches"), METERED)
+def test_the_peak_is_that_of_the_storages(
+    recipe: str, overrides: list[str], sizes: tuple[int, int], micro_batches: int
+) -> None:
+    shape = MeshShape(*sizes)
+    plan = plan_of(recipe, *overrides, shape=shape, micro_batches=micro_batches)
+    truth = metered_peak(plan.config, shape, micro_batches)
+    assert abs(plan.memory.peak.total / truth - 1) < 0.001
+
+
+def test_a_model_that_nobody_has_seen() -> None:
+    """Odd shapes, two kinds of block: nothing in the planner knows it."""
+    own = ["model.name=tests.own_recipes:mlp", "model.width=1030", "model.num_hidden=21", "data.seq_len=33"]
+    shape = MeshShape(1, 4)
+    plan = plan_of("llama_small", *own, shape=shape, micro_batches=2)
+    assert plan.trace.root == 23
+    truth = metered_peak(plan.config, shape, 2)
+    assert abs(plan.memory.peak.total / truth - 1) < 0.001
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Real runs
+
+
+def measure(overrides: list[str]) -> tuple[int, Counter[tuple[str, int, int]]]:
+    """Train three updates of a real run; return the peak of tensors and the collectives of the third."""
+    trainer = Trainer(load_config("llama_small", overrides))
+    meter, log = StorageMeter(), CollectiveLog()
+    batches = iter(trainer.loader)
+    for number in range(3):
+        micro_batches = list(itertools.islice(batches, trainer.num_micro_batches))
+        if number < 2:
+            trainer.train_step(micro_batches)
+            continue
+        with meter.running(), log:
+            for tensor in (*trainer.model.parameters(), *trainer.model.buffers()):
+                meter.note(tensor)
+            for part in trainer.optimizer.parts:
+                for state in part.state.values():
+                    for value in state.values():
+                        meter.note(value) if value.ndim else None
+            trainer.train_step(micro_batches)
+    return meter.peak, log.counts
+
+
+REAL = [
+    (2, ["mesh.shard=2"]),
+    (4, ["mesh.replicate=2", "mesh.shard=2", "train.global_batch_size=24"]),
+    (4, ["mesh.shard=4", NEVER, "fsdp.param_dtype=bfloat16"]),
+    (4, ["mesh.shard=4", "fsdp.reshard_after_forward=2", FULL, "train.global_batch_size=16"]),
+    (4, ["mesh.replicate=2", "mesh.shard=2", "fsdp.accumulate=sharded", "train.global_batch_size=24"]),
+]
+
+
+@pytest.mark.parametrize(("nproc", "overrides"), REAL)
+def test_a_real_run_needs_and_sends_what_was_planned(nproc: int, overrides: list[str], tmp_path: Path) -> None:
+    common = ["data.source=synthetic", "run.threads=1", "train.micro_batch_size=2", f"run.dir={tmp_path / 'run'}"]
+    arguments = [*common, *overrides]
+    config = planned(load_config("llama_small", arguments))
+    shape = MeshShape(max(1, config.mesh.replicate), int(config.mesh.shard))
+    plan = make_plan(config, shape, find_machine("cpu"))
+    found = run_ranks(nproc, measure, arguments)
+    peak, collectives = found[0]
+    print(f"planned {plan.memory.peak.total}, measured {peak}: {plan.memory.peak.total / peak:.4f}")
+    assert abs(plan.memory.peak.total / peak - 1) < 0.03
+    assert collectives == as_logged(plan.collectives)
+    assert all(counts == collectives for _, counts in found)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# auto
+
+
+def exhaustive(config: RunConfig, shape: MeshShape, machine: Machine) -> list[Plan]:
+    """Return the plan of every choice there is: each unit for itself, each checkpointing, each micro-batch."""
+    found = []
+    for micro, kind in itertools.product((1, 2, 4), ("none", 2, "selective", "full")):
+        for entries in itertools.product(("always", "never", 2), repeat=4):
+            fsdp = replace(config.fsdp, reshard_after_forward=list(entries))
+            train = replace(config.train, micro_batch_size=micro, activation_checkpoint=kind)
+            found.append((replace(config, fsdp=fsdp, train=train), (micro, kind)))
+    probe = Probe(config, machine.device_type)
+    return [make_plan(one, shape, machine, probe) for one, _ in found]
+
+
+def test_auto_finds_what_an_exhaustive_search_finds() -> None:
+    """Twenty random budgets: what is chosen fits by the storages' own count, and is as fast as the best that fits."""
+    shape = MeshShape(1, 4)
+    autos = [f"{key}={AUTO}" for key in chosen_settings(load_config("llama_small"))]
+    config = config_of("llama_small", *autos, "model.num_layers=2", "model.dim=384", shape=shape, micro_batches=4)
+    base = find_machine("h100", ranks_per_node=2, network_gbps=20)
+    everything = exhaustive(config, shape, base)
+    sizes = sorted(plan.memory.peak.total for plan in everything)
+    draw, worst = random.Random(3), 0.0
+    for _ in range(20):
+        machine = base.with_budget(draw.uniform(sizes[0] * 1.0001, sizes[-1] * 1.05))
+        chosen = settle(config, shape, machine).plan
+        best_s = min(plan.time.total_s for plan in everything if plan.memory.peak.total <= machine.budget_bytes)
+        worst = max(worst, chosen.time.total_s / best_s - 1)
+        assert chosen.memory.peak.total <= machine.budget_bytes
+        truth = metered_peak(chosen.config, shape, chosen.num_micro_batches)
+        # The meter runs a CPU's kernels, the plan is for a GPU's, which keep less.
+        on_cpu = make_plan(chosen.config, shape, find_machine("cpu")).memory.peak.total
+        assert abs(on_cpu / truth - 1) < 0.001
+    print(f"slower than the best that fits by {100 * worst:.2f} % at most")
+    assert worst < 0.03
+
+
+def test_nothing_fits() -> None:
+    shape = MeshShape(1, 8)
+    autos = [f"{key}={AUTO}" for key in chosen_settings(load_config("llama_small"))]
+    config = config_of("llama3_8b", *autos, shape=shape, micro_batches=2)
+    with pytest.raises(UserError, match=r"nothing fits 30 GiB; the least, .* needs \d+\.\d+ GiB") as caught:
+        settle(config, shape, find_machine("h100", memory_gib=30))
+    assert "would fit: fsdp.accumulate=sharded" in str(caught.value)
+    with pytest.raises(UserError, match="no single change of other settings would do"):
+        settle(config, shape, find_machine("h100", memory_gib=2))
+
+
+def test_a_thousand_candidates_are_quick() -> None:
+    shape = MeshShape(1, 64)
+    plan = plan_of("llama3_8b", shape=shape)
+    probe = Probe(plan.config, "cpu")
+    probe.trace(1, plan.config.train.activation_checkpoint)
+    started = time.process_time()
+    for last in range(250):
+        reshard = ["always"] * (34 - last % 34) + ["never"] * (last % 34)
+        fsdp = replace(plan.config.fsdp, reshard_after_forward=reshard)
+        other = make_plan(replace(plan.config, fsdp=fsdp), shape, plan.machine, probe)
+        assert min(other.memory.peak.total, other.time.total_s) > 0
+    seconds = 4 * (time.process_time() - started)
+    print(f"a thousand candidates: {seconds:.1f} s")
+    assert seconds < 20
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Command line
+
+
+def run_plan(*arguments: str, ends: int = 0) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "trainer.plan", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=REPOSITORY)
+    assert done.returncode == ends, done.stderr + done.stdout
+    return done
+
+
+def test_the_largest_recipe_on_4096_ranks(tmp_path: Path) -> None:
+    """Under 10 s and 1 GiB, start of the interpreter included."""
+    script = (
+        "import resource, sys, time; from trainer.plan.__main__ import command_line; code = command_line(sys.argv[1:]);"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, time.process_time(), file=sys.stderr);"
+        "sys.exit(code)"
+    )
+    picture = tmp_path / "plan.png"
+    arguments = ["recipe=llama3_405b", "mesh.replicate=8", "mesh.shard=512", "device=h100", "--json"]
+    command = [sys.executable, "-c", script, *arguments, f"--picture={picture}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=REPOSITORY)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    gib, seconds = map(float, done.stderr.split()[-2:])
+    print(f"{seconds:.1f} s of CPU time, {gib:.2f} GiB")
+    assert (found["parameters"], found["num_ranks"], found["units"]) == (405_853_388_800, 4096, 128)
+    assert gib < 1
+    assert seconds < 10
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_a_person_sees() -> None:
+    shown = run_plan("recipe=llama_small", "ranks=2", "device=h100").stdout
+    for words in ("memory of a rank at the peak", "communication of a rank", "time of one step", "MFU", "fits"):
+        assert words in shown
+    assert "Usage" in run_plan("--help").stdout or "recipe=" in run_plan("--help").stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["recipe=llama_small", "ranks=2", "device=h1000"], "device=h1000: must be one of a100"),
+        (["recipe=llama_small", "ranks=0"], "ranks=0: must be a whole number above 0"),
+        (["recipe=llama_small", "ranks=3"], "train.global_batch_size=8: must be 3 data-parallel ranks"),
+        (["recipe=llama_small", "ranks=2", "--jason"], "--jason: no such option; nearest: --json"),
+        (["recipe=llama_small", "--picture=a.gif"], "--picture=a.gif: must be a file that ends in .png or .svg"),
+        (["recipe=llama_smal"], "recipe=llama_smal"),
+        ([], "recipe=NAME is missing"),
+        (["recipe=llama3_8b", "ranks=8", "memory_gib=1"], "memory_gib=1.0: must be above 1"),
+        (
+            ["recipe=llama_small", "fsdp.reshard_after_forward=[never]"],
+            "a list needs one entry for each of the 6 units",
+        ),
+    ],
+)
+def test_mistakes(arguments: list[str], message: str) -> None:
+    assert message in run_plan(*arguments, ends=2).stderr
+
+
+def test_calibration_is_kept_and_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    before = find_machine("cpu")
+    assert not before.is_measured
+    run_plan("--calibrate", "recipe=llama_small", "device=cpu")
+    machine = find_machine("cpu")
+    assert machine.is_measured
+    assert machine.rates.matmul[4] > 1e8
+    assert "measured here" in run_plan("recipe=llama_small", "device=cpu").stdout
+    (path,) = (tmp_path / "meshtrainer" / "machines").iterdir()
+    path.write_text("{}")
+    assert "is no calibration" in run_plan("recipe=llama_small", "device=cpu", ends=2).stderr
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# In the trainer
+
+
+def test_a_run_settles_what_is_auto_and_checks_the_prophecy(tmp_path: Path) -> None:
+    autos = [f"{key}={AUTO}" for key in chosen_settings(load_config("llama_small"))]
+    ran = run_tiny(tmp_path / "run", *autos, "train.steps=4", "train.global_batch_size=16", "nproc=2")
+    kept = load_config(str(tmp_path / "run" / "config.yaml"))
+    assert AUTO not in chosen_settings(kept).values()
+    assert "auto" in ran.stdout
+    assert "GiB of tensors a rank at the peak" in ran.stdout
+    end = ran.metrics[-1]
+    assert end["planned_peak_gib"] > 0
+    assert end["peak_memory_gib"] > 0
+    by_hand = [f"{key}={json.dumps(value)}" for key, value in chosen_settings(kept).items()]
+    again = run_tiny(tmp_path / "again", *by_hand, "train.steps=4", "train.global_batch_size=16", "nproc=2")
+    assert again.train("loss") == ran.train("loss")
+
+
+def test_out_of_memory_is_explained(tmp_path: Path) -> None:
+    own = ["model.name=tests.own_recipes:greedy", "model.width=600", "data.seq_len=32", "log.sample_tokens=0"]
+    own += ["train.micro_batch_size=2", "fsdp.reshard_after_forward=never", "train.steps=5", "eval.every=0"]
+    ran = run_command(tmp_path / "run", "recipe=llama_small", *own, "nproc=2")
+    assert ran.exit_code == 1
+    assert "out of memory" in ran.stderr
+    assert "memory of a rank at the peak" in ran.stderr
+    assert ran.stderr.count("would fit: ") == 2, ran.stderr
+
+
+def test_nothing_fits_in_a_run(tmp_path: Path) -> None:
+    ran = run_tiny(tmp_path / "run", "fsdp.reshard_after_forward=auto", "run.memory_gib=0.4001", "nproc=2", ends=2)
+    assert "nothing fits 0.4001 GiB" in ran.stderr
+    assert not (tmp_path / "run" / "config.yaml").exists()

@@ -1,0 +1,166 @@
+"""The plan inside a run: what is `auto` is settled, and the prophecy is compared with what came true."""
+
+from __future__ import annotations
+
+import io
+import math
+import statistics
+from collections import deque
+from dataclasses import replace
+from functools import cached_property
+
+import torch
+from rich.console import Console
+
+from trainer.config import MeshShape, RunConfig
+from trainer.metrics.meter import peak_memory_gib
+from trainer.plan.machine import GIB, Machine, find_machine
+from trainer.plan.plan import Plan, make_plan
+from trainer.plan.search import Choice, asks_for_auto, remedies, settle
+from trainer.plan.show import print_memory
+from trainer.world import World
+
+_MISS = 0.1
+"""Share by which a prophecy may be wrong in silence."""
+_HOST_MISS_GIB = 0.5
+"""On a CPU memory is the process's, with much that is no tensor: less than this is no miss."""
+
+
+def settle_for_run(config: RunConfig, mesh: MeshShape, world: World) -> tuple[RunConfig, Choice | None]:
+    """Return `config` with values for what is `auto`, the same on all ranks, and on rank 0 what there was to choose.
+
+    The memory is that of the rank with the least.  Collective where anything is `auto`; raises UserError on all ranks
+    if nothing fits.
+    """
+    if not asks_for_auto(config):
+        return config, None
+    (least,) = world.max([-machine_of(config, world).memory_gib])
+    choice: Choice | None = None
+
+    def choose() -> None:
+        nonlocal choice
+        if world.is_main:
+            choice = settle(config, mesh, replace(machine_of(config, world), memory_gib=-least))
+
+    world.agreed(choose)
+    settings = world.broadcast(choice and choice.settings)
+    fsdp = replace(config.fsdp, reshard_after_forward=settings["fsdp.reshard_after_forward"])
+    train = replace(
+        config.train,
+        activation_checkpoint=settings["train.activation_checkpoint"],
+        micro_batch_size=settings["train.micro_batch_size"],
+    )
+    return replace(config, fsdp=fsdp, train=train), choice
+
+
+def machine_of(config: RunConfig, world: World) -> Machine:
+    """Return the machine that this rank runs on."""
+    ranks_per_node = world.env.local_world_size
+    if world.device.type == "cpu":
+        return find_machine("cpu", config.run.memory_gib, ranks_per_node)
+    memory_gib = config.run.memory_gib or torch.cuda.get_device_properties(world.device).total_memory / GIB
+    return find_machine("auto", memory_gib, ranks_per_node)
+
+
+class Forecast:
+    """What a run's plan says, and how it turns out.  Calls no collective; planned when it is first asked for."""
+
+    def __init__(self, config: RunConfig, mesh: MeshShape, world: World) -> None:
+        self._config, self._mesh, self._world = config, mesh, world
+        self._before_gib = peak_memory_gib(world.device)
+        self._steps_s: deque[float] = deque(maxlen=100)
+        self._num_steps = 0
+
+    @cached_property
+    def plan(self) -> Plan | None:
+        """The plan, or None for a model that cannot be run without values."""
+        try:
+            return make_plan(self._config, self._mesh, machine_of(self._config, self._world))
+        except Exception as error:  # whatever a model's own code does with tensors that have no values
+            self.why_not = f"{type(error).__name__}: {error}".splitlines()[0]
+            return None
+
+    why_not = ""
+
+    @property
+    def peak_gib(self) -> float | None:
+        """The peak as `peak_memory_gib` measures it: of tensors on a GPU, of the whole process on a CPU."""
+        if self.plan is None:
+            return None
+        return self.plan.peak_gib + (self._before_gib if self._world.device.type == "cpu" else 0.0)
+
+    @property
+    def step_s(self) -> float | None:
+        """Seconds of an update; None where neither a data sheet nor a measurement says how fast the device is."""
+        if self.plan is None:
+            return None
+        machine = self.plan.machine
+        return self.plan.time.total_s if machine.is_measured or machine.peak_flops is not None else None
+
+    def sentence(self) -> str:
+        """Return what the start block says."""
+        if self.plan is None:
+            return f"none: the model cannot be planned ({self.why_not})"
+        time = "" if self.step_s is None else f", {self.step_s:.3g} s a step"
+        return f"{self.plan.peak_gib:.2f} GiB of tensors a rank at the peak, in the {self.plan.memory.peak.place}{time}"
+
+    def note_step(self, seconds: float) -> None:
+        """Take note of how long an update took; the first, which compiles and allocates, does not count."""
+        self._num_steps += 1
+        if self._num_steps > 1:
+            self._steps_s.append(seconds)
+
+    def result(self) -> dict[str, float | None]:
+        """Return the end record's fields: what was planned, and what was measured."""
+        return {
+            "planned_peak_gib": self.peak_gib,
+            "peak_memory_gib": peak_memory_gib(self._world.device),
+            "planned_step_s": self.step_s,
+            "step_s": statistics.median(self._steps_s) if self._steps_s else None,
+        }
+
+    def misses(self) -> list[str]:
+        """Return in words where the plan was wrong by more than a tenth."""
+        found = self.result()
+        words = []
+        peak, planned = found["peak_memory_gib"], found["planned_peak_gib"]
+        least = _HOST_MISS_GIB if self._world.device.type == "cpu" else 0.0
+        if planned and peak and self._num_steps > 1 and abs(peak - planned) > max(_MISS * planned, least):
+            words.append(
+                f"the peak of memory was {peak:.2f} GiB, planned {planned:.2f} GiB ({_percent(peak, planned)})"
+            )
+        step_s, planned = found["step_s"], found["planned_step_s"]
+        if planned and step_s and abs(step_s - planned) > _MISS * planned:
+            words.append(
+                f"a step took {step_s:.3g} s, planned {planned:.3g} s ({_percent(step_s, planned)}); "
+                "python -m trainer.plan --calibrate measures this machine"
+            )
+        return words
+
+    def explain(self, error: BaseException) -> str:
+        """Return, for an error that says that memory is full, what was planned and what would fit; else nothing."""
+        if not _is_out_of_memory(error) or not self._world.is_first_to("explain") or self.plan is None:
+            return ""
+        text = io.StringIO()
+        console = Console(file=text, width=100)
+        console.print("out of memory")
+        if self._world.device.type == "cuda":
+            allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+            console.print(
+                f"live now: {allocated / GIB:.2f} GiB in tensors, {reserved / GIB:.2f} GiB held by the allocator"
+            )
+        print_memory(self.plan, console)
+        # It did not fit, whatever the plan says: what would is to need a tenth less.
+        budget = min(self.plan.machine.budget_bytes, (1 - _MISS) * self.plan.memory.peak.total)
+        found = remedies(replace(self.plan, machine=self.plan.machine.with_budget(budget)))
+        console.print("\n".join(found) if found else "no single setting would make it fit; see python -m trainer.plan")
+        return text.getvalue()
+
+
+def _percent(found: float, planned: float) -> str:
+    return f"{100 * (found / planned - 1):+.0f} %" if math.isfinite(found / planned) else ""
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    text = str(error)
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in text
