@@ -10,11 +10,12 @@ import dataclasses
 import math
 import os
 import re
+import time
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import datetime, timedelta
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
@@ -41,7 +42,7 @@ class RunSection:
     threads: int = declare(0, "CPU threads of each rank; 0: an equal share of this process's cores", at_least=0)
     timeout_s: float = declare(600.0, "seconds after which a collective counts as failed", above=0)
     step_timeout_s: float = declare(
-        0.0, "seconds after which an update is stuck: the run ends, naming the rank; 0: timeout_s / 2", at_least=0
+        0.0, "seconds without progress in an update: the run ends, naming the rank; 0: timeout_s / 2", at_least=0
     )
     first_step_timeout_s: float = declare(
         0.0, "the same for the first update, and a batch of an evaluation; 0: 3 x timeout_s", at_least=0
@@ -53,7 +54,7 @@ class RunSection:
         True, "before the first update, see on all ranks that sharding, replicas, data and code are as they should be"
     )
     deadline: str | None = declare(
-        None, "when to have stopped, saved: a time such as 2026-01-31T18:00; null: the end of the Slurm job, if any"
+        None, "when to be through with stopping, as 2026-01-31T18:00 (local) or with +01:00; null: the Slurm job's end"
     )
 
     @property
@@ -646,7 +647,9 @@ def _check_forms(config: RunConfig) -> None:
         raise setting_error(
             "checkpoint.resume", resume, "must be auto, none, or a folder (a checkpoint's, or a run's)", "auto"
         )
-    find_deadline(config)
+    if config.run.deadline is not None and (deadline := find_deadline(config)) is not None and deadline <= time.time():
+        tomorrow = (datetime.now() + timedelta(days=1)).strftime("%Y-%m-%dT18:00")
+        raise setting_error("run.deadline", config.run.deadline, "has passed already", tomorrow)
     start = config.train.init_from
     if start is not None and "://" not in start and not Path(start).exists():
         rule = "must be a checkpoint, a run.dir, a folder of safetensors, or a file (.pt, .safetensors) of weights"

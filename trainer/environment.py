@@ -41,6 +41,13 @@ class Environment:
     """How often the launcher has started the job again."""
 
     @property
+    def has_a_parent(self) -> bool:
+        """Whether the process that started this one lives as long as the run: variables alone may be set by hand."""
+        return self.launcher in ("nproc", "srun") or (
+            self.launcher == "torchrun" and "TORCHELASTIC_RUN_ID" in os.environ
+        )
+
+    @property
     def is_distributed(self) -> bool:
         return self.launcher != "single"
 

@@ -157,7 +157,8 @@ def _report(error: UserError, env: Environment) -> int:
 
 def _ignore_termination() -> None:
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_IGN)
 
 
 def _train(config: RunConfig) -> int:

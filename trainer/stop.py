@@ -69,7 +69,7 @@ class StopRequest:
             return self._signal
         now = self._clock()
         if self._deadline is not None and now + needs_s >= self._deadline:
-            return "deadline"
+            self._found = "deadline"  # for good: later stopping may be thought to take less
         if self._notice is not None and now - self._polled_at >= self.POLL_S:
             self._polled_at = now
             if self._notice.exists():
@@ -114,6 +114,11 @@ def catch_signals_early() -> StopRequest:
     request.install()
     _installed[:] = [request]
     return request
+
+
+def was_asked_early() -> bool:
+    """Return whether a signal has come to this process that no Trainer has taken up yet."""
+    return bool(_installed) and _installed[0].reason() is not None
 
 
 def find_stop_request() -> StopRequest:

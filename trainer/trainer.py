@@ -135,6 +135,7 @@ class Trainer:
         self._has_gone_back = False
         """True after a checkpoint was loaded in mid-run, until the next update or save."""
         self._counted_s = self._step_s = self._save_s = self._load_s = 0.0
+        self._bytes_to_save = 3 * sum(local(p).numel() * p.element_size() for p in self.model.parameters())
 
     # -- what is built -------------------------------------------------------------------------------------------
 
@@ -252,14 +253,20 @@ class Trainer:
             may_retry,
         ]
         total, stops, written, overdue, retries = self.world.sum(message)
-        self.stopping = self.stopping or stops > 0
+        if stops > 0 and not self.stopping:
+            self.stopping = True
+            self.metrics.say("asked to stop: what is in hand is saved; a second Ctrl-C ends at once", "yellow")
         self._save_ended, self._may_retry = written == self.world.size or overdue > 0, retries > 0
         self._has_exchanged = True
         return int(total)
 
     def _stopping_s(self) -> float:
-        """Return how long it takes to stop: two steps, and a save as long as the longest so far, with room to spare."""
-        return 2.0 * self._step_s + 1.5 * self._save_s + 5.0
+        """Return how long it takes to stop: two steps, and a save as long as the longest so far, with room to spare.
+
+        Before the first save of a run it is taken to write a gigabyte in five seconds.
+        """
+        save_s = self._save_s or 5.0 * self._bytes_to_save / 1e9
+        return 2.0 * self._step_s + 1.5 * save_s + 5.0
 
     def _stop_reason(self) -> str:
         reasons = self.world.gather(self.stop.reason(self._stopping_s()))
@@ -291,8 +298,9 @@ class Trainer:
             self.checkpoints.check(self.state)
             with GarbageCollection() as garbage:
                 self._resume()
-                if self.state.owes_evaluation:
-                    self._evaluate()
+                if self.state.owes_evaluation and not self.stopping:
+                    with self.watchdog.running():
+                        self._evaluate()
                 for record in self.steps():
                     self.on_step(record)
                     if _due(self.config.eval.every, record.step):
@@ -333,6 +341,7 @@ class Trainer:
         self.state.random.load_state_dict(random_state)  # making an iterator may draw from it
         meter = Meter()
         memory_gib = peak_memory_gib(self.world.device)
+        num_updates = 0
         while self.state.step < self.config.train.steps and not self.stopping:
             self._leave_behind_if_gone_back()
             self.checkpoints.makes_way = self.world.device.type == "cpu"
@@ -351,9 +360,11 @@ class Trainer:
             self.state.tokens += update.num_targets
             step = self.state.step
             meter.count(data_s, update.num_targets)
-            self._step_s = time.perf_counter() - started
-            self.forecast.note_step(self._step_s)
-            self._counted_s += self._step_s * (not update.skipped)
+            seconds = time.perf_counter() - started
+            self._step_s = seconds if num_updates else 0.0  # the first compiles and allocates
+            num_updates += 1
+            self.forecast.note_step(seconds)
+            self._counted_s += seconds * (not update.skipped)
             is_line = step == 1 or _due(self.config.log.every, step) or step == self.config.train.steps or self.stopping
             if is_line:
                 (memory_gib,) = self.world.max([peak_memory_gib(self.world.device)])
@@ -398,7 +409,7 @@ class Trainer:
         reshard(self.model)
         self.model.train()
         if self.stopping:
-            self.state.owes_evaluation = True
+            self.state.owes_evaluation, self._saved_step = True, None  # a checkpoint of this step knows nothing of it
             return None
         if self.state.owes_evaluation:
             self.state.owes_evaluation, self._saved_step = False, None  # the checkpoint of this step says otherwise
@@ -447,9 +458,9 @@ class Trainer:
         if self.phase != "running":
             self.world.agreed(self.folder.own)
         self._leave_behind_if_gone_back()
+        self.watchdog.save_begins(lambda: self.checkpoints.stage)
         with self.watchdog.during("save"):
             self.checkpoints.start(self.state, background)
-        self.watchdog.save_begins(lambda: self.checkpoints.stage)
 
     def _finish_save(self) -> None:
         """Wait for the save in flight, if there is one, and report it."""
@@ -463,6 +474,7 @@ class Trainer:
         """
         with self.watchdog.during("save"):
             result = self.checkpoints.take()
+        self.watchdog.save_ends()
         self._save_ended = False
         if result.lost == "storage":
             raise TrainingFailed(f"cannot save: {result.error} (checkpoint.timeout_s)")
@@ -488,7 +500,7 @@ class Trainer:
         """Save for good: wait for what is in flight, and try again a few times if that is what it takes."""
         self._finish_save()
         for pause_s in (0.0, 1.0, 3.0):
-            if self._saved_step == self.state.step:
+            if self._saved_step == self.state.step or (self.stopping and self.state.step == 0):
                 return
             time.sleep(pause_s)
             self._start_save(background=False)
@@ -629,6 +641,7 @@ class Trainer:
         self.metrics.wandb_id = self.world.broadcast(self.metrics.wandb_id)
         self.phase = "running"
         self._watch_for_a_stop()
+        self._save_s = max(self._save_s, self.metrics.longest_save_s)
         self.folder.write_status("running", None, self.state.step, "")
         self.metrics.start(self._facts())
         if self._choice is not None:
@@ -646,9 +659,11 @@ class Trainer:
                 resumed_step=self.resumed_step,
                 started=take_start() or time.time() - (time.monotonic() - self.started),
                 load_s=self._load_s,
+                skipped=self.skips.total,
                 **self.metrics.before,
             )
         )
+        self._exchange(0)  # whoever asked during the start gets no update, which may compile for minutes
 
     def _watch_for_a_stop(self) -> None:
         """Have rank 0 look for the notice and the deadline.  A notice from before was for an attempt before."""
@@ -699,7 +714,11 @@ class Trainer:
             self._evaluate()
         self._save_at_the_end()
         if self.stopping:
-            self._end("stopped", EXIT_STOPPED, self._stop_reason())
+            reason = self._stop_reason()
+            self.metrics.say(
+                f"stopped ({reason}) at step {self.state.step}; the same command goes on from there", "yellow"
+            )
+            self._end("stopped", EXIT_STOPPED, reason)
             return EXIT_STOPPED
         self._show_result()
         self._end("finished", EXIT_FINISHED, "train.steps reached")

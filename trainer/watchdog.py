@@ -143,6 +143,10 @@ class Watchdog:
         """Say that a save in the background has begun; `stage()` says what it is about."""
         self._saving_since, self._save_stage = time.monotonic(), stage
 
+    def save_ends(self) -> None:
+        """Say that there is none any more."""
+        self._saving_since = None
+
     def observe(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Have the model and the optimizers note the phases of the update, whatever step they are used in."""
         # Before FSDP's own hook, which gathers, and waits.
@@ -154,8 +158,9 @@ class Watchdog:
     def _before_forward(self, module: nn.Module, inputs: Any) -> None:
         if self.phase in IN_UPDATE:
             self.note("forward")
-        elif self._armed is not None:  # an evaluation makes progress
+        else:
             self.marks += 1
+        if self._armed is not None:  # an update of many micro-batches, or an evaluation, makes progress
             _, key, limit = self._armed
             self._arm(key, limit)
 

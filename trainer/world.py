@@ -23,7 +23,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trainer.config import MeshShape, RunConfig, find_mesh_shape
 from trainer.environment import Environment, export_slurm_rendezvous, find_environment, keep_freed_memory
-from trainer.errors import EXIT_FAILED, PeerFailed, UserError, setting_error
+from trainer.errors import EXIT_FAILED, EXIT_STOPPED, PeerFailed, UserError, setting_error
+from trainer.stop import was_asked_early
 
 REPLICATE, SHARD = "replicate", "shard"
 """Names of the mesh's axes."""
@@ -142,7 +143,8 @@ class World(Channel):
         self._watch = None
         if self._store is not None:
             messages = Messages(self._store, config.run.timeout_s)
-            self._watch = _FailureWatch(self.rank, messages, self.after_failure, self.before_exit)
+            parent = os.getppid() if self.env.has_a_parent else None
+            self._watch = _FailureWatch(self.rank, messages, parent, self.after_failure, self.before_exit)
 
     @property
     def messages(self) -> Messages | None:
@@ -154,11 +156,13 @@ class World(Channel):
 
         The start and the first update compile and allocate, and have a longer one.
         """
-        self.timeout = timedelta(seconds=timeout_s)
-        # All of them, because integer resharding opens some that nobody else knows of.
+        before, self.timeout = self.timeout, timedelta(seconds=timeout_s)
+        # All of them, because integer resharding opens some that nobody else knows of; but for those of somebody who
+        # has chosen another timeout.
         groups = list(dist.distributed_c10d._world.pg_map) if self.owns_group else self._groups
         for group in set(groups) - self._with_own_timeout:
-            dist.distributed_c10d._set_pg_timeout(self.timeout, group)
+            if group in self._groups or _timeout_of(group, self.device) in (None, before, *_DEFAULT_TIMEOUTS):
+                dist.distributed_c10d._set_pg_timeout(self.timeout, group)
 
     def _open_group(self, meeting_s: timedelta) -> None:
         backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
@@ -242,6 +246,16 @@ class World(Channel):
             dist.destroy_process_group()
 
 
+_DEFAULT_TIMEOUTS = (timedelta(minutes=30), timedelta(minutes=10))
+"""What torch gives a group for which nobody has chosen: gloo and NCCL."""
+
+
+def _timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
+    """Return the timeout of a group's collectives on `device`, or None if its backend does not tell."""
+    options = getattr(group._get_backend(device), "options", None)
+    return getattr(options, "_timeout", None)
+
+
 _openings = itertools.count()
 """Numbers the process groups that this process opens, one after another: each has names of its own in the store."""
 
@@ -253,8 +267,25 @@ def _rendezvous(timeout: timedelta) -> tuple[Store, int, int]:
     Group names start again with each opening: in a store that still holds those of the one before, ranks read
     addresses that nobody listens to, and hang.
     """
-    store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
-    return store, rank, size
+    found: list[tuple[Store, int, int]] = []
+    errors: list[BaseException] = []
+
+    def meet() -> None:
+        try:
+            found.append(next(dist.rendezvous("env://", timeout=timeout)))
+        except BaseException as error:
+            errors.append(error)
+
+    meeting = threading.Thread(target=meet, name="rendezvous", daemon=True)
+    meeting.start()
+    while meeting.is_alive():  # in a thread, so that signals are heard meanwhile
+        meeting.join(0.2)
+        if was_asked_early():
+            print("stopped before all ranks have met", file=sys.stderr, flush=True)
+            os._exit(EXIT_STOPPED)
+    if errors:
+        raise errors[0]
+    return found[0]
 
 
 class NoAnswer(RuntimeError):
@@ -316,13 +347,14 @@ class _FailureWatch(threading.Thread):
         self,
         rank: int,
         messages: Messages,
+        parent: int | None,
         after_failure: list[Callable[[], None]],
         before_exit: list[Callable[[float, str], None]],
     ) -> None:
         super().__init__(name="failure-watch", daemon=True)
         self._rank, self._messages = rank, messages
         self._after_failure, self._before_exit = after_failure, before_exit
-        self._stopped, self._parent = threading.Event(), os.getppid()
+        self._stopped, self._parent = threading.Event(), parent
         self.start()
 
     def run(self) -> None:
@@ -347,9 +379,10 @@ class _FailureWatch(threading.Thread):
         """Return what has failed first, on whichever rank; empty if nothing has."""
         if self._messages.check(_FAILURE):
             return self._messages.get(_FAILURE)
-        if os.getppid() == self._parent:
+        if self._parent is None or os.getppid() == self._parent:
             return ""
         orphaned = f"rank {self._rank}: the process that started it has died"  # nobody would start or end us
+        print(f"error: {orphaned}; this rank ends", file=sys.stderr, flush=True)
         return self._messages.compare_set(_FAILURE, "", orphaned)
 
     def stop(self, wait: bool = True) -> None:

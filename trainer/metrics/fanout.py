@@ -25,6 +25,8 @@ class Metrics:
         self._ledger = Ledger()
         self.before: dict[str, Any] = {}
         """What the start record says of the attempts before: how many steps are lost, where the time went."""
+        self.longest_save_s = 0.0
+        """Of the attempts before; 0 where there was none, and on all ranks but the first."""
         self.wandb_id: str | None = None
         """The run's id in Weights & Biases, once there is one: the same on all ranks and in every attempt."""
 
@@ -41,6 +43,7 @@ class Metrics:
         file = JsonLines(path, resumed_step)
         before = dataclasses.asdict(file.before) if file.before.num_attempts else None
         self.before = {"lost_steps": file.lost_steps, "before": before}
+        self.longest_save_s = file.longest_save_s
         self._sinks = [file, self.console]
         if self._config.log.tensorboard:
             self._sinks.append(TensorBoard(path.parent / "tensorboard", resumed_step))

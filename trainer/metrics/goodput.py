@@ -77,10 +77,11 @@ class Ledger:
         """Give `resumed_step` to learn what is lost if the next attempt goes on from there."""
         self.reached = 0
         """The last step on record of the attempt in hand."""
+        self.longest_save_s = 0.0
         self._total = Goodput()
         self._resumed_step = resumed_step
         self._undone_s = 0.0
-        self._skipped = 0
+        self._skipped = self._counted_to = 0
         self._has_finished = False
 
     def add(self, record: Mapping[str, Any]) -> None:
@@ -98,6 +99,7 @@ class Ledger:
             total.eval_s += _number(record, "eval_s")
         elif kind == "checkpoint":
             total.save_s += _number(record, "blocked_s")
+            self.longest_save_s = max(self.longest_save_s, _number(record, "total_s"))
         elif kind == "end":
             self._has_finished = record.get("reason") == "finished"
         self.reached = max(self.reached, int(_number(record, "step")))
@@ -105,7 +107,9 @@ class Ledger:
     def _start(self, record: Mapping[str, Any], time: float) -> None:
         before = record.get("before")
         if isinstance(before, dict):
-            self._total = Goodput(**{name: value for name, value in before.items() if name in _FIELDS})
+            self._total = Goodput(**{name: _number(before, name) for name in _FIELDS if name in before})  # type: ignore[arg-type]
+            self._total.num_attempts = int(self._total.num_attempts)
+            self._total.lost_steps = int(self._total.lost_steps)
         total = self._total
         started, load_s = _number(record, "started") or time, _number(record, "load_s")
         if total.until and not self._has_finished:
@@ -116,20 +120,23 @@ class Ledger:
         total.start_s += max(0.0, time - started - load_s)
         total.wall_s += max(0.0, time - started)
         total.until = max(total.until, time)
-        self.reached = int(_number(record, "resumed_step"))
+        self.reached = self._counted_to = int(_number(record, "resumed_step"))
+        self._skipped = int(_number(record, "skipped"))
         self._has_finished = False
 
     def _train(self, record: Mapping[str, Any]) -> None:
         """Count the updates since the line before; `step_s` is their mean."""
         step, step_s = int(_number(record, "step")), _number(record, "step_s")
-        num_updates = max(0, step - self.reached)
+        start = self._counted_to  # not `reached`: a checkpoint's line may stand between two of training
+        num_updates = max(0, step - start)
+        self._counted_to = max(start, step)
         skipped = int(_number(record, "skipped"))
         num_skipped = min(num_updates, max(0, skipped - self._skipped))
         self._skipped = skipped
         self._total.update_s += (num_updates - num_skipped) * step_s
         self._total.lost_s += num_skipped * step_s
         if self._resumed_step is not None:
-            num_undone = max(0, step - max(self.reached, self._resumed_step))
+            num_undone = max(0, step - max(start, self._resumed_step))
             self._undone_s += min(num_updates - num_skipped, num_undone) * step_s
 
     @property

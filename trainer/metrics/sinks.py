@@ -52,6 +52,7 @@ class JsonLines:
                     kept.append(line)
             write_atomically(self._path, "".join(kept))
         self.lost_steps, self.before = ledger.lost_steps, ledger.total()
+        self.longest_save_s = ledger.longest_save_s
         return open(self._path, "ab", buffering=0)
 
     def go_back(self, step: int) -> None:

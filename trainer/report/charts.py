@@ -166,7 +166,8 @@ def _draw_line(axes: Any, x: Column, y: Column, colour: str, label: str = "") ->
 
 def _mark_not_finite(axes: Any, run: Run, column: str, colour: str) -> None:
     """Mark along the upper edge where a value was no number."""
-    steps = columns(run.train["step"][~np.isfinite(run.train[column])], np.empty(0)).x[:NUM_COLUMNS]
+    found = run.train["step"][~np.isfinite(run.train[column])]
+    steps = columns(found, found).x[:NUM_COLUMNS]
     if steps.size:
         place = {"transform": axes.get_xaxis_transform(), "clip_on": False, "zorder": 5}
         axes.plot(steps, np.full(steps.size, 0.97), "x", color=colour, markersize=4.5, label="not finite", **place)

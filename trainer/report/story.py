@@ -44,7 +44,7 @@ class Attempt:
 
     @property
     def resumed_step(self) -> int:
-        return int(self.facts.get("resumed_step") or 0)
+        return int(_number(self.facts, "resumed_step"))
 
     @property
     def mesh(self) -> str:
@@ -108,12 +108,12 @@ def read_run(folder: Path) -> Run:
         if kind == "start":
             _close_attempt(attempts, ledger, record)
             ledger.add(record)
-            attempts.append(Attempt(record, update_s=ledger.total().update_s))
+            attempts.append(Attempt(_cleaned(record), update_s=ledger.total().update_s))
             continue
         ledger.add(record)
         if kind == "train":
             _append(train, record)
-            num_skipped = record.get("skipped") or num_skipped
+            num_skipped = int(_number(record, "skipped")) or num_skipped
         elif kind == "eval":
             _append(evals, record)
         elif kind == "checkpoint":
@@ -150,13 +150,13 @@ def _close_attempt(attempts: Sequence[Attempt], ledger: Ledger, start: Mapping[s
         return
     attempt, total, reached = attempts[-1], ledger.total(), ledger.reached
     if start is not None:
-        attempt.lost_steps = int(start.get("lost_steps") or 0)
-        reached = max(reached, int(start.get("resumed_step") or 0) + attempt.lost_steps)
+        attempt.lost_steps = int(_number(start, "lost_steps"))
+        reached = max(reached, int(_number(start, "resumed_step")) + attempt.lost_steps)
         attempt.ended = attempt.ended or "killed"
         if isinstance(before := start.get("before"), dict):
-            total = Goodput(until=before.get("until", 0.0), update_s=before.get("update_s", 0.0))
+            total = Goodput(until=_number(before, "until"), update_s=_number(before, "update_s"))
     attempt.reached = reached
-    began = attempt.facts.get("started") or attempt.facts.get("time")
+    began = _number(attempt.facts, "started") or _number(attempt.facts, "time")
     attempt.wall_s = max(0.0, total.until - began) if began and total.until else 0.0
     attempt.update_s = max(0.0, total.update_s - attempt.update_s)
 
@@ -196,6 +196,24 @@ def _append(columns: Mapping[str, array[float]], record: Mapping[str, Any]) -> N
 
 def _value(value: Any) -> float:
     return float(value) if isinstance(value, (int, float)) else math.nan
+
+
+_NUMBERS = ("started", "time", "load_s", "resumed_step", "lost_steps", "parameters", "world_size")
+
+
+def _cleaned(start: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a start record without fields that ought to be numbers and are none."""
+    return {k: v for k, v in start.items() if k not in _NUMBERS or _number(start, k) or v == 0}
+
+
+_MOST = {"started": 1e11, "time": 1e11}
+"""Seconds since 1970 that a calendar has room for."""
+
+
+def _number(record: Mapping[str, Any], name: str) -> float:
+    """Return a field that ought to be a number; 0 for anything else, whoever has written it."""
+    value = _value(record.get(name))
+    return value if 0 <= value < _MOST.get(name, 1e18) else 0.0
 
 
 def _columns(values: Mapping[str, array[float]]) -> dict[str, Column]:
