@@ -276,10 +276,11 @@ def test_the_largest_recipe_on_4096_ranks(tmp_path: Path) -> None:
 
 
 def test_what_a_person_sees() -> None:
-    shown = run_plan("recipe=llama_small", "ranks=2", "device=h100").stdout
+    shown = run_plan("recipe=llama_small", "device=h100").stdout
     for words in ("memory of a rank at the peak", "communication of a rank", "time of one step", "MFU", "fits"):
         assert words in shown
-    assert "Usage" in run_plan("--help").stdout or "recipe=" in run_plan("--help").stdout
+    assert "4 ranks of h100" in shown
+    assert "ranks_per_node=N" in run_plan("--help").stdout
 
 
 @pytest.mark.parametrize(
@@ -294,8 +295,8 @@ def test_what_a_person_sees() -> None:
         ([], "recipe=NAME is missing"),
         (["recipe=llama3_8b", "ranks=8", "memory_gib=1"], "memory_gib=1.0: must be above 1"),
         (
-            ["recipe=llama_small", "fsdp.reshard_after_forward=[never]"],
-            "a list needs one entry for each of the 6 units",
+            ["recipe=llama_small", "ranks=2", "fsdp.reshard_after_forward=[never]"],
+            "a list needs one entry for each of the 5 units",
         ),
     ],
 )

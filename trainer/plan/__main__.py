@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.config import RunConfig, check_config, find_mesh_shape, load_config
+from trainer.config import AUTO, RunConfig, check_config, find_mesh_shape, load_config
 from trainer.errors import EXIT_FINISHED, UserError, nearest, run_command, setting_error
 from trainer.plan.calibrate import calibrate
 from trainer.plan.machine import Machine, find_machine
@@ -85,7 +85,7 @@ def _plan(arguments: list[str]) -> int:
 
 
 def _num_ranks(config: RunConfig, machine: Machine) -> int:
-    """Return the ranks that the mesh itself says, or those of one node."""
+    """Return the ranks that the mesh itself says, or those of one node, as far as the batch can be shared by them."""
     per_node = machine.rates.ranks_per_node
     replicate, shard = config.mesh.replicate, per_node if config.mesh.shard == "node" else config.mesh.shard
     if not isinstance(shard, int) or replicate == 0 or shard == 0:
@@ -93,7 +93,12 @@ def _num_ranks(config: RunConfig, machine: Machine) -> int:
     if replicate > 0 and shard > 0:
         return replicate * shard
     known = max(replicate, shard, 1)
-    return -(-per_node // known) * known
+    micro = config.train.micro_batch_size
+    at_a_time = known * (1 if micro == AUTO else int(micro))
+    most = max(1, per_node // known)
+    return known * max(
+        (n for n in range(1, most + 1) if config.train.global_batch_size % (n * at_a_time) == 0), default=1
+    )
 
 
 def _read(arguments: list[str]) -> tuple[_Asked, list[str]]:

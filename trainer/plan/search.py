@@ -187,15 +187,17 @@ class _Search:
 
 
 def remedies(plan: Plan, limit: int = 2) -> list[str]:
-    """Return the cheapest changes of settings with which `plan` would fit, each in words; none if none would do."""
+    """Return the cheapest changes with which `plan` would fit, each in words: of settings, before more ranks."""
     found = []
     for change, config, mesh in _changes(plan):
         same = config.fsdp.param_dtype == plan.config.fsdp.param_dtype
         other = make_plan(config, mesh, plan.machine, plan.probe if same else None)
         if other.fits:
             cost = other.time.total_s * mesh.num_ranks / other.tokens
-            found.append((cost, f"{change}: {other.needed_gib:.2f} GiB, {other.time.total_s:.3g} s a step"))
-    return [f"would fit: {text}" for _, text in sorted(found)[:limit]]
+            found.append(
+                (mesh.num_ranks, cost, f"{change}: {other.needed_gib:.2f} GiB, {other.time.total_s:.3g} s a step")
+            )
+    return [f"would fit: {text}" for _, _, text in sorted(found)[:limit]]
 
 
 def _changes(plan: Plan) -> Iterator[tuple[str, RunConfig, MeshShape]]:
