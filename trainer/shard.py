@@ -225,21 +225,8 @@ def apply_sharding(model: nn.Module, recipe: Recipe, config: RunConfig, mesh: De
             shard(modules, reshard_after_forward=after_forward, mp_policy=policy(is_root=False))
         root_reshards = {"always": True, "never": False}.get(str(config.fsdp.reshard_after_forward))
         shard(model, reshard_after_forward=root_reshards, mp_policy=policy(is_root=True))
-    for unit in units:
-        if not is_needed_in_backward(unit):
-            unit.fsdp_module.set_unshard_in_backward(False)
     _set_prefetch(units, config.fsdp)
     return units
-
-
-def is_needed_in_backward(unit: ShardUnit) -> bool:
-    """Return whether the backward pass reads the unit's parameters: the gradient of a table needs no table."""
-    return not all(
-        isinstance(owner, nn.Embedding) and owner.max_norm is None
-        for module in unit.modules
-        for owner in module.modules()
-        if next(owner.parameters(recurse=False), None) is not None
-    )
 
 
 def check_sharding(config: RunConfig) -> None:

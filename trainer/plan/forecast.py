@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 import statistics
 from collections import deque
@@ -10,14 +9,13 @@ from dataclasses import replace
 from functools import cached_property
 
 import torch
-from rich.console import Console
 
 from trainer.config import MeshShape, RunConfig
 from trainer.metrics.meter import peak_memory_gib
 from trainer.plan.machine import GIB, Machine, find_machine
 from trainer.plan.plan import Plan, make_plan
 from trainer.plan.search import Choice, asks_for_auto, remedies, settle
-from trainer.plan.show import print_memory
+from trainer.plan.show import memory_text
 from trainer.world import World
 
 _MISS = 0.1
@@ -141,20 +139,17 @@ class Forecast:
         """Return, for an error that says that memory is full, what was planned and what would fit; else nothing."""
         if not _is_out_of_memory(error) or not self._world.is_first_to("explain") or self.plan is None:
             return ""
-        text = io.StringIO()
-        console = Console(file=text, width=100)
-        console.print("out of memory")
+        lines = ["out of memory"]
         if self._world.device.type == "cuda":
             allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
-            console.print(
+            lines.append(
                 f"live now: {allocated / GIB:.2f} GiB in tensors, {reserved / GIB:.2f} GiB held by the allocator"
             )
-        print_memory(self.plan, console)
+        lines.append(memory_text(self.plan))
         # It did not fit, whatever the plan says: what would is to need a tenth less.
         budget = min(self.plan.machine.budget_bytes, (1 - _MISS) * self.plan.memory.peak.total)
         found = remedies(replace(self.plan, machine=self.plan.machine.with_budget(budget)))
-        console.print("\n".join(found) if found else "no single setting would make it fit; see python -m trainer.plan")
-        return text.getvalue()
+        return "\n".join([*lines, *(found or ["no single change of settings would do; see python -m trainer.plan"])])
 
 
 def _percent(found: float, planned: float) -> str:

@@ -30,7 +30,7 @@ from trainer.config import RunConfig
 from trainer.loss import find_loss
 from trainer.parameters import tied_names
 from trainer.plan.kernels import Work, use_gpu_kernels, work_of
-from trainer.shard import ShardUnit, apply_activation_checkpointing, find_blocks, find_units, is_needed_in_backward
+from trainer.shard import ShardUnit, apply_activation_checkpointing, find_blocks, find_units
 
 Mark = Literal["pre_forward", "post_forward", "pre_backward", "post_backward", "end", "block_forward", "block_backward"]
 
@@ -55,7 +55,6 @@ class UnitFacts:
 
     name: str
     parameters: tuple[ParameterFacts, ...]
-    is_needed_in_backward: bool = True
 
     @property
     def numel(self) -> int:
@@ -186,7 +185,6 @@ def _unit_facts(model: nn.Module, units: Sequence[ShardUnit]) -> tuple[UnitFacts
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     taken: set[int] = set()
     found: dict[int, UnitFacts] = {}
-    unneeded = {number for number, unit in enumerate(units) if not is_needed_in_backward(unit)}
     innermost_first = sorted(enumerate(units), key=lambda pair: -pair[1].depth)
     for number, modules, name in [
         *((number, unit.modules, str(unit)) for number, unit in innermost_first),
@@ -198,7 +196,7 @@ def _unit_facts(model: nn.Module, units: Sequence[ShardUnit]) -> tuple[UnitFacts
                 taken.add(id(parameter))
                 shape, size = tuple(parameter.shape), parameter.element_size()
                 own.append(ParameterFacts(names[id(parameter)], shape, parameter.requires_grad, size))
-        found[number] = UnitFacts(name, tuple(own), number not in unneeded)
+        found[number] = UnitFacts(name, tuple(own))
     return tuple(found[number] for number in range(len(units) + 1))
 
 

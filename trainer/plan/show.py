@@ -47,21 +47,20 @@ def print_plan(plan: Plan, choice: Choice | None = None, console: Console | None
         console.print(table)
 
 
-def print_memory(plan: Plan, console: Console) -> None:
-    """Print what a rank needs at the peak, by kind."""
-    title, table = _memory_table(plan)
-    console.print(Text(title, style="bold"))
-    console.print(table)
+def memory_text(plan: Plan) -> str:
+    """Return what a rank needs at the peak, by kind, as plain text."""
+    return _as_text(*_memory_table(plan))
 
 
 def choice_text(choice: Choice) -> str:
     """Return what `auto` has settled, and the runners-up, as plain text."""
-    title, table = _choice_table(choice)
-    console = Console(file=io.StringIO(), width=140)
-    console.print(table)
-    assert isinstance(console.file, io.StringIO)
-    lines = [line.rstrip() for line in console.file.getvalue().splitlines() if line.strip()]
-    return "\n".join([title, *lines])
+    return _as_text(*_choice_table(choice))
+
+
+def _as_text(title: str, table: Table) -> str:
+    text = io.StringIO()
+    Console(file=text, width=140).print(table)
+    return "\n".join([title, *(line.rstrip() for line in text.getvalue().splitlines() if line.strip())])
 
 
 def _heading(plan: Plan) -> list[str]:

@@ -125,7 +125,6 @@ class _Group:
         self.number = number
         self.sizes = _sizes_of(unit, layout)
         self.reshard = layout.reshard[number]
-        self.is_needed_in_backward = unit.is_needed_in_backward
         self.state: Literal["sharded", "resharded", "unsharded"] = "sharded"
         self.is_pending = False
         self.phase: Literal["idle", "forward", "pre_backward", "post_backward"] = "idle"
@@ -226,10 +225,8 @@ class Step:
 
     # -- gathering -----------------------------------------------------------------------------------------------
 
-    def _unshard(self, group: _Group, in_backward: bool = False) -> None:
+    def _unshard(self, group: _Group) -> None:
         if group.is_pending or group.state == "unsharded" or group.is_empty:
-            return
-        if in_backward and not group.is_needed_in_backward:
             return
         group.is_pending = True
         num_ranks = self._ranks_of(group)
@@ -292,14 +289,14 @@ class Step:
         if group.is_empty or group.phase == "pre_backward":
             return
         group.phase = "pre_backward"
-        self._unshard(group, in_backward=True)
+        self._unshard(group)
         self._wait(group, is_forward=False)
         position = group.order.pop() if group.order else 0
         if self.layout.prefetch_backward and group.number != self.trace.root:
             for number in range(group.number - 1, max(-1, group.number - 1 - self.layout.prefetch_backward), -1):
-                self._unshard(self._groups[number], in_backward=True)
+                self._unshard(self._groups[number])
         elif position > 0:
-            self._unshard(self._order[position - 1], in_backward=True)
+            self._unshard(self._order[position - 1])
 
     def _post_backward(self, group: _Group, is_last: bool) -> None:
         if group.is_empty or group.phase == "post_backward":
