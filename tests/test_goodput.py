@@ -38,5 +38,9 @@ def test_updates_skipped_in_an_attempt_before_are_not_counted_again() -> None:
 
 
 def test_a_start_record_that_somebody_has_spoilt() -> None:
-    records = [start(100.0, before={"wall_s": "x", "update_s": None}), train(1, 101.0), {"kind": "start", "started": "now"}]
+    records = [
+        start(100.0, before={"wall_s": "x", "update_s": None}),
+        train(1, 101.0),
+        {"kind": "start", "started": "now"},
+    ]
     assert find_goodput(records).update_s == 1.0
