@@ -3,7 +3,7 @@
 #
 #     launch/local.sh recipe=llama3_8b 'data.path=shards/*.bin'
 set -euo pipefail
-NPROC=${NPROC:-$(nvidia-smi --list-gpus 2>/dev/null | wc -l)}
+NPROC=${NPROC:-$({ nvidia-smi --list-gpus 2>/dev/null || :; } | wc -l)}
 [ "$NPROC" -gt 0 ] || NPROC=2 # no GPU: two processes on the CPU
 
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600} # time for a save, by default 30 s

@@ -174,7 +174,7 @@ class Cluster:
         path = self.folder / f"{job}.out"
         return path.read_text() if path.exists() else ""
 
-    def wait_for_end(self, job: str, timeout_s: float = 90) -> dict[str, str]:
+    def wait_for_end(self, job: str, timeout_s: float = 180) -> dict[str, str]:
         try:
             wait_until(lambda: self.job(job)["JobState"] in OVER, f"the end of job {job}", timeout_s)
         except AssertionError as error:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+import json
+import os
 import re
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -89,3 +92,145 @@ def test_they_ask_for_recipes_and_keys_that_exist(path: Path) -> None:
     for recipe in recipes:
         tree = yaml.safe_load(load_config(recipe).to_yaml())
         assert keys <= {f"{section}.{key}" for section in tree for key in tree[section]}
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# They run, among programs that do nothing but say how they were called
+
+
+class Stubs:
+    """A folder of programs in front of the machine's own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.calls = folder / "bin", folder / "calls"
+        self.folder.mkdir()
+        self.calls.touch()
+
+    def add(self, name: str, body: str = "") -> None:
+        path = self.folder / name
+        path.write_text(f'#!/bin/bash\necho "{name} $*" >>"{self.calls}"\n{body}\n')
+        path.chmod(0o755)
+
+    def called(self, name: str) -> list[str]:
+        """Return the arguments of each call."""
+        return [line[len(name) + 1 :] for line in self.calls.read_text().splitlines() if line.startswith(f"{name} ")]
+
+    def run(self, script: str, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+        """Run a launch file with the process id of its shell in BATCH."""
+        env = {"PATH": f"{self.folder}:/usr/bin:/bin", **env}
+        command = ["bash", "-c", 'BATCH=$$ exec bash "$@"', "bash", str(REPOSITORY / "launch" / script), *arguments]
+        return subprocess.run(command, env=env, cwd=self.folder, capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture
+def stubs(tmp_path: Path) -> Stubs:
+    return Stubs(tmp_path)
+
+
+@pytest.mark.parametrize(("gpus", "expected"), [(None, 2), (0, 2), (3, 3)])
+def test_one_node_with_and_without_gpus(gpus: int | None, expected: int, stubs: Stubs) -> None:
+    stubs.add("torchrun", "exit 7")
+    if gpus is not None:
+        stubs.add("nvidia-smi", f"for n in $(seq {gpus}); do echo GPU $n; done; exit {0 if gpus else 9}")
+    elif Path("/usr/bin/nvidia-smi").exists() or Path("/bin/nvidia-smi").exists():
+        pytest.skip("this machine has a GPU")
+    ran = stubs.run("local.sh", "recipe=llama3_8b", "data.path=shards/*.bin")
+    assert ran.returncode == 7, ran.stderr
+    (call,) = stubs.called("torchrun")
+    assert call.startswith(f"--standalone --nproc-per-node {expected} ")
+    assert call.endswith(" -m trainer.run recipe=llama3_8b data.path=shards/*.bin")
+
+
+SAYS = """said() { echo '{"state": "'$1'", "exit_code": 1, "step": '$2', "reason": ""}' >"$RUN_DIR/status.json"; }"""
+
+
+def batch(stubs: Stubs, folder: Path, srun: str, restart: int = 0, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run the batch file once, with what stands for the ranks."""
+    stubs.add("srun", f"{SAYS}\n{srun}")
+    stubs.add("scontrol")
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "mine", "SLURM_RESTART_COUNT": str(restart), "LEAVE_S": "1"}
+    return stubs.run("slurm.sbatch", **(slurm | {"RUN_DIR": str(folder)} | env))
+
+
+@pytest.mark.parametrize(("updates", "attempts"), [(0, 3), (1, 3), (2, 3), (3, None)])
+def test_one_update_at_a_time_is_no_progress(updates: int, attempts: int | None, stubs: Stubs, tmp_path: Path) -> None:
+    """A job whose notice comes as soon as it has begun: it would be requeued for ever."""
+    for number in range(attempts or 5):
+        ran = batch(stubs, tmp_path / "run", f"said stopped {(number + 1) * updates}; exit 75", number)
+        is_last = number + 1 == attempts
+        assert ran.returncode == is_last, ran.stderr + ran.stdout
+        assert len(stubs.called("scontrol")) == number + 1 - is_last
+    assert ("fewer than 3 updates in each of 3 attempts in a row" in ran.stdout) == (attempts is not None)
+    if attempts:
+        again = batch(stubs, tmp_path / "run", "exit 0", attempts)
+        assert (again.returncode, len(stubs.called("srun"))) == (1, attempts), "nor does it begin if Slurm requeues it"
+        assert batch(stubs, tmp_path / "run", "exit 0", 0).returncode == 0, "submitted anew it does"
+        assert batch(stubs, tmp_path / "run", "exit 0", attempts, MIN_STEPS="0").returncode == 0
+
+
+def test_a_finished_run_is_not_idle(stubs: Stubs, tmp_path: Path) -> None:
+    """Its node has failed before the batch file could leave."""
+    for number in range(5):
+        assert batch(stubs, tmp_path / "run", "said finished 2; exit 0", number).returncode == 0
+
+
+WAITS = """
+old=$(stat -c %Y "$RUN_DIR/notice" 2>/dev/null) # what a run takes for one from before
+for second in $(seq 30); do
+  sleep 1
+  new=$(stat -c %Y "$RUN_DIR/notice" 2>/dev/null) && [ "$new" != "$old" ] && { said stopped 9; exit 75; }
+done
+said finished 99
+"""
+
+
+@pytest.mark.parametrize("program", ["mkdir", "rm", "date", "srun"])
+def test_no_notice_is_lost(program: str, stubs: Stubs, tmp_path: Path) -> None:
+    """Whatever the batch file is doing when the signal comes."""
+    signals = f'[ -e "{tmp_path}/sent" ] || {{ touch "{tmp_path}/sent"; kill -USR1 $BATCH; }}\n'
+    if program != "srun":
+        stubs.add(program, f'{signals}exec /bin/{program} "$@"')
+    ran = batch(stubs, tmp_path / "run", (signals if program == "srun" else "") + WAITS)
+    assert ran.returncode == 0, ran.stderr + ran.stdout
+    assert stubs.called("scontrol") == ["requeue 7"]
+
+
+def test_a_notice_that_cannot_be_written_is_tried_once_a_second(stubs: Stubs, tmp_path: Path) -> None:
+    """On a full disk it used to try thousands of times a second."""
+    stubs.add("touch", "exit 1")
+    ran = batch(stubs, tmp_path / "run", "kill -TERM $BATCH; sleep 4; said stopped 9; exit 75")
+    assert ran.returncode == 75, "cancelled: it does not come back"
+    assert stubs.called("scontrol") == []
+    assert 1 <= len(stubs.called("touch")) < 40
+
+
+@pytest.mark.parametrize("helps", [True, False])
+def test_a_step_that_outlives_its_ranks_is_ended(helps: bool, stubs: Stubs, tmp_path: Path) -> None:
+    """It need not be the job's first.  If Slurm does not even cancel it, srun is left to itself."""
+    pid = tmp_path / "pid"
+    stubs.add("squeue", "echo 7.0 true; echo 7.1 ranks; echo 7.batch batch")
+    stubs.add("scancel", f"kill $(cat {pid})" if helps else "")
+    try:
+        ran = batch(stubs, tmp_path / "run", f"echo $$ >{pid}; said stopped 9; exec sleep 100 &>/dev/null")
+    finally:
+        with suppress(OSError, ValueError):
+            os.kill(int(pid.read_text()), 9)
+    assert stubs.called("scancel") == ["7.1"]
+    assert ran.returncode == 0, ran.stderr + ran.stdout
+    assert stubs.called("scontrol") == ["requeue 7"]
+    assert json.loads((tmp_path / "run" / "status.json").read_text())["step"] == 9
+
+
+@pytest.mark.parametrize("path", BATCH_FILES, ids=name)
+def test_the_step_has_the_name_it_is_looked_for_by(path: Path) -> None:
+    assert "srun --job-name=ranks " in path.read_text().partition("# ---- The same")[0]
+
+
+def test_a_container_sees_the_folder_of_the_run(stubs: Stubs, tmp_path: Path) -> None:
+    stubs.add("scontrol", 'case $2 in hostnames) echo n1 ;; node) echo "NodeName=n1 NodeAddr=10.0.0.1 X=1" ;; esac')
+    stubs.add("srun", 'echo "MASTER_ADDR=$MASTER_ADDR"')
+    env = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_NAME": "mine", "IMAGE": "mine.sif"}
+    ran = stubs.run("container.sbatch", "run.dir=../else where", **env)
+    assert "MASTER_ADDR=10.0.0.1" in ran.stdout, ran.stderr
+    (call,) = stubs.called("srun")
+    assert f" --bind {stubs.folder},{tmp_path}/else where --pwd {stubs.folder} mine.sif python -m" in call

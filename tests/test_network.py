@@ -6,6 +6,7 @@ Needs root and iproute2; where either is missing these tests say so and are skip
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -90,7 +91,8 @@ def test_the_cable_is_cut(hosts: list[str], tmp_path: Path) -> None:
         errors.append(stderr)
     print(f"ended {ended_s} s after the cut\n" + "\n----\n".join(errors))
     assert [process.returncode for process in ranks] == [1, 1]
-    assert max(ended_s) < TIMEOUT_S + 10, errors
+    assert max(ended_s) < 60, "by the time-out, not by that of the kernel's connections"
+    assert all(re.search("did not answer|no answer for|timed out", text) for text in errors), errors
     assert "rank 1" in errors[0], "who is lost"
     assert "rank 0" in errors[1]
     ip("-n", hosts[1], "link", "set", "e0", "up")

@@ -190,7 +190,9 @@ def test_a_run_that_is_killed_and_resumed(tmp_path: Path) -> None:
     assert 0 < second["load_s"] <= second["time"] - second["started"]
     assert end["between_s"] >= 1.0
     assert 0 < end["lost_s"] < end["update_s"]
-    assert end["wall_s"] == pytest.approx(end["time"] - first["started"], abs=0.05)
+    assert end["wall_s"] == pytest.approx(end["time"] - first["started"], abs=1.0), (
+        "of two clocks, read one after the other"
+    )
     parts = [
         end[name] for name in ("update_s", "lost_s", "start_s", "load_s", "save_s", "eval_s", "between_s", "other_s")
     ]
@@ -431,6 +433,8 @@ def test_a_million_records_make_a_small_page_in_time(tmp_path: Path) -> None:
             file.write(json.dumps(line) + "\n")
     began = time.perf_counter()
     html = report(tmp_path)
-    assert time.perf_counter() - began < 20.0  # 9 s on two cores of a laptop
+    seconds = time.perf_counter() - began
+    print(f"{seconds:.1f} s")
+    assert seconds < 60.0  # 9 s on two idle cores of a laptop
     assert len(html) < 1_000_000
     assert find_goodput([]) == Goodput()

@@ -20,8 +20,8 @@ import pytest
 from tests.ranks import REPOSITORY, Ran, tiny_overrides
 
 STEPS = 20
-MORE_S = 15.0
-"""What a run may take from its last record to its end: a moment, where there is no Weights & Biases.
+MORE_S = 30.0
+"""What a run may take from its last record to its end: 15 s for Weights & Biases, and as much on a busy machine.
 
 Before that its client is waited for nowhere, and how long the updates take depends on what else the machine does.
 """
@@ -79,9 +79,10 @@ class Started:
         ran = Ran(0, "", "", self.folder)
         assert ran.metrics[-1]["kind"] == "end"
         held_up_s = time.time() - ran.metrics[-1]["time"]
+        print(f"held up for {held_up_s:.1f} s")
         assert ran.train("step") == list(range(1, STEPS + 1))
         assert ran.status["state"] == "finished"
-        deadline = time.monotonic() + 2
+        deadline = time.monotonic() + 20
         while self.processes():
             assert time.monotonic() < deadline, "its service has outlived it"
             time.sleep(0.1)
@@ -102,15 +103,13 @@ def port_that(request: pytest.FixtureRequest) -> Iterator[int]:
 @pytest.mark.parametrize("command", [COMMAND, ("-c", SCRIPT)], ids=["command line", "script"])
 def test_unreachable_at_the_start(command: Sequence[str], port_that: int, tmp_path: Path) -> None:
     run = Started(tmp_path / "run", "online", port_that, 0.0, command)
-    held_up_s = run.end()
-    print(f"held up for {held_up_s:.1f} s")
-    assert held_up_s < MORE_S
+    assert run.end() < MORE_S
     assert run.output().count("warning: Weights & Biases did not finish within") == 1
 
 
 def test_its_service_is_killed(tmp_path: Path) -> None:
-    run = Started(tmp_path / "run", "offline", 1, 0.3)
-    run.wait_for('"step": 8,')
+    run = Started(tmp_path / "run", "offline", 1, 1.0)
+    run.wait_for('"step": 4,')
     while not (services := run.processes("wandb-core")):  # it takes its time to start
         assert run.process.poll() is None, run.output()
     (service,) = services

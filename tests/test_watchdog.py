@@ -38,7 +38,9 @@ def run_sleeping(
     return ran, time.monotonic() - started
 
 
-LIMITS = [f"run.step_timeout_s={LIMIT_S}", f"checkpoint.timeout_s={LIMIT_S}"]
+SAVE_LIMIT_S = 10.0
+"""More than a good save takes where the disk is slow to flush."""
+LIMITS = [f"run.step_timeout_s={LIMIT_S}", f"checkpoint.timeout_s={SAVE_LIMIT_S}"]
 PLACES = {
     "data": ("data", "__iter__"),
     "forward": ("forward", "loss"),
@@ -60,7 +62,8 @@ def test_the_rank_that_sleeps_is_named(place: str, rank: int, tmp_path: Path, mo
     more["writing"] = [*more["save"], "train.steps=100000"]
     ran, seconds = run_sleeping(monkeypatch, tmp_path / "run", place, *LIMITS, *more.get(place, []), rank=rank)
     phase, function = PLACES[place]
-    print(f"{place}: {seconds:.1f} s in all, {seconds - LIMIT_S:.1f} s beside the limit\n{ran.stderr}")
+    limit_s = SAVE_LIMIT_S if place in ("save", "writing") else LIMIT_S
+    print(f"{place}: {seconds:.1f} s in all, {seconds - limit_s:.1f} s beside the limit\n{ran.stderr}")
     assert ran.exit_code == 1
     assert ran.stderr.count("watchdog:") == 1, ran.stderr
     assert f"watchdog: rank {rank} stood still in {phase} of step" in ran.stderr
@@ -75,8 +78,8 @@ def test_the_rank_that_sleeps_is_named(place: str, rank: int, tmp_path: Path, mo
     assert ran.status["reason"].startswith(f"watchdog: rank {rank} stood still in {phase}")
     assert ran.metrics[-1]["reason"] == "failed"
     assert processes_of(ran.folder) == []
-    # The rest: some 7 s to start two processes on two cores, and three quick updates.
-    assert seconds < LIMIT_S + 10 + 10
+    # The rest: some 7 s to start two processes on two idle cores, and three quick updates.
+    assert seconds < limit_s + 60, "not the 300 s of the default"
 
 
 def test_one_rank_alone_is_watched_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,23 +90,27 @@ def test_one_rank_alone_is_watched_too(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_an_ordinary_run_with_long_evaluations_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each evaluation takes 3 s, an update may take 2, and a batch of an evaluation 2."""
-    monkeypatch.setenv("MESHTRAINER_TEST_EVAL_S", "0.75")
-    more = ["run.step_timeout_s=2", "checkpoint.timeout_s=2", "eval.every=3", "eval.steps=1", "checkpoint.every=1"]
-    ran, seconds = run_sleeping(monkeypatch, tmp_path / "run", "nowhere", *more)
+    """Each evaluation takes 12 s, two batches of 6; an update may take 10, and so may a batch of an evaluation."""
+    monkeypatch.setenv("MESHTRAINER_TEST_EVAL_S", "6")
+    more = ["run.step_timeout_s=10", "run.first_step_timeout_s=10", "checkpoint.timeout_s=10"]
+    more += ["eval.every=3", "eval.steps=1", "checkpoint.every=1"]
+    ran, _ = run_sleeping(monkeypatch, tmp_path / "run", "nowhere", *more)
     assert ran.exit_code == 0, ran.stderr
     assert "watchdog" not in ran.stderr + ran.stdout
     assert ran.train("step") == [1, 2, 3, 4, 5]
-    assert seconds > 6
+    evaluated_s = [line["eval_s"] for line in ran.metrics if line["kind"] == "eval"]
+    assert len(evaluated_s) == 2
+    assert min(evaluated_s) > 10, "longer than any limit"
 
 
 def test_collectives_have_the_ordinary_timeout_after_the_first_update(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The groups were opened with 100 s; the rank that waits gives up after 4, and then all say where they are."""
-    more = ["run.timeout_s=4", "run.first_step_timeout_s=100", "run.step_timeout_s=100"]
+    """The groups were opened with 100 s; the rank that waits gives up after 15, and then all say where they are."""
+    more = ["run.timeout_s=15", "run.first_step_timeout_s=100", "run.step_timeout_s=100"]
     ran, seconds = run_sleeping(monkeypatch, tmp_path / "run", "forward", *more)
-    assert seconds < 40, ran.stderr
+    print(f"{seconds:.1f} s in all")
+    assert seconds < 90, ran.stderr
     assert ran.exit_code == 1
     assert "watchdog: rank 1 stood still in forward of step 3" in ran.stderr
     assert "a collective has timed out on rank 0" in ran.stderr

@@ -128,6 +128,7 @@ class Trainer:
         self._changed: list[str] = []
         self.phase: Literal["built", "restored", "running", "ended"] = "built"
         self._saved_step: int | None = None
+        self._is_outdated = False
         self._evaluated_step: int | None = None
         self._save_ended = self._may_retry = self._has_exchanged = False
         """What the update's message said: every rank has ended its part of the save in flight (or one never will); a
@@ -409,16 +410,23 @@ class Trainer:
         reshard(self.model)
         self.model.train()
         if self.stopping:
-            self.state.owes_evaluation, self._saved_step = True, None  # a checkpoint of this step knows nothing of it
+            self._owe_evaluation(True)
             return None
-        if self.state.owes_evaluation:
-            self.state.owes_evaluation, self._saved_step = False, None  # the checkpoint of this step says otherwise
+        self._owe_evaluation(False)
         self._evaluated_step = self.state.step
         loss_sum, all_targets = self.world.sum([float(total), num_targets])
         loss = loss_sum / max(1, all_targets)
         eval_s = time.perf_counter() - started
         record = Record(kind="eval", step=self.state.step, loss=loss, **self._bits_per_byte(loss), eval_s=eval_s)
         return self.metrics.write(record)
+
+    def _owe_evaluation(self, owes: bool) -> None:
+        """Note what a checkpoint of this step that is there already, or on its way, says otherwise."""
+        self._is_outdated = self._is_outdated or owes != self.state.owes_evaluation
+        self.state.owes_evaluation = owes
+
+    def _is_saved(self) -> bool:
+        return self._saved_step == self.state.step and not self._is_outdated
 
     def _bits_per_byte(self, loss: float) -> dict[str, float]:
         source = getattr(self.eval_loader, "source", None)
@@ -448,7 +456,7 @@ class Trainer:
         if self.checkpoints.in_flight and self.config.checkpoint.when_busy == "skip":
             return
         self._finish_save()
-        if self._saved_step == self.state.step and not self.saving.num_failures:
+        if self._is_saved() and not self.saving.num_failures:
             return
         self._start_save(background=self.config.checkpoint.mode == "async")
         if self.config.checkpoint.mode == "sync":
@@ -458,6 +466,7 @@ class Trainer:
         if self.phase != "running":
             self.world.agreed(self.folder.own)
         self._leave_behind_if_gone_back()
+        self._is_outdated = False
         self.watchdog.save_begins(lambda: self.checkpoints.stage)
         with self.watchdog.during("save"):
             self.checkpoints.start(self.state, background)
@@ -500,12 +509,12 @@ class Trainer:
         """Save for good: wait for what is in flight, and try again a few times if that is what it takes."""
         self._finish_save()
         for pause_s in (0.0, 1.0, 3.0):
-            if self._saved_step == self.state.step or (self.stopping and self.state.step == 0):
+            if self._is_saved() or (self.stopping and self.state.step == 0):
                 return
             time.sleep(pause_s)
             self._start_save(background=False)
             error = self._settle(warns=False).error
-        if self._saved_step != self.state.step:
+        if not self._is_saved():
             raise TrainingFailed(f"the final save has failed: {error}")
 
     def load_checkpoint(self, path: str | Path | None = None) -> int | None:
