@@ -313,6 +313,12 @@ def test_calibration_is_kept_and_used(tmp_path: Path, monkeypatch: pytest.Monkey
     assert machine.is_measured
     assert machine.rates.matmul[4] > 1e8
     assert "measured here" in run_plan("recipe=llama_small", "device=cpu").stdout
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [*launcher, "-m", "trainer.plan", "--calibrate", "recipe=llama_small", "mesh.shard=2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=REPOSITORY)
+    assert done.returncode == 0, done.stderr
+    assert find_machine("cpu").rates.link not in (machine.rates.link, 0.0)
+    assert done.stdout.count("kept in") == 1
     (path,) = (tmp_path / "meshtrainer" / "machines").iterdir()
     path.write_text("{}")
     assert "is no calibration" in run_plan("recipe=llama_small", "device=cpu", ends=2).stderr

@@ -10,7 +10,8 @@
   network_gbps=X     what one rank has to other nodes, in Gbit/s (default 400)
   --json             plain values on stdout
   --picture FILE     memory over one step, as .png or .svg
-  --calibrate        measure this machine first; later plans for such devices use it
+  --calibrate        measure this machine first; later plans for such devices use it; under torchrun or srun it
+                     measures the links between the ranks, too
 
 Every key of trainer.run may be overridden.  Exit code 2 for a mistake in what was asked; 1 if the plan does not fit.
 """
@@ -24,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.config import AUTO, RunConfig, check_config, find_mesh_shape, load_config
+from trainer.environment import find_environment
 from trainer.errors import EXIT_FINISHED, UserError, nearest, run_command, setting_error
 from trainer.plan.calibrate import calibrate
 from trainer.plan.machine import Machine, find_machine
@@ -64,7 +66,7 @@ def _plan(arguments: list[str]) -> int:
     config = load_config(asked.recipe or "llama_small", overrides)
     if asked.calibrates:
         calibrate(config, None if asked.device == "auto" else asked.device)
-        if asked.recipe is None:
+        if asked.recipe is None or find_environment().rank > 0:
             return EXIT_FINISHED
     memory_gib = asked.memory_gib or config.run.memory_gib
     machine = find_machine(asked.device, memory_gib, asked.ranks_per_node, asked.network_gbps)

@@ -1,7 +1,11 @@
-"""What the machine at hand reaches: measured once, kept in the user's cache, used by every plan for such a device."""
+"""What the machine at hand reaches: measured once, kept in the user's cache, used by every plan for such a device.
+
+One process measures a device; under torchrun or srun, all ranks together measure the links between them as well.
+"""
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -9,11 +13,14 @@ from datetime import date
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
-from trainer.config import RunConfig
+from trainer.config import MeshShape, RunConfig
+from trainer.environment import find_environment
 from trainer.errors import setting_error
 from trainer.plan.machine import write_calibration
+from trainer.world import REPLICATE, SHARD, World
 
 _BUDGET_S = 0.6
 """Seconds that one figure is measured for."""
@@ -24,7 +31,8 @@ def calibrate(config: RunConfig, device: str | None = None) -> dict[str, Any]:
 
     Returns what was measured, in FLOP/s, bytes/s and seconds.  Raises UserError for a device that is not here.
     """
-    found = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    world = World(config) if find_environment().is_distributed else None
+    found = world.device if world else torch.device("cuda" if torch.cuda.is_available() else "cpu")
     name = torch.cuda.get_device_name() if found.type == "cuda" else "cpu"
     if device is not None and device.lower() not in name.lower():
         raise setting_error("device", device, f"is not here; --calibrate measures this machine, {name}", "auto")
@@ -36,13 +44,18 @@ def calibrate(config: RunConfig, device: str | None = None) -> dict[str, Any]:
         "matmul": {dtype.itemsize: _matmul(config, found, dtype) for dtype in dtypes},
         "attention": {dtype.itemsize: _attention(config, found, dtype) for dtype in dtypes},
         "memory": _memory(found),
+        "optimizer": _optimizer(found),
         "kernel_s": _kernel(found),
         "host_s": _host(found),
+        **(_links(world) if world else {}),
     }
-    path = write_calibration(name, rates)
-    for key, value in rates.items():
-        print(f"{key:>12}  {value}")
-    print(f"{'kept in':>12}  {path}")
+    if world is None or world.is_main:
+        path = write_calibration(name, rates)
+        for key, value in rates.items():
+            print(f"{key:>17}  {value}")
+        print(f"{'kept in':>17}  {path}")
+    if world is not None:
+        world.close()
     return rates
 
 
@@ -98,6 +111,48 @@ def _memory(device: torch.device) -> float:
     numel = (256 if device.type == "cuda" else 16) * 2**20
     a, b = (torch.ones(numel, device=device) for _ in range(2))
     return 3 * 4 * numel / _seconds(lambda: torch.add(a, b, out=b), device)
+
+
+def _optimizer(device: torch.device) -> float:
+    """Return bytes read and written a second by fused AdamW: it reads four tensors and writes three."""
+    numel = (128 if device.type == "cuda" else 8) * 2**20
+    weight = torch.nn.Parameter(torch.ones(numel, device=device))
+    weight.grad = torch.ones_like(weight)
+    optimizer = torch.optim.AdamW([weight], fused=True)
+    return 7 * 4 * numel / _seconds(optimizer.step, device)
+
+
+def _links(world: World) -> dict[str, float]:
+    """Return bytes a second into a rank and the latency of a collective, within a node and between nodes.
+
+    From all-gathers of two sizes over the axes of a mesh with one row a node.  Collective.
+    """
+    local_size = world.env.local_world_size
+    mesh = world.mesh_of(MeshShape(world.size // local_size, local_size))
+    found: dict[str, float] = {}
+    for axis, rate, latency in ((SHARD, "link", "link_latency_s"), (REPLICATE, "network", "network_latency_s")):
+        if axis not in (mesh.mesh_dim_names or ()) or mesh[axis].size() == 1:
+            continue
+        group, num_ranks = mesh.get_group(axis), mesh[axis].size()
+        small, large = (_gathering_s(group, num_ranks, size, world) for size in (2**16, 2**25))
+        found[rate] = (2**25 - 2**16) * (num_ranks - 1) / num_ranks / max(large - small, 1e-9)
+        found[latency] = small / math.log2(num_ranks)
+    return found
+
+
+def _gathering_s(group: dist.ProcessGroup, num_ranks: int, num_bytes: int, world: World) -> float:
+    """Return the seconds of an all-gather that makes so many bytes, by the slowest rank."""
+    whole = torch.empty(num_bytes // num_ranks * num_ranks, dtype=torch.uint8, device=world.device)
+    part = torch.empty(num_bytes // num_ranks, dtype=torch.uint8, device=world.device)
+    times = []
+    for _ in range(7):
+        world.barrier()
+        _synchronize(world.device)
+        started = time.perf_counter()
+        dist.all_gather_into_tensor(whole, part, group=group)
+        _synchronize(world.device)
+        times.append(time.perf_counter() - started)
+    return world.max([statistics.median(times)])[0]
 
 
 def _kernel(device: torch.device) -> float:

@@ -23,6 +23,8 @@ class Rates:
     attention: dict[int, float]
     memory: float
     """Bytes read and written a second by what only moves numbers."""
+    optimizer: float
+    """The same for the fused optimizer."""
     kernel_s: float
     """Least time from one kernel to the next on the device."""
     host_s: float
@@ -165,7 +167,7 @@ def time_of(trace: Trace, layout: Layout, num_micro_batches: int, rates: Rates, 
     Step(trace, layout, num_micro_batches, clock).run()
     stored = sum(p.numel * p.element_size for unit in trace.units for p in unit.parameters) / layout.shard
     # Clipping reads the gradients twice and writes them once.
-    optimizer_s = (_OPTIMIZER_PASSES[optimizer] + 3) * stored / rates.memory
+    optimizer_s = _OPTIMIZER_PASSES[optimizer] * stored / rates.optimizer + 3 * stored / rates.memory
     total_s = max(clock.total_s + optimizer_s, clock.host_s)
     return StepTime(
         total_s,

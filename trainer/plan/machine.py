@@ -95,6 +95,7 @@ def _from_sheet(device: Device, ranks_per_node: int, network_gbps: float) -> Mac
         matmul={2: device.bf16_flops * _MATMUL_SHARE, 4: device.fp32_flops * _MATMUL_SHARE},
         attention={2: device.bf16_flops * _ATTENTION_SHARE, 4: device.fp32_flops * _ATTENTION_SHARE},
         memory=device.memory_bandwidth * _MEMORY_SHARE,
+        optimizer=device.memory_bandwidth * _MEMORY_SHARE,
         kernel_s=_KERNEL_S,
         host_s=_HOST_S,
         link=device.link_bandwidth * _LINK_SHARE,
@@ -122,6 +123,7 @@ def _cpu(num_ranks: int) -> Machine:
         matmul={2: 20e9 * cores, 4: 40e9 * cores},
         attention={2: 10e9 * cores, 4: 20e9 * cores},
         memory=8e9,
+        optimizer=8e9,
         kernel_s=3e-6,
         host_s=0.0,  # the host is the device
         link=1e9,
@@ -142,7 +144,7 @@ def _host_memory_gib() -> float:
 # What was measured
 
 
-_MEASURED = ("measured", "matmul", "attention", "memory", "kernel_s", "host_s")
+_MEASURED = ("measured", "matmul", "attention", "memory", "optimizer", "kernel_s", "host_s")
 
 
 def calibration_path(name: str) -> Path:
