@@ -333,7 +333,10 @@ def test_a_run_settles_what_is_auto_and_checks_the_prophecy(tmp_path: Path) -> N
     ran = run_tiny(tmp_path / "run", *autos, "train.steps=4", "train.global_batch_size=16", "nproc=2")
     kept = load_config(str(tmp_path / "run" / "config.yaml"))
     assert AUTO not in chosen_settings(kept).values()
-    assert "auto" in ran.stdout
+    assert "auto: " in ran.stdout
+    comment = (tmp_path / "run" / "config.yaml").read_text().partition("run:")[0]
+    assert comment.startswith("# auto: ")
+    assert "chosen" in comment
     assert "GiB of tensors a rank at the peak" in ran.stdout
     end = ran.metrics[-1]
     assert end["planned_peak_gib"] > 0

@@ -25,8 +25,10 @@ from trainer.files import find_folder, write_and_sync, write_atomically
 class RunFolder:
     """What a run leaves in `run.dir`, apart from metrics and checkpoints."""
 
-    def __init__(self, config: RunConfig, is_main: bool) -> None:
+    def __init__(self, config: RunConfig, is_main: bool, comment: str = "") -> None:
+        """`comment` is put above the configuration in `config.yaml`."""
         self.config, self.path, self.is_main = config, config.run_dir, is_main
+        self._comment = comment
         self._owners = [Owner(self.path, "run.dir")]
         self._is_owned = False
         elsewhere = find_folder(config.checkpoint.dir) if config.checkpoint.dir else None
@@ -60,7 +62,8 @@ class RunFolder:
     def begin(self) -> None:
         """Write `config.yaml`."""
         if self.is_main:
-            write_atomically(self.path / "config.yaml", self.config.to_yaml())
+            comment = "".join(f"# {line}\n" for line in self._comment.splitlines())
+            write_atomically(self.path / "config.yaml", comment + self.config.to_yaml())
 
     def set_aside(self, *names: str) -> Path | None:
         """Move what the new attempt leaves behind into a folder `previous_NNN`: never deleted.  Returns the folder."""

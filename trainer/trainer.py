@@ -106,7 +106,7 @@ class Trainer:
         self.loader = self.world.agreed(self.build_loader)
         self.eval_loader = self.world.agreed(self.build_eval_loader)
 
-        self.folder = RunFolder(config, self.world.is_main)
+        self.folder = RunFolder(config, self.world.is_main, choice_text(self._choice) if self._choice else "")
         self.metrics = Metrics(config, self.world.is_main)
         self.skips = SkipCounter(config.train.max_skipped_updates)
         self.stop = find_stop_request()

@@ -81,7 +81,7 @@ def _choice_table(choice: Choice) -> tuple[str, Table]:
         table.add_column(name, justify="right")
     for number, plan in enumerate((choice.plan, *choice.runners_up)):
         values = [short(value) for value in chosen_settings(plan.config).values()]
-        figures = [f"{plan.needed_gib:.1f}", f"{plan.time.total_s:.3f}"]
+        figures = [f"{plan.needed_gib:.4g}", f"{plan.time.total_s:.4g}"]
         table.add_row("chosen" if number == 0 else str(number + 1), *map(Text, values), *figures)
     return f"auto: {choice.num_candidates} candidates", table
 
