@@ -360,3 +360,17 @@ def test_nothing_fits_in_a_run(tmp_path: Path) -> None:
     ran = run_tiny(tmp_path / "run", "fsdp.reshard_after_forward=auto", "run.memory_gib=0.4001", "nproc=2", ends=2)
     assert "nothing fits 0.4001 GiB" in ran.stderr
     assert not (tmp_path / "run" / "config.yaml").exists()
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "muon"])
+def test_what_optimizers_keep(name: str, tmp_path: Path) -> None:
+    arguments = ["data.source=synthetic", f"optim.name={name}", "eval.every=0", f"run.dir={tmp_path}"]
+    trainer = Trainer(load_config("llama_small", arguments))
+    trainer.train_step(list(itertools.islice(iter(trainer.loader), trainer.num_micro_batches)))
+    states = [state for part in trainer.optimizer.parts for state in part.state.values()]
+    kept = sum(value.numel() for state in states for value in state.values() if value.ndim)
+    plan = plan_of("llama_small", f"optim.name={name}", shape=MeshShape(1, 1))
+    parameters = [parameter for unit in plan.trace.units for parameter in unit.parameters]
+    assert sum(p.numel * p.moments for p in parameters) == kept
+    assert plan.memory.peak.by_kind["optimizer"] == 4 * kept
+    trainer.close()

@@ -63,7 +63,7 @@ def build_optimizer(model: nn.Module, config: OptimSection) -> Optimizer:
     if config.name == "sgd":
         return Optimizer(_build("sgd", decayed, rest, config))
     if config.name == "muon":
-        matrices = [p for p in decayed if p.ndim == 2 and id(p) not in _embeddings(model)]
+        matrices = _matrices(model, decayed)
         others = {id(p) for p in matrices}
         decayed = [p for p in decayed if id(p) not in others]
         if not matrices:
@@ -77,6 +77,19 @@ def build_optimizer(model: nn.Module, config: OptimSection) -> Optimizer:
         )
         return Optimizer(muon, _build("adamw", decayed, rest, config)) if decayed or rest else Optimizer(muon)
     return Optimizer(_build("adamw", decayed, rest, config))
+
+
+def moments_of(model: nn.Module, config: OptimSection) -> dict[int, int]:
+    """Return how many tensors of its own size the configured optimizer keeps for each parameter, by the latter's id."""
+    decayed, rest = _split(model, config.decay_all)
+    moments = {id(p): 1 if config.name == "sgd" else 2 for p in (*decayed, *rest)}
+    return moments | ({id(p): 1 for p in _matrices(model, decayed)} if config.name == "muon" else {})
+
+
+def _matrices(model: nn.Module, decayed: list[nn.Parameter]) -> list[nn.Parameter]:
+    """Return the parameters that Muon is for."""
+    embeddings = _embeddings(model)
+    return [p for p in decayed if p.ndim == 2 and id(p) not in embeddings]
 
 
 def _build(

@@ -157,17 +157,15 @@ class _Clock:
     def free(self, kind: Kind, num_bytes: int) -> None: ...
 
 
-_OPTIMIZER_PASSES = {"adamw": 7, "sgd": 5, "muon": 5}
-"""Times that an update reads or writes a tensor of a parameter's size: weight, gradient and moments."""
-
-
-def time_of(trace: Trace, layout: Layout, num_micro_batches: int, rates: Rates, optimizer: str) -> StepTime:
+def time_of(trace: Trace, layout: Layout, num_micro_batches: int, rates: Rates) -> StepTime:
     """Return the time of one update."""
     clock = _Clock(layout, rates)
     Step(trace, layout, num_micro_batches, clock).run()
-    stored = sum(p.numel * p.element_size for unit in trace.units for p in unit.parameters) / layout.shard
-    # Clipping reads the gradients twice and writes them once.
-    optimizer_s = _OPTIMIZER_PASSES[optimizer] * stored / rates.optimizer + 3 * stored / rates.memory
+    parameters = [p for unit in trace.units for p in unit.parameters if p.is_trained]
+    shards = [(p, p.numel * p.element_size / layout.shard) for p in parameters]
+    # Clipping reads gradients twice and writes them once; the update reads weight and gradient, writes the weight, and
+    # does both with each moment.
+    optimizer_s = sum(3 * size / rates.memory + (3 + 2 * p.moments) * size / rates.optimizer for p, size in shards)
     total_s = max(clock.total_s + optimizer_s, clock.host_s)
     return StepTime(
         total_s,

@@ -8,9 +8,6 @@ from typing import get_args
 from trainer.plan.probe import Segment, Trace
 from trainer.plan.step import Axis, Kind, Layout, Step, padded_numel
 
-OPTIMIZER_COPIES = {"adamw": 2, "sgd": 1, "muon": 1}
-"""Tensors of a parameter's size and dtype that the optimizer keeps for it."""
-
 
 @dataclass(frozen=True)
 class Moment:
@@ -98,14 +95,14 @@ class _MemoryWatcher:
     def finish_backward(self) -> None: ...
 
 
-def memory_of(trace: Trace, layout: Layout, num_micro_batches: int, optimizer: str, draws: bool = False) -> Memory:
+def memory_of(trace: Trace, layout: Layout, num_micro_batches: int, draws: bool = False) -> Memory:
     """Return the memory of a rank over one update on `layout`; with all of its moments, if it `draws`."""
-    watcher = _MemoryWatcher(trace, at_rest(trace, layout, optimizer), draws)
+    watcher = _MemoryWatcher(trace, at_rest(trace, layout), draws)
     Step(trace, layout, num_micro_batches, watcher).run()
     return Memory(watcher.peak, tuple(watcher.curve))
 
 
-def at_rest(trace: Trace, layout: Layout, optimizer: str) -> dict[Kind, int]:
+def at_rest(trace: Trace, layout: Layout) -> dict[Kind, int]:
     """Return what lies in a rank's device memory between two updates."""
     kinds: dict[Kind, int] = {"buffers and inputs": trace.buffer_bytes + trace.input_bytes}
     if layout.cpu_offload:
@@ -113,5 +110,5 @@ def at_rest(trace: Trace, layout: Layout, optimizer: str) -> dict[Kind, int]:
     parameters = [p for unit in trace.units for p in unit.parameters]
     shards = [(p, padded_numel(p, layout.shard) // layout.shard * p.element_size) for p in parameters]
     kinds["parameters"] = sum(size for _, size in shards)
-    kinds["optimizer"] = OPTIMIZER_COPIES[optimizer] * sum(size for p, size in shards if p.is_trained)
+    kinds["optimizer"] = sum(p.moments * size for p, size in shards)
     return kinds

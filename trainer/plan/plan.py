@@ -15,7 +15,7 @@ from trainer.config import MeshShape, RunConfig
 from trainer.plan.clock import StepTime, time_of
 from trainer.plan.communication import Collective, collectives_of
 from trainer.plan.machine import GIB, Machine
-from trainer.plan.memory import OPTIMIZER_COPIES, Memory, memory_of
+from trainer.plan.memory import Memory, memory_of
 from trainer.plan.probe import Probe, Trace
 from trainer.plan.step import Layout
 
@@ -41,7 +41,7 @@ class Plan:
 
     @cached_property
     def memory(self) -> Memory:
-        return memory_of(self.trace, self.layout, self.num_micro_batches, self.config.optim.name)
+        return memory_of(self.trace, self.layout, self.num_micro_batches)
 
     @cached_property
     def collectives(self) -> Counter[Collective]:
@@ -49,7 +49,7 @@ class Plan:
 
     @cached_property
     def time(self) -> StepTime:
-        return time_of(self.trace, self.layout, self.num_micro_batches, self.machine.rates, self.config.optim.name)
+        return time_of(self.trace, self.layout, self.num_micro_batches, self.machine.rates)
 
     @property
     def peak_gib(self) -> float:
@@ -98,8 +98,7 @@ class Plan:
     def checkpoint_bytes(self) -> int:
         """Bytes of one checkpoint: parameters and the optimizer's tensors, each once."""
         parameters = [parameter for unit in self.trace.units for parameter in unit.parameters]
-        copies = OPTIMIZER_COPIES[self.config.optim.name]
-        return sum(p.numel * p.element_size * (1 + copies * p.is_trained) for p in parameters)
+        return sum(p.numel * p.element_size * (1 + p.moments) for p in parameters)
 
 
 def make_plan(config: RunConfig, mesh: MeshShape, machine: Machine, probe: Probe | None = None) -> Plan:

@@ -16,7 +16,7 @@ import math
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 
 from trainer.config import RunConfig
 from trainer.loss import find_loss
+from trainer.optim import moments_of
 from trainer.parameters import tied_names
 from trainer.plan.kernels import Work, use_gpu_kernels, work_of
 from trainer.shard import ShardUnit, apply_activation_checkpointing, find_blocks, find_units
@@ -43,6 +44,8 @@ class ParameterFacts:
     shape: tuple[int, ...]
     is_trained: bool
     element_size: int
+    moments: int
+    """Tensors of its size that the optimizer keeps for it."""
 
     @property
     def numel(self) -> int:
@@ -151,7 +154,7 @@ def _trace(
 ) -> Trace:
     units = find_units(model, config.recipe, config.fsdp.wrap)
     blocks = find_blocks(model, config.recipe)
-    facts = _unit_facts(model, units)
+    facts = _unit_facts(model, units, moments_of(model, config.optim))
     if device_type == "cuda":  # one that is not there cannot be faked: on a CPU build of torch autograd refuses it
         use_gpu_kernels((model, *blocks))
     apply_activation_checkpointing(blocks, checkpointing)
@@ -180,7 +183,7 @@ def _trace(
     return Trace(events, facts, buffer_bytes, 2 * 8 * num_tokens, num_tokens)
 
 
-def _unit_facts(model: nn.Module, units: Sequence[ShardUnit]) -> tuple[UnitFacts, ...]:
+def _unit_facts(model: nn.Module, units: Sequence[ShardUnit], moments: Mapping[int, int]) -> tuple[UnitFacts, ...]:
     """Return the units in the order of the forward pass, each with what no inner unit holds, and then the root."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     taken: set[int] = set()
@@ -194,8 +197,15 @@ def _unit_facts(model: nn.Module, units: Sequence[ShardUnit]) -> tuple[UnitFacts
         for parameter in itertools.chain.from_iterable(module.parameters() for module in modules):
             if id(parameter) not in taken:
                 taken.add(id(parameter))
-                shape, size = tuple(parameter.shape), parameter.element_size()
-                own.append(ParameterFacts(names[id(parameter)], shape, parameter.requires_grad, size))
+                own.append(
+                    ParameterFacts(
+                        names[id(parameter)],
+                        tuple(parameter.shape),
+                        parameter.requires_grad,
+                        parameter.element_size(),
+                        moments.get(id(parameter), 0),
+                    )
+                )
         found[number] = UnitFacts(name, tuple(own))
     return tuple(found[number] for number in range(len(units) + 1))
 

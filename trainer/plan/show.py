@@ -222,7 +222,7 @@ def draw(plan: Plan, path: Path) -> None:
     """Draw the memory of one step, by kind, into a .png or .svg file.  The x axis counts FSDP's marks, in order."""
     from matplotlib.figure import Figure  # takes a second
 
-    curve = memory_of(plan.trace, plan.layout, plan.num_micro_batches, plan.config.optim.name, draws=True).curve
+    curve = memory_of(plan.trace, plan.layout, plan.num_micro_batches, draws=True).curve
     figure = Figure(figsize=(11, 5.5), layout="constrained")
     axes = figure.add_subplot()
     kinds = [kind for kind in get_args(Kind) if any(moment.by_kind[kind] for moment in curve)]
