@@ -97,6 +97,68 @@ class GreedyTrainer(Trainer):
         return super().loss(batch)
 
 
+class Wayward(nn.Module):
+    """Blocks that are equal by all that can be seen of them, and treated differently: `way` says how."""
+
+    def __init__(self, config: WaywardConfig) -> None:
+        super().__init__()
+        self.way = config.way
+        self.table = nn.Embedding(config.vocab_size, config.width)
+        self.hidden = nn.ModuleList(WaywardBlock(config.width) for _ in range(config.num_hidden))
+        self.out = nn.Linear(config.width, config.vocab_size)
+        for position, block in enumerate(self.hidden):
+            block.activation = wide if self.way == "activation" and position % 2 else torch.tanh  # type: ignore[assignment]
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x, kept = self.table(tokens), []
+        blocks = list(self.hidden)[::-1] if self.way == "reversed" else list(self.hidden)
+        for position, block in enumerate(blocks):
+            if self.way == "left out" and position in (3, 4):
+                continue
+            if self.way == "between" and position % 3 == 0:
+                x = wide(x)
+            x = block(x, is_global=self.way == "flag" and position % 4 == 3)
+            if self.way == "twice":
+                x = block(x)
+            if self.way == "crossed":
+                x = x + kept.pop() if position >= len(blocks) // 2 else x
+                kept.append(x.tanh())
+        return self.out(x)
+
+
+class Undecided(Mlp):
+    """Looks at values to know what to do."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = super().forward(tokens)
+        return x * 2 if x.sum() > 0 else x
+
+
+@dataclass
+class WaywardConfig:
+    vocab_size: int = 257
+    width: int = 64
+    num_hidden: int = 13
+    way: str = ""
+
+
+class WaywardBlock(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(width, 4 * width)
+        self.outer = nn.Linear(4 * width, width)
+        self.unused = nn.Linear(width, width)
+        self.activation = torch.tanh
+
+    def forward(self, x: torch.Tensor, is_global: bool = False) -> torch.Tensor:
+        hidden = self.activation(self.inner(x))
+        return x + self.outer(wide(hidden) if is_global else hidden)
+
+
+def wide(x: torch.Tensor) -> torch.Tensor:
+    return x.tanh() * x.sigmoid() * x.relu()
+
+
 def every_linear(module: nn.Module) -> bool:
     """Say which modules are units, as FSDP1's lambda policies do."""
     return isinstance(module, nn.Linear) and module.weight.shape[0] < 100
@@ -136,6 +198,8 @@ register(Recipe("mlp_crashing", MlpConfig, Mlp, UNITS, trainer=CrashingTrainer))
 register(Recipe("mlp_sleeping", MlpConfig, Mlp, UNITS, trainer=SleepingTrainer))
 register(Recipe("mlp_nonfinite", MlpConfig, Mlp, UNITS, trainer=NonFiniteTrainer))
 register(Recipe("mlp_left_out", MlpConfig, Mlp, UNITS, trainer=LeftOutTrainer))
+register(Recipe("undecided", MlpConfig, Undecided, UNITS))
+register(Recipe("wayward", WaywardConfig, Wayward, UNITS))
 register(Recipe("greedy", MlpConfig, Mlp, UNITS, trainer=GreedyTrainer))
 register(Recipe("mlp_unfilled", MlpConfig, _unfilled_buffer, UNITS))
 register(Recipe("mlp_wrong_units", MlpConfig, Mlp, ["table", "hiden.*"]))

@@ -129,8 +129,8 @@ def metered_peak(config: RunConfig, shape: MeshShape, num_micro_batches: int = 1
             for tensor in (*model.parameters(), *model.buffers()):
                 meter.note(tensor)
             update(model, config, num_micro_batches)
+            kept = [torch.empty_like(local(p)) for p in model.parameters() if p.grad is not None for _ in range(2)]
             model.zero_grad(set_to_none=True)
-            kept = [torch.empty_like(local(p)) for p in model.parameters() if p.requires_grad for _ in range(2)]
             meter.peak = meter.live
             update(model, config, num_micro_batches)
         del kept

@@ -128,6 +128,35 @@ def test_a_model_that_nobody_has_seen() -> None:
     assert abs(plan.memory.peak.total / truth - 1) < 0.001
 
 
+WAYS = ["", "activation", "flag", "left out", "between", "twice", "reversed", "crossed"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_blocks_that_only_look_equal_are_run_one_by_one(way: str, micro_batches: int) -> None:
+    """And parameters that get no gradient are neither reduced nor kept by the optimizer."""
+    own = ["model.name=tests.own_recipes:wayward", f"model.way={way}", "data.seq_len=65"]
+    shape = MeshShape(1, 4)
+    plan = plan_of("llama_small", *own, shape=shape, micro_batches=micro_batches)
+    truth = metered_peak(plan.config, shape, micro_batches)
+    assert abs(plan.memory.peak.total / truth - 1) < 0.001
+
+
+def test_a_model_that_cannot_be_planned() -> None:
+    config = config_of("llama_small", "model.name=tests.own_recipes:undecided", shape=MeshShape(1, 2))
+    with pytest.raises(UserError, match=r"model\.name=.*undecided: cannot be planned: on tensors without values"):
+        make_plan(config, MeshShape(1, 2), find_machine("h100"))
+
+
+def test_the_largest_micro_batch_may_need_the_least() -> None:
+    """Nothing accumulates there: no gradients of the whole model lie unsharded."""
+    autos = [f"{key}={AUTO}" for key in chosen_settings(load_config("llama_small"))]
+    config = config_of("llama3_8b", *autos, shape=MeshShape(1, 8), micro_batches=2)
+    chosen = settle(config, MeshShape(1, 8), find_machine("h100", memory_gib=32)).plan
+    assert chosen.config.train.micro_batch_size == 2
+    assert chosen.fits
+
+
 # ---------------------------------------------------------------------------------------------------------------
 # Real runs
 
@@ -218,11 +247,12 @@ def test_auto_finds_what_an_exhaustive_search_finds() -> None:
 
 def test_nothing_fits() -> None:
     shape = MeshShape(1, 8)
-    autos = [f"{key}={AUTO}" for key in chosen_settings(load_config("llama_small"))]
-    config = config_of("llama3_8b", *autos, shape=shape, micro_batches=2)
+    autos = ["fsdp.reshard_after_forward=auto", "train.activation_checkpoint=auto"]
+    config = config_of("llama3_8b", *autos, shape=shape, micro_batches=4)
     with pytest.raises(UserError, match=r"nothing fits 30 GiB; the least, .* needs \d+\.\d+ GiB") as caught:
         settle(config, shape, find_machine("h100", memory_gib=30))
-    assert "would fit: fsdp.accumulate=sharded" in str(caught.value)
+    assert "would fit: " in str(caught.value)
+    assert "fsdp.accumulate=sharded" in str(caught.value)
     with pytest.raises(UserError, match="no single change of other settings would do"):
         settle(config, shape, find_machine("h100", memory_gib=2))
 

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.fsdp._fully_shard import _fully_shard as fully_shard_module
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from trainer.config import FsdpSection, RunConfig
+from trainer.config import AUTO, FsdpSection, RunConfig
 from trainer.errors import UserError, nearest, setting_error
 from trainer.parameters import local, tied_names
 from trainer.recipe import Recipe, Unit, resolve
@@ -205,12 +205,7 @@ def apply_sharding(model: nn.Module, recipe: Recipe, config: RunConfig, mesh: De
     reshard = reshard_of_units(config.fsdp.reshard_after_forward, units, mesh.size(mesh.ndim - 1))
     if config.train.activation_checkpoint != "none" or config.train.compile:
         blocks = find_blocks(model, recipe)
-        if not blocks:
-            key = "train.compile" if config.train.compile else "train.activation_checkpoint"
-            value = config.train.compile or config.train.activation_checkpoint
-            raise setting_error(key, value, f"recipe {recipe.name!r} lists no repeated block to apply it to", None)
-        if config.train.activation_checkpoint == "selective":
-            _check_no_unit_inside(blocks, units)
+        _check_blocks(blocks, units, config)
         apply_activation_checkpointing(blocks, config.train.activation_checkpoint)
         if config.train.compile:
             for block in blocks:
@@ -235,6 +230,18 @@ def check_sharding(config: RunConfig) -> None:
         model = config.recipe.build_model(config.model)
     units = find_units(model, config.recipe, config.fsdp.wrap)
     reshard_of_units(config.fsdp.reshard_after_forward, units, num_shards=1)
+    _check_blocks(find_blocks(model, config.recipe), units, config)
+
+
+def _check_blocks(blocks: Sequence[nn.Module], units: Sequence[ShardUnit], config: RunConfig) -> None:
+    """Raise UserError for what is to be done to blocks, and cannot be."""
+    train = config.train
+    for key, value in (("activation_checkpoint", train.activation_checkpoint), ("compile", train.compile)):
+        if value not in ("none", AUTO, False) and not blocks:
+            rule = f"recipe {config.recipe.name!r} lists no repeated block to apply it to"
+            raise setting_error(f"train.{key}", value, rule, None)
+    if train.activation_checkpoint == "selective":
+        _check_no_unit_inside(blocks, units)
 
 
 def reshard_of_units(

@@ -39,7 +39,7 @@ from trainer.metrics.meter import Meter, peak_flops, peak_memory_gib
 from trainer.metrics.record import Record
 from trainer.metrics.sinks import warn
 from trainer.optim import Optimizer, Schedule, build_optimizer
-from trainer.parameters import count_parameters, local, tied_names
+from trainer.parameters import count_matrix_parameters, count_parameters, local, tied_names
 from trainer.plan.forecast import Forecast, settle_for_run
 from trainer.plan.show import choice_text
 from trainer.rundir import RunFolder
@@ -851,9 +851,7 @@ class Trainer:
         """Model FLOPs of forward and backward for one token, recomputation not counted."""
         if self.recipe.flops is not None:
             return self.recipe.flops(self.config.model, self.config.data.seq_len)
-        tables = [m for m in self.model.modules() if isinstance(m, torch.nn.Embedding)]
-        embedded = sum(p.numel() for table in tables for p in table.parameters(recurse=False))
-        return 6.0 * (count_parameters(self.model) - embedded)
+        return 6.0 * count_matrix_parameters(self.model)
 
     def _facts(self) -> dict[str, str]:
         config, world = self.config, self.world

@@ -13,7 +13,8 @@
   --calibrate        measure this machine first; later plans for such devices use it; under torchrun or srun it
                      measures the links between the ranks, too
 
-Every key of trainer.run may be overridden.  Exit code 2 for a mistake in what was asked; 1 if the plan does not fit.
+Every key of trainer.run may be overridden.  Exit code 2 for a mistake in what was asked, or if nothing fits that `auto`
+could choose.  torch.compile is planned as if it were off.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.config import AUTO, RunConfig, check_config, find_mesh_shape, load_config
+from trainer.config import RunConfig, check_config, find_mesh_shape, load_config
 from trainer.environment import find_environment
 from trainer.errors import EXIT_FINISHED, UserError, nearest, run_command, setting_error
 from trainer.plan.calibrate import calibrate
@@ -73,8 +74,9 @@ def _plan(arguments: list[str]) -> int:
     num_ranks = asked.ranks or _num_ranks(config, machine)
     config = planned(config)
     mesh = check_config(config, num_ranks, min(num_ranks, machine.rates.ranks_per_node))
-    if not isinstance(config.fsdp.reshard_after_forward, str):
-        check_sharding(config)
+    check_sharding(config)
+    if advice := mesh.advice(min(num_ranks, machine.rates.ranks_per_node)):
+        print(f"warning: {advice}", file=sys.stderr)
     choice = settle(config, mesh, machine) if asks_for_auto(config) else None
     plan = choice.plan if choice else make_plan(config, mesh, machine)
     if asked.as_json:
@@ -96,7 +98,7 @@ def _num_ranks(config: RunConfig, machine: Machine) -> int:
         return replicate * shard
     known = max(replicate, shard, 1)
     micro = config.train.micro_batch_size
-    at_a_time = known * (1 if micro == AUTO else int(micro))
+    at_a_time = known * (micro if isinstance(micro, int) else 1)
     most = max(1, per_node // known)
     return known * max(
         (n for n in range(1, most + 1) if config.train.global_batch_size % (n * at_a_time) == 0), default=1

@@ -59,7 +59,8 @@ def collectives_of(trace: Trace, layout: Layout, num_micro_batches: int) -> Coun
     """Return how often an update issues each kind of collective.
 
     With FSDP's go three small all-reduces of the training step: the message in which the ranks agree (through host
-    memory), the squared norm of the gradients over the shard axis, and the loss over all ranks.
+    memory), the squared norm of the gradients over the shard axis, and the loss over all ranks.  What Muon sends to
+    have whole matrices is not counted.
     """
     watcher = _CollectiveCounter(layout)
     Step(trace, layout, num_micro_batches, watcher).run()

@@ -11,6 +11,7 @@ from functools import cached_property
 import torch
 
 from trainer.config import MeshShape, RunConfig
+from trainer.errors import UserError
 from trainer.metrics.meter import peak_memory_gib
 from trainer.plan.machine import GIB, Machine, find_machine
 from trainer.plan.plan import Plan, make_plan
@@ -55,9 +56,9 @@ def machine_of(config: RunConfig, world: World) -> Machine:
     """Return the machine that this rank runs on."""
     ranks_per_node = world.env.local_world_size
     if world.device.type == "cpu":
-        return find_machine("cpu", config.run.memory_gib, ranks_per_node)
+        return find_machine("cpu", config.run.memory_gib, ranks_per_node, memory_key="run.memory_gib")
     memory_gib = config.run.memory_gib or torch.cuda.get_device_properties(world.device).total_memory / GIB
-    return find_machine("auto", memory_gib, ranks_per_node)
+    return find_machine("auto", memory_gib, ranks_per_node, memory_key="run.memory_gib")
 
 
 class Forecast:
@@ -74,8 +75,8 @@ class Forecast:
         """The plan, or None for a model that cannot be run without values."""
         try:
             return make_plan(self._config, self._mesh, machine_of(self._config, self._world))
-        except Exception as error:  # whatever a model's own code does with tensors that have no values
-            self.why_not = f"{type(error).__name__}: {error}".splitlines()[0]
+        except UserError as error:
+            self.why_not = str(error).splitlines()[0]
             return None
 
     why_not = ""
@@ -98,7 +99,7 @@ class Forecast:
     def sentence(self) -> str:
         """Return what the start block says."""
         if self.plan is None:
-            return f"none: the model cannot be planned ({self.why_not})"
+            return f"none: {self.why_not}"
         time = "" if self.step_s is None else f", {self.step_s:.3g} s a step"
         return f"{self.plan.peak_gib:.2f} GiB of tensors a rank at the peak, in the {self.plan.memory.peak.place}{time}"
 

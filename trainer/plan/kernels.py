@@ -7,7 +7,7 @@ while a model is probed.  Knows no model and no device's speed.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -50,11 +50,7 @@ _ATTENTION = {
 def work_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Work:
     """Return the work of one call of an ATen operator; none for views and what only asks."""
     made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-    if (
-        not made
-        or func.is_view
-        or func in (aten.detach.default, aten.empty.memory_format, aten.new_empty_strided.default)
-    ):
+    if not made or func.is_view or func in _FREE:
         return NOTHING
     read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in (*read, *made))
@@ -135,18 +131,26 @@ def _rms_norm(
     return out
 
 
-def use_gpu_kernels(modules: Iterable[nn.Module]) -> None:
-    """Let the forward passes of `modules` use flash attention and the fused RMSNorm, recomputed ones as well.
+def use_gpu_kernels(model: nn.Module) -> None:
+    """Let every forward pass inside `model` use flash attention and the fused RMSNorm, recomputed ones as well.
 
     One mode around everything would not do: it is left for the time of a call of `backward`, and so of recomputation.
     """
+    is_on = False
 
     def with_kernels(forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
-            with _GpuKernels():
+            nonlocal is_on
+            if is_on:
                 return forward(*args, **kwargs)
+            is_on = True
+            try:
+                with _GpuKernels():
+                    return forward(*args, **kwargs)
+            finally:
+                is_on = False
 
         return functools.update_wrapper(run, forward)
 
-    for module in modules:
+    for module in model.modules():
         module.forward = with_kernels(module.forward)  # type: ignore[method-assign]

@@ -80,8 +80,7 @@ class Plan:
         recipe = self.config.recipe
         if recipe.flops is not None:
             return recipe.flops(self.config.model, self.config.data.seq_len) * self.tokens
-        matrices = [p for unit in self.trace.units for p in unit.parameters if len(p.shape) > 1]
-        return 6.0 * sum(parameter.numel for parameter in matrices) * self.tokens
+        return 6.0 * self.trace.matrix_numel * self.tokens
 
     @property
     def mfu(self) -> float | None:

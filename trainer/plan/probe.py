@@ -11,6 +11,7 @@ Source: FakeTensorMode, https://docs.pytorch.org/docs/stable/torch.compiler_fake
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
 import math
 import warnings
@@ -27,13 +28,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from trainer.config import RunConfig
+from trainer.errors import UserError, setting_error
 from trainer.loss import find_loss
 from trainer.optim import moments_of
-from trainer.parameters import tied_names
+from trainer.parameters import count_matrix_parameters, tied_names
 from trainer.plan.kernels import Work, use_gpu_kernels, work_of
 from trainer.shard import ShardUnit, apply_activation_checkpointing, find_blocks, find_units
 
-Mark = Literal["pre_forward", "post_forward", "pre_backward", "post_backward", "end", "block_forward", "block_backward"]
+Mark = Literal[
+    "pre_forward",
+    "post_forward",
+    "pre_backward",
+    "post_backward",
+    "end",
+    "block_forward",
+    "block_return",
+    "block_backward",
+]
 
 
 @dataclass(frozen=True)
@@ -112,7 +123,8 @@ class Trace:
     """Buffers of the model, which lie in memory all the time."""
     input_bytes: int
     """Tokens and targets of the micro-batch."""
-    num_tokens: int
+    matrix_numel: int
+    """Parameters that a token is multiplied with: all but the embedding tables."""
 
     @property
     def root(self) -> int:
@@ -130,14 +142,27 @@ class Probe:
         self._traces: dict[tuple[int, int | str], Trace] = {}
 
     def trace(self, micro_batch_size: int, checkpointing: int | str) -> Trace:
-        """Return the trace with units as `fsdp.wrap` says.  What the model's own code raises, it raises here."""
+        """Return the trace with units as `fsdp.wrap` says.
+
+        Raises UserError for a model whose own code cannot be run on tensors without values.
+        """
         key = (micro_batch_size, checkpointing)
         if key not in self._traces:
             try:
-                self._traces[key] = self._run(micro_batch_size, checkpointing, shortens=True)
-            except _NotRepeated:
-                self._traces[key] = self._run(micro_batch_size, checkpointing, shortens=False)
+                self._traces[key] = self._run(*key, shortens=True)
+            except Exception:  # whatever a model does with blocks that are left out, or does not do the same with
+                self._traces[key] = self._run_whole(*key)
         return self._traces[key]
+
+    def _run_whole(self, micro_batch_size: int, checkpointing: int | str) -> Trace:
+        try:
+            return self._run(micro_batch_size, checkpointing, shortens=False)
+        except UserError:
+            raise
+        except Exception as error:  # the model's own, on tensors that have no values
+            text = str(error).splitlines()[0] if str(error) else ""
+            rule = f"cannot be planned: on tensors without values it fails with {type(error).__name__}: {text}"
+            raise setting_error("model.name", self.config.model.name, rule) from error
 
     def _run(self, micro_batch_size: int, checkpointing: int | str, shortens: bool) -> Trace:
         model = copy.deepcopy(self._model)
@@ -156,10 +181,12 @@ def _trace(
     blocks = find_blocks(model, config.recipe)
     facts = _unit_facts(model, units, moments_of(model, config.optim))
     if device_type == "cuda":  # one that is not there cannot be faked: on a CPU build of torch autograd refuses it
-        use_gpu_kernels((model, *blocks))
+        use_gpu_kernels(model)
+    before = [vars(block).get("forward") for block in blocks]
     apply_activation_checkpointing(blocks, checkpointing)
+    checkpointed = {id(b) for b, forward in zip(blocks, before, strict=True) if vars(b).get("forward") is not forward}
     compute_dtype = getattr(torch, config.fsdp.param_dtype)
-    repetition = _Repetition(model, units if shortens else ())
+    repetition = _Repetition(model, units if shortens else (), checkpointed)
     with warnings.catch_warnings(), FakeTensorMode():
         warnings.simplefilter("ignore")  # of hooks on views, which are FSDP's to warn of
         buffer_bytes = _make_fake(model, compute_dtype, repetition.left_out)
@@ -179,8 +206,8 @@ def _trace(
             del loss
             recorder.mark("end", len(units))
     events = tuple(_without_block_marks(repetition.repeated(recorder.events)))
-    num_tokens = math.prod(shape)
-    return Trace(events, facts, buffer_bytes, 2 * 8 * num_tokens, num_tokens)
+    facts = _without_unused(facts, repetition.like(meter.unused(model)))
+    return Trace(events, facts, buffer_bytes, 2 * 8 * math.prod(shape), count_matrix_parameters(model))
 
 
 def _unit_facts(model: nn.Module, units: Sequence[ShardUnit], moments: Mapping[int, int]) -> tuple[UnitFacts, ...]:
@@ -208,6 +235,19 @@ def _unit_facts(model: nn.Module, units: Sequence[ShardUnit], moments: Mapping[i
                 )
         found[number] = UnitFacts(name, tuple(own))
     return tuple(found[number] for number in range(len(units) + 1))
+
+
+def _without_unused(units: tuple[UnitFacts, ...], unused: set[str]) -> tuple[UnitFacts, ...]:
+    """Return the units; parameters that get no gradient are not reduced, and the optimizer keeps nothing for them."""
+    return tuple(
+        replace(
+            unit,
+            parameters=tuple(
+                replace(p, is_trained=False, moments=0) if p.name in unused else p for p in unit.parameters
+            ),
+        )
+        for unit in units
+    )
 
 
 def _make_fake(model: nn.Module, compute_dtype: torch.dtype, left_out: set[int]) -> int:
@@ -284,6 +324,14 @@ class _Meter(TorchDispatchMode):
             self._with_gradient.add(id(parameter))
             self._gradients += parameter.grad.numel() * parameter.grad.element_size()
 
+    def unused(self, model: nn.Module) -> set[str]:
+        """Return the names of the trainable parameters that have got no gradient."""
+        return {
+            name
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad and not parameter.is_meta and id(parameter) not in self._with_gradient
+        }
+
     def cut(self) -> Segment:
         """Return what has happened since the last cut, and begin anew."""
         gradients = self._gradients - self._start_gradients
@@ -322,7 +370,12 @@ class _Recorder:
     def watch_block(self, block: nn.Module, position: int) -> None:
         """Note where the block begins, in both passes."""
         block.register_forward_pre_hook(lambda *_: self.mark("block_forward", position))
-        block.register_forward_hook(lambda _, __, output: self._when_gradient("block_backward", position, output))
+
+        def after(block: nn.Module, args: Any, output: Any) -> None:
+            self._when_gradient("block_backward", position, output)
+            self.mark("block_return", position)
+
+        block.register_forward_hook(after)
 
     def watch_unit(self, modules: Sequence[nn.Module], unit: int, is_root: bool = False) -> None:
         """Note what FSDP's hooks on `modules`, gathered together, do.
@@ -411,6 +464,7 @@ class _Run:
     """
 
     blocks: tuple[nn.Module, ...]
+    names: tuple[str, ...]
     period: int
     num_skipped: int
 
@@ -430,10 +484,11 @@ class _Run:
 class _Repetition:
     """Leaves out the middle of long runs of equal blocks, and puts copies of its like into the events."""
 
-    def __init__(self, model: nn.Module, units: Sequence[ShardUnit]) -> None:
-        self.runs = _find_runs(model) if units else []
+    def __init__(self, model: nn.Module, units: Sequence[ShardUnit], checkpointed: set[int]) -> None:
+        self.runs = _find_runs(model, checkpointed) if units else []
         self.left_out = {id(m) for run in self.runs for block in run.skipped for m in block.modules()}
         self._place: list[tuple[_Run, int]] = []  # of each watched block, by the number in its marks
+        self._calls: dict[int, list[tuple[int, Any]]] = {id(run): [] for run in self.runs}
         self._home: dict[int, tuple[_Run, int, str]] = {}  # of each unit: its block, and its name therein
         self._unit_at: dict[tuple[int, int, str], int] = {}
         for run in self.runs:
@@ -452,6 +507,7 @@ class _Repetition:
         """Mark where blocks begin, and let those that are left out pass on what they are given."""
         for run in self.runs:
             for position, block in enumerate(run.blocks):
+                block.register_forward_pre_hook(self._note_call(run, position), with_kwargs=True)
                 recorder.watch_block(block, len(self._place))
                 self._place.append((run, position))
                 if block in run.skipped:
@@ -459,12 +515,51 @@ class _Repetition:
                 else:
                     block.register_forward_hook(_check_form)
 
+    def like(self, names: set[str]) -> set[str]:
+        """Return the names of parameters, and those of the same parameters of blocks that were left out."""
+        found = set(names)
+        for run in self.runs:
+            for position in range(run.first_skipped, run.first_behind):
+                template = run.names[run.period + position % run.period]
+                inside = f"{template}."
+                found |= {f"{run.names[position]}.{n.removeprefix(inside)}" for n in names if n.startswith(inside)}
+        return found
+
+    def _note_call(self, run: _Run, position: int) -> Callable[..., None]:
+        def note(block: nn.Module, args: Any, kwargs: Any) -> None:
+            self._calls[id(run)].append((position, _form((args, kwargs))))
+
+        return note
+
+    def _check(self, events: Sequence[Event]) -> None:
+        """Raise _NotRepeated unless the model treats the blocks that were left out as it does those in their stead.
+
+        They must be called one after another, with arguments of the same form and the same plain values, and what
+        the model does between them must be the same.
+        """
+        for run in self.runs:
+            calls, size = self._calls[id(run)], len(run.blocks)
+            if len(calls) % size or [position for position, _ in calls] != [*range(size)] * (len(calls) // size):
+                raise _NotRepeated
+            for number, (position, form) in enumerate(calls):
+                if position >= run.period and position % size >= 1 and form != calls[number - run.period][1]:
+                    raise _NotRepeated
+            between: dict[int, set[Any]] = {}
+            for event, following in itertools.pairwise(events):
+                if event.mark == "block_return" and following.mark == "block_forward":
+                    place, position = self._place[event.unit]
+                    if place is run and run.period <= position < run.first_behind:
+                        between.setdefault(position % run.period, set()).add(frozenset(following.before.work))
+            if any(len(kinds) > 1 for kinds in between.values()):
+                raise _NotRepeated
+
     def repeated(self, events: Sequence[Event]) -> list[Event]:
         """Return the events with copies of the second period for what was left out.
 
         A period is what happens from the mark of its first block to that of the next period's: the model's own work
         between blocks is part of it, and what it did around blocks that were left out is dropped.
         """
+        self._check(events)
         done: list[Event] = []
         number = 0
         while number < len(events):
@@ -506,6 +601,15 @@ class _Repetition:
         return self._unit_at[id(run), home[1] + distance, home[2]]
 
 
+def _form(arguments: Any) -> Any:
+    """Return what two calls must have in common: structure, shapes and dtypes, and values that are no tensors."""
+    leaves, structure = tree_flatten(arguments)
+    return str(structure), [
+        (tuple(leaf.shape), leaf.dtype, leaf.requires_grad) if isinstance(leaf, torch.Tensor) else repr(leaf)
+        for leaf in leaves
+    ]
+
+
 def _pass_on(*args: Any, **kwargs: Any) -> Any:
     if not args:
         raise _NotRepeated
@@ -533,28 +637,33 @@ def _without_block_marks(events: Iterable[Event]) -> Iterator[Event]:
             held = Segment()
 
 
-def _find_runs(model: nn.Module) -> list[_Run]:
+def _find_runs(model: nn.Module, checkpointed: set[int]) -> list[_Run]:
     """Return the runs of equal blocks that are worth shortening: children of a list of modules, not inside another."""
     runs: list[_Run] = []
     inside: set[int] = set()
     shared = {id(model.get_parameter(group[0])) for group in tied_names(model)}
-    for parent in model.modules():
+    for parent_name, parent in model.named_modules():
         if not isinstance(parent, (nn.ModuleList, nn.Sequential)) or id(parent) in inside:
             continue
         blocks = tuple(parent.children())
         if len(blocks) < 4:
             continue
         counted = _counted_settings(blocks)
-        kinds = [_kind(block, counted, shared) for block in blocks]
+        kinds = [_kind(block, counted, shared, checkpointed) for block in blocks]
         for period in range(1, min(_LONGEST_PERIOD, len(blocks) // 4) + 1):
             if all(kinds[n] == kinds[n - period] for n in range(period, len(blocks))):
-                runs.append(_Run(blocks, period, (len(blocks) - 3 * period) // period * period))
+                num_skipped = (len(blocks) - 3 * period) // period * period
+                if num_skipped < 2 * period:  # with fewer there is nothing to compare what lies between them with
+                    break
+                inner = "".join([parent_name, "."] if parent_name else [])
+                names = tuple(f"{inner}{name}" for name, _ in parent.named_children())
+                runs.append(_Run(blocks, names, period, num_skipped))
                 inside |= {id(module) for block in blocks for module in block.modules()}
                 break
     return runs
 
 
-def _kind(block: nn.Module, counted: set[tuple[str, str]], shared: set[int]) -> Any:
+def _kind(block: nn.Module, counted: set[tuple[str, str]], shared: set[int], checkpointed: set[int]) -> Any:
     """Return what two blocks must have in common to be one and the same here: modules, shapes and plain settings.
 
     Settings in `counted` are not among these.  What shares a parameter is like nothing else.
@@ -567,14 +676,20 @@ def _kind(block: nn.Module, counted: set[tuple[str, str]], shared: set[int]) -> 
             for key, tensor in (*module._parameters.items(), *module._buffers.items())
             if tensor is not None
         ]
-        parts.append((name, type(module), "forward" in vars(module), settings, tensors))
+        parts.append((name, type(module), id(module) in checkpointed, settings, tensors))
     return parts
 
 
 def _settings(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the attributes that are the module's own settings, as far as two modules can be compared by them."""
     for key, value in vars(module).items():
-        if isinstance(value, (int, float, str, bool, tuple)) and not key.startswith("_"):
-            yield key, value
+        if key in _OF_EVERY_MODULE or isinstance(value, (torch.Tensor, nn.Module)):
+            continue
+        is_plain = value is None or isinstance(value, (int, float, str, bool, tuple, list, dict, set, torch.dtype))
+        yield key, value if is_plain or dataclasses.is_dataclass(value) else id(value)
+
+
+_OF_EVERY_MODULE = frozenset({*vars(nn.Module()), "forward"})
 
 
 def _counted_settings(blocks: Sequence[nn.Module]) -> set[tuple[str, str]]:

@@ -71,12 +71,13 @@ class _Search:
         fitting: list[Plan] = []
         smallest: Plan | None = None
         for micro in self._micro_batches:
-            plans = [plan for kind in self._checkpointing for plan in self._with_resharding(micro, kind)]
-            smallest = min([*plans, *([smallest] if smallest else [])], key=lambda plan: plan.memory.peak.total)
-            found = [plan for plan in plans if plan.fits]
-            fitting += found
-            if not found:
-                break  # a larger micro-batch needs more
+            for kind in self._checkpointing:  # from what needs least: where that does not fit, nothing does
+                plans = list(self._with_resharding(micro, kind))
+                smallest = min([*plans, *([smallest] if smallest else [])], key=lambda plan: plan.memory.peak.total)
+                found = [plan for plan in plans if plan.fits]
+                fitting += found
+                if not found:
+                    break
         if not fitting:
             assert smallest is not None
             raise UserError(self._nothing_fits(smallest))
@@ -100,7 +101,8 @@ class _Search:
         setting = self.config.train.activation_checkpoint
         if setting != AUTO:
             return [setting]
-        return checkpointing_choices(self.config)
+        frugal = ("full", "selective", 2, 4, "none")
+        return sorted(checkpointing_choices(self.config), key=frugal.index)
 
     def _plan(self, micro: int, checkpointing: int | str, reshard: int | str | list[int | str]) -> Plan:
         self.num_candidates += 1
@@ -160,7 +162,9 @@ class _Search:
             improves = False
             for unit in range(plan.trace.root):
                 reshard = _as_list(found[-1])
-                for entry in {"never", *self._entries} - {reshard[unit]}:
+                for entry in ("never", *self._entries):
+                    if entry == reshard[unit]:
+                        continue
                     changed = [*reshard[:unit], entry, *reshard[unit + 1 :]]
                     other = self._plan(int(train.micro_batch_size), train.activation_checkpoint, changed)
                     if other.fits and other.time.total_s < (1 - _LEAST) * found[-1].time.total_s:
@@ -171,9 +175,9 @@ class _Search:
     def _simplified(self, plan: Plan) -> Plan:
         """Return the plan with a word or a number for a list of equal entries."""
         entries, train = _as_list(plan), plan.config.train
-        if len(set(entries)) != 1:
+        if len(set(entries)) > 1:
             return plan
-        entry = "default" if entries[0] == "always" else entries[0]
+        entry = "default" if entries[:1] in ([], ["always"]) else entries[0]
         return self._plan(int(train.micro_batch_size), train.activation_checkpoint, entry)
 
     def _nothing_fits(self, smallest: Plan) -> str:
@@ -205,8 +209,9 @@ def _changes(plan: Plan) -> Iterator[tuple[str, RunConfig, MeshShape]]:
     train, fsdp = config.train, config.fsdp
     if train.activation_checkpoint != "full":
         yield "train.activation_checkpoint=full", _with(config, activation_checkpoint="full"), mesh
-    if int(train.micro_batch_size) > 1:
-        yield "train.micro_batch_size=1", _with(config, micro_batch_size=1), mesh
+    for_each_rank = train.global_batch_size // mesh.num_ranks
+    for size in {1, for_each_rank} - {int(train.micro_batch_size)}:
+        yield f"train.micro_batch_size={size}", _with(config, micro_batch_size=size), mesh
     if fsdp.reshard_after_forward not in ("always", "default"):
         whole = replace(config, fsdp=replace(fsdp, reshard_after_forward="always"))
         yield "fsdp.reshard_after_forward=always", whole, mesh

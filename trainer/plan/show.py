@@ -17,7 +17,7 @@ from rich.text import Text
 from trainer.plan.machine import GIB
 from trainer.plan.memory import Moment, memory_of
 from trainer.plan.plan import Plan
-from trainer.plan.search import Choice, chosen_settings, short
+from trainer.plan.search import Choice, chosen_settings, remedies, short
 from trainer.plan.step import Kind
 
 _COLOURS: dict[Kind, str] = {
@@ -45,6 +45,21 @@ def print_plan(plan: Plan, choice: Choice | None = None, console: Console | None
         console.print()
         console.print(Text(title, style="bold"))
         console.print(table)
+    for line in [*_left_out(plan), *([] if plan.fits else remedies(plan))]:
+        console.print(Text(line))
+
+
+def _left_out(plan: Plan) -> list[str]:
+    """Return in words what the plan does not count."""
+    config = plan.config
+    lines = []
+    if config.optim.name == "muon":
+        lines.append("not counted: what Muon sends, and multiplies, to orthogonalise whole matrices")
+    if config.fsdp.cpu_offload:
+        lines.append("not counted: time of copies to and from host memory, and of the optimizer there")
+    if config.train.compile:
+        lines.append("not counted: what torch.compile saves")
+    return lines
 
 
 def memory_text(plan: Plan) -> str:

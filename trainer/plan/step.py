@@ -171,7 +171,8 @@ class Step:
         for event in self.trace.events:
             group = self._groups[event.unit]
             is_backward = is_backward or event.mark in ("pre_backward", "end")
-            self._compute(event.before, event.unit, is_backward)
+            adds_in_place = group.adds_in_place if event.mark == "post_backward" else self._adds_in_place
+            self._compute(event.before, event.unit, is_backward, adds_in_place)
             if event.mark == "pre_forward":
                 self._pre_forward(group)
             elif event.mark == "post_forward":
@@ -183,9 +184,9 @@ class Step:
             else:
                 self._end(is_last)
 
-    def _compute(self, segment: Segment, unit: int, is_backward: bool) -> None:
-        self.watcher.compute(segment, unit, is_backward, self._adds_in_place)
-        if segment.gradients and not self._adds_in_place:
+    def _compute(self, segment: Segment, unit: int, is_backward: bool, adds_in_place: bool) -> None:
+        self.watcher.compute(segment, unit, is_backward, adds_in_place)
+        if segment.gradients and not adds_in_place:
             self._gradients += segment.gradients
             self.watcher.allocate("unsharded gradients", segment.gradients)
 
@@ -374,6 +375,9 @@ class Step:
             self._post_backward(group, is_last)
             group.phase = "idle"
             group.order.clear()
+            if group.is_pending:  # gathered ahead, and not needed after all
+                group.is_pending = False
+                self.watcher.free("all-gather buffers", sum(group.sizes.unsharded) * (self._ranks_of(group) > 1))
             if group.held:
                 self.watcher.free("reduction buffers", group.held)
                 group.held = 0
