@@ -53,7 +53,7 @@ TRACKED = [
 MORE_TRACKED = [
     ("llama3_1b", ["data.seq_len=2048"], (1, 8)),
     ("llama3_1b", [*SHALLOW, ALWAYS, FULL], (2, 8)),
-    ("llama3_1b", [*SHALLOW, "fsdp.param_dtype=float32"], (1, 8)),
+    ("llama3_1b", [*SHALLOW, "model.tie_embeddings=false", "fsdp.param_dtype=float32"], (1, 8)),
     ("llama3_1b", [*SHALLOW, "fsdp.reduce_dtype=bfloat16"], (4, 2)),
     ("llama3_1b", [*SHALLOW, "train.micro_batch_size=4"], (1, 8)),
     ("llama3_1b", [*SHALLOW, "model.tie_embeddings=false", FULL], (1, 512)),
@@ -68,7 +68,7 @@ MORE_TRACKED = [
     ("llama3_8b", [*SHALLOW, "fsdp.reduce_dtype=bfloat16", FULL], (2, 8)),
     ("llama3_8b", [*SHALLOW, "fsdp.prefetch_forward=2", "fsdp.prefetch_backward=2"], (1, 8)),
     ("llama3_8b", ["data.seq_len=1024", FULL], (1, 16)),
-    ("llama3_8b", [*SHALLOW, "fsdp.wrap=size:100000000"], (1, 8)),
+    ("llama3_8b", [*SHALLOW, "fsdp.wrap=size:100000000", FULL], (1, 8)),
     ("llama3_70b", [*SHALLOW, NEVER, FULL], (1, 64)),
     ("llama3_70b", [*SHALLOW, ALWAYS], (1, 64)),
     ("llama3_70b", [*SHALLOW, SELECTIVE], (2, 64)),
@@ -105,6 +105,7 @@ METERED: list[tuple[str, list[str], tuple[int, int], int]] = [
     ("llama_small", [*SMALL, "train.activation_checkpoint=3"], (1, 4), 1),
     ("llama_small", [], (4, 1), 2),
     ("gpt2", ["train.micro_batch_size=1", "model.num_layers=6"], (2, 4), 2),
+    ("llama3_1b", [*SHALLOW, "fsdp.param_dtype=float32"], (1, 8), 1),
 ]
 
 
