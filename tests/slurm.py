@@ -174,9 +174,15 @@ class Cluster:
         path = self.folder / f"{job}.out"
         return path.read_text() if path.exists() else ""
 
-    def wait_for_end(self, job: str, timeout_s: float = 180) -> dict[str, str]:
+    def wait_for_end(self, job: str, restarts: int = 0, timeout_s: float = 180) -> dict[str, str]:
+        """Wait until the job has ended after so many restarts: between two of them it may seem to have, for a moment."""
+
+        def has_ended() -> bool:
+            found = self.job(job)
+            return found["JobState"] in OVER and int(found["Restarts"]) >= restarts
+
         try:
-            wait_until(lambda: self.job(job)["JobState"] in OVER, f"the end of job {job}", timeout_s)
+            wait_until(has_ended, f"the end of job {job} after {restarts} restarts", timeout_s)
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.job(job)}\n{self.log(job)}") from error
         return self.job(job)

@@ -92,7 +92,7 @@ def ends_and_starts(folder: Path) -> list[dict[str, Any]]:
 def assert_finished(
     cluster: Cluster, job: str, folder: Path, undisturbed: Ran, restarts: int = 0, world_size: int = 4
 ) -> None:
-    ended = cluster.wait_for_end(job)
+    ended = cluster.wait_for_end(job, restarts)
     assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", str(restarts)), cluster.log(job)
     assert ran(folder).status["state"] == "finished"
     starts = [line for line in ran(folder).metrics if line["kind"] == "start"]
@@ -227,9 +227,9 @@ def test_failures_are_requeued_on_request_and_not_for_ever(cluster: Cluster, tmp
     left = submit(cluster, tmp_path / "left", PYTHON="false")
     folder = tmp_path / "run"
     job = submit(cluster, folder, PYTHON="false", REQUEUE_FAILED="1", MAX_IDLE="2")
-    for name, restarts in ((left, "0"), (job, "1")):
-        ended = cluster.wait_for_end(name)
-        assert (ended["JobState"], ended["Restarts"]) == ("FAILED", restarts)
+    for name, restarts in ((left, 0), (job, 1)):
+        ended = cluster.wait_for_end(name, restarts)
+        assert (ended["JobState"], ended["Restarts"]) == ("FAILED", str(restarts)), cluster.log(name)
     assert f"job {job} restart 1 step 0 not requeued: fewer than 3 updates in each of 2 attempts in a row" in attempts(
         folder
     )
@@ -244,8 +244,8 @@ def test_a_sweep(cluster: Cluster, tmp_path: Path) -> None:
     last = f"{array}_1"  # whose own id is the array's
     wait_for_step(cluster, last, tmp_path / "1", 5)
     cluster.call("scancel", "--signal=USR1", "--batch", last)
-    for number, restarts in ((0, "0"), (1, "1")):
-        ended = cluster.wait_for_end(f"{array}_{number}")
-        assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", restarts)
+    for number, restarts in ((0, 0), (1, 1)):
+        ended = cluster.wait_for_end(f"{array}_{number}", restarts)
+        assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", str(restarts)), cluster.log(f"{array}_{number}")
     peaks = [max(ran(tmp_path / str(number)).train("lr")) for number in (0, 1)]
     assert math.isclose(peaks[1], 3 * peaks[0])
