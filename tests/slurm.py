@@ -175,7 +175,7 @@ class Cluster:
         return path.read_text() if path.exists() else ""
 
     def wait_for_end(self, job: str, restarts: int = 0, timeout_s: float = 180) -> dict[str, str]:
-        """Wait until the job has ended after so many restarts: between two of them it may seem to have, for a moment."""
+        """Wait until the job has ended after so many restarts: before each it may seem to have, for a moment."""
 
         def has_ended() -> bool:
             found = self.job(job)

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from tests.ranks import REPOSITORY, Ran, run_tiny, tiny_overrides
-from tests.slurm import OVER, Cluster, missing_programs, slurm_cluster, wait_until
+from tests.slurm import Cluster, missing_programs, slurm_cluster, wait_until
 
 MISSING = missing_programs()
 pytestmark = [
@@ -79,10 +79,12 @@ def ran(folder: Path) -> Ran:
 
 def wait_for_step(cluster: Cluster, job: str, folder: Path, step: int) -> None:
     def is_there() -> bool:
-        assert cluster.job(job)["JobState"] not in OVER, cluster.log(job)
         return (folder / "metrics.jsonl").exists() and f'"step": {step},' in (folder / "metrics.jsonl").read_text()
 
-    wait_until(is_there, f"step {step} of job {job}", 180)
+    try:
+        wait_until(is_there, f"step {step} of job {job}", 180)
+    except AssertionError as error:
+        raise AssertionError(f"{error}\n{cluster.job(job)}\n{cluster.log(job)}") from error
 
 
 def ends_and_starts(folder: Path) -> list[dict[str, Any]]:
