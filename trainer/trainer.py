@@ -754,8 +754,7 @@ class Trainer:
         """Record how the run failed.  Calls no collective: the other ranks may be anywhere."""
         self.watchdog.explain(error)
         self.watchdog.stop()
-        if explanation := self.forecast.explain(error):
-            print(explanation, file=sys.stderr, flush=True)
+        self.forecast.explain(error)
         first = self.world.announce_failure(error)
         self.checkpoints.wait(self.config.run.timeout_s)  # what is in flight is finished: it is good
         if isinstance(error, UserError) and self.phase in ("built", "restored"):

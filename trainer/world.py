@@ -209,15 +209,23 @@ class World(Channel):
             dist.all_reduce(value)
         return value
 
-    def is_first_to(self, what: str) -> bool:
-        """Return whether no other rank has asked for this before: one of them is to do it.  Calls no collective."""
-        messages = self.messages
+    def once(self, what: str, work: Callable[[], None]) -> None:
+        """Let the first rank that comes here do the work; the others wait for it, half a minute at most.
+
+        No collective is called: some ranks may never come.
+        """
+        messages, key = self.messages, f"meshtrainer/once/{what}"
+        if messages is None:
+            work()
+            return
         try:
-            return messages is None or messages.compare_set(f"meshtrainer/first/{what}", "", str(self.rank)) == str(
-                self.rank
-            )
-        except RuntimeError:  # the process that keeps the store has gone
-            return True
+            if messages.compare_set(key, "", str(self.rank)) == str(self.rank):
+                work()
+                messages.set(f"{key}/done", "yes")
+            else:
+                messages.wait(f"{key}/done", _ONCE_S)
+        except RuntimeError as lost:  # the store has gone, or it took too long: nothing depends on it
+            print(f"warning: rank {self.rank}: {what}: {lost}", file=sys.stderr, flush=True)
 
     def announce_failure(self, error: BaseException) -> str | None:
         """Tell the other ranks that this one fails.  Returns what failed first if that was another rank.
@@ -245,6 +253,9 @@ class World(Channel):
             self.barrier()
             dist.destroy_process_group()
 
+
+_ONCE_S = 30.0
+"""Seconds that ranks wait for one of them to do something for all."""
 
 _DEFAULT_TIMEOUTS = (timedelta(minutes=30), timedelta(minutes=10))
 """What torch gives a group for which nobody has chosen: gloo and NCCL."""

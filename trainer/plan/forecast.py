@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import sys
 from collections import deque
 from dataclasses import replace
 from functools import cached_property
@@ -136,10 +137,14 @@ class Forecast:
             )
         return words
 
-    def explain(self, error: BaseException) -> str:
-        """Return, for an error that says that memory is full, what was planned and what would fit; else nothing."""
-        if not _is_out_of_memory(error) or not self._world.is_first_to("explain") or self.plan is None:
-            return ""
+    def explain(self, error: BaseException) -> None:
+        """Print, for an error that says that memory is full, what was planned and what would fit: on one rank."""
+        if _is_out_of_memory(error):
+            self._world.once("explain", lambda: print(self._explanation(), file=sys.stderr, flush=True))
+
+    def _explanation(self) -> str:
+        if self.plan is None:
+            return f"out of memory (no plan: {self.why_not})"
         lines = ["out of memory"]
         if self._world.device.type == "cuda":
             allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
