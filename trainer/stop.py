@@ -61,7 +61,7 @@ class StopRequest:
 
     def watch(self, notice: Path | None, deadline: float | None) -> None:
         """Look for the file too, and at the clock: `deadline` in seconds since 1970.  One rank does it for all."""
-        self._notice, self._deadline = notice, deadline
+        self._notice, self._deadline, self._found = notice, deadline, None
 
     def reason(self, needs_s: float = 0.0) -> str | None:
         """Return what asks to stop by now, or None.  `needs_s`: how long stopping takes, so when to begin with it."""
