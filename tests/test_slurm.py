@@ -211,7 +211,8 @@ def test_slurmstepd_is_killed(num_nodes: int, cluster: Cluster, undisturbed: Ran
         assert text.count("\nsay begins\n") == 1
         script.write_text(text.replace("\nsay begins\n", "\nsay begins\nsrun true\n"))
     options = {"script": str(script), "REQUEUE_FAILED": "1", "LEAVE_S": "5"}
-    job = submit(cluster, folder, f"--nodes={num_nodes}", **options)  # type: ignore[arg-type]
+    # Slowly, so that the run is not through before the ranks have noticed: they give a save in flight its time.
+    job = submit(cluster, folder, f"--nodes={num_nodes}", rest_s=0.5, **options)  # type: ignore[arg-type]
     wait_for_step(cluster, job, folder, 10)
     first = ranks_of(cluster, job, step)
     assert len(first) == world_size
