@@ -217,3 +217,15 @@ def test_the_last_evaluation_is_made_up_for(tmp_path: Path, monkeypatch: pytest.
     assert ran.exit_code == 75, ran.stderr
     again = run_tiny(tmp_path / "run", *own)
     assert [line["step"] for line in again.metrics if line["kind"] == "eval"] == [3, 4]
+
+
+def test_what_is_said_to_nobody_does_not_end_a_thread() -> None:
+    """Whoever read stderr has died with the launcher; the rank still has to announce that, and to end."""
+    code = "from trainer.errors import say; say('lost'); print('goes on')"
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        ended = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=writer, text=True)
+    finally:
+        os.close(writer)
+    assert (ended.returncode, ended.stdout) == (0, "goes on\n")

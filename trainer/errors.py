@@ -6,6 +6,7 @@ value, the rule that it breaks, and the nearest legal value, because that is wha
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import sys
 from collections.abc import Callable, Iterable
@@ -29,15 +30,23 @@ class PeerFailed(Exception):
     """Another rank failed first; its error is the one to show, this rank only leaves.  Exit code 1."""
 
 
+def say(text: str) -> None:
+    """Print on stderr, whoever reads it: where nobody does any more, because who started this process has died, what
+    follows must still be done.
+    """
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
+
+
 def run_command(work: Callable[[], int]) -> int:
     """Return the exit code of what a command line asks for; what a user should know is printed without a traceback."""
     try:
         return work()
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        say(f"error: {error}")
         return EXIT_USER_ERROR
     except (TrainingFailed, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        say(f"error: {error}")
         return EXIT_FAILED
 
 

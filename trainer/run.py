@@ -7,6 +7,7 @@ Whatever can be found wrong is found before torch is imported and before a proce
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -32,6 +33,7 @@ from trainer.errors import (
     TrainingFailed,
     UserError,
     nearest,
+    say,
     setting_error,
 )
 
@@ -149,7 +151,7 @@ def _report(error: UserError, env: Environment) -> int:
     _ignore_termination()
     if env.rank == 0:
         prefix = "" if str(error).startswith("usage:") else "error: "
-        print(f"{prefix}{error}", file=sys.stderr, flush=True)
+        say(f"{prefix}{error}")
     else:
         time.sleep(_REPORT_S)
     return EXIT_USER_ERROR
@@ -178,13 +180,12 @@ def _train(config: RunConfig) -> int:
         return _report(error, find_environment())
     except TrainingFailed as error:
         if find_environment().rank == 0:
-            print(f"error: {error}", file=sys.stderr, flush=True)
+            say(f"error: {error}")
         return EXIT_FAILED
     except BaseException as error:
         first = trainer.world.first_failure if trainer is not None else None
         if first is None and not isinstance(error, PeerFailed):
-            traceback.print_exc()
-        sys.stderr.flush()
+            say(traceback.format_exc().rstrip())
         return EXIT_FAILED
 
 
@@ -251,8 +252,9 @@ def leave(exit_code: int) -> NoReturn:
     Process groups that are still alive when the interpreter takes itself apart abort it: 13 of 16 finished runs died
     with "terminate called without an active exception".
     """
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):  # nobody reads it any more
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(exit_code)
 
 

@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 import socket
-import sys
 import threading
 import time
 import uuid
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import RunConfig
-from trainer.errors import EXIT_FAILED, UserError, setting_error
+from trainer.errors import EXIT_FAILED, UserError, say, setting_error
 from trainer.files import find_folder, write_and_sync, write_atomically
 
 
@@ -87,7 +86,7 @@ class RunFolder:
             try:
                 write_atomically(self.path / "status.json", json.dumps(status) + "\n")
             except OSError as error:  # a full disk must not hide what the run has to say
-                print(f"warning: {self.path}/status.json cannot be written: {error}", file=sys.stderr, flush=True)
+                say(f"warning: {self.path}/status.json cannot be written: {error}")
 
     def has_finished(self) -> bool:
         """Return whether `status.json` says so."""
@@ -211,7 +210,7 @@ class Owner:
                 owner = self._read()
                 if owner is not None and owner != self._own and owner.get("pid") != self._own["pid"]:
                     # This process stood still for so long that it was taken for dead.  Two must not write here.
-                    print(f"error: {self.folder} was taken over by {owner}; this run ends", file=sys.stderr, flush=True)
+                    say(f"error: {self.folder} was taken over by {owner}; this run ends")
                     os._exit(EXIT_FAILED)
                 os.utime(self.path)
             except OSError:  # the file system is away; it may come back

@@ -35,7 +35,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from trainer.config import RunConfig
-from trainer.errors import EXIT_FAILED, PeerFailed
+from trainer.errors import EXIT_FAILED, PeerFailed, say
 from trainer.world import Messages, World
 
 IN_UPDATE = ("data", "forward", "backward", "reduce", "optimizer")
@@ -260,7 +260,7 @@ class Watchdog:
         store, rank = self._world.messages, self._world.rank
         if store is None:
             own = self.standing(why)
-            _print(table(why, [own]))
+            say(table(why, [own]))
             if self._world.owns_group:
                 self._end(reason_of(why, [own]), is_stuck=_is_stuck([own]))
             return
@@ -273,14 +273,14 @@ class Watchdog:
                 if all(standing.within for standing in find_late(standings)) and not why.startswith(_TIMED_OUT):
                     verdict = "go on"
                 else:
-                    _print(table(why, standings))
+                    say(table(why, standings))
                     self._world.announce_failure(PeerFailed(reason_of(why, standings)))
                 store.set(self._key("verdict"), verdict)
             else:
                 store.wait(self._key("verdict"), _VERDICT_S)
                 verdict = store.get(self._key("verdict"))
         except RuntimeError as lost:  # the store has gone, or rank 0 does not answer
-            _print(f"{table(why, [self.standing(why)])}\nrank 0 does not answer rank {rank}: {lost}")
+            say(f"{table(why, [self.standing(why)])}\nrank 0 does not answer rank {rank}: {lost}")
             self._leave(is_stuck=True)
         if verdict == "go on":
             self._round += 1
@@ -315,7 +315,6 @@ class Watchdog:
             time.sleep(0.1)
         if self._world.rank != 0:
             time.sleep(_GRACE_S)  # rank 0 has something to write, and to tell
-        sys.stderr.flush()
         os._exit(EXIT_FAILED)
 
     def standing(self, why: str = "") -> Standing:
@@ -388,10 +387,6 @@ def table(why: str, standings: Sequence[Standing]) -> str:
     for row in late[:4]:
         lines += [f"rank {row.rank} is at", *(f"  {line}" for line in row.stack)] if row.answers else []
     return "\n".join(lines)
-
-
-def _print(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 # ---------------------------------------------------------------------------------------------------------------

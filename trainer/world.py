@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import itertools
 import os
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -23,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trainer.config import MeshShape, RunConfig, find_mesh_shape
 from trainer.environment import Environment, export_slurm_rendezvous, find_environment, keep_freed_memory
-from trainer.errors import EXIT_FAILED, EXIT_STOPPED, PeerFailed, UserError, setting_error
+from trainer.errors import EXIT_FAILED, EXIT_STOPPED, PeerFailed, UserError, say, setting_error
 from trainer.stop import was_asked_early
 
 REPLICATE, SHARD = "replicate", "shard"
@@ -225,7 +224,7 @@ class World(Channel):
             else:
                 messages.wait(f"{key}/done", _ONCE_S)
         except RuntimeError as lost:  # the store has gone, or it took too long: nothing depends on it
-            print(f"warning: rank {self.rank}: {what}: {lost}", file=sys.stderr, flush=True)
+            say(f"warning: rank {self.rank}: {what}: {lost}")
 
     def announce_failure(self, error: BaseException) -> str | None:
         """Tell the other ranks that this one fails.  Returns what failed first if that was another rank.
@@ -292,7 +291,7 @@ def _rendezvous(timeout: timedelta) -> tuple[Store, int, int]:
     while meeting.is_alive():  # in a thread, so that signals are heard meanwhile
         meeting.join(0.2)
         if was_asked_early():
-            print("stopped before all ranks have met", file=sys.stderr, flush=True)
+            say("stopped before all ranks have met")
             os._exit(EXIT_STOPPED)
     if errors:
         raise errors[0]
@@ -374,7 +373,7 @@ class _FailureWatch(threading.Thread):
             try:
                 failure = self._failure()
             except NoAnswer as lost:
-                print(f"error: rank {self._rank}: lost rank 0: {lost}; this rank ends", file=sys.stderr, flush=True)
+                say(f"error: rank {self._rank}: lost rank 0: {lost}; this rank ends")
                 failure, patience_s = f"lost rank 0: {lost}", 0.0
             except RuntimeError:
                 failure = "lost rank 0, and the store that it kept"
@@ -393,7 +392,7 @@ class _FailureWatch(threading.Thread):
         if self._parent is None or os.getppid() == self._parent:
             return ""
         orphaned = f"rank {self._rank}: the process that started it has died"  # nobody would start or end us
-        print(f"error: {orphaned}; this rank ends", file=sys.stderr, flush=True)
+        say(f"error: {orphaned}; this rank ends")
         return self._messages.compare_set(_FAILURE, "", orphaned)
 
     def stop(self, wait: bool = True) -> None:

@@ -9,14 +9,13 @@ import math
 import os
 import queue
 import signal
-import sys
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from trainer.config import RunConfig
-from trainer.errors import setting_error
+from trainer.errors import say, setting_error
 from trainer.files import write_atomically
 from trainer.metrics.goodput import Ledger
 from trainer.metrics.record import Record, read_records
@@ -227,4 +226,4 @@ def _numbers(record: Record) -> dict[str, float]:
 
 def warn(message: str) -> None:
     """Say something on stderr that does not stop the run."""
-    print(f"warning: {message}", file=sys.stderr, flush=True)
+    say(f"warning: {message}")
