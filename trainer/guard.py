@@ -20,14 +20,14 @@ class SkipCounter:
         self.total = 0
         self.in_a_row = 0
 
-    def admits(self, grad_norm: float, loss: float, step: int) -> bool:
-        """Return whether the update counts; the same on every rank, because both values are.
+    def count(self, loss: float, grad_norm: float, step: int) -> None:
+        """Count an update, skipped if either value is not finite; they are the same on every rank.
 
-        Raises TrainingFailed after too many in a row that do not.
+        Raises TrainingFailed after too many in a row.
         """
         if np.isfinite(grad_norm) and np.isfinite(loss):
             self.in_a_row = 0
-            return True
+            return
         self.total += 1
         self.in_a_row += 1
         if self.in_a_row >= self.max_in_a_row:
@@ -36,7 +36,6 @@ class SkipCounter:
                 f"gradient norm {grad_norm}); train.max_skipped_updates={self.max_in_a_row}.  All of them were "
                 "skipped.  Usual remedies: a lower optim.lr, more schedule.warmup_steps, a smaller optim.max_grad_norm"
             )
-        return False
 
     def state_dict(self) -> dict[str, int]:
         return {"total": self.total, "in_a_row": self.in_a_row}

@@ -15,6 +15,20 @@ from torch import nn
 
 from trainer.config import OptimSection, RunConfig, ScheduleSection
 from trainer.errors import setting_error
+from trainer.parameters import local
+
+
+class AdamW(torch.optim.AdamW):
+    """Torch's AdamW, fused, on the local shards: it works element by element, so that no rank needs another's.
+
+    Given DTensors, torch finds out for each of four tensors a parameter how it is sharded, in every update.
+    """
+
+    def _init_group(self, group: dict[str, Any], *lists: list[torch.Tensor]) -> bool:
+        has_complex: bool = super()._init_group(group, *lists)  # type: ignore[misc]
+        for tensors in lists:
+            tensors[:] = map(local, tensors)
+        return has_complex
 
 
 class Optimizer:
@@ -43,9 +57,22 @@ class Optimizer:
         for group, values in zip(groups, settings, strict=True):
             group.update(values)
 
-    def step(self) -> None:
+    def step(self, is_finite: torch.Tensor | None = None) -> None:
+        """Update the parameters, unless the scalar `is_finite`, the same on all ranks, is false; then nothing changes.
+
+        Fused AdamW looks at it on the device.  For optimizers that cannot, the host must know it, and waits.
+        """
         for part in self.parts:
-            part.step()
+            if is_finite is None:
+                part.step()
+            elif getattr(part, "_step_supports_amp_scaling", False):
+                part.found_inf = (~is_finite).float()  # type: ignore[attr-defined]  # as torch.amp.GradScaler says it
+                try:
+                    part.step()
+                finally:
+                    del part.found_inf  # type: ignore[attr-defined]
+            elif is_finite:
+                part.step()
 
     def zero_grad(self) -> None:
         for part in self.parts:
@@ -102,7 +129,7 @@ def _build(
     ]
     if name == "sgd":
         return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, foreach=True)
-    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+    return AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
 
 
 def _split(model: nn.Module, decay_all: bool) -> tuple[list[nn.Parameter], list[nn.Parameter]]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from unittest import mock
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -385,21 +386,30 @@ def gradient_sync(model: nn.Module, enabled: bool, fsdp: FsdpSection | None = No
     gradients of the model lie unsharded on each rank in between; with `fsdp.accumulate=sharded` the reduce-scatter runs
     in every pass, and only shards lie there.
     """
-    assert isinstance(model, FSDPModule)
     fsdp = fsdp or FsdpSection()
     # Not `set_is_last_backward` as well: it keeps FSDP from forgetting the order of the forward pass, and each further
     # micro-batch then gathers the last unit of the one before, for nothing.
-    model.set_requires_gradient_sync(enabled or fsdp.accumulate == "sharded")
-    model.set_requires_all_reduce(enabled)
-    model.set_reshard_after_backward(enabled or fsdp.reshard_after_backward)
+    for module in _fsdp_modules(model):
+        module.set_requires_gradient_sync(enabled or fsdp.accumulate == "sharded", recurse=False)
+        module.set_requires_all_reduce(enabled, recurse=False)
+        module.set_reshard_after_backward(enabled or fsdp.reshard_after_backward, recurse=False)
     yield
 
 
 def reshard(model: nn.Module) -> None:
     """Free what a forward pass without a backward pass has left gathered."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    for module in _fsdp_modules(model):
+        module.reshard()
+
+
+_found: WeakKeyDictionary[nn.Module, list[ReferenceType[FSDPModule]]] = WeakKeyDictionary()
+
+
+def _fsdp_modules(model: nn.Module) -> list[FSDPModule]:
+    """Return the modules that `fully_shard` was called on; looked for once, as a walk of a large model takes long."""
+    if model not in _found:
+        _found[model] = [ref(module) for module in model.modules() if isinstance(module, FSDPModule)]
+    return [module for reference in _found[model] if (module := reference()) is not None]
 
 
 @torch.no_grad()

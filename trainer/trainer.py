@@ -6,11 +6,11 @@ What a subclass may want to change is one method each: `build_mesh`, `build_mode
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Literal
@@ -48,6 +48,7 @@ from trainer.selfcheck import check_same_run, check_start
 from trainer.shard import ShardUnit, apply_sharding, clip_grad_norm, gradient_sync, reshard
 from trainer.state import TrainState
 from trainer.stop import NOTICE, find_stop_request, identity, take_stale_notice
+from trainer.transfer import Numbers, ahead
 from trainer.watchdog import Watchdog
 from trainer.weights import fill
 from trainer.world import REPLICATE, SHARD, World
@@ -56,18 +57,31 @@ Batch = dict[str, torch.Tensor]
 """One micro-batch of a rank: `tokens` and `targets`, int64 of shape (B, T); a target of -100 does not count."""
 
 
-@dataclass(frozen=True)
 class Update:
-    """What one optimizer update did, the same on all ranks."""
+    """What one optimizer update did, the same on all ranks.
 
-    loss: float
-    """Mean over the targets of the global batch."""
-    grad_norm: float
-    """Before clipping."""
-    num_targets: int
-    """Targets that count, over all ranks."""
-    skipped: bool = False
-    """True if loss or gradient was not finite, and the weights were left alone."""
+    Its numbers may still be on their way from the device when the step returns: reading one of them waits for it.
+    `num_targets` are the targets that count, over all ranks.
+    """
+
+    def __init__(self, loss: float | torch.Tensor, grad_norm: float | torch.Tensor, num_targets: int) -> None:
+        self.num_targets = num_targets
+        self._numbers = Numbers(loss, grad_norm)
+
+    @property
+    def loss(self) -> float:
+        """Mean over the targets of the global batch."""
+        return self._numbers.read()[0]
+
+    @property
+    def grad_norm(self) -> float:
+        """Before clipping."""
+        return self._numbers.read()[1]
+
+    @property
+    def skipped(self) -> bool:
+        """True if loss or gradient was not finite, and the weights were left alone."""
+        return not all(map(math.isfinite, self._numbers.read()))
 
 
 class Trainer:
@@ -136,6 +150,7 @@ class Trainer:
         self._has_gone_back = False
         """True after a checkpoint was loaded in mid-run, until the next update or save."""
         self._counted_s = self._step_s = self._save_s = self._load_s = 0.0
+        self._unaccounted: tuple[Update, int, float] | None = None
         self._bytes_to_save = 3 * sum(local(p).numel() * p.element_size() for p in self.model.parameters())
 
     # -- what is built -------------------------------------------------------------------------------------------
@@ -219,25 +234,24 @@ class Trainer:
     def train_step(self, micro_batches: Sequence[Batch]) -> Update:
         """Do one update.  The loss is the mean over the targets of the whole global batch, on any mesh.
 
-        Collectives: one small message on the CPU, those of FSDP with one reduction of the gradients, two scalars.
+        Collectives: one small message on the CPU, those of FSDP with one reduction of the gradients, two scalars.  The
+        host waits for the device nowhere.
         """
         num_targets = self._exchange(sum(count_targets(batch["targets"]) for batch in micro_batches))
         # FSDP averages gradients over the ranks; the loss is divided by the targets of all of them.
         scale = self.world.size / max(1, num_targets)
         total = torch.zeros((), device=self.world.device)
-        for number, batch in enumerate(micro_batches, start=1):
+        for number, batch in enumerate(ahead(micro_batches, self.world.device), start=1):
             with gradient_sync(self.model, number == len(micro_batches), self.config.fsdp):
-                loss = self.loss(self._to_device(batch))
+                loss = self.loss(batch)
                 (loss * scale).backward()
             total += loss.detach()
         grad_norm = clip_grad_norm(self.model, self.mesh, self.config.optim.max_grad_norm)
-        mean_loss = float(self.world.sum_on_device(total)) / max(1, num_targets)
-        admitted = self.skips.admits(float(grad_norm), mean_loss, self.state.step + 1)
-        if admitted:
-            self.optimizer.set_lr(self.schedule.lr(self.state.step + 1))
-            self.optimizer.step()
+        mean_loss = self.world.sum_on_device(total).double() / max(1, num_targets)
+        self.optimizer.set_lr(self.schedule.lr(self.state.step + 1))
+        self.optimizer.step(is_finite=torch.isfinite(mean_loss + grad_norm))
         self.optimizer.zero_grad()
-        return Update(mean_loss, float(grad_norm), num_targets, skipped=not admitted)
+        return Update(mean_loss, grad_norm, num_targets)
 
     def _exchange(self, num_targets: int) -> int:
         """Return the sum of `num_targets` over all ranks.
@@ -283,9 +297,6 @@ class Trainer:
             writing = threading.Thread(target=self.folder.write_status, args=status, daemon=True)
             writing.start()
             writing.join(max(1.0, patience_s))
-
-    def _to_device(self, batch: Batch) -> Batch:
-        return {name: tensor.to(self.world.device, non_blocking=True) for name, tensor in batch.items()}
 
     # -- the loop ------------------------------------------------------------------------------------------------
 
@@ -365,8 +376,12 @@ class Trainer:
             self._step_s = seconds if num_updates else 0.0  # the first compiles and allocates
             num_updates += 1
             self.forecast.note_step(seconds)
-            self._counted_s += seconds * (not update.skipped)
+            self._counted_s += seconds
+            self._account()
+            self._unaccounted = (update, step, seconds)
             is_line = step == 1 or _due(self.config.log.every, step) or step == self.config.train.steps or self.stopping
+            if is_line or self.world.device.type == "cpu":
+                self._account()
             if is_line:
                 (memory_gib,) = self.world.max([peak_memory_gib(self.world.device)])
             record = self._train_record(update, meter, memory_gib)
@@ -381,6 +396,18 @@ class Trainer:
             yielded = time.perf_counter()
             yield record
             meter.leave_out(time.perf_counter() - yielded)
+
+    def _account(self) -> None:
+        """Count the update whose numbers have not been looked at yet, if it was skipped; waits for it.
+
+        Called one update later, when the device has work again.  Raises TrainingFailed, on all ranks alike, after too
+        many in a row.
+        """
+        if self._unaccounted is not None:
+            (update, step, seconds), self._unaccounted = self._unaccounted, None
+            if update.skipped:
+                self._counted_s -= seconds
+            self.skips.count(update.loss, update.grad_norm, step)
 
     def on_step(self, record: Record) -> None:
         """Do something of one's own after each update that `fit` makes; nothing by default."""
@@ -406,7 +433,7 @@ class Trainer:
                 if self.stopping:
                     break
                 num_targets += count_targets(batch["targets"])
-                total += self.loss(self._to_device(batch))
+                total += self.loss(next(ahead([batch], self.world.device)))
         reshard(self.model)
         self.model.train()
         if self.stopping:
@@ -466,6 +493,7 @@ class Trainer:
         if self.phase != "running":
             self.world.agreed(self.folder.own)
         self._leave_behind_if_gone_back()
+        self._account()
         self._is_outdated = False
         self.watchdog.save_begins(lambda: self.checkpoints.stage)
         with self.watchdog.during("save"):
@@ -825,8 +853,8 @@ class Trainer:
         return Record(
             kind="train",
             step=self.state.step,
-            loss=update.loss,
-            grad_norm=update.grad_norm,
+            loss=lambda: update.loss,
+            grad_norm=lambda: update.grad_norm,
             lr=self.schedule.lr(self.state.step),
             tokens=self.state.tokens,
             tokens_per_s=tokens_per_s,

@@ -9,17 +9,26 @@ from typing import Any
 
 
 class Record(Mapping[str, Any]):
-    """One line of metrics.  Its fields are keys and attributes alike: `record["loss"]`, `record.loss`."""
+    """One line of metrics.  Its fields are keys and attributes alike: `record["loss"]`, `record.loss`.
+
+    A field may be given as a function without arguments, which is called when the field is first read: what is not read
+    is not waited for.
+    """
 
     def __init__(self, **fields: Any) -> None:
         self._fields = fields
 
     def __getitem__(self, name: str) -> Any:
-        return self._fields[name]
+        value = self._fields[name]
+        if callable(value):
+            value = self._fields[name] = value()
+        return value
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # copying and pickling ask for theirs before there are fields
+            raise AttributeError(name)
         try:
-            return self.__dict__["_fields"][name]
+            return self[name]
         except KeyError:
             raise AttributeError(f"a record of kind {self._fields.get('kind')!r} has no field {name!r}") from None
 
@@ -30,7 +39,7 @@ class Record(Mapping[str, Any]):
         return len(self._fields)
 
     def __repr__(self) -> str:
-        return f"Record({', '.join(f'{name}={value!r}' for name, value in self._fields.items())})"
+        return f"Record({', '.join(f'{name}={value!r}' for name, value in self.items())})"
 
 
 def read_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
