@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import socket
 import subprocess
 from pathlib import Path
@@ -9,7 +10,13 @@ from pathlib import Path
 import pytest
 
 from trainer import UserError
-from trainer.environment import SPAWNED_BY_US, Environment, export_slurm_rendezvous, find_environment
+from trainer.environment import (
+    SPAWNED_BY_US,
+    Environment,
+    export_slurm_rendezvous,
+    find_environment,
+    without_collecting,
+)
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
 SRUN = {
@@ -164,3 +171,15 @@ def test_a_failing_scontrol_is_told(scontrol: Path, monkeypatch: pytest.MonkeyPa
     assert subprocess.run([program], capture_output=True).returncode == 1
     with pytest.raises(UserError, match="MASTER_ADDR"):
         export_slurm_rendezvous(dict(SRUN))
+
+
+@pytest.mark.parametrize("was_on", [True, False])
+def test_the_garbage_collector_is_left_as_it_was(was_on):
+    was = gc.isenabled()
+    try:
+        (gc.enable if was_on else gc.disable)()
+        with without_collecting():
+            assert not gc.isenabled()
+        assert gc.isenabled() == was_on
+    finally:
+        (gc.enable if was else gc.disable)()

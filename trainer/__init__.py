@@ -10,6 +10,8 @@ import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainer.environment import without_collecting
+
 if TYPE_CHECKING:
     from trainer.config import RunConfig as RunConfig
     from trainer.config import load_config as load_config
@@ -54,4 +56,5 @@ if not (Path(__file__).parent / "recipes").exists():
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'trainer' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"trainer.{_HOMES[name]}"), name)
+    with without_collecting():
+        return getattr(importlib.import_module(f"trainer.{_HOMES[name]}"), name)

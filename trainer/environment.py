@@ -7,11 +7,13 @@ configuration can be reported within a moment and before anything is spawned.
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import re
 import socket
 import subprocess
-from collections.abc import MutableMapping
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from trainer.errors import UserError, setting_error
@@ -129,6 +131,22 @@ def keep_freed_memory(env: MutableMapping[str, str] = os.environ) -> None:
     if mallopt is not None:  # values of malloc.h; the first is what glibc would find by itself
         mallopt(_M_MMAP_THRESHOLD, 32 << 20)
         mallopt(_M_TRIM_THRESHOLD, -1)
+
+
+@contextmanager
+def without_collecting() -> Iterator[None]:
+    """Leave the garbage collector off meanwhile.
+
+    What is imported stays, and the collector looks through all of it 700 times while torch is being imported: 0.8 of
+    4.1 s of CPU time from the command to the first step of llama_small.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def export_slurm_rendezvous(env: MutableMapping[str, str] = os.environ) -> None:

@@ -8,6 +8,7 @@ Whatever can be found wrong is found before torch is imported and before a proce
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -23,7 +24,14 @@ from typing import Any, NoReturn
 
 from trainer import stop, usage
 from trainer.config import RunConfig, check_config, load_config
-from trainer.environment import SPAWNED_BY_US, Environment, find_environment, limit_spinning, note_start
+from trainer.environment import (
+    SPAWNED_BY_US,
+    Environment,
+    find_environment,
+    limit_spinning,
+    note_start,
+    without_collecting,
+)
 from trainer.errors import (
     EXIT_FAILED,
     EXIT_FINISHED,
@@ -118,7 +126,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not trains:
             stop.let_go()
     note_start(began)
-    return _spawn(arguments, config) if spawns else _train(config)
+    if spawns:
+        return _spawn(arguments, config)
+    with without_collecting():
+        return _train(config)
 
 
 def _spawns(nproc: int | None, env: Environment) -> bool:
@@ -167,6 +178,7 @@ def _train(config: RunConfig) -> int:
     """Train in this process, as one rank of however many there are."""
     from trainer.trainer import Trainer
 
+    gc.freeze()  # what has been imported is not looked through again: a full collection took 0.2 s
     trainer = None
     if find_environment().rank != 0:
         warnings.simplefilter("ignore")  # the first rank warns for all

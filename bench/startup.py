@@ -1,0 +1,137 @@
+"""From the command to the first step of llama_small, where that time goes, and how long `--help` takes.
+
+    python -m bench.startup [--repeats 5]
+
+Three things take turns: the command as users run it, up to the first line of metrics; the same with a stopwatch on its
+parts (bench/stopwatch.py); and `--help`.  What is cached on disk is cached: a run beforehand is not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from bench.record import REPOSITORY, emit, show
+from bench.stopwatch import LAUNCHED
+
+BARS = {"first step": 6.0, "--help": 1.0}
+"""Seconds of wall time, imports included, on a machine that does nothing else."""
+
+LIMIT_S = 600.0
+POLL_S = 0.005
+
+
+def run_to_first_step(folder: Path, arguments: list[str]) -> dict[str, float]:
+    """Run the command until its metrics have the first step's line, then end it.  Returns CPU and wall time."""
+    command = [sys.executable, "-m", "trainer.run", *arguments, f"run.dir={folder}"]
+    metrics = folder / "metrics.jsonl"
+    with open(folder.with_suffix(".txt"), "w+") as output:
+        started = time.perf_counter()
+        process = subprocess.Popen(command, cwd=REPOSITORY, stdout=output, stderr=subprocess.STDOUT)
+        while process.poll() is None and not _has_line(metrics):
+            if time.perf_counter() - started > LIMIT_S:
+                process.kill()
+            time.sleep(POLL_S)
+        wall_s = time.perf_counter() - started
+        process.kill()
+        before = os.times()
+        process.wait()
+        if not _has_line(metrics):
+            output.seek(0)
+            sys.exit(f"the run ended without a step:\n{output.read()}")
+    after = os.times()
+    cpu_s = (after.children_user - before.children_user) + (after.children_system - before.children_system)
+    return {"cpu_s": cpu_s, "wall_s": wall_s}
+
+
+def _has_line(metrics: Path) -> bool:
+    return metrics.exists() and '"kind": "train"' in metrics.read_text()
+
+
+def run_with_stopwatch(folder: Path, arguments: list[str]) -> dict[str, Any]:
+    """Run the command with a stopwatch.  Returns CPU and wall time, the same for each part, and what was imported."""
+    times = folder.with_suffix(".json")
+    command = [sys.executable, "-m", "bench.stopwatch", str(times), *arguments, f"run.dir={folder}"]
+    env = os.environ | {LAUNCHED: str(time.time())}
+    ran = subprocess.run(command, cwd=REPOSITORY, env=env, capture_output=True, text=True, timeout=LIMIT_S)
+    if not times.exists():
+        sys.exit(f"the run ended without a step:\n{ran.stdout}{ran.stderr}")
+    found: dict[str, Any] = json.loads(times.read_text())
+    return found
+
+
+def run_help() -> dict[str, Any]:
+    """Run `--help`.  Returns CPU and wall time, and whether torch was imported."""
+    code = "import sys; from trainer.run import main; main(['--help']); sys.exit(3 if 'torch' in sys.modules else 0)"
+    before, started = os.times(), time.perf_counter()
+    ran = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True)
+    wall_s, after = time.perf_counter() - started, os.times()
+    if ran.returncode not in (0, 3):
+        sys.exit(f"--help failed:\n{ran.stderr}")
+    cpu_s = (after.children_user - before.children_user) + (after.children_system - before.children_system)
+    return {"cpu_s": cpu_s, "wall_s": wall_s, "imports_torch": ran.returncode == 3}
+
+
+def compare(repeats: int, arguments: list[str]) -> int:
+    """Run all repeats, print a JSON line for each run and the tables at the end.  Returns the exit code."""
+    kinds = ("first step", "stopwatch", "--help")
+    runs: dict[str, list[dict[str, Any]]] = {kind: [] for kind in kinds}
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        run_to_first_step(folder / "caches", arguments)
+        for repeat in range(repeats):
+            for kind in kinds:
+                if kind == "--help":
+                    run = run_help()
+                elif kind == "stopwatch":
+                    run = run_with_stopwatch(folder / f"{repeat}-parts", arguments)
+                    run.pop("modules")
+                else:
+                    run = run_to_first_step(folder / f"{repeat}", arguments)
+                emit("startup", repeat=repeat, kind=kind, **run)
+                runs[kind].append(run)
+    _show(runs, repeats)
+    return 1 if any(run["imports_torch"] for run in runs["--help"]) else 0
+
+
+def _show(runs: dict[str, list[dict[str, Any]]], repeats: int) -> None:
+    rows: list[list[object]] = []
+    for kind, bar in BARS.items():
+        walls = [run["wall_s"] for run in runs[kind]]
+        cpu_s = statistics.median(run["cpu_s"] for run in runs[kind])
+        rows.append([kind, cpu_s, statistics.median(walls), f"{min(walls):.3g} - {max(walls):.3g}", bar])
+    columns = ["command to", "CPU s", "wall s", "from - to", "bar, wall s"]
+    show(f"bench.startup: llama_small, 1 process, medians of {repeats}", columns, rows)
+    names = {name for run in runs["stopwatch"] for name in run["parts"]}
+    parts = {
+        name: [
+            statistics.median(run["parts"].get(name, (0.0, 0.0))[kind] for run in runs["stopwatch"]) for kind in (0, 1)
+        ]
+        for name in names
+    }
+    ordered = sorted(parts.items(), key=lambda part: -part[1][0])
+    total = [statistics.median(run[key] for run in runs["stopwatch"]) for key in ("cpu_s", "wall_s")]
+    show("Where it goes", ["part", "CPU s", "wall s"], [[name, *times] for name, times in [*ordered, ("all", total)]])
+
+
+ARGUMENTS = ["recipe=llama_small", "checkpoint.resume=none"]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.startup", description=__doc__.partition("\n")[0])
+    parser.add_argument("--repeats", type=int, default=5, help="runs of each kind")
+    parser.add_argument("overrides", nargs="*", help="section.key=value, beside recipe=llama_small")
+    options = parser.parse_args()
+    return compare(options.repeats, [*ARGUMENTS, *options.overrides])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,193 @@
+"""Runs the trainer's command line with a stopwatch on its parts, up to the first line of metrics.
+
+    python -m bench.stopwatch TIMES.json recipe=llama_small ...
+
+Each part has the time that is spent in it and in no other part that it calls.  `bench.startup` starts this; by itself
+it imports next to nothing, so that all that is heavy is seen.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import importlib.machinery
+import json
+import os
+import sys
+import time
+import types
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+LAUNCHED = "BENCH_LAUNCHED"
+"""When the process was started, in seconds since 1970."""
+
+PACKAGES = {
+    "numpy": "numpy",
+    "omegaconf": "omegaconf",
+    "yaml": "omegaconf",
+    "torch": "torch",
+    "torch.distributed.tensor": "torch's DTensor",
+    "sympy": "sympy (of DTensor)",
+    "torch.distributed.fsdp": "torch's FSDP2",
+    "torch.distributed.checkpoint": "torch's checkpoints",
+    "torch._dynamo": "torch._dynamo (of FSDP2)",
+    "torch.utils.tensorboard": "tensorboard",
+    "torchdata": "torchdata",
+    "rich": "rich",
+    "wandb": "wandb",
+    "fsspec": "fsspec",
+    "safetensors": "safetensors",
+    "isal": "isal",
+    "matplotlib": "matplotlib",
+    "trainer.trainer": "the trainer itself",
+}
+"""Packages whose import is a part of its own, with all that it imports and that is not listed."""
+
+METHODS = {
+    "trainer.config": {"load_config": "configuration", "check_config": "configuration"},
+    "trainer.data.source": {"open_source": "data"},
+    "trainer.world": {"World.__init__": "process group", "World.build_mesh": "process group"},
+    "trainer.selfcheck": {"check_same_run": "self-check", "check_start": "self-check"},
+    "trainer.plan.forecast": {"settle_for_run": "planner's forecast", "Forecast.sentence": "planner's forecast"},
+    "trainer.trainer": {
+        "Trainer.build_model": "model",
+        "Trainer.build_optimizer": "optimizer",
+        "Trainer.build_loader": "data",
+        "Trainer.build_eval_loader": "data",
+        "Trainer._checkpoints": "checkpoints, folder, metrics",
+        "Trainer.load_checkpoint": "checkpoints, folder, metrics",
+        "Trainer.train_step": "first update",
+    },
+    "trainer.rundir": {"RunFolder.begin": "checkpoints, folder, metrics"},
+    "trainer.metrics.fanout": {"Metrics.open": "checkpoints, folder, metrics"},
+}
+"""Functions of modules that are a part; one that is gone is an error."""
+
+INTERPRETER, IMPORT, COLLECTING, REST = "interpreter", "import ", "garbage collection", "what is left"
+
+
+class Stopwatch:
+    """Counts CPU time and wall time for the part on top of a stack."""
+
+    def __init__(self) -> None:
+        self.parts: dict[str, list[float]] = {INTERPRETER: [time.process_time(), time.time() - _launched()]}
+        self._stack, self._last = [REST], self._now()
+
+    def _now(self) -> tuple[float, float]:
+        return time.process_time(), time.perf_counter()
+
+    def _count(self) -> None:
+        now = self._now()
+        times = self.parts.setdefault(self._stack[-1], [0.0, 0.0])
+        for kind in (0, 1):
+            times[kind] += now[kind] - self._last[kind]
+        self._last = now
+
+    def begin(self, part: str) -> None:
+        self._count()
+        self._stack.append(part)
+
+    def end(self) -> None:
+        self._count()
+        self._stack.pop()
+
+    @contextmanager
+    def during(self, part: str) -> Any:
+        self.begin(part)
+        try:
+            yield
+        finally:
+            self.end()
+
+    def on_collection(self, phase: str, info: dict[str, int]) -> None:
+        """Be told of a garbage collection; see `gc.callbacks`."""
+        if phase == "start":
+            self.begin(COLLECTING)
+        else:
+            self.end()
+
+    def result(self) -> dict[str, Any]:
+        """Return the parts so far, [CPU s, wall s] each, and their sums."""
+        self._count()
+        cpu_s, wall_s = (sum(times[kind] for times in self.parts.values()) for kind in (0, 1))
+        return {"cpu_s": cpu_s, "wall_s": wall_s, "parts": self.parts}
+
+
+class Finder:
+    """Finds what Python's own finder finds, and has the stopwatch count while it is imported."""
+
+    def __init__(self, stopwatch: Stopwatch, is_first_line: Callable[[Any], bool], leave: Callable[[], None]) -> None:
+        self._stopwatch, self._is_first_line, self._leave = stopwatch, is_first_line, leave
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name not in PACKAGES and name not in METHODS:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        if spec is not None and spec.loader is not None:
+            spec.loader.exec_module = self._counted(name, spec.loader.exec_module)  # type: ignore[method-assign]
+        return spec
+
+    def _counted(self, name: str, execute: Callable[..., None]) -> Callable[[types.ModuleType], None]:
+        def counted(module: types.ModuleType) -> None:
+            if name in PACKAGES:
+                with self._stopwatch.during(IMPORT + PACKAGES[name]):
+                    execute(module)
+            else:
+                execute(module)
+            for path, part in METHODS.get(name, {}).items():
+                self._watch(module, path, part)
+            if name == "trainer.metrics.fanout":
+                self._leave_after_first_line(module.Metrics)
+
+        return counted
+
+    def _watch(self, module: types.ModuleType, path: str, part: str) -> None:
+        *owners, name = path.split(".")
+        owner: Any = functools.reduce(getattr, owners, module)
+        function = getattr(owner, name)
+
+        @functools.wraps(function)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            with self._stopwatch.during(part):
+                return function(*args, **kwargs)
+
+        setattr(owner, name, watched)
+
+    def _leave_after_first_line(self, metrics: Any) -> None:
+        write = metrics.write
+
+        def write_and_leave(sinks: Any, record: Any) -> Any:
+            written = write(sinks, record)
+            if self._is_first_line(record):
+                self._leave()
+            return written
+
+        metrics.write = write_and_leave
+
+
+def _launched() -> float:
+    return float(os.environ.get(LAUNCHED, time.time()))
+
+
+def main(path: str, arguments: list[str]) -> int:
+    """Run the command line; leaves the times in `path` once the first update is on record."""
+    stopwatch = Stopwatch()
+    gc.callbacks.append(stopwatch.on_collection)
+
+    def leave() -> None:
+        with open(path, "w") as file:
+            json.dump({**stopwatch.result(), "modules": sorted(sys.modules)}, file)
+        os._exit(0)
+
+    sys.meta_path.insert(0, Finder(stopwatch, lambda record: record["kind"] == "train", leave))  # type: ignore[arg-type]
+    from trainer.run import main as run
+
+    return run(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], sys.argv[2:]))
