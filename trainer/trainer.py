@@ -151,6 +151,8 @@ class Trainer:
         """True after a checkpoint was loaded in mid-run, until the next update or save."""
         self._counted_s = self._step_s = self._save_s = self._load_s = 0.0
         self._unaccounted: tuple[Update, int, float] | None = None
+        self._reads_late = self.world.device.type != "cpu"
+        """Whether numbers of an update are looked at once the next one is queued; the same on all ranks."""
         self._bytes_to_save = 3 * sum(local(p).numel() * p.element_size() for p in self.model.parameters())
 
     # -- what is built -------------------------------------------------------------------------------------------
@@ -380,7 +382,7 @@ class Trainer:
             self._account()
             self._unaccounted = (update, step, seconds)
             is_line = step == 1 or _due(self.config.log.every, step) or step == self.config.train.steps or self.stopping
-            if is_line or self.world.device.type == "cpu":
+            if is_line or not self._reads_late:
                 self._account()
             if is_line:
                 (memory_gib,) = self.world.max([peak_memory_gib(self.world.device)])

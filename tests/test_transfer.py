@@ -1,0 +1,160 @@
+"""The step asks the device for nothing: what is not finite is skipped there, and numbers are read one update later."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.ranks import tiny_overrides
+from tests.test_custom_loops import lines, of
+from trainer import Trainer, load_config
+from trainer.config import OptimSection
+from trainer.errors import TrainingFailed
+from trainer.optim import build_optimizer
+from trainer.trainer import Batch
+from trainer.transfer import Numbers, ahead
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+DEVICES = ["cpu", pytest.param("cuda", marks=needs_gpu)]
+
+
+class Reads(TorchDispatchMode):
+    """Notes what makes the host wait for a device: a value of a tensor that decides what is done next."""
+
+    OPERATORS = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "unique")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ in self.OPERATORS:
+            self.found.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def make(folder: Path, *overrides: str) -> Trainer:
+    own = ["model.num_kv_heads=2", "model.dim=16", "model.vocab_size=32", "data.source=synthetic", "run.threads=1"]
+    own += ["data.seq_len=16", "train.global_batch_size=4", "train.micro_batch_size=2", "eval.every=0"]
+    return Trainer(load_config("llama_small", tiny_overrides(*own, *overrides, f"run.dir={folder}")))
+
+
+def test_the_host_reads_nothing_in_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = make(tmp_path)
+    # Targets are counted on the host, where the batch is, and the message goes from host to host.
+    monkeypatch.setattr("trainer.trainer.count_targets", lambda targets: targets.numel())
+    monkeypatch.setattr(trainer, "_exchange", lambda num_targets: num_targets)
+    batches = iter(trainer.loader)
+    trainer.train_step(list(itertools.islice(batches, 2)))
+    with Reads() as reads:
+        float(torch.ones(()))
+    assert len(reads.found) == 1, "it would see it"
+    with Reads() as reads:
+        update = trainer.train_step(list(itertools.islice(batches, 2)))
+    assert reads.found == []
+    assert 3 < update.loss < 4
+    trainer.close()
+
+
+@needs_gpu
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_host_does_not_wait_for_a_gpu(compiled: bool, tmp_path: Path) -> None:
+    trainer = make(tmp_path, f"train.compile={str(compiled).lower()}")
+    batches = iter(trainer.loader)
+    for _ in range(3):
+        trainer.train_step(list(itertools.islice(batches, 2)))
+    micro_batches = list(itertools.islice(batches, 2))
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        update = trainer.train_step(micro_batches)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert math.isfinite(update.loss)
+    trainer.close()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["adamw", "sgd", "muon"])
+def test_an_update_that_is_not_finite_leaves_no_trace(name: str, device: str) -> None:
+    """Not in the weights, and in no state of the optimizer: the next one is what it would have been."""
+    found = []
+    for disturbed in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4, bias=False)).to(device)
+        optimizer = build_optimizer(model, OptimSection(name=name, lr=0.1))  # type: ignore[arg-type]
+        for number in range(6):
+            values = torch.randn(4, 4, device=device, generator=torch.Generator(device).manual_seed(number))
+            optimizer.zero_grad()
+            if disturbed and number in (0, 3):  # the very first too
+                model(values * math.nan).sum().backward()
+                before = [p.detach().clone() for p in model.parameters()]
+                optimizer.step(is_finite=torch.tensor(False, device=device))
+                assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+                optimizer.zero_grad()
+            model(values).square().sum().backward()
+            optimizer.step(is_finite=torch.tensor(True, device=device))
+        found.append([p.detach().clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+class NotFinite(Trainer):
+    """Its third and fourth updates are not finite."""
+
+    def loss(self, batch: Batch) -> torch.Tensor:
+        return super().loss(batch) * (math.nan if self.state.step in (2, 3) else 1.0)
+
+
+@pytest.mark.parametrize("reads_late", [False, True])
+def test_skipped_updates_are_counted(reads_late: bool, tmp_path: Path) -> None:
+    """As on a GPU, where they are looked at one update later: nothing is left out, whatever is saved or logged."""
+    config = load_config(
+        "llama_small", tiny_overrides("train.steps=6", "log.every=4", "checkpoint.every=3", f"run.dir={tmp_path}")
+    )
+    trainer = NotFinite(config)
+    trainer._reads_late = reads_late
+    assert trainer.fit() == 0
+    assert (trainer.skips.total, trainer.skips.in_a_row) == (2, 0)
+    trainer.close()
+    found = lines(tmp_path)
+    assert of("train", found, "step") == [1, 4, 6]
+    assert [loss is None for loss in of("train", found, "loss")] == [False, True, False]
+    assert of("train", found, "skipped") == [0, 2, 2]
+
+
+@pytest.mark.parametrize("reads_late", [False, True])
+def test_too_many_skipped_updates_end_the_run(reads_late: bool, tmp_path: Path) -> None:
+    overrides = ["train.steps=6", "log.every=6", "train.max_skipped_updates=2", f"run.dir={tmp_path}"]
+    trainer = NotFinite(load_config("llama_small", tiny_overrides(*overrides)))
+    trainer._reads_late = reads_late
+    with pytest.raises(TrainingFailed, match=r"step 4: .* not finite in 2 updates in a row"):
+        trainer.fit()
+    assert trainer.state.step == (5 if reads_late else 4)
+    trainer.close()
+
+
+def test_a_record_waits_only_for_what_is_read(tmp_path: Path) -> None:
+    trainer = make(tmp_path, "train.steps=3", "log.every=3")
+    losses = [record.loss for record in trainer.steps()]
+    trainer.close()
+    assert [type(loss) for loss in losses] == [float] * 3
+    assert of("train", lines(tmp_path), "loss") == [losses[0], losses[2]]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_numbers_and_batches_arrive(device: str) -> None:
+    one = torch.tensor(1.5, device=device)
+    assert Numbers(one, one.double() * 2).read() == [1.5, 3.0]
+    assert Numbers(0.1, 2).read() == [0.1, 2.0]
+    batches = [{"tokens": torch.arange(4) + number} for number in range(5)]
+    arrived = [batch["tokens"] * 2 for batch in ahead(batches, torch.device(device))]
+    assert [tokens.device.type for tokens in arrived] == [device] * 5
+    assert [tokens.tolist() for tokens in arrived] == [[2 * (k + n) for k in range(4)] for n in range(5)]
+    assert list(ahead([], torch.device(device))) == []
