@@ -4,8 +4,9 @@
 
 A fake process group says that there are so many ranks; nothing travels.  `host`: the time that Python and the
 dispatcher take to ask for all that one update needs, in the Trainer's own `train_step`.  The host must stay ahead of
-the device, or the device waits.  For that the device's work is taken away: the model has all its blocks and tensors but is
-narrow, sequences are short, and a collective returns at once.  What is left of kernels on a CPU counts as the host's.
+the device, or the device waits.  For that the device's work is taken away: the model has all its blocks and tensors but
+is narrow, sequences are short, and a collective returns at once.  What is left of kernels on a CPU counts as the
+host's.
 
 `full` (a GPU, `--full`): the model at its real width, for the step time and the memory of one rank of so many; the
 collectives cost nothing in it.
