@@ -221,6 +221,7 @@ class Timeline:
                 own.collectives.append(replace(span, kind=COMMUNICATION))
             elif category in ("cpu_op", "user_annotation"):
                 on_host.append((replace(span, kind=kind_of_operator(name)), arguments))
+        own.updates.sort(key=lambda update: update.start_us)
         own.kernels = [replace(span, launched_us=launches.get(by)) for span, by in kernels]  # type: ignore[arg-type]
         threads = {update.lane for update in own.updates}
         own.operators = _with_attention_backward([item for item in on_host if item[0].lane in threads])

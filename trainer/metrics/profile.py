@@ -1,6 +1,6 @@
 """Profiles: a trace of some updates that Perfetto opens, on CUDA a snapshot of memory, and what the time went into.
 
-The files are for https://ui.perfetto.dev and https://pytorch.org/memory_viz.  To what torch's profiler records the trace
+The files are for https://ui.perfetto.dev and https://pytorch.org/memory_viz.  To what torch's profiler records, a trace
 adds a range for each update, and a row with its phases, which may begin on one thread and end on another.
 """
 
@@ -165,21 +165,24 @@ class _Recording:
         """
         steps = list(self._begun)
         name = f"{steps[0]}-{steps[-1]}_rank{rank}"
-        folder.mkdir(parents=True, exist_ok=True)
-        for partial in folder.glob(f".*_rank{rank}.*"):  # of an attempt that was killed
-            partial.unlink(missing_ok=True)
-        memory = None
-        if self._on_cuda:
-            memory = folder / f"memory_{name}.pickle"
-            with replacing(memory) as partial:
-                torch.cuda.memory._dump_snapshot(str(partial))
-            torch.cuda.memory._record_memory_history(enabled=None)
-            if has_failed:
-                return None
-        self._end_range()
-        self.note("end")
-        self._profiler.stop()
-        trace = folder / f"trace_{name}.json.gz"
+        trace, memory = folder / f"trace_{name}.json.gz", folder / f"memory_{name}.pickle"
+        waits = not (self._on_cuda and has_failed)
+        try:
+            if waits:  # first of all: a profiler that goes on is in the way of whatever follows
+                self._end_range()
+                self.note("end")
+                self._profiler.stop()
+            folder.mkdir(parents=True, exist_ok=True)
+            for partial in folder.glob(f".*_rank{rank}.*"):  # of an attempt that was killed
+                partial.unlink(missing_ok=True)
+            if self._on_cuda:
+                with replacing(memory) as partial:
+                    torch.cuda.memory._dump_snapshot(str(partial))
+        finally:
+            if self._on_cuda:
+                torch.cuda.memory._record_memory_history(enabled=None)
+        if not waits:
+            return None
         timeline = self._write_trace(trace)
         whole = timeline.updates[: self._num_ended]
         if not whole:
@@ -190,7 +193,7 @@ class _Recording:
             warn("log.profile_steps: the profiler has seen no kernel (CUPTI), so that nothing is known of their shares")
         else:
             shares = timeline.shares()
-        files = {"trace": trace.name, "memory": memory and memory.name}
+        files = {"trace": trace.name, "memory": memory.name if self._on_cuda else None}
         update_s = sum(update.duration_us for update in whole) / len(whole) / 1e6
         span = {"step": steps[len(whole) - 1], "first_step": steps[0], "update_s": update_s}
         return Record(kind="profile", **span, **shares, **files)
