@@ -696,14 +696,14 @@ def test_beside_another_profiler(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 def train_with_a_slow_disk(folder: Path) -> int:
-    """Write the profile for longer than an update may take."""
+    """Write the profile for longer than an update may take: the others ask once, after 4 s, and not again within 9."""
 
     def slow(*arguments: Any, **options: Any) -> Any:
-        time.sleep(8.0)
+        time.sleep(9.0)
         return gzip.open(*arguments, **options)
 
     trainer.metrics.profile.gzip = SimpleNamespace(open=slow)  # type: ignore[assignment]
-    config = tiny_config(folder, "run.step_timeout_s=2", "log.profile_steps=[3,3]", "train.steps=5")
+    config = tiny_config(folder, "run.step_timeout_s=4", "log.profile_steps=[3,3]", "train.steps=5")
     own = Trainer(config)
     code = own.fit()
     own.close()
