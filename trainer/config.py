@@ -209,6 +209,10 @@ class LogSection:
     wandb_project: str = declare("meshtrainer", "project in Weights & Biases")
     tensorboard: bool = declare(False, "write TensorBoard events to run.dir/tensorboard")
     sample_tokens: int = declare(0, "tokens of the sample that the model writes at the end; 0: none", at_least=0)
+    profile_steps: tuple[int, int] | None = declare(
+        None, "first and last update to profile, as [10,13]: a trace for Perfetto in run.dir/profile; null: none"
+    )
+    profile_ranks: tuple[int, ...] = declare((0,), "ranks that write a profile; rank 0 always does")
 
 
 @dataclass(frozen=True)
@@ -469,6 +473,13 @@ def _nearest_of_type(value: Any, hint: Any, key: dataclasses.Field[Any]) -> Any:
     if bool in options:
         return bool(value) if isinstance(value, int) else (str(value).lower() in ("y", "t", "1", "enable", "enabled"))
     default = None if key.default is dataclasses.MISSING else key.default
+    for items in (typing.get_args(option) for option in options if typing.get_origin(option) is tuple):
+        given = value if isinstance(value, list) else [value]
+        numbers = [
+            round(n) if items[0] is int else n for n in given if isinstance(n, (int, float)) and math.isfinite(n)
+        ]
+        if numbers:
+            return numbers if Ellipsis in items else (numbers + numbers[-1:] * len(items))[: len(items)]
     if float in options or int in options:
         digits = "".join(char for char in str(value) if char.isdigit() or char in "+-.e")
         try:
@@ -587,6 +598,7 @@ def check_config(config: RunConfig, world_size: int, local_world_size: int) -> M
     _check_reshard(config, shape)
     _check_forms(config)
     _check_data(config)
+    _check_profile(config, shape)
     if config.recipe.check is not None:
         config.recipe.check(config.model)
     return shape
@@ -710,6 +722,17 @@ def _check_data(config: RunConfig) -> None:
     if data.source == "tokens" and config.eval.every and not data.eval_path and not data.holdout:
         rule = "with data.holdout=0 and no data.eval_path there is nothing to evaluate on"
         raise setting_error("eval.every", config.eval.every, rule, 0)
+
+
+def _check_profile(config: RunConfig, shape: MeshShape) -> None:
+    steps, ranks, num_ranks = config.log.profile_steps, config.log.profile_ranks, shape.num_ranks
+    if steps is not None and not 1 <= steps[0] <= steps[1]:
+        rule = "must be the first and the last update to profile, counted from 1"
+        raise setting_error("log.profile_steps", steps, rule, sorted(max(1, step) for step in steps))
+    if any(not 0 <= rank < num_ranks for rank in ranks):
+        rule = f"must be ranks of this run, 0 to {num_ranks - 1}"
+        legal = sorted({min(max(0, rank), num_ranks - 1) for rank in ranks})
+        raise setting_error("log.profile_ranks", ranks, rule, legal)
 
 
 # ---------------------------------------------------------------------------------------------------------------

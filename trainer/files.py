@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -17,6 +19,22 @@ def write_atomically(path: Path, text: str) -> None:
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     write_and_sync(partial, text)
     os.replace(partial, path)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Give the name of another file to write; after the block it is flushed to disk and renamed to `path`.
+
+    If the block raises, it is removed, and what was at `path` stays.
+    """
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        yield partial
+        with open(partial, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def write_and_sync(path: Path, text: str) -> None:

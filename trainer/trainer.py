@@ -36,6 +36,7 @@ from trainer.materialize import materialize
 from trainer.metrics.console import readable_bytes, readable_count
 from trainer.metrics.fanout import Metrics
 from trainer.metrics.meter import Meter, peak_flops, peak_memory_gib
+from trainer.metrics.profile import Profile
 from trainer.metrics.record import Record
 from trainer.metrics.sinks import warn
 from trainer.optim import Optimizer, Schedule, build_optimizer
@@ -138,6 +139,7 @@ class Trainer:
         self.saving = SaveSchedule(config.checkpoint.every)
         self.watchdog = Watchdog(self.world, config, self._give_up)
         self.watchdog.observe(self.model, self.optimizer.parts)
+        self.profile = Profile(config, self.world.rank, self.world.device, self.metrics, self.watchdog)
         self.resumed_step: int | None = None
         self._changed: list[str] = []
         self.phase: Literal["built", "restored", "running", "ended"] = "built"
@@ -336,7 +338,7 @@ class Trainer:
 
         Left early and called again, it goes on; after `load_checkpoint` it goes on from there.  `close` ends the run.
         """
-        with self.watchdog.running():
+        with self.watchdog.running(), self.profile:
             yield from self._steps()
 
     def _resume(self) -> None:
@@ -359,6 +361,7 @@ class Trainer:
         while self.state.step < self.config.train.steps and not self.stopping:
             self._leave_behind_if_gone_back()
             self.checkpoints.makes_way = self.world.device.type == "cpu"
+            meter.leave_out(self.profile.begin_update(self.state.step + 1))
             started = time.perf_counter()
             self.watchdog.begin_update(self.state.step + 1)
             micro_batches = list(islice(batches, self.num_micro_batches))
@@ -373,11 +376,14 @@ class Trainer:
             self.state.step += 1
             self.state.tokens += update.num_targets
             step = self.state.step
-            meter.count(data_s, update.num_targets)
             seconds = time.perf_counter() - started
             self._step_s = seconds if num_updates else 0.0  # the first compiles and allocates
             num_updates += 1
-            self.forecast.note_step(seconds)
+            if self.profile.covers(step):
+                meter.count_profiled(seconds, data_s, update.num_targets)
+            else:
+                meter.count(data_s, update.num_targets)
+                self.forecast.note_step(seconds)
             self._counted_s += seconds
             self._account()
             self._unaccounted = (update, step, seconds)
@@ -396,6 +402,7 @@ class Trainer:
                 self._settle()
             self.watchdog.end_update()
             yielded = time.perf_counter()
+            self.profile.end_update(step)
             yield record
             meter.leave_out(time.perf_counter() - yielded)
 
@@ -685,6 +692,8 @@ class Trainer:
         self.metrics.start(self._facts())
         if self._choice is not None:
             self.metrics.say(choice_text(self._choice))
+        if advice := self.profile.advice(self.state.step):
+            self.metrics.say(advice)
         if self._changed:
             self.metrics.say("configuration changed since:\n" + "\n".join(f"  {line}" for line in self._changed))
         self.metrics.write(
@@ -865,6 +874,7 @@ class Trainer:
             mfu=self._mfu(step_s),
             peak_memory_gib=memory_gib,
             skipped=self.skips.total,
+            **({"profiled": True} if meter.is_profiled else {}),
         )
 
     def _mfu(self, step_s: float) -> float | None:

@@ -5,7 +5,8 @@ collective: some are waiting in one) which phase they are in and where in the co
 those that the others wait for, and the run ends as failed on all ranks.
 
 What the limits cover: `run.step_timeout_s` one update, from asking for its data to its log line; the first one, which
-compiles and allocates, has `run.first_step_timeout_s`, and so has in an evaluation the time between two forward passes.
+compiles and allocates, has `run.first_step_timeout_s`, and so has in an evaluation the time between two forward passes,
+and a profile that is begun or written.
 `checkpoint.timeout_s` covers what training waits for in a save, and a save in the background from its beginning; ranks
 that wait meanwhile for one of these wait as long.  What a loop of the user's own does between updates has no limit, nor
 has the start; but ranks that wait for that in an update of theirs have one.
@@ -39,7 +40,7 @@ from trainer.errors import EXIT_FAILED, PeerFailed, say
 from trainer.world import Messages, World
 
 IN_UPDATE = ("data", "forward", "backward", "reduce", "optimizer")
-"""Phases of an update, in their order; the others are start, evaluate, save and between updates."""
+"""Phases of an update, in their order; the others are start, evaluate, save, profile and between updates."""
 
 _POLL_S, _ASK_EVERY = 0.5, 4
 _ANSWER_S, _VERDICT_S, _GRACE_S, _SAVE_GRACE_S = 6.0, 15.0, 3.0, 60.0
@@ -64,7 +65,8 @@ class Standing:
     waits: bool
     """Whether it is in a collective, so that somebody else holds it up."""
     within: bool = False
-    """Whether it is in a save or an evaluation that may take longer than an update, and has not taken too long."""
+    """Whether it is in a save, an evaluation or the writing of a profile, which may take longer than an update, and has
+    not taken too long."""
     answers: bool = True
     stack: list[str] = field(default_factory=list)
     """Where its main thread is, and the thread that saves, where that is what it waits for."""
@@ -81,6 +83,8 @@ class Watchdog:
         self._save_limit_s = config.checkpoint.timeout_s
         self._save_stage: Callable[[], str] = str
         self.phase, self.since, self.marks, self.step = "start", time.monotonic(), 0, 0
+        self.listeners: list[Callable[[str], None]] = []
+        """Called with each phase that this rank enters, on whatever thread that is noticed: of the profiler."""
         self._round = 0
         """How often the ranks have said where they are: each time has keys of its own in the store."""
         self._armed: tuple[float, str, float] | None = None
@@ -98,6 +102,8 @@ class Watchdog:
         """Say that this rank enters a phase."""
         self.phase, self.since = phase, time.monotonic()
         self.marks += 1
+        for listener in self.listeners:
+            listener(phase)
 
     def begin_update(self, step: int) -> None:
         """Say that an update begins, with its data."""
@@ -322,7 +328,7 @@ class Watchdog:
         phase, since = self.phase, self.since
         main, saving = sys._current_frames().get(self._watched), _saving_frame()
         armed, limit = self._armed, self._save_limit_s
-        within = phase in ("evaluate", "save") and armed is not None and time.monotonic() < armed[0]
+        within = phase in ("evaluate", "save", "profile") and armed is not None and time.monotonic() < armed[0]
         stack, waits = _lines(main), bool(self._timed_out) or _is_in_a_collective(main)
         if why.startswith(_IN_BACKGROUND):
             waits = saving is None or _is_in_a_collective(saving)  # without one, its part of the save is through

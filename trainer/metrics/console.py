@@ -16,6 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from trainer.metrics.breakdown import KINDS
 from trainer.metrics.record import Record
 
 
@@ -53,6 +54,8 @@ class ConsoleSink:
         elif record.kind == "checkpoint":
             size = readable_bytes(record.bytes)
             self._print(f"saved step {record.step:>6}  {size} in {record.total_s:.1f} s", "blue")
+        elif record.kind == "profile":
+            self._print(f"profiled steps {record.first_step} to {record.step}, {_shares(record)}", "magenta")
 
     def say(self, text: str, style: str = "") -> None:
         """Print a line that is no record."""
@@ -88,6 +91,15 @@ class ConsoleSink:
         eta = "" if math.isnan(self._step_s) else f"eta {readable_duration(self._step_s * (self.num_steps - step))}"
         row.add_row(ProgressBar(total=self.num_steps, completed=step, width=40), f"{step}/{self.num_steps}", eta)
         self._live.update(row)
+
+
+def _shares(record: Record) -> str:
+    """Return what the time of an update went into, as the profile has found."""
+    update = f"{record.update_s:.3g} s an update under the profiler"
+    if record.host is None:
+        return f"{update}; {record.trace}"
+    shares = ", ".join(f"{kind.replace('_', ' ')} {100 * record[kind]:.1f} %" for kind in KINDS)
+    return f"{update}: {shares}; {record.trace}"
 
 
 def _number(value: float, form: str) -> str:

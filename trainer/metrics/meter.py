@@ -36,11 +36,23 @@ class Meter:
     data_s: float = 0.0
     num_tokens: int = 0
     num_updates: int = 0
+    profiled: list[tuple[float, float, int]] = field(default_factory=list)
+    """Seconds, seconds waiting for data, and tokens of each update under a profiler."""
 
     def count(self, data_s: float, num_tokens: int) -> None:
         self.data_s += data_s
         self.num_tokens += num_tokens
         self.num_updates += 1
+
+    def count_profiled(self, seconds: float, data_s: float, num_tokens: int) -> None:
+        """Count an update that a profiler has slowed down: in the means only if there is no other."""
+        self.leave_out(seconds)
+        self.profiled.append((seconds, data_s, num_tokens))
+
+    @property
+    def is_profiled(self) -> bool:
+        """Whether the means are those of updates under a profiler."""
+        return bool(self.profiled) and not self.num_updates
 
     def leave_out(self, seconds: float) -> None:
         """Leave time out of the means: evaluation and saving are no part of a step."""
@@ -48,9 +60,14 @@ class Meter:
 
     def read(self) -> tuple[float, float, float]:
         """Return (seconds an update, seconds of it waiting for data, target tokens a second) so far."""
-        elapsed = max(time.perf_counter() - self.started, 1e-9)
+        elapsed, data_s, num_tokens = time.perf_counter() - self.started, self.data_s, self.num_tokens
         updates = max(1, self.num_updates)
-        return elapsed / updates, self.data_s / updates, self.num_tokens / elapsed
+        if self.is_profiled:
+            elapsed, data_s, num_tokens = (sum(column) for column in zip(*self.profiled, strict=True))
+            updates = len(self.profiled)
+        elapsed = max(elapsed, 1e-9)
+        return elapsed / updates, data_s / updates, num_tokens / elapsed
 
     def reset(self) -> None:
         self.started, self.data_s, self.num_tokens, self.num_updates = time.perf_counter(), 0.0, 0, 0
+        self.profiled = []

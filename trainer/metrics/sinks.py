@@ -31,7 +31,7 @@ class Sink(Protocol):
 class JsonLines:
     """`metrics.jsonl`: one JSON object a line, appended and flushed.
 
-    A resumed run first drops the `train` and `eval` lines past its checkpoint, which it is going to write again; the
+    A resumed run first drops the lines past its checkpoint that it is going to write again (`_MADE_ANEW`); the
     file is written anew and renamed, so that a crash leaves the old or the new one.  `lost_steps` and `before` keep
     account of what is dropped.
     """
@@ -78,8 +78,11 @@ class JsonLines:
         self._file.close()
 
 
+_MADE_ANEW = ("train", "eval", "profile")
+
+
 def _stays(record: Mapping[str, Any], resumed_step: int) -> bool:
-    return record.get("kind") not in ("train", "eval") or record["step"] <= resumed_step
+    return record.get("kind") not in _MADE_ANEW or record["step"] <= resumed_step
 
 
 def _finite(record: Mapping[str, Any]) -> dict[str, Any]:

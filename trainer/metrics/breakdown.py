@@ -1,0 +1,259 @@
+"""What the time of profiled updates went into, from spans of time: kernels, operators, collectives, phases.
+
+At each moment of an update one thing counts, the first of `KINDS` that is under way.  So communication counts where no
+kernel hides it, waiting for data where the device has nothing to do, and the host has what is left.  On a CPU, where
+operators are the kernels, an operator's time is its own, without that of operators inside it.
+
+`Timeline` takes the events of a trace as Kineto writes it; the rest knows nothing of profilers.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any
+
+KINDS = ("matmul", "attention", "other_kernels", "exposed_communication", "data", "host")
+"""What the time of an update can go into; of several at the same moment, the first counts."""
+
+MATMUL, ATTENTION, OTHER, COMMUNICATION, DATA, HOST = KINDS
+
+STEP = "ProfilerStep#"
+"""What the range of an update is called, its number behind: other readers of traces look for this name, too."""
+
+PHASE = "phase"
+"""Category of the events that say which phase of the update the rank is in."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something that went on for a while: a kernel on a stream, an operator on a thread, a collective in flight."""
+
+    name: str
+    kind: str
+    start_us: float
+    duration_us: float
+    lane: Any = None
+    """Its stream or thread."""
+    launched_us: float | None = None
+    """When the host launched it; None where that is its start."""
+
+    @property
+    def end_us(self) -> float:
+        return self.start_us + self.duration_us
+
+
+def find_shares(spans: Iterable[Span], updates: Iterable[Span]) -> dict[str, float]:
+    """Return the share of each of `KINDS` in the time of the updates; together they are 1.
+
+    Spans may overlap, on one lane or on several; what lies outside the updates does not count.
+    """
+    lasting = [(span, KINDS.index(span.kind)) for span in spans] + [(update, len(KINDS)) for update in updates]
+    edges = sorted(
+        (moment, which, change) for span, which in lasting for moment, change in ((span.start_us, 1), (span.end_us, -1))
+    )
+    under_way, spent_us = [0] * (len(KINDS) + 1), dict.fromkeys(KINDS, 0.0)
+    for (moment, which, change), (until, *_) in pairwise(edges):
+        under_way[which] += change
+        if under_way[-1]:
+            kind = next((kind for kind, number in zip(KINDS, under_way, strict=False) if number), HOST)
+            spent_us[kind] += until - moment
+    total_us = sum(spent_us.values()) or 1.0
+    return {kind: time_us / total_us for kind, time_us in spent_us.items()}
+
+
+def cut_to_own_time(spans: Iterable[Span]) -> list[Span]:
+    """Return spans of one lane that lie within each other as pieces side by side: each moment is the innermost one's.
+
+    What lies within attention, communication or data is part of it, whatever it is: there are attentions made of
+    matrix products.
+    """
+    pieces: list[Span] = []
+    stack: list[Span] = []
+    reached_us = 0.0
+
+    def give(until_us: float) -> None:
+        nonlocal reached_us
+        if stack and until_us > reached_us:
+            pieces.append(replace(stack[-1], start_us=reached_us, duration_us=until_us - reached_us))
+        reached_us = max(reached_us, until_us)
+
+    def close(until_us: float) -> None:
+        while stack and stack[-1].end_us <= until_us:
+            give(stack[-1].end_us)
+            stack.pop()
+
+    for span in sorted(spans, key=lambda span: (span.start_us, -span.duration_us)):
+        close(span.start_us)
+        give(span.start_us)
+        kind, end_us = span.kind, span.end_us
+        if stack:
+            kind = stack[-1].kind if stack[-1].kind in (ATTENTION, COMMUNICATION, DATA) else kind
+            end_us = min(end_us, stack[-1].end_us)
+        stack.append(replace(span, kind=kind, duration_us=end_us - span.start_us))
+    close(float("inf"))
+    return pieces
+
+
+def extend_to_device(updates: Iterable[Span], kernels: Sequence[Span]) -> list[Span]:
+    """Return the updates as the device sees them, which may be behind the host: each until its last kernel has ended.
+
+    Each begins where the one before has ended, or later, with the host.
+    """
+    found: list[Span] = []
+    for update in sorted(updates, key=lambda update: update.start_us):
+        ends = (k.end_us for k in kernels if update.start_us <= _launched_us(k) < update.end_us)
+        end_us = max(ends, default=update.end_us)
+        start_us = max(update.start_us, found[-1].end_us) if found else update.start_us
+        found.append(replace(update, start_us=start_us, duration_us=max(update.end_us, end_us, start_us) - start_us))
+    return found
+
+
+def _launched_us(span: Span) -> float:
+    return span.start_us if span.launched_us is None else span.launched_us
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# What an event is, by its name
+
+_ATTENTION = re.compile(r"scaled_dot_product|flash|fmha|sdpa|attention|attn", re.IGNORECASE)
+_FUSED_BY_INDUCTOR = re.compile(r"triton_(poi|red|per|for)_")
+"""Elementwise work and reductions; the rest of the name lists what was fused, or only lies beside it."""
+_MATMUL_KERNEL = re.compile(r"gemm|gemv|nvjet|cutlass|cublas|xmma|wgmma|splitk|matmul|(?<![a-z])(add|b|sc)?mm(?![a-z])")
+_MATMUL_OPERATOR = re.compile(
+    r"::_?(mm|addmm|bmm|baddbmm|addbmm|mv|addmv|dot|vdot|addr|int_mm|scaled_mm|grouped_mm|scaled_grouped_mm"
+    r"|linear_pointwise|mkl_linear|mkldnn_linear)(_out|_backward)?$"
+)
+
+
+def kind_of_kernel(name: str) -> str:
+    """Return what a CUDA kernel (a copy, a fill) is, by its name: NCCL's, cuBLAS's, CUTLASS's, cuDNN's, Triton's."""
+    if re.search("nccl|nvshmem", name, re.IGNORECASE):
+        return COMMUNICATION
+    if _FUSED_BY_INDUCTOR.match(name):
+        return OTHER
+    if _ATTENTION.search(name):  # before matrix products: some attention kernels are CUTLASS's
+        return ATTENTION
+    return MATMUL if _MATMUL_KERNEL.search(name.lower()) else OTHER
+
+
+def kind_of_operator(name: str) -> str:
+    """Return what the training thread does in an operator or range on the CPU.
+
+    Operators have a namespace (aten::mm); what has none, autograd's nodes and ranges, is the host that calls them.
+    """
+    if name.startswith(("c10d::", "_c10d_functional::", "gloo:")):
+        return COMMUNICATION
+    if "CompiledFxGraph" in name:  # Inductor's own loops leave no event inside it
+        return OTHER
+    if "::" not in name or name.startswith(("autograd::", "FSDP::")):
+        return HOST
+    if _ATTENTION.search(name):
+        return ATTENTION
+    return MATMUL if _MATMUL_OPERATOR.search(name) else OTHER
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# A trace
+
+
+def find_events(text: str) -> tuple[int, Iterator[dict[str, Any]]]:
+    """Return where in the text of a trace its events begin, and the events, read one at a time: there may be millions.
+
+    Raises ValueError, the iterator too, if the text is not valid JSON, or has no events.
+    """
+    found = re.search(r'"traceEvents":\s*\[', text)
+    if found is None:
+        raise ValueError("a trace without traceEvents")
+
+    def read(at: int) -> Iterator[dict[str, Any]]:
+        decoder, between = json.JSONDecoder(), re.compile(r"[\s,]*")
+        while not text.startswith("]", at := between.match(text, at).end()):  # type: ignore[union-attr]
+            event, at = decoder.raw_decode(text, at)
+            yield event
+        json.loads(text[:begin] + text[at:])
+
+    begin = found.end()
+    return begin, read(begin)
+
+
+_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+_LAUNCHES = ("cuda_runtime", "cuda_driver")
+
+
+@dataclass
+class Timeline:
+    """What a trace says of the updates: where each began and ended on the training thread, and what went on."""
+
+    updates: list[Span] = field(default_factory=list)
+    """Named by their numbers, of kind `host`, on the training thread's lane."""
+    phases: list[Span] = field(default_factory=list)
+    kernels: list[Span] = field(default_factory=list)
+    """Of the device."""
+    collectives: list[Span] = field(default_factory=list)
+    """Of gloo, in flight on threads of its own."""
+    operators: list[Span] = field(default_factory=list)
+    """Of the training thread, within each other."""
+
+    @classmethod
+    def of(cls, events: Iterable[Mapping[str, Any]]) -> Timeline:
+        """Return the timeline of a trace's events, in Chrome's format with Kineto's categories."""
+        own, on_host = cls(), list[tuple[Span, Mapping[str, Any]]]()
+        launches: dict[int, float] = {}
+        kernels: list[tuple[Span, int | None]] = []
+        for event in events:
+            if event.get("ph") != "X":
+                continue
+            category, name, arguments = event.get("cat"), str(event["name"]), event.get("args", {})
+            span = Span(name, HOST, float(event["ts"]), float(event.get("dur", 0.0)), (event["pid"], event["tid"]))
+            if category in _DEVICE:
+                kernels.append((replace(span, kind=kind_of_kernel(name)), arguments.get("correlation")))
+            elif category in _LAUNCHES and "correlation" in arguments:
+                launches[arguments["correlation"]] = span.start_us
+            elif category == PHASE:
+                own.phases.append(replace(span, kind=DATA if name == DATA else HOST))
+            elif category == "user_annotation" and name.startswith(STEP):
+                own.updates.append(replace(span, name=name.removeprefix(STEP)))
+            elif category == "user_annotation" and name.startswith("gloo:"):
+                own.collectives.append(replace(span, kind=COMMUNICATION))
+            elif category in ("cpu_op", "user_annotation"):
+                on_host.append((replace(span, kind=kind_of_operator(name)), arguments))
+        own.updates.sort(key=lambda update: update.start_us)
+        own.kernels = [replace(span, launched_us=launches.get(by)) for span, by in kernels]  # type: ignore[arg-type]
+        threads = {update.lane for update in own.updates}
+        own.operators = _with_attention_backward([item for item in on_host if item[0].lane in threads])
+        return own
+
+    def shares(self) -> dict[str, float]:
+        """Return the share of each of `KINDS` in the time of the updates; together they are 1.
+
+        With kernels of a device: by what runs there, the host's phases and gloo where nothing does.  Without: by the
+        training thread's own time in each operator; where it is in none while gloo works, it waits for that.
+        """
+        data = [phase for phase in self.phases if phase.kind == DATA]
+        if self.kernels:
+            return find_shares([*self.kernels, *self.collectives, *data], extend_to_device(self.updates, self.kernels))
+        return find_shares([*cut_to_own_time([*self.operators, *data]), *self.collectives], self.updates)
+
+
+def _with_attention_backward(found: Sequence[tuple[Span, Mapping[str, Any]]]) -> list[Span]:
+    """Return the operators with the backward of what lies within an attention as attention, too.
+
+    Autograd numbers its nodes.  An operator carries the number of the next node, so of those with one number the last
+    to begin is the one that has made the node; and what runs in the backward carries its node's.
+    """
+    within_us, is_of_attention = 0.0, dict[Any, bool]()
+    for span, arguments in sorted(found, key=lambda item: item[0].start_us):
+        if span.kind == ATTENTION:
+            within_us = max(within_us, span.end_us)
+        if not arguments.get("Fwd thread id"):
+            is_of_attention[arguments.get("Sequence number")] = span.start_us < within_us
+    return [
+        replace(span, kind=ATTENTION)
+        if arguments.get("Fwd thread id") and is_of_attention.get(arguments.get("Sequence number"))
+        else span
+        for span, arguments in found
+    ]

@@ -1,0 +1,240 @@
+"""Profiles: a trace of some updates that Perfetto opens, on CUDA a snapshot of memory, and what the time went into.
+
+The files are for https://ui.perfetto.dev and https://pytorch.org/memory_viz.  To what torch's profiler records, a trace
+adds a range for each update, and a row with its phases, which may begin on one thread and end on another.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from trainer.config import RunConfig
+from trainer.files import replacing
+from trainer.metrics.breakdown import KINDS, PHASE, STEP, Timeline, find_events
+from trainer.metrics.fanout import Metrics
+from trainer.metrics.record import Record
+from trainer.metrics.sinks import warn
+
+_MAX_ALLOCATIONS = 100_000
+"""Allocations and frees that a snapshot holds, the newest: as torchtitan's."""
+_ROW = 2**31 - 1
+"""The row of the phases in the trace: a thread that there is not."""
+
+
+class Phases(Protocol):
+    """Who knows what this rank is doing: the watchdog."""
+
+    listeners: list[Callable[[str], None]]
+
+    def during(self, phase: str) -> AbstractContextManager[None]: ...
+
+
+class Profile:
+    """Profiles the updates of `log.profile_steps` on rank 0 and those of `log.profile_ranks`, between enter and exit.
+
+    In all other updates, and on other ranks, it does nothing.  It calls no collective: while a profile is written, the
+    other ranks wait in their next one.  Files are named by their updates and rank, and are whole or not there; one that
+    cannot be written is no reason to stop training.  However training ends, what was recorded is written, but for the
+    trace after an error on CUDA: the device may never be through with what it was given.
+    """
+
+    def __init__(self, config: RunConfig, rank: int, device: torch.device, metrics: Metrics, phases: Phases) -> None:
+        self._config, self._rank, self._device, self._metrics, self._phases = config, rank, device, metrics, phases
+        self._first, self._last = config.log.profile_steps or (0, -1)
+        self._takes_part = rank in (0, *config.log.profile_ranks)
+        self._recording: _Recording | None = None
+
+    def covers(self, step: int) -> bool:
+        """Return whether an update is profiled, on whatever ranks: its times are those of a profiler."""
+        return self._first <= step <= self._last
+
+    def advice(self, step: int) -> str:
+        """Return what is to be said to a run that goes on after `step`: what of a profile it will not get."""
+        if self._config.log.profile_steps is None:
+            return ""
+        asked = f"log.profile_steps=[{self._first},{self._last}]"
+        if step >= self._last:
+            return f"{asked}: no profile, the run is past these updates"
+        if self._first > self._config.train.steps:
+            return f"{asked}: no profile, the run ends before, with update {self._config.train.steps}"
+        return f"{asked}: a trace alone; memory is recorded on CUDA" if self._device.type != "cuda" else ""
+
+    def __enter__(self) -> Profile:
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        self._finish(has_failed=error is not None and error is not GeneratorExit)
+
+    def begin_update(self, step: int) -> float:
+        """Say that an update begins; returns the seconds that this has taken."""
+        started = time.perf_counter()
+        if not self.covers(step):  # gone back to a checkpoint before, perhaps
+            self._finish()
+        elif self._recording is None and self._takes_part:
+            self._start()
+        if self._recording is not None:
+            self._recording.begin(step)
+        return time.perf_counter() - started
+
+    def end_update(self, step: int) -> None:
+        """Say that an update is through; after the last one the profile is written."""
+        if self._recording is not None:
+            self._recording.end()
+        if step == self._last:
+            self._finish()
+
+    def _start(self) -> None:
+        from torch.autograd import profiler
+
+        if profiler._is_profiler_enabled:
+            warn("log.profile_steps: another profiler is at work, and there can be one only: no profile")
+            self._takes_part = False
+            return
+        with self._phases.during("profile"):
+            self._recording = _Recording(self._device)
+        self._phases.listeners.append(self._recording.note)
+
+    def _finish(self, has_failed: bool = False) -> None:
+        if self._recording is None:
+            return
+        recording, self._recording = self._recording, None
+        self._phases.listeners.remove(recording.note)
+        if threading.get_ident() != recording.thread:
+            return  # a generator that was left lying about: the profiler belongs to the thread that started it
+        with self._phases.during("profile"):
+            try:
+                record = recording.write(self._config.run_dir / "profile", self._rank, has_failed)
+            except (OSError, RuntimeError, ValueError) as error:
+                warn(f"log.profile_steps: the profile cannot be written: {type(error).__name__}: {error}")
+                return
+        if record is not None:
+            self._metrics.write(record)
+
+
+class _Recording:
+    """One run of the profiler, on this thread, and on CUDA the memory's history.  Begins when it is made."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.thread = threading.get_ident()
+        self._device, self._on_cuda = device, device.type == "cuda"
+        self._begun: dict[int, float] = {}
+        """When each update began, in microseconds of this process's clock."""
+        self._num_ended = 0
+        self._range: torch.profiler.record_function | None = None
+        self._phases: list[tuple[float, str]] = []
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if self._on_cuda:
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+            torch.cuda.synchronize(device)  # what was launched before is no part of the profile
+            torch.cuda.memory._record_memory_history(stacks="python", max_entries=_MAX_ALLOCATIONS, clear_history=True)
+        self._profiler = torch.profiler.profile(activities=activities, record_shapes=True)
+        self._profiler.start()
+
+    def note(self, phase: str) -> None:
+        """Say that the rank enters a phase; from any thread."""
+        self._phases.append((_now_us(), phase))
+
+    def begin(self, step: int) -> None:
+        self._range = torch.profiler.record_function(f"{STEP}{step}")
+        self._range.__enter__()
+        self._begun[step] = _now_us()
+
+    def end(self) -> None:
+        self._num_ended += self._range is not None
+        self._end_range()
+
+    def _end_range(self) -> None:
+        if self._range is not None:
+            self._range.__exit__(None, None, None)
+            self._range = None
+
+    def write(self, folder: Path, rank: int, has_failed: bool) -> Record | None:
+        """End the recording and write its files; returns the record, or None if no update was through.
+
+        Raises OSError, RuntimeError or ValueError if a file cannot be made; none is left half written.
+        """
+        steps = list(self._begun)
+        name = f"{steps[0]}-{steps[-1]}_rank{rank}"
+        trace, memory = folder / f"trace_{name}.json.gz", folder / f"memory_{name}.pickle"
+        waits = not (self._on_cuda and has_failed)
+        try:
+            if waits:  # first of all: a profiler that goes on is in the way of whatever follows
+                self._end_range()
+                self.note("end")
+                self._profiler.stop()
+            folder.mkdir(parents=True, exist_ok=True)
+            for partial in folder.glob(f".*_rank{rank}.*"):  # of an attempt that was killed
+                partial.unlink(missing_ok=True)
+            if self._on_cuda:
+                with replacing(memory) as partial:
+                    torch.cuda.memory._dump_snapshot(str(partial))
+        finally:
+            if self._on_cuda:
+                torch.cuda.memory._record_memory_history(enabled=None)
+        if not waits:
+            return None
+        timeline = self._write_trace(trace)
+        whole = timeline.updates[: self._num_ended]
+        if not whole:
+            return None
+        timeline.updates = whole
+        shares: dict[str, Any] = dict.fromkeys(KINDS)
+        if self._on_cuda and not timeline.kernels:
+            warn("log.profile_steps: the profiler has seen no kernel (CUPTI), so that nothing is known of their shares")
+        else:
+            shares = timeline.shares()
+        files = {"trace": trace.name, "memory": memory.name if self._on_cuda else None}
+        update_s = sum(update.duration_us for update in whole) / len(whole) / 1e6
+        span = {"step": steps[len(whole) - 1], "first_step": steps[0], "update_s": update_s}
+        return Record(kind="profile", **span, **shares, **files)
+
+    def _write_trace(self, path: Path) -> Timeline:
+        """Write the profiler's trace with the row of the phases, compressed; returns what it says."""
+        with replacing(path) as partial:
+            raw = partial.with_suffix(".json")
+            try:
+                self._profiler.export_chrome_trace(str(raw))
+                text = raw.read_text()
+            finally:
+                raw.unlink(missing_ok=True)
+            begin, events = find_events(text)
+            timeline = Timeline.of(events)
+            row = self._row_of_phases(timeline)
+            timeline.phases = Timeline.of(row).phases
+            with gzip.open(partial, "wt", compresslevel=3) as file:
+                file.write(text[:begin])
+                file.writelines(json.dumps(event) + ",\n" for event in row)
+                file.write(text[begin:])
+        return timeline
+
+    def _row_of_phases(self, timeline: Timeline) -> list[dict[str, Any]]:
+        """Return the events of the phases, their times in the trace's clock: that of the updates' ranges.
+
+        An update's range begins a moment before this process's clock is read, the first one a long moment.
+        """
+        updates = timeline.updates
+        shift_us = max(update.start_us - self._begun[int(update.name)] for update in updates) if updates else 0.0
+        where = {"pid": updates[0].lane[0] if updates else os.getpid(), "tid": _ROW}
+        events: list[dict[str, Any]] = [
+            {"ph": "M", "name": "thread_name", **where, "args": {"name": "phases"}},
+            {"ph": "M", "name": "thread_sort_index", **where, "args": {"sort_index": -1}},
+        ]
+        for (start_us, phase), (end_us, _) in zip(self._phases, self._phases[1:], strict=False):
+            if phase != "between updates":
+                times = {"ts": round(start_us + shift_us, 3), "dur": round(end_us - start_us, 3)}
+                events.append({"ph": "X", "cat": PHASE, "name": phase, **where, **times})
+        return events
+
+
+def _now_us() -> float:
+    return time.perf_counter_ns() / 1e3
