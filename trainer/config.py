@@ -137,6 +137,10 @@ class OptimSection:
     momentum: float = declare(0.95, "momentum of sgd and muon", at_least=0, below=1)
     weight_decay: float = declare(0.1, "decoupled weight decay", at_least=0)
     decay_all: bool = declare(False, "decay norms, biases and embeddings too")
+    state_dtype: Literal["float32", "bfloat16"] = declare("float32", "dtype of AdamW's two averages")
+    rounding: Literal["stochastic", "nearest"] = declare(
+        "stochastic", "how AdamW rounds bfloat16 weights and averages; nearest loses small updates"
+    )
     max_grad_norm: float | None = declare(1.0, "gradients are scaled down to this global norm; null: never", above=0)
 
 
@@ -161,6 +165,11 @@ class TrainSection:
         "none", "none, full, selective (keeps matmuls and attention), n: every n-th block in full, or auto"
     )
     compile: bool = declare(False, "torch.compile each block")
+    weights_dtype: Literal["float32", "bfloat16"] = declare(
+        "float32",
+        "dtype in which weights and their gradients are kept, sharded: float32 (master weights), or bfloat16, which "
+        "takes half the memory (optim.rounding)",
+    )
     init_from: str | None = declare(
         None, "weights to start from, with a fresh optimizer: a checkpoint, a run.dir, a folder of safetensors, a file"
     )
@@ -626,12 +635,18 @@ def _check_reshard(config: RunConfig, shape: MeshShape) -> None:
 
 
 def _check_forms(config: RunConfig) -> None:
+    optim = config.optim
     checkpointing = config.train.activation_checkpoint
     words = ["none", "full", "selective", AUTO]
     if isinstance(checkpointing, str) and checkpointing not in words:
         raise choice_error("train.activation_checkpoint", checkpointing, words, "a whole number, or one of")
     if isinstance(checkpointing, (int, bool)) and (isinstance(checkpointing, bool) or checkpointing < 1):
         raise setting_error("train.activation_checkpoint", checkpointing, "every n-th block: n is at least 1", "none")
+
+    for key, dtype in (("train.weights_dtype", config.train.weights_dtype), ("optim.state_dtype", optim.state_dtype)):
+        if dtype == "bfloat16" and optim.name != "adamw":
+            rule = f"only optim.name=adamw computes in float32 and rounds; {optim.name} would lose small updates"
+            raise setting_error(key, dtype, rule, "float32")
 
     wrap = config.fsdp.wrap
     if wrap.startswith("size:"):
@@ -715,7 +730,15 @@ def _check_data(config: RunConfig) -> None:
 # ---------------------------------------------------------------------------------------------------------------
 # Resuming
 
-_FIXED_ON_RESUME = ("model.", "data.", "optim.name", "train.global_batch_size", "run.seed")
+_FIXED_ON_RESUME = (
+    "model.",
+    "data.",
+    "optim.name",
+    "optim.state_dtype",
+    "train.global_batch_size",
+    "train.weights_dtype",
+    "run.seed",
+)
 _FREE_ON_RESUME = ("data.num_workers", "data.cache_dir")
 _OF_THE_ATTEMPT = ("run.name", "run.dir", "checkpoint.", "log.")
 """What changes nothing that is trained: nobody is told."""

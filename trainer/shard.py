@@ -201,6 +201,7 @@ def apply_sharding(model: nn.Module, recipe: Recipe, config: RunConfig, mesh: De
     nothing is allocated.  Returns the units in the order of the forward pass.  Collective only where integer
     resharding makes process groups: one set, shared by all units.
     """
+    apply_weights_dtype(model, config.train.weights_dtype)
     units = find_units(model, recipe, config.fsdp.wrap)
     reshard = reshard_of_units(config.fsdp.reshard_after_forward, units, mesh.size(mesh.ndim - 1))
     if config.train.activation_checkpoint != "none" or config.train.compile:
@@ -211,7 +212,7 @@ def apply_sharding(model: nn.Module, recipe: Recipe, config: RunConfig, mesh: De
             for block in blocks:
                 block.compile(fullgraph=True)
 
-    policy = _precision(config.fsdp)
+    policy = _precision(config)
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if config.fsdp.cpu_offload else OffloadPolicy()
     shard = partial(fully_shard, mesh=mesh, offload_policy=offload)
     with _shared_reshard_meshes():
@@ -222,6 +223,16 @@ def apply_sharding(model: nn.Module, recipe: Recipe, config: RunConfig, mesh: De
         shard(model, reshard_after_forward=root_reshards, mp_policy=policy(is_root=True))
     _set_prefetch(units, config.fsdp)
     return units
+
+
+def apply_weights_dtype(model: nn.Module, weights_dtype: str) -> None:
+    """Have the parameters of `model` kept in bfloat16, if that is asked for; what is tied stays so.
+
+    With `float32` they are as the model has made them.  Buffers are left alone.
+    """
+    for parameter in model.parameters() if weights_dtype == "bfloat16" else ():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(torch.bfloat16)
 
 
 def check_sharding(config: RunConfig) -> None:
@@ -327,14 +338,15 @@ def _selective_contexts() -> Any:
     return create_selective_checkpoint_contexts(policy)
 
 
-def _precision(fsdp: FsdpSection) -> Callable[..., MixedPrecisionPolicy]:
+def _precision(config: RunConfig) -> Callable[..., MixedPrecisionPolicy]:
     """Return the precision policy of a unit or of the root; only the root casts the output."""
+    fsdp = config.fsdp
     param_dtype, reduce_dtype = getattr(torch, fsdp.param_dtype), getattr(torch, fsdp.reduce_dtype)
     output_dtype = getattr(torch, fsdp.output_dtype) if fsdp.output_dtype else None
 
     def policy(is_root: bool) -> MixedPrecisionPolicy:
         return MixedPrecisionPolicy(
-            param_dtype=None if param_dtype == torch.float32 else param_dtype,
+            param_dtype=None if fsdp.param_dtype == config.train.weights_dtype == "float32" else param_dtype,
             reduce_dtype=None if reduce_dtype == param_dtype else reduce_dtype,
             output_dtype=output_dtype if is_root else None,
         )
@@ -411,7 +423,7 @@ def gradient_norm(gradients: list[torch.Tensor], mesh: DeviceMesh) -> torch.Tens
     having been reduced, on all.
     """
     device = torch.device(mesh.device_type)
-    squares = torch.stack(torch._foreach_norm(gradients, 2.0)).to(device).square().sum()
+    squares = torch.stack(torch._foreach_norm(gradients, 2.0, torch.float32)).to(device).square().sum()
     if mesh.size(mesh.ndim - 1) > 1:
         dist.all_reduce(squares, group=mesh.get_group(mesh.ndim - 1))
     return squares.sqrt()

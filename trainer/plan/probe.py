@@ -33,7 +33,7 @@ from trainer.loss import find_loss
 from trainer.optim import moments_of
 from trainer.parameters import count_matrix_parameters, tied_names
 from trainer.plan.kernels import Work, use_gpu_kernels, work_of
-from trainer.shard import ShardUnit, apply_activation_checkpointing, find_blocks, find_units
+from trainer.shard import ShardUnit, apply_activation_checkpointing, apply_weights_dtype, find_blocks, find_units
 
 Mark = Literal[
     "pre_forward",
@@ -57,6 +57,8 @@ class ParameterFacts:
     element_size: int
     moments: int
     """Tensors of its size that the optimizer keeps for it."""
+    moment_size: int
+    """Bytes of an element of these."""
 
     @property
     def numel(self) -> int:
@@ -139,6 +141,7 @@ class Probe:
         self.config, self.device_type = config, device_type
         with torch.device("meta"):
             self._model = config.recipe.build_model(config.model)
+        apply_weights_dtype(self._model, config.train.weights_dtype)
         self._traces: dict[tuple[int, int | str], Trace] = {}
 
     def trace(self, micro_batch_size: int, checkpointing: int | str) -> Trace:
@@ -210,7 +213,9 @@ def _trace(
     return Trace(events, facts, buffer_bytes, 2 * 8 * math.prod(shape), count_matrix_parameters(model))
 
 
-def _unit_facts(model: nn.Module, units: Sequence[ShardUnit], moments: Mapping[int, int]) -> tuple[UnitFacts, ...]:
+def _unit_facts(
+    model: nn.Module, units: Sequence[ShardUnit], moments: Mapping[int, tuple[int, int]]
+) -> tuple[UnitFacts, ...]:
     """Return the units in the order of the forward pass, each with what no inner unit holds, and then the root."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     taken: set[int] = set()
@@ -230,7 +235,7 @@ def _unit_facts(model: nn.Module, units: Sequence[ShardUnit], moments: Mapping[i
                         tuple(parameter.shape),
                         parameter.requires_grad,
                         parameter.element_size(),
-                        moments.get(id(parameter), 0),
+                        *moments.get(id(parameter), (0, 0)),
                     )
                 )
         found[number] = UnitFacts(name, tuple(own))
