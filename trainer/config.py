@@ -162,7 +162,9 @@ class TrainSection:
     global_batch_size: int = declare(8, "sequences of one update, over all ranks", at_least=1)
     micro_batch_size: int | str = declare(1, "sequences of one forward on one rank; auto: the planner's", at_least=1)
     activation_checkpoint: int | str = declare(
-        "none", "none, full, selective (keeps matmuls and attention), n: every n-th block in full, or auto"
+        "none",
+        "none, full, selective (keeps matmuls and attention), budget:<share> (keeps of these what costs most, up to "
+        "this share of a block's activations), n: every n-th block in full, or auto",
     )
     compile: bool = declare(False, "torch.compile each block")
     weights_dtype: Literal["float32", "bfloat16"] = declare(
@@ -638,8 +640,14 @@ def _check_forms(config: RunConfig) -> None:
     optim = config.optim
     checkpointing = config.train.activation_checkpoint
     words = ["none", "full", "selective", AUTO]
-    if isinstance(checkpointing, str) and checkpointing not in words:
-        raise choice_error("train.activation_checkpoint", checkpointing, words, "a whole number, or one of")
+    if isinstance(checkpointing, str) and checkpointing.startswith("budget:"):
+        share = budget_of(checkpointing)
+        if share is None or not 0 <= share <= 1:
+            rule = "budget:<share> takes a number from 0 to 1"
+            raise setting_error("train.activation_checkpoint", checkpointing, rule, "budget:0.5")
+    elif isinstance(checkpointing, str) and checkpointing not in words:
+        noun = "a whole number, budget:<share>, or one of"
+        raise choice_error("train.activation_checkpoint", checkpointing, words, noun)
     if isinstance(checkpointing, (int, bool)) and (isinstance(checkpointing, bool) or checkpointing < 1):
         raise setting_error("train.activation_checkpoint", checkpointing, "every n-th block: n is at least 1", "none")
 
@@ -684,6 +692,16 @@ def _check_forms(config: RunConfig) -> None:
     _check_folder("run.dir", config.run.dir, f"runs/{config.run.name}")
     if config.checkpoint.dir is not None:
         _check_folder("checkpoint.dir", config.checkpoint.dir, None)
+
+
+def budget_of(checkpointing: int | str) -> float | None:
+    """Return the share of `train.activation_checkpoint=budget:<share>`, None for its other forms."""
+    if not isinstance(checkpointing, str) or not checkpointing.startswith("budget:"):
+        return None
+    try:
+        return float(checkpointing.removeprefix("budget:"))
+    except ValueError:
+        return None
 
 
 def find_deadline(config: RunConfig, env: Mapping[str, str] = os.environ) -> float | None:

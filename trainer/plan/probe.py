@@ -33,7 +33,14 @@ from trainer.loss import find_loss
 from trainer.optim import moments_of
 from trainer.parameters import count_matrix_parameters, tied_names
 from trainer.plan.kernels import Work, use_gpu_kernels, work_of
-from trainer.shard import ShardUnit, apply_activation_checkpointing, apply_weights_dtype, find_blocks, find_units
+from trainer.shard import (
+    ShardUnit,
+    apply_activation_checkpointing,
+    apply_weights_dtype,
+    find_blocks,
+    find_units,
+    kept_by_budget,
+)
 
 Mark = Literal[
     "pre_forward",
@@ -182,11 +189,12 @@ def _trace(
 ) -> Trace:
     units = find_units(model, config.recipe, config.fsdp.wrap)
     blocks = find_blocks(model, config.recipe)
+    kept = kept_by_budget(model, blocks, config, checkpointing, micro_batch_size)
     facts = _unit_facts(model, units, moments_of(model, config.optim))
     if device_type == "cuda":  # one that is not there cannot be faked: on a CPU build of torch autograd refuses it
         use_gpu_kernels(model)
     before = [vars(block).get("forward") for block in blocks]
-    apply_activation_checkpointing(blocks, checkpointing)
+    apply_activation_checkpointing(blocks, checkpointing, kept)
     checkpointed = {id(b) for b, forward in zip(blocks, before, strict=True) if vars(b).get("forward") is not forward}
     compute_dtype = getattr(torch, config.fsdp.param_dtype)
     repetition = _Repetition(model, units if shortens else (), checkpointed)
