@@ -167,6 +167,11 @@ class TrainSection:
         "this share of a block's activations), n: every n-th block in full, or auto",
     )
     compile: bool = declare(False, "torch.compile each block")
+    float8: Literal["none", "tensorwise", "rowwise"] = declare(
+        "none",
+        "matrix products of the blocks' linear layers in float8, scaled by the tensor or, finer, by the row; needs "
+        "torchao and is fast with train.compile",
+    )
     weights_dtype: Literal["float32", "bfloat16"] = declare(
         "float32",
         "dtype in which weights and their gradients are kept, sharded: float32 (master weights), or bfloat16, which "
@@ -656,6 +661,7 @@ def _check_forms(config: RunConfig) -> None:
             rule = f"only optim.name=adamw computes in float32 and rounds; {optim.name} would lose small updates"
             raise setting_error(key, dtype, rule, "float32")
 
+    _check_float8(config)
     wrap = config.fsdp.wrap
     if wrap.startswith("size:"):
         size = wrap.removeprefix("size:").replace("_", "")
@@ -692,6 +698,21 @@ def _check_forms(config: RunConfig) -> None:
     _check_folder("run.dir", config.run.dir, f"runs/{config.run.name}")
     if config.checkpoint.dir is not None:
         _check_folder("checkpoint.dir", config.checkpoint.dir, None)
+
+
+def _check_float8(config: RunConfig) -> None:
+    train, key = config.train, "train.float8"
+    if train.float8 == "none":
+        return
+    if config.fsdp.param_dtype != "bfloat16":
+        rule = f"is for layers that compute in bfloat16, not with fsdp.param_dtype={config.fsdp.param_dtype}"
+        raise setting_error(key, train.float8, rule, "none")
+    if budget_of(train.activation_checkpoint) is not None:
+        rule = f"a budget does not count products in float8 (train.float8={train.float8})"
+        raise setting_error("train.activation_checkpoint", train.activation_checkpoint, rule, "selective")
+    if isinstance(train.micro_batch_size, int) and train.micro_batch_size * config.data.seq_len % 16:
+        tokens = f"train.micro_batch_size={train.micro_batch_size} x data.seq_len={config.data.seq_len} tokens"
+        raise setting_error(key, train.float8, f"{tokens} of a forward pass must be a multiple of 16", "none")
 
 
 def budget_of(checkpointing: int | str) -> float | None:

@@ -44,8 +44,10 @@ Place = tuple[str, int]
 def keep_all_costly() -> Any:
     """Return the contexts of `torch.utils.checkpoint` in which all costly operators' outputs are kept."""
 
+    costly = {*_KINDS, _aten._scaled_mm.default}  # a product in float8
+
     def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if operator in _KINDS else CheckpointPolicy.PREFER_RECOMPUTE
+        return CheckpointPolicy.MUST_SAVE if operator in costly else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
 

@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from trainer.config import AUTO, FsdpSection, RunConfig, budget_of
 from trainer.errors import UserError, nearest, setting_error
+from trainer.float8 import apply_float8
 from trainer.parameters import local, tied_names
 from trainer.recipe import Recipe, Unit, resolve
 from trainer.recompute import Place, choose_kept, keep_all_costly, keeping
@@ -202,15 +203,18 @@ def apply_sharding(model: nn.Module, recipe: Recipe, config: RunConfig, mesh: De
     nothing is allocated.  Returns the units in the order of the forward pass.  Collective only where integer
     resharding makes process groups: one set, shared by all units.
     """
-    apply_weights_dtype(model, config.train.weights_dtype)
+    train = config.train
+    apply_weights_dtype(model, train.weights_dtype)
+    works_on_blocks = train.activation_checkpoint != "none" or train.compile or train.float8 != "none"
+    blocks = find_blocks(model, recipe) if works_on_blocks else []
+    kept = kept_by_budget(model, blocks, config, train.activation_checkpoint, train.micro_batch_size)
+    apply_float8(blocks, train.float8, mesh.device_type)
     units = find_units(model, recipe, config.fsdp.wrap)
     reshard = reshard_of_units(config.fsdp.reshard_after_forward, units, mesh.size(mesh.ndim - 1))
-    if config.train.activation_checkpoint != "none" or config.train.compile:
-        blocks = find_blocks(model, recipe)
+    if works_on_blocks:
         _check_blocks(blocks, units, config)
-        setting, micro = config.train.activation_checkpoint, int(config.train.micro_batch_size)
-        apply_activation_checkpointing(blocks, setting, kept_by_budget(model, blocks, config, setting, micro))
-        if config.train.compile:
+        apply_activation_checkpointing(blocks, train.activation_checkpoint, kept)
+        if train.compile:
             for block in blocks:
                 block.compile(fullgraph=True)
 
@@ -294,7 +298,7 @@ def _check_no_unit_inside(blocks: Sequence[nn.Module], units: Sequence[ShardUnit
 
 
 def kept_by_budget(
-    model: nn.Module, blocks: Sequence[nn.Module], config: RunConfig, setting: int | str, micro_batch_size: int
+    model: nn.Module, blocks: Sequence[nn.Module], config: RunConfig, setting: int | str, micro_batch_size: int | str
 ) -> list[frozenset[Place]]:
     """Return which operators each block keeps under the setting `budget:<share>`; nothing for other settings.
 
@@ -303,7 +307,7 @@ def kept_by_budget(
     share = budget_of(setting)
     if share is None:
         return []
-    shape, dtype = (micro_batch_size, config.data.seq_len), getattr(torch, config.fsdp.param_dtype)
+    shape, dtype = (int(micro_batch_size), config.data.seq_len), getattr(torch, config.fsdp.param_dtype)
     try:
         return choose_kept(model, blocks, shape, dtype, share)
     except Exception as error:  # the model's own
