@@ -66,7 +66,8 @@ def tracked_peak(config: RunConfig, shape: MeshShape, num_micro_batches: int = 1
         with tracker:
             update(model, config, 1)
         peak = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
-        states = 2 * sum(local(p).numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+        size = getattr(torch, config.optim.state_dtype).itemsize
+        states = 2 * sum(local(p).numel() * size for p in model.parameters() if p.requires_grad)
         return int(peak) + states
 
 
@@ -129,7 +130,9 @@ def metered_peak(config: RunConfig, shape: MeshShape, num_micro_batches: int = 1
             for tensor in (*model.parameters(), *model.buffers()):
                 meter.note(tensor)
             update(model, config, num_micro_batches)
-            kept = [torch.empty_like(local(p)) for p in model.parameters() if p.grad is not None for _ in range(2)]
+            dtype = getattr(torch, config.optim.state_dtype)
+            trained = [local(p) for p in model.parameters() if p.grad is not None]
+            kept = [torch.empty_like(shard, dtype=dtype) for shard in trained for _ in range(2)]
             model.zero_grad(set_to_none=True)
             meter.peak = meter.live
             update(model, config, num_micro_batches)

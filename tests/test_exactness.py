@@ -57,6 +57,7 @@ SETTINGS_ON_FOUR = [
     ["fsdp.wrap=size:5000", "train.activation_checkpoint=2"],
     ["fsdp.wrap=tests.own_recipes:every_linear"],
     ["train.activation_checkpoint=selective"],
+    ["train.activation_checkpoint=budget:0.3"],
     ["fsdp.cpu_offload=true"],
 ]
 

@@ -49,6 +49,7 @@ TRACKED = [
     ("llama3_8b", [*SHALLOW, FULL], (1, 64)),
     ("llama3_8b", [*SHALLOW, MIXED, SELECTIVE], (1, 16)),
     ("llama3_70b", [*SHALLOW, FULL], (8, 64)),
+    ("llama3_8b", [*SHALLOW, "train.activation_checkpoint=budget:0.2"], (1, 8)),
 ]
 MORE_TRACKED = [
     ("llama3_1b", ["data.seq_len=2048"], (1, 8)),
@@ -60,6 +61,7 @@ MORE_TRACKED = [
     ("llama3_1b", [*SHALLOW, "train.activation_checkpoint=2"], (1, 8)),
     ("llama3_8b", [*SHALLOW, "train.activation_checkpoint=none"], (1, 8)),
     ("llama3_8b", [*SHALLOW, NEVER, FULL], (1, 8)),
+    ("llama3_8b", [*SHALLOW, "train.activation_checkpoint=budget:0.4"], (2, 8)),
     ("llama3_8b", [*SHALLOW, NEVER, SELECTIVE], (4, 16)),
     ("llama3_8b", [*SHALLOW, ALWAYS, SELECTIVE], (1, 32)),
     ("llama3_8b", [*SHALLOW, "fsdp.reshard_after_forward=8", FULL], (1, 64)),
@@ -103,6 +105,8 @@ METERED: list[tuple[str, list[str], tuple[int, int], int]] = [
     ("llama_small", [*SMALL, "fsdp.reshard_after_forward=2", "fsdp.reshard_after_backward=false"], (1, 4), 2),
     ("llama_small", ["fsdp.wrap=size:50000", FULL], (1, 4), 1),
     ("llama_small", [*SMALL, "train.activation_checkpoint=3"], (1, 4), 1),
+    ("llama_small", [*SMALL, "train.activation_checkpoint=budget:0.1"], (1, 4), 2),
+    ("gpt2", ["train.micro_batch_size=1", "model.num_layers=6", "train.activation_checkpoint=budget:0.3"], (1, 4), 1),
     ("llama_small", [], (4, 1), 2),
     ("gpt2", ["train.micro_batch_size=1", "model.num_layers=6"], (2, 4), 2),
     ("llama3_1b", [*SHALLOW, "fsdp.param_dtype=float32"], (1, 8), 1),

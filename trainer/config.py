@@ -137,6 +137,10 @@ class OptimSection:
     momentum: float = declare(0.95, "momentum of sgd and muon", at_least=0, below=1)
     weight_decay: float = declare(0.1, "decoupled weight decay", at_least=0)
     decay_all: bool = declare(False, "decay norms, biases and embeddings too")
+    state_dtype: Literal["float32", "bfloat16"] = declare("float32", "dtype of AdamW's two averages")
+    rounding: Literal["stochastic", "nearest"] = declare(
+        "stochastic", "how AdamW rounds bfloat16 weights and averages; nearest loses small updates"
+    )
     max_grad_norm: float | None = declare(1.0, "gradients are scaled down to this global norm; null: never", above=0)
 
 
@@ -158,9 +162,21 @@ class TrainSection:
     global_batch_size: int = declare(8, "sequences of one update, over all ranks", at_least=1)
     micro_batch_size: int | str = declare(1, "sequences of one forward on one rank; auto: the planner's", at_least=1)
     activation_checkpoint: int | str = declare(
-        "none", "none, full, selective (keeps matmuls and attention), n: every n-th block in full, or auto"
+        "none",
+        "none, full, selective (keeps matmuls and attention), budget:<share> (keeps of these what costs most, up to "
+        "this share of a block's activations), n: every n-th block in full, or auto",
     )
     compile: bool = declare(False, "torch.compile each block")
+    float8: Literal["none", "tensorwise", "rowwise"] = declare(
+        "none",
+        "matrix products of the blocks' linear layers in float8, scaled by the tensor or, finer, by the row; needs "
+        "torchao and is fast with train.compile",
+    )
+    weights_dtype: Literal["float32", "bfloat16"] = declare(
+        "float32",
+        "dtype in which weights and their gradients are kept, sharded: float32 (master weights), or bfloat16, which "
+        "takes half the memory (optim.rounding)",
+    )
     init_from: str | None = declare(
         None, "weights to start from, with a fresh optimizer: a checkpoint, a run.dir, a folder of safetensors, a file"
     )
@@ -638,13 +654,26 @@ def _check_reshard(config: RunConfig, shape: MeshShape) -> None:
 
 
 def _check_forms(config: RunConfig) -> None:
+    optim = config.optim
     checkpointing = config.train.activation_checkpoint
     words = ["none", "full", "selective", AUTO]
-    if isinstance(checkpointing, str) and checkpointing not in words:
-        raise choice_error("train.activation_checkpoint", checkpointing, words, "a whole number, or one of")
+    if isinstance(checkpointing, str) and checkpointing.startswith("budget:"):
+        share = budget_of(checkpointing)
+        if share is None or not 0 <= share <= 1:
+            rule = "budget:<share> takes a number from 0 to 1"
+            raise setting_error("train.activation_checkpoint", checkpointing, rule, "budget:0.5")
+    elif isinstance(checkpointing, str) and checkpointing not in words:
+        noun = "a whole number, budget:<share>, or one of"
+        raise choice_error("train.activation_checkpoint", checkpointing, words, noun)
     if isinstance(checkpointing, (int, bool)) and (isinstance(checkpointing, bool) or checkpointing < 1):
         raise setting_error("train.activation_checkpoint", checkpointing, "every n-th block: n is at least 1", "none")
 
+    for key, dtype in (("train.weights_dtype", config.train.weights_dtype), ("optim.state_dtype", optim.state_dtype)):
+        if dtype == "bfloat16" and optim.name != "adamw":
+            rule = f"only optim.name=adamw computes in float32 and rounds; {optim.name} would lose small updates"
+            raise setting_error(key, dtype, rule, "float32")
+
+    _check_float8(config)
     wrap = config.fsdp.wrap
     if wrap.startswith("size:"):
         size = wrap.removeprefix("size:").replace("_", "")
@@ -681,6 +710,31 @@ def _check_forms(config: RunConfig) -> None:
     _check_folder("run.dir", config.run.dir, f"runs/{config.run.name}")
     if config.checkpoint.dir is not None:
         _check_folder("checkpoint.dir", config.checkpoint.dir, None)
+
+
+def _check_float8(config: RunConfig) -> None:
+    train, key = config.train, "train.float8"
+    if train.float8 == "none":
+        return
+    if config.fsdp.param_dtype != "bfloat16":
+        rule = f"is for layers that compute in bfloat16, not with fsdp.param_dtype={config.fsdp.param_dtype}"
+        raise setting_error(key, train.float8, rule, "none")
+    if budget_of(train.activation_checkpoint) is not None:
+        rule = f"a budget does not count products in float8 (train.float8={train.float8})"
+        raise setting_error("train.activation_checkpoint", train.activation_checkpoint, rule, "selective")
+    if isinstance(train.micro_batch_size, int) and train.micro_batch_size * config.data.seq_len % 16:
+        tokens = f"train.micro_batch_size={train.micro_batch_size} x data.seq_len={config.data.seq_len} tokens"
+        raise setting_error(key, train.float8, f"{tokens} of a forward pass must be a multiple of 16", "none")
+
+
+def budget_of(checkpointing: int | str) -> float | None:
+    """Return the share of `train.activation_checkpoint=budget:<share>`, None for its other forms."""
+    if not isinstance(checkpointing, str) or not checkpointing.startswith("budget:"):
+        return None
+    try:
+        return float(checkpointing.removeprefix("budget:"))
+    except ValueError:
+        return None
 
 
 def find_deadline(config: RunConfig, env: Mapping[str, str] = os.environ) -> float | None:
@@ -738,7 +792,15 @@ def _check_profile(config: RunConfig, shape: MeshShape) -> None:
 # ---------------------------------------------------------------------------------------------------------------
 # Resuming
 
-_FIXED_ON_RESUME = ("model.", "data.", "optim.name", "train.global_batch_size", "run.seed")
+_FIXED_ON_RESUME = (
+    "model.",
+    "data.",
+    "optim.name",
+    "optim.state_dtype",
+    "train.global_batch_size",
+    "train.weights_dtype",
+    "run.seed",
+)
 _FREE_ON_RESUME = ("data.num_workers", "data.cache_dir")
 _OF_THE_ATTEMPT = ("run.name", "run.dir", "checkpoint.", "log.")
 """What changes nothing that is trained: nobody is told."""

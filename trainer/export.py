@@ -47,6 +47,8 @@ def export_checkpoint(
         if path.exists() and not overwrite:
             raise UserError(f"{path}: exists; take another name, or --overwrite")
         model = build_plain(config.recipe, config.model, source, torch.device("cpu"))
+        for name, parameter in model.named_parameters():
+            parameter.data = parameter.data.to(dtype or source.dtypes.get(name, parameter.dtype))
         _write_plain(model if dtype is None else model.to(dtype), path)
         return [path]
     return export(

@@ -8,7 +8,6 @@ alone.  Knows no recipe by name.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
@@ -17,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from trainer.errors import UserError
-from trainer.parameters import local, tied_names
+from trainer.parameters import local, seed_of, tied_names
 
 
 def materialize(
@@ -50,7 +49,7 @@ def materialize(
         own = [name for name in _own_names(module_name, module) if name in on_meta]
         fresh = {name for name in own if canonical.get(name, name) == name}
         if fresh:
-            unfilled += _fill(module, module_name, fresh, _seed_of(seed, module_name), scratch, init or _reset)
+            unfilled += _fill(module, module_name, fresh, seed_of(seed, module_name), scratch, init or _reset)
     if unfilled:
         raise UserError(
             f"nobody filled {', '.join(unfilled)}: after a model is built on the meta device, each module that owns a "
@@ -85,11 +84,6 @@ def _tie_again(model: nn.Module, ties: list[list[str]]) -> None:
         for alias in aliases:
             owner, _, name = alias.rpartition(".")
             model.get_submodule(owner)._parameters[name] = parameter
-
-
-def _seed_of(seed: int, name: str) -> int:
-    """Return a 63-bit seed that depends on the run's seed and the module's name alone."""
-    return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "little") >> 1
 
 
 def _reset(module: nn.Module) -> None:
@@ -145,14 +139,18 @@ class _Scratch:
         self._bytes = torch.empty(0, dtype=torch.uint8, device=device)
 
     def take(self, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return uninitialised tensors with the (global) shapes and dtypes of `like`; earlier ones are overwritten."""
-        sizes = {name: -(-tensor.numel() * tensor.element_size() // 64) * 64 for name, tensor in like.items()}
+        """Return uninitialised tensors with the (global) shapes of `like`; earlier ones are overwritten.
+
+        Their dtypes are those of `like`, but float32 for bfloat16: weights are drawn as finely as ever, then rounded.
+        """
+        dtypes = {n: torch.float32 if t.dtype == torch.bfloat16 else t.dtype for n, t in like.items()}
+        sizes = {name: -(-tensor.numel() * dtypes[name].itemsize // 64) * 64 for name, tensor in like.items()}
         if sum(sizes.values()) > self._bytes.numel():
             self._bytes = torch.empty(sum(sizes.values()), dtype=torch.uint8, device=self.device)
         taken, start = {}, 0
         for name, tensor in like.items():
-            part = self._bytes[start : start + tensor.numel() * tensor.element_size()]
-            taken[name] = part.view(tensor.dtype).view(tensor.shape)
+            part = self._bytes[start : start + tensor.numel() * dtypes[name].itemsize]
+            taken[name] = part.view(dtypes[name]).view(tensor.shape)
             start += sizes[name]
         return taken
 

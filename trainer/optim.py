@@ -13,22 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from trainer.adamw import FusedAdamW, RoundingAdamW
 from trainer.config import OptimSection, RunConfig, ScheduleSection
 from trainer.errors import setting_error
-from trainer.parameters import local
-
-
-class AdamW(torch.optim.AdamW):
-    """Torch's AdamW, fused, on the local shards: it works element by element, so that no rank needs another's.
-
-    Given DTensors, torch finds out for each of four tensors a parameter how it is sharded, in every update.
-    """
-
-    def _init_group(self, group: dict[str, Any], *lists: list[torch.Tensor]) -> bool:
-        has_complex: bool = super()._init_group(group, *lists)  # type: ignore[misc]
-        for tensors in lists:
-            tensors[:] = map(local, tensors)
-        return has_complex
 
 
 class Optimizer:
@@ -79,10 +66,11 @@ class Optimizer:
             part.zero_grad(set_to_none=True)
 
 
-def build_optimizer(model: nn.Module, config: OptimSection) -> Optimizer:
+def build_optimizer(model: nn.Module, config: OptimSection, seed: int = 0) -> Optimizer:
     """Return the configured optimizer over the trainable parameters of `model` (DTensors, or plain tensors).
 
-    Weight decay is for matrices: norms, biases and embeddings have none, unless `decay_all`.
+    Weight decay is for matrices: norms, biases and embeddings have none, unless `decay_all`.  `seed` is that of
+    stochastic rounding.
     """
     decayed, rest = _split(model, config.decay_all)
     if not decayed and not rest:
@@ -103,14 +91,33 @@ def build_optimizer(model: nn.Module, config: OptimSection) -> Optimizer:
             adjust_lr_fn="match_rms_adamw",
         )
         return Optimizer(muon, _build("adamw", decayed, rest, config)) if decayed or rest else Optimizer(muon)
+    if _keeps_bfloat16([*decayed, *rest], config):
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        own = (names, seed, config.lr, config.betas, config.eps)
+        dtype = getattr(torch, config.state_dtype)
+        return Optimizer(RoundingAdamW(_groups(decayed, rest, config), *own, dtype, config.rounding == "stochastic"))
     return Optimizer(_build("adamw", decayed, rest, config))
 
 
-def moments_of(model: nn.Module, config: OptimSection) -> dict[int, int]:
-    """Return how many tensors of its own size the configured optimizer keeps for each parameter, by the latter's id."""
+def moments_of(model: nn.Module, config: OptimSection) -> dict[int, tuple[int, int]]:
+    """Return what the configured optimizer keeps for each parameter, by the latter's id.
+
+    That is how many tensors of the parameter's own size, and the bytes of one element of these.
+    """
     decayed, rest = _split(model, config.decay_all)
-    moments = {id(p): 1 if config.name == "sgd" else 2 for p in (*decayed, *rest)}
-    return moments | ({id(p): 1 for p in _matrices(model, decayed)} if config.name == "muon" else {})
+    own_size = None
+    if config.name == "adamw" and _keeps_bfloat16([*decayed, *rest], config):
+        own_size = getattr(torch, config.state_dtype).itemsize
+    one_each = {id(p) for p in (_matrices(model, decayed) if config.name == "muon" else ())}
+    return {
+        id(p): (1 if config.name == "sgd" or id(p) in one_each else 2, own_size or p.element_size())
+        for p in (*decayed, *rest)
+    }
+
+
+def _keeps_bfloat16(parameters: list[nn.Parameter], config: OptimSection) -> bool:
+    """Return whether AdamW has anything to round; torch's own, which has not, is one fused kernel."""
+    return config.state_dtype == "bfloat16" or any(p.dtype == torch.bfloat16 for p in parameters)
 
 
 def _matrices(model: nn.Module, decayed: list[nn.Parameter]) -> list[nn.Parameter]:
@@ -122,14 +129,21 @@ def _matrices(model: nn.Module, decayed: list[nn.Parameter]) -> list[nn.Paramete
 def _build(
     name: str, decayed: list[nn.Parameter], rest: list[nn.Parameter], config: OptimSection
 ) -> torch.optim.Optimizer:
-    groups = [
+    groups = _groups(decayed, rest, config)
+    if name == "sgd":
+        return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, foreach=True)
+    for group in groups:
+        if all(parameter.dtype == torch.float32 for parameter in group["params"]):
+            group["state_dtype"] = "float32"  # whatever a checkpoint has
+    return FusedAdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+
+
+def _groups(decayed: list[nn.Parameter], rest: list[nn.Parameter], config: OptimSection) -> list[dict[str, Any]]:
+    return [
         {"params": parameters, "weight_decay": decay}
         for parameters, decay in ((decayed, config.weight_decay), (rest, 0.0))
         if parameters
     ]
-    if name == "sgd":
-        return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, foreach=True)
-    return AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
 
 
 def _split(model: nn.Module, decay_all: bool) -> tuple[list[nn.Parameter], list[nn.Parameter]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import defaultdict
 
 import torch
@@ -15,6 +16,11 @@ def tied_names(model: nn.Module) -> list[list[str]]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[id(parameter)].append(name)
     return [group for group in names.values() if len(group) > 1]
+
+
+def seed_of(seed: int, name: str) -> int:
+    """Return a 63-bit seed that depends on the run's seed and the name of a module or parameter alone."""
+    return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "little") >> 1
 
 
 def count_parameters(model: nn.Module) -> int:

@@ -148,6 +148,10 @@ def _check(config: RunConfig, nproc: int, env: Environment, spawns: bool) -> Non
     if config.recipe.trainer is None and env.rank == 0:
         open_source(config.data, config.vocab_size, "train")
         open_source(config.data, config.vocab_size, "eval")
+    if config.train.float8 != "none":
+        from trainer.float8 import check_float8_installed
+
+        check_float8_installed(config.train.float8)
     if spawns and (config.fsdp.wrap != "block" or isinstance(config.fsdp.reshard_after_forward, list)):
         from trainer.shard import check_sharding
 

@@ -24,12 +24,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fully_shard as fully_shard_module
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
-from trainer.config import AUTO, FsdpSection, RunConfig
+from trainer.config import AUTO, FsdpSection, RunConfig, budget_of
 from trainer.errors import UserError, nearest, setting_error
+from trainer.float8 import apply_float8
 from trainer.parameters import local, tied_names
 from trainer.recipe import Recipe, Unit, resolve
+from trainer.recompute import Place, choose_kept, keep_all_costly, keeping
 
 # ---------------------------------------------------------------------------------------------------------------
 # Units
@@ -203,17 +205,22 @@ def apply_sharding(model: nn.Module, recipe: Recipe, config: RunConfig, mesh: De
     nothing is allocated.  Returns the units in the order of the forward pass.  Collective only where integer
     resharding makes process groups: one set, shared by all units.
     """
+    train = config.train
+    apply_weights_dtype(model, train.weights_dtype)
+    works_on_blocks = train.activation_checkpoint != "none" or train.compile or train.float8 != "none"
+    blocks = find_blocks(model, recipe) if works_on_blocks else []
+    kept = kept_by_budget(model, blocks, config, train.activation_checkpoint, train.micro_batch_size)
+    apply_float8(blocks, train.float8, mesh.device_type)
     units = find_units(model, recipe, config.fsdp.wrap)
     reshard = reshard_of_units(config.fsdp.reshard_after_forward, units, mesh.size(mesh.ndim - 1))
-    if config.train.activation_checkpoint != "none" or config.train.compile:
-        blocks = find_blocks(model, recipe)
+    if works_on_blocks:
         _check_blocks(blocks, units, config)
-        apply_activation_checkpointing(blocks, config.train.activation_checkpoint)
-        if config.train.compile:
+        apply_activation_checkpointing(blocks, train.activation_checkpoint, kept)
+        if train.compile:
             for block in blocks:
                 block.compile(fullgraph=True)
 
-    policy = _precision(config.fsdp)
+    policy = _precision(config)
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if config.fsdp.cpu_offload else OffloadPolicy()
     shard = partial(fully_shard, mesh=mesh, offload_policy=offload)
     with _shared_reshard_meshes():
@@ -224,6 +231,16 @@ def apply_sharding(model: nn.Module, recipe: Recipe, config: RunConfig, mesh: De
         shard(model, reshard_after_forward=root_reshards, mp_policy=policy(is_root=True))
     _set_prefetch(units, config.fsdp)
     return units
+
+
+def apply_weights_dtype(model: nn.Module, weights_dtype: str) -> None:
+    """Have the parameters of `model` kept in bfloat16, if that is asked for; what is tied stays so.
+
+    With `float32` they are as the model has made them.  Buffers are left alone.
+    """
+    for parameter in model.parameters() if weights_dtype == "bfloat16" else ():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(torch.bfloat16)
 
 
 def check_sharding(config: RunConfig) -> None:
@@ -242,8 +259,8 @@ def _check_blocks(blocks: Sequence[nn.Module], units: Sequence[ShardUnit], confi
         if value not in ("none", AUTO, False) and not blocks:
             rule = f"recipe {config.recipe.name!r} lists no repeated block to apply it to"
             raise setting_error(f"train.{key}", value, rule, None)
-    if train.activation_checkpoint == "selective":
-        _check_no_unit_inside(blocks, units)
+    if train.activation_checkpoint == "selective" or budget_of(train.activation_checkpoint) is not None:
+        _check_no_unit_inside(blocks, units, train.activation_checkpoint)
 
 
 def reshard_of_units(
@@ -267,34 +284,60 @@ def checkpointing_choices(config: RunConfig) -> list[int | str]:
     blocks = find_blocks(model, config.recipe)
     choices: list[int | str] = ["none", *(n for n in (4, 2) if n <= len(blocks)), *(["full"] if blocks else [])]
     try:
-        _check_no_unit_inside(blocks, find_units(model, config.recipe, config.fsdp.wrap))
+        _check_no_unit_inside(blocks, find_units(model, config.recipe, config.fsdp.wrap), "selective")
     except UserError:
         return choices
     return [*choices, *(["selective"] if blocks else [])]
 
 
-def _check_no_unit_inside(blocks: Sequence[nn.Module], units: Sequence[ShardUnit]) -> None:
+def _check_no_unit_inside(blocks: Sequence[nn.Module], units: Sequence[ShardUnit], setting: int | str) -> None:
     """Selective recomputation replays a block operator by operator, and a unit inside it gathers only once."""
     inside = {id(module) for block in blocks for module in block.modules() if module is not block}
     for unit in units:
         if any(id(module) in inside for module in unit.modules):
             rule = f"cannot recompute a block in part when a unit ({unit}) lies inside it; units must be whole blocks"
-            raise setting_error("train.activation_checkpoint", "selective", rule, "full")
+            raise setting_error("train.activation_checkpoint", setting, rule, "full")
 
 
-def apply_activation_checkpointing(blocks: Sequence[nn.Module], setting: int | str) -> None:
+def kept_by_budget(
+    model: nn.Module, blocks: Sequence[nn.Module], config: RunConfig, setting: int | str, micro_batch_size: int | str
+) -> list[frozenset[Place]]:
+    """Return which operators each block keeps under the setting `budget:<share>`; nothing for other settings.
+
+    Raises UserError for a model whose own code cannot be run on tensors without values.
+    """
+    share = budget_of(setting)
+    if share is None:
+        return []
+    shape, dtype = (int(micro_batch_size), config.data.seq_len), getattr(torch, config.fsdp.param_dtype)
+    try:
+        return choose_kept(model, blocks, shape, dtype, share)
+    except Exception as error:  # the model's own
+        text = str(error).splitlines()[0] if str(error) else ""
+        rule = f"on tensors without values, which show what a block keeps, it fails with {type(error).__name__}: {text}"
+        raise setting_error("train.activation_checkpoint", setting, rule, "selective") from error
+
+
+def apply_activation_checkpointing(
+    blocks: Sequence[nn.Module], setting: int | str, kept: Sequence[frozenset[Place]] = ()
+) -> None:
     """Make each block (or every n-th) recompute its activations in the backward pass.
 
     `full` keeps a block's input alone; `selective` keeps the outputs of matrix products and attention too, and
-    recomputes what is cheap.  The block's `forward` is wrapped, not the block: names stay, and FSDP's hooks are
-    outside, so that recomputation finds the parameters gathered.  Source: Chen et al. 2016, arXiv:1604.06174;
-    Korthikanti et al. 2022, arXiv:2205.05198 (selective).
+    recomputes what is cheap; `budget:<share>` keeps what `kept_by_budget` has found for each block.  The block's
+    `forward` is wrapped, not the block: names stay, and FSDP's hooks are outside, so that recomputation finds the
+    parameters gathered.  Source: Chen et al. 2016, arXiv:1604.06174; Korthikanti et al. 2022, arXiv:2205.05198
+    (selective).
     """
     if setting == "none":
         return
     every = setting if isinstance(setting, int) else 1
-    context = {"context_fn": _selective_contexts} if setting == "selective" else {}
-    for block in blocks[::every] if every == 1 else blocks[every - 1 :: every]:
+    contexts: list[dict[str, Any]] = [{}] * len(blocks)
+    if setting == "selective":
+        contexts = [{"context_fn": keep_all_costly}] * len(blocks)
+    elif kept:
+        contexts = [{"context_fn": keeping(places)} if places else {} for places in kept]
+    for block, context in list(zip(blocks, contexts, strict=True))[every - 1 :: every]:
         block.forward = _recomputed(block.forward, context)  # type: ignore[method-assign]
 
 
@@ -307,36 +350,15 @@ def _recomputed(forward: Callable[..., Any], context: dict[str, Any]) -> Callabl
     return recomputed
 
 
-def _costly_operators() -> set[Any]:
-    aten = torch.ops.aten
-    return {
-        aten.mm.default,
-        aten.addmm.default,
-        aten.bmm.default,
-        aten._scaled_dot_product_flash_attention.default,
-        aten._scaled_dot_product_flash_attention_for_cpu.default,
-        aten._scaled_dot_product_efficient_attention.default,
-        aten._scaled_dot_product_cudnn_attention.default,
-    }
-
-
-def _selective_contexts() -> Any:
-    costly = _costly_operators()
-
-    def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if operator in costly else CheckpointPolicy.PREFER_RECOMPUTE
-
-    return create_selective_checkpoint_contexts(policy)
-
-
-def _precision(fsdp: FsdpSection) -> Callable[..., MixedPrecisionPolicy]:
+def _precision(config: RunConfig) -> Callable[..., MixedPrecisionPolicy]:
     """Return the precision policy of a unit or of the root; only the root casts the output."""
+    fsdp = config.fsdp
     param_dtype, reduce_dtype = getattr(torch, fsdp.param_dtype), getattr(torch, fsdp.reduce_dtype)
     output_dtype = getattr(torch, fsdp.output_dtype) if fsdp.output_dtype else None
 
     def policy(is_root: bool) -> MixedPrecisionPolicy:
         return MixedPrecisionPolicy(
-            param_dtype=None if param_dtype == torch.float32 else param_dtype,
+            param_dtype=None if fsdp.param_dtype == config.train.weights_dtype == "float32" else param_dtype,
             reduce_dtype=None if reduce_dtype == param_dtype else reduce_dtype,
             output_dtype=output_dtype if is_root else None,
         )
@@ -422,7 +444,7 @@ def gradient_norm(gradients: list[torch.Tensor], mesh: DeviceMesh) -> torch.Tens
     having been reduced, on all.
     """
     device = torch.device(mesh.device_type)
-    squares = torch.stack(torch._foreach_norm(gradients, 2.0)).to(device).square().sum()
+    squares = torch.stack(torch._foreach_norm(gradients, 2.0, torch.float32)).to(device).square().sum()
     if mesh.size(mesh.ndim - 1) > 1:
         dist.all_reduce(squares, group=mesh.get_group(mesh.ndim - 1))
     return squares.sqrt()

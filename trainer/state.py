@@ -313,7 +313,10 @@ def _kind_of(parameter: torch.Tensor) -> str:
 
 def _moment_like(parameter: torch.Tensor, group: Mapping[str, Any], field: str, stored: Stored) -> torch.Tensor:
     if stored.shape == tuple(parameter.shape):
-        return torch.empty_like(parameter.detach(), dtype=stored.dtype)
+        # The optimizer's dtype, where it names one: a checkpoint's moments in another are converted as they are read.
+        named = group.get("state_dtype") if field != "step" else None
+        dtype = getattr(torch, named) if named else stored.dtype
+        return torch.empty_like(parameter.detach(), dtype=dtype)
     on_device = field != "step" or group.get("fused") or group.get("capturable")
     device = parameter.to_local().device if isinstance(parameter, DTensor) else parameter.device
     return torch.empty(stored.shape, dtype=stored.dtype, device=device if on_device else "cpu")

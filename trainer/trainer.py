@@ -190,7 +190,7 @@ class Trainer:
 
         Its learning rate is the schedule's at every step; a parameter group's `lr_scale`, if any, multiplies it.
         """
-        return build_optimizer(self.model, self.config.optim)
+        return build_optimizer(self.model, self.config.optim, self.config.run.seed)
 
     def build_loader(self) -> Iterable[Batch]:
         """Return the training data: an endless iterable of this rank's micro-batches.

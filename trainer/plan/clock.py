@@ -162,10 +162,14 @@ def time_of(trace: Trace, layout: Layout, num_micro_batches: int, rates: Rates) 
     clock = _Clock(layout, rates)
     Step(trace, layout, num_micro_batches, clock).run()
     parameters = [p for unit in trace.units for p in unit.parameters if p.is_trained]
-    shards = [(p, p.numel * p.element_size / layout.shard) for p in parameters]
+    shards = [(p, p.numel / layout.shard) for p in parameters]
     # Clipping reads gradients twice and writes them once; the update reads weight and gradient, writes the weight, and
     # does both with each moment.
-    optimizer_s = sum(3 * size / rates.memory + (3 + 2 * p.moments) * size / rates.optimizer for p, size in shards)
+    optimizer_s = sum(
+        3 * numel * p.element_size / rates.memory
+        + numel * (3 * p.element_size + 2 * p.moments * p.moment_size) / rates.optimizer
+        for p, numel in shards
+    )
     total_s = max(clock.total_s + optimizer_s, clock.host_s)
     return StepTime(
         total_s,

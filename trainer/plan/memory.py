@@ -108,7 +108,7 @@ def at_rest(trace: Trace, layout: Layout) -> dict[Kind, int]:
     if layout.cpu_offload:
         return kinds
     parameters = [p for unit in trace.units for p in unit.parameters]
-    shards = [(p, padded_numel(p, layout.shard) // layout.shard * p.element_size) for p in parameters]
-    kinds["parameters"] = sum(size for _, size in shards)
-    kinds["optimizer"] = sum(p.moments * size for p, size in shards)
+    shards = [(p, padded_numel(p, layout.shard) // layout.shard) for p in parameters]
+    kinds["parameters"] = sum(numel * p.element_size for p, numel in shards)
+    kinds["optimizer"] = sum(numel * p.moments * p.moment_size for p, numel in shards)
     return kinds

@@ -97,7 +97,7 @@ class Plan:
     def checkpoint_bytes(self) -> int:
         """Bytes of one checkpoint: parameters and the optimizer's tensors, each once."""
         parameters = [parameter for unit in self.trace.units for parameter in unit.parameters]
-        return sum(p.numel * p.element_size * (1 + p.moments) for p in parameters)
+        return sum(p.numel * (p.element_size + p.moments * p.moment_size) for p in parameters)
 
 
 def make_plan(config: RunConfig, mesh: MeshShape, machine: Machine, probe: Probe | None = None) -> Plan:

@@ -33,7 +33,14 @@ from trainer.loss import find_loss
 from trainer.optim import moments_of
 from trainer.parameters import count_matrix_parameters, tied_names
 from trainer.plan.kernels import Work, use_gpu_kernels, work_of
-from trainer.shard import ShardUnit, apply_activation_checkpointing, find_blocks, find_units
+from trainer.shard import (
+    ShardUnit,
+    apply_activation_checkpointing,
+    apply_weights_dtype,
+    find_blocks,
+    find_units,
+    kept_by_budget,
+)
 
 Mark = Literal[
     "pre_forward",
@@ -57,6 +64,8 @@ class ParameterFacts:
     element_size: int
     moments: int
     """Tensors of its size that the optimizer keeps for it."""
+    moment_size: int
+    """Bytes of an element of these."""
 
     @property
     def numel(self) -> int:
@@ -139,6 +148,7 @@ class Probe:
         self.config, self.device_type = config, device_type
         with torch.device("meta"):
             self._model = config.recipe.build_model(config.model)
+        apply_weights_dtype(self._model, config.train.weights_dtype)
         self._traces: dict[tuple[int, int | str], Trace] = {}
 
     def trace(self, micro_batch_size: int, checkpointing: int | str) -> Trace:
@@ -179,11 +189,12 @@ def _trace(
 ) -> Trace:
     units = find_units(model, config.recipe, config.fsdp.wrap)
     blocks = find_blocks(model, config.recipe)
+    kept = kept_by_budget(model, blocks, config, checkpointing, micro_batch_size)
     facts = _unit_facts(model, units, moments_of(model, config.optim))
     if device_type == "cuda":  # one that is not there cannot be faked: on a CPU build of torch autograd refuses it
         use_gpu_kernels(model)
     before = [vars(block).get("forward") for block in blocks]
-    apply_activation_checkpointing(blocks, checkpointing)
+    apply_activation_checkpointing(blocks, checkpointing, kept)
     checkpointed = {id(b) for b, forward in zip(blocks, before, strict=True) if vars(b).get("forward") is not forward}
     compute_dtype = getattr(torch, config.fsdp.param_dtype)
     repetition = _Repetition(model, units if shortens else (), checkpointed)
@@ -210,7 +221,9 @@ def _trace(
     return Trace(events, facts, buffer_bytes, 2 * 8 * math.prod(shape), count_matrix_parameters(model))
 
 
-def _unit_facts(model: nn.Module, units: Sequence[ShardUnit], moments: Mapping[int, int]) -> tuple[UnitFacts, ...]:
+def _unit_facts(
+    model: nn.Module, units: Sequence[ShardUnit], moments: Mapping[int, tuple[int, int]]
+) -> tuple[UnitFacts, ...]:
     """Return the units in the order of the forward pass, each with what no inner unit holds, and then the root."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     taken: set[int] = set()
@@ -230,7 +243,7 @@ def _unit_facts(model: nn.Module, units: Sequence[ShardUnit], moments: Mapping[i
                         tuple(parameter.shape),
                         parameter.requires_grad,
                         parameter.element_size(),
-                        moments.get(id(parameter), 0),
+                        *moments.get(id(parameter), (0, 0)),
                     )
                 )
         found[number] = UnitFacts(name, tuple(own))

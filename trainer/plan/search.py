@@ -191,17 +191,31 @@ class _Search:
 
 
 def remedies(plan: Plan, limit: int = 2) -> list[str]:
-    """Return the cheapest changes with which `plan` would fit, each in words: of settings, before more ranks."""
+    """Return the cheapest changes with which `plan` would fit, each in words.
+
+    Of settings before more ranks, and of these last what rounds weights or moments.
+    """
     found = []
     for change, config, mesh in _changes(plan):
-        same = config.fsdp.param_dtype == plan.config.fsdp.param_dtype
+        same = _dtypes(config) == _dtypes(plan.config)
+        rounds = config.train.weights_dtype != plan.config.train.weights_dtype or config.optim != plan.config.optim
         other = make_plan(config, mesh, plan.machine, plan.probe if same else None)
         if other.fits:
             cost = other.time.total_s * mesh.num_ranks / other.tokens
             found.append(
-                (mesh.num_ranks, cost, f"{change}: {other.needed_gib:.2f} GiB, {other.time.total_s:.3g} s a step")
+                (
+                    mesh.num_ranks,
+                    rounds,
+                    cost,
+                    f"{change}: {other.needed_gib:.2f} GiB, {other.time.total_s:.3g} s a step",
+                )
             )
-    return [f"would fit: {text}" for _, _, text in sorted(found)[:limit]]
+    return [f"would fit: {text}" for *_, text in sorted(found)[:limit]]
+
+
+def _dtypes(config: RunConfig) -> tuple[str, ...]:
+    """Return the dtypes on which a trace depends."""
+    return config.fsdp.param_dtype, config.train.weights_dtype, config.optim.state_dtype
 
 
 def _changes(plan: Plan) -> Iterator[tuple[str, RunConfig, MeshShape]]:
@@ -218,6 +232,12 @@ def _changes(plan: Plan) -> Iterator[tuple[str, RunConfig, MeshShape]]:
     if fsdp.param_dtype == "float32":
         half = replace(config, fsdp=replace(fsdp, param_dtype="bfloat16"))
         yield "fsdp.param_dtype=bfloat16", half, mesh
+    if config.optim.name == "adamw":
+        if train.weights_dtype == "float32":
+            yield "train.weights_dtype=bfloat16", _with(config, weights_dtype="bfloat16"), mesh
+        if config.optim.state_dtype == "float32":
+            moments = replace(config, optim=replace(config.optim, state_dtype="bfloat16"))
+            yield "optim.state_dtype=bfloat16", moments, mesh
     if not fsdp.cpu_offload and plan.machine.device_type == "cuda":
         yield "fsdp.cpu_offload=true", replace(config, fsdp=replace(fsdp, cpu_offload=True)), mesh
     if mesh.replicate > 1:

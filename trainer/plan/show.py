@@ -57,6 +57,8 @@ def _left_out(plan: Plan) -> list[str]:
         lines.append("not counted: what Muon sends, and multiplies, to orthogonalise whole matrices")
     if config.fsdp.cpu_offload:
         lines.append("not counted: time of copies to and from host memory, and of the optimizer there")
+    if config.train.float8 != "none":
+        lines.append("not counted: what float8 saves in time, and its casts; memory is that of bfloat16 layers")
     if config.train.compile:
         lines.append("not counted: what torch.compile saves")
     return lines

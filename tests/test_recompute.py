@@ -1,0 +1,120 @@
+"""Recomputation by memory budget: what is kept, that it fits, and that nothing else changes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.ranks import run_ranks, tiny_overrides
+from tests.test_plan import config_of
+from trainer import Trainer, UserError, load_config
+from trainer.config import MeshShape, check_config
+from trainer.plan.machine import find_machine
+from trainer.plan.plan import make_plan
+from trainer.recompute import choose_kept
+from trainer.shard import check_sharding
+
+
+class Block(nn.Module):
+    """A product that costs twice as much for each byte as the other, one whose output nobody needs, and a sine."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrow, self.wide = nn.Linear(16, 32, bias=False), nn.Linear(32, 16, bias=False)
+        self.last = nn.Linear(16, 16, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.wide(self.narrow(x).sin()).sin())  # saves: narrow, sin, wide, sin
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(10, 16)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+NARROW, WIDE = ("matmul", 0), ("matmul", 1)
+# For each of B x T positions: 32 and 32, 16 and 16 numbers are saved, so 96.
+CHOICES = [
+    (0.0, set()),
+    (15 / 96, set()),
+    (16 / 96, {WIDE}),
+    (47 / 96, {WIDE}),
+    (48 / 96, {WIDE, NARROW}),
+    (1.0, {WIDE, NARROW}),
+]
+
+
+@pytest.mark.parametrize(("share", "expected"), CHOICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_costliest_come_first_and_fit(share: float, expected: set[Any], dtype: torch.dtype) -> None:
+    """The last product is never kept: recomputation stops before it."""
+    with torch.device("meta"):
+        model = Net()
+    assert choose_kept(model, list(model.blocks), (3, 5), dtype, share) == [expected, expected]
+    assert not any("forward" in vars(block) for block in model.blocks)
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def peak(setting: str) -> int:
+    shape = MeshShape(1, 2)
+    config = config_of("llama_small", f"train.activation_checkpoint={setting}", "model.num_layers=8", shape=shape)
+    return make_plan(config, shape, find_machine("cpu")).memory.peak.total
+
+
+def test_memory_grows_with_the_budget() -> None:
+    """From that of full recomputation to no more than that of keeping everything costly."""
+    peaks = [peak(f"budget:{share}") for share in (0, 0.05, 0.1, 0.2, 0.3, 0.5, 1)]
+    assert peaks == sorted(peaks)
+    assert len(set(peaks)) > 3
+    assert peaks[0] == peak("full")
+    assert peaks[-1] <= peak("selective") < peak("none")
+
+
+def losses_and_gradients(folder: Path, settings: list[list[str]]) -> list[tuple[list[float], list[float]]]:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    found = []
+    for number, own in enumerate(settings):
+        overrides = tiny_overrides("train.steps=4", "run.threads=1", *own)
+        trainer = Trainer(load_config("llama_small", [*overrides, f"run.dir={folder / str(number)}"]))
+        records = list(trainer.steps())
+        trainer.close()
+        found.append(([r.loss for r in records], [r.grad_norm for r in records]))
+    return found
+
+
+def test_nothing_but_memory_changes(tmp_path: Path) -> None:
+    """Bit for bit without a compiler, which may round in another order."""
+    budgets = ["none", "budget:0", "budget:0.15", "budget:0.3", "budget:1"]
+    settings = [[f"train.activation_checkpoint={setting}"] for setting in budgets]
+    settings += [["train.compile=true", "train.activation_checkpoint=budget:0.2"]]
+    *eager, compiled = run_ranks(2, losses_and_gradients, tmp_path, settings)[0]
+    assert all(found == eager[0] for found in eager)
+    for own, expected in zip(compiled, eager[0], strict=True):
+        assert own == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("value", ["budget:half", "budget:1.5", "budget:-0.1", "budget:nan"])
+def test_a_share_is_from_0_to_1(value: str) -> None:
+    config = load_config("llama_small", [f"train.activation_checkpoint={value}"])
+    with pytest.raises(UserError, match=r"takes a number from 0 to 1\n.*budget:0\.5"):
+        check_config(config, 1, 1)
+
+
+def test_a_unit_inside_a_block_is_refused() -> None:
+    own = ["fsdp.wrap=tests.own_recipes:every_linear", "train.activation_checkpoint=budget:0.5"]
+    with pytest.raises(UserError, match=r"budget:0\.5: cannot recompute a block in part"):
+        check_sharding(load_config("llama_small", own))

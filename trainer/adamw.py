@@ -1,0 +1,190 @@
+"""AdamW: torch's, and one over weights or moments that are kept in bfloat16.
+
+The latter computes in float32, one parameter (or a piece of one) at a time, so that nothing is ever there twice, and
+rounds what it stores: stochastically, or to the nearest.  The random bits depend on the seed, the parameter's name, the
+number of the update and the element's place in the whole parameter.  Knows no model and no mesh: a shard says itself
+which rows of its parameter it holds.
+
+Sources: Loshchilov and Hutter 2019, arXiv:1711.05101; `trainer.rounding`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from typing import Any
+
+import torch
+
+from trainer.parameters import local, seed_of
+from trainer.rounding import keys_of, mix, random_bits, round_stochastically
+from trainer.weights import own_rows
+
+_PIECE = 2**16
+"""Elements that are updated at a time without a compiler: their temporaries fit a cache."""
+
+
+class FusedAdamW(torch.optim.AdamW):
+    """Torch's AdamW, fused, on the local shards: it works element by element, so that no rank needs another's.
+
+    Given DTensors, torch finds out for each of four tensors a parameter how it is sharded, in every update.
+    """
+
+    def _init_group(self, group: dict[str, Any], *lists: list[torch.Tensor]) -> bool:
+        has_complex: bool = super()._init_group(group, *lists)  # type: ignore[misc]
+        for tensors in lists:
+            tensors[:] = map(local, tensors)
+        return has_complex
+
+
+class RoundingAdamW(torch.optim.Optimizer):
+    """torch's AdamW, with parameters of any floating dtype, and moments of `state_dtype`.
+
+    The moments have torch's names; the number of updates is a float32 on the parameter's device (`capturable`), and
+    nothing here waits for the device.  As with torch's fused optimizers, an update is left out if the attribute
+    `found_inf`, a scalar tensor, is 1.
+
+    names: of each parameter, by its id.  seed: of the rounding.  stochastic: round so, or else to the nearest.
+    Raises ValueError for a parameter that is split along another dimension than the first.
+    """
+
+    _step_supports_amp_scaling = True
+    """What torch's optimizers say of themselves that look at `found_inf`."""
+
+    def __init__(
+        self,
+        params: Any,
+        names: Mapping[int, str],
+        seed: int,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        state_dtype: torch.dtype,
+        stochastic: bool,
+    ) -> None:
+        name = str(state_dtype).removeprefix("torch.")
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0, "state_dtype": name, "capturable": True}
+        super().__init__(params, defaults)
+        self._state_dtype, self._stochastic = state_dtype, stochastic
+        self._places = {id(p): _place(p, names[id(p)], seed) for g in self.param_groups for p in g["params"]}
+        self._stacked: dict[tuple[int, ...], torch.Tensor] = {}
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Do one update of all parameters that have a gradient.  No collective."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            updated = [p for p in group["params"] if p.grad is not None and local(p).numel()]
+            if updated:
+                self._step_group(group, updated)
+        return loss
+
+    def _step_group(self, group: Mapping[str, Any], parameters: list[torch.Tensor]) -> None:
+        states = [self._state_of(p) for p in parameters]
+        step_counts = [state["step"] for state in states]
+        found_inf = getattr(self, "found_inf", None)
+        torch._foreach_add_(step_counts, 1 if found_inf is None else 1 - found_inf)
+        steps = torch.stack(step_counts)
+        numbers = _numbers(group, steps, found_inf)
+        places = self._place_of_all(parameters, steps.device)
+        origins = torch.cat([keys_of(places[:, 0], steps)[:, None], places[:, 1:]], dim=1)
+        update = _compiled_update() if steps.device.type == "cuda" else _update_by_pieces
+        for p, state, own, origin in zip(parameters, states, numbers.unbind(), origins.unbind(), strict=True):
+            tensors = [_matrix(tensor) for tensor in (p, p.grad, state["exp_avg"], state["exp_avg_sq"])]
+            update(tensors, own, origin, self._stochastic)
+
+    def _state_of(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        state: dict[str, torch.Tensor] = self.state[parameter]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=local(parameter).device)
+            for name in ("exp_avg", "exp_avg_sq"):
+                state[name] = torch.zeros_like(parameter.detach(), dtype=self._state_dtype)
+        return state
+
+    def _place_of_all(self, parameters: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+        """Return seed, first row and first column of each one's shard: int32, (P, 4), sent to the device once."""
+        key = tuple(id(p) for p in parameters)
+        if key not in self._stacked:
+            places = [(*self._places[number], 0, 0) for number in key]
+            self._stacked[key] = torch.tensor(places, dtype=torch.int32, device=device)
+        return self._stacked[key]
+
+
+def _place(parameter: torch.Tensor, name: str, seed: int) -> tuple[int, int]:
+    """Return the seed of a parameter's bits as an int32, and the row of it at which the shard here begins."""
+    rows = own_rows(parameter)
+    if rows is None:
+        raise ValueError(f"{name} is not split along its first dimension: its elements cannot be told apart by rows")
+    return seed_of(seed, name) % 2**32 - 2**31, rows[0]
+
+
+def _numbers(group: Mapping[str, Any], steps: torch.Tensor, found_inf: torch.Tensor | None) -> torch.Tensor:
+    """Return what the update of each parameter multiplies with: float32 of shape (P, 8), computed where the steps are.
+
+    Padded to 8, so that each row begins at a multiple of 16 bytes, as compiled kernels want it.
+    """
+    lr, (beta1, beta2) = group["lr"], group["betas"]
+    # 1 - beta^t, exact for a beta near 1: as a float32 that would be off by 2e-5 of 1 - beta.
+    corrections = [-torch.expm1(steps * math.log(beta)) if beta else torch.ones_like(steps) for beta in (beta1, beta2)]
+    fixed = (1 - lr * group["weight_decay"], 1 - beta1, beta2, 1 - beta2, group["eps"])
+    is_update = torch.ones_like(steps) if found_inf is None else (1 - found_inf).expand_as(steps)
+    columns = [lr / corrections[0], corrections[1].rsqrt(), *(torch.full_like(steps, n) for n in fixed), is_update]
+    return torch.stack(columns, dim=1)
+
+
+def _matrix(tensor: torch.Tensor | None) -> torch.Tensor:
+    """Return this rank's shard with one row for each of the parameter's."""
+    assert tensor is not None
+    own = local(tensor).detach()
+    return own.view(own.shape[0], -1) if own.ndim else own.view(1, 1)
+
+
+def _update(tensors: list[torch.Tensor], numbers: torch.Tensor, origin: torch.Tensor, stochastic: bool) -> None:
+    """Update (R, C) elements of a parameter and its two moments in place.
+
+    tensors: parameter, gradient, and the averages of the gradient and of its square.  numbers: (8,), see `_numbers`.
+    origin: (4,), see `random_bits`.
+    """
+    parameter, _, mean, square = tensors
+    step_size, inverse_root, decay, gain1, keep2, gain2, eps, is_update = numbers.unbind()
+    p, g, m, v = (tensor.float() for tensor in tensors)
+    new_m = m + gain1 * (g - m)
+    new_v = keep2 * v + gain2 * g * g
+    new_p = decay * p - step_size * new_m / (new_v.sqrt() * inverse_root + eps)
+    bits = random_bits(origin, *parameter.shape)
+    # 32 bits are enough for two of them.
+    for tensor, before, after, own_bits in (
+        (parameter, p, new_p, bits),
+        (mean, m, new_m, bits >> 16),
+        (square, v, new_v, mix(bits)),
+    ):
+        value = torch.where(is_update > 0, after, before)
+        is_rounded = stochastic and tensor.dtype == torch.bfloat16
+        tensor.copy_(round_stochastically(value, own_bits) if is_rounded else value)
+
+
+def _update_by_pieces(
+    tensors: list[torch.Tensor], numbers: torch.Tensor, origin: torch.Tensor, stochastic: bool
+) -> None:
+    for rows, columns in _pieces(*tensors[0].shape):
+        offset = torch.tensor((0, rows.start, columns.start, 0), dtype=torch.int32, device=origin.device)
+        _update([tensor[rows, columns] for tensor in tensors], numbers, origin + offset, stochastic)
+
+
+def _pieces(num_rows: int, num_columns: int) -> Iterator[tuple[slice, slice]]:
+    width = min(num_columns, _PIECE)
+    height = max(1, _PIECE // width)
+    for row in range(0, num_rows, height):
+        for column in range(0, num_columns, width):
+            yield slice(row, min(num_rows, row + height)), slice(column, min(num_columns, column + width))
+
+
+@cache
+def _compiled_update() -> Callable[..., None]:
+    """Return `_update` as one kernel that reads and writes each element once; eagerly it would be some fifty."""
+    compiled: Callable[..., None] = torch.compile(_update, dynamic=True, fullgraph=True)
+    return compiled

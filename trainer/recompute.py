@@ -1,0 +1,197 @@
+"""Which operators of a block are kept for its backward pass, and which are run again: by kind, or by a memory budget.
+
+With a budget the operators that cost most to run again for each byte are kept, as many as fit.  What they cost and what
+a block would keep on its own is found by one forward pass on tensors without values, so that every rank, the planner
+and a compiled block come to the same choice.  Knows no recipe, no mesh and no configuration.
+
+Sources: Korthikanti et al. 2022, arXiv:2205.05198 (by kind); for a budget, the knapsack of
+torch._functorch.config.activation_memory_budget, which does it for compiled code alone.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import sdpa_flop
+
+_aten = torch.ops.aten
+_KINDS = {
+    _aten.mm.default: "matmul",
+    _aten.addmm.default: "matmul",
+    _aten.bmm.default: "batched matmul",
+    _aten._scaled_dot_product_flash_attention.default: "attention",
+    _aten._scaled_dot_product_flash_attention_for_cpu.default: "attention",
+    _aten._scaled_dot_product_efficient_attention.default: "attention",
+    _aten._scaled_dot_product_cudnn_attention.default: "attention",
+}
+"""The operators that cost more than they write.  Which of the attention kernels runs depends on the device."""
+
+Place = tuple[str, int]
+"""A costly operator of a block: its kind, and the how manieth of that kind it is in the block's forward pass."""
+
+
+def keep_all_costly() -> Any:
+    """Return the contexts of `torch.utils.checkpoint` in which all costly operators' outputs are kept."""
+
+    costly = {*_KINDS, _aten._scaled_mm.default}  # a product in float8
+
+    def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if operator in costly else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+@functools.cache
+def keeping(kept: frozenset[Place]) -> Callable[[], Any]:
+    """Return what makes the contexts in which the outputs of these operators are kept.
+
+    The same for the same set: compiled code is guarded by it.
+    """
+
+    def contexts() -> Any:
+        seen: Counter[tuple[str, bool]] = Counter()
+
+        def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+            kind = _KINDS.get(operator)
+            if kind is None:
+                return CheckpointPolicy.PREFER_RECOMPUTE
+            # Before torch 2.13 it is asked again when the block is recomputed.
+            number = seen[kind, context.is_recompute]
+            seen[kind, context.is_recompute] += 1
+            return CheckpointPolicy.MUST_SAVE if (kind, number) in kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+        return create_selective_checkpoint_contexts(policy)
+
+    return contexts
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# By budget
+
+
+@dataclass(frozen=True)
+class _Operator:
+    place: Place
+    flops: int
+    num_bytes: int
+    """Of its outputs."""
+
+
+@dataclass
+class _Block:
+    """What one forward pass of a block has shown."""
+
+    operators: list[_Operator] = field(default_factory=list)
+    saved: dict[int, torch.Tensor] = field(default_factory=dict)
+    """Tensors that autograd has kept, one for each storage."""
+    num_needed: int = 0
+    """Operators before the last of these: recomputation goes no further."""
+
+    @property
+    def saved_bytes(self) -> int:
+        return sum(tensor.untyped_storage().nbytes() for tensor in self.saved.values())
+
+
+def choose_kept(
+    model: nn.Module, blocks: Sequence[nn.Module], tokens_shape: tuple[int, int], dtype: torch.dtype, share: float
+) -> list[frozenset[Place]]:
+    """Return which operators of each block to keep, so that they take at most `share` of what the block keeps itself.
+
+    That is what autograd saves in the block, its input and parameters left out, for tokens of this shape (B, T) and
+    parameters in `dtype`, with the kernels of a CPU.  Those with most FLOPs for each byte come first, and of equals
+    the earlier ones.  `model` is as it was built, of any device, and left so.  Raises what the model does on tensors
+    without values.
+    """
+    found = {id(block): _Block() for block in blocks}
+    with FakeTensorMode():
+        fake = {
+            name: torch.empty(p.shape, dtype=dtype if p.is_floating_point() else p.dtype, requires_grad=p.requires_grad)
+            for name, p in model.named_parameters()
+        }
+        fake |= {name: torch.empty(buffer.shape, dtype=buffer.dtype) for name, buffer in model.named_buffers()}
+        known = {tensor.untyped_storage()._cdata for tensor in fake.values()}
+        own = [vars(block).get("forward") for block in blocks]
+        try:
+            for block in blocks:
+                block.forward = _watched(block.forward, found[id(block)], known)  # type: ignore[method-assign]
+            functional_call(model, fake, (torch.zeros(tokens_shape, dtype=torch.int64),))
+        finally:
+            for block, forward in zip(blocks, own, strict=True):
+                del block.forward
+                if forward is not None:
+                    block.forward = forward  # type: ignore[method-assign]
+    return [_fill_knapsack(found[id(block)], share) for block in blocks]
+
+
+def _fill_knapsack(block: _Block, share: float) -> frozenset[Place]:
+    left = share * block.saved_bytes
+    kept = set()
+    needed = block.operators[: block.num_needed]
+    for operator in sorted(needed, key=lambda operator: -operator.flops / operator.num_bytes):
+        if operator.num_bytes <= left:
+            left -= operator.num_bytes
+            kept.add(operator.place)
+    return frozenset(kept)
+
+
+def _watched(forward: Callable[..., Any], block: _Block, known: set[int]) -> Callable[..., Any]:
+    """Return `forward`, noting its operators and what it saves into `block`; of several calls, the last one's."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        inputs = {tensor.untyped_storage()._cdata for tensor in given}
+        block.operators, block.saved, block.num_needed = [], {}, 0
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()._cdata
+            block.num_needed = len(block.operators)
+            if storage not in inputs and storage not in known:
+                block.saved[storage] = tensor
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), _Watcher(block):
+            return forward(*args, **kwargs)
+
+    return run
+
+
+class _Watcher(TorchDispatchMode):
+    """Notes the costly operators."""
+
+    def __init__(self, block: _Block) -> None:
+        super().__init__()
+        self._block = block
+        self._seen: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        kind = _KINDS.get(func)
+        if kind is not None:
+            made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+            num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in made)
+            operator = _Operator((kind, self._seen[kind]), _flops(kind, args, made[0]), max(1, num_bytes))
+            self._seen[kind] += 1
+            self._block.operators.append(operator)
+        return result
+
+
+def _flops(kind: str, args: Sequence[Any], made: torch.Tensor) -> int:
+    """Return the operations; a causal mask leaves out half of an attention's."""
+    tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+    if kind != "attention":
+        return 2 * made.numel() * tensors[-1].shape[-2]
+    query, key, value = (tensor.shape for tensor in tensors[:3])
+    heads = query[:2]
+    flops = sdpa_flop(query, (*heads, *key[2:]), (*heads, *value[2:]))
+    return int(flops) // (2 if any(arg is True for arg in args) else 1)
