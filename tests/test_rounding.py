@@ -18,7 +18,7 @@ from tests.ranks import run_ranks, tiny_overrides
 from tests.test_exactness import assert_equal_tensors, load_tensors
 from tests.test_plan import config_of
 from trainer import RunConfig, Trainer, UserError, load_config
-from trainer.adamw import RoundingAdamW, _compiled_update, _numbers, _update_by_pieces
+from trainer.adamw import FusedAdamW, RoundingAdamW, _compiled_update, _numbers, _update_by_pieces
 from trainer.config import OptimSection, check_config
 from trainer.export import export_checkpoint
 from trainer.optim import build_optimizer
@@ -104,7 +104,7 @@ def small_model(dtype: torch.dtype) -> nn.Module:
     return nn.Sequential(nn.Linear(30, 70), nn.Linear(70, 1)).to(dtype)
 
 
-def own_adamw(model: nn.Module, state_dtype: torch.dtype, stochastic: bool = True) -> AdamW:
+def own_adamw(model: nn.Module, state_dtype: torch.dtype, stochastic: bool = True) -> RoundingAdamW:
     names = {id(p): name for name, p in model.named_parameters()}
     groups = [{"params": list(model.parameters()), "weight_decay": 0.1}]
     return RoundingAdamW(groups, names, 0, 1e-2, (0.9, 0.999), 1e-8, state_dtype, stochastic)
@@ -402,10 +402,10 @@ def test_other_optimizers_are_refused(name: str, key: str, tmp_path: Path) -> No
 
 def test_torchs_own_adamw_where_nothing_is_rounded() -> None:
     (part,) = build_optimizer(small_model(torch.float32), OptimSection()).parts
-    assert type(part) is torch.optim.AdamW
+    assert type(part) is FusedAdamW
     for dtype, state_dtype in ((torch.bfloat16, "float32"), (torch.float32, "bfloat16")):
         (part,) = build_optimizer(small_model(dtype), OptimSection(state_dtype=state_dtype)).parts  # type: ignore[arg-type]
-        assert type(part) is AdamW
+        assert type(part) is RoundingAdamW
 
 
 WEIGHTS = ["train.weights_dtype=bfloat16"]
