@@ -372,9 +372,7 @@ def main() -> int:
     parser.add_argument("--rows", default="", help="only rows whose name has this regular expression in it")
     parser.add_argument("--check-only", action="store_true", help="compare the losses, and no more")
     parser.add_argument("--no-check", action="store_true", help="do not compare the losses first")
-    parser.add_argument(
-        "--budget_s", type=float, default=480, help="seconds for all; no row is begun that would end later"
-    )
+    parser.add_argument("--budget_s", type=float, default=480, help="seconds for all rows together")
     parser.add_argument("--limit_s", type=float, default=120, help="seconds after which a row is given up")
     parser.add_argument("--steps", type=int, default=STEPS, help="measured steps of each row")
     parser.add_argument("--warmup", type=int, default=WARMUP, help="steps before the measured ones, at least 1")

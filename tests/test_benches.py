@@ -147,3 +147,22 @@ def test_losses_on_a_gpu_are_those_on_the_cpu() -> None:
 def test_gpu_rows_on_a_gpu() -> None:
     runs, _ = run_bench("gpu", *TINY_GPU, "--no-check", "--budget_s", "10000")
     assert {run["outcome"] for run in runs if run["kind"] == "row"} == {"ok"}
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# The others
+
+
+def test_data() -> None:
+    small = ("--repeats", "1", "--seconds", "0.1", "--seq-len", "64", "--steps", "3", "--text-bytes", "200000")
+    runs, printed = run_bench("data", *small)
+    cases = {(run["kind"], run["source"], run["num_workers"]) for run in runs}
+    assert cases == {
+        (kind, source, workers)
+        for kind in ("loader", "run")
+        for source in ("stdlib", "synthetic", "tokens")
+        for workers in (0, 2)
+    }
+    assert all(run["tokens_per_cpu_s"] > 0 for run in runs if run["kind"] == "loader")
+    assert all(0 <= run["data_s"] < run["step_s"] for run in runs if run["kind"] == "run")
+    assert "| tokens | 64 | 2 |" in printed
