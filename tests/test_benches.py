@@ -166,3 +166,21 @@ def test_data() -> None:
     assert all(run["tokens_per_cpu_s"] > 0 for run in runs if run["kind"] == "loader")
     assert all(0 <= run["data_s"] < run["step_s"] for run in runs if run["kind"] == "run")
     assert "| tokens | 64 | 2 |" in printed
+
+
+def test_step() -> None:
+    runs, printed = run_bench("step", "--nproc", "2", "--pairs", "1", "--warmup", "1", "--steps", "3")
+    assert [run["side"] for run in runs] == ["trainer", "handwritten"]
+    assert runs[0]["first_loss"] == pytest.approx(runs[1]["first_loss"], rel=1e-4)
+    assert "| CPU s a step, mean of ranks |" in printed
+
+
+def test_checkpoint() -> None:
+    runs, printed = run_bench("checkpoint", "--ranks", "2", "--rounds", "2", "--dim", "64", "--layers", "2")
+    summary = runs[-1]
+    assert summary["kind"] == "all"
+    for kind in ("pause", "save"):
+        pairs = [run for run in runs if run["kind"] == kind]
+        assert [run["pair"] for run in pairs] == [0, 1]
+        assert summary[f"{kind}_over_{pairs[0]['base']}_each"] == [round(run["ratio"], 3) for run in pairs]
+    assert "| a whole save, checksums included |" in printed
