@@ -228,6 +228,7 @@ def _train(job: dict[str, Any], folder: Path, result: Path) -> None:
                 "largest_s": max(each_s),
                 "data_s": record["data_s"],
                 "first_step_s": self.first_step_s,
+                "first_loss": losses[0],
                 "losses": losses,
             }
 

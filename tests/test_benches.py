@@ -84,14 +84,15 @@ TINY_GPU = ("--tiny", "--steps", "2", "--warmup", "1", "--limit_s", "300")
 
 
 def test_gpu_on_a_cpu() -> None:
-    rows = "^1b: (as the recipe|loss whole|optimizer foreach)"
+    rows = "^1b: (as the recipe|loss |optimizer foreach)"
     runs, printed = run_bench("gpu", "--device", "cpu", *TINY_GPU, "--no-check", "--rows", rows)
     rows = {run["name"]: run for run in runs if run["kind"] == "row"}
-    assert len(rows) == 3
+    assert len(rows) == 4
     for run in rows.values():
         assert run["outcome"] == "ok", run
         assert run["tokens_per_s"] == pytest.approx(64 / run["step_s"])
         assert run["mfu"] is None  # no data sheet of CPUs
+        assert run["first_loss"] == pytest.approx(rows["1b: as the recipe says"]["first_loss"], rel=1e-3)  # bf16
         assert f"| {run['name']} |" in printed
 
 
