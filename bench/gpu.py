@@ -83,6 +83,12 @@ ROWS = (
         chunk_mib=1024,
         estimate_s=60,
     ),
+    _8b(
+        "8b: bf16 states, compile, 1 GiB, nothing recomputed, 2 sequences",
+        overrides=(*BF16_STATES, COMPILE, "train.activation_checkpoint=none", *sequences(2)),
+        chunk_mib=1024,
+        estimate_s=60,
+    ),
     _1b("1b: loss in chunks of 1 GiB", chunk_mib=1024),
     _1b("1b: loss whole", loss="whole"),
     _1b("1b: compile, 1 GiB, 2 sequences", overrides=(COMPILE, *sequences(2)), chunk_mib=1024, estimate_s=45),
