@@ -1,17 +1,15 @@
 """What a checkpoint costs: the pause of training, a whole save and a load, against the speed of the machine itself.
 
-    python bench/checkpoint.py [--ranks 2] [--rounds 5] [--dim 1024] [--layers 16]
+    python -m bench.checkpoint [--ranks 2] [--rounds 5] [--dim 1024] [--layers 16]
 
 Each figure and what it is compared with are measured in turn, in one run, on the same bytes: a save's pause with every
 rank copying its own bytes into a buffer that it has used before; a save from start to end with `dd conv=fsync`; a load
 with reading the files, both with the page cache dropped (which needs root; otherwise the load rows are left out).
-The last line is JSON.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import resource
 import statistics
@@ -25,8 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
+from bench.record import emit, show
 from tests.ranks import run_ranks
 from trainer import Trainer, load_config
 from trainer.parameters import local
@@ -172,33 +169,62 @@ def read_file(path: Path, rank: int) -> None:
             pass
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--dim", type=int, default=1024)
-    parser.add_argument("--layers", type=int, default=16)
-    options = vars(parser.parse_args())
+KINDS = {
+    "pause": ("copy", "pause of training, async", "each rank copying its bytes into a warmed buffer"),
+    "save": ("dd", "a whole save, checksums included", "`dd conv=fsync` of the same bytes"),
+    "load": ("read", "a load, checksums included, cold", "reading the files, cold"),
+}
+"""What is measured, what it is compared with, and both in words."""
+
+
+def compare(options: dict[str, Any]) -> None:
+    """Run on all ranks and on one; print a JSON line for each pair and for all, and the table at the end."""
     with tempfile.TemporaryDirectory(dir=os.environ.get("BENCH_DIR")) as folder:
         ranks = run_ranks(options["ranks"], measure, options, folder)
-        (steps,) = run_ranks(1, measure_steps, options, f"{folder}/steps")
-    rows = {"bytes": ranks[0]["bytes"][0], "first_pause_s": max(r["first"][0] for r in ranks)}
-    for key, base in (("pause", "copy"), ("save", "dd"), ("load", "read")):
+    with tempfile.TemporaryDirectory(dir=os.environ.get("BENCH_DIR")) as folder:
+        (steps,) = run_ranks(1, measure_steps, options, folder)
+    num_bytes = ranks[0]["bytes"][0]
+    summary: dict[str, Any] = {"bytes": num_bytes, "first_pause_s": max(r["first"][0] for r in ranks)}
+    summary["grown_gib"] = max(r["grown_gib"][0] for r in ranks)
+    lines: list[list[object]] = []
+    for key, (base, words, against) in KINDS.items():
         pairs = [
             (max(r[key][i] for r in ranks), max(r[base][i] for r in ranks if r[base]))
             for i in range(len(ranks[0][key]))
         ]
-        if pairs:
-            rows[f"{key}_s"] = statistics.median(a for a, _ in pairs)
-            rows[f"{base}_s"] = statistics.median(b for _, b in pairs)
-            rows[f"{key}_over_{base}"] = statistics.median(a / b for a, b in pairs)
-            rows[f"{key}_over_{base}_each"] = [round(a / b, 3) for a, b in pairs]
-    rows["step_quiet_s"] = statistics.median(steps["quiet"])
-    rows["step_writing_s"] = statistics.median(steps["writing"])
-    rows["step_writing_over_quiet"] = rows["step_writing_s"] / rows["step_quiet_s"]
-    rows["num_steps"] = [len(steps["quiet"]), len(steps["writing"])]
-    print(json.dumps(rows))
+        for number, (ours, theirs) in enumerate(pairs):
+            emit("checkpoint", kind=key, pair=number, seconds=ours, base=base, base_s=theirs, ratio=ours / theirs)
+        if not pairs:
+            lines.append([words, against, None, None, None, "the page cache cannot be dropped: needs root"])
+            continue
+        summary[f"{key}_s"] = statistics.median(a for a, _ in pairs)
+        summary[f"{base}_s"] = statistics.median(b for _, b in pairs)
+        summary[f"{key}_over_{base}"] = statistics.median(a / b for a, b in pairs)
+        summary[f"{key}_over_{base}_each"] = [round(a / b, 3) for a, b in pairs]
+        found = [summary[name] for name in (f"{key}_s", f"{base}_s", f"{key}_over_{base}")]
+        lines.append([words, against, *found, " ".join(f"{a / b:.2f}" for a, b in pairs)])
+    summary["step_quiet_s"] = statistics.median(steps["quiet"])
+    # None where every save was through before the next step had ended.
+    writing = summary["step_writing_s"] = statistics.median(steps["writing"]) if steps["writing"] else None
+    ratio = summary["step_writing_over_quiet"] = writing and writing / summary["step_quiet_s"]
+    summary["num_steps"] = [len(steps["quiet"]), len(steps["writing"])]
+    counts = f"{len(steps['quiet'])} and {len(steps['writing'])} steps"
+    words = "a step while a save is written, 1 rank, 1 thread"
+    lines.append([words, "the same without", writing, summary["step_quiet_s"], ratio, counts])
+    emit("checkpoint", kind="all", **summary)
+    title = f"bench.checkpoint: {num_bytes / 1e9:.3g} GB, {options['ranks']} ranks, median of {options['rounds']} pairs"
+    show(title, ["figure", "against", "s", "s of that", "ratio", "each"], lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.checkpoint", description=__doc__.partition("\n")[0])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5, help="pairs of each kind")
+    parser.add_argument("--dim", type=int, default=1024)
+    parser.add_argument("--layers", type=int, default=16)
+    compare(vars(parser.parse_args()))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -12,7 +12,6 @@ import argparse
 import dataclasses
 import json
 import os
-import platform
 import resource
 import socket
 import statistics
@@ -25,10 +24,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bench.record import emit, show
+
 SIDES = ("trainer", "handwritten")
 TOLERANCE = 1e-4
 NUM_COMPARED = 10
-BARS = {"cpu_s": 1.03, "peak_mib": 1.05}
+BARS = {"cpu_s": 1.02, "peak_mib": 1.03}
 ROWS = {
     "cpu_s": "CPU s a step, mean of ranks",
     "cpu_s_rank0": "CPU s a step, rank 0",
@@ -229,9 +230,10 @@ def largest_difference(a: Sequence[float], b: Sequence[float]) -> float:
     return max(abs(x - y) / abs(y) for x, y in zip(a, b, strict=True))
 
 
-def compare(model: str, nproc: int, num_pairs: int, steps: int | None) -> int:
+def compare(model: str, nproc: int, num_pairs: int, steps: int | None, warmup: int | None) -> int:
     """Run all pairs, print a JSON line for each run and a table at the end.  Returns the exit code."""
-    warmup, default_steps = WINDOWS[model]
+    default_warmup, default_steps = WINDOWS[model]
+    warmup = warmup or default_warmup
     runs: dict[str, list[dict[str, Any]]] = {side: [] for side in SIDES}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -241,33 +243,29 @@ def compare(model: str, nproc: int, num_pairs: int, steps: int | None) -> int:
             for side in SIDES:
                 run = run_side(side, folder / "job.json", folder / f"{pair}-{side}", nproc)
                 shown = {name: run[name] for name in (*ROWS, "first_loss")}
-                print(json.dumps({"pair": pair, "side": side, **shown}), flush=True)
+                emit("step", model=model, pair=pair, side=side, **shown)
                 runs[side].append(run)
             difference = largest_difference(*(runs[side][-1]["losses"] for side in SIDES))
             if not difference < TOLERANCE:
                 print(f"the first losses differ by {difference:.1e}: the two sides do not train the same thing")
                 return 1
-    show(runs, f"{model}: {job['parameters'] / 1e6:.1f}M parameters, {nproc} ranks, {num_pairs} pairs")
+    report(runs, f"{model}: {job['parameters'] / 1e6:.1f}M parameters, {nproc} ranks, {num_pairs} pairs")
     return 0
 
 
-def show(runs: dict[str, list[dict[str, Any]]], title: str) -> None:
+def report(runs: dict[str, list[dict[str, Any]]], title: str) -> None:
     """Print the medians of both sides, and the median of the pairs' ratios."""
     import torch
-    from rich.console import Console
-    from rich.table import Table
 
-    where = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    table = Table(title=f"{title}\ntorch {torch.__version__}, Python {platform.python_version()}, {where}")
-    for column in ("", *SIDES, "ratio", "from", "to", "bar"):
-        table.add_column(column, justify="right" if column else "left")
+    rows: list[list[object]] = []
     for name, meaning in ROWS.items():
         medians = [statistics.median(run[name] for run in runs[side]) for side in SIDES]
         ratios = [ours[name] / theirs[name] for ours, theirs in zip(*runs.values(), strict=True)]
+        spread = f"{min(ratios):.3f} - {max(ratios):.3f}"
         bar = f"{BARS[name]:.2f}" if name in BARS else ""
-        spread = (statistics.median(ratios), min(ratios), max(ratios))
-        table.add_row(meaning, *(f"{m:.4g}" for m in medians), *(f"{ratio:.3f}" for ratio in spread), bar)
-    Console(width=110).print(table)
+        rows.append([meaning, *(f"{m:.4g}" for m in medians), f"{statistics.median(ratios):.3f}", spread, bar])
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    show(f"bench.step: {title}", ["measure", *SIDES, "ratio", "from - to", "bar"], rows, device)
 
 
 def main() -> int:
@@ -275,13 +273,14 @@ def main() -> int:
     parser.add_argument("--nproc", type=int, default=2, help="ranks of each run")
     parser.add_argument("--pairs", type=int, default=5, help="runs of each side")
     parser.add_argument("--steps", type=int, help="measured steps of each run")
+    parser.add_argument("--warmup", type=int, help="steps before these")
     parser.add_argument("--model", choices=sorted(MODELS), default="small")
     for option in ("--job", "--side", "--folder"):  # how a rank is started
         parser.add_argument(option, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.side:
         run_rank(json.loads(Path(arguments.job).read_text()), arguments.side, Path(arguments.folder))
-    return compare(arguments.model, arguments.nproc, arguments.pairs, arguments.steps)
+    return compare(arguments.model, arguments.nproc, arguments.pairs, arguments.steps, arguments.warmup)
 
 
 if __name__ == "__main__":

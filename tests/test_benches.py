@@ -8,9 +8,12 @@ import sys
 from typing import Any
 
 import pytest
+import torch
 
+import bench.gpu
 from bench.stopwatch import COLLECTING, IMPORT
 from tests.ranks import REPOSITORY, tiny_overrides
+from trainer import UserError, load_config
 
 NOT_FOR_THE_FIRST_STEP = {
     "wandb",
@@ -30,7 +33,7 @@ NOT_FOR_THE_FIRST_STEP = {
 """What only some runs need, or none: imported where it is used."""
 
 
-def bench(name: str, *arguments: str, ends: int = 0) -> tuple[list[dict[str, Any]], str]:
+def run_bench(name: str, *arguments: str, ends: int = 0) -> tuple[list[dict[str, Any]], str]:
     """Run a benchmark; returns its lines of JSON and all that it printed."""
     command = [sys.executable, "-m", f"bench.{name}", *arguments]
     ran = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=500)
@@ -42,7 +45,7 @@ def bench(name: str, *arguments: str, ends: int = 0) -> tuple[list[dict[str, Any
 
 
 def test_startup() -> None:
-    runs, printed = bench("startup", "--repeats", "1", *tiny_overrides())
+    runs, printed = run_bench("startup", "--repeats", "1", *tiny_overrides())
     by_kind = {run["kind"]: run for run in runs}
     assert set(by_kind) == {"first step", "stopwatch", "--help"}
     parts = by_kind["stopwatch"]["parts"]
@@ -72,3 +75,113 @@ def test_help_imports_no_torch_and_nothing_that_is_slow() -> None:
     )
     ran = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True)
     assert not {"torch", "numpy", "rich", *NOT_FOR_THE_FIRST_STEP} & set(json.loads(ran.stderr))
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# bench.gpu
+
+TINY_GPU = ("--tiny", "--steps", "2", "--warmup", "1", "--limit_s", "300")
+
+
+def test_gpu_on_a_cpu() -> None:
+    rows = "^1b: (as the recipe|loss |optimizer foreach)"
+    runs, printed = run_bench("gpu", "--device", "cpu", *TINY_GPU, "--no-check", "--rows", rows)
+    rows = {run["name"]: run for run in runs if run["kind"] == "row"}
+    assert len(rows) == 4
+    for run in rows.values():
+        assert run["outcome"] == "ok", run
+        assert run["tokens_per_s"] == pytest.approx(64 / run["step_s"])
+        assert run["mfu"] is None  # no data sheet of CPUs
+        assert run["first_loss"] == pytest.approx(rows["1b: as the recipe says"]["first_loss"], rel=1e-3)  # bf16
+        assert f"| {run['name']} |" in printed
+
+
+def test_gpu_counts_model_flops_once() -> None:
+    """By hand, for 8B: 6 FLOPs a weight in a matrix; scores and their use, forward and backward, halved by the mask."""
+    config = load_config("llama3_8b", [*bench.gpu.BASE["llama3_8b"], *bench.gpu.COMMON])
+    matrices = 32 * (4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336) + 4096 * 128256
+    scores = 32 * 3 * (2 * 2 * 4096 * 4096) / 2
+    assert config.recipe.flops is not None
+    assert config.recipe.flops(config.model, 4096) == pytest.approx(6 * matrices + scores)
+
+
+def test_gpu_measures_what_the_budget_has_room_for() -> None:
+    runs, printed = run_bench("gpu", "--device", "cpu", *TINY_GPU, "--no-check", "--budget_s", "1")
+    outcomes = {run["outcome"] for run in runs if run["kind"] == "row"}
+    assert outcomes == {"not measured: no time left in --budget_s"}
+    assert printed.count("not measured: no time left") == 2 * len(bench.gpu.ROWS)
+
+
+def test_gpu_rows_that_fail_are_results() -> None:
+    assert (
+        bench.gpu.outcome_of(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")) == "out of memory"
+    )
+    assert bench.gpu.outcome_of(RuntimeError("NCCL error: out of memory")) == "out of memory"
+    assert bench.gpu.outcome_of(ValueError("a\nb")) == "failed: ValueError: a"
+    late = run_bench("gpu", "--device", "cpu", "--tiny", "--no-check", "--rows", "^1b: as", "--limit_s", "0.5")[0]
+    assert late[-1]["outcome"] == "more than 0.5 s"
+
+
+@pytest.mark.parametrize("row", bench.gpu.ROWS, ids=lambda row: row.name)
+def test_gpu_rows_are_legal(row: bench.gpu.Row, tmp_path) -> None:
+    try:
+        config = load_config(row.recipe, bench.gpu.overrides_of(row, "cuda", False, 10, tmp_path))
+    except UserError as error:
+        assert "no such key" in str(error) and set(row.overrides) & set(bench.gpu.BF16_STATES)  # noqa: PT017, PT018
+    else:
+        assert config.train.global_batch_size == config.train.micro_batch_size
+
+
+def test_gpu_default_set_fits_into_its_budget() -> None:
+    """What matters most comes first: the budget has room for all rows before the single options of 1B."""
+    first = [row.estimate_s for row in bench.gpu.ROWS[:9]]
+    assert bench.gpu.CHECK_S + sum(first) <= 480
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_losses_on_a_gpu_are_those_on_the_cpu() -> None:
+    runs, _ = run_bench("gpu", "--check-only")
+    assert runs[-1]["kind"] == "agreement" and runs[-1]["agrees"]  # noqa: PT018
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_gpu_rows_on_a_gpu() -> None:
+    runs, _ = run_bench("gpu", *TINY_GPU, "--no-check", "--budget_s", "10000")
+    assert {run["outcome"] for run in runs if run["kind"] == "row"} == {"ok"}
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# The others
+
+
+def test_data() -> None:
+    small = ("--repeats", "1", "--seconds", "0.1", "--seq-len", "64", "--steps", "3", "--text-bytes", "200000")
+    runs, printed = run_bench("data", *small)
+    cases = {(run["kind"], run["source"], run["num_workers"]) for run in runs}
+    assert cases == {
+        (kind, source, workers)
+        for kind in ("loader", "run")
+        for source in ("stdlib", "synthetic", "tokens")
+        for workers in (0, 2)
+    }
+    assert all(run["tokens_per_cpu_s"] > 0 for run in runs if run["kind"] == "loader")
+    assert all(0 <= run["data_s"] < run["step_s"] for run in runs if run["kind"] == "run")
+    assert "| tokens | 64 | 2 |" in printed
+
+
+def test_step() -> None:
+    runs, printed = run_bench("step", "--nproc", "2", "--pairs", "1", "--warmup", "1", "--steps", "3")
+    assert [run["side"] for run in runs] == ["trainer", "handwritten"]
+    assert runs[0]["first_loss"] == pytest.approx(runs[1]["first_loss"], rel=1e-4)
+    assert "| CPU s a step, mean of ranks |" in printed
+
+
+def test_checkpoint() -> None:
+    runs, printed = run_bench("checkpoint", "--ranks", "2", "--rounds", "2", "--dim", "64", "--layers", "2")
+    summary = runs[-1]
+    assert summary["kind"] == "all"
+    for kind in ("pause", "save"):
+        pairs = [run for run in runs if run["kind"] == kind]
+        assert [run["pair"] for run in pairs] == [0, 1]
+        assert summary[f"{kind}_over_{pairs[0]['base']}_each"] == [round(run["ratio"], 3) for run in pairs]
+    assert "| a whole save, checksums included |" in printed
