@@ -169,6 +169,17 @@ def test_data() -> None:
     assert "| tokens | 64 | 2 |" in printed
 
 
+def test_scale() -> None:
+    runs, printed = run_bench(
+        "scale", *["--ranks", "2", "16", "--variants", "eager", "--rounds", "1", "--steps", "2", "model.num_layers=2"]
+    )
+    assert [run["ranks"] for run in runs] == [2, 16]
+    for run in runs:
+        parts = run["forward_ms"] + run["backward_ms"] + run["rest_ms"]
+        assert parts == pytest.approx(run["host_ms"], rel=0.2), "medians of two"
+    assert printed.count("| eager |") == 2
+
+
 def test_step() -> None:
     runs, printed = run_bench("step", "--nproc", "2", "--pairs", "1", "--warmup", "1", "--steps", "3")
     assert [run["side"] for run in runs] == ["trainer", "handwritten"]
