@@ -56,7 +56,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3, help="processes for each row, in turns")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("overrides", nargs="*", metavar="key=value")
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
     if args.one:
         emit("scale", **measure(args))
         return 0
