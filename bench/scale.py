@@ -71,9 +71,9 @@ def compare(args: argparse.Namespace) -> int:
     for _ in range(args.rounds):
         for variant in args.variants:
             for ranks in args.ranks:
-                command = [sys.executable, "-m", "bench.scale", "--one", "--recipe", args.recipe]
+                command = [sys.executable, "-m", "bench.scale", *args.overrides, "--one", "--recipe", args.recipe]
                 command += ["--ranks", str(ranks), "--device", args.device, "--steps", str(args.steps)]
-                command += ["--variants", variant, *(["--full"] if args.full else []), *args.overrides]
+                command += ["--variants", variant, *(["--full"] if args.full else [])]
                 ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
                 line = ran.stdout.splitlines()[-1]
                 print(line, flush=True)

@@ -170,9 +170,8 @@ def test_data() -> None:
 
 
 def test_scale() -> None:
-    runs, printed = run_bench(
-        "scale", *["--ranks", "2", "16", "--variants", "eager", "--rounds", "1", "--steps", "2", "model.num_layers=2"]
-    )
+    small = ["--ranks", "2", "16", "--variants", "eager", "--rounds", "1", "--steps", "2"]
+    runs, printed = run_bench("scale", *small, "model.num_layers=2")
     assert [run["ranks"] for run in runs] == [2, 16]
     for run in runs:
         parts = run["forward_ms"] + run["backward_ms"] + run["rest_ms"]
