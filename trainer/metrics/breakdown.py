@@ -12,9 +12,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 KINDS = ("matmul", "attention", "other_kernels", "exposed_communication", "data", "host")
 """What the time of an update can go into; of several at the same moment, the first counts."""
@@ -28,8 +29,7 @@ PHASE = "phase"
 """Category of the events that say which phase of the update the rank is in."""
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """Something that went on for a while: a kernel on a stream, an operator on a thread, a collective in flight."""
 
     name: str
@@ -78,7 +78,7 @@ def cut_to_own_time(spans: Iterable[Span]) -> list[Span]:
     def give(until_us: float) -> None:
         nonlocal reached_us
         if stack and until_us > reached_us:
-            pieces.append(replace(stack[-1], start_us=reached_us, duration_us=until_us - reached_us))
+            pieces.append(stack[-1]._replace(start_us=reached_us, duration_us=until_us - reached_us))
         reached_us = max(reached_us, until_us)
 
     def close(until_us: float) -> None:
@@ -93,7 +93,7 @@ def cut_to_own_time(spans: Iterable[Span]) -> list[Span]:
         if stack:
             kind = stack[-1].kind if stack[-1].kind in (ATTENTION, COMMUNICATION, DATA) else kind
             end_us = min(end_us, stack[-1].end_us)
-        stack.append(replace(span, kind=kind, duration_us=end_us - span.start_us))
+        stack.append(span._replace(kind=kind, duration_us=end_us - span.start_us))
     close(float("inf"))
     return pieces
 
@@ -108,7 +108,7 @@ def extend_to_device(updates: Iterable[Span], kernels: Sequence[Span]) -> list[S
         ends = (k.end_us for k in kernels if update.start_us <= _launched_us(k) < update.end_us)
         end_us = max(ends, default=update.end_us)
         start_us = max(update.start_us, found[-1].end_us) if found else update.start_us
-        found.append(replace(update, start_us=start_us, duration_us=max(update.end_us, end_us, start_us) - start_us))
+        found.append(update._replace(start_us=start_us, duration_us=max(update.end_us, end_us, start_us) - start_us))
     return found
 
 
@@ -129,6 +129,7 @@ _MATMUL_OPERATOR = re.compile(
 )
 
 
+@cache
 def kind_of_kernel(name: str) -> str:
     """Return what a CUDA kernel (a copy, a fill) is, by its name: NCCL's, cuBLAS's, CUTLASS's, cuDNN's, Triton's."""
     if re.search("nccl|nvshmem", name, re.IGNORECASE):
@@ -140,6 +141,7 @@ def kind_of_kernel(name: str) -> str:
     return MATMUL if _MATMUL_KERNEL.search(name.lower()) else OTHER
 
 
+@cache
 def kind_of_operator(name: str) -> str:
     """Return what the training thread does in an operator or range on the CPU.
 
@@ -210,19 +212,19 @@ class Timeline:
             category, name, arguments = event.get("cat"), str(event["name"]), event.get("args", {})
             span = Span(name, HOST, float(event["ts"]), float(event.get("dur", 0.0)), (event["pid"], event["tid"]))
             if category in _DEVICE:
-                kernels.append((replace(span, kind=kind_of_kernel(name)), arguments.get("correlation")))
+                kernels.append((span._replace(kind=kind_of_kernel(name)), arguments.get("correlation")))
             elif category in _LAUNCHES and "correlation" in arguments:
                 launches[arguments["correlation"]] = span.start_us
             elif category == PHASE:
-                own.phases.append(replace(span, kind=DATA if name == DATA else HOST))
+                own.phases.append(span._replace(kind=DATA if name == DATA else HOST))
             elif category == "user_annotation" and name.startswith(STEP):
-                own.updates.append(replace(span, name=name.removeprefix(STEP)))
+                own.updates.append(span._replace(name=name.removeprefix(STEP)))
             elif category == "user_annotation" and name.startswith("gloo:"):
-                own.collectives.append(replace(span, kind=COMMUNICATION))
+                own.collectives.append(span._replace(kind=COMMUNICATION))
             elif category in ("cpu_op", "user_annotation"):
-                on_host.append((replace(span, kind=kind_of_operator(name)), arguments))
+                on_host.append((span._replace(kind=kind_of_operator(name)), arguments))
         own.updates.sort(key=lambda update: update.start_us)
-        own.kernels = [replace(span, launched_us=launches.get(by)) for span, by in kernels]  # type: ignore[arg-type]
+        own.kernels = [span._replace(launched_us=launches.get(by)) for span, by in kernels]  # type: ignore[arg-type]
         threads = {update.lane for update in own.updates}
         own.operators = _with_attention_backward([item for item in on_host if item[0].lane in threads])
         return own
@@ -252,7 +254,7 @@ def _with_attention_backward(found: Sequence[tuple[Span, Mapping[str, Any]]]) ->
         if not arguments.get("Fwd thread id"):
             is_of_attention[arguments.get("Sequence number")] = span.start_us < within_us
     return [
-        replace(span, kind=ATTENTION)
+        span._replace(kind=ATTENTION)
         if arguments.get("Fwd thread id") and is_of_attention.get(arguments.get("Sequence number"))
         else span
         for span, arguments in found
