@@ -31,6 +31,8 @@ class FusedAdamW(torch.optim.AdamW):
     Given DTensors, torch finds out for each of four tensors a parameter how it is sharded, in every update.
     """
 
+    algorithm = "AdamW"
+
     def _init_group(self, group: dict[str, Any], *lists: list[torch.Tensor]) -> bool:
         has_complex: bool = super()._init_group(group, *lists)  # type: ignore[misc]
         for tensors in lists:
@@ -49,6 +51,7 @@ class RoundingAdamW(torch.optim.Optimizer):
     Raises ValueError for a parameter that is split along another dimension than the first.
     """
 
+    algorithm = "AdamW"
     _step_supports_amp_scaling = True
     """What torch's optimizers say of themselves that look at `found_inf`."""
 

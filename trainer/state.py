@@ -216,6 +216,11 @@ def _take_over(live: torch.Tensor, loaded: torch.Tensor) -> None:
         live.detach().copy_(loaded)
 
 
+def _algorithm(part: torch.optim.Optimizer) -> str:
+    """Return what an optimizer computes, which checkpoints have to agree on: its class, whatever that is made of."""
+    return getattr(type(part), "algorithm", type(part).__name__)
+
+
 class OptimizerState:
     """The optimizer's moments by parameter name.  Its settings are the configuration's, not the checkpoint's.
 
@@ -236,7 +241,7 @@ class OptimizerState:
     def state_dict(self) -> dict[str, Any]:
         return {
             "state": {name: part.state[p] for name, (part, _, p) in self._parameters.items() if p in part.state},
-            "classes": {name: type(part).__name__ for name, (part, _, _) in self._parameters.items()},
+            "classes": {name: _algorithm(part) for name, (part, _, _) in self._parameters.items()},
             "parameters": {name: _kind_of(p) for name, (_, _, p) in self._parameters.items()},
             "groups": self.optimizer.hyperparameters(),
             "built": self._built,
@@ -259,7 +264,7 @@ class OptimizerState:
     def differences(self, plain: Any, stored: Mapping[str, Stored]) -> list[str]:
         changed: dict[tuple[str, str], list[str]] = {}
         for name, (part, _, _) in self._parameters.items():
-            before, now = plain["classes"].get(name), type(part).__name__
+            before, now = plain["classes"].get(name), _algorithm(part)
             if before is None:
                 if name in self._all_names and plain["classes"]:
                     changed.setdefault(("none", now), []).append(name)
