@@ -379,17 +379,8 @@ class Trainer:
             seconds = time.perf_counter() - started
             self._step_s = seconds if num_updates else 0.0  # the first compiles and allocates
             num_updates += 1
-            if self.profile.covers(step):
-                meter.count_profiled(seconds, data_s, update.num_targets)
-            else:
-                meter.count(data_s, update.num_targets)
-                self.forecast.note_step(seconds)
-            self._counted_s += seconds
-            self._account()
-            self._unaccounted = (update, step, seconds)
             is_line = step == 1 or _due(self.config.log.every, step) or step == self.config.train.steps or self.stopping
-            if is_line or not self._reads_late:
-                self._account()
+            self._note_update(update, meter, seconds, data_s, at_once=is_line or not self._reads_late)
             if is_line:
                 (memory_gib,) = self.world.max([peak_memory_gib(self.world.device)])
             record = self._train_record(update, meter, memory_gib)
@@ -405,6 +396,19 @@ class Trainer:
             self.profile.end_update(step)
             yield record
             meter.leave_out(time.perf_counter() - yielded)
+
+    def _note_update(self, update: Update, meter: Meter, seconds: float, data_s: float, at_once: bool) -> None:
+        """Take an update into means, plan and goodput; whether it was skipped, `at_once` or after the next one."""
+        if self.profile.covers(self.state.step):
+            meter.count_profiled(seconds, data_s, update.num_targets)
+        else:
+            meter.count(data_s, update.num_targets)
+            self.forecast.note_step(seconds)
+        self._counted_s += seconds
+        self._account()
+        self._unaccounted = (update, self.state.step, seconds)
+        if at_once:
+            self._account()
 
     def _account(self) -> None:
         """Count the update whose numbers have not been looked at yet, if it was skipped; waits for it.
