@@ -176,7 +176,7 @@ def _train(config: RunConfig) -> int:
     with without_collecting():
         from trainer.trainer import Trainer
 
-        gc.freeze()  # what has been imported is not looked through again: a full collection took 0.2 s
+        gc.freeze()  # what has been imported is not looked through again: a full collection took 0.3 s
     trainer = None
     if find_environment().rank != 0:
         warnings.simplefilter("ignore")  # the first rank warns for all
