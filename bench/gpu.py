@@ -188,7 +188,10 @@ def _train(job: dict[str, Any], folder: Path, result: Path) -> None:
             built = super().build_optimizer()
             if row.optimizer == "foreach":
                 assert not isinstance(built, torch.optim.Optimizer)
-                return torch.optim.AdamW(built.parts[0].param_groups, fused=False, foreach=True)
+                # Not the groups as they are: those of fused AdamW say so.
+                groups = [{key: g[key] for key in ("params", "weight_decay")} for g in built.parts[0].param_groups]
+                optim = self.config.optim
+                return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, foreach=True)
             return built
 
         def on_step(self, record: Record) -> None:

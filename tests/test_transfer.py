@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -116,12 +117,17 @@ class NotFinite(Trainer):
 def test_skipped_updates_are_counted(reads_late: bool, tmp_path: Path) -> None:
     """As on a GPU, where they are looked at one update later: nothing is left out, whatever is saved or logged."""
     config = load_config(
-        "llama_small", tiny_overrides("train.steps=6", "log.every=4", "checkpoint.every=3", f"run.dir={tmp_path}")
+        "llama_small",
+        tiny_overrides(
+            "train.steps=6", "log.every=4", "checkpoint.every=3", "checkpoint.keep_last=0", f"run.dir={tmp_path}"
+        ),
     )
     trainer = NotFinite(config)
     trainer._reads_late = reads_late
     assert trainer.fit() == 0
     assert (trainer.skips.total, trainer.skips.in_a_row) == (2, 0)
+    trainer.load_checkpoint(tmp_path / "checkpoints" / "step_00000003")
+    assert (trainer.skips.total, trainer.skips.in_a_row) == (1, 1), "the update that was pending when it was saved"
     trainer.close()
     found = lines(tmp_path)
     assert of("train", found, "step") == [1, 4, 6]
@@ -137,6 +143,45 @@ def test_too_many_skipped_updates_end_the_run(reads_late: bool, tmp_path: Path) 
     with pytest.raises(TrainingFailed, match=r"step 4: .* not finite in 2 updates in a row"):
         trainer.fit()
     assert trainer.state.step == (5 if reads_late else 4)
+    trainer.close()
+
+
+class Slow(Numbers):
+    """Numbers of a device that takes 50 ms for an update."""
+
+    def read(self) -> list[float]:
+        if not self.waited_s:
+            time.sleep(0.05)
+            self.waited_s = 0.05
+        return super().read()
+
+
+@pytest.mark.parametrize("reads_losses", [False, True])
+def test_the_devices_time_is_the_updates(reads_losses: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever waits for it, and wherever: in rates, goodput, and in what is compared with the plan."""
+    monkeypatch.setattr("trainer.trainer.Numbers", Slow)
+    trainer = make(tmp_path, "train.steps=9", "log.every=4")
+    trainer._reads_late = True
+    for record in trainer.steps():
+        if reads_losses:
+            assert record.loss > 0
+    trainer.close()
+    assert trainer._counted_s > (0.0 if reads_losses else 8 * 0.05)
+    found = lines(tmp_path)
+    assert all(step_s > 0.05 for step_s in of("train", found, "step_s"))
+
+
+def test_going_back_leaves_the_update_behind(tmp_path: Path) -> None:
+    overrides = tiny_overrides("train.steps=6", "log.every=6", "checkpoint.every=2", f"run.dir={tmp_path}")
+    trainer = NotFinite(load_config("llama_small", overrides))
+    trainer._reads_late = True
+    for record in trainer.steps():
+        if record.step == 2:
+            trainer.save_checkpoint(wait=True)
+        if record.step == 3:  # not finite, and nobody has looked at it yet
+            trainer.load_checkpoint(tmp_path / "checkpoints" / "step_00000002")
+            break
+    assert (trainer.skips.total, trainer.skips.in_a_row, trainer._unaccounted) == (0, 0, None)
     trainer.close()
 
 

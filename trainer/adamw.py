@@ -32,6 +32,7 @@ class FusedAdamW(torch.optim.AdamW):
     """
 
     algorithm = "AdamW"
+    looks_at_found_inf = True
 
     def _init_group(self, group: dict[str, Any], *lists: list[torch.Tensor]) -> bool:
         has_complex: bool = super()._init_group(group, *lists)  # type: ignore[misc]
@@ -52,8 +53,7 @@ class RoundingAdamW(torch.optim.Optimizer):
     """
 
     algorithm = "AdamW"
-    _step_supports_amp_scaling = True
-    """What torch's optimizers say of themselves that look at `found_inf`."""
+    looks_at_found_inf = True
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class RoundingAdamW(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            updated = [p for p in group["params"] if p.grad is not None and local(p).numel()]
+            updated = [p for p in group["params"] if p.grad is not None]
             if updated:
                 self._step_group(group, updated)
         return loss
@@ -97,6 +97,8 @@ class RoundingAdamW(torch.optim.Optimizer):
         origins = torch.cat([keys_of(places[:, 0], steps)[:, None], places[:, 1:]], dim=1)
         update = _compiled_update() if steps.device.type == "cuda" else _update_by_pieces
         for p, state, own, origin in zip(parameters, states, numbers.unbind(), origins.unbind(), strict=True):
+            if not local(p).numel():
+                continue  # it has a state like those of other ranks, which checkpoints compare
             tensors = [_matrix(tensor) for tensor in (p, p.grad, state["exp_avg"], state["exp_avg_sq"])]
             update(tensors, own, origin, self._stochastic)
 

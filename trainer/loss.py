@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -24,6 +26,19 @@ _CHUNK_BYTES = 64 * 2**20
 _GPU_CHUNK_ROWS = 2048
 """Least rows of a chunk on a GPU.  Each chunk reads and writes the whole gradient of the weight, some 10 bytes an
 element, while it computes 6 FLOPs an element and row: at 800 TFLOP/s and 4 TB/s that takes as long as 330 rows do."""
+
+
+_plans_for_a_gpu = ContextVar("plans_for_a_gpu", default=False)
+
+
+@contextmanager
+def as_on_a_gpu() -> Iterator[None]:
+    """Work in a GPU's chunks, wherever the tensors are: for a plan, whose tensors are nowhere."""
+    token = _plans_for_a_gpu.set(True)
+    try:
+        yield
+    finally:
+        _plans_for_a_gpu.reset(token)
 
 
 def count_targets(targets: torch.Tensor) -> int:
@@ -49,7 +64,8 @@ def linear_cross_entropy(
     hidden_ND, targets_N = hidden.flatten(0, -2), targets.flatten()
     row_bytes = 4 * weight.shape[0]
     if chunk_bytes is None:
-        chunk_bytes = max(_CHUNK_BYTES, _GPU_CHUNK_ROWS * row_bytes if weight.device.type == "cuda" else 0)
+        on_a_gpu = weight.device.type == "cuda" or _plans_for_a_gpu.get()
+        chunk_bytes = max(_CHUNK_BYTES, _GPU_CHUNK_ROWS * row_bytes if on_a_gpu else 0)
     num_chunks = max(1, math.ceil(hidden_ND.shape[0] / max(1, chunk_bytes // row_bytes)))
     loss: torch.Tensor = _LinearCrossEntropy.apply(hidden_ND, weight, targets_N, num_chunks, torch.is_grad_enabled())  # type: ignore[no-untyped-call]
     return loss

@@ -16,6 +16,7 @@ from torch import nn
 from trainer.adamw import FusedAdamW, RoundingAdamW
 from trainer.config import OptimSection, RunConfig, ScheduleSection
 from trainer.errors import setting_error
+from trainer.parameters import local
 
 
 class Optimizer:
@@ -47,13 +48,16 @@ class Optimizer:
     def step(self, is_finite: torch.Tensor | None = None) -> None:
         """Update the parameters, unless the scalar `is_finite`, the same on all ranks, is false; then nothing changes.
 
-        Fused AdamW looks at it on the device.  For optimizers that cannot, the host must know it, and waits.
+        AdamW looks at it on the device.  For any other optimizer the host must know it, and waits, as it does for
+        parameters that are offloaded to it.
         """
         for part in self.parts:
             if is_finite is None:
                 part.step()
-            elif getattr(part, "_step_supports_amp_scaling", False):
-                part.found_inf = (~is_finite).float()  # type: ignore[attr-defined]  # as torch.amp.GradScaler says it
+            elif getattr(part, "looks_at_found_inf", False):
+                # Where the parameters are, and there before it is looked at: torch itself would not wait for the copy.
+                found_inf = (~is_finite).float().to(local(part.param_groups[0]["params"][0]).device)
+                part.found_inf = found_inf  # type: ignore[attr-defined]  # as torch.amp.GradScaler says it
                 try:
                     part.step()
                 finally:

@@ -9,6 +9,7 @@ Source: FSDP2, https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard
 from __future__ import annotations
 
 import fnmatch
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -409,6 +410,7 @@ def gradient_sync(model: nn.Module, enabled: bool, fsdp: FsdpSection | None = No
     gradients of the model lie unsharded on each rank in between; with `fsdp.accumulate=sharded` the reduce-scatter runs
     in every pass, and only shards lie there.
     """
+    assert isinstance(model, FSDPModule)
     fsdp = fsdp or FsdpSection()
     # Not `set_is_last_backward` as well: it keeps FSDP from forgetting the order of the forward pass, and each further
     # micro-batch then gathers the last unit of the one before, for nothing.
@@ -444,7 +446,8 @@ def gradient_norm(gradients: list[torch.Tensor], mesh: DeviceMesh) -> torch.Tens
     having been reduced, on all.
     """
     device = torch.device(mesh.device_type)
-    squares = torch.stack(torch._foreach_norm(gradients, 2.0, torch.float32)).to(device).square().sum()
+    dtype = functools.reduce(torch.promote_types, {gradient.dtype for gradient in gradients}, torch.float32)
+    squares = torch.stack(torch._foreach_norm(gradients, 2.0, dtype)).to(device).square().sum()
     if mesh.size(mesh.ndim - 1) > 1:
         dist.all_reduce(squares, group=mesh.get_group(mesh.ndim - 1))
     return squares.sqrt()

@@ -69,6 +69,15 @@ class Update:
         self.num_targets = num_targets
         self._numbers = Numbers(loss, grad_norm)
 
+    def wait(self) -> None:
+        """Wait until the device is through with it."""
+        self._numbers.read()
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that were spent waiting for it so far."""
+        return self._numbers.waited_s
+
     @property
     def loss(self) -> float:
         """Mean over the targets of the global batch."""
@@ -376,11 +385,10 @@ class Trainer:
             self.state.step += 1
             self.state.tokens += update.num_targets
             step = self.state.step
-            seconds = time.perf_counter() - started
+            is_line = step == 1 or _due(self.config.log.every, step) or step == self.config.train.steps or self.stopping
+            seconds = self._note_update(update, meter, started, data_s, at_once=is_line or not self._reads_late)
             self._step_s = seconds if num_updates else 0.0  # the first compiles and allocates
             num_updates += 1
-            is_line = step == 1 or _due(self.config.log.every, step) or step == self.config.train.steps or self.stopping
-            self._note_update(update, meter, seconds, data_s, at_once=is_line or not self._reads_late)
             if is_line:
                 (memory_gib,) = self.world.max([peak_memory_gib(self.world.device)])
             record = self._train_record(update, meter, memory_gib)
@@ -394,32 +402,42 @@ class Trainer:
             self.watchdog.end_update()
             yielded = time.perf_counter()
             self.profile.end_update(step)
+            waited_s = update.waited_s
             yield record
-            meter.leave_out(time.perf_counter() - yielded)
+            # To read a record's loss is to wait for the update, and part of it.
+            meter.leave_out(time.perf_counter() - yielded - (update.waited_s - waited_s))
 
-    def _note_update(self, update: Update, meter: Meter, seconds: float, data_s: float, at_once: bool) -> None:
-        """Take an update into means, plan and goodput; whether it was skipped, `at_once` or after the next one."""
+    def _note_update(self, update: Update, meter: Meter, started: float, data_s: float, at_once: bool) -> float:
+        """Take an update into means, plan and goodput, and return how many seconds it took.
+
+        That is until the device was through with it, or, unless `at_once`, with the one before it, which comes to the
+        same from update to update.
+        """
+        self._account()
+        # What evaluation and saving take is measured by itself: this update must not be part of it.
+        step, config = self.state.step, self.config
+        if at_once or _due(config.eval.every, step) or _due(config.checkpoint.every, step):
+            update.wait()
+        seconds = time.perf_counter() - started
         if self.profile.covers(self.state.step):
             meter.count_profiled(seconds, data_s, update.num_targets)
         else:
             meter.count(data_s, update.num_targets)
             self.forecast.note_step(seconds)
-        self._counted_s += seconds
-        self._account()
         self._unaccounted = (update, self.state.step, seconds)
         if at_once:
             self._account()
+        return seconds
 
     def _account(self) -> None:
-        """Count the update whose numbers have not been looked at yet, if it was skipped; waits for it.
+        """Count the update whose numbers have not been looked at yet, as one that counted or was skipped; waits for it.
 
         Called one update later, when the device has work again.  Raises TrainingFailed, on all ranks alike, after too
         many in a row.
         """
         if self._unaccounted is not None:
             (update, step, seconds), self._unaccounted = self._unaccounted, None
-            if update.skipped:
-                self._counted_s -= seconds
+            self._counted_s += seconds * (not update.skipped)
             self.skips.count(update.loss, update.grad_norm, step)
 
     def on_step(self, record: Record) -> None:
@@ -586,6 +604,7 @@ class Trainer:
             )
             found = self.checkpoints.load(find_place(path), *how)
         if found is not None:
+            self._unaccounted = None  # an update that is left behind
             self.resumed_step = self.state.step
             is_own = self._is_own(found)
             self._saved_step = self.state.step if is_own else None

@@ -6,6 +6,7 @@ device has always work to do, and the host is one update ahead of it at most.  K
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -54,6 +55,8 @@ class Numbers:
 
     def __init__(self, *values: float | torch.Tensor) -> None:
         device = next((value.device for value in values if isinstance(value, torch.Tensor)), torch.device("cpu"))
+        self.waited_s = 0.0
+        """How long `read` has waited."""
         # In fp64, which holds whatever a scalar of another dtype says.
         numbers = [torch.as_tensor(value, dtype=torch.float64, device=device).detach() for value in values]
         self._values, self._arrival = torch.stack(numbers), None
@@ -63,13 +66,11 @@ class Numbers:
             self._values, self._arrival = there, torch.cuda.Event()
             self._arrival.record(torch.cuda.current_stream(device))
 
-    @property
-    def are_here(self) -> bool:
-        """Whether `read` would return at once."""
-        return self._arrival is None or self._arrival.query()
-
     def read(self) -> list[float]:
         """Return the numbers, once they are here."""
         if self._arrival is not None:
+            started = time.perf_counter()
             self._arrival.synchronize()
+            self._arrival = None
+            self.waited_s += time.perf_counter() - started
         return self._values.tolist()

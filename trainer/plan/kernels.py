@@ -17,6 +17,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop
 
+from trainer.loss import as_on_a_gpu
+
 aten = torch.ops.aten
 
 
@@ -132,7 +134,8 @@ def _rms_norm(
 
 
 def use_gpu_kernels(model: nn.Module) -> None:
-    """Let every forward pass inside `model` use flash attention and the fused RMSNorm, recomputed ones as well.
+    """Let every forward pass inside `model` use flash attention, the fused RMSNorm and a GPU's chunks of the loss,
+    recomputed ones as well.
 
     One mode around everything would not do: it is left for the time of a call of `backward`, and so of recomputation.
     """
@@ -145,7 +148,7 @@ def use_gpu_kernels(model: nn.Module) -> None:
                 return forward(*args, **kwargs)
             is_on = True
             try:
-                with _GpuKernels():
+                with _GpuKernels(), as_on_a_gpu():
                     return forward(*args, **kwargs)
             finally:
                 is_on = False
