@@ -495,7 +495,8 @@ def _nearest_of_type(value: Any, hint: Any, key: dataclasses.Field[Any]) -> Any:
             round(n) if items[0] is int else n for n in given if isinstance(n, (int, float)) and math.isfinite(n)
         ]
         if numbers:
-            return numbers if Ellipsis in items else (numbers + numbers[-1:] * len(items))[: len(items)]
+            rest = list(default or numbers[-1:] * len(items))[len(numbers) :]
+            return numbers if Ellipsis in items else (numbers + rest)[: len(items)]
     if float in options or int in options:
         digits = "".join(char for char in str(value) if char.isdigit() or char in "+-.e")
         try:
