@@ -32,7 +32,7 @@ class DistillTrainer(Trainer):
         targets = batch["targets"].flatten()
         data = F.cross_entropy(student, targets, ignore_index=-100, reduction="sum")
         divergence = F.kl_div(student.log_softmax(-1), teacher.softmax(-1), reduction="none").sum(-1)
-        return 0.5 * data + 0.5 * divergence[targets != -100].sum()
+        return 0.5 * data + 0.5 * (divergence * (targets != -100)).sum()
 
 
 if __name__ == "__main__":

@@ -450,6 +450,15 @@ def test_what_a_resume_may_change(recipe_name: str, tmp_path: Path) -> None:
         assert any(key.startswith(stated) for key in seen), stated
 
 
+def test_a_checkpoint_of_before_there_was_a_key_meant_its_default() -> None:
+    config = load_config("llama_small")
+    stored = config.to_yaml().replace("  state_dtype: float32\n", "").replace("  state_dtype: 'float32'\n", "")
+    assert "state_dtype" not in stored
+    assert compare_configs(config, stored) == ([], [])
+    refused, _ = compare_configs(load_config("llama_small", ["optim.state_dtype=bfloat16"]), stored)
+    assert refused == ["optim.state_dtype: float32 in the checkpoint, bfloat16 now"]
+
+
 def shown(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import os
+import pickle
 import shutil
 import sys
 import threading
@@ -351,6 +353,15 @@ def test_wandb_in_trouble_neither_stops_nor_holds_up_training(
 
 # ---------------------------------------------------------------------------------------------------------------
 # The console
+
+
+def test_a_record_is_copied_and_pickled_with_all_its_fields_read() -> None:
+    calls: list[str] = []
+    record = Record(kind="train", loss=lambda: [2.5, calls.append("loss")][0])
+    assert dict(pickle.loads(pickle.dumps(record))) == {"kind": "train", "loss": 2.5}
+    assert copy.copy(record).loss == record.loss == 2.5
+    assert calls == ["loss"]
+
 
 TRAIN = Record(kind="train", step=3, loss=2.5, grad_norm=0.75, lr=1e-3, tokens=900, tokens_per_s=43100.0, step_s=1.5,
                data_s=0.1, mfu=None, peak_memory_gib=0.5)  # fmt: skip

@@ -656,6 +656,19 @@ def test_a_failure_before_any_update_was_through(tmp_path: Path) -> None:
     assert of("profile", lines(tmp_path)) == []
 
 
+def test_a_profiler_that_cannot_start_stops_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def taken(self: torch.profiler.profile) -> None:
+        raise RuntimeError("as if CUPTI were taken")
+
+    monkeypatch.setattr(torch.profiler.profile, "start", taken)
+    found = fit(tmp_path)
+    assert "log.profile_steps: the profiler cannot start: as if CUPTI were taken" in capsys.readouterr().err
+    assert of("end", found)[0]["step"] == 8
+    assert files(tmp_path) == []
+
+
 @pytest.mark.parametrize("cause", ["no folder", "no space", "no JSON"])
 def test_a_profile_that_cannot_be_written_stops_nothing(
     cause: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

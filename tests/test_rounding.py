@@ -110,6 +110,19 @@ def own_adamw(model: nn.Module, state_dtype: torch.dtype, stochastic: bool = Tru
     return RoundingAdamW(groups, names, 0, 1e-2, (0.9, 0.999), 1e-8, state_dtype, stochastic)
 
 
+def test_random_bits_are_for_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a shard along another dimension than the first, which cannot say which rows it holds."""
+    monkeypatch.setattr("trainer.adamw.own_rows", lambda parameter: None)
+    model = small_model(torch.bfloat16)
+    with pytest.raises(UserError, match=r"rounding=stochastic: 0\.weight is not split .*\n.*rounding=nearest"):
+        own_adamw(model, torch.bfloat16)
+    optimizer = own_adamw(model, torch.bfloat16, stochastic=False)
+    before = [p.detach().clone() for p in model.parameters()]
+    draw_gradients(model, 1)
+    optimizer.step()
+    assert not any(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+
+
 def draw_gradients(model: nn.Module, number: int) -> None:
     generator = torch.Generator().manual_seed(number)
     for p in model.parameters():

@@ -136,6 +136,16 @@ def test_skipped_updates_are_counted(reads_late: bool, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("reads_late", [False, True])
+def test_each_record_counts_its_own_update(reads_late: bool, tmp_path: Path) -> None:
+    overrides = tiny_overrides("train.steps=6", "log.every=6", f"run.dir={tmp_path}")
+    trainer = NotFinite(load_config("llama_small", overrides))
+    trainer._reads_late = reads_late
+    assert [record.skipped for record in itertools.islice(trainer.steps(), 4)] == [0, 0, 1, 2]
+    trainer.close()
+    assert trainer.skips.total == 2, "the last one too, of a loop that was left"
+
+
+@pytest.mark.parametrize("reads_late", [False, True])
 def test_too_many_skipped_updates_end_the_run(reads_late: bool, tmp_path: Path) -> None:
     overrides = ["train.steps=6", "log.every=6", "train.max_skipped_updates=2", f"run.dir={tmp_path}"]
     trainer = NotFinite(load_config("llama_small", tiny_overrides(*overrides)))
@@ -198,6 +208,7 @@ def test_numbers_and_batches_arrive(device: str) -> None:
     one = torch.tensor(1.5, device=device)
     assert Numbers(one, one.double() * 2).read() == [1.5, 3.0]
     assert Numbers(0.1, 2).read() == [0.1, 2.0]
+    assert Numbers(one.reshape(1), 2).read() == [1.5, 2.0]
     batches = [{"tokens": torch.arange(4) + number} for number in range(5)]
     arrived = [batch["tokens"] * 2 for batch in ahead(batches, torch.device(device))]
     assert [tokens.device.type for tokens in arrived] == [device] * 5

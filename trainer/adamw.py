@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from trainer.errors import setting_error
 from trainer.parameters import local, seed_of
 from trainer.rounding import keys_of, mix, random_bits, round_stochastically
 from trainer.weights import own_rows
@@ -49,7 +50,7 @@ class RoundingAdamW(torch.optim.Optimizer):
     `found_inf`, a scalar tensor, is 1.
 
     names: of each parameter, by its id.  seed: of the rounding.  stochastic: round so, or else to the nearest.
-    Raises ValueError for a parameter that is split along another dimension than the first.
+    Raises UserError if rounding stochastically for a parameter that is split along another dimension than the first.
     """
 
     algorithm = "AdamW"
@@ -70,7 +71,8 @@ class RoundingAdamW(torch.optim.Optimizer):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0, "state_dtype": name, "capturable": True}
         super().__init__(params, defaults)
         self._state_dtype, self._stochastic = state_dtype, stochastic
-        self._places = {id(p): _place(p, names[id(p)], seed) for g in self.param_groups for p in g["params"]}
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        self._places = {id(p): _place(p, names[id(p)], seed) if stochastic else (0, 0) for p in parameters}
         self._stacked: dict[tuple[int, ...], torch.Tensor] = {}
 
     @torch.no_grad()
@@ -123,7 +125,8 @@ def _place(parameter: torch.Tensor, name: str, seed: int) -> tuple[int, int]:
     """Return the seed of a parameter's bits as an int32, and the row of it at which the shard here begins."""
     rows = own_rows(parameter)
     if rows is None:
-        raise ValueError(f"{name} is not split along its first dimension: its elements cannot be told apart by rows")
+        rule = f"{name} is not split along its first dimension, and has no rows here to take random bits for"
+        raise setting_error("optim.rounding", "stochastic", rule, "nearest")
     return seed_of(seed, name) % 2**32 - 2**31, rows[0]
 
 

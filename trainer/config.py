@@ -662,7 +662,8 @@ def _check_forms(config: RunConfig) -> None:
         share = budget_of(checkpointing)
         if share is None or not 0 <= share <= 1:
             rule = "budget:<share> takes a number from 0 to 1"
-            raise setting_error("train.activation_checkpoint", checkpointing, rule, "budget:0.5")
+            closest = 0.5 if share is None or math.isnan(share) else min(1.0, max(0.0, share))
+            raise setting_error("train.activation_checkpoint", checkpointing, rule, f"budget:{closest:g}")
     elif isinstance(checkpointing, str) and checkpointing not in words:
         noun = "a whole number, budget:<share>, or one of"
         raise choice_error("train.activation_checkpoint", checkpointing, words, noun)
@@ -812,6 +813,15 @@ def stored_value(stored_yaml: str, key: str) -> object:
     return OmegaConf.select(OmegaConf.create(stored_yaml), key)
 
 
+def _default_of(section: Any, name: str, otherwise: Any) -> Any:
+    """Return what a key of a section is if nobody sets it; `otherwise` where it has no default."""
+    declared = next(each for each in dataclasses.fields(section) if each.name == name)
+    if declared.default_factory is not dataclasses.MISSING:
+        return declared.default_factory()
+    default = otherwise if declared.default is dataclasses.MISSING else declared.default
+    return list(default) if isinstance(default, tuple) else default
+
+
 def compare_configs(config: RunConfig, stored_yaml: str) -> tuple[list[str], list[str]]:
     """Compare with the configuration that a checkpoint was written with.
 
@@ -825,7 +835,8 @@ def compare_configs(config: RunConfig, stored_yaml: str) -> tuple[list[str], lis
     for section, values in config.to_dict().items():
         for name, value in values.items():
             key = f"{section}.{name}"
-            before = stored.get(section, {}).get(name, value)
+            # A checkpoint of before there was such a key: it meant what is the default now.
+            before = stored.get(section, {}).get(name, _default_of(getattr(config, section), name, value))
             if before == value or key.startswith(_OF_THE_ATTEMPT):
                 continue
             fixed = key.startswith(_FIXED_ON_RESUME) and key not in _FREE_ON_RESUME

@@ -852,6 +852,7 @@ class Trainer:
             return
         try:
             self._finish_save()
+            self._account()
         except BaseException as failure:
             self._fail(failure)
             raise
@@ -884,6 +885,7 @@ class Trainer:
 
     def _train_record(self, update: Update, meter: Meter, memory_gib: float) -> Record:
         step_s, data_s, tokens_per_s = meter.read()
+        before = self.skips.total - (update.skipped if self._unaccounted is None else 0)  # it is counted late, or now
         return Record(
             kind="train",
             step=self.state.step,
@@ -896,7 +898,7 @@ class Trainer:
             data_s=data_s,
             mfu=self._mfu(step_s),
             peak_memory_gib=memory_gib,
-            skipped=self.skips.total,
+            skipped=lambda: before + update.skipped,
             **({"profiled": True} if meter.is_profiled else {}),
         )
 

@@ -51,14 +51,16 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class Numbers:
-    """A few scalars on their way to the host.  `read` waits for them; until then nothing does."""
+    """A few numbers, or tensors of one element, on their way to the host.  `read` waits for them; until then nothing
+    does.
+    """
 
     def __init__(self, *values: float | torch.Tensor) -> None:
         device = next((value.device for value in values if isinstance(value, torch.Tensor)), torch.device("cpu"))
         self.waited_s = 0.0
         """How long `read` has waited."""
         # In fp64, which holds whatever a scalar of another dtype says.
-        numbers = [torch.as_tensor(value, dtype=torch.float64, device=device).detach() for value in values]
+        numbers = [torch.as_tensor(value, dtype=torch.float64, device=device).detach().reshape(()) for value in values]
         self._values, self._arrival = torch.stack(numbers), None
         if device.type == "cuda":
             there = torch.empty(len(values), dtype=torch.float64, pin_memory=True)

@@ -101,7 +101,12 @@ class Profile:
             self._takes_part = False
             return
         with self._phases.during("profile"):
-            self._recording = _Recording(self._device)
+            try:
+                self._recording = _Recording(self._device)
+            except RuntimeError as error:  # CUPTI may be missing, or taken by another tool
+                warn(f"log.profile_steps: the profiler cannot start: {error}")
+                self._takes_part = False
+                return
         self._phases.listeners.append(self._recording.note)
 
     def _finish(self, has_failed: bool = False) -> None:

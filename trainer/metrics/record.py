@@ -32,6 +32,10 @@ class Record(Mapping[str, Any]):
         except KeyError:
             raise AttributeError(f"a record of kind {self._fields.get('kind')!r} has no field {name!r}") from None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy or a pickle has: all fields read."""
+        return {"_fields": dict(self)}
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._fields)
 
