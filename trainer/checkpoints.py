@@ -22,11 +22,11 @@ from rich.table import Table
 from rich.text import Text
 
 from trainer.checkpoint.blocks import Damaged
+from trainer.checkpoint.layout import Stored
 from trainer.checkpoint.manifest import find_damage, read_manifest
 from trainer.checkpoint.place import COMMIT, Place, find_place, split_parent
 from trainer.checkpoint.source import StoredWeights, find_checkpoints, is_checkpoint
 from trainer.checkpoint.store import list_steps
-from trainer.checkpoint.tensors import Stored
 from trainer.config import config_from_yaml
 from trainer.errors import EXIT_FAILED, EXIT_FINISHED, UserError, choice_error, run_command
 

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from trainer.checkpoint.layout import Stored
 from trainer.checkpoint.store import Stateful, tensor_differences
-from trainer.checkpoint.tensors import Stored
 from trainer.errors import UserError
 from trainer.guard import RandomState, SkipCounter
 from trainer.optim import Optimizer

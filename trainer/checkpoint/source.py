@@ -9,10 +9,11 @@ from collections.abc import Mapping
 import torch
 
 from trainer.checkpoint.blocks import Damaged
+from trainer.checkpoint.layout import layout_from_json
 from trainer.checkpoint.manifest import find_damage, read_blocks, read_file, read_manifest
 from trainer.checkpoint.place import COMMIT, Place, find_place
 from trainer.checkpoint.store import PREFIX, list_steps
-from trainer.checkpoint.tensors import layout_from_json, read_rows
+from trainer.checkpoint.tensors import read_rows
 from trainer.config import config_from_yaml
 from trainer.errors import TrainingFailed, UserError
 

@@ -31,6 +31,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from trainer.checkpoint.blocks import Damaged, checksum_of, crc32
+from trainer.checkpoint.layout import Layout, Stored, Written, layout_from_json, layout_of, layout_to_json
 from trainer.checkpoint.manifest import (
     Manifest,
     blocks_name,
@@ -41,20 +42,7 @@ from trainer.checkpoint.manifest import (
     read_manifest,
 )
 from trainer.checkpoint.place import COMMIT, DAMAGED, Place
-from trainer.checkpoint.tensors import (
-    METADATA,
-    Layout,
-    SavePlans,
-    Staging,
-    Stored,
-    Written,
-    layout_from_json,
-    layout_of,
-    layout_to_json,
-    pickled_metadata,
-    read_tensors,
-    write_tensors,
-)
+from trainer.checkpoint.tensors import SavePlans, Staging, read_tensors, write_tensors
 from trainer.checkpoint.tree import join, split
 from trainer.errors import TrainingFailed, UserError, choice_error
 from trainer.world import Channel, World
@@ -296,7 +284,7 @@ class Checkpoints:
         failure, tensors = "", snapshot.tensors
         if background:
             try:
-                tensors = self._staging.copy(snapshot.tensors, self._plans.items)
+                tensors = self._staging.copy(snapshot.tensors, self._plans.boxes)
             except Exception as error:
                 failure = f"cannot copy the state: {_describe(error)}"
         blocked_s = time.perf_counter() - started if background else None
@@ -439,7 +427,7 @@ class Checkpoints:
         rank = self.world.rank
         try:
             files = {}
-            written = write_tensors(folder, rank, self._plans.items, tensors, weights, self._rest)
+            written = write_tensors(folder, rank, self._plans.boxes, tensors, weights, self._rest)
             if written is not None:
                 files[written.file] = (written.num_bytes, checksum_of(written.blocks))
                 listed = json.dumps(written.blocks, separators=(",", ":")).encode()
@@ -479,12 +467,13 @@ class Checkpoints:
 
     def _write_common(self, folder: Place, snapshot: _Snapshot, reports: list[Any]) -> Manifest:
         """Write what is the same for all ranks, the manifest last."""
+        from trainer.checkpoint.dcp import pickled_metadata
+
         if not self._layout_files:
-            assert self._plans.metadata is not None
-            layout = layout_of(self._plans.metadata, self._chunks_by_rank.values())
+            layout = layout_of(self._plans.planned, self._chunks_by_rank.values())
             self._layout_files = {
                 "layout.json": layout_to_json(layout).encode(),
-                METADATA: pickled_metadata(layout, snapshot.paths),
+                ".metadata": pickled_metadata(layout, snapshot.paths),
             }
         common = {
             **self._layout_files,

@@ -1,8 +1,8 @@
-"""Tensors in files, through torch.distributed.checkpoint (DCP): which rank writes what, and who reads which part.
+"""Tensors in files: which rank writes what, and who reads which part.
 
-Planning is DCP's; the files are those of its `FileSystemWriter`, so that `FileSystemReader` and other tools read them.
-What is added: checksums taken while writing, a layout in JSON (DCP's own metadata is a pickle, of which one flipped bit
-took 20 GB of memory), and reading straight into the tensors that are loaded.
+Planning is that of torch.distributed.checkpoint (DCP), in `dcp`; the files are those of its `FileSystemWriter`, so that
+`FileSystemReader` and other tools read them.  What is added: checksums taken while writing, a layout in JSON, and
+reading straight into the tensors that are loaded.
 
 A plan holds for as long as the tensors keep their names, shapes and placements, so it is made once: on 512 ranks DCP
 would otherwise gather and compare some hundred thousand items for every save.
@@ -10,11 +10,6 @@ would otherwise gather and compare some hundred thousand items for every save.
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import os
-import pickle
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,63 +18,13 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, WriteItem
-from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor
 
 from trainer.checkpoint.blocks import BlockReader, Blocks, BlockWriter, Damaged
+from trainer.checkpoint.layout import Box, Chunk, Layout, Part, Planned, Stored, Tensors, Written
 from trainer.checkpoint.place import Place
 from trainer.parameters import local
 from trainer.world import Channel
-
-Tensors = Mapping[str, torch.Tensor]
-"""Tensors by key: DTensors, of which each rank holds a shard, or plain ones, the same on all ranks."""
-
-METADATA = ".metadata"
-"""DCP's own metadata: written for torch's tools, never read here."""
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """A box of one tensor, and the bytes of a file that hold it."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    file: str
-    start: int
-    """Where the item of DCP begins, a file of `torch.save` within the file."""
-    length: int
-    data_start: int
-    """Where the tensor's own bytes begin."""
-
-
-@dataclass
-class Stored:
-    """One tensor as it is stored."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    chunks: list[Chunk]
-
-    @property
-    def num_bytes(self) -> int:
-        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
-
-
-Layout = dict[str, Stored]
-"""Every stored tensor by key."""
 
 
 def signature_of(tensors: Tensors) -> tuple[Any, ...]:
@@ -96,10 +41,10 @@ class SavePlans:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._signature: tuple[Any, ...] | None = None
-        self.items: list[WriteItem] = []
+        self.boxes: list[Box] = []
         """What this rank writes."""
-        self.metadata: Metadata | None = None
-        """Rank 0: what there will be, without the places in files."""
+        self.planned: dict[str, Planned] = {}
+        """Rank 0: what there will be of each tensor."""
 
     def is_stale(self, tensors: Tensors) -> bool:
         return signature_of(tensors) != self._signature
@@ -107,43 +52,14 @@ class SavePlans:
     @property
     def num_bytes(self) -> int:
         """Bytes of the tensors that this rank writes."""
-        return sum(
-            item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize
-            for item in self.items
-            if item.tensor_data is not None
-        )
+        return sum(torch.Size(box.sizes).numel() * box.dtype.itemsize for box in self.boxes)
 
     def make(self, tensors: Tensors) -> None:
         """Plan anew.  Collective: one gather to rank 0, one scatter.  Raises on all ranks if any fails."""
-        planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        from trainer.checkpoint.dcp import plan_save
 
-        def plan_own() -> SavePlan:
-            # What is the same everywhere is rank 0's to write.
-            own = {k: t for k, t in tensors.items() if isinstance(t, DTensor) or self._channel.is_main}
-            planner.set_up_planner(own, is_coordinator=self._channel.is_main)
-            return planner.create_local_plan()
-
-        plans = self._channel.gather(self._channel.agreed(plan_own))
-
-        def plan_all() -> list[SavePlan]:
-            if not self._channel.is_main:
-                return []
-            planned, self.metadata = planner.create_global_plan(plans)
-            _check_coverage(tensors, self.metadata)
-            return planned
-
-        planned = self._channel.broadcast(self._channel.agreed(plan_all))
-        self.items = list(planned[self._channel.rank].items)
+        self.boxes, self.planned = plan_save(tensors, self._channel)
         self._signature = signature_of(tensors)
-
-
-def _check_coverage(tensors: Tensors, metadata: Metadata) -> None:
-    """Raise unless the chunks fill every tensor: DCP demands it of several ranks only, and never when it loads."""
-    for key, tensor in tensors.items():
-        stored = metadata.state_dict_metadata.get(key)
-        filled = sum(chunk.sizes.numel() for chunk in getattr(stored, "chunks", []))
-        if filled != tensor.numel():
-            raise ValueError(f"{key}: the ranks hold {filled} of its {tensor.numel()} elements")
 
 
 class Staging:
@@ -156,9 +72,9 @@ class Staging:
         self._device = device
         self._buffer = np.empty(0, dtype=np.uint8)
 
-    def copy(self, tensors: Tensors, items: Iterable[WriteItem]) -> dict[str, torch.Tensor]:
-        """Return copies, on the CPU, of this rank's parts of the tensors that `items` name.  Earlier ones are lost."""
-        parts = {item.index.fqn: local(tensors[item.index.fqn]) for item in items}
+    def copy(self, tensors: Tensors, boxes: Iterable[Box]) -> dict[str, torch.Tensor]:
+        """Return copies, on the CPU, of this rank's parts of the tensors that `boxes` name.  Earlier ones are lost."""
+        parts = {box.key: local(tensors[box.key]) for box in boxes}
         with torch.no_grad():
             copies = _views(self._room_for(parts), parts)
             for key, part in parts.items():
@@ -200,27 +116,10 @@ def _views(buffer: np.ndarray[Any, Any], like: Tensors) -> dict[str, torch.Tenso
     return views
 
 
-@dataclass
-class Written:
-    """What one rank has written: its items, and the checksums of its file."""
-
-    file: str
-    blocks: Blocks
-    chunks: list[tuple[MetadataIndex, Chunk]]
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(length for length, _ in self.blocks)
-
-    def without_checksums(self) -> Written:
-        """Return what rank 0 must know; the checksums stand in a file of their own."""
-        return dataclasses.replace(self, blocks=())
-
-
 def write_tensors(
     place: Place,
     rank: int,
-    items: Sequence[WriteItem],
+    boxes: Sequence[Box],
     tensors: Tensors,
     must_be_finite: frozenset[str],
     rest: Callable[[float], None] | None = None,
@@ -231,7 +130,7 @@ def write_tensors(
     block with the seconds that it took.  Raises ValueError for a
     weight that is not finite, OSError.
     """
-    if not items:
+    if not boxes:
         return None
     name = f"__{rank}_0.distcp"
     writer = BlockWriter(place.create(name), rest)
@@ -240,16 +139,15 @@ def write_tensors(
     has_own_checksums = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)  # of torch's files: the blocks' own are taken instead
     try:
-        for item in items:
-            key = item.index.fqn
-            part = tensors[key]
+        for box in boxes:
+            part = tensors[box.key]
             if isinstance(part, DTensor) or part.untyped_storage().nbytes() != part.nbytes or part.device.type != "cpu":
                 part = local(part.detach())
                 if scratch.nbytes < part.nbytes:
                     scratch = np.empty(part.nbytes, dtype=np.uint8)
-                part = _views(scratch, {key: part})[key].copy_(part)
-            look = _finite_check(key, part.dtype) if key in must_be_finite else None
-            chunks.append((item.index, _write_chunk(writer, name, item, part, look)))
+                part = _views(scratch, {box.key: part})[box.key].copy_(part)
+            look = _finite_check(box.key, part.dtype) if box.key in must_be_finite else None
+            chunks.append((box.key, _write_chunk(writer, name, box, part, look)))
     finally:
         torch.serialization.set_crc32_options(has_own_checksums)
         writer.close()
@@ -259,19 +157,17 @@ def write_tensors(
 def _write_chunk(
     writer: BlockWriter,
     name: str,
-    item: WriteItem,
+    box: Box,
     part: torch.Tensor,
     look: Callable[[memoryview], None] | None,
 ) -> Chunk:
-    assert item.tensor_data is not None
     watch = _DataWatch(writer, part, look)
     start = writer.tell()
     torch.save(part, watch)  # type: ignore[arg-type]  # all that it asks of a file is write
     if watch.error is not None:
         raise watch.error
     assert watch.data_start is not None or not part.nbytes, "torch.save writes a tensor's bytes in one piece"
-    box = item.tensor_data.chunk
-    return Chunk(tuple(box.offsets), tuple(box.sizes), name, start, writer.tell() - start, watch.data_start or start)
+    return Chunk(box.offsets, box.sizes, name, start, writer.tell() - start, watch.data_start or start)
 
 
 class _DataWatch:
@@ -334,74 +230,6 @@ def _finite_check(key: str, dtype: torch.dtype) -> Callable[[memoryview], None] 
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# What is stored where
-
-
-def layout_of(metadata: Metadata, written: Iterable[Written]) -> Layout:
-    """Return the layout of all ranks' files.  Raises ValueError unless every planned chunk has been written."""
-    layout: Layout = {}
-    for key, stored in metadata.state_dict_metadata.items():
-        assert isinstance(stored, TensorStorageMetadata)
-        layout[key] = Stored(stored.properties.dtype, tuple(stored.size), [])
-    for part in written:
-        for index, chunk in part.chunks:
-            layout[index.fqn].chunks.append(chunk)
-    for key, stored in metadata.state_dict_metadata.items():
-        planned = {(tuple(box.offsets), tuple(box.sizes)) for box in stored.chunks}  # type: ignore[union-attr]
-        missing = planned - {(chunk.offsets, chunk.sizes) for chunk in layout[key].chunks}
-        if missing:
-            raise ValueError(f"{key}: {len(missing)} of its {len(planned)} chunks have not been written")
-    return layout
-
-
-def layout_to_json(layout: Layout) -> str:
-    """Return a layout as `layout_from_json` reads it: one short row a tensor."""
-    rows = {
-        key: [str(t.dtype).removeprefix("torch."), t.shape, [dataclasses.astuple(chunk) for chunk in t.chunks]]
-        for key, t in layout.items()
-    }
-    return json.dumps(rows, separators=(",", ":"))
-
-
-def layout_from_json(text: bytes | str) -> Layout:
-    """Return the layout that `layout_to_json` has written."""
-    return {
-        key: Stored(
-            getattr(torch, dtype),
-            tuple(shape),
-            [Chunk(tuple(offsets), tuple(sizes), *where) for offsets, sizes, *where in chunks],
-        )
-        for key, (dtype, shape, chunks) in json.loads(text).items()
-    }
-
-
-def pickled_metadata(layout: Layout, paths: Mapping[str, tuple[str, ...]]) -> bytes:
-    """Return DCP's `.metadata`, for torch's tools.  `paths`: where each key stands in the nested state dict."""
-    metadata = _metadata(layout)
-    metadata.planner_data = dict(paths)
-    metadata.storage_meta = StorageMeta()
-    metadata.version = CURRENT_DCP_VERSION
-    return pickle.dumps(metadata)
-
-
-def _metadata(layout: Layout) -> Metadata:
-    tensors = {
-        key: TensorStorageMetadata(
-            TensorProperties(dtype=stored.dtype),
-            torch.Size(stored.shape),
-            [ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in stored.chunks],
-        )
-        for key, stored in layout.items()
-    }
-    places = {
-        MetadataIndex(key, chunk.offsets, number): _StorageInfo(chunk.file, chunk.start, chunk.length)
-        for key, stored in layout.items()
-        for number, chunk in enumerate(stored.chunks)
-    }
-    return Metadata(tensors, storage_data=places)  # type: ignore[arg-type]
-
-
-# ---------------------------------------------------------------------------------------------------------------
 # Reading
 
 
@@ -412,21 +240,17 @@ def read_tensors(
 
     No collective.  Raises Damaged, OSError; then some targets are overwritten.
     """
-    reader = _Reader(place, layout, blocks, check)
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    from trainer.checkpoint.dcp import load
+
+    reader = _Reader(place, blocks, check)
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # it is: each rank reads for itself
-            dcp.load(dict(targets), storage_reader=reader, planner=planner, no_dist=True)
-    except CheckpointException as failure:  # DCP's wrapper, which is no `Exception`
-        (error, _), *_ = failure.failures.values()
-        raise error from failure
+        load(targets, layout, reader)
     finally:
         reader.close()
 
 
-class _Reader(StorageReader):
-    """Reads chunks by our own layout.  DCP decides which parts of which chunks this rank's tensors need."""
+class _Reader:
+    """Reads parts of chunks from the files of one checkpoint."""
 
     _NUM_THREADS = 2
     """They take the blocks of a file in turn: one waits for the disk while the other takes a checksum.  A thread for
@@ -434,66 +258,39 @@ class _Reader(StorageReader):
     _WAITING_BYTES = 64 << 20
     """How much may have been read that is not yet where it belongs."""
 
-    def __init__(self, place: Place, layout: Layout, blocks: Mapping[str, Blocks], check: bool = True) -> None:
-        self._place, self._layout, self._blocks, self._check = place, layout, blocks, check
+    def __init__(self, place: Place, blocks: Mapping[str, Blocks], check: bool = True) -> None:
+        self._place, self._blocks, self._check = place, blocks, check
         self._open: dict[str, BlockReader] = {}
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None: ...
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return True
-
-    def read_metadata(self) -> Metadata:
-        return _metadata(self._layout)
-
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None: ...
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
-        chunks = {(key, chunk.offsets): chunk for key, stored in self._layout.items() for chunk in stored.chunks}
-
-        def chunk_of(item: ReadItem) -> Chunk:
-            return chunks[item.storage_index.fqn, tuple(item.storage_index.offset or ())]
-
+    def read_parts(self, parts: Iterable[Part]) -> None:
+        """Fill the targets, in the order in which the files have them."""
         waiting: deque[_Reading] = deque()
         with ThreadPoolExecutor(self._NUM_THREADS) as threads:
             try:
-                for item in sorted(plan.items, key=lambda item: (chunk_of(item).file, chunk_of(item).start)):
-                    target = planner.resolve_tensor(item).detach()
-                    if target.numel():
-                        waiting.append(self._begin(threads, chunk_of(item), item, target))
+                for part in sorted(parts, key=lambda part: (part.chunk.file, part.chunk.start)):
+                    if part.target.numel():
+                        waiting.append(self._begin(threads, part))
                     while sum(reading.num_bytes for reading in waiting) > self._WAITING_BYTES:
                         waiting.popleft().finish()
-                    planner.commit_tensor(item, target)
                 for reading in waiting:
                     reading.finish()
             except BaseException:
                 threads.shutdown(wait=True, cancel_futures=True)
                 raise
-        done: torch.futures.Future[None] = torch.futures.Future()
-        done.set_result(None)
-        return done
 
-    def _begin(self, threads: ThreadPoolExecutor, chunk: Chunk, item: ReadItem, target: torch.Tensor) -> _Reading:
-        """Have the threads read what `target` needs of one chunk: straight into it, where it lies so in the file."""
-        dtype = self._layout[item.storage_index.fqn].dtype
-        offsets, lengths = tuple(item.storage_offsets), tuple(item.lengths)
-        rows_only = lengths[1:] == chunk.sizes[1:]
-        row_bytes = int(np.prod(chunk.sizes[1:], dtype=np.int64)) * dtype.itemsize
-        start = chunk.data_start + (offsets[0] * row_bytes if rows_only and offsets else 0)
-        fits = rows_only and target.device.type == "cpu" and target.dtype == dtype and target.is_contiguous()
-        part = target if fits else torch.empty(lengths if rows_only else chunk.sizes, dtype=dtype)
-        jobs = [threads.submit(read) for read in self._file(chunk.file).parts(_bytes_of(part), start)]
+    def _begin(self, threads: ThreadPoolExecutor, part: Part) -> _Reading:
+        """Have the threads read what a target needs of one chunk: straight into it, where it lies so in the file."""
+        chunk, target = part.chunk, part.target
+        rows_only = part.sizes[1:] == chunk.sizes[1:]
+        row_bytes = int(np.prod(chunk.sizes[1:], dtype=np.int64)) * part.dtype.itemsize
+        start = chunk.data_start + (part.offsets[0] * row_bytes if rows_only and part.offsets else 0)
+        fits = rows_only and target.device.type == "cpu" and target.dtype == part.dtype and target.is_contiguous()
+        room = target if fits else torch.empty(part.sizes if rows_only else chunk.sizes, dtype=part.dtype)
+        jobs = [threads.submit(read) for read in self._file(chunk.file).parts(_bytes_of(room), start)]
         if fits:
-            return _Reading(jobs, None, None, part.nbytes)
-        box = () if rows_only else tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))
-        return _Reading(jobs, part[box], target, part.nbytes)
+            return _Reading(jobs, None, None, room.nbytes)
+        box = () if rows_only else tuple(slice(o, o + n) for o, n in zip(part.offsets, part.sizes, strict=True))
+        return _Reading(jobs, room[box], target, room.nbytes)
 
     def _file(self, name: str) -> BlockReader:
         if name not in self._open:
@@ -540,7 +337,7 @@ def read_rows(
     rows = stored.shape[0] if stored.shape else 1
     stop = rows if stop is None else stop
     out = torch.empty((stop - start, *stored.shape[1:]) if stored.shape else (), dtype=stored.dtype)
-    reader = _Reader(place, {"tensor": stored}, blocks)
+    reader = _Reader(place, blocks)
     try:
         for chunk in stored.chunks:
             first = chunk.offsets[0] if chunk.offsets else 0
