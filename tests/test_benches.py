@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import pkgutil
+import re
 import subprocess
 import sys
 from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 import bench.gpu
+import bench.step
 from bench.stopwatch import COLLECTING, IMPORT
 from tests.ranks import REPOSITORY, tiny_overrides
-from trainer import load_config
+from trainer import UserError, load_config
 
 NOT_FOR_THE_FIRST_STEP = {
     "wandb",
@@ -192,11 +200,70 @@ def test_scale() -> None:
     assert printed.count("| eager |") == 2
 
 
+SMALL_STEP = ("--pairs", "1", "--warmup", "1", "--steps", "3")
+
+
 def test_step() -> None:
-    runs, printed = run_bench("step", "--nproc", "2", "--pairs", "1", "--warmup", "1", "--steps", "3")
+    runs, printed = run_bench("step", *SMALL_STEP, "--nproc", "2")
     assert [run["side"] for run in runs] == ["trainer", "handwritten"]
     assert runs[0]["first_loss"] == pytest.approx(runs[1]["first_loss"], rel=1e-4)
     assert "| CPU s a step, mean of ranks |" in printed
+
+
+DONE_BY = {
+    "loss-whole": "bench.variants.cross_entropy",
+    "adamw-foreach": "torch._foreach_lerp_",
+    "clip-torch": "torch.nn.utils.clip_grad_norm_",
+}
+"""The function that does it the other way: the default calls none of them."""
+
+
+def train_as(side: str, folder: Path, after_step: Callable[[int], None] = lambda step: None) -> list[float]:
+    """Train a few steps as a side of bench.step does, on this process alone; returns the losses."""
+    job = {"overrides": tiny_overrides("train.steps=3", "data.source=synthetic", "run.threads=1")}
+    return bench.step._train_with_trainer(side, job, SimpleNamespace(after_step=after_step), folder / side)
+
+
+@pytest.mark.parametrize("side", DONE_BY)
+def test_step_does_it_the_other_way(side: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = Mock(wraps=pkgutil.resolve_name(DONE_BY[side]))
+    monkeypatch.setattr(DONE_BY[side], watched)
+    default = train_as(bench.step.TRAINER, tmp_path)
+    assert not watched.called
+    assert bench.step.largest_difference(train_as(side, tmp_path), default) < bench.step.TOLERANCE
+    assert watched.called
+
+
+def test_step_leaves_the_collector_on(tmp_path: Path) -> None:
+    found: dict[str, list[bool]] = {bench.step.TRAINER: [], "gc": []}
+    losses = [train_as(side, tmp_path, lambda _, own=own: own.append(gc.isenabled())) for side, own in found.items()]
+    assert found == {bench.step.TRAINER: [False] * 3, "gc": [True] * 3}
+    assert losses[0] == losses[1]
+
+
+def test_step_against_a_setting() -> None:
+    """Losses may differ, and by how much is said."""
+    runs, printed = run_bench("step", *SMALL_STEP, "--nproc", "1", "--against", "fsdp.param_dtype=bfloat16")
+    assert [run["side"] for run in runs] == ["trainer", "fsdp.param_dtype=bfloat16"]
+    ours, theirs = (run["first_loss"] for run in runs)
+    assert 1e-6 < abs(ours - theirs) / theirs < 0.05
+    assert "| measure | trainer | fsdp.param_dtype=bfloat16 | ratio |" in printed
+    assert float(re.search(r"first losses within (\S+)", printed)[1]) >= float(f"{abs(ours - theirs) / theirs:.1e}")
+
+
+def test_step_sides_that_there_are_not() -> None:
+    def refused(side: str, nproc: int = 2) -> str:
+        with pytest.raises(UserError) as error:
+            bench.step.check_side(side, "small", nproc)
+        return str(error.value)
+
+    assert refused("clip").endswith("nearest legal value: --against=clip-torch")
+    assert "key=value" in refused("nothing like it")
+    assert refused("train.steps=4") == "--against=train.steps=4: train.steps is set by the bench itself"
+    assert refused("train.compil=true").endswith("train.compile=true")
+    assert refused("train.micro_batch_size=3").startswith("train.")
+    for side in (bench.step.HANDWRITTEN, *bench.step.VARIANTS, "train.micro_batch_size=1"):
+        bench.step.check_side(side, "small", 2)
 
 
 def test_checkpoint() -> None:
