@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.record import emit, show
+from trainer.environment import limit_spinning
 from trainer.errors import nearest, run_command, setting_error
 
 TRAINER, HANDWRITTEN = "trainer", "handwritten"
@@ -245,6 +246,7 @@ def run_side(side: str, job: Path, folder: Path, nproc: int) -> dict[str, Any]:
     ranks = []
     for rank in range(nproc):
         env = os.environ | {name: str(value) for name, value in group.items()}
+        limit_spinning(env)  # on both sides: as the command line has it
         env |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "BENCH_LAUNCHED": str(time.time())}
         command = [sys.executable, "-m", "bench.step", "--job", str(job), "--side", side, "--folder", str(folder)]
         with open(folder / f"rank{rank}.txt", "w") as output:
