@@ -17,8 +17,10 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from torch import nn
 
 import bench.gpu
+import bench.scale
 import bench.step
 from bench.stopwatch import COLLECTING, IMPORT
 from tests.ranks import REPOSITORY, tiny_overrides
@@ -191,13 +193,29 @@ def test_data() -> None:
 
 
 def test_scale() -> None:
-    small = ["--ranks", "2", "16", "--variants", "eager", "--rounds", "1", "--steps", "2"]
+    small = ["--ranks", "2", "16", "--variants", "model alone", "eager", "--rounds", "1", "--steps", "2"]
     runs, printed = run_bench("scale", *small, "model.num_layers=2")
-    assert [run["ranks"] for run in runs] == [2, 16]
+    assert [(run["variant"], run["ranks"]) for run in runs] == [("model alone", 1), ("eager", 2), ("eager", 16)]
     for run in runs:
         parts = run["forward_ms"] + run["backward_ms"] + run["rest_ms"]
-        assert parts == pytest.approx(run["host_ms"], rel=0.2), "medians of two"
+        assert parts == pytest.approx(run["host_ms"]), "a median of two is their mean"
+        assert run["step_ms"] >= run["host_ms"] > 0
     assert printed.count("| eager |") == 2
+    assert printed.count("| model alone |") == 1
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_scale_of_a_model_alone(compiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each block is compiled where the Trainer would compile it; nothing is sharded, no process group is opened."""
+    compiled: list[nn.Module] = []
+    monkeypatch.setattr(nn.Module, "compile", lambda self, fullgraph: compiled.append(self))
+    variant = bench.scale.VARIANTS["model alone, compiled" if compiles else "model alone"]
+    config = load_config("llama3_8b", [*bench.scale.NARROW, *bench.scale.PLAIN, *variant, "model.num_layers=2"])
+    update, marks = bench.scale.build_alone(config, "cpu")
+    update({"tokens": torch.zeros(1, 8, dtype=torch.int64), "targets": torch.ones(1, 8, dtype=torch.int64)})
+    assert len(marks) == 2
+    assert [type(block).__name__ for block in compiled] == ["Block"] * (2 * compiles)
+    assert not torch.distributed.is_initialized()
 
 
 SMALL_STEP = ("--pairs", "1", "--warmup", "1", "--steps", "3")
