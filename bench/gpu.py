@@ -14,11 +14,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import itertools
 import json
 import os
 import re
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -132,18 +130,14 @@ def overrides_of(row: Row, device: str, tiny: bool, steps: int, folder: Path) ->
 
 def run_row(job: dict[str, Any], folder: Path) -> int:
     """Train as a row says and leave what it did in `folder`.  Returns the exit code."""
-    result = folder / "result.json"
+    row = Row(**{**job["row"], "overrides": tuple(job["row"]["overrides"])})
+    warmup, steps, result = job["warmup"], job["steps"], folder / "result.json"
     try:
-        _train(job, folder, result)
-    except Exception as error:
-        import torch
+        from bench.measured import train  # with torch, in this process alone
 
-        text = str(error).strip()
-        is_full = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "out of memory" in text
-        outcome = (
-            "out of memory" if is_full else f"failed: {type(error).__name__}: {text.splitlines()[0] if text else ''}"
-        )
-        result.write_text(json.dumps({"outcome": outcome}))
+        train(row, overrides_of(row, job["device"], job["tiny"], warmup + steps + 1, folder), warmup, steps, result)
+    except Exception as error:
+        result.write_text(json.dumps({"outcome": outcome_of(error)}))
     sys.stdout.flush()
     os._exit(0)  # process groups that are still alive may abort the interpreter's exit
 
@@ -156,107 +150,6 @@ def outcome_of(error: Exception) -> str:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "out of memory" in text:
         return "out of memory"
     return f"failed: {type(error).__name__}: {next(iter(text.splitlines()), '')}"
-
-
-def _train(job: dict[str, Any], folder: Path, result: Path) -> None:
-    import torch
-    from trainer.recipes import _layers
-
-    from trainer import Trainer, load_config
-    from trainer.loss import cross_entropy, linear_cross_entropy
-    from trainer.metrics.meter import peak_flops, peak_memory_gib
-    from trainer.metrics.record import Record
-
-    row = Row(**{**job["row"], "overrides": tuple(job["row"]["overrides"])})
-    warmup, steps = job["warmup"], job["steps"]
-    if row.chunk_mib is not None:
-        _layers.linear_cross_entropy = partial(linear_cross_entropy, chunk_bytes=row.chunk_mib << 20)
-    marks: list[Any] = []
-    records: list[Record] = []
-    """Of each update; a loss is read after the last: to read it is to wait for the device."""
-    began = time.time()
-
-    class Measured(Trainer):
-        """Is measured, and ends after the last step that is: no checkpoint of gigabytes is written."""
-
-        def loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-            if row.loss == "whole":
-                return cross_entropy(self.model(batch["tokens"]), batch["targets"])
-            return super().loss(batch)
-
-        def build_optimizer(self) -> Any:
-            built = super().build_optimizer()
-            if row.optimizer == "foreach":
-                assert not isinstance(built, torch.optim.Optimizer)
-                # Not the groups as they are: those of fused AdamW say so.
-                groups = [{key: g[key] for key in ("params", "weight_decay")} for g in built.parts[0].param_groups]
-                optim = self.config.optim
-                return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, foreach=True)
-            return built
-
-        def on_step(self, record: Record) -> None:
-            records.append(record)
-            if record["step"] == 1:
-                self.first_step_s = time.time() - began
-            if record["step"] >= warmup:
-                marks.append(_mark(self.world.device))
-            if record["step"] == warmup + steps:
-                result.write_text(json.dumps(self.readings(record)))
-                sys.stdout.flush()
-                os._exit(0)
-
-        def readings(self, record: Record) -> dict[str, Any]:
-            device = self.world.device
-            each_s = _seconds_between(marks, device)
-            step_s = statistics.median(each_s)
-            tokens = self.config.train.global_batch_size * self.config.data.seq_len
-            peak = peak_flops(device)
-            losses = [float(each.loss) for each in records]
-            return {
-                "outcome": "ok" if all(map(_is_finite, losses)) else "the loss is not finite",
-                "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-                "tokens_per_s": tokens / step_s,
-                "mfu": peak and self.flops_per_token * tokens / step_s / peak,
-                "model_flops_per_token": self.flops_per_token,
-                "peak_flops": peak,
-                "peak_gib": peak_memory_gib(device),
-                "reserved_gib": torch.cuda.max_memory_reserved(device) / 2**30 if device.type == "cuda" else None,
-                "planned_gib": self.forecast.peak_gib,
-                "step_s": step_s,
-                "least_s": min(each_s),
-                "largest_s": max(each_s),
-                "data_s": record["data_s"],
-                "first_step_s": self.first_step_s,
-                "first_loss": losses[0],
-                "losses": losses,
-            }
-
-    config = load_config(row.recipe, overrides_of(row, job["device"], job["tiny"], warmup + steps + 1, folder))
-    Measured(config).fit()
-
-
-def _mark(device: Any) -> Any:
-    """Return a point in time: of the device, where it has a queue, so that nothing waits for it now."""
-    import torch
-
-    if device.type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def _seconds_between(marks: Sequence[Any], device: Any) -> list[float]:
-    import torch
-
-    if device.type != "cuda":
-        return [after - before for before, after in itertools.pairwise(marks)]
-    torch.cuda.synchronize()
-    return [before.elapsed_time(after) / 1e3 for before, after in itertools.pairwise(marks)]
-
-
-def _is_finite(loss: float | None) -> bool:
-    return loss is not None and loss == loss and abs(loss) != float("inf")
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -8,6 +8,9 @@ the device, or the device waits.  For that the device's work is taken away: the 
 is narrow, sequences are short, and a collective returns at once.  What is left of kernels on a CPU counts as the
 host's.
 
+`model alone` is the same narrow model as plain torch has it, without Trainer, FSDP2 or optimizer: a forward pass
+through the same loss, and a backward pass.  What the others take beyond that is what sharding and trainer add.
+
 `full` (a GPU, `--full`): the model at its real width, for the step time and the memory of one rank of so many; the
 collectives cost nothing in it.
 """
@@ -20,11 +23,22 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from bench.record import emit, show
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from trainer import RunConfig
+
+Batch = dict[str, "torch.Tensor"]
+Update = Callable[[Batch], object]
+"""What is measured; notes in a list when its forward and its backward pass have ended."""
 
 NARROW = [
     "model.dim=64",
@@ -38,11 +52,17 @@ NARROW = [
 ]
 """A Llama with all its blocks, on which no kernel takes long.  fp32 on a CPU, where a bf16 product is slow to start."""
 PLAIN = ["fsdp.param_dtype=float32", "fsdp.reduce_dtype=float32"]
+EAGER = ["train.compile=false", "train.activation_checkpoint=none"]
+COMPILED = ["train.compile=true", "train.activation_checkpoint=none"]
 VARIANTS = {
-    "eager": ["train.compile=false", "train.activation_checkpoint=none"],
+    "model alone": EAGER,
+    "model alone, compiled": COMPILED,
+    "eager": EAGER,
     "eager, recomputed": ["train.compile=false", "train.activation_checkpoint=full"],
-    "compiled": ["train.compile=true", "train.activation_checkpoint=none"],
+    "compiled": COMPILED,
 }
+ALONE = ("model alone", "model alone, compiled")
+"""Variants that know nothing of ranks: measured once, and at the narrow width only, for a whole model may not fit."""
 
 
 def main() -> int:
@@ -57,6 +77,7 @@ def main() -> int:
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     args = parser.parse_intermixed_args()
+    args.variants = [variant for variant in args.variants if not (args.full and variant in ALONE)]
     if args.one:
         emit("scale", **measure(args))
         return 0
@@ -69,15 +90,14 @@ def compare(args: argparse.Namespace) -> int:
 
     found: dict[tuple[str, int], list[dict[str, Any]]] = {}
     for _ in range(args.rounds):
-        for variant in args.variants:
-            for ranks in args.ranks:
-                command = [sys.executable, "-m", "bench.scale", *args.overrides, "--one", "--recipe", args.recipe]
-                command += ["--ranks", str(ranks), "--device", args.device, "--steps", str(args.steps)]
-                command += ["--variants", variant, *(["--full"] if args.full else [])]
-                ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-                line = ran.stdout.splitlines()[-1]
-                print(line, flush=True)
-                found.setdefault((variant, ranks), []).append(json.loads(line))
+        for variant, ranks in cells(args.variants, args.ranks):
+            command = [sys.executable, "-m", "bench.scale", *args.overrides, "--one", "--recipe", args.recipe]
+            command += ["--ranks", str(ranks), "--device", args.device, "--steps", str(args.steps)]
+            command += ["--variants", variant, *(["--full"] if args.full else [])]
+            ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+            line = ran.stdout.splitlines()[-1]
+            print(line, flush=True)
+            found.setdefault((variant, ranks), []).append(json.loads(line))
     measures = ["host_ms", "cpu_ms", "forward_ms", "backward_ms", "rest_ms", "build_s", "peak_gib"]
     if args.full:
         measures.insert(0, "step_ms")
@@ -90,79 +110,169 @@ def compare(args: argparse.Namespace) -> int:
     return 0
 
 
+def cells(variants: Sequence[str], ranks: Sequence[int]) -> list[tuple[str, int]]:
+    """Return what is measured: each variant with each number of ranks, a model alone with one."""
+    return [(variant, number) for variant in variants for number in ([1] if variant in ALONE else ranks)]
+
+
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Build one rank of a job and let it make updates."""
+    """Build one rank of a job, or a model alone, and let it make updates."""
     (num_ranks,), (variant,) = args.ranks, args.variants
     import torch
-    import torch.distributed as dist
-    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    import trainer.trainer  # noqa: F401 - here, as importing is no part of building
+    from trainer import load_config
 
     torch.set_num_threads(1)
-    dist.init_process_group("fake", rank=0, world_size=num_ranks, store=FakeStore())  # type: ignore[no-untyped-call]
-    from trainer import Trainer
-
-    started = time.perf_counter()
     narrow = [] if args.full else [*NARROW, *(PLAIN if args.device == "cpu" else [])]
-    rank = build_rank([*narrow, *VARIANTS[variant], *args.overrides], args.recipe, args.device)
+    overrides = [*narrow, *VARIANTS[variant], *args.overrides, "mesh.replicate=1", "mesh.shard=-1"]
+    config = load_config(args.recipe, overrides)
+    started = time.perf_counter()
+    if variant in ALONE:
+        update, marks = build_alone(config, args.device)
+    else:
+        update, marks = build_rank(config, args.device, num_ranks)
     build_s = time.perf_counter() - started
 
-    shape = (int(rank.config.train.micro_batch_size), rank.config.data.seq_len)
+    shape = (int(config.train.micro_batch_size), config.data.seq_len)
     tokens = torch.randint(0, 256, shape, pin_memory=args.device == "cuda")
     batch = {"tokens": tokens, "targets": tokens}
     synchronize: Callable[[], None] = torch.cuda.synchronize if args.device == "cuda" else lambda: None
     first = time.perf_counter()
     for _ in range(3):
-        Trainer.train_step(cast(Trainer, rank), [batch])
+        update(batch)
     synchronize()
     first_s = time.perf_counter() - first
+    times = take_times(partial(update, batch), marks, args.steps, synchronize)
+    medians = {name: 1e3 * statistics.median(each[name] for each in times) for name in times[0]}
+    facts = {"ranks": num_ranks, "variant": variant}
+    return {**facts, **medians, "build_s": build_s, "first_s": first_s, "peak_gib": peak_gib(args.device)}
+
+
+def take_times(
+    update: Callable[[], None], marks: list[float], steps: int, synchronize: Callable[[], None]
+) -> list[dict[str, float]]:
+    """Return the seconds of each update and of its parts; no garbage is collected meanwhile.
+
+    `marks`: where the update notes the ends of its forward and of its backward pass.
+    """
     gc.collect()
     gc.disable()
-    times: list[tuple[float, float, float, float, float, float]] = []
-    for _ in range(args.steps):
-        rank.marks.clear()
+    times = []
+    for _ in range(steps):
+        marks.clear()
         wall, cpu = time.perf_counter(), time.process_time()
-        Trainer.train_step(cast(Trainer, rank), [batch])
+        update()
         host, host_cpu = time.perf_counter(), time.process_time()
         synchronize()
-        done = time.perf_counter()
-        forward, backward = rank.marks
-        times.append((done - wall, host - wall, host_cpu - cpu, forward - wall, backward - forward, host - backward))
-    names = ("step_ms", "host_ms", "cpu_ms", "forward_ms", "backward_ms", "rest_ms")
-    medians = {
-        name: 1e3 * statistics.median(column) for name, column in zip(names, zip(*times, strict=True), strict=True)
-    }
-    if args.device == "cuda":
-        peak_gib = torch.cuda.max_memory_allocated() / 2**30
-    else:
-        import resource
-
-        peak_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    return {
-        "ranks": num_ranks,
-        "variant": variant,
-        **medians,
-        "build_s": build_s,
-        "first_s": first_s,
-        "peak_gib": peak_gib,
-    }
+        forward, backward = marks
+        times.append(
+            {
+                "step_ms": time.perf_counter() - wall,
+                "host_ms": host - wall,
+                "cpu_ms": host_cpu - cpu,
+                "forward_ms": forward - wall,
+                "backward_ms": backward - forward,
+                "rest_ms": host - backward,
+            }
+        )
+    return times
 
 
-def build_rank(overrides: list[str], recipe: str, device: str) -> SimpleNamespace:
-    """Return what `Trainer.train_step` needs of a Trainer, built by the functions that build one.
+def peak_gib(device: str) -> float:
+    """Return the most memory that there was: on the GPU, or without one of this process."""
+    import torch
 
-    Not a Trainer: its small messages travel on a group that has other ranks.
+    from trainer.metrics.meter import peak_memory_gib
+
+    return peak_memory_gib(torch.device(device))
+
+
+def build_alone(config: RunConfig, device: str) -> tuple[Update, list[float]]:
+    """Return an update of the model as it is, and where it marks the time.
+
+    Its blocks are compiled as the Trainer's are, its parameters have the dtype that FSDP would gather them in.
+    """
+    import torch
+
+    from trainer.loss import find_loss
+    from trainer.materialize import materialize
+    from trainer.shard import apply_weights_dtype, find_blocks
+
+    with torch.device("meta"):
+        model = config.recipe.build_model(config.model)
+    apply_weights_dtype(model, config.fsdp.param_dtype)
+    materialize(model, config.run.seed, torch.device(device), config.recipe.init, False)
+    for block in find_blocks(model, config.recipe) if config.train.compile else ():
+        block.compile(fullgraph=True)
+    loss = find_loss(model)
+    marks: list[float] = []
+
+    def update(batch: Batch) -> None:
+        there = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+        total = loss(there)
+        marks.append(time.perf_counter())
+        total.backward()
+        marks.append(time.perf_counter())
+        model.zero_grad(set_to_none=True)
+
+    return update, marks
+
+
+def build_rank(config: RunConfig, device: str, num_ranks: int) -> tuple[Update, list[float]]:
+    """Return the Trainer's `train_step` of one of `num_ranks` ranks, and where it marks the time.
+
+    On what `train_step` needs of a Trainer, built by the functions that build one.  Not a Trainer: its small messages
+    travel on a group that has other ranks.
     """
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import FSDPModule
-    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+    from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from trainer import load_config
+    from trainer import Trainer
     from trainer.loss import find_loss
     from trainer.materialize import materialize
     from trainer.optim import Schedule, build_optimizer
     from trainer.shard import apply_sharding
+
+    dist.init_process_group("fake", rank=0, world_size=num_ranks, store=FakeStore())  # type: ignore[no-untyped-call]
+    mesh = init_device_mesh(device, (num_ranks,), mesh_dim_names=("shard",))
+    with torch.device("meta"):
+        model = config.recipe.build_model(config.model)
+    apply_sharding(model, config.recipe, config, mesh)
+    materialize(model, config.run.seed, torch.device(device), config.recipe.init, False)
+    let_nothing_travel(model)
+    marks: list[float] = []
+    loss = find_loss(model)
+
+    def marked_loss(batch: Batch) -> torch.Tensor:
+        found = loss(batch)
+        marks.append(time.perf_counter())
+        found.register_hook(lambda _: torch.autograd.Variable._execution_engine.queue_callback(mark))
+        return found
+
+    def mark() -> None:
+        marks.append(time.perf_counter())
+
+    rank = SimpleNamespace(
+        config=config,
+        mesh=mesh,
+        model=model,
+        loss=marked_loss,
+        optimizer=build_optimizer(model, config.optim),
+        schedule=Schedule(config),
+        state=SimpleNamespace(step=0),
+        world=SimpleNamespace(size=mesh.size(), device=torch.device(device), sum_on_device=lambda value: value),
+        _exchange=lambda num_targets: num_targets * mesh.size(),
+    )
+    return lambda batch: Trainer.train_step(cast(Trainer, rank), [batch]), marks
+
+
+def let_nothing_travel(model: nn.Module) -> None:
+    """Have FSDP's collectives return at once: the fake group's own copy every rank's part, one by one."""
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
     class NoGather(DefaultAllGather):
         def __call__(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
@@ -172,40 +282,10 @@ def build_rank(overrides: list[str], recipe: str, device: str) -> SimpleNamespac
         def __call__(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
             """Leave the output as it is."""
 
-    config = load_config(recipe, [*overrides, "mesh.replicate=1", "mesh.shard=-1"])
-    mesh = init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("shard",))
-    with torch.device("meta"):
-        model = config.recipe.build_model(config.model)
-    apply_sharding(model, config.recipe, config, mesh)
-    materialize(model, config.run.seed, torch.device(device), config.recipe.init, False)
     for module in model.modules():
-        if isinstance(module, FSDPModule):  # the fake group's own copy every rank's part, one by one
+        if isinstance(module, FSDPModule):
             module.set_custom_all_gather(NoGather())
             module.set_custom_reduce_scatter(NoReduce())
-    marks: list[float] = []
-    loss = find_loss(model)
-
-    def marked_loss(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        found = loss(batch)
-        marks.append(time.perf_counter())
-        found.register_hook(lambda _: torch.autograd.Variable._execution_engine.queue_callback(mark))
-        return found
-
-    def mark() -> None:
-        marks.append(time.perf_counter())
-
-    return SimpleNamespace(
-        config=config,
-        mesh=mesh,
-        model=model,
-        loss=marked_loss,
-        marks=marks,
-        optimizer=build_optimizer(model, config.optim),
-        schedule=Schedule(config),
-        state=SimpleNamespace(step=0),
-        world=SimpleNamespace(size=mesh.size(), device=torch.device(device), sum_on_device=lambda value: value),
-        _exchange=lambda num_targets: num_targets * mesh.size(),
-    )
 
 
 if __name__ == "__main__":

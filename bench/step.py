@@ -1,9 +1,12 @@
 """Compares the trainer with a hand-written FSDP2 loop of the same model: time and memory of a step, time to the first.
 
     python -m bench.step --nproc 2 --pairs 5 --model small
+    python -m bench.step --against loss-whole               # with itself, one thing done another way: is it a gain?
+    python -m bench.step --against train.compile=true
 
 The two sides take turns, each run in processes of its own.  Both start from the same weights and see the same batches;
-unless their first losses agree, nothing is compared and the exit code is 1.
+unless their first losses agree, nothing is compared and the exit code is 1.  Only a setting of the configuration may
+change the losses: by how much is said.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import os
 import resource
 import socket
@@ -21,12 +25,26 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from bench.record import emit, show
+from trainer.environment import limit_spinning
+from trainer.errors import nearest, run_command, setting_error
 
-SIDES = ("trainer", "handwritten")
+TRAINER, HANDWRITTEN = "trainer", "handwritten"
+VARIANTS = {
+    "loss-whole": "WholeLoss",
+    "adamw-foreach": "ForeachAdamW",
+    "clip-torch": "TorchClip",
+    "gc": "FreeCollector",
+}
+"""What the trainer does another way, and the class of bench.variants that does so."""
+
+FIXED = ("run.dir", "run.name", "train.steps")
+"""Settings that are the bench's own."""
+
 TOLERANCE = 1e-4
 NUM_COMPARED = 10
 BARS = {"cpu_s": 1.02, "peak_mib": 1.03}
@@ -102,7 +120,7 @@ def _peak_mib() -> float:
 def run_rank(job: dict[str, Any], side: str, folder: Path) -> None:
     """Train as `side` does, and leave this rank's readings and losses in `folder`."""
     watch = Watch(job["warmup"], job["steps"], launched=float(os.environ["BENCH_LAUNCHED"]))
-    train = _train_by_hand if side == "handwritten" else _train_with_trainer
+    train = _train_by_hand if side == HANDWRITTEN else partial(_train_with_trainer, side)
     losses = train(job, watch, folder)
     result = json.dumps({**watch.readings, "losses": losses[:NUM_COMPARED]})
     (folder / f"rank{os.environ['RANK']}.json").write_text(result)
@@ -121,30 +139,54 @@ def _train_by_hand(job: dict[str, Any], watch: Watch, folder: Path) -> list[floa
     return losses
 
 
-def _train_with_trainer(job: dict[str, Any], watch: Watch, folder: Path) -> list[float]:
+def _train_with_trainer(side: str, job: dict[str, Any], watch: Watch, folder: Path) -> list[float]:
+    from bench import variants
     from trainer import Trainer, load_config
     from trainer.metrics.record import Record
 
-    losses: list[float] = []
+    base: type[Trainer] = getattr(variants, VARIANTS[side]) if side in VARIANTS else Trainer
+    records: list[Record] = []
+    """Of each update; a loss is read after the last: to read it is to wait for the device."""
 
-    class Measured(Trainer):
-        """Is measured; leaves out the checkpoint at the end, which the other side has not."""
+    class Measured(base):
+        """Is measured; leaves out the checkpoint at the end, which the hand-written side has not."""
 
         def on_step(self, record: Record) -> None:
-            losses.append(record["loss"])
+            records.append(record)
             watch.after_step(record["step"])
 
         def save_checkpoint(self) -> Path:
             return self.folder.checkpoints
 
-    measured = Measured(load_config("llama_small", [*job["overrides"], f"run.dir={folder / 'run'}"]))
+    overrides = overrides_of(side, [*job["overrides"], f"run.dir={folder / 'run'}"])
+    measured = Measured(load_config("llama_small", overrides))
     measured.fit()
+    losses = [float(record.loss) for record in records]
     measured.close()
     return losses
 
 
 # ---------------------------------------------------------------------------------------------------------------
 # All runs
+
+
+def overrides_of(side: str, common: Sequence[str]) -> list[str]:
+    """Return the settings of a side: `common`, with its own in the place of what it sets again."""
+    return list({item.partition("=")[0]: item for item in (*common, *([side] if "=" in side else []))}.values())
+
+
+def check_side(side: str, model: str, nproc: int) -> None:
+    """Raise UserError unless `side` is something to compare with, on `nproc` ranks."""
+    from trainer.config import check_config, load_config
+
+    key, is_setting, _ = side.partition("=")
+    known = (HANDWRITTEN, *VARIANTS)
+    if not is_setting and side not in known:
+        rule = f"must be {', '.join(known)}, or key=value of the configuration"
+        raise setting_error("--against", side, rule, nearest(side, known) or HANDWRITTEN)
+    if key in FIXED:
+        raise setting_error("--against", side, f"{key} is set by the bench itself")
+    check_config(load_config("llama_small", overrides_of(side, [*COMMON, *MODELS[model]])), nproc, nproc)
 
 
 def prepare(folder: Path, overrides: Sequence[str], warmup: int, steps: int) -> dict[str, Any]:
@@ -204,6 +246,7 @@ def run_side(side: str, job: Path, folder: Path, nproc: int) -> dict[str, Any]:
     ranks = []
     for rank in range(nproc):
         env = os.environ | {name: str(value) for name, value in group.items()}
+        limit_spinning(env)  # on both sides: as the command line has it
         env |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "BENCH_LAUNCHED": str(time.time())}
         command = [sys.executable, "-m", "bench.step", "--job", str(job), "--side", side, "--folder", str(folder)]
         with open(folder / f"rank{rank}.txt", "w") as output:
@@ -230,42 +273,49 @@ def largest_difference(a: Sequence[float], b: Sequence[float]) -> float:
     return max(abs(x - y) / abs(y) for x, y in zip(a, b, strict=True))
 
 
-def compare(model: str, nproc: int, num_pairs: int, steps: int | None, warmup: int | None) -> int:
-    """Run all pairs, print a JSON line for each run and a table at the end.  Returns the exit code."""
+def compare(model: str, against: str, nproc: int, num_pairs: int, steps: int | None, warmup: int | None) -> int:
+    """Run all pairs, print a JSON line for each run and a table at the end.  Returns the exit code.
+
+    Raises UserError for what cannot be compared.
+    """
+    check_side(against, model, nproc)
     default_warmup, default_steps = WINDOWS[model]
     warmup = warmup or default_warmup
-    runs: dict[str, list[dict[str, Any]]] = {side: [] for side in SIDES}
+    tolerance = math.inf if "=" in against else TOLERANCE
+    runs: dict[str, list[dict[str, Any]]] = {TRAINER: [], against: []}
+    differences: list[float] = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         job = prepare(folder, MODELS[model], warmup, steps or default_steps)
         (folder / "job.json").write_text(json.dumps(job))
         for pair in range(num_pairs):
-            for side in SIDES:
-                run = run_side(side, folder / "job.json", folder / f"{pair}-{side}", nproc)
+            for number, side in enumerate(runs):
+                run = run_side(side, folder / "job.json", folder / f"{pair}-{number}", nproc)
                 shown = {name: run[name] for name in (*ROWS, "first_loss")}
                 emit("step", model=model, pair=pair, side=side, **shown)
                 runs[side].append(run)
-            difference = largest_difference(*(runs[side][-1]["losses"] for side in SIDES))
-            if not difference < TOLERANCE:
-                print(f"the first losses differ by {difference:.1e}: the two sides do not train the same thing")
+            differences.append(largest_difference(*(own[-1]["losses"] for own in runs.values())))
+            if not differences[-1] < tolerance:
+                print(f"the first losses differ by {differences[-1]:.1e}: the two sides do not train the same thing")
                 return 1
-    report(runs, f"{model}: {job['parameters'] / 1e6:.1f}M parameters, {nproc} ranks, {num_pairs} pairs")
+    facts = f"{job['parameters'] / 1e6:.1f}M parameters, {nproc} ranks, {num_pairs} pairs"
+    report(runs, f"{model}: {facts}, first losses within {max(differences):.1e}")
     return 0
 
 
 def report(runs: dict[str, list[dict[str, Any]]], title: str) -> None:
-    """Print the medians of both sides, and the median of the pairs' ratios."""
+    """Print the medians of both sides, and the median of the pairs' ratios, the trainer's over the other's."""
     import torch
 
     rows: list[list[object]] = []
     for name, meaning in ROWS.items():
-        medians = [statistics.median(run[name] for run in runs[side]) for side in SIDES]
+        medians = [statistics.median(run[name] for run in own) for own in runs.values()]
         ratios = [ours[name] / theirs[name] for ours, theirs in zip(*runs.values(), strict=True)]
         spread = f"{min(ratios):.3f} - {max(ratios):.3f}"
-        bar = f"{BARS[name]:.2f}" if name in BARS else ""
+        bar = f"{BARS[name]:.2f}" if name in BARS and HANDWRITTEN in runs else ""
         rows.append([meaning, *(f"{m:.4g}" for m in medians), f"{statistics.median(ratios):.3f}", spread, bar])
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    show(f"bench.step: {title}", ["measure", *SIDES, "ratio", "from - to", "bar"], rows, device)
+    show(f"bench.step: {title}", ["measure", *runs, "ratio", "from - to", "bar"], rows, device)
 
 
 def main() -> int:
@@ -275,12 +325,17 @@ def main() -> int:
     parser.add_argument("--steps", type=int, help="measured steps of each run")
     parser.add_argument("--warmup", type=int, help="steps before these")
     parser.add_argument("--model", choices=sorted(MODELS), default="small")
+    sides = ", ".join((HANDWRITTEN, *VARIANTS))
+    parser.add_argument(
+        "--against", default=HANDWRITTEN, metavar="SIDE", help=f"{sides}, or key=value; by default the first"
+    )
     for option in ("--job", "--side", "--folder"):  # how a rank is started
         parser.add_argument(option, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.side:
-        run_rank(json.loads(Path(arguments.job).read_text()), arguments.side, Path(arguments.folder))
-    return compare(arguments.model, arguments.nproc, arguments.pairs, arguments.steps, arguments.warmup)
+    given = parser.parse_args()
+    if given.side:
+        run_rank(json.loads(Path(given.job).read_text()), given.side, Path(given.folder))
+    own = (given.model, given.against, given.nproc, given.pairs, given.steps, given.warmup)
+    return run_command(lambda: compare(*own))
 
 
 if __name__ == "__main__":

@@ -113,16 +113,17 @@ def run_command(
 
 def run_tiny(folder: Path, *arguments: str, ends: int = 0, **options: Any) -> Ran:
     """Run `llama_small`, made tiny, and demand that it ends well, or as it should."""
-    ran = run_command(folder, "recipe=llama_small", *_merged(TINY, arguments), **options)
+    ran = run_command(folder, "recipe=llama_small", *merged(TINY, arguments), **options)
     assert ran.exit_code == ends, ran.stderr + ran.stdout
     return ran
 
 
-def _merged(base: Sequence[str], overrides: Sequence[str]) -> list[str]:
+def merged(base: Sequence[str], overrides: Sequence[str]) -> list[str]:
+    """Return the overrides of `base` that are not given again, and those that are given."""
     given = {override.partition("=")[0] for override in overrides}
     return [*(item for item in base if item.partition("=")[0] not in given), *overrides]
 
 
 def tiny_overrides(*overrides: str) -> list[str]:
     """Return the overrides of a tiny llama_small with some of them replaced."""
-    return _merged(TINY, overrides)
+    return merged(TINY, overrides)

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import pkgutil
+import re
 import subprocess
 import sys
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
+from torch import nn
 
 import bench.gpu
+import bench.scale
+import bench.step
 from bench.stopwatch import COLLECTING, IMPORT
 from tests.ranks import REPOSITORY, tiny_overrides
-from trainer import load_config
+from trainer import UserError, load_config
 
 NOT_FOR_THE_FIRST_STEP = {
     "wandb",
@@ -80,7 +91,8 @@ def test_help_imports_no_torch_and_nothing_that_is_slow() -> None:
 # ---------------------------------------------------------------------------------------------------------------
 # bench.gpu
 
-TINY_GPU = ("--tiny", "--steps", "2", "--warmup", "1", "--limit_s", "300")
+TINY_GPU = ("--tiny", "--steps", "2", "--warmup", "1", "--limit_s", "300", "--budget_s", "10000")
+"""Whatever else the machine does, no row may run out of time: that it can has tests of its own."""
 
 
 def test_gpu_on_a_cpu() -> None:
@@ -122,6 +134,21 @@ def test_gpu_rows_that_fail_are_results() -> None:
     assert late[-1]["outcome"] == "more than 0.5 s"
 
 
+def test_gpu_row_says_what_has_failed() -> None:
+    row = bench.gpu.Row("impossible", recipe="llama_small", overrides=("model.num_heads=5",))
+    found = bench.gpu.start_row(row, Namespace(tiny=False), 1, 1, "cpu", 300)
+    assert found["outcome"].startswith("failed: UserError: model.num_heads=5")
+
+
+@pytest.mark.parametrize("name", ["gpu", "scale", "step"])
+def test_help_of_benches_imports_no_torch(name: str) -> None:
+    code = f"import sys, bench.{name}; sys.argv[1:] = ['--help']; bench.{name}.main()"
+    watched = f"import atexit, sys; atexit.register(lambda: print('torch' in sys.modules)); {code}"
+    ran = subprocess.run([sys.executable, "-c", watched], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    assert ran.stdout.startswith(f"usage: python -m bench.{name}")
+    assert ran.stdout.splitlines()[-1] == "False"
+
+
 @pytest.mark.parametrize("row", bench.gpu.ROWS, ids=lambda row: row.name)
 def test_gpu_rows_are_legal(row: bench.gpu.Row, tmp_path) -> None:
     config = load_config(row.recipe, bench.gpu.overrides_of(row, "cuda", False, 10, tmp_path))
@@ -142,7 +169,7 @@ def test_losses_on_a_gpu_are_those_on_the_cpu() -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_gpu_rows_on_a_gpu() -> None:
-    runs, _ = run_bench("gpu", *TINY_GPU, "--no-check", "--budget_s", "10000")
+    runs, _ = run_bench("gpu", *TINY_GPU, "--no-check")
     assert {run["outcome"] for run in runs if run["kind"] == "row"} == {"ok"}
 
 
@@ -166,20 +193,95 @@ def test_data() -> None:
 
 
 def test_scale() -> None:
-    small = ["--ranks", "2", "16", "--variants", "eager", "--rounds", "1", "--steps", "2"]
+    small = ["--ranks", "2", "16", "--variants", "model alone", "eager", "--rounds", "1", "--steps", "2"]
     runs, printed = run_bench("scale", *small, "model.num_layers=2")
-    assert [run["ranks"] for run in runs] == [2, 16]
+    assert [(run["variant"], run["ranks"]) for run in runs] == [("model alone", 1), ("eager", 2), ("eager", 16)]
     for run in runs:
         parts = run["forward_ms"] + run["backward_ms"] + run["rest_ms"]
-        assert parts == pytest.approx(run["host_ms"], rel=0.2), "medians of two"
+        assert parts == pytest.approx(run["host_ms"]), "a median of two is their mean"
+        assert run["step_ms"] >= run["host_ms"] > 0
     assert printed.count("| eager |") == 2
+    assert printed.count("| model alone |") == 1
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_scale_of_a_model_alone(compiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each block is compiled where the Trainer would compile it; nothing is sharded, no process group is opened."""
+    compiled: list[nn.Module] = []
+    monkeypatch.setattr(nn.Module, "compile", lambda self, fullgraph: compiled.append(self))
+    variant = bench.scale.VARIANTS["model alone, compiled" if compiles else "model alone"]
+    config = load_config("llama3_8b", [*bench.scale.NARROW, *bench.scale.PLAIN, *variant, "model.num_layers=2"])
+    update, marks = bench.scale.build_alone(config, "cpu")
+    update({"tokens": torch.zeros(1, 8, dtype=torch.int64), "targets": torch.ones(1, 8, dtype=torch.int64)})
+    assert len(marks) == 2
+    assert [type(block).__name__ for block in compiled] == ["Block"] * (2 * compiles)
+    assert not torch.distributed.is_initialized()
+
+
+SMALL_STEP = ("--pairs", "1", "--warmup", "1", "--steps", "3")
 
 
 def test_step() -> None:
-    runs, printed = run_bench("step", "--nproc", "2", "--pairs", "1", "--warmup", "1", "--steps", "3")
+    runs, printed = run_bench("step", *SMALL_STEP, "--nproc", "2")
     assert [run["side"] for run in runs] == ["trainer", "handwritten"]
     assert runs[0]["first_loss"] == pytest.approx(runs[1]["first_loss"], rel=1e-4)
     assert "| CPU s a step, mean of ranks |" in printed
+
+
+DONE_BY = {
+    "loss-whole": "bench.variants.cross_entropy",
+    "adamw-foreach": "torch._foreach_lerp_",
+    "clip-torch": "torch.nn.utils.clip_grad_norm_",
+}
+"""The function that does it the other way: the default calls none of them."""
+
+
+def train_as(side: str, folder: Path, after_step: Callable[[int], None] = lambda step: None) -> list[float]:
+    """Train a few steps as a side of bench.step does, on this process alone; returns the losses."""
+    job = {"overrides": tiny_overrides("train.steps=3", "data.source=synthetic", "run.threads=1")}
+    return bench.step._train_with_trainer(side, job, SimpleNamespace(after_step=after_step), folder / side)
+
+
+@pytest.mark.parametrize("side", DONE_BY)
+def test_step_does_it_the_other_way(side: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = Mock(wraps=pkgutil.resolve_name(DONE_BY[side]))
+    monkeypatch.setattr(DONE_BY[side], watched)
+    default = train_as(bench.step.TRAINER, tmp_path)
+    assert not watched.called
+    assert bench.step.largest_difference(train_as(side, tmp_path), default) < bench.step.TOLERANCE
+    assert watched.called
+
+
+def test_step_leaves_the_collector_on(tmp_path: Path) -> None:
+    found: dict[str, list[bool]] = {bench.step.TRAINER: [], "gc": []}
+    losses = [train_as(side, tmp_path, lambda _, own=own: own.append(gc.isenabled())) for side, own in found.items()]
+    assert found == {bench.step.TRAINER: [False] * 3, "gc": [True] * 3}
+    assert losses[0] == losses[1]
+
+
+def test_step_against_a_setting() -> None:
+    """Losses may differ, and by how much is said."""
+    runs, printed = run_bench("step", *SMALL_STEP, "--nproc", "1", "--against", "fsdp.param_dtype=bfloat16")
+    assert [run["side"] for run in runs] == ["trainer", "fsdp.param_dtype=bfloat16"]
+    ours, theirs = (run["first_loss"] for run in runs)
+    assert 1e-6 < abs(ours - theirs) / theirs < 0.05
+    assert "| measure | trainer | fsdp.param_dtype=bfloat16 | ratio |" in printed
+    assert float(re.search(r"first losses within (\S+)", printed)[1]) >= float(f"{abs(ours - theirs) / theirs:.1e}")
+
+
+def test_step_sides_that_there_are_not() -> None:
+    def refused(side: str, nproc: int = 2) -> str:
+        with pytest.raises(UserError) as error:
+            bench.step.check_side(side, "small", nproc)
+        return str(error.value)
+
+    assert refused("clip").endswith("nearest legal value: --against=clip-torch")
+    assert "key=value" in refused("nothing like it")
+    assert refused("train.steps=4") == "--against=train.steps=4: train.steps is set by the bench itself"
+    assert refused("train.compil=true").endswith("train.compile=true")
+    assert refused("train.micro_batch_size=3").startswith("train.")
+    for side in (bench.step.HANDWRITTEN, *bench.step.VARIANTS, "train.micro_batch_size=1"):
+        bench.step.check_side(side, "small", 2)
 
 
 def test_checkpoint() -> None:

@@ -21,14 +21,13 @@ import pytest
 import torch
 from rich.console import Console
 
-from tests.ranks import tiny_overrides
-from trainer import RunConfig, Trainer, load_config
+from tests.tiny import BATCH, SEQ_LEN, fit, lines, tiny_config
+from trainer import Trainer
 from trainer.metrics.console import ConsoleSink, readable_bytes, readable_count, readable_duration
 from trainer.metrics.record import Record
 from trainer.metrics.sinks import JsonLines, WandB
 from trainer.rundir import RunFolder, write_atomically
 
-SEQ_LEN, BATCH = 16, 4
 NULL = type(None)
 FIELDS: dict[str, dict[str, tuple[type, ...]]] = {
     "start": {
@@ -56,26 +55,6 @@ FIELDS: dict[str, dict[str, tuple[type, ...]]] = {
     "end": {"step": (int,), "reason": (str,), "goodput": (float,)},
 }
 """The fixed fields of every kind of record, and their types in JSON."""
-
-
-def tiny_config(folder: Path, *overrides: str) -> RunConfig:
-    own = ["model.num_kv_heads=2", "model.dim=16", "model.vocab_size=32", "data.source=synthetic", "run.threads=1"]
-    own += [f"data.seq_len={SEQ_LEN}", f"train.global_batch_size={BATCH}", "train.micro_batch_size=2", "eval.steps=1"]
-    given = {override.partition("=")[0] for override in overrides}
-    own = [item for item in own if item.partition("=")[0] not in given]
-    return load_config("llama_small", tiny_overrides(*own, *overrides, f"run.dir={folder}"))
-
-
-def fit(folder: Path, *overrides: str, kind: type[Trainer] = Trainer) -> list[dict[str, Any]]:
-    """Train to the end and return the lines of metrics.jsonl."""
-    trainer = kind(tiny_config(folder, *overrides))
-    assert trainer.fit() == 0
-    trainer.close()
-    return lines(folder)
-
-
-def lines(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def of(kind: str, found: list[dict[str, Any]], field: str) -> list[Any]:

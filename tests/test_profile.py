@@ -7,9 +7,11 @@ import itertools
 import json
 import math
 import pickle
+import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,8 +21,10 @@ import torch
 import torch.distributed as dist
 import torch.profiler
 
+import tests.tiny
 import trainer.metrics.profile
-from tests.ranks import run_ranks, run_tiny, tiny_overrides
+from tests.ranks import merged, run_ranks, run_tiny
+from tests.tiny import lines, tiny_config
 from trainer import RunConfig, Trainer, load_config
 from trainer.config import check_config
 from trainer.errors import UserError
@@ -297,13 +301,14 @@ def test_a_trace_that_is_cut_off_is_not_taken_for_one(text: str) -> None:
 # What it does to the means
 
 
-def test_updates_under_a_profiler_are_left_out_of_the_means() -> None:
-    meter = Meter(started=time.perf_counter() - 2 * 1.0 - 5.0)
+def test_updates_under_a_profiler_are_left_out_of_the_means(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is 100 s by the clock, and has been for 7 s: an update of 1 s, one of 5 s under a profiler, one of 1 s."""
+    monkeypatch.setattr("trainer.metrics.meter.time", SimpleNamespace(perf_counter=lambda: 100.0))
+    meter = Meter(started=93.0)
     meter.count(0.1, 100)
     meter.count_profiled(5.0, 3.0, 100)
     meter.count(0.1, 100)
-    step_s, data_s, tokens_per_s = meter.read()
-    assert (step_s, data_s, tokens_per_s) == pytest.approx((1.0, 0.1, 100.0), rel=0.1)
+    assert meter.read() == pytest.approx((1.0, 0.1, 100.0))
     assert not meter.is_profiled
 
 
@@ -321,24 +326,16 @@ def test_means_of_nothing_but_updates_under_a_profiler() -> None:
 # Runs
 
 
-def tiny_config(folder: Path, *overrides: str) -> RunConfig:
-    own = ["model.num_kv_heads=2", "data.source=synthetic", "run.threads=1", "train.global_batch_size=4"]
-    own += ["train.micro_batch_size=2", "eval.steps=1", "train.steps=8", "log.profile_steps=[3,5]"]
-    given = {override.partition("=")[0] for override in overrides}
-    own = [item for item in own if item.partition("=")[0] not in given]
-    return load_config("llama_small", tiny_overrides(*own, *overrides, f"run.dir={folder}"))
+PROFILED = ["train.steps=8", "log.profile_steps=[3,5]"]
 
 
-def fit(folder: Path, *overrides: str, kind: type[Trainer] = Trainer) -> list[dict[str, Any]]:
+def profiled_config(folder: Path, *overrides: str) -> RunConfig:
+    return tiny_config(folder, *merged(PROFILED, overrides))
+
+
+def fit(folder: Path, *overrides: str) -> list[dict[str, Any]]:
     """Train to the end and return the lines of metrics.jsonl."""
-    own = kind(tiny_config(folder, *overrides))
-    assert own.fit() == 0
-    own.close()
-    return lines(folder)
-
-
-def lines(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return tests.tiny.fit(folder, *merged(PROFILED, overrides))
 
 
 def of(kind: str, found: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -430,8 +427,8 @@ def test_the_record(profiled: Path) -> None:
     assert (record["first_step"], record["step"]) == (3, 5)
     assert (record["trace"], record["memory"]) == ("trace_3-5_rank0.json.gz", None)
     assert math.fsum(record[kind] for kind in KINDS) == pytest.approx(1.0, abs=1e-9)
-    assert record["exposed_communication"] == pytest.approx(0.0, abs=0.02), "there is one rank"
-    assert min(record["matmul"], record["attention"], record["other_kernels"], record["host"]) > 0.001
+    assert record["exposed_communication"] == 0.0, "there is one rank"
+    assert min(record["matmul"], record["attention"], record["other_kernels"], record["data"], record["host"]) > 0
     timeline = Timeline.of(read_trace(profiled / "profile" / record["trace"]))
     assert timeline.shares() == pytest.approx({kind: record[kind] for kind in KINDS}), "the file says it again"
     assert record["update_s"] == pytest.approx(sum(u.duration_us for u in timeline.updates) / 3e6)
@@ -470,7 +467,7 @@ def test_nothing_is_done_without_a_profile(tmp_path: Path, monkeypatch: pytest.M
         raise AssertionError("a profiler was started")
 
     monkeypatch.setattr(torch.profiler, "profile", started)
-    own = Trainer(tiny_config(tmp_path, "log.profile_steps=null"))
+    own = Trainer(profiled_config(tmp_path, "log.profile_steps=null"))
     for _ in own.steps():
         assert own.watchdog.listeners == []
     own.close()
@@ -494,24 +491,46 @@ def capture(monkeypatch: pytest.MonkeyPatch) -> list[torch.profiler.profile]:
 
 
 def test_shares_against_torchs_own_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """llama_small itself.  torch's table of own times knows nothing of updates: here nothing lies between them."""
+    """llama_small itself.  Of torch's events those within an update; the table knows nothing of updates.
+
+    Both read the same recording, so that it does not matter how long what took.
+    """
     profilers = capture(monkeypatch)
     quiet = ["eval.every=0", "checkpoint.every=0", "log.sample_tokens=0", "train.steps=4", "log.profile_steps=[3,4]"]
     own = Trainer(load_config("llama_small", [*quiet, "run.threads=1", f"run.dir={tmp_path}"]))
     assert own.fit() == 0
     own.close()
     (record,) = of("profile", lines(tmp_path))
-    own_s = {row.key: row.self_cpu_time_total / 1e6 for row in profilers[0].key_averages()}
-    total_s = 2 * record["update_s"]
-    products = sum(own_s.get(f"aten::{name}", 0.0) for name in ("mm", "addmm", "bmm"))
-    assert record["matmul"] == pytest.approx(products / total_s, rel=0.01)
-    attention = sum(time_s for name, time_s in own_s.items() if "scaled_dot_product" in name)
-    # In torch's table the copies that the attention's backward makes for itself have rows of their own.
-    assert attention / total_s <= record["attention"] * 1.01 <= 1.5 * attention / total_s
-    assert record["data"] < 0.1
-    assert record["exposed_communication"] < 0.01
-    kernels = sum(time_s for name, time_s in own_s.items() if name.startswith("aten::"))
-    assert sum(record[kind] for kind in (MATMUL, ATTENTION, OTHER)) == pytest.approx(kernels / total_s, rel=0.05)
+    trace = read_trace(tmp_path / "profile" / record["trace"])
+    timeline, events = Timeline.of(trace), profilers[0].events()
+    # The same product in both, as their clocks have not the same beginning.
+    first_us = min(event["ts"] for event in trace if event["name"] == "aten::mm")
+    shift_us = first_us - min(event.time_range.start for event in events if event.name == "aten::mm")
+    total_us = 2e6 * record["update_s"]
+
+    def lies_in(event: Any, ranges: list[tuple[float, float]]) -> bool:
+        return any(start <= event.time_range.start < end for start, end in ranges)
+
+    def own_share(found: list[Any]) -> float:
+        return sum(event.self_cpu_time_total for event in found) / total_us
+
+    updates = [(update.start_us - shift_us, update.end_us - shift_us) for update in timeline.updates]
+    inside = [event for event in events if lies_in(event, updates)]
+    products = [event for event in inside if event.name in ("aten::mm", "aten::addmm", "aten::bmm")]
+    assert record["matmul"] == pytest.approx(own_share(products), rel=0.01)
+    # All that happens within: the copies, too, that an attention makes for itself.
+    backward = "autograd::engine::evaluate_function: ScaledDotProductFlashAttentionForCpuBackward0"
+    attentions = [event for event in inside if event.name in ("aten::scaled_dot_product_attention", backward)]
+    assert record["attention"] == pytest.approx(sum(a.cpu_time_total for a in attentions) / total_us, rel=0.01)
+    within = [(event.time_range.start, event.time_range.end) for event in attentions]
+    operators = [
+        event for event in inside if event.name.startswith(("aten::", "fsdp::")) and not lies_in(event, within)
+    ]
+    others = own_share(operators) - own_share(products)
+    assert record["other_kernels"] == pytest.approx(others, rel=0.01)
+    data_us = sum(phase.duration_us for phase in timeline.phases if phase.kind == DATA)
+    assert record["data"] == pytest.approx(data_us / total_us, rel=0.01)
+    assert record["exposed_communication"] == 0.0
 
 
 COLLECTIVES = ("all_gather_single", "reduce_scatter_single", "all_gather_into_tensor", "reduce_scatter_tensor",
@@ -519,14 +538,14 @@ COLLECTIVES = ("all_gather_single", "reduce_scatter_single", "all_gather_into_te
 """What FSDP2 and the Trainer call, in one version of torch or the other."""
 
 
-def train_with_a_stop_watch(folder: Path) -> float:
-    """Train llama_small on this rank; return the seconds that profiled updates were in collectives, by the clock."""
-    spent_s = 0.0
+def train_with_a_stop_watch(folder: Path) -> dict[int, float]:
+    """Train llama_small on this rank; return the seconds that each profiled update was in collectives, by the clock."""
+    spent_s: dict[int, float] = Counter()
     is_inside = False
 
     def timed(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **options: Any) -> Any:
-            nonlocal spent_s, is_inside
+            nonlocal is_inside
             counts = not is_inside and own is not None and own.watchdog.phase in PHASES and own.profile.covers(
                 own.state.step + 1
             )  # fmt: skip
@@ -535,7 +554,7 @@ def train_with_a_stop_watch(folder: Path) -> float:
                 return function(*arguments, **options)
             finally:
                 if counts:
-                    spent_s += time.perf_counter() - started
+                    spent_s[own.state.step + 1] += time.perf_counter() - started
                     is_inside = False
 
         return call
@@ -546,7 +565,7 @@ def train_with_a_stop_watch(folder: Path) -> float:
             setattr(dist, name, timed(getattr(dist, name)))
     work = torch._C._distributed_c10d.Work
     work.wait = timed(work.wait)  # type: ignore[method-assign]
-    quiet = ["eval.every=0", "checkpoint.every=0", "log.sample_tokens=0", "train.steps=4", "log.profile_steps=[3,4]"]
+    quiet = ["eval.every=0", "checkpoint.every=0", "log.sample_tokens=0", "train.steps=7", "log.profile_steps=[3,7]"]
     own = Trainer(load_config("llama_small", [*quiet, "run.threads=1", "log.profile_ranks=[1]", f"run.dir={folder}"]))
     for _ in own.steps():
         pass
@@ -558,20 +577,29 @@ PHASES = ("data", "forward", "backward", "reduce", "optimizer")
 
 
 def test_two_ranks(tmp_path: Path) -> None:
-    """A thread that calls a collective waits in it.  The trace has the same without the calls' way in and out."""
+    """A thread that calls a collective waits in it.  The trace has the same without the calls' way in and out.
+
+    In the median of five updates: a rank that is not let run for a moment spoils that update alone.
+    """
     spent_s = run_ranks(2, train_with_a_stop_watch, tmp_path)
-    assert files(tmp_path) == ["trace_3-4_rank0.json.gz", "trace_3-4_rank1.json.gz"]
+    assert files(tmp_path) == ["trace_3-7_rank0.json.gz", "trace_3-7_rank1.json.gz"]
     (record,) = of("profile", lines(tmp_path))
     for rank in (0, 1):
-        timeline = Timeline.of(read_trace(tmp_path / "profile" / f"trace_3-4_rank{rank}.json.gz"))
-        waited = spent_s[rank] / (sum(update.duration_us for update in timeline.updates) / 1e6)
-        found = timeline.shares()
-        print(f"rank {rank}: {waited:.3f} of the time in collectives by the clock, {found}")
-        assert waited - 0.15 < found["exposed_communication"] < waited + 0.03
-        assert found["exposed_communication"] > 0.5 * waited
-        assert math.fsum(found.values()) == pytest.approx(1.0, abs=1e-9)
+        timeline = Timeline.of(read_trace(tmp_path / "profile" / f"trace_3-7_rank{rank}.json.gz"))
+        missing, ratios = [], []
+        for update in timeline.updates:
+            by_clock = spent_s[rank][int(update.name)] / (update.duration_us / 1e6)
+            found = replace(timeline, updates=[update]).shares()[COMMUNICATION]
+            missing.append(by_clock - found)
+            ratios.append(found / by_clock)
+        print(f"rank {rank}: less than by the clock by {missing}, ratios {ratios}")
+        assert len(missing) == 5
+        assert -0.03 < statistics.median(missing) < 0.15
+        assert statistics.median(ratios) > 0.5
+        shares_of_all = timeline.shares()
+        assert math.fsum(shares_of_all.values()) == pytest.approx(1.0, abs=1e-9)
         if rank == 0:
-            assert found == pytest.approx({kind: record[kind] for kind in KINDS})
+            assert shares_of_all == pytest.approx({kind: record[kind] for kind in KINDS})
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -603,7 +631,7 @@ def test_a_run_too_short_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_a_loop_that_is_left_and_taken_up_again(tmp_path: Path) -> None:
-    own = Trainer(tiny_config(tmp_path))
+    own = Trainer(profiled_config(tmp_path))
     for record in own.steps():
         if record.step == 4:
             break
@@ -615,7 +643,7 @@ def test_a_loop_that_is_left_and_taken_up_again(tmp_path: Path) -> None:
 
 
 def test_going_back_to_a_checkpoint_ends_the_profile(tmp_path: Path) -> None:
-    own = Trainer(tiny_config(tmp_path))
+    own = Trainer(profiled_config(tmp_path))
     has_gone_back = False
     for record in own.steps():
         if record.step == 1:
@@ -636,7 +664,7 @@ class FailsInItsFourthUpdate(Trainer):
 
 
 def test_a_failure_leaves_what_there_was(tmp_path: Path) -> None:
-    own = FailsInItsFourthUpdate(tiny_config(tmp_path))
+    own = FailsInItsFourthUpdate(profiled_config(tmp_path))
     with pytest.raises(ArithmeticError, match="as if"):
         own.fit()
     own.close()
@@ -648,7 +676,7 @@ def test_a_failure_leaves_what_there_was(tmp_path: Path) -> None:
 
 
 def test_a_failure_before_any_update_was_through(tmp_path: Path) -> None:
-    own = FailsInItsFourthUpdate(tiny_config(tmp_path, "log.profile_steps=[4,5]"))
+    own = FailsInItsFourthUpdate(profiled_config(tmp_path, "log.profile_steps=[4,5]"))
     with pytest.raises(ArithmeticError, match="as if"):
         own.fit()
     own.close()
@@ -709,14 +737,18 @@ def test_beside_another_profiler(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 def train_with_a_slow_disk(folder: Path) -> int:
-    """Write the profile for longer than an update may take: the others ask once, after 4 s, and not again within 9."""
+    """Write the profile for as long as it takes the other rank to ask what is the matter, and to be told to wait on."""
 
     def slow(*arguments: Any, **options: Any) -> Any:
-        time.sleep(9.0)
+        until = time.monotonic() + 120
+        while own.watchdog._round == 0:
+            if time.monotonic() > until:
+                raise TimeoutError("nobody has asked")
+            time.sleep(0.1)
         return gzip.open(*arguments, **options)
 
     trainer.metrics.profile.gzip = SimpleNamespace(open=slow)  # type: ignore[assignment]
-    config = tiny_config(folder, "run.step_timeout_s=4", "log.profile_steps=[3,3]", "train.steps=5")
+    config = profiled_config(folder, "run.step_timeout_s=6", "log.profile_steps=[3,3]", "train.steps=5")
     own = Trainer(config)
     code = own.fit()
     own.close()
@@ -737,7 +769,7 @@ def test_from_the_command_line(tmp_path: Path) -> None:
     assert f"matmul {100 * record['matmul']:.1f} %, attention {100 * record['attention']:.1f} %" in line
     assert line.endswith("; trace_2-4_rank0.json.gz")
     assert ran.stdout.count("a trace alone; memory is recorded on CUDA") == 1
-    assert record["exposed_communication"] > 0.01
+    assert record["exposed_communication"] > 0
     assert files(ran.folder) == ["trace_2-4_rank0.json.gz"]
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.ranks import tiny_overrides
+from tests.ranks import merged, tiny_overrides
 from tests.test_custom_loops import lines, of
 from trainer import Trainer, load_config
 from trainer.config import OptimSection
@@ -44,21 +44,36 @@ class Reads(TorchDispatchMode):
 def make(folder: Path, *overrides: str) -> Trainer:
     own = ["model.num_kv_heads=2", "model.dim=16", "model.vocab_size=32", "data.source=synthetic", "run.threads=1"]
     own += ["data.seq_len=16", "train.global_batch_size=4", "train.micro_batch_size=2", "eval.every=0"]
-    return Trainer(load_config("llama_small", tiny_overrides(*own, *overrides, f"run.dir={folder}")))
+    return Trainer(load_config("llama_small", tiny_overrides(*merged(own, overrides), f"run.dir={folder}")))
 
 
-def test_the_host_reads_nothing_in_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = make(tmp_path)
+STEPS = {
+    "plain": [],
+    "four micro-batches": ["train.micro_batch_size=1"],
+    "four micro-batches, reduced one by one": ["train.micro_batch_size=1", "fsdp.accumulate=sharded"],
+    "parameters kept in between": ["fsdp.reshard_after_backward=false"],
+    "recomputed": ["train.activation_checkpoint=full"],
+    "no clipping": ["optim.max_grad_norm=null"],
+}
+"""Ways to do an update in which the host has nothing to wait for.  `fsdp.cpu_offload` is none of them: there the host
+does the update, and first needs the gradients and whether they are finite."""
+
+
+@pytest.mark.parametrize("overrides", STEPS.values(), ids=STEPS)
+def test_the_host_reads_nothing_in_a_step(
+    overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make(tmp_path, *overrides)
     # Targets are counted on the host, where the batch is, and the message goes from host to host.
     monkeypatch.setattr("trainer.trainer.count_targets", lambda targets: targets.numel())
     monkeypatch.setattr(trainer, "_exchange", lambda num_targets: num_targets)
     batches = iter(trainer.loader)
-    trainer.train_step(list(itertools.islice(batches, 2)))
+    trainer.train_step(list(itertools.islice(batches, trainer.num_micro_batches)))
     with Reads() as reads:
         float(torch.ones(()))
     assert len(reads.found) == 1, "it would see it"
     with Reads() as reads:
-        update = trainer.train_step(list(itertools.islice(batches, 2)))
+        update = trainer.train_step(list(itertools.islice(batches, trainer.num_micro_batches)))
     assert reads.found == []
     assert 3 < update.loss < 4
     trainer.close()
@@ -66,12 +81,13 @@ def test_the_host_reads_nothing_in_a_step(tmp_path: Path, monkeypatch: pytest.Mo
 
 @needs_gpu
 @pytest.mark.parametrize("compiled", [False, True])
-def test_the_host_does_not_wait_for_a_gpu(compiled: bool, tmp_path: Path) -> None:
-    trainer = make(tmp_path, f"train.compile={str(compiled).lower()}")
+@pytest.mark.parametrize("overrides", STEPS.values(), ids=STEPS)
+def test_the_host_does_not_wait_for_a_gpu(overrides: list[str], compiled: bool, tmp_path: Path) -> None:
+    trainer = make(tmp_path, f"train.compile={str(compiled).lower()}", *overrides)
     batches = iter(trainer.loader)
     for _ in range(3):
-        trainer.train_step(list(itertools.islice(batches, 2)))
-    micro_batches = list(itertools.islice(batches, 2))
+        trainer.train_step(list(itertools.islice(batches, trainer.num_micro_batches)))
+    micro_batches = list(itertools.islice(batches, trainer.num_micro_batches))
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -1,0 +1,70 @@
+"""Trainers that do one thing another way: what a default is compared with, in `bench.step --against` and `bench.gpu`.
+
+Each computes what the default computes, so that losses agree and only time and memory differ.  Imports torch: a
+benchmark's own process imports it where it trains.
+"""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from trainer import Trainer
+from trainer.guard import GarbageCollection
+from trainer.loss import cross_entropy
+
+
+class WholeLoss(Trainer):
+    """Has all logits of a micro-batch at once, in fp32."""
+
+    def loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return cross_entropy(self.model(batch["tokens"]), batch["targets"])
+
+
+class ForeachAdamW(Trainer):
+    """Updates with torch's other AdamW, a kernel for each operation, on the parameters as they are: DTensors."""
+
+    def build_optimizer(self) -> torch.optim.Optimizer:
+        built = super().build_optimizer()
+        assert not isinstance(built, torch.optim.Optimizer)
+        # Not the groups as they are: those of fused AdamW say so.
+        groups = [{key: group[key] for key in ("params", "weight_decay")} for group in built.parts[0].param_groups]
+        optim = self.config.optim
+        return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, foreach=True)
+
+
+class TorchClip(Trainer):
+    """Clips with torch's own function, which takes the gradients as they are: DTensors."""
+
+    def fit(self) -> int:
+        with mock.patch("trainer.trainer.clip_grad_norm", _clip_as_torch_does):
+            return super().fit()
+
+
+def _clip_as_torch_does(model: nn.Module, mesh: DeviceMesh, max_norm: float | None) -> torch.Tensor:
+    limit = float("inf") if max_norm is None else max_norm
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+class FreeCollector(Trainer):
+    """Leaves Python's garbage collector on: it collects where it likes, in the midst of a step."""
+
+    def fit(self) -> int:
+        with mock.patch("trainer.trainer.GarbageCollection", _Nothing):
+            return super().fit()
+
+
+class _Nothing(GarbageCollection):
+    def __enter__(self) -> GarbageCollection:
+        return self
+
+    def after(self, step: int) -> None:
+        """Collect nothing."""
+
+    def __exit__(self, *exception: object) -> None:
+        """Leave the collector as it is."""
