@@ -54,6 +54,8 @@ STEPS = {
     "parameters kept in between": ["fsdp.reshard_after_backward=false"],
     "recomputed": ["train.activation_checkpoint=full"],
     "no clipping": ["optim.max_grad_norm=null"],
+    "bfloat16 weights and states": ["train.weights_dtype=bfloat16", "optim.state_dtype=bfloat16"],
+    "bfloat16 states, to the nearest": ["optim.state_dtype=bfloat16", "optim.rounding=nearest"],
 }
 """Ways to do an update in which the host has nothing to wait for.  `fsdp.cpu_offload` is none of them: there the host
 does the update, and first needs the gradients and whether they are finite."""

@@ -92,7 +92,9 @@ class RoundingAdamW(torch.optim.Optimizer):
         states = [self._state_of(p) for p in parameters]
         step_counts = [state["step"] for state in states]
         found_inf = getattr(self, "found_inf", None)
-        torch._foreach_add_(step_counts, 1 if found_inf is None else 1 - found_inf)
+        torch._foreach_add_(step_counts, 1)
+        if found_inf is not None:  # a list: a tensor in place of a number would be read by the host
+            torch._foreach_sub_(step_counts, [found_inf] * len(step_counts))
         steps = torch.stack(step_counts)
         numbers = _numbers(group, steps, found_inf)
         places = self._place_of_all(parameters, steps.device)

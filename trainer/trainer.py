@@ -248,7 +248,7 @@ class Trainer:
         """Do one update.  The loss is the mean over the targets of the whole global batch, on any mesh.
 
         Collectives: one small message on the CPU, those of FSDP with one reduction of the gradients, two scalars.  The
-        host waits for the device nowhere.
+        host waits for the device nowhere, unless parameters are offloaded to it.
         """
         num_targets = self._exchange(sum(count_targets(batch["targets"]) for batch in micro_batches))
         # FSDP averages gradients over the ranks; the loss is divided by the targets of all of them.
