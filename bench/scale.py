@@ -5,11 +5,12 @@
 A fake process group says that there are so many ranks; nothing travels.  `host`: the time that Python and the
 dispatcher take to ask for all that one update needs, in the Trainer's own `train_step`.  The host must stay ahead of
 the device, or the device waits.  For that the device's work is taken away: the model has all its blocks and tensors but
-is narrow, sequences are short, and a collective returns at once.  What is left of kernels on a CPU counts as the
-host's.
+is narrow, sequences are short, and collectives and FSDP's copies around them return at once.  What is left of kernels
+on a CPU counts as the host's.
 
 `model alone` is the same narrow model as plain torch has it, without Trainer, FSDP2 or optimizer: a forward pass
-through the same loss, and a backward pass.  What the others take beyond that is what sharding and trainer add.
+through the same loss, and a backward pass.  What the others take beyond that is for sharding, clipping, optimizer and
+trainer.
 
 `full` (a GPU, `--full`): the model at its real width, for the step time and the memory of one rank of so many; the
 collectives cost nothing in it.
@@ -23,6 +24,7 @@ import statistics
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
@@ -78,6 +80,8 @@ def main() -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     args = parser.parse_intermixed_args()
     args.variants = [variant for variant in args.variants if not (args.full and variant in ALONE)]
+    if not args.variants:
+        parser.error(f"--full: nothing to measure, as {' and '.join(ALONE)} are narrow only")
     if args.one:
         emit("scale", **measure(args))
         return 0
@@ -243,6 +247,8 @@ def build_rank(config: RunConfig, device: str, num_ranks: int) -> tuple[Update, 
     apply_sharding(model, config.recipe, config, mesh)
     materialize(model, config.run.seed, torch.device(device), config.recipe.init, False)
     let_nothing_travel(model)
+    if device == "cpu":
+        let_nothing_be_copied()
     marks: list[float] = []
     loss = find_loss(model)
 
@@ -286,6 +292,30 @@ def let_nothing_travel(model: nn.Module) -> None:
         if isinstance(module, FSDPModule):
             module.set_custom_all_gather(NoGather())
             module.set_custom_reduce_scatter(NoReduce())
+
+
+def let_nothing_be_copied() -> None:
+    """Have FSDP's copies between parameters and the buffers of collectives return at once, on a CPU.
+
+    A GPU is asked for one kernel each, whatever the number of ranks; a CPU copies every rank's part by itself.  What it
+    takes to ask is left out as well.  The values are then those that memory held before.
+    """
+    import torch
+    from torch.distributed.fsdp import fully_shard  # noqa: F401 - defines the operators
+
+    def nothing(*args: Any, **kwargs: Any) -> None: ...
+
+    torch.set_flush_denormal(True)  # what memory held before may be slow to compute with
+    library = torch.library.Library("fsdp", "IMPL")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that an operator is replaced is the point
+        for name in ("chunk_cat", "split_with_sizes_copy"):
+            library.impl(name, nothing, "CPU", allow_override=True)
+    _libraries.append(library)
+
+
+_libraries: list[Any] = []
+"""What operators have been replaced by: it lasts for as long as the library is held."""
 
 
 if __name__ == "__main__":

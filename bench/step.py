@@ -44,6 +44,8 @@ VARIANTS = {
 
 FIXED = ("run.dir", "run.name", "train.steps")
 """Settings that are the bench's own."""
+WORK = ("model.", "data.seq_len", "train.global_batch_size")
+"""Settings that say how much there is to do in a step."""
 
 TOLERANCE = 1e-4
 NUM_COMPARED = 10
@@ -155,8 +157,8 @@ def _train_with_trainer(side: str, job: dict[str, Any], watch: Watch, folder: Pa
             records.append(record)
             watch.after_step(record["step"])
 
-        def save_checkpoint(self) -> Path:
-            return self.folder.checkpoints
+        def _save_at_the_end(self) -> None:
+            """Write nothing: the other side's first steps would share the disk with it."""
 
     overrides = overrides_of(side, [*job["overrides"], f"run.dir={folder / 'run'}"])
     measured = Measured(load_config("llama_small", overrides))
@@ -186,6 +188,8 @@ def check_side(side: str, model: str, nproc: int) -> None:
         raise setting_error("--against", side, rule, nearest(side, known) or HANDWRITTEN)
     if key in FIXED:
         raise setting_error("--against", side, f"{key} is set by the bench itself")
+    if key.startswith(WORK):
+        raise setting_error("--against", side, "another amount of work: the two sides could not be compared")
     check_config(load_config("llama_small", overrides_of(side, [*COMMON, *MODELS[model]])), nproc, nproc)
 
 

@@ -34,6 +34,7 @@ NOT_FOR_THE_FIRST_STEP = {
     "tokenizers",
     "transformers",
     "fsspec",
+    "torch.distributed.checkpoint",
     "pytest",
     "trainer.report",
     "trainer.prepare",
@@ -277,6 +278,7 @@ def test_step_sides_that_there_are_not() -> None:
 
     assert refused("clip").endswith("nearest legal value: --against=clip-torch")
     assert "key=value" in refused("nothing like it")
+    assert "another amount of work" in refused("model.dim=64")
     assert refused("train.steps=4") == "--against=train.steps=4: train.steps is set by the bench itself"
     assert refused("train.compil=true").endswith("train.compile=true")
     assert refused("train.micro_batch_size=3").startswith("train.")

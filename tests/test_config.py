@@ -459,6 +459,19 @@ def test_a_checkpoint_of_before_there_was_a_key_meant_its_default() -> None:
     assert refused == ["optim.state_dtype: float32 in the checkpoint, bfloat16 now"]
 
 
+@pytest.mark.parametrize("recipe_name", ["llama_small", "llama3_8b", "gpt2"])
+def test_no_key_that_an_old_checkpoint_lacks_is_in_the_way(recipe_name: str) -> None:
+    """A key that was added later: nobody had set it, or the recipe would have it."""
+    config = load_config(recipe_name)
+    given = yaml.safe_load((REPOSITORY / "conf" / f"{recipe_name}.yaml").read_text())
+    whole = yaml.safe_load(config.to_yaml())
+    added = [(s, key) for s, values in whole.items() if s != "model" for key in values if key not in given.get(s, {})]
+    assert ("data", "holdout") in added
+    for section, key in added:
+        stored = {**whole, section: {name: value for name, value in whole[section].items() if name != key}}
+        assert compare_configs(config, yaml.safe_dump(stored))[0] == [], f"{section}.{key}"
+
+
 def shown(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 

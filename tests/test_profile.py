@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -697,6 +698,20 @@ def test_a_profiler_that_cannot_start_stops_nothing(
     assert files(tmp_path) == []
 
 
+def test_without_a_profiler_no_memory_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or every allocation until the end of the run would take a stack with it."""
+
+    def taken(self: torch.profiler.profile) -> None:
+        raise RuntimeError("as if CUPTI were taken")
+
+    history = Mock()
+    monkeypatch.setattr(torch.profiler.profile, "start", taken)
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", history)
+    with pytest.raises(RuntimeError, match="as if"):
+        trainer.metrics.profile._Recording(torch.device("cuda"))
+    assert not history.called
+
+
 @pytest.mark.parametrize("cause", ["no folder", "no space", "no JSON"])
 def test_a_profile_that_cannot_be_written_stops_nothing(
     cause: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -743,7 +758,7 @@ def train_with_a_slow_disk(folder: Path) -> int:
         until = time.monotonic() + 120
         while own.watchdog._round == 0:
             if time.monotonic() > until:
-                raise TimeoutError("nobody has asked")
+                raise AssertionError("nobody has asked")
             time.sleep(0.1)
         return gzip.open(*arguments, **options)
 

@@ -18,6 +18,7 @@ from tests.test_custom_loops import lines, of
 from trainer import Trainer, load_config
 from trainer.config import OptimSection
 from trainer.errors import TrainingFailed
+from trainer.metrics.record import Record
 from trainer.optim import build_optimizer
 from trainer.trainer import Batch
 from trainer.transfer import Numbers, ahead
@@ -161,6 +162,23 @@ def test_each_record_counts_its_own_update(reads_late: bool, tmp_path: Path) -> 
     assert [record.skipped for record in itertools.islice(trainer.steps(), 4)] == [0, 0, 1, 2]
     trainer.close()
     assert trainer.skips.total == 2, "the last one too, of a loop that was left"
+
+
+class FailsAfterSkipping(NotFinite):
+    def on_step(self, record: Record) -> None:
+        if record.step == 4:
+            raise ArithmeticError("as if")
+
+
+def test_closing_a_run_that_has_failed_looks_at_nothing(tmp_path: Path) -> None:
+    overrides = ["train.steps=6", "log.every=6", "train.max_skipped_updates=2", f"run.dir={tmp_path}"]
+    trainer = FailsAfterSkipping(load_config("llama_small", tiny_overrides(*overrides)))
+    trainer._reads_late = True
+    with pytest.raises(ArithmeticError):
+        trainer.fit()
+    assert trainer._unaccounted is not None, "an update too many, that nobody has looked at"
+    trainer.close()
+    assert [line["reason"] for line in lines(tmp_path) if line["kind"] == "end"] == ["failed"]
 
 
 @pytest.mark.parametrize("reads_late", [False, True])

@@ -814,12 +814,11 @@ def stored_value(stored_yaml: str, key: str) -> object:
 
 
 def _default_of(section: Any, name: str, otherwise: Any) -> Any:
-    """Return what a key of a section is if nobody sets it; `otherwise` where it has no default."""
+    """Return what a key of a section is if nobody sets it; `otherwise` where that is nothing, or found out later."""
     declared = next(each for each in dataclasses.fields(section) if each.name == name)
     if declared.default_factory is not dataclasses.MISSING:
-        return declared.default_factory()
-    default = otherwise if declared.default is dataclasses.MISSING else declared.default
-    return list(default) if isinstance(default, tuple) else default
+        return _lists(declared.default_factory())
+    return otherwise if declared.default in (dataclasses.MISSING, None) else _lists(declared.default)
 
 
 def compare_configs(config: RunConfig, stored_yaml: str) -> tuple[list[str], list[str]]:

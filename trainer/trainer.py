@@ -852,7 +852,8 @@ class Trainer:
             return
         try:
             self._finish_save()
-            self._account()
+            if self.phase == "running":
+                self._account()
         except BaseException as failure:
             self._fail(failure)
             raise

@@ -5,7 +5,9 @@ A checkpoint is a folder `step_00000100` that exists whole or not at all.  From 
     place       where it lies: a file system or an object store; how something comes to be there at once
     blocks      files with checksums that are taken while they are written
     tree        state without pickle: tensors one way, the rest as JSON
-    tensors     sharded tensors in files, through torch.distributed.checkpoint
+    layout      which bytes of which file hold what of a tensor
+    dcp         who writes what and who reads which part, as torch.distributed.checkpoint plans it
+    tensors     sharded tensors in files
     manifest    what a checkpoint consists of, and whether that is what is there
     store       the checkpoints of a run: save, publish, prune, find, load
     schedule    when to save, and when again after a failure

@@ -36,7 +36,8 @@ from trainer.world import Channel
 def plan_save(tensors: Tensors, channel: Channel) -> tuple[list[Box], dict[str, Planned]]:
     """Return what this rank writes, and on rank 0 what there will be of each tensor.
 
-    Collective: one gather to rank 0, one scatter.  Raises on all ranks if any fails.
+    Collective: three small messages, the plans of all ranks to rank 0, and its answer to all.  Raises on all ranks if
+    any fails.
     """
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
 
@@ -122,7 +123,7 @@ class PartReader(Protocol):
 
 
 def load(targets: Tensors, layout: Layout, reader: PartReader) -> None:
-    """Have `reader` fill `targets` (DTensors of any mesh, or plain tensors), each rank its own parts.  No collective."""
+    """Have `reader` fill `targets` (DTensors of any mesh, or plain ones), each rank its own parts.  No collective."""
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     try:
         with warnings.catch_warnings():

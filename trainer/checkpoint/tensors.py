@@ -55,10 +55,14 @@ class SavePlans:
         return sum(torch.Size(box.sizes).numel() * box.dtype.itemsize for box in self.boxes)
 
     def make(self, tensors: Tensors) -> None:
-        """Plan anew.  Collective: one gather to rank 0, one scatter.  Raises on all ranks if any fails."""
-        from trainer.checkpoint.dcp import plan_save
+        """Plan anew.  Collective: see `dcp.plan_save`.  Raises on all ranks if any fails."""
 
-        self.boxes, self.planned = plan_save(tensors, self._channel)
+        def find_plan_save() -> Callable[[Tensors, Channel], tuple[list[Box], dict[str, Planned]]]:
+            from trainer.checkpoint.dcp import plan_save
+
+            return plan_save
+
+        self.boxes, self.planned = self._channel.agreed(find_plan_save)(tensors, self._channel)
         self._signature = signature_of(tensors)
 
 

@@ -101,6 +101,8 @@ class Profile:
             self._takes_part = False
             return
         with self._phases.during("profile"):
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)  # what was launched before is no part of the profile
             try:
                 self._recording = _Recording(self._device)
             except RuntimeError as error:  # CUPTI may be missing, or taken by another tool
@@ -140,10 +142,10 @@ class _Recording:
         activities = [torch.profiler.ProfilerActivity.CPU]
         if self._on_cuda:
             activities.append(torch.profiler.ProfilerActivity.CUDA)
-            torch.cuda.synchronize(device)  # what was launched before is no part of the profile
-            torch.cuda.memory._record_memory_history(stacks="python", max_entries=_MAX_ALLOCATIONS, clear_history=True)
         self._profiler = torch.profiler.profile(activities=activities, record_shapes=True)
-        self._profiler.start()
+        self._profiler.start()  # which may fail: what goes on until it is turned off comes after it
+        if self._on_cuda:
+            torch.cuda.memory._record_memory_history(stacks="python", max_entries=_MAX_ALLOCATIONS, clear_history=True)
 
     def note(self, phase: str) -> None:
         """Say that the rank enters a phase; from any thread."""
