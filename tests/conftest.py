@@ -1,11 +1,36 @@
-"""What every test leaves as it was."""
+"""What every test leaves as it was, what the fast ones must not do, and how long each may take (see README.md)."""
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
+
+from tests.budget import TIERS, Budget, seconds_on_record, tier_of
+
+_RECORD = "--record-durations"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        _RECORD, action="store_true", help="write how long each test took to tests/durations.json, instead of judging"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_BUDGET] = Budget(seconds_on_record())
+
+
+_BUDGET = pytest.StashKey[Budget]()
+_SECONDS = pytest.StashKey[float]()
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Left as it was
 
 
 @pytest.fixture(autouse=True)
@@ -19,3 +44,77 @@ def signals_as_before() -> Iterator[None]:
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture(autouse=True)
+def no_process_group_is_left() -> Iterator[None]:
+    """A Trainer that could not be built, and so not closed, leaves one; tests that open their own would fail, far away."""
+    yield
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# A fast test starts no process
+
+_STARTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "tests.fork"}
+_forbidding = False
+_started: list[str] = []
+
+
+def _watch(name: str, arguments: tuple[Any, ...]) -> None:
+    if _forbidding and name in _STARTS:
+        what = str(arguments[1]) if name == "subprocess.Popen" else name
+        _started.append(what)
+        raise RuntimeError(f"a fast test starts a process ({what}): mark it pytest.mark.slow")
+
+
+sys.addaudithook(_watch)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Any:
+    global _forbidding  # from before its fixtures are made, those of its module too, until after they have gone
+    _started.clear()
+    _forbidding = tier_of(item) == TIERS[0]
+    try:
+        return (yield)
+    finally:
+        _forbidding = False
+
+
+@pytest.fixture(autouse=True)
+def no_process_in_a_fast_test() -> Iterator[None]:
+    """What starts one fails at that; here it is noticed if that was caught."""
+    yield
+    assert not _started, f"a fast test has started {_started}: mark it pytest.mark.slow"
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# The budget of time
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
+    report = yield
+    seconds = item.stash.setdefault(_SECONDS, 0.0) + (call.duration if call.when != "setup" else 0.0)
+    item.stash[_SECONDS] = seconds
+    if call.when == "teardown" and report.passed and not item.config.getoption(_RECORD):
+        overrun = item.config.stash[_BUDGET].overrun(item.nodeid, tier_of(item), seconds)
+        if overrun:
+            report.outcome, report.longrepr = "failed", overrun
+    return report
+
+
+_durations: dict[str, float] = {}
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.when != "setup":
+        _durations[report.nodeid] = _durations.get(report.nodeid, 0.0) + report.duration
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if session.config.getoption(_RECORD) and "PYTEST_XDIST_WORKER" not in os.environ:
+        session.config.stash[_BUDGET].record(_durations)

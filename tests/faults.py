@@ -1,36 +1,30 @@
 """Makes things go wrong in a real run: counts what it does to its files, and kills, fails, slows or hangs it there.
 
 A run of the recipe `tests.own_recipes:mlp_faulty` reads the variable `FAULT` (JSON) and does to itself what stands in
-it; without the variable it is a plain run.  Runs are real processes.  So that some hundred of them take minutes, they
-are forked from a server that has imported torch already; `rank` processes of one run meet as under torchrun.
+it; without the variable it is a plain run.  Runs are real processes (see tests/forked.py).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import gc
 import json
-import multiprocessing
-import multiprocessing.forkserver
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import trainer.checkpoint.place
 import trainer.checkpoint.store
-from tests.ranks import REPOSITORY, Ran
-from trainer import Trainer, run
+from tests.forked import Forked, start_run
+from tests.ranks import Ran
+from trainer import Trainer
 from trainer.checkpoint.place import LocalPlace
 from trainer.checkpoint.store import Checkpoints
 from trainer.checkpoint.tensors import Staging
@@ -294,32 +288,10 @@ class RepeatingTrainer(FaultyTrainer):
 
 
 @dataclass
-class Started:
+class Started(Forked):
     """A run on some ranks, each a process of its own."""
 
-    processes: list[Any]
-    folder: Path
-    logs: Path
-    since: float = field(default_factory=time.monotonic)
-
-    def wait(self, timeout_s: float = 60) -> list[int | None]:
-        """Return the exit codes, None for a rank that is still there after `timeout_s`; such are killed."""
-        deadline = time.monotonic() + timeout_s
-        for process in self.processes:
-            process.join(max(0.0, deadline - time.monotonic()))
-        codes = [process.exitcode for process in self.processes]
-        for process in self.processes:
-            if process.exitcode is None:
-                process.kill()
-                process.join()
-        return codes
-
-    @property
-    def stderr(self) -> str:
-        return "".join(path.read_text(errors="replace") for path in sorted(self.logs.glob("*.err")))
-
-    def stderr_of(self, rank: int) -> str:
-        return (self.logs / f"{rank}.err").read_text(errors="replace")
+    folder: Path = Path()
 
     def events_of(self, rank: int) -> list[str]:
         """Return what a rank did, in order, each with its phase first; of a run with a Fault that ended by itself."""
@@ -330,25 +302,11 @@ class Started:
         path = self.logs / f"results.{rank}"
         return [tuple(json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
 
-    @property
-    def stdout(self) -> str:
-        return "".join(path.read_text(errors="replace") for path in sorted(self.logs.glob("*.out")))
-
     def ran(self, timeout_s: float = 60) -> Ran:
         """Wait, and return it as a command that has ended; its exit code is rank 0's."""
         codes = self.wait(timeout_s)
         assert None not in codes, f"ranks still there after {timeout_s} s: {codes}\n{self.stderr}"
         return Ran(codes[0] if codes[0] is not None else -1, self.stdout, self.stderr, self.folder)
-
-
-@functools.cache
-def _server() -> Any:
-    """Return multiprocessing's fork server, with torch and the trainer imported."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["pytest", "torch._dynamo", "tests.faults", "tests.own_recipes"])
-    with _environment(PYTHONPATH=str(REPOSITORY), OMP_NUM_THREADS="1"):
-        multiprocessing.forkserver.ensure_running()
-    return context
 
 
 def start(
@@ -357,53 +315,5 @@ def start(
     """Start `python -m trainer.run ARGUMENTS run.dir=FOLDER` on some ranks, forked.  Logs are put beside the folder."""
     logs = Path(tempfile.mkdtemp(prefix=f"logs-{folder.name}-", dir=logs_in or folder.parent))
     fault = dataclasses.replace(fault, log=str(logs)) if fault else None
-    variables = fault.variables() if fault else {}
-    port = _free_port()
-    processes = []
-    for rank in range(ranks):
-        if ranks > 1:
-            variables = variables | {
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(ranks),
-                "LOCAL_WORLD_SIZE": str(ranks),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-            }
-        argv = [*arguments, f"run.dir={folder}"]
-        process = _server().Process(target=_one_rank, args=(argv, variables, str(logs / str(rank))), daemon=True)
-        process.start()
-        processes.append(process)
-    return Started(processes, folder, logs)
-
-
-def _one_rank(argv: list[str], variables: dict[str, str], log: str) -> None:
-    os.setsid()
-    os.chdir(REPOSITORY)
-    for number, ending in ((1, ".out"), (2, ".err")):
-        descriptor = os.open(log + ending, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(descriptor, number)
-    os.environ.pop(VARIABLE, None)
-    os.environ.update(variables)
-    gc.freeze()  # what the server has imported is not looked through again
-    run.leave(run.main(argv))
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
-@contextmanager
-def _environment(**variables: str) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name)
-            else:
-                os.environ[name] = value
+    forked = start_run([*arguments, f"run.dir={folder}"], logs, ranks, fault.variables() if fault else {})
+    return Started(forked.processes, logs, folder=folder)

@@ -1,67 +1,26 @@
-"""Runs a function, or the command line, on several ranks: real processes on gloo."""
+"""Runs a function, or a command, on several ranks: real processes on gloo, forked (see tests/forked.py)."""
 
 from __future__ import annotations
 
 import json
-import os
-import socket
+import re
 import subprocess
 import sys
 import tempfile
-import time
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.multiprocessing as mp
-
-REPOSITORY = Path(__file__).parent.parent
+from tests.forked import REPOSITORY, as_workers_of_nproc, call_on_ranks, fork, run_module, start_run
 
 
-def run_ranks(world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+def run_ranks(world_size: int, function: Callable[..., Any], *arguments: Any, timeout_s: float = 300) -> list[Any]:
     """Return what `function(*arguments)` returns on each of `world_size` ranks.  It must be a module's own function.
 
     The ranks have torchrun's variables, and nothing has been initialised.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        context = mp.spawn(
-            _rank, (world_size, _free_port(), folder, function, arguments), nprocs=world_size, join=False
-        )
-        while not context.join(timeout=1):
-            pass
-        return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(world_size)]
-
-
-def _rank(
-    rank: int, world_size: int, port: int, folder: str, function: Callable[..., Any], arguments: tuple[Any, ...]
-) -> None:
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
-    try:
-        torch.save(function(*arguments), Path(folder) / f"{rank}.pt")
-        while rank == 0 and len(list(Path(folder).glob("*.pt"))) < world_size:
-            time.sleep(0.01)  # it has the store in which the others still look for each other
-    except BaseException:
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)
-    sys.stdout.flush()
-    os._exit(0)
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+    return call_on_ranks(world_size, function, arguments, timeout_s)
 
 
 @dataclass(frozen=True)
@@ -102,13 +61,35 @@ TINY = [
 """Overrides that make llama_small train a step in milliseconds."""
 
 
-def run_command(
-    folder: Path, *arguments: str, launcher: Sequence[str] = (), timeout_s: float = 120, cwd: Path = REPOSITORY
-) -> Ran:
-    """Run `python -m trainer.run` with the arguments and `run.dir=folder`."""
-    command = [*(launcher or [sys.executable]), "-m", "trainer.run", *arguments, f"run.dir={folder}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, cwd=cwd)
-    return Ran(done.returncode, done.stdout, done.stderr, folder)
+def run_command(folder: Path, *arguments: str, launcher: Sequence[str] = (), timeout_s: float = 240) -> Ran:
+    """Run `python -m trainer.run` with the arguments and `run.dir=folder`, forked.
+
+    `nproc=N` is taken as the command line takes it, but for the processes being forked: the launcher is torch's own
+    only with `launcher`, a command that is started as it stands (`FRESH` for a plain interpreter).
+    """
+    arguments = (*arguments, f"run.dir={folder}")
+    if launcher:
+        command = [*launcher, "-m", "trainer.run", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, cwd=REPOSITORY)
+        return Ran(done.returncode, done.stdout, done.stderr, folder)
+    ranks = next((int(item[6:]) for item in arguments if re.fullmatch(r"nproc=\d+", item)), 1)
+    with tempfile.TemporaryDirectory() as logs:
+        started = start_run(arguments, Path(logs), ranks, as_workers_of_nproc(ranks) if ranks > 1 else {})
+        codes = set(started.wait_as_a_launcher(timeout_s))
+        code = next((one for one in (2, 75) if one in codes), 1) if codes != {0} else 0
+        return Ran(code, started.stdout, started.stderr, folder)
+
+
+FRESH = (sys.executable,)
+"""The launcher of a test whose subject is the start itself, or what `nproc=N` starts."""
+
+
+def run_python_module(module: str, *arguments: object, cwd: Path = REPOSITORY, timeout_s: float = 240) -> Ran:
+    """Run `python -m module arguments...`, forked."""
+    with tempfile.TemporaryDirectory() as logs:
+        started = fork(run_module, [module, list(map(str, arguments))], Path(logs), cwd=cwd)
+        (code,) = started.wait_as_a_launcher(timeout_s)
+        return Ran(code, started.stdout, started.stderr, cwd)
 
 
 def run_tiny(folder: Path, *arguments: str, ends: int = 0, **options: Any) -> Ran:

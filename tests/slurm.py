@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from tests.ranks import REPOSITORY
+from tests.forked import REPOSITORY
 
 PATH = os.environ["PATH"] + ":/usr/sbin:/sbin"  # where Debian puts daemons
 OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")

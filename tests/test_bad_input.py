@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from tests.ranks import REPOSITORY, run_command, run_tiny
+from tests.forked import REPOSITORY
+from tests.ranks import FRESH, run_command, run_tiny
+from trainer import run
 
 SMALL = "recipe=llama_small"
 
@@ -72,48 +73,73 @@ MISTAKES = {
 }  # fmt: skip
 
 
+def arguments_of(mistake: str, folder: Path) -> list[str]:
+    arguments, _ = MISTAKES[mistake]
+    has_dir = any(argument.startswith("run.dir=") for argument in arguments)
+    return arguments if has_dir else [*arguments, f"run.dir={folder / 'run'}"]
+
+
+def check_message(mistake: str, stdout: str, stderr: str) -> None:
+    assert stdout == ""
+    assert "Traceback" not in stderr
+    for text in MISTAKES[mistake][1]:
+        assert text in stderr, stderr
+    assert stderr.count("error:") == 1, "said once"
+
+
 @pytest.mark.parametrize("mistake", list(MISTAKES))
-def test_mistake(mistake: str, tmp_path: Path) -> None:
-    arguments, must_say = MISTAKES[mistake]
-    if not any(argument.startswith("run.dir=") for argument in arguments):
-        arguments = [*arguments, f"run.dir={tmp_path / 'run'}"]
-    started = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-m", "trainer.run", *arguments], capture_output=True, text=True, cwd=REPOSITORY, timeout=60
-    )
-    elapsed = time.monotonic() - started
-    assert done.returncode == 2, done.stderr
-    assert done.stdout == ""
-    assert "Traceback" not in done.stderr
-    for text in must_say:
-        assert text in done.stderr, done.stderr
-    assert done.stderr.count("error:") == 1, "said once"
-    assert elapsed < 5
+def test_mistake(
+    mistake: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    assert run.main(arguments_of(mistake, tmp_path)) == 2
+    check_message(mistake, *capsys.readouterr())
     assert not (tmp_path / "run").exists(), "a mistake leaves nothing behind"
 
 
-def test_no_recipe_shows_usage_and_recipes() -> None:
-    done = subprocess.run([sys.executable, "-m", "trainer.run"], capture_output=True, text=True, cwd=REPOSITORY)
+@pytest.mark.slow
+def test_a_mistake_from_a_shell(tmp_path: Path) -> None:
+    """What a person does: a process of its own, which ends with 2."""
+    arguments = arguments_of("unknown key", tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-m", "trainer.run", *arguments], capture_output=True, text=True, cwd=REPOSITORY, timeout=60
+    )
     assert done.returncode == 2
-    assert done.stdout == ""
-    assert done.stderr.startswith("usage:")
-    assert "llama3_405b" in done.stderr
+    check_message("unknown key", done.stdout, done.stderr)
+    assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
+def test_a_mistake_is_found_before_torch_is_imported(tmp_path: Path) -> None:
+    code = (
+        "import sys; from trainer import run; code = run.main(sys.argv[1:]); sys.exit(code + ('torch' in sys.modules))"
+    )
+    arguments = arguments_of("batch does not divide", tmp_path)
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, cwd=REPOSITORY)
+    assert done.returncode == 2, done.stderr
+
+
+def test_no_recipe_shows_usage_and_recipes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run.main([]) == 2
+    stdout, stderr = capsys.readouterr()
+    assert stdout == ""
+    assert stderr.startswith("usage:")
+    assert "llama3_405b" in stderr
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["nproc", "torchrun"])
 def test_printed_once_with_four_ranks(launcher: str, tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
+    own = ["nproc=4"] if launcher == "nproc" else []
     ran = run_command(
-        tmp_path / "run",
-        SMALL,
-        "optim.name=adamm",
-        *(["nproc=4"] if launcher == "nproc" else []),
-        launcher=torchrun if launcher == "torchrun" else (),
+        tmp_path / "run", SMALL, "optim.name=adamm", *own, launcher=torchrun if launcher == "torchrun" else FRESH
     )
     assert ran.exit_code == (2 if launcher == "nproc" else 1), "torchrun makes 1 of every code"
     assert ran.stderr.count("optim.name=adamm") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "must_say"),
     [
@@ -132,6 +158,7 @@ def test_a_model_that_cannot_be_built_is_named_once(model: str, must_say: list[s
         assert ran.stderr.count(text) == 1, ran.stderr
 
 
+@pytest.mark.slow
 def test_a_mistake_does_not_alter_an_existing_run(tmp_path: Path) -> None:
     ran = run_tiny(tmp_path / "run", "train.steps=4")
 

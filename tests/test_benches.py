@@ -23,7 +23,8 @@ import bench.gpu
 import bench.scale
 import bench.step
 from bench.stopwatch import COLLECTING, IMPORT
-from tests.ranks import REPOSITORY, tiny_overrides
+from tests.forked import REPOSITORY
+from tests.ranks import tiny_overrides
 from trainer import UserError, load_config
 
 NOT_FOR_THE_FIRST_STEP = {
@@ -56,6 +57,7 @@ def run_bench(name: str, *arguments: str, ends: int = 0) -> tuple[list[dict[str,
     return lines, ran.stdout
 
 
+@pytest.mark.campaign
 def test_startup() -> None:
     runs, printed = run_bench("startup", "--repeats", "1", *tiny_overrides())
     by_kind = {run["kind"]: run for run in runs}
@@ -66,6 +68,7 @@ def test_startup() -> None:
     assert "| --help |" in printed
 
 
+@pytest.mark.slow
 def test_what_the_first_step_does_not_pay_for(tmp_path) -> None:
     """CPU time, for the machine may be busy: seen were 3.3 s in all, 0.02 s of it collecting garbage (0.8 before)."""
     times = tmp_path / "times.json"
@@ -77,9 +80,9 @@ def test_what_the_first_step_does_not_pay_for(tmp_path) -> None:
     assert not NOT_FOR_THE_FIRST_STEP & set(found["modules"])
     assert found["parts"].get(COLLECTING, [0.0])[0] < 0.05 * found["cpu_s"]
     assert found["parts"]["planner's forecast"][0] < 0.25 * found["cpu_s"]
-    assert found["cpu_s"] < 15
 
 
+@pytest.mark.slow
 def test_help_imports_no_torch_and_nothing_that_is_slow() -> None:
     code = (
         "import sys; from trainer.run import main; main(['--help']); import json; "
@@ -96,6 +99,7 @@ TINY_GPU = ("--tiny", "--steps", "2", "--warmup", "1", "--limit_s", "300", "--bu
 """Whatever else the machine does, no row may run out of time: that it can has tests of its own."""
 
 
+@pytest.mark.campaign
 def test_gpu_on_a_cpu() -> None:
     rows = "^1b: (as the recipe|loss |optimizer foreach)"
     runs, printed = run_bench("gpu", "--device", "cpu", *TINY_GPU, "--no-check", "--rows", rows)
@@ -118,6 +122,7 @@ def test_gpu_counts_model_flops_once() -> None:
     assert config.recipe.flops(config.model, 4096) == pytest.approx(6 * matrices + scores)
 
 
+@pytest.mark.campaign
 def test_gpu_measures_what_the_budget_has_room_for() -> None:
     runs, printed = run_bench("gpu", "--device", "cpu", *TINY_GPU, "--no-check", "--budget_s", "1")
     outcomes = {run["outcome"] for run in runs if run["kind"] == "row"}
@@ -125,6 +130,7 @@ def test_gpu_measures_what_the_budget_has_room_for() -> None:
     assert printed.count("not measured: no time left") == 2 * len(bench.gpu.ROWS)
 
 
+@pytest.mark.campaign
 def test_gpu_rows_that_fail_are_results() -> None:
     assert (
         bench.gpu.outcome_of(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")) == "out of memory"
@@ -135,12 +141,14 @@ def test_gpu_rows_that_fail_are_results() -> None:
     assert late[-1]["outcome"] == "more than 0.5 s"
 
 
+@pytest.mark.campaign
 def test_gpu_row_says_what_has_failed() -> None:
     row = bench.gpu.Row("impossible", recipe="llama_small", overrides=("model.num_heads=5",))
     found = bench.gpu.start_row(row, Namespace(tiny=False), 1, 1, "cpu", 300)
     assert found["outcome"].startswith("failed: UserError: model.num_heads=5")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpu", "scale", "step"])
 def test_help_of_benches_imports_no_torch(name: str) -> None:
     code = f"import sys, bench.{name}; sys.argv[1:] = ['--help']; bench.{name}.main()"
@@ -162,12 +170,14 @@ def test_gpu_default_set_fits_into_its_budget() -> None:
     assert bench.gpu.CHECK_S + sum(first) <= 480
 
 
+@pytest.mark.campaign
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_losses_on_a_gpu_are_those_on_the_cpu() -> None:
     runs, _ = run_bench("gpu", "--check-only")
     assert runs[-1]["kind"] == "agreement" and runs[-1]["agrees"]  # noqa: PT018
 
 
+@pytest.mark.campaign
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_gpu_rows_on_a_gpu() -> None:
     runs, _ = run_bench("gpu", *TINY_GPU, "--no-check")
@@ -178,6 +188,7 @@ def test_gpu_rows_on_a_gpu() -> None:
 # The others
 
 
+@pytest.mark.campaign
 def test_data() -> None:
     small = ("--repeats", "1", "--seconds", "0.1", "--seq-len", "64", "--steps", "3", "--text-bytes", "200000")
     runs, printed = run_bench("data", *small)
@@ -193,6 +204,7 @@ def test_data() -> None:
     assert "| tokens | 64 | 2 |" in printed
 
 
+@pytest.mark.campaign
 def test_scale() -> None:
     small = ["--ranks", "2", "16", "--variants", "model alone", "eager", "--rounds", "1", "--steps", "2"]
     runs, printed = run_bench("scale", *small, "model.num_layers=2")
@@ -222,6 +234,7 @@ def test_scale_of_a_model_alone(compiles: bool, monkeypatch: pytest.MonkeyPatch)
 SMALL_STEP = ("--pairs", "1", "--warmup", "1", "--steps", "3")
 
 
+@pytest.mark.campaign
 def test_step() -> None:
     runs, printed = run_bench("step", *SMALL_STEP, "--nproc", "2")
     assert [run["side"] for run in runs] == ["trainer", "handwritten"]
@@ -243,6 +256,7 @@ def train_as(side: str, folder: Path, after_step: Callable[[int], None] = lambda
     return bench.step._train_with_trainer(side, job, SimpleNamespace(after_step=after_step), folder / side)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("side", DONE_BY)
 def test_step_does_it_the_other_way(side: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     watched = Mock(wraps=pkgutil.resolve_name(DONE_BY[side]))
@@ -260,6 +274,7 @@ def test_step_leaves_the_collector_on(tmp_path: Path) -> None:
     assert losses[0] == losses[1]
 
 
+@pytest.mark.campaign
 def test_step_against_a_setting() -> None:
     """Losses may differ, and by how much is said."""
     runs, printed = run_bench("step", *SMALL_STEP, "--nproc", "1", "--against", "fsdp.param_dtype=bfloat16")
@@ -286,6 +301,7 @@ def test_step_sides_that_there_are_not() -> None:
         bench.step.check_side(side, "small", 2)
 
 
+@pytest.mark.campaign
 def test_checkpoint() -> None:
     runs, printed = run_bench("checkpoint", "--ranks", "2", "--rounds", "2", "--dim", "64", "--layers", "2")
     summary = runs[-1]

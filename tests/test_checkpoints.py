@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +12,14 @@ import numpy as np
 import pytest
 import torch
 
-from tests.ranks import REPOSITORY, run_ranks, run_tiny, tiny_overrides
+from tests.ranks import Ran, run_command, run_python_module, run_ranks, run_tiny, tiny_overrides
 from trainer import Trainer, UserError, load_config, load_weights
 from trainer.checkpoint.place import find_place
 from trainer.checkpoint.source import StoredWeights, find_checkpoint
 from trainer.checkpoint.tree import join, split
 from trainer.errors import TrainingFailed
+from trainer.export import command_line as export
+from trainer.prepare import command_line as prepare
 from trainer.trainer import Update
 
 MESHES: dict[str, tuple[int, list[str]]] = {
@@ -88,21 +88,37 @@ def load_each(runs: list[tuple[str, list[str]]]) -> list[tuple[dict[str, str], l
     return found
 
 
+Move = tuple[str, str, str]
+"""The mesh that saves, the one that loads, and the optimizer."""
+
+EACH_ONCE: list[Move] = [("1", "2x2", "adamw"), ("2", "1", "adamw"), ("4", "2", "adamw"), ("2x2", "4", "muon")]
+
+
+@pytest.mark.slow
+def test_each_mesh_to_another(tmp_path: Path) -> None:
+    """Each mesh saves once, and loads once."""
+    move(tmp_path, EACH_ONCE)
+
+
+@pytest.mark.campaign
 def test_every_mesh_to_every_mesh(tmp_path: Path) -> None:
-    """4 x 4 x 2: bit-identical after loading; the losses that follow are those of the mesh that saved."""
+    move(tmp_path, [(source, to, o) for source in MESHES for to in MESHES for o in OPTIMIZERS])
+
+
+def move(folder: Path, moves: list[Move]) -> None:
+    """Assert: bit-identical after loading; the losses that follow are those of the mesh that saved."""
     saved: dict[tuple[str, str], dict[str, str]] = {}
     for ranks in (1, 2, 4):
-        cases = [(m, o) for m, (n, _) in MESHES.items() if n == ranks for o in OPTIMIZERS]
-        runs = [(str(tmp_path / f"{m}-{o}"), [*MESHES[m][1], f"optim.name={o}"]) for m, o in cases]
+        cases = sorted({(source, o) for source, _, o in moves if MESHES[source][0] == ranks})
+        runs = [(str(folder / f"{m}-{o}"), [*MESHES[m][1], f"optim.name={o}"]) for m, o in cases]
         saved |= dict(zip(cases, run_ranks(ranks, save_each, runs)[0], strict=True))
-    assert len(saved) == 8
     assert all(len(found) > 30 for found in saved.values())
 
-    losses: dict[tuple[str, str, str], list[float]] = {}
+    losses: dict[Move, list[float]] = {}
+    on_the_same = [(source, source, o) for source, o in saved]
     for ranks in (1, 2, 4):
-        meshes = [m for m, (n, _) in MESHES.items() if n == ranks]
-        cases = [(source, to, o) for source in MESHES for to in meshes for o in OPTIMIZERS]
-        runs = [(str(tmp_path / f"{s}-{o}"), [*MESHES[to][1], f"optim.name={o}"]) for s, to, o in cases]
+        cases = [move for move in dict.fromkeys([*moves, *on_the_same]) if MESHES[move[1]][0] == ranks]
+        runs = [(str(folder / f"{s}-{o}"), [*MESHES[to][1], f"optim.name={o}"]) for s, to, o in cases]
         for rank, found in enumerate(run_ranks(ranks, load_each, runs)):
             for (source, to, optimizer), (loaded, after) in zip(cases, found, strict=True):
                 assert loaded == saved[source, optimizer], (source, to, optimizer, rank)
@@ -125,6 +141,7 @@ def test_every_mesh_to_every_mesh(tmp_path: Path) -> None:
 SMALL_GPT2 = ["model.name=gpt2", "model.vocab_size=263", "model.dim=32", "model.num_layers=2", "model.num_heads=4"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -135,8 +152,7 @@ SMALL_GPT2 = ["model.name=gpt2", "model.vocab_size=263", "model.dim=32", "model.
 )
 def test_resumes_bit_equal(overrides: list[str], tmp_path: Path) -> None:
     (tmp_path / "plain.txt").write_text("".join(map(str, range(500))))  # fewer samples than four updates take
-    prepare = [sys.executable, "-m", "trainer.prepare", str(tmp_path / "plain.txt"), "--out", str(tmp_path / "shard")]
-    subprocess.run(prepare, check=True, capture_output=True, cwd=REPOSITORY)
+    assert prepare([str(tmp_path / "plain.txt"), "--out", str(tmp_path / "shard")]) == 0
     shard = str(tmp_path / "shard-*.bin")
     base = [item for item in tiny_overrides() if not (item.startswith("model.") and "model.name=gpt2" in overrides)]
     options = [*base, *(item.format(shard=shard) for item in overrides), "data.seq_len=32"]
@@ -154,6 +170,7 @@ def test_resumes_bit_equal(overrides: list[str], tmp_path: Path) -> None:
     assert halves + losses(tmp_path / "halves", "train.steps=8", "schedule.name=constant") == straight
 
 
+@pytest.mark.slow
 def test_a_changed_learning_rate_takes_effect(tmp_path: Path) -> None:
     run_tiny(tmp_path, "train.steps=4", "schedule.name=constant", "schedule.warmup_steps=0")
     changed = ["optim.lr=0.5", "optim.weight_decay=0.25"]
@@ -163,6 +180,7 @@ def test_a_changed_learning_rate_takes_effect(tmp_path: Path) -> None:
     assert "optim.weight_decay: 0.1 in the checkpoint, 0.25 now" in ran.stdout + ran.stderr
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_readable_by_torch_alone(tmp_path: Path) -> None:
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
@@ -180,6 +198,7 @@ def test_a_checkpoint_is_readable_by_torch_alone(tmp_path: Path) -> None:
 # Elsewhere
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["file", "local"])
 def test_remote_places(kind: str, tmp_path: Path) -> None:
     """`local://` is reached through fsspec, like an object store: no rename, the manifest is the commit."""
@@ -228,16 +247,16 @@ def test_a_kind_of_url_that_nobody_knows(tmp_path: Path) -> None:
 # Hugging Face
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["llama", "gpt2"])
 def test_trained_on_2x2_and_exported(model: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     base = [item for item in tiny_overrides() if model == "llama" or not item.startswith("model.")]
     more = SMALL_GPT2 if model == "gpt2" else ["model.vocab_size=263", "model.num_kv_heads=2"]
-    command = [sys.executable, "-m", "trainer.run", "recipe=llama_small", *base, *more, "train.steps=5", "nproc=4"]
-    run_dir = f"run.dir={tmp_path / 'run'}"
-    subprocess.run([*command, "mesh.replicate=2", run_dir], check=True, cwd=REPOSITORY, capture_output=True)
-    export = [sys.executable, "-m", "trainer.export", str(tmp_path / "run"), str(tmp_path / "hf")]
-    subprocess.run([*export, "--max-shard-gb", "0.00005"], check=True, cwd=REPOSITORY, capture_output=True)
+    own = ["recipe=llama_small", *base, *more]
+    ran = run_command(tmp_path / "run", *own, "train.steps=5", "nproc=4", "mesh.replicate=2")
+    assert ran.exit_code == 0, ran.stderr
+    assert export([str(tmp_path / "run"), str(tmp_path / "hf"), "--max-shard-gb", "0.00005"]) == 0
     assert len(list((tmp_path / "hf").glob("model-*-of-*.safetensors"))) > 1
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32).eval()
     ours = load_weights(tmp_path / "run")
@@ -248,22 +267,21 @@ def test_trained_on_2x2_and_exported(model: str, tmp_path: Path) -> None:
     back = load_weights(tmp_path / "hf")
     for name, tensor in ours.state_dict().items():
         assert torch.equal(tensor, back.state_dict()[name]), name
-    without_change = [*command[:-2], "train.steps=1", "nproc=2", "optim.lr=0", f"run.dir={tmp_path / 'on'}"]
-    started = [*without_change, f"train.init_from={tmp_path / 'hf'}"]
-    subprocess.run(started, check=True, cwd=REPOSITORY, capture_output=True)
+    without_change = ["train.steps=1", "nproc=2", "optim.lr=0", f"train.init_from={tmp_path / 'hf'}"]
+    assert run_command(tmp_path / "on", *own, *without_change).exit_code == 0
     for name, tensor in load_weights(tmp_path / "on").state_dict().items():
         assert torch.equal(tensor, ours.state_dict()[name]), name
 
 
-def test_one_plain_file(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_one_plain_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_tiny(tmp_path / "run", "train.steps=2")
     ours = load_weights(tmp_path / "run")
     for name in ("weights.pt", "weights.safetensors"):
-        export = [sys.executable, "-m", "trainer.export", str(tmp_path / "run"), str(tmp_path / name)]
-        subprocess.run(export, check=True, cwd=REPOSITORY, capture_output=True)
-        again = subprocess.run(export, cwd=REPOSITORY, capture_output=True, text=True)
-        assert again.returncode == 2
-        assert "--overwrite" in again.stderr
+        arguments = [str(tmp_path / "run"), str(tmp_path / name)]
+        assert export(arguments) == 0
+        assert export(arguments) == 2
+        assert "--overwrite" in capsys.readouterr().err
         run_tiny(tmp_path / name[-3:], "train.steps=1", "optim.lr=0", f"train.init_from={tmp_path / name}")
         started = load_weights(tmp_path / name[-3:])
         assert all(torch.equal(t, started.state_dict()[n]) for n, t in ours.state_dict().items())
@@ -274,6 +292,7 @@ def test_one_plain_file(tmp_path: Path) -> None:
     assert all(torch.equal(t, load_weights(tmp_path / "ddp").state_dict()[n]) for n, t in ours.state_dict().items())
 
 
+@pytest.mark.slow
 def test_nothing_is_unpickled_that_could_run(tmp_path: Path) -> None:
     class Evil:
         def __reduce__(self) -> Any:
@@ -330,6 +349,7 @@ class OwnTrainer(Trainer):
         return Adaptive(self.model.parameters(), lr=0.1, momentum=0.9)
 
 
+@pytest.mark.slow
 def test_state_of_ones_own_comes_back(tmp_path: Path) -> None:
     odd = {"a": (1, 2.5, None), 3: {b"x"}, "array": np.arange(3), "inf": float("inf"), "nested": [{"t": torch.ones(2)}]}
     first = OwnTrainer(tiny(tmp_path, "train.steps=3"))
@@ -402,6 +422,7 @@ def differing_state(folder: str) -> str:
     return ""
 
 
+@pytest.mark.slow
 def test_state_that_differs_between_ranks_is_no_shared_state(tmp_path: Path) -> None:
     messages = run_ranks(2, differing_state, str(tmp_path))
     assert messages[0] == messages[1]
@@ -435,6 +456,7 @@ def buffers_of_ones_own(folder: str) -> list[float]:
     return [*second.model.seen.tolist(), second.state.rank_parts["own"].value]
 
 
+@pytest.mark.slow
 def test_buffers_that_differ_between_ranks_come_back_to_each(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -465,6 +487,7 @@ def test_an_average_kept_through_data_is_noticed(tmp_path: Path) -> None:
     trainer.close()
 
 
+@pytest.mark.slow
 def test_weights_begin_anew_together_with_their_moments(tmp_path: Path) -> None:
     run_tiny(tmp_path, "train.steps=2")
     config = tiny(tmp_path, "train.steps=3", "model.dim=64", "checkpoint.allow_changes=[model.dim]")
@@ -538,6 +561,7 @@ def test_an_exception_in_a_loop_of_ones_own_is_a_failure(tmp_path: Path) -> None
     assert (status["state"], status["exit_code"], status["reason"]) == ("failed", 1, "ZeroDivisionError: mine")
 
 
+@pytest.mark.slow
 def test_the_same_command_again_goes_on(tmp_path: Path) -> None:
     """Stopped after it began elsewhere (checkpoint.resume=<path>), the run does not begin there once more."""
     run_tiny(tmp_path / "a", "train.steps=2")
@@ -548,6 +572,7 @@ def test_the_same_command_again_goes_on(tmp_path: Path) -> None:
     assert [record["resumed_step"] for record in starts if record["kind"] == "start"] == [2, 4]
 
 
+@pytest.mark.slow
 def test_a_job_that_began_anew_goes_on_when_it_is_requeued(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -572,6 +597,7 @@ def test_a_job_that_began_anew_goes_on_when_it_is_requeued(
     assert (tmp_path / "previous_001" / "step_00000005").is_dir()
 
 
+@pytest.mark.slow
 def test_one_damaged_configuration_does_not_begin_again(tmp_path: Path) -> None:
     run_tiny(tmp_path / "a", "train.steps=2")
     origin = f"checkpoint.resume={tmp_path / 'a'}"
@@ -606,6 +632,7 @@ def test_closing_after_a_failed_fit_waits_for_nobody(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "status.json").read_text())["state"] == "finished"
 
 
+@pytest.mark.slow
 def test_a_second_start_leaves_the_word_of_the_first(tmp_path: Path) -> None:
     """Whatever is wrong with it: the folder is somebody else's."""
     running = Trainer(tiny(tmp_path / "run", "train.steps=4"))
@@ -652,35 +679,35 @@ def test_trees() -> None:
 # Looking inside
 
 
-def look(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "trainer.checkpoints", *map(str, arguments)]
-    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+def look(*arguments: object) -> Ran:
+    return run_python_module("trainer.checkpoints", *arguments)
 
 
+@pytest.mark.slow
 def test_looking_inside(tmp_path: Path) -> None:
     run_tiny(tmp_path, "train.steps=2", "nproc=2")
     run_tiny(tmp_path, "train.steps=4", "optim.lr=1e-3")
     listed = look(tmp_path, "--json", "--verify")
-    assert listed.returncode == 0
+    assert listed.exit_code == 0
     entries = json.loads(listed.stdout)
     assert [(e["step"], e["state"], e["mesh"]) for e in entries] == [
         (2, "verified", "replicate 1 x shard 2"),
         (4, "verified", "replicate 1 x shard 1"),
     ]
     compared = look(tmp_path, "--diff", 2, 4)
-    assert compared.returncode == 0
+    assert compared.exit_code == 0
     assert "optim.lr: 0.004 -> 0.001" in compared.stdout
     assert "model.layers.1.feed_forward.w2.weight" in compared.stdout
     same = look(tmp_path, "--diff", 4, 4)
     assert "model: 0 tensors differ" in same.stdout
-    assert look(tmp_path, "--diff", 4, 5).returncode == 2
-    assert look(tmp_path / "nowhere").returncode == 2
+    assert look(tmp_path, "--diff", 4, 5).exit_code == 2
+    assert look(tmp_path / "nowhere").exit_code == 2
 
     data = tmp_path / "checkpoints" / "step_00000002" / "__1_0.distcp"
     content = bytearray(data.read_bytes())
     content[len(content) // 2] ^= 1
     data.write_bytes(content)
-    assert look(tmp_path).returncode == 0  # sizes are right
+    assert look(tmp_path).exit_code == 0  # sizes are right
     damaged = look(tmp_path, "--verify")
-    assert damaged.returncode == 1
+    assert damaged.exit_code == 1
     assert str(data) in damaged.stdout

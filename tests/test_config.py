@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.ranks import REPOSITORY, tiny_overrides
+from tests.forked import REPOSITORY
+from tests.ranks import tiny_overrides
 from trainer import RunConfig, UserError, load_config, run
 from trainer.config import (
     MeshSection,
@@ -158,6 +159,7 @@ def test_the_tree_is_frozen() -> None:
             setattr(owner, name, getattr(owner, name))
 
 
+@pytest.mark.slow
 def test_no_garbage_makes_it_crash_and_what_it_accepts_it_can_write(tmp_path: Path) -> None:
     """200 random overrides, seeded: a configuration that its own YAML gives again, or a UserError, and nothing else."""
     draw = random.Random(0)
@@ -247,16 +249,19 @@ def help_text() -> tuple[str, float]:
     return done.stdout, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
+@pytest.mark.slow
 def test_help_is_quick(help_text: tuple[str, float]) -> None:
     assert help_text[1] < 1.0
 
 
+@pytest.mark.slow
 def test_help_lists_every_recipe(help_text: tuple[str, float]) -> None:
     for name, path in recipe_files().items():
         assert len(description(path)) > 20
         assert re.search(rf"^  {name} +{re.escape(description(path))}$", help_text[0], re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_help_lists_every_key_with_type_default_and_meaning(help_text: tuple[str, float]) -> None:
     listed = re.findall(r"^  (\S+)  \[(.+); default (.+)\]\n      (.+)$", help_text[0], re.MULTILINE)
     for model in ("llama", "gpt2"):

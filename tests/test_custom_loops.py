@@ -412,11 +412,13 @@ def resume_on_ranks(folder: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_own_state_is_resumed(tmp_path: Path) -> None:
     expected = [[1, 1, 1, 1], [3, 2, 3, 2], [6, 3, 6, 3], [10, 4, 10, 4]]
     assert resume_own_state(tmp_path) == {"found": expected, "is_open": False}
 
 
+@pytest.mark.slow
 def test_own_state_is_resumed_on_every_rank_and_trainers_follow_each_other(tmp_path: Path) -> None:
     """Each Trainer opens and closes the process group: what the one before left in the store must not mislead it.
 

@@ -175,6 +175,7 @@ def test_global_batches_do_not_depend_on_ranks_or_micro_batches(num_ranks: int, 
     assert take_all_ranks(num_ranks, micro, 12).tolist() == expected.tolist()
 
 
+@pytest.mark.slow
 def test_workers_change_nothing() -> None:
     expected = take_all_ranks(2, 3, 5)
     assert take_all_ranks(2, 3, 5, num_workers=2).tolist() == expected.tolist()
@@ -195,6 +196,7 @@ def test_batches_are_int64_tensors_of_the_right_shape() -> None:
     assert torch.equal(batch["tokens"][:, 1:], batch["targets"][:, :-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_resume_is_exact_although_workers_read_ahead(num_workers: int) -> None:
     straight = take(make_loader(), 9)
@@ -246,6 +248,7 @@ def test_more_ranks_than_samples() -> None:
     assert take_all_ranks(8, 3, 4, num_samples=1).tolist() == np.zeros((4, 24)).tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_global_random_generators_stay_as_they_are(num_workers: int) -> None:
     torch.manual_seed(1)
@@ -261,6 +264,7 @@ def test_global_random_generators_stay_as_they_are(num_workers: int) -> None:
     assert random.getstate() == before[2]
 
 
+@pytest.mark.slow
 def test_workers_outlive_signals_and_end_with_close() -> None:
     others = set(multiprocessing.active_children())
     loader = make_loader(num_workers=2)
@@ -280,6 +284,7 @@ def test_workers_outlive_signals_and_end_with_close() -> None:
     assert set(multiprocessing.active_children()) == others
 
 
+@pytest.mark.slow
 def test_a_process_that_forgets_to_close_ends_all_the_same() -> None:
     """Workers ignore SIGTERM, the only thing that multiprocessing sends them at exit before it waits for them."""
     program = "from tests.test_data import make_loader; loader = make_loader(num_workers=1); next(loader); print('end')"
@@ -720,6 +725,7 @@ def test_stdlib_with_a_tokenizer_file(small_stdlib: Path, tmp_path: Path) -> Non
 # -- no torch ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_checking_the_data_imports_no_torch() -> None:
     program = "import sys, trainer.data.source, trainer.data.order, trainer.prepare; print('torch' in sys.modules)"
     root = Path(__file__).parent.parent

@@ -122,6 +122,7 @@ def no_such_name(name: str) -> str:
     raise socket.gaierror("Name or service not known")
 
 
+@pytest.mark.slow
 def test_rendezvous(scontrol: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "gethostbyname", resolve)
     env = SRUN | JOB
@@ -132,6 +133,7 @@ def test_rendezvous(scontrol: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert 1024 < int(env["MASTER_PORT"]) < 32768, "below the ephemeral ports"
 
 
+@pytest.mark.slow
 def test_address_where_names_do_not_resolve(scontrol: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "gethostbyname", no_such_name)
     env = dict(SRUN)
@@ -158,6 +160,7 @@ def test_all_tasks_find_the_same_port_and_other_steps_another() -> None:
     assert len({first, *others}) == 4
 
 
+@pytest.mark.slow
 def test_without_scontrol_the_user_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a container on a cluster: MASTER_ADDR is what helps."""
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -165,6 +168,7 @@ def test_without_scontrol_the_user_is_told(tmp_path: Path, monkeypatch: pytest.M
         export_slurm_rendezvous(dict(SRUN))
 
 
+@pytest.mark.slow
 def test_a_failing_scontrol_is_told(scontrol: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = scontrol.parent / "bin" / "scontrol"
     program.write_text("#!/bin/sh\necho 'slurm_load_jobs error: Unable to contact slurm controller' >&2\nexit 1\n")

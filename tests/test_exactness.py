@@ -62,9 +62,15 @@ SETTINGS_ON_FOUR = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "runs", "num_steps"),
-    [(1, ON_ONE, 20), (2, ON_TWO, 20), (4, ON_FOUR, 20), (4, SETTINGS_ON_FOUR, 6)],
+    [
+        (1, ON_ONE, 20),
+        (2, ON_TWO, 20),
+        (4, ON_FOUR, 20),
+        pytest.param(4, SETTINGS_ON_FOUR, 6, marks=pytest.mark.campaign),
+    ],
     ids=["1", "2", "4", "4, other settings"],
 )
 def test_losses_agree_on_every_mesh(
@@ -78,6 +84,7 @@ def test_losses_agree_on_every_mesh(
         assert found["tokens"] == expected["tokens"], overrides
 
 
+@pytest.mark.slow
 def test_a_plain_pytorch_loop_gives_the_same_losses(tmp_path: Path) -> None:
     config = load_config("llama_small", [*tiny_overrides("train.steps=20"), f"run.dir={tmp_path}"])
     ran = run_tiny(tmp_path, "train.steps=20")
@@ -132,6 +139,7 @@ def plain_loop(config: Any) -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["1", "2x2"])
 def test_resume_is_bit_equal(mesh: str, tmp_path: Path) -> None:
     common = ["data.num_workers=2", *MESHES[mesh]]
@@ -173,7 +181,8 @@ def assert_equal_tensors(a: dict[str, Any], b: dict[str, Any]) -> None:
     assert [name for name in tensors if not torch.equal(left[name], right[name])] == []
 
 
-@pytest.mark.parametrize("to", ["1", "2", "2x2"])
+@pytest.mark.slow
+@pytest.mark.parametrize("to", ["2", *(pytest.param(to, marks=pytest.mark.campaign) for to in ("1", "2x2"))])
 def test_a_checkpoint_of_four_ranks_goes_on_elsewhere(to: str, tmp_path: Path, four: Path, straight: Any) -> None:
     """No sample twice and none missed: the losses are those of the run that never stopped."""
     shutil.copytree(four, tmp_path / "run")
@@ -230,6 +239,7 @@ def initial_weights(meshes: list[list[str]]) -> list[dict[str, torch.Tensor]]:
     return found
 
 
+@pytest.mark.slow
 def test_initial_weights_are_bit_identical_on_every_mesh() -> None:
     """An odd vocabulary makes uneven shards; gpt2 has a tied table."""
     ((one, other_seed),) = run_ranks(1, initial_weights, [[], ["run.seed=1"]])

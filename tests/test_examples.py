@@ -9,9 +9,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.ranks import REPOSITORY, tiny_overrides
+import pytest
+
+from tests.forked import REPOSITORY
+from tests.ranks import run_python_module, tiny_overrides
 
 
+@pytest.mark.slow
 def test_distillation_from_a_second_sharded_model(tmp_path: Path) -> None:
     command = [
         sys.executable,
@@ -37,13 +41,13 @@ def test_its_subclass_is_short() -> None:
     assert subclass.end_lineno - subclass.lineno < 40
 
 
+@pytest.mark.slow
 def test_the_readmes_model_of_ones_own(tmp_path: Path) -> None:
     """What the README shows is run as it stands there."""
     readme = (REPOSITORY / "README.md").read_text()
     (code,) = [part.partition("```")[0] for part in readme.split("```python\n")[1:] if "# my_models.py" in part]
     (tmp_path / "my_models.py").write_text(code)
-    command = [sys.executable, "-m", "trainer.run", "recipe=llama_small", "model.name=my_models:tiny", "model.width=96"]
+    command = ["recipe=llama_small", "model.name=my_models:tiny", "model.width=96"]
     settings = ["train.steps=3", "eval.every=0", "log.sample_tokens=0", f"run.dir={tmp_path / 'run'}"]
-    environment = os.environ | {"PYTHONPATH": f"{REPOSITORY}:{tmp_path}"}
-    done = subprocess.run([*command, *settings], cwd=tmp_path, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
+    done = run_python_module("trainer.run", *command, *settings, cwd=tmp_path)
+    assert done.exit_code == 0, done.stderr

@@ -30,7 +30,8 @@ import pytest
 import torch
 
 from tests.faults import Fault, Started, start
-from tests.ranks import REPOSITORY, run_command, run_ranks
+from tests.forked import REPOSITORY
+from tests.ranks import run_command, run_ranks
 from tests.test_exactness import assert_equal_tensors, load_tensors
 from tests.test_processes import processes_of
 from trainer import Trainer, load_config
@@ -72,7 +73,7 @@ def check_each(cases: Iterable[Any], check: Callable[[Any], str]) -> None:
 
 def slow(*cases: Any) -> list[Any]:
     """Return cases of a test that only the whole campaign runs."""
-    return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.faults) for case in cases]
+    return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.campaign) for case in cases]
 
 
 def steps_in(folder: Path) -> list[int]:
@@ -266,6 +267,7 @@ def kills(tmp_path_factory: pytest.TempPathFactory) -> KillCampaign:
     return KillCampaign(tmp_path_factory.mktemp("kills"))
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on(kills: KillCampaign) -> None:
     points = kills.draw(Kind("sync"), ("write", "publish", "prune"), 3, seed=1)
     points += kills.draw(Kind("async"), ("collect", "publish"), 2, seed=1)
@@ -287,7 +289,7 @@ SHARES = [
 ]
 
 
-@pytest.mark.faults
+@pytest.mark.campaign
 @pytest.mark.timeout(1800)
 def test_killed_at_two_hundred_points(kills: KillCampaign) -> None:
     points = [kill for kind, phases, count in SHARES for kill in kills.draw(kind, phases, count, seed=2)]
@@ -295,7 +297,7 @@ def test_killed_at_two_hundred_points(kills: KillCampaign) -> None:
     check_each(points, kills.check)
 
 
-@pytest.mark.faults
+@pytest.mark.campaign
 def test_killed_at_random_moments_from_outside(kills: KillCampaign) -> None:
     """Not where the run itself counts something, but at any time from its first import to its end."""
     draw = random.Random(3)
@@ -316,7 +318,7 @@ def test_killed_at_random_moments_from_outside(kills: KillCampaign) -> None:
     check_each(cases, check)
 
 
-@pytest.mark.faults
+@pytest.mark.campaign
 @pytest.mark.parametrize("whom", ["one", "all"])
 @pytest.mark.parametrize(("phase", "number"), [("write", 2000), ("publish", 12)])
 def test_killed_under_the_launcher(phase: str, number: int, whom: str, tmp_path: Path) -> None:
@@ -453,22 +455,24 @@ def damage_and_load(source: Path, folder: Path, count: int, seed: int, of_rank: 
     return wrong
 
 
+@pytest.mark.slow
 def test_damage_is_found_and_the_checkpoint_before_is_taken(three: Path, tmp_path: Path) -> None:
     assert damage_and_load(three, tmp_path, 4 * len(FILES), seed=1) == []
 
 
-@pytest.mark.faults
+@pytest.mark.campaign
 def test_damage_is_found_on_two_ranks(three_of_two: Path, tmp_path: Path) -> None:
     assert run_ranks(2, damage_and_load, three_of_two, tmp_path, 4, 2) == [[], []]
 
 
-@pytest.mark.faults
+@pytest.mark.campaign
 def test_two_hundred_damages(three: Path, three_of_two: Path, tmp_path: Path) -> None:
     (tmp_path / "two").mkdir()
     assert damage_and_load(three, tmp_path, 160, seed=3) == []
     assert run_ranks(2, damage_and_load, three_of_two, tmp_path / "two", 44, 4) == [[], []]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_damage_through_the_command_line(ranks: int, three: Path, three_of_two: Path, tmp_path: Path) -> None:
     """The one before is taken, the run goes on to its end, and ends as the undisturbed one did."""
@@ -486,6 +490,7 @@ def test_damage_through_the_command_line(ranks: int, three: Path, three_of_two: 
     assert contents(run / "checkpoints" / NEWEST) == contents(source / "checkpoints" / NEWEST)
 
 
+@pytest.mark.slow
 def test_all_are_damaged(three: Path, tmp_path: Path) -> None:
     run, draw = tmp_path / "run", random.Random(5)
     shutil.copytree(three, run)
@@ -523,6 +528,7 @@ def stamps(folder: Path) -> dict[str, tuple[int, bytes]]:
     return {str(path.relative_to(folder)): (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FILES)
 def test_sizes_alone_find_truncation(name: str, three: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
@@ -534,6 +540,7 @@ def test_sizes_alone_find_truncation(name: str, three: Path, tmp_path: Path) -> 
     assert str(path) in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in FILES if name not in (".metadata", "__0_0.distcp")])
 def test_with_sizes_alone_a_damaged_small_file_is_no_crash(name: str, three: Path, tmp_path: Path) -> None:
     """Small files are checked anyway, as they are read: what is found then is damage as any other."""
@@ -546,6 +553,7 @@ def test_with_sizes_alone_a_damaged_small_file_is_no_crash(name: str, three: Pat
     assert str(path) in said
 
 
+@pytest.mark.slow
 def test_a_folder_without_files_is_damage_too(three: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(three, run)
@@ -556,6 +564,7 @@ def test_a_folder_without_files_is_damage_too(three: Path, tmp_path: Path) -> No
     assert str(run / "checkpoints" / NEWEST) in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, *slow(2)])
 def test_a_step_saved_twice_is_never_away(ranks: int, tmp_path: Path) -> None:
     """Between the two renames of a second publishing, the first one is what there is."""
@@ -619,6 +628,7 @@ def assert_all_good(folder: Path) -> None:
         assert find_damage(place, read_manifest(place), "full") == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("where", "ranks", "mode"),
     [
@@ -652,6 +662,7 @@ def test_the_disk_is_full_for_a_while(where: str, ranks: int, mode: str, disk: P
     assert of("train", run.folder, "loss") == of("train", plain.folder, "loss")
 
 
+@pytest.mark.slow
 def test_the_disk_of_the_run_itself_is_full_for_a_while(disk: Path, tmp_path: Path) -> None:
     """Metrics and status lie there, too: more lines than the rest of a page of the disk holds."""
     fault = Fault(
@@ -667,6 +678,7 @@ def test_the_disk_of_the_run_itself_is_full_for_a_while(disk: Path, tmp_path: Pa
     assert of("train", run.folder, "step") == list(range(1, 37)), "what could not be written was written later"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "mode"), [(2, "async"), *slow((1, "async"), (1, "sync"), (2, "sync"))])
 def test_the_folder_becomes_read_only(ranks: int, mode: str, disk: Path, tmp_path: Path) -> None:
     """For good: the run fails as `checkpoint.max_failures` says, and what was there before can be read."""
@@ -690,7 +702,7 @@ def test_the_folder_becomes_read_only(ranks: int, mode: str, disk: Path, tmp_pat
     assert of("start", again.folder, "resumed_step") == [None, 4]
 
 
-@pytest.mark.faults
+@pytest.mark.campaign
 def test_a_file_stands_where_the_folder_was(tmp_path: Path) -> None:
     saved = tmp_path / "saved"
     fault = Fault(step_s=0.2, commands={"3": f"mv {saved} {saved}.away; touch {saved}"})
@@ -702,12 +714,13 @@ def test_a_file_stands_where_the_folder_was(tmp_path: Path) -> None:
     assert "Traceback" not in run.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("place", "rank"), [("write", 1), *slow(("publish", 0))])
 def test_storage_hangs_for_some_seconds(place: str, rank: int, tmp_path: Path) -> None:
     hang(tmp_path, place, rank, 5.0)
 
 
-@pytest.mark.faults
+@pytest.mark.campaign
 @pytest.mark.parametrize(("place", "rank"), [("begin", 0), ("write", 0), ("write", 1), ("finish", 0), ("publish", 0)])
 def test_storage_hangs_for_half_a_minute(place: str, rank: int, tmp_path: Path) -> None:
     hang(tmp_path, place, rank, 30.0)
@@ -726,7 +739,7 @@ def hang(folder: Path, place: str, rank: int, seconds: float) -> None:
     assert steps_in(run.folder) == [2, STEPS]
 
 
-@pytest.mark.faults
+@pytest.mark.campaign
 @pytest.mark.parametrize(("place", "rank"), [("write", 1), ("publish", 0), ("begin", 0)])
 def test_storage_hangs_for_longer_than_ranks_wait(place: str, rank: int, tmp_path: Path) -> None:
     """Storage may be slower than anything else that ranks wait for: `run.timeout_s` is not about it."""
@@ -738,6 +751,7 @@ def test_storage_hangs_for_longer_than_ranks_wait(place: str, rank: int, tmp_pat
     assert steps_in(run.folder)[-1] == 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("place", "rank", "mode"),
     [("write", 1, "async"), *slow(("publish", 0, "async"), ("begin", 0, "async"), ("write", 0, "sync"))],
@@ -767,12 +781,13 @@ STAGES = [("collect", 1), ("write", 1), ("publish", 0), ("collect", 0), ("stage"
 STAGES += [("write_files", 0), ("finish", 0), ("stage", 1), ("write_files", 1)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("place", "rank"), [*STAGES[:2], *slow(*STAGES[2:])])
 def test_one_rank_fails_to_save(place: str, rank: int, tmp_path: Path) -> None:
     one_rank_fails("async", place, rank, tmp_path)
 
 
-@pytest.mark.faults
+@pytest.mark.campaign
 @pytest.mark.parametrize(("place", "rank"), [stage for stage in STAGES if stage[0] != "stage"])
 def test_one_rank_fails_to_save_while_training_waits(place: str, rank: int, tmp_path: Path) -> None:
     one_rank_fails("sync", place, rank, tmp_path)
@@ -798,6 +813,7 @@ def one_rank_fails(mode: str, place: str, rank: int, folder: Path) -> None:
     assert_all_good(run.folder / "checkpoints")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["async", *slow("sync")])
 def test_too_many_failures_end_the_run(mode: str, tmp_path: Path) -> None:
     fault = Fault(fail="write", rank=1, first=1, last=99, step_s=0.1)
@@ -814,6 +830,7 @@ def test_too_many_failures_end_the_run(mode: str, tmp_path: Path) -> None:
     assert "write fails on purpose" in status["reason"]
 
 
+@pytest.mark.slow
 def test_pruning_fails_and_the_save_has_not(tmp_path: Path) -> None:
     fault = Fault(fail="prune", first=0, last=0)
     run = start(tmp_path / "run", *RUN, fault=fault)
@@ -829,6 +846,7 @@ def test_pruning_fails_and_the_save_has_not(tmp_path: Path) -> None:
 ENDS = {"normal": 0, "raise": 1, "SIGTERM": 75, "SIGINT": 75}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "how"),
     [
@@ -850,7 +868,7 @@ def test_exit_with_a_save_in_flight(how: str, ranks: int, tmp_path: Path) -> Non
     assert run.stderr.count("Traceback") == (how == "raise"), run.stderr
 
 
-@pytest.mark.faults
+@pytest.mark.campaign
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_the_launcher_is_stopped_with_a_save_in_flight(number: signal.Signals, tmp_path: Path) -> None:
     folder, log = tmp_path / "run", tmp_path / "log"
@@ -892,6 +910,7 @@ def running(folder: Path) -> Iterator[Started]:
         run.wait()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_folder_belongs_to_one_run(ranks: int, tmp_path: Path) -> None:
     folder = tmp_path / "run"
@@ -919,6 +938,7 @@ def killed_elsewhere(folder: Path) -> dict[str, Any]:
     return owner
 
 
+@pytest.mark.slow
 def test_a_lock_of_another_host_that_beats_no_more(tmp_path: Path) -> None:
     killed_elsewhere(tmp_path / "run")
     os.utime(tmp_path / "run" / ".owner.json", (time.time() - 120,) * 2)
@@ -927,6 +947,7 @@ def test_a_lock_of_another_host_that_beats_no_more(tmp_path: Path) -> None:
     assert run.wait(20) == [0], run.stderr
 
 
+@pytest.mark.slow
 def test_a_lock_of_another_host_that_beats(tmp_path: Path) -> None:
     owner = killed_elsewhere(tmp_path / "run")
     run = start(tmp_path / "run", *with_("train.steps=100000"))
@@ -937,7 +958,7 @@ def test_a_lock_of_another_host_that_beats(tmp_path: Path) -> None:
     assert f"process {owner['pid']} on elsewhere" in run.stderr
 
 
-@pytest.mark.faults
+@pytest.mark.campaign
 def test_a_lock_of_another_host_that_beat_a_moment_ago(tmp_path: Path) -> None:
     """It is waited for, until it is known to be dead."""
     killed_elsewhere(tmp_path / "run")
@@ -995,6 +1016,7 @@ def save_in_background(folder: Path, meshes: list[tuple[str, ...]]) -> list[str]
 OPTIMIZERS: list[tuple[str, ...]] = [("optim.name=adamw",), ("optim.name=muon",)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, *slow(1, 4)])
 def test_what_is_saved_in_the_background_is_the_state_of_that_moment(ranks: int, tmp_path: Path) -> None:
     extra = ("mesh.replicate=2",) if ranks == 4 else ()
@@ -1028,7 +1050,7 @@ def grow(folder: Path, saves: int) -> tuple[float, float, list[float]]:
     return staged, before, sizes
 
 
-@pytest.mark.faults
+@pytest.mark.campaign
 def test_thirty_saves_in_a_row_take_the_memory_of_one(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", "2g") as folder:
         ((staged, before, sizes),) = run_ranks(1, grow, folder / "run", 30)
@@ -1058,6 +1080,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, *slow(2)])
 def test_a_changed_model_is_refused(ranks: int, three: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
@@ -1073,6 +1096,7 @@ def test_a_changed_model_is_refused(ranks: int, three: Path, tmp_path: Path) -> 
         assert stamps(run) == before, name
 
 
+@pytest.mark.slow
 def test_nothing_is_half_loaded(three: Path, tmp_path: Path) -> None:
     own = Trainer(mlp_config(tmp_path, "model.num_hidden=4"))
     before = {name: local(p).detach().clone() for name, p in own.model.named_parameters()}
@@ -1084,6 +1108,7 @@ def test_nothing_is_half_loaded(three: Path, tmp_path: Path) -> None:
     own.close()
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_not_half_loaded_into_a_run_that_goes_on(three: Path, tmp_path: Path) -> None:
     shutil.copytree(three / "checkpoints" / BEFORE, tmp_path / "saved")
     flip(tmp_path / "saved" / "__0_0.distcp", 2_000_000)
@@ -1101,6 +1126,7 @@ def test_a_damaged_checkpoint_is_not_half_loaded_into_a_run_that_goes_on(three: 
 # Housekeeping
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [1, *slow(0)])
 def test_weights_that_are_not_finite_are_never_published(rank: int, tmp_path: Path) -> None:
     run = start(tmp_path / "run", *with_("train.steps=6"), ranks=2, fault=Fault(poison_step=3, rank=rank))
@@ -1129,6 +1155,7 @@ def test_forgotten_state_is_an_error(tmp_path: Path) -> None:
         assert not (tmp_path / "run" / "checkpoints").exists()
 
 
+@pytest.mark.slow
 def test_leftovers_of_crashes_are_cleaned(three: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(three, run)
@@ -1148,6 +1175,7 @@ def test_leftovers_of_crashes_are_cleaned(three: Path, tmp_path: Path) -> None:
     assert leftovers(run) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("keep", "kept"),
     [
@@ -1166,6 +1194,7 @@ def test_which_checkpoints_are_kept(mode: str, keep: list[str], kept: list[int],
     assert steps_in(tmp_path / "run") == kept
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("when", "saved"), [("wait", [2, 4, 6, 8]), ("skip", [2, 8])])
 def test_a_save_is_due_while_one_is_in_flight(when: str, saved: list[int], tmp_path: Path) -> None:
     arguments = with_(f"checkpoint.when_busy={when}", "checkpoint.keep_last=0")

@@ -43,6 +43,7 @@ def small_llama() -> tuple[nn.Module, list[nn.Module]]:
 # What is refused
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(HAS_TORCHAO, reason="torchao is installed")
 @pytest.mark.parametrize("launch", [[], ["nproc=2"]])
 def test_without_torchao_one_message_says_what_to_install(launch: list[str], tmp_path: Path) -> None:
@@ -80,9 +81,9 @@ def test_rules(overrides: list[str], message: str) -> None:
         check_config(config, 1, 1)
 
 
-def test_a_plan_needs_no_torchao_and_says_what_it_leaves_out() -> None:
+def test_a_plan_needs_no_torchao_and_says_what_it_leaves_out(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["recipe=llama_small", "ranks=2", "device=h100", "train.float8=tensorwise", BFLOAT16]
-    assert "not counted: what float8 saves" in run_plan(*arguments).stdout
+    assert "not counted: what float8 saves" in run_plan(capsys, *arguments)[0]
 
 
 # ---------------------------------------------------------------------------------------------------------------

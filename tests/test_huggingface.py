@@ -118,6 +118,7 @@ def load_there(folder: Path, **options: Any) -> Any:
 # Out, and back
 
 
+@pytest.mark.slow
 def test_transformers_computes_the_same_logits(
     case: tuple[Recipe, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -417,6 +418,7 @@ def fill_each(folder: Path, meshes: list[tuple[int, ...]]) -> list[str]:
     return wrong
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "meshes"), [(2, [(2,)]), (4, [(4,), (2, 2)])])
 def test_each_rank_reads_its_own_rows_and_no_others(ranks: int, meshes: Any, tmp_path: Path) -> None:
     """Odd vocabularies make uneven shards, five rows on four ranks an empty one; gathered again, all is as before."""
@@ -444,6 +446,7 @@ def fill_columns(folder: Path) -> list[str]:
     return [name for name in whole if not torch.equal(whole[name], expected[name])] + [str(len(whole))]
 
 
+@pytest.mark.slow
 def test_a_model_split_along_its_columns(tmp_path: Path) -> None:
     recipe, config = SHARDED["llama"]
     export_model(build(recipe, config), recipe, config, tmp_path)
@@ -665,6 +668,7 @@ def test_an_export_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
     assert_same_bits(load_here(tmp_path), old)
 
 
+@pytest.mark.slow
 def test_what_a_killed_export_leaves_is_no_model_and_in_nobodys_way(tmp_path: Path) -> None:
     code = (
         "import os, signal, sys; from tests.test_huggingface import *\n"
@@ -736,6 +740,7 @@ print(sum(p.nbytes for p in model.parameters()) / 2**20, out)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_export_needs_memory_for_a_few_blocks_only(name: str, tmp_path: Path) -> None:
     """About 200 MiB in blocks of 8 MiB: in another dtype, and in transposed pieces."""

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.ranks import REPOSITORY
+from tests.forked import REPOSITORY
 
 FILES = sorted(path for path in (REPOSITORY / "launch").iterdir() if path.is_file())
 BATCH_FILES = [path for path in FILES if path.suffix == ".sbatch"]
@@ -47,6 +47,7 @@ def test_short_and_begins_with_what_to_change(path: Path) -> None:
     assert max(map(len, lines)) <= 120
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", FILES, ids=name)
 def test_it_parses(path: Path) -> None:
     if path.suffix in (".sh", ".sbatch"):
@@ -57,6 +58,7 @@ def test_it_parses(path: Path) -> None:
         ast.parse(path.read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", [path for path in FILES if path.suffix == ".yaml"], ids=name)
 def test_commands_in_yaml_parse_too(path: Path) -> None:
     def commands(node: object) -> list[str]:
@@ -127,6 +129,7 @@ def stubs(tmp_path: Path) -> Stubs:
     return Stubs(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("gpus", "expected"), [(None, 2), (0, 2), (3, 3)])
 def test_one_node_with_and_without_gpus(gpus: int | None, expected: int, stubs: Stubs) -> None:
     stubs.add("torchrun", "exit 7")
@@ -152,7 +155,11 @@ def batch(stubs: Stubs, folder: Path, srun: str, restart: int = 0, **env: str) -
     return stubs.run("slurm.sbatch", **(slurm | {"RUN_DIR": str(folder)} | env))
 
 
-@pytest.mark.parametrize(("updates", "attempts"), [(0, 3), (1, 3), (2, 3), (3, None)])
+CAMPAIGN = [pytest.param(*case, marks=pytest.mark.campaign) for case in ((0, 3), (1, 3))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("updates", "attempts"), [*CAMPAIGN, (2, 3), (3, None)])
 def test_one_update_at_a_time_is_no_progress(updates: int, attempts: int | None, stubs: Stubs, tmp_path: Path) -> None:
     """A job whose notice comes as soon as it has begun: it would be requeued for ever."""
     for number in range(attempts or 5):
@@ -168,6 +175,7 @@ def test_one_update_at_a_time_is_no_progress(updates: int, attempts: int | None,
         assert batch(stubs, tmp_path / "run", "exit 0", attempts, MIN_STEPS="0").returncode == 0
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_not_idle(stubs: Stubs, tmp_path: Path) -> None:
     """Its node has failed before the batch file could leave."""
     for number in range(5):
@@ -184,6 +192,7 @@ said finished 99
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", ["mkdir", "rm", "date", "srun"])
 def test_no_notice_is_lost(program: str, stubs: Stubs, tmp_path: Path) -> None:
     """Whatever the batch file is doing when the signal comes."""
@@ -195,6 +204,7 @@ def test_no_notice_is_lost(program: str, stubs: Stubs, tmp_path: Path) -> None:
     assert stubs.called("scontrol") == ["requeue 7"]
 
 
+@pytest.mark.slow
 def test_a_notice_that_cannot_be_written_is_tried_once_a_second(stubs: Stubs, tmp_path: Path) -> None:
     """On a full disk it used to try thousands of times a second."""
     stubs.add("touch", "exit 1")
@@ -204,7 +214,8 @@ def test_a_notice_that_cannot_be_written_is_tried_once_a_second(stubs: Stubs, tm
     assert 1 <= len(stubs.called("touch")) < 40
 
 
-@pytest.mark.parametrize("helps", [True, False])
+@pytest.mark.slow
+@pytest.mark.parametrize("helps", [True, pytest.param(False, marks=pytest.mark.campaign)])
 def test_a_step_that_outlives_its_ranks_is_ended(helps: bool, stubs: Stubs, tmp_path: Path) -> None:
     """It need not be the job's first.  If Slurm does not even cancel it, srun is left to itself."""
     pid = tmp_path / "pid"
@@ -226,6 +237,7 @@ def test_the_step_has_the_name_it_is_looked_for_by(path: Path) -> None:
     assert "srun --job-name=ranks " in path.read_text().partition("# ---- The same")[0]
 
 
+@pytest.mark.slow
 def test_a_container_sees_the_folder_of_the_run(stubs: Stubs, tmp_path: Path) -> None:
     stubs.add("scontrol", 'case $2 in hostnames) echo n1 ;; node) echo "NodeName=n1 NodeAddr=10.0.0.1 X=1" ;; esac')
     stubs.add("srun", 'echo "MASTER_ADDR=$MASTER_ADDR"')

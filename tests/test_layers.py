@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.ranks import REPOSITORY
+from tests.forked import REPOSITORY
 
 DOORS = {
     "safetensors": ["trainer/huggingface.py", "trainer/checkpoint/", "trainer/inference.py", "trainer/export.py"],
@@ -89,6 +89,7 @@ def test_no_room_without_a_name() -> None:
     assert [path for path in FILES if path.stem in ("utils", "common", "helpers", "misc")] == []
 
 
+@pytest.mark.slow
 def test_floors() -> None:
     """import-linter's contract in pyproject.toml."""
     script = "from importlinter.cli import lint_imports_command; lint_imports_command()"

@@ -227,6 +227,7 @@ def test_tensorboard(resumed: Resumed) -> None:
 # Weights & Biases
 
 
+@pytest.mark.slow
 def test_wandb_offline_keeps_one_id_over_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith("WANDB_")]:
         monkeypatch.delenv(name)

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks import REPOSITORY, Ran, run_command, tiny_overrides
+from tests.forked import REPOSITORY
+from tests.ranks import Ran, run_command, tiny_overrides
 
 TIMEOUT_S = 12
 
@@ -37,7 +38,10 @@ def can_make_namespaces() -> bool:
     return True
 
 
-pytestmark = pytest.mark.skipif(not can_make_namespaces(), reason="network namespaces need root and iproute2")
+pytestmark = [
+    pytest.mark.campaign,
+    pytest.mark.skipif(not can_make_namespaces(), reason="network namespaces need root and iproute2"),
+]
 
 
 @pytest.fixture

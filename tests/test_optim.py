@@ -240,6 +240,7 @@ def on_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, An
     return {1: train_with_each_optimizer(one), 2: run_ranks(2, train_on_ranks, two)[-1]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(LR))
 def test_every_optimizer_trains(name: str, on_ranks: dict[int, dict[str, Any]]) -> None:
     losses = on_ranks[2][name]["straight"]["losses"]
@@ -247,6 +248,7 @@ def test_every_optimizer_trains(name: str, on_ranks: dict[int, dict[str, Any]]) 
     assert losses[-1] < 0.85 * losses[0], losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(LR))
 def test_every_optimizer_resumes_bit_equal(name: str, on_ranks: dict[int, dict[str, Any]]) -> None:
     for runs in (on_ranks[1][name], on_ranks[2][name]):
@@ -254,6 +256,7 @@ def test_every_optimizer_resumes_bit_equal(name: str, on_ranks: dict[int, dict[s
         assert torch.equal(runs["second"]["weights"], runs["straight"]["weights"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "tolerance"), [("adamw", 1e-5), ("sgd", 1e-5), ("muon", 1e-3)])
 def test_one_rank_and_two_agree(name: str, tolerance: float, on_ranks: dict[int, dict[str, Any]]) -> None:
     """Measured: adamw 1e-7, sgd 2e-7; muon 2e-4, because it orthogonalizes in bf16, where the order of sums shows."""

@@ -9,15 +9,18 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from tests.forked import REPOSITORY
 from tests.plan_truth import CollectiveLog, StorageMeter, as_logged, metered_peak, tracked_peak
-from tests.ranks import REPOSITORY, run_command, run_ranks, run_tiny
+from tests.ranks import run_command, run_ranks, run_tiny
 from trainer import RunConfig, Trainer, UserError, load_config
 from trainer.config import AUTO, MeshShape
+from trainer.plan.__main__ import command_line
 from trainer.plan.machine import GIB, Machine, find_machine
 from trainer.plan.plan import Plan, make_plan, planned
 from trainer.plan.probe import Probe
@@ -81,9 +84,10 @@ MORE_TRACKED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "overrides", "sizes"),
-    [*TRACKED, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE_TRACKED)],
+    [*TRACKED, *(pytest.param(*case, marks=pytest.mark.campaign) for case in MORE_TRACKED)],
 )
 def test_the_peak_is_that_of_torchs_tracker(recipe: str, overrides: list[str], sizes: tuple[int, int]) -> None:
     shape = MeshShape(*sizes)
@@ -113,6 +117,7 @@ METERED: list[tuple[str, list[str], tuple[int, int], int]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "overrides", "sizes", "micro_batches"), METERED)
 def test_the_peak_is_that_of_the_storages(
     recipe: str, overrides: list[str], sizes: tuple[int, int], micro_batches: int
@@ -136,6 +141,7 @@ def test_a_model_that_nobody_has_seen() -> None:
 WAYS = ["", "activation", "flag", "left out", "between", "twice", "reversed", "crossed"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("micro_batches", [1, 3])
 def test_blocks_that_only_look_equal_are_run_one_by_one(way: str, micro_batches: int) -> None:
@@ -190,13 +196,18 @@ def measure(overrides: list[str]) -> tuple[int, Counter[tuple[str, int, int]]]:
 REAL = [
     (2, ["mesh.shard=2"]),
     (4, ["mesh.replicate=2", "mesh.shard=2", "train.global_batch_size=24"]),
+]
+MORE_REAL = [
     (4, ["mesh.shard=4", NEVER, "fsdp.param_dtype=bfloat16"]),
     (4, ["mesh.shard=4", "fsdp.reshard_after_forward=2", FULL, "train.global_batch_size=16"]),
     (4, ["mesh.replicate=2", "mesh.shard=2", "fsdp.accumulate=sharded", "train.global_batch_size=24"]),
 ]
 
 
-@pytest.mark.parametrize(("nproc", "overrides"), REAL)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("nproc", "overrides"), [*REAL, *(pytest.param(*case, marks=pytest.mark.campaign) for case in MORE_REAL)]
+)
 def test_a_real_run_needs_and_sends_what_was_planned(nproc: int, overrides: list[str], tmp_path: Path) -> None:
     common = ["data.source=synthetic", "run.threads=1", "train.micro_batch_size=2", f"run.dir={tmp_path / 'run'}"]
     arguments = [*common, *overrides]
@@ -215,10 +226,10 @@ def test_a_real_run_needs_and_sends_what_was_planned(nproc: int, overrides: list
 # auto
 
 
-def exhaustive(config: RunConfig, shape: MeshShape, machine: Machine) -> list[Plan]:
+def exhaustive(config: RunConfig, shape: MeshShape, machine: Machine, micros: Sequence[int]) -> list[Plan]:
     """Return the plan of every choice there is: each unit for itself, each checkpointing, each micro-batch."""
     found = []
-    for micro, kind in itertools.product((1, 2, 4), ("none", 2, "selective", "full")):
+    for micro, kind in itertools.product(micros, ("none", 2, "selective", "full")):
         for entries in itertools.product(("always", "never", 2), repeat=4):
             fsdp = replace(config.fsdp, reshard_after_forward=list(entries))
             train = replace(config.train, micro_batch_size=micro, activation_checkpoint=kind)
@@ -227,16 +238,22 @@ def exhaustive(config: RunConfig, shape: MeshShape, machine: Machine) -> list[Pl
     return [make_plan(one, shape, machine, probe) for one, _ in found]
 
 
-def test_auto_finds_what_an_exhaustive_search_finds() -> None:
-    """Twenty random budgets: what is chosen fits by the storages' own count, and is as fast as the best that fits."""
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("micros", "num_budgets"), [((1, 2), 4), pytest.param((1, 2, 4), 20, marks=pytest.mark.campaign)]
+)
+def test_auto_finds_what_an_exhaustive_search_finds(micros: Sequence[int], num_budgets: int) -> None:
+    """Random budgets: what is chosen fits by the storages' own count, and is as fast as the best that fits."""
     shape = MeshShape(1, 4)
     autos = [f"{key}={AUTO}" for key in chosen_settings(load_config("llama_small"))]
-    config = config_of("llama_small", *autos, "model.num_layers=2", "model.dim=384", shape=shape, micro_batches=4)
+    config = config_of(
+        "llama_small", *autos, "model.num_layers=2", "model.dim=384", shape=shape, micro_batches=max(micros)
+    )
     base = find_machine("h100", ranks_per_node=2, network_gbps=20)
-    everything = exhaustive(config, shape, base)
+    everything = exhaustive(config, shape, base, micros)
     sizes = sorted(plan.memory.peak.total for plan in everything)
     draw, worst = random.Random(3), 0.0
-    for _ in range(20):
+    for _ in range(num_budgets):
         machine = base.with_budget(draw.uniform(sizes[0] * 1.0001, sizes[-1] * 1.05))
         chosen = settle(config, shape, machine).plan
         best_s = min(plan.time.total_s for plan in everything if plan.memory.peak.total <= machine.budget_bytes)
@@ -250,6 +267,7 @@ def test_auto_finds_what_an_exhaustive_search_finds() -> None:
     assert worst < 0.03
 
 
+@pytest.mark.slow
 def test_nothing_fits() -> None:
     shape = MeshShape(1, 8)
     autos = ["fsdp.reshard_after_forward=auto", "train.activation_checkpoint=auto"]
@@ -262,6 +280,7 @@ def test_nothing_fits() -> None:
         settle(config, shape, find_machine("h100", memory_gib=2))
 
 
+@pytest.mark.slow
 def test_a_thousand_candidates_are_quick() -> None:
     shape = MeshShape(1, 64)
     plan = plan_of("llama3_8b", shape=shape)
@@ -282,13 +301,16 @@ def test_a_thousand_candidates_are_quick() -> None:
 # Command line
 
 
-def run_plan(*arguments: str, ends: int = 0) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "trainer.plan", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=REPOSITORY)
-    assert done.returncode == ends, done.stderr + done.stdout
-    return done
+def run_plan(capsys: pytest.CaptureFixture[str], *arguments: str, ends: int = 0) -> tuple[str, str]:
+    """Return what `python -m trainer.plan` prints, on stdout and stderr."""
+    capsys.readouterr()
+    code = command_line(arguments)
+    stdout, stderr = capsys.readouterr()
+    assert code == ends, stderr + stdout
+    return stdout, stderr
 
 
+@pytest.mark.slow
 def test_the_largest_recipe_on_4096_ranks(tmp_path: Path) -> None:
     """Under 10 s and 1 GiB, start of the interpreter included."""
     script = (
@@ -310,12 +332,12 @@ def test_the_largest_recipe_on_4096_ranks(tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_what_a_person_sees() -> None:
-    shown = run_plan("recipe=llama_small", "device=h100").stdout
+def test_what_a_person_sees(capsys: pytest.CaptureFixture[str]) -> None:
+    shown, _ = run_plan(capsys, "recipe=llama_small", "device=h100")
     for words in ("memory of a rank at the peak", "communication of a rank", "time of one step", "MFU", "fits"):
         assert words in shown
     assert "4 ranks of h100" in shown
-    assert "ranks_per_node=N" in run_plan("--help").stdout
+    assert "ranks_per_node=N" in run_plan(capsys, "--help")[0]
 
 
 @pytest.mark.parametrize(
@@ -335,19 +357,22 @@ def test_what_a_person_sees() -> None:
         ),
     ],
 )
-def test_mistakes(arguments: list[str], message: str) -> None:
-    assert message in run_plan(*arguments, ends=2).stderr
+def test_mistakes(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert message in run_plan(capsys, *arguments, ends=2)[1]
 
 
-def test_calibration_is_kept_and_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.campaign
+def test_calibration_is_kept_and_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     before = find_machine("cpu")
     assert not before.is_measured
-    run_plan("--calibrate", "recipe=llama_small", "device=cpu")
+    run_plan(capsys, "--calibrate", "recipe=llama_small", "device=cpu")
     machine = find_machine("cpu")
     assert machine.is_measured
     assert machine.rates.matmul[4] > 1e8
-    assert "measured here" in run_plan("recipe=llama_small", "device=cpu").stdout
+    assert "measured here" in run_plan(capsys, "recipe=llama_small", "device=cpu")[0]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command = [*launcher, "-m", "trainer.plan", "--calibrate", "recipe=llama_small", "mesh.shard=2"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=REPOSITORY)
@@ -356,13 +381,14 @@ def test_calibration_is_kept_and_used(tmp_path: Path, monkeypatch: pytest.Monkey
     assert done.stdout.count("kept in") == 1
     (path,) = (tmp_path / "meshtrainer" / "machines").iterdir()
     path.write_text("{}")
-    assert "is no calibration" in run_plan("recipe=llama_small", "device=cpu", ends=2).stderr
+    assert "is no calibration" in run_plan(capsys, "recipe=llama_small", "device=cpu", ends=2)[1]
 
 
 # ---------------------------------------------------------------------------------------------------------------
 # In the trainer
 
 
+@pytest.mark.slow
 def test_a_run_settles_what_is_auto_and_checks_the_prophecy(tmp_path: Path) -> None:
     autos = [f"{key}={AUTO}" for key in chosen_settings(load_config("llama_small"))]
     ran = run_tiny(tmp_path / "run", *autos, "train.steps=4", "train.global_batch_size=16", "nproc=2")
@@ -381,6 +407,7 @@ def test_a_run_settles_what_is_auto_and_checks_the_prophecy(tmp_path: Path) -> N
     assert again.train("loss") == ran.train("loss")
 
 
+@pytest.mark.slow
 def test_out_of_memory_is_explained(tmp_path: Path) -> None:
     own = ["model.name=tests.own_recipes:greedy", "model.width=600", "data.seq_len=32", "log.sample_tokens=0"]
     own += ["train.micro_batch_size=2", "fsdp.reshard_after_forward=never", "train.steps=5", "eval.every=0"]
@@ -391,6 +418,7 @@ def test_out_of_memory_is_explained(tmp_path: Path) -> None:
     assert ran.stderr.count("would fit: ") == 2, ran.stderr
 
 
+@pytest.mark.slow
 def test_nothing_fits_in_a_run(tmp_path: Path) -> None:
     ran = run_tiny(tmp_path / "run", "fsdp.reshard_after_forward=auto", "run.memory_gib=0.4001", "nproc=2", ends=2)
     assert "nothing fits 0.4001 GiB" in ran.stderr

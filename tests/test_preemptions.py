@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks import REPOSITORY, Ran, run_command, tiny_overrides
+from tests.forked import REPOSITORY
+from tests.ranks import Ran, run_command, tiny_overrides
 from tests.test_stopping import wait_until_it_catches
 
 STEPS = 400
@@ -39,12 +40,13 @@ def preempt(process: subprocess.Popen[str], folder: Path, how: signal.Signals | 
         time.sleep(0.5)
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize(
     "more",
     [
         [],
-        pytest.param(["nproc=2"], marks=pytest.mark.slow),
-        pytest.param(["train.compile=true"], marks=pytest.mark.slow),
+        ["nproc=2"],
+        ["train.compile=true"],
     ],
     ids=["1 rank", "2 ranks", "compiled"],
 )

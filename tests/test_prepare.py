@@ -209,6 +209,7 @@ def test_a_disk_that_is_full(tmp_path: Path, capsys: Any, monkeypatch: Any) -> N
     assert not list((tmp_path / "out").iterdir())
 
 
+@pytest.mark.slow
 def test_the_command_line(tmp_path: Path) -> None:
     root = Path(__file__).parent.parent
     write_jsonl(tmp_path / "a.jsonl", ["x"])

@@ -491,6 +491,7 @@ def capture(monkeypatch: pytest.MonkeyPatch) -> list[torch.profiler.profile]:
     return profilers
 
 
+@pytest.mark.slow
 def test_shares_against_torchs_own_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """llama_small itself.  Of torch's events those within an update; the table knows nothing of updates.
 
@@ -577,6 +578,7 @@ def train_with_a_stop_watch(folder: Path) -> dict[int, float]:
 PHASES = ("data", "forward", "backward", "reduce", "optimizer")
 
 
+@pytest.mark.slow
 def test_two_ranks(tmp_path: Path) -> None:
     """A thread that calls a collective waits in it.  The trace has the same without the calls' way in and out.
 
@@ -614,6 +616,7 @@ def test_a_run_that_ends_in_between(tmp_path: Path) -> None:
     assert (record["first_step"], record["step"]) == (3, 4)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Between the updates it takes the rest of them; past them nothing, and it says so."""
     fit(tmp_path, "train.steps=4")
@@ -643,6 +646,7 @@ def test_a_loop_that_is_left_and_taken_up_again(tmp_path: Path) -> None:
     assert files(tmp_path) == ["trace_3-4_rank0.json.gz", "trace_5-5_rank0.json.gz"]
 
 
+@pytest.mark.slow
 def test_going_back_to_a_checkpoint_ends_the_profile(tmp_path: Path) -> None:
     own = Trainer(profiled_config(tmp_path))
     has_gone_back = False
@@ -743,6 +747,7 @@ def test_leftovers_of_a_killed_attempt_are_removed(tmp_path: Path) -> None:
     assert files(tmp_path) == [".trace_3-5_rank1.json.gz.124", "trace_3-5_rank0.json.gz"], "another rank's is its own"
 
 
+@pytest.mark.slow
 def test_beside_another_profiler(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with torch.profiler.profile() as theirs:
         found = fit(tmp_path)
@@ -770,11 +775,13 @@ def train_with_a_slow_disk(folder: Path) -> int:
     return code
 
 
+@pytest.mark.slow
 def test_other_ranks_wait_for_the_writing(tmp_path: Path) -> None:
     assert run_ranks(2, train_with_a_slow_disk, tmp_path) == [0, 0]
     assert files(tmp_path) == ["trace_3-3_rank0.json.gz"]
 
 
+@pytest.mark.slow
 def test_from_the_command_line(tmp_path: Path) -> None:
     """Two ranks, accumulation, a save and an evaluation between the profiled updates, and the line for a person."""
     ran = run_tiny(tmp_path / "run", "nproc=2", "train.steps=5", "log.profile_steps=[2,4]", "checkpoint.every=3",

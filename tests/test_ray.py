@@ -15,9 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks import REPOSITORY, Ran, run_tiny, tiny_overrides
+from tests.forked import REPOSITORY
+from tests.ranks import Ran, run_tiny, tiny_overrides
 
 pytestmark = [
+    pytest.mark.campaign,
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed"),
     pytest.mark.timeout(400),
 ]

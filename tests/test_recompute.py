@@ -73,6 +73,7 @@ def peak(setting: str) -> int:
     return make_plan(config, shape, find_machine("cpu")).memory.peak.total
 
 
+@pytest.mark.slow
 def test_memory_grows_with_the_budget() -> None:
     """From that of full recomputation to no more than that of keeping everything costly."""
     peaks = [peak(f"budget:{share}") for share in (0, 0.05, 0.1, 0.2, 0.3, 0.5, 1)]
@@ -96,6 +97,7 @@ def losses_and_gradients(folder: Path, settings: list[list[str]]) -> list[tuple[
     return found
 
 
+@pytest.mark.slow
 def test_nothing_but_memory_changes(tmp_path: Path) -> None:
     """Bit for bit without a compiler, which may round in another order."""
     budgets = ["none", "budget:0", "budget:0.15", "budget:0.3", "budget:1"]

@@ -167,6 +167,7 @@ def test_the_start_is_the_commands_and_is_taken_once() -> None:
     assert take_start(worker) == 7.25, "a worker began with the command that started it"
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_and_resumed(tmp_path: Path) -> None:
     """Killed after update 5 with a checkpoint at 3: 4 and 5 are lost, on record in the file and in the report."""
     folder = tmp_path / "run"
@@ -421,7 +422,7 @@ def test_columns_keep_least_and_most() -> None:
     assert columns(x, np.full(x.size, np.nan)).x.size == 0
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_a_million_records_make_a_small_page_in_time(tmp_path: Path) -> None:
     random = np.random.default_rng(0)
     with open(tmp_path / "metrics.jsonl", "w") as file:

@@ -198,6 +198,7 @@ def update_both_ways(device: str) -> tuple[list[torch.Tensor], list[torch.Tensor
     return plain[:1] + plain[2:], [tensor.cpu() for tensor in compiled[:1] + compiled[2:]]
 
 
+@pytest.mark.campaign
 def test_compiled_it_is_the_same_on_a_cpu() -> None:
     for plain, compiled in zip(*update_both_ways("cpu"), strict=True):
         assert (plain != compiled).double().mean() < 1e-3  # measured 0; a fused multiply-add may tip the balance
@@ -252,6 +253,7 @@ def step_with_equal_gradients(folder: Path, meshes: list[list[str]]) -> list[tup
     return found  # type: ignore[return-value]
 
 
+@pytest.mark.slow
 def test_equal_gradients_make_equal_weights_on_every_mesh(tmp_path: Path) -> None:
     """Bit for bit; an odd vocabulary makes uneven shards."""
     ((expected,),) = run_ranks(1, step_with_equal_gradients, tmp_path / "1", MESHES[1])
@@ -289,10 +291,16 @@ def train_straight_and_in_halves(folder: Path, overrides: list[str]) -> dict[str
     return {"straight": straight, "halves": halves}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "overrides"),
-    [(1, []), (4, ["mesh.replicate=2"]), (2, ["train.micro_batch_size=2"]), (4, ["model.vocab_size=5"])],
-    ids=["1", "2x2", "2", "an empty shard"],
+    [
+        (4, ["mesh.replicate=2"]),
+        pytest.param(1, [], marks=pytest.mark.campaign),
+        pytest.param(2, ["train.micro_batch_size=2"], marks=pytest.mark.campaign),
+        pytest.param(4, ["model.vocab_size=5"], marks=pytest.mark.campaign),
+    ],
+    ids=["2x2", "1", "2", "an empty shard"],
 )
 def test_resume_is_bit_equal(ranks: int, overrides: list[str], tmp_path: Path) -> None:
     found = run_ranks(ranks, train_straight_and_in_halves, tmp_path, overrides)
@@ -324,6 +332,7 @@ def final_losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
     return found
 
 
+@pytest.mark.campaign
 def test_training_is_as_good_as_with_master_weights(final_losses: dict[str, float]) -> None:
     """And visibly worse where small updates are lost."""
     print(final_losses)
@@ -339,6 +348,7 @@ def losses_on(folder: Path, meshes: list[list[str]]) -> list[list[float]]:
     return [train(tiny(folder / str(number), *own, *mesh))["losses"] for number, mesh in enumerate(meshes)]
 
 
+@pytest.mark.slow
 def test_losses_on_every_mesh(tmp_path: Path) -> None:
     """As far as gradients agree: a sum made in another order may be rounded to the other side.  Measured: 1e-7."""
     ((expected,),) = run_ranks(1, losses_on, tmp_path / "1", [[]])
@@ -435,6 +445,7 @@ PLANNED: list[tuple[list[str], tuple[int, int], int]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("overrides", "sizes", "micro_batches"), PLANNED)
 def test_the_planned_peak_is_that_of_the_storages(
     overrides: list[str], sizes: tuple[int, int], micro_batches: int

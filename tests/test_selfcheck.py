@@ -222,6 +222,7 @@ WRONG: dict[str, tuple[Case, str]] = {
 }
 
 
+@pytest.mark.slow
 def test_what_is_wrong_is_named_on_every_rank(tmp_path: Path) -> None:
     ranks = run_ranks(4, outcomes, tmp_path, [case for case, _ in WRONG.values()])
     for (name, (_, expected)), *found in zip(WRONG.items(), *ranks, strict=True):
@@ -250,17 +251,20 @@ RIGHT: list[Case] = [
 ]
 
 
+@pytest.mark.slow
 def test_what_is_right_passes(tmp_path: Path) -> None:
     for found in run_ranks(4, outcomes, tmp_path, RIGHT)[:2]:
         for case, outcome in zip(RIGHT, found, strict=True):
             assert outcome.startswith("passed"), (case, outcome)
 
 
+@pytest.mark.slow
 def test_one_rank_passes(tmp_path: Path) -> None:
     cases: list[Case] = [(kind, []) for kind in (Trainer, LeftOut, Frozen, OwnLoader)]
     assert all(outcome.startswith("passed") for outcome in run_ranks(1, outcomes, tmp_path, cases)[0])
 
 
+@pytest.mark.slow
 def test_a_resumed_run_passes(tmp_path: Path) -> None:
     """On another mesh, with what was restored, and at its place in the data."""
 
@@ -271,6 +275,7 @@ def test_a_resumed_run_passes(tmp_path: Path) -> None:
     assert ran.train("step") == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.slow
 def test_it_takes_less_than_two_seconds(tmp_path: Path) -> None:
     """On 11 M parameters, each held by two of four ranks, on cores that they share with whatever else runs here.
 
@@ -283,6 +288,7 @@ def test_it_takes_less_than_two_seconds(tmp_path: Path) -> None:
     assert max(float(outcome.split()[2]) for (outcome,) in found) < 10
 
 
+@pytest.mark.slow
 def test_a_failed_self_check_ends_the_run_with_1(tmp_path: Path) -> None:
     overrides = ["data.source=synthetic", "data.seq_len=16", "train.steps=2", "nproc=2"]
     ran = run_command(tmp_path / "run", "recipe=llama_small", "model.name=tests.own_recipes:mlp_left_out", *overrides)

@@ -265,6 +265,7 @@ ON_FOUR = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_ranks", "cases"), [(2, ON_TWO), (4, ON_FOUR)], ids=["2", "4"])
 def test_collectives_of_an_update(num_ranks: int, cases: list[Case]) -> None:
     for every_case in run_ranks(num_ranks, collectives_of_each, [case.overrides for case in cases]):
@@ -291,6 +292,7 @@ def groups_made_by_each(runs: list[list[str]]) -> list[int]:
     return made
 
 
+@pytest.mark.slow
 def test_units_that_reshard_to_a_number_of_ranks_share_its_process_groups() -> None:
     def run(num_layers: int, *more: str) -> list[str]:
         return [*tiny_overrides("data.source=synthetic", f"model.num_layers={num_layers}", *more)]
@@ -425,6 +427,7 @@ def sharded_parameters(overrides: list[str]) -> tuple[dict[str, list[str]], list
     return gathered, losses
 
 
+@pytest.mark.slow
 def test_nested_units_hold_what_those_inside_them_do_not(tmp_path: Path) -> None:
     overrides = [*LLAMA, f"fsdp.wrap={HERE}nested", f"run.dir={tmp_path / 'nested'}"]
     gathered, losses = run_ranks(2, sharded_parameters, overrides)[1]
@@ -485,6 +488,7 @@ def stored_names(reader: Any) -> list[str]:
     return list(reader.read_metadata().state_dict_metadata)
 
 
+@pytest.mark.slow
 def test_a_tied_table_is_one_parameter(tmp_path: Path) -> None:
     config = load_config("gpt2", GPT2)
     model = plain_model(config)
@@ -534,6 +538,7 @@ def clip_on_each(meshes: list[list[str]]) -> list[list[tuple[float, float, list[
     return found
 
 
+@pytest.mark.slow
 def test_clipping_is_that_of_torch_on_whole_gradients() -> None:
     """A vocabulary of 263 makes shards of 66, 66, 66 and 65 rows."""
     norms = []
@@ -583,6 +588,7 @@ def train_in_bf16(folder: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_mixed_precision(tmp_path: Path) -> None:
     found = run_ranks(2, train_in_bf16, tmp_path)[0]
     assert found["output"] == {"null": torch.bfloat16, "float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -718,6 +724,7 @@ def train_compiled(runs: list[list[str]]) -> list[tuple[list[float], int]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="torch.compile needs a C++ compiler")
 def test_compiled_blocks_give_the_same_losses(tmp_path: Path) -> None:
     plain = [*LLAMA, "train.compile=true", f"run.dir={tmp_path / 'plain'}"]
@@ -791,6 +798,7 @@ def train_partly(recipes: list[Path]) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.slow
 def test_a_partly_frozen_model_trains(tmp_path: Path) -> None:
     recipes = [tmp_path / "partly_frozen.yaml", tmp_path / "partly_frozen_in_root.yaml"]
     for path in recipes:

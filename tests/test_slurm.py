@@ -17,11 +17,13 @@ from typing import Any
 
 import pytest
 
-from tests.ranks import REPOSITORY, Ran, run_tiny, tiny_overrides
+from tests.forked import REPOSITORY
+from tests.ranks import Ran, run_tiny, tiny_overrides
 from tests.slurm import Cluster, missing_programs, slurm_cluster, wait_until
 
 MISSING = missing_programs()
 pytestmark = [
+    pytest.mark.campaign,
     pytest.mark.skipif(
         bool(MISSING) and not os.environ.get("CI"), reason=f"Slurm is not installed: no {', '.join(MISSING)}"
     ),

@@ -9,31 +9,54 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.ranks import REPOSITORY, Ran, run_tiny, tiny_overrides
+from tests.faults import Started
+from tests.faults import start as start_faulty
+from tests.forked import REPOSITORY, free_port, rank_variables
+from tests.gate import Gate
+from tests.ranks import Ran, run_tiny, tiny_overrides
 from tests.test_processes import processes_of, wait_for_step
 from trainer import UserError, load_config
 from trainer.config import check_config, find_deadline
 from trainer.stop import StopRequest
 
+pytestmark = pytest.mark.slow
+
 
 def start(folder: Path, *overrides: str) -> subprocess.Popen[str]:
+    """Start `python -m trainer.run` in an interpreter of its own, with torch's launcher where there is one."""
     arguments = tiny_overrides("train.steps=100000", f"run.dir={folder}", *overrides)
     command = [sys.executable, "-m", "trainer.run", "recipe=llama_small", *arguments]
     return subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def ended(process: subprocess.Popen[str], folder: Path, timeout_s: float = 60) -> Ran:
+def ended(process: subprocess.Popen[str], folder: Path, timeout_s: float = 240) -> Ran:
     stdout, stderr = process.communicate(timeout=timeout_s)
     return Ran(process.returncode, stdout, stderr, folder)
 
 
+def start_forked(folder: Path, *overrides: str, ranks: int = 1, env: dict[str, str] | None = None) -> Started:
+    """Start the same without a launcher, forked: where the start is not the subject."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (env or {}).items():
+            patch.setenv(name, value)
+        return start_faulty(folder, "recipe=llama_small", *overrides, ranks=ranks)
+
+
+def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 240) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not in time: {what}"
+        time.sleep(0.02)
+
+
 def wait_until_it_catches(pid: int, number: signal.Signals) -> None:
     """Wait for the process to have a handler: an interpreter that has only just begun has none."""
-    caught, deadline = 0, time.monotonic() + 30
+    caught, deadline = 0, time.monotonic() + 120
     while not caught >> (number - 1) & 1:
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -41,9 +64,19 @@ def wait_until_it_catches(pid: int, number: signal.Signals) -> None:
         caught = int(found[1], 16) if found else 0
 
 
+def test_a_signal_during_the_imports_is_kept(tmp_path: Path) -> None:
+    """As soon as it is caught at all, seconds before there is a Trainer."""
+    signal_during_the_start(0.0, 1, tmp_path)
+
+
+@pytest.mark.campaign
 @pytest.mark.parametrize("nproc", [1, 2])
 @pytest.mark.parametrize("after_s", [0.0, 0.6, 1.5, 2.5, 3.5])
 def test_a_signal_during_the_start_is_kept(after_s: float, nproc: int, tmp_path: Path) -> None:
+    signal_during_the_start(after_s, nproc, tmp_path)
+
+
+def signal_during_the_start(after_s: float, nproc: int, tmp_path: Path) -> None:
     process = start(tmp_path / "run", f"nproc={nproc}")
     wait_until_it_catches(process.pid, signal.SIGTERM)
     time.sleep(after_s)
@@ -60,12 +93,13 @@ def test_a_notice_stops_the_run(nproc: int, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "notice").touch()  # of an attempt before: of no meaning to this one
-    process = start(folder, f"nproc={nproc}")
+    run = start_forked(folder, *tiny_overrides("train.steps=100000"), ranks=nproc)
     wait_for_step(folder)
-    time.sleep(1)
-    assert process.poll() is None
+    began = Ran(0, "", "", folder).metrics[1]["time"]
+    wait_until(lambda: time.time() > began + 2 * StopRequest.POLL_S, "it has looked for a notice meanwhile")
+    assert run.processes[0].is_alive()
     (folder / "notice").touch()
-    ran = ended(process, folder)
+    ran = run.ran(240)
     assert ran.exit_code == 75, ran.stderr
     assert ran.status["reason"] == "notice"
     assert (folder / "checkpoints" / f"step_{ran.status['step']:08d}").is_dir()
@@ -73,6 +107,7 @@ def test_a_notice_stops_the_run(nproc: int, tmp_path: Path) -> None:
     assert again.status["state"] == "finished"
 
 
+@pytest.mark.campaign
 def test_the_end_of_the_job_stops_the_run(tmp_path: Path) -> None:
     """It has stopped, saved and left before the end, but not long before: it reserves 5 s, two updates and a save."""
     end = int(time.time()) + 45
@@ -112,15 +147,12 @@ def test_the_ranks_end_when_their_launcher_is_killed(tmp_path: Path) -> None:
     process = start(tmp_path / "run", "nproc=2")
     wait_for_step(tmp_path / "run")
     os.kill(process.pid, signal.SIGKILL)
-    process.communicate(timeout=60)
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline and processes_of(tmp_path / "run"):
-        time.sleep(0.5)
-    assert processes_of(tmp_path / "run") == []
+    process.communicate(timeout=240)
+    wait_until(lambda: processes_of(tmp_path / "run") == [], "no rank is left", timeout_s=60)
     assert run_tiny(tmp_path / "run", "train.steps=1", "nproc=2", "checkpoint.resume=none").status["step"] == 1
 
 
-@pytest.mark.parametrize("nproc", [1, 2])
+@pytest.mark.parametrize("nproc", [1, pytest.param(2, marks=pytest.mark.campaign)])
 def test_a_notice_during_the_start_is_one(nproc: int, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
@@ -129,7 +161,7 @@ def test_a_notice_during_the_start_is_one(nproc: int, tmp_path: Path) -> None:
     wait_until_it_catches(process.pid, signal.SIGTERM)
     asked = time.monotonic()
     while process.poll() is None:  # as a batch file does: the run may take the first for the old one
-        assert time.monotonic() - asked < 60
+        assert time.monotonic() - asked < 240
         (folder / "notice").touch()
         time.sleep(0.5)
     ran = ended(process, folder)
@@ -137,23 +169,19 @@ def test_a_notice_during_the_start_is_one(nproc: int, tmp_path: Path) -> None:
     assert ran.status["reason"] == "notice"
 
 
-def test_a_signal_ends_an_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+SLOW = ["model.name=tests.slow_trainer:slow_llama", "model.vocab_size=257", "model.num_kv_heads=2"]
+
+
+def test_a_signal_ends_an_evaluation(tmp_path: Path) -> None:
     """It is given up: whoever asked does not wait for its end.  No record of it is left; the state is saved."""
-    folder, marker = tmp_path / "run", tmp_path / "evaluates"
-    monkeypatch.setenv("MESHTRAINER_TEST_REST_S", "1")  # and so each batch of the evaluation takes a second
-    monkeypatch.setenv("MESHTRAINER_TEST_MARKER", str(marker))
-    own = ["model.name=tests.slow_trainer:slow_llama", "model.vocab_size=257", "model.num_kv_heads=2"]
-    process = start(folder, "eval.every=2", "eval.steps=200", *own)
-    deadline = time.monotonic() + 90
-    while not marker.exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    process.send_signal(signal.SIGTERM)
-    asked = time.monotonic()
-    ran = ended(process, folder, timeout_s=120)
-    seconds = time.monotonic() - asked
-    print(f"ended {seconds:.1f} s after the signal")
-    assert seconds < 60, "of more than 200 that the evaluation takes"
+    folder, gate = tmp_path / "run", Gate(tmp_path / "gate", "evaluation 2")
+    own = tiny_overrides("train.steps=100000", "eval.every=2", "eval.steps=200", *SLOW)
+    run = start_forked(folder, *own, env=gate.variables)
+    wait_until(gate.is_reached, "the first batch of the evaluation")
+    os.kill(run.processes[0].pid, signal.SIGTERM)
+    gate.open()
+    ran = run.ran(240)
+    assert gate.num_passed < 20, "of 200 sequences that the evaluation has"
     assert ran.exit_code == 75, ran.stderr
     assert (folder / "checkpoints" / "step_00000002").is_dir()
     assert [record["kind"] for record in ran.metrics if record["kind"] == "eval"] == []
@@ -176,18 +204,12 @@ def test_a_signal_while_the_other_ranks_are_missing(tmp_path: Path) -> None:
     """The meeting of the ranks blocks in torch's own code, for as long as run.timeout_s."""
     arguments = tiny_overrides("train.steps=5", f"run.dir={tmp_path}")
     command = [sys.executable, "-m", "trainer.run", "recipe=llama_small", *arguments]
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = str(listener.getsockname()[1])
-    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    env = os.environ | ranks | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    port = free_port()
+    env = os.environ | rank_variables(0, 2, str(port))
     process = subprocess.Popen(
         command, cwd=REPOSITORY, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    deadline = time.monotonic() + 60
-    while not _answers(int(port)):  # rank 0 keeps the store, so it is there once that listens
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
+    wait_until(lambda: _answers(port), "rank 0 keeps the store, so it is there once that listens")
     process.send_signal(signal.SIGTERM)
     ran = ended(process, tmp_path / "run")
     assert ran.exit_code == 75, ran.stderr
@@ -199,22 +221,18 @@ def _answers(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
-def test_the_last_evaluation_is_made_up_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_evaluation_is_made_up_for(tmp_path: Path) -> None:
     """The last update was saved before it: what is owed is saved too."""
-    own = ["model.name=tests.slow_trainer:slow_llama", "model.vocab_size=257", "model.num_kv_heads=2"]
-    own += ["train.steps=4", "checkpoint.every=4", "eval.every=3", "eval.steps=3", "log.every=1"]
-    monkeypatch.setenv("MESHTRAINER_TEST_REST_S", "1")  # for each update, and each batch of an evaluation
-    command = [sys.executable, "-m", "trainer.run", "recipe=llama_small", *tiny_overrides(*own)]
-    process = subprocess.Popen(
-        [*command, f"run.dir={tmp_path / 'run'}"], cwd=REPOSITORY, stderr=subprocess.PIPE, text=True
-    )
-    deadline = time.monotonic() + 90
-    while not (tmp_path / "run" / "checkpoints" / "step_00000004").is_dir():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    process.send_signal(signal.SIGTERM)
-    ran = ended(process, tmp_path / "run")
+    own = [*SLOW, "train.steps=4", "checkpoint.every=4", "eval.every=3", "eval.steps=3", "log.every=1"]
+    gate = Gate(tmp_path / "gate", "evaluation 4")
+    run = start_forked(tmp_path / "run", *tiny_overrides(*own), env=gate.variables)
+    wait_until(gate.is_reached, "the last evaluation")
+    wait_until((tmp_path / "run" / "checkpoints" / "step_00000004").is_dir, "the checkpoint before it")
+    os.kill(run.processes[0].pid, signal.SIGTERM)
+    gate.open()
+    ran = run.ran(240)
     assert ran.exit_code == 75, ran.stderr
+    assert [line["step"] for line in ran.metrics if line["kind"] == "eval"] == [3]
     again = run_tiny(tmp_path / "run", *own)
     assert [line["step"] for line in again.metrics if line["kind"] == "eval"] == [3, 4]
 

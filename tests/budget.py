@@ -1,0 +1,92 @@
+"""How long a test may take, on this machine's own scale: else the tests get slow again, a second at a time.
+
+`durations.json` has what each test took when they were last recorded (`make durations`), and what a fixed piece of
+work took then.  The same work is measured in every run, so that a slow or busy machine gives each test more.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+TIERS = ("fast", "test", "campaign")
+
+SHARE_S = {"fast": 2.0, "test": 15.0, "campaign": 240.0}
+"""What a test of the tier may take that is not on record: it is new, or was short."""
+
+SEVERAL = 4.0
+"""How many times of what is on record is too much.  Two busy loops beside two cores make it twice, at times thrice."""
+
+SHORT_S = 0.5
+"""What is not worth a line in the record."""
+
+PATH = Path(__file__).parent / "durations.json"
+
+
+def tier_of(item: Any) -> str:
+    """Return the tier of a test, by its markers."""
+    if item.get_closest_marker("campaign"):
+        return "campaign"
+    return "test" if item.get_closest_marker("slow") else "fast"
+
+
+def seconds_on_record() -> dict[str, Any]:
+    return json.loads(PATH.read_text()) if PATH.exists() else {"reference_s": 0.0, "tests": {}}
+
+
+def reference_s() -> float:
+    """Return what a fixed piece of work takes here and now: the interpreter, tensors, and files."""
+    import tempfile
+
+    import torch
+
+    def once() -> float:
+        began = time.perf_counter()
+        sum(number * number for number in range(200_000))
+        matrix = torch.ones(192, 192)
+        for _ in range(40):
+            matrix = (matrix @ matrix).tanh()
+        with tempfile.TemporaryDirectory() as folder:
+            for number in range(20):
+                Path(folder, str(number)).write_bytes(bytes(10_000))
+        return time.perf_counter() - began
+
+    return sorted(once() for _ in range(5))[2]
+
+
+@dataclass
+class Budget:
+    """What the tests may take, by what is on record."""
+
+    on_record: Mapping[str, Any]
+    measure: Any = reference_s
+    _scale: float = field(default=0.0, init=False)
+
+    def overrun(self, nodeid: str, tier: str, seconds: float) -> str:
+        """Return what is wrong with a test that took so long, empty if nothing is.
+
+        The machine's scale is measured only where it matters, and again each time: it may have become busy since.
+        """
+        recorded = self.on_record["tests"].get(nodeid, 0.0)
+        share = max(SHARE_S[tier], SEVERAL * recorded)
+        if seconds <= share:
+            return ""
+        self._scale = max(1.0, self._scale, self.measure() / (self.on_record["reference_s"] or 1.0))
+        if seconds <= share * self._scale:
+            return ""
+        known = f"{recorded:.1f} s are on record" if recorded else f"a new one of its tier may take {share:.0f} s"
+        return (
+            f"{nodeid} took {seconds:.1f} s: {known}, and this machine is {self._scale:.1f} times as slow as when they "
+            "were recorded.  Make it faster, give it another tier, or record durations again (make durations)."
+        )
+
+    def record(self, durations: Mapping[str, float]) -> None:
+        """Write what the tests of this run took; what others took stays on record."""
+        kept = {name: s for name, s in self.on_record["tests"].items() if name not in durations}
+        new = {name: round(s, 1) for name, s in durations.items() if s >= SHORT_S}
+        found = {"reference_s": round(self.measure(), 4), "tests": dict(sorted((kept | new).items()))}
+        PATH.write_text(json.dumps(found, indent=1) + "\n")
