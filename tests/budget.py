@@ -15,8 +15,8 @@ from typing import Any
 
 TIERS = ("fast", "test", "campaign")
 
-SHARE_S = {"fast": 2.0, "test": 15.0, "campaign": 240.0}
-"""What a test of the tier may take that is not on record: it is new, or was short."""
+SHARE_S = {"fast": 5.0, "test": 20.0, "campaign": 240.0}
+"""What a test of the tier may take that is not on record: it is new, or was short.  The first one pays for imports."""
 
 SEVERAL = 4.0
 """How many times of what is on record is too much.  Two busy loops beside two cores make it twice, at times thrice."""

@@ -11,6 +11,12 @@ from typing import Any
 import pytest
 
 from tests.budget import TIERS, Budget, seconds_on_record, tier_of
+from tests.runs import four, one, two
+from trainer.environment import limit_spinning
+
+__all__ = ["four", "one", "two"]
+
+limit_spinning()  # as the command line does, before torch is imported
 
 _RECORD = "--record-durations"
 
@@ -48,7 +54,7 @@ def signals_as_before() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def no_process_group_is_left() -> Iterator[None]:
-    """A Trainer that could not be built, and so not closed, leaves one; tests that open their own would fail, far away."""
+    """A Trainer that could not be built, and so not closed, leaves one: a test that opens its own would fail."""
     yield
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_available() and dist.is_initialized():

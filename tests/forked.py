@@ -7,6 +7,8 @@ the ranks of a run meet through sockets, as under torchrun.
 
 from __future__ import annotations
 
+import atexit
+import ctypes
 import functools
 import gc
 import multiprocessing
@@ -154,10 +156,22 @@ def fork(
         if meet:
             environment |= rank_variables(rank, ranks, port)
         log = str(logs / str(rank))
-        process = _server().Process(target=_main, args=(target, arguments, environment, log, str(cwd)), daemon=True)
+        process = _server().Process(target=_main, args=(target, arguments, environment, log, str(cwd)))
         process.start()
         processes.append(process)
+    _started.extend(processes)
     return Forked(processes, logs)
+
+
+_started: list[Any] = []
+
+
+@atexit.register
+def _kill_what_is_left() -> None:
+    """Not daemons, which may not have data workers of their own; so Python would wait for them."""
+    for process in _started:
+        if process.exitcode is None:
+            process.kill()
 
 
 def rank_variables(rank: int, ranks: int, port: str) -> dict[str, str]:
@@ -171,8 +185,12 @@ def rank_variables(rank: int, ranks: int, port: str) -> dict[str, str]:
     }
 
 
+_PR_SET_PDEATHSIG = 1
+
+
 def _main(target: Target, arguments: Sequence[Any], environment: Mapping[str, str], log: str, cwd: str) -> None:
     os.setsid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # if the tests themselves are killed
     os.chdir(cwd)
     for number, ending in ((1, ".out"), (2, ".err")):
         descriptor = os.open(log + ending, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -193,6 +211,13 @@ def _main(target: Target, arguments: Sequence[Any], environment: Mapping[str, st
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def run_script(path: str, argv: Sequence[str]) -> int:
+    """Do what `python path argv...` does, in this process."""
+    sys.argv = [path, *argv]
+    runpy.run_path(path, run_name="__main__")
+    return 0
 
 
 def run_module(module: str, argv: Sequence[str]) -> int:
@@ -262,8 +287,3 @@ def free_port() -> int:
             except OSError:
                 continue
             return port
-
-
-def end_group(process: Any, number: signal.Signals = signal.SIGKILL) -> None:
-    """Send a signal to a forked process and all that it has started."""
-    os.killpg(process.pid, number)

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.forked import REPOSITORY
-from tests.ranks import FRESH, run_command, run_tiny
+from tests.ranks import FRESH, run_command
+from tests.runs import Shared
 from trainer import run
 
 SMALL = "recipe=llama_small"
@@ -159,17 +160,17 @@ def test_a_model_that_cannot_be_built_is_named_once(model: str, must_say: list[s
 
 
 @pytest.mark.slow
-def test_a_mistake_does_not_alter_an_existing_run(tmp_path: Path) -> None:
-    ran = run_tiny(tmp_path / "run", "train.steps=4")
+def test_a_mistake_does_not_alter_an_existing_run(one: Shared, tmp_path: Path) -> None:
+    folder = one.copied(tmp_path / "run")
 
     def contents() -> dict[str, tuple[int, bytes]]:
-        files = [path for path in ran.folder.rglob("*") if path.is_file()]
+        files = [path for path in folder.rglob("*") if path.is_file()]
         return {str(path): (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
 
     before = contents()
-    changed = run_command(ran.folder, SMALL, "train.steps=8")
+    changed = run_command(folder, SMALL, "train.steps=24")
     assert changed.exit_code == 2
     for text in ("model.dim: 32 in the checkpoint, 96 now", "checkpoint.allow_changes=["):
         assert text in changed.stderr
     assert contents() == before
-    assert json.loads((ran.folder / "status.json").read_text())["state"] == "finished"
+    assert json.loads((folder / "status.json").read_text())["state"] == "finished"

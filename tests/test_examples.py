@@ -4,32 +4,20 @@ from __future__ import annotations
 
 import ast
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.forked import REPOSITORY
+from tests.forked import REPOSITORY, fork, run_script
 from tests.ranks import run_python_module, tiny_overrides
 
 
 @pytest.mark.slow
 def test_distillation_from_a_second_sharded_model(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        "examples/distill.py",
-    ]
-    overrides = tiny_overrides("train.steps=12", "optim.lr=0.02", f"run.dir={tmp_path}")
-    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
-    done = subprocess.run([*command, *overrides], cwd=REPOSITORY, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    overrides = tiny_overrides("train.steps=12", "optim.lr=0.02", f"run.dir={tmp_path / 'run'}")
+    started = fork(run_script, ["examples/distill.py", overrides], tmp_path, ranks=2)
+    assert started.wait_as_a_launcher(240) == [0, 0], started.stderr
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in lines if line["kind"] == "train"]
     assert losses[-1] < losses[0]
 

@@ -14,6 +14,7 @@ import pytest
 from tests.faults import start
 from tests.forked import REPOSITORY
 from tests.ranks import FRESH, Ran, run_command, run_tiny, tiny_overrides
+from tests.runs import Shared
 
 pytestmark = pytest.mark.slow
 
@@ -150,11 +151,11 @@ def test_a_script_of_ones_own_ends_cleanly(tmp_path: Path) -> None:
         assert "terminate called" not in done.stderr
 
 
-def test_a_finished_run_started_again_does_nothing(tmp_path: Path) -> None:
-    run_tiny(tmp_path / "run", "train.steps=3")
-    metrics = (tmp_path / "run" / "metrics.jsonl").read_bytes()
-    again = run_tiny(tmp_path / "run", "train.steps=3")
+def test_a_finished_run_started_again_does_nothing(one: Shared, tmp_path: Path) -> None:
+    folder = one.copied(tmp_path / "run")
+    metrics = (folder / "metrics.jsonl").read_bytes()
+    again = run_tiny(folder, *one.overrides)
     assert "nothing to do" in again.stdout
-    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == metrics
-    further = run_tiny(tmp_path / "run", "train.steps=5")
-    assert further.train("step") == [1, 2, 3, 4, 5]
+    assert (folder / "metrics.jsonl").read_bytes() == metrics
+    further = run_tiny(folder, "train.steps=22")
+    assert further.train("step") == list(range(1, 23))

@@ -578,6 +578,7 @@ def train_with_a_stop_watch(folder: Path) -> dict[int, float]:
 PHASES = ("data", "forward", "backward", "reduce", "optimizer")
 
 
+@pytest.mark.campaign
 @pytest.mark.slow
 def test_two_ranks(tmp_path: Path) -> None:
     """A thread that calls a collective waits in it.  The trace has the same without the calls' way in and out.
@@ -775,6 +776,7 @@ def train_with_a_slow_disk(folder: Path) -> int:
     return code
 
 
+@pytest.mark.campaign
 @pytest.mark.slow
 def test_other_ranks_wait_for_the_writing(tmp_path: Path) -> None:
     assert run_ranks(2, train_with_a_slow_disk, tmp_path) == [0, 0]
