@@ -1,7 +1,10 @@
-# The two commands that anybody needs: `make check` reads the code, `make test` runs it.
+# The two commands that anybody needs: `make check` reads the code, `make test` runs it.  tests/README.md says more.
 PYTHON ?= python3
+# How many of pytest's workers share the tests: as many as there are cores, and a gigabyte of memory for each.
+WORKERS ?= auto
+PYTEST = $(PYTHON) -m pytest -q -n $(WORKERS) --maxprocesses 4 --dist worksteal
 
-.PHONY: install check test test-fast test-slow test-faults format
+.PHONY: install check test test-fast test-campaign durations format
 
 install:
 	$(PYTHON) -m pip install -c constraints.txt -e '.[test]'
@@ -13,17 +16,17 @@ check:
 	lint-imports
 
 test-fast:
-	$(PYTHON) -m pytest -q tests/test_config.py tests/test_data.py tests/test_environment.py tests/test_layers.py \
-	    tests/test_loss.py tests/test_prepare.py
+	$(PYTEST) -m "not slow and not campaign"
 
 test:
-	$(PYTHON) -m pytest -q
+	$(PYTEST) -m "not campaign"
 
-test-slow:
-	$(PYTHON) -m pytest -q -m slow
+test-campaign:
+	$(PYTHON) -m tests.campaign
 
-test-faults:
-	$(PYTHON) -m pytest -q -m "" tests/test_faults.py
+# Writes how long each test took to tests/durations.json: on a quiet machine, when tests have become slower on purpose.
+durations:
+	$(PYTEST) -m "not campaign" --record-durations
 
 format:
 	$(PYTHON) -m ruff check --fix .

@@ -58,6 +58,11 @@ def reference_s() -> float:
     return sorted(once() for _ in range(5))[2]
 
 
+def machine_scale() -> float:
+    """Return how many times as slow as the one on record this machine is now; never below 1."""
+    return max(1.0, reference_s() / (seconds_on_record()["reference_s"] or 1.0))
+
+
 @dataclass
 class Budget:
     """What the tests may take, by what is on record."""

@@ -54,8 +54,9 @@ class Fault:
     fail: str = ""
     """Which function raises: one of `_PLACES`."""
     hang: str = ""
-    """Which function waits `hang_s` before it does its work."""
+    """Which function waits `hang_s`, or until there is a file `hang_until`, before it does its work."""
     hang_s: float = 0.0
+    hang_until: str = ""
     first: int = 0
     last: int = 0
     """The calls that `fail` and `hang` hit, counted from 0."""
@@ -228,6 +229,8 @@ def _fail_or_hang(name: str) -> None:
         return
     if name == fault.hang:
         time.sleep(fault.hang_s)
+        while fault.hang_until and not os.path.exists(fault.hang_until):
+            time.sleep(0.01)
     if name == fault.fail:
         raise _Injected(f"{name} fails on purpose")
 
@@ -302,7 +305,7 @@ class Started(Forked):
         path = self.logs / f"results.{rank}"
         return [tuple(json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
 
-    def ran(self, timeout_s: float = 60) -> Ran:
+    def ran(self, timeout_s: float = 240) -> Ran:
         """Wait, and return it as a command that has ended; its exit code is rank 0's."""
         codes = self.wait(timeout_s)
         assert None not in codes, f"ranks still there after {timeout_s} s: {codes}\n{self.stderr}"

@@ -83,7 +83,7 @@ class Forked:
     logs: Path
     since: float = field(default_factory=time.monotonic)
 
-    def wait(self, timeout_s: float = 60) -> list[int | None]:
+    def wait(self, timeout_s: float = 240) -> list[int | None]:
         """Return the exit codes, None for a rank that is still there after `timeout_s`; such are killed."""
         deadline = time.monotonic() + timeout_s
         for process in self.processes:

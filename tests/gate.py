@@ -1,12 +1,21 @@
-"""A place at which a run waits until it is let on: what a test meets in the middle, without a clock."""
+"""Meeting a run in the middle, without a clock: a place at which it waits until it is let on, and a test that waits."""
 
 from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 _VARIABLE = "MESHTRAINER_TEST_GATE"
+
+
+def wait_until(is_so: Callable[[], object], what: str, timeout_s: float = 240) -> None:
+    """Wait for something to be so; `what` it is stands in the error if it does not become so in time."""
+    deadline = time.monotonic() + timeout_s
+    while not is_so():
+        assert time.monotonic() < deadline, f"not in time: {what}"
+        time.sleep(0.02)
 
 
 class Gate:

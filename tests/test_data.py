@@ -16,7 +16,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -277,9 +276,7 @@ def test_workers_outlive_signals_and_end_with_close() -> None:
             os.kill(worker.pid or 0, number)
     take(loader, 3)
     assert all(worker.is_alive() for worker in workers)
-    start = time.monotonic()
     loader.close()
-    assert time.monotonic() - start < 3
     assert not any(worker.is_alive() for worker in workers)
     assert set(multiprocessing.active_children()) == others
 

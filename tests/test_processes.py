@@ -6,13 +6,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.faults import start
 from tests.forked import REPOSITORY
+from tests.gate import wait_until
 from tests.ranks import FRESH, Ran, run_command, run_tiny, tiny_overrides
 from tests.runs import Shared
 
@@ -111,13 +111,9 @@ def test_stops_on_request_after_saving(number: signal.Signals, tmp_path: Path) -
     assert again.train("step")[-3:] == [step, step + 1, step + 2]
 
 
-def wait_for_step(folder: Path, timeout_s: float = 240) -> None:
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        if (folder / "metrics.jsonl").exists() and '"train"' in (folder / "metrics.jsonl").read_text():
-            return
-        time.sleep(0.1)
-    raise AssertionError("no step in time")
+def wait_for_step(folder: Path) -> None:
+    metrics = folder / "metrics.jsonl"
+    wait_until(lambda: metrics.exists() and '"train"' in metrics.read_text(), "a step")
 
 
 def test_under_torchrun(tmp_path: Path) -> None:

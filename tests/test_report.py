@@ -175,13 +175,13 @@ def test_a_run_that_is_killed_and_resumed(tmp_path: Path) -> None:
     arguments += ["data.seq_len=16", "train.global_batch_size=4", "train.micro_batch_size=1", "train.steps=8"]
     arguments += ["eval.every=4", "eval.steps=1", "log.every=1", "log.sample_tokens=0", "run.threads=1"]
     arguments += ["checkpoint.every=3", "checkpoint.mode=sync"]
-    assert start(folder, *arguments, fault=Fault(kill="all", at_step=5)).wait(60) == [-9]
+    assert start(folder, *arguments, fault=Fault(kill="all", at_step=5)).wait() == [-9]
     page = write_page(read_run(folder))
     assert ">killed</span>" in page, "status.json still says running"
     killed_at = time.time()
     time.sleep(1.0)
     resumed_at = time.time()
-    assert start(folder, *arguments, fault=Fault(at_step=-1)).wait(60) == [0]
+    assert start(folder, *arguments, fault=Fault(at_step=-1)).wait() == [0]
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     end, (first, second) = lines[-1], [line for line in lines if line["kind"] == "start"]
     assert (first["lost_steps"], first["before"]) == (0, None)

@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ import pytest
 from tests.faults import Started
 from tests.faults import start as start_faulty
 from tests.forked import REPOSITORY, free_port, rank_variables
-from tests.gate import Gate
+from tests.gate import Gate, wait_until
 from tests.ranks import Ran, run_tiny, tiny_overrides
 from tests.test_processes import processes_of, wait_for_step
 from trainer import UserError, load_config
@@ -47,21 +46,14 @@ def start_forked(folder: Path, *overrides: str, ranks: int = 1, env: dict[str, s
         return start_faulty(folder, "recipe=llama_small", *overrides, ranks=ranks)
 
 
-def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 240) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"not in time: {what}"
-        time.sleep(0.02)
-
-
 def wait_until_it_catches(pid: int, number: signal.Signals) -> None:
     """Wait for the process to have a handler: an interpreter that has only just begun has none."""
-    caught, deadline = 0, time.monotonic() + 120
-    while not caught >> (number - 1) & 1:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+
+    def catches() -> bool:
         found = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
-        caught = int(found[1], 16) if found else 0
+        return bool(found and int(found[1], 16) >> (number - 1) & 1)
+
+    wait_until(catches, f"a handler of {number.name}")
 
 
 def test_a_signal_during_the_imports_is_kept(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from tests.forked import REPOSITORY
+from tests.gate import wait_until
 from tests.ranks import Ran, tiny_overrides
 from trainer.metrics.sinks import WandB
 
@@ -81,10 +82,8 @@ class Started:
 
     def wait_for(self, text: str) -> None:
         """Wait until the metrics have the text."""
-        metrics, deadline = self.folder / "metrics.jsonl", time.monotonic() + 240
-        while not metrics.exists() or text not in metrics.read_text():
-            assert time.monotonic() < deadline, self.output()
-            time.sleep(0.05)
+        metrics = self.folder / "metrics.jsonl"
+        wait_until(lambda: metrics.exists() and text in metrics.read_text(), f"{text} in the metrics")
 
     def output(self) -> str:
         return Path(f"{self.folder}.log").read_text()
@@ -98,10 +97,7 @@ class Started:
         print(f"held up for {held_up_s:.1f} s")
         assert ran.train("step") == list(range(1, STEPS + 1))
         assert ran.status["state"] == "finished"
-        deadline = time.monotonic() + 60
-        while self.processes():
-            assert time.monotonic() < deadline, "its service has outlived it"
-            time.sleep(0.1)
+        wait_until(lambda: not self.processes(), "the end of its service", timeout_s=60)
         return held_up_s
 
 
@@ -205,14 +201,15 @@ def server() -> Iterator[Server]:
 
 @pytest.mark.parametrize("loss", ["", "gone", pytest.param("mute", marks=pytest.mark.campaign)])
 def test_the_server_is_lost_in_mid_run(loss: str, server: Server, tmp_path: Path) -> None:
-    run = Started(tmp_path / "run", "online", server.server_address[1], 0.1)
+    patience_s = PATIENCE_S if loss else 60.0  # where all is well nothing is waited for
+    run = Started(tmp_path / "run", "online", server.server_address[1], 0.1, patience_s=patience_s)
     run.wait_for('"step": 8,')
     if loss == "mute":
         server.is_mute.set()
     elif loss == "gone":
         server.shutdown()
         server.server_close()
-    assert run.end() < MORE_S
+    assert run.end() < MORE_S + patience_s
     assert run.output().count("warning: Weights & Biases") == bool(loss)
     if not loss:
         assert server.losses == Ran(0, "", "", run.folder).train("loss"), "all that was logged has arrived"

@@ -1,0 +1,107 @@
+"""Runs the campaign: the tests that are not run on every change, part by part, as many as the time has room for.
+
+    python -m tests.campaign                    # all parts
+    python -m tests.campaign --minutes 40       # those that fit, in this order; the others are named
+    python -m tests.campaign faults slurm       # these alone
+
+What matters most comes first.  Parts that measure time, or that use the machine as several, have it for themselves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.forked import REPOSITORY
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some test files, how many of pytest's workers share them, and what they take on two cores."""
+
+    name: str
+    files: tuple[str, ...]
+    minutes: float
+    workers: int = 2
+    command: tuple[str, ...] = ()
+    """What runs instead of pytest."""
+
+    @property
+    def line(self) -> list[str]:
+        if self.command:
+            return [sys.executable, *self.command]
+        spread = ["-n", str(self.workers), "--dist", "worksteal"] if self.workers > 1 else []
+        files = [f"tests/{name}" for name in self.files]
+        return [sys.executable, "-m", "pytest", "-q", "-m", "campaign", *spread, *files]
+
+
+_ALONE = [
+    Part("faults", ("test_faults.py",), 9.0),
+    Part("slurm", ("test_slurm.py",), 6.0, workers=1),
+    Part("network", ("test_network.py",), 0.7, workers=1),
+    Part("preemptions", ("test_preemptions.py",), 9.0, workers=1),
+    Part("ray", ("test_ray.py",), 0.5, workers=1),
+    Part("benches", ("test_benches.py",), 3.0, workers=1),
+]
+
+
+def _others() -> tuple[str, ...]:
+    named = {name for part in _ALONE for name in part.files}
+    files = sorted(path for path in Path(__file__).parent.glob("test_*.py") if path.name not in named)
+    return tuple(path.name for path in files if "mark.campaign" in path.read_text())
+
+
+REST = Part("meshes, and all others", _others(), 8.0)
+PARTS = [
+    _ALONE[0],
+    REST,
+    *_ALONE[1:3],
+    Part("defects", (), 6.0, command=("-m", "tests.defects")),
+    *_ALONE[3:],
+]
+
+
+def run(parts: Sequence[Part], minutes: float) -> int:
+    """Run the parts that fit into so many minutes; print what each took; return 1 if one has failed."""
+    began = time.monotonic()
+    rows, failed = [], False
+    for part in parts:
+        left = minutes - (time.monotonic() - began) / 60
+        if part.minutes > left:
+            rows.append((part.name, "-", f"not run: {left:.0f} minutes were left, it takes {part.minutes:.0f}"))
+            continue
+        print(f"+ {' '.join(part.line)}", flush=True)
+        since = time.monotonic()
+        code = subprocess.run(part.line, cwd=REPOSITORY, check=False).returncode
+        failed |= code != 0
+        rows.append(
+            (part.name, f"{(time.monotonic() - since) / 60:.1f} min", "passed" if code == 0 else f"exit {code}")
+        )
+    print("\nThe campaign:")
+    for name, took, outcome in rows:
+        print(f"  {name:24} {took:>9}  {outcome}")
+    return 1 if failed else 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the campaign, or some of its parts."""
+    names = [re.match(r"\w+", part.name)[0] for part in PARTS]  # type: ignore[index]
+    parser = argparse.ArgumentParser(prog="python -m tests.campaign", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("parts", nargs="*", metavar="part", help=f"of {', '.join(names)} (default: all)")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="how long it may take")
+    chosen = parser.parse_args(argv)
+    unknown = set(chosen.parts) - set(names)
+    if unknown:
+        parser.error(f"no such part: {', '.join(sorted(unknown))}; there are {', '.join(names)}")
+    parts = [part for name, part in zip(names, PARTS, strict=True) if name in chosen.parts or not chosen.parts]
+    return run(parts, chosen.minutes)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

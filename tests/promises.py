@@ -1,0 +1,36 @@
+"""The table of README.md beside this file: which test holds which promise, in which tier."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+TABLE = Path(__file__).parent / "README.md"
+_ROW = re.compile(r"^\| `([\w-]+)` \| (.+?) \| (.*?) \| (.*?) \|$", re.MULTILINE)
+_TEST = re.compile(r"`(test_\w+\.py(?:::test_\w+)?)`")
+
+
+@dataclass(frozen=True)
+class Promise:
+    """One row: its name, what is promised, and the tests that hold it."""
+
+    name: str
+    text: str
+    tests: tuple[str, ...]
+    """In `make test`, those of `make test-fast` among them: `test_file.py::test_name`, or a whole file."""
+    campaign: tuple[str, ...]
+    """Further ones in `make test-campaign`."""
+    reason: str
+    """Why no test of `make test` holds it; empty if one does."""
+
+
+def read_promises() -> dict[str, Promise]:
+    """Return the rows of the table by name."""
+    found = {}
+    for name, text, tests, campaign in _ROW.findall(TABLE.read_text()):
+        assert name not in found, f"two rows have the name {name}"
+        held, more = tuple(_TEST.findall(tests)), tuple(_TEST.findall(campaign))
+        reason = "" if held else _TEST.sub("", campaign).strip(" ,:;")
+        found[name] = Promise(name, text, held, more, reason)
+    return found

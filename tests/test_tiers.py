@@ -1,0 +1,100 @@
+"""The tests about the tests: the table of promises, the defects, the budget and the parts of the campaign."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests.budget import SEVERAL, SHARE_S, Budget, tier_of
+from tests.campaign import PARTS, REST
+from tests.defects import DEFECTS
+from tests.forked import REPOSITORY
+from tests.promises import read_promises
+from tests.ranks import run_python_module
+
+HERE = Path(__file__).parent
+
+
+def collected(expression: str) -> set[str]:
+    """Return the tests that pytest selects: `test_file.py::test_name`, without parameters."""
+    ran = run_python_module("pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "-m", expression, "tests")
+    found = re.findall(r"^tests/(test_\w+\.py)::(test_\w+)", ran.stdout, re.MULTILINE)
+    assert len(found) > 20, ran.stdout + ran.stderr
+    return {f"{file}::{name}" for file, name in found} | {file for file, _ in found}
+
+
+@pytest.mark.slow
+def test_each_promise_is_held_by_tests_of_the_tier_that_the_table_says() -> None:
+    everyday, campaign = collected("not campaign"), collected("campaign")
+    for promise in read_promises().values():
+        assert set(promise.tests) <= everyday, f"{promise.name}: {set(promise.tests) - everyday}"
+        assert set(promise.campaign) <= campaign, f"{promise.name}: {set(promise.campaign) - campaign}"
+        assert promise.tests or (promise.campaign and promise.reason), f"{promise.name} has no test"
+
+
+@pytest.mark.slow
+def test_every_file_is_in_one_part_of_the_campaign() -> None:
+    files = {name for name in collected("campaign") if "::" not in name}
+    named = [name for part in PARTS if part is not REST for name in part.files]
+    assert len(named) == len(set(named))
+    assert set(named) <= files
+    assert set(REST.files) == files - set(named)
+
+
+def test_defects_can_be_planted() -> None:
+    """Their lines are there, once each, and their promises are in the table."""
+    promises = read_promises()
+    assert len(DEFECTS) >= 30
+    assert len({defect.name for defect in DEFECTS}) == len(DEFECTS)
+    for defect in DEFECTS:
+        assert defect.promise in promises, defect.name
+        assert (REPOSITORY / defect.file).read_text().count(defect.old) == 1, defect.name
+        assert "\n" not in defect.old + defect.new, defect.name
+        assert defect.old != defect.new
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# The budget of time
+
+
+def budget(reference_s: Iterator[float] | float, **recorded: float) -> Budget:
+    values = reference_s if isinstance(reference_s, Iterator) else iter([reference_s] * 9)
+    return Budget({"reference_s": 0.1, "tests": recorded}, measure=lambda: next(values))
+
+
+def test_a_test_may_take_several_times_what_is_on_record() -> None:
+    assert budget(0.1, known=10.0).overrun("known", "test", 10.0 * SEVERAL - 0.1) == ""
+    said = budget(0.1, known=10.0).overrun("known", "test", 10.0 * SEVERAL + 0.1)
+    assert said.startswith(f"known took {10 * SEVERAL + 0.1:.1f} s: 10.0 s are on record")
+
+
+@pytest.mark.parametrize("tier", SHARE_S)
+def test_a_new_test_may_take_its_tiers_share(tier: str) -> None:
+    assert budget(0.1).overrun("new", tier, SHARE_S[tier]) == ""
+    assert "a new one of its tier" in budget(0.1).overrun("new", tier, SHARE_S[tier] + 0.1)
+
+
+def test_a_slow_machine_gives_more_and_a_fast_one_not_less() -> None:
+    seconds = 2 * SHARE_S["fast"]
+    assert budget(0.1).overrun("new", "fast", seconds)
+    assert budget(0.21).overrun("new", "fast", seconds) == ""
+    assert budget(0.01).overrun("new", "fast", SHARE_S["fast"]) == ""
+    busy_once = budget(iter([0.21, 0.1]))
+    assert busy_once.overrun("new", "fast", seconds) == ""
+    assert busy_once.overrun("newer", "fast", seconds) == "", "it was busy, so it may have been"
+
+
+def test_tiers_by_markers() -> None:
+    def item(*markers: str) -> SimpleNamespace:
+        return SimpleNamespace(get_closest_marker=lambda name: name if name in markers else None)
+
+    assert [tier_of(item(*markers)) for markers in ((), ("slow",), ("campaign",), ("slow", "campaign"))] == [
+        "fast",
+        "test",
+        "campaign",
+        "campaign",
+    ]
