@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import signal
 from pathlib import Path
 from typing import Any
@@ -191,6 +192,31 @@ def test_a_checkpoint_is_readable_by_torch_alone(two: Shared, tmp_path: Path) ->
     assert whole["model"].keys() == model.state_dict().keys()
     assert all(torch.equal(whole["model"][name], tensor) for name, tensor in model.state_dict().items())
     assert len(whole["optimizer"]["state"]) == len(whole["model"])
+
+
+def test_all_is_on_disk_before_a_checkpoint_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flushed: dict[str, int] = {}
+    published: list[dict[str, int]] = []
+    fsync, rename = os.fsync, os.rename
+
+    def noted_fsync(descriptor: int) -> None:
+        fsync(descriptor)
+        flushed[os.readlink(f"/proc/self/fd/{descriptor}")] = os.fstat(descriptor).st_size
+
+    def noted_rename(source: Any, target: Any) -> None:
+        inside = {str(path.relative_to(source)): path.stat().st_size for path in Path(source).rglob("*")}
+        published.append({name: size for name, size in inside.items() if flushed.get(f"{source}/{name}") != size})
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    monkeypatch.setattr(os, "rename", noted_rename)
+    trainer = Trainer(tiny(tmp_path, "train.steps=1"))
+    next(trainer.steps())
+    saved = trainer.save_checkpoint(wait=True)
+    trainer.close()
+    assert len(list(Path(saved).rglob("*"))) > 6
+    assert published == [{}], "what was not on disk as it is, the folder itself included"
+    assert str(Path(saved).parent) in flushed, "the name too"
 
 
 # ---------------------------------------------------------------------------------------------------------------

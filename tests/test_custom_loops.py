@@ -134,6 +134,15 @@ def test_build_optimizer(tmp_path: Path) -> None:
     assert trainer.optimizer.lr == of("train", found, "lr")[-1], "at the configured learning rate"
 
 
+def test_the_seed_of_the_data_decides_their_order(tmp_path: Path) -> None:
+    found = []
+    for number, seeds in enumerate([[], ["data.seed=7"], ["run.seed=7"]]):
+        trainer = Trainer(tiny_config(tmp_path / str(number), *seeds))
+        found.append(trainer.loader.next_samples().tolist())  # type: ignore[attr-defined]
+        trainer.close()
+    assert found[1] != found[0] == found[2]
+
+
 class Counting:
     """Batches whose tokens say which batch it is; resumable."""
 
@@ -228,6 +237,31 @@ def test_evaluate_returns_what_it_logs(tmp_path: Path) -> None:
     trainer.close()
     assert again is not None
     assert again.loss == record.loss, "evaluation changes nothing"
+
+
+def test_evaluation_changes_nothing_of_the_training(tmp_path: Path) -> None:
+    """With dropout: neither its random numbers nor the mode that the model is in."""
+    own = ["data.source=synthetic", "data.seq_len=16", "train.steps=4", "train.global_batch_size=4", "log.every=1"]
+    own += ["train.micro_batch_size=2", "model.vocab_size=32", "model.dim=16", "model.num_layers=2"]
+    own += ["model.num_heads=4", "model.dropout=0.5", "run.threads=1", "log.sample_tokens=0", "eval.steps=1"]
+    losses = []
+    for every in (0, 1):
+        config = load_config("gpt2", [*own, f"eval.every={every}", f"run.dir={tmp_path / str(every)}"])
+        losses.append(of("train", fit(Trainer(config)), "loss"))
+    assert losses[0] == losses[1]
+
+
+def test_what_fills_the_last_batch_of_an_evaluation_does_not_count(tmp_path: Path) -> None:
+    """256 samples are held out: in micro-batches of 3 two are missing at the end."""
+    losses = []
+    for micro in (1, 3):
+        sizes = ["train.global_batch_size=6", f"train.micro_batch_size={micro}", "eval.steps=0", "eval.every=1"]
+        trainer = Trainer(tiny_config(tmp_path / str(micro), *sizes))
+        record = trainer.evaluate()
+        trainer.close()
+        assert record is not None
+        losses.append(record.loss)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
 class OnStep(Trainer):
@@ -550,3 +584,18 @@ def test_a_recipe_from_outside_with_its_own_trainer(
     assert of("train", found, "loss")[0] > 1.5 * torch.tensor(32.0).log().item(), "twice the cross-entropy"
     assert "tests.test_custom_loops" in sys.modules
     assert not dist.is_initialized()
+
+
+def test_another_distribution_announces_its_recipes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By an entry point, whose module registers them."""
+
+    class EntryPoint:
+        def load(self) -> None:
+            register(Recipe("announced", BigramConfig, Bigram, ["table"]))
+
+    def entry_points(group: str) -> list[EntryPoint]:
+        return [EntryPoint()] if group == "meshtrainer.recipes" else []
+
+    monkeypatch.setattr("trainer.recipe._registry", {})
+    monkeypatch.setattr("trainer.recipe.entry_points", entry_points)
+    assert load_config("llama_small", ["model.name=announced", "model.width=3"]).recipe.build is Bigram

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import pickle
+import re
 import shutil
 import sys
 import threading
@@ -20,6 +21,8 @@ import pytest
 import torch
 from rich.console import Console
 
+from tests.ranks import run_tiny
+from tests.runs import Shared
 from tests.tiny import BATCH, SEQ_LEN, fit, lines, tiny_config
 from trainer import Trainer
 from trainer.metrics.console import ConsoleSink, readable_bytes, readable_count, readable_duration
@@ -201,6 +204,52 @@ def test_records_of_steps_have_all_fields_between_lines_too(tmp_path: Path) -> N
     assert of("train", lines(tmp_path), "step") == [1, 5]
     with pytest.raises(AttributeError, match="no field 'los'"):
         _ = records[0].los
+
+
+@pytest.mark.slow
+def test_rates_and_bytes_are_those_of_all_ranks(two: Shared) -> None:
+    for line in two.ran.metrics:
+        if line["kind"] == "train":
+            assert line["tokens_per_s"] * line["step_s"] == pytest.approx(8 * 32), "targets of one update"
+        if line["kind"] == "checkpoint":
+            folder = two.ran.folder / "checkpoints" / f"step_{line['step']:08d}"
+            files = [path for path in folder.rglob("*") if path.is_file() and path.name != "manifest.json"]
+            assert line["bytes"] == sum(path.stat().st_size for path in files)
+
+
+class Ragged(Trainer):
+    """Its micro-batches have 1, 2, 3 ... targets that count."""
+
+    def build_loader(self) -> Iterator[dict[str, torch.Tensor]]:
+        for number in range(1, 100):
+            tokens = torch.arange(2 * SEQ_LEN).view(2, SEQ_LEN) % 32
+            targets = torch.full((2, SEQ_LEN), -100)
+            targets.view(-1)[:number] = tokens.view(-1)[:number]
+            yield {"tokens": tokens, "targets": targets}
+
+    def loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        self.summed.append(float((found := super().loss(batch)).detach()))
+        return found
+
+
+def test_targets_that_are_ignored_do_not_count(tmp_path: Path) -> None:
+    trainer = Ragged(tiny_config(tmp_path, "train.steps=2"))
+    trainer.summed = []
+    records = list(trainer.steps())
+    trainer.close()
+    assert [record.tokens for record in records] == [1 + 2, 1 + 2 + 3 + 4]
+    first, second = sum(trainer.summed[:2]), sum(trainer.summed[2:])
+    assert [record.loss for record in records] == pytest.approx([first / 3, second / 7], rel=1e-6)
+
+
+@pytest.mark.slow
+def test_a_run_ends_with_bits_per_byte_and_a_sample(tmp_path: Path) -> None:
+    ran = run_tiny(tmp_path / "run", "train.steps=2", "eval.every=2", "eval.steps=1", "log.sample_tokens=4")
+    (line,) = [line for line in ran.metrics if line["kind"] == "eval"]
+    # A byte is a token here, and the end of each file is one more target than there are bytes.
+    assert line["bits_per_byte"] == pytest.approx(line["loss"] / math.log(2), rel=0.01)
+    assert re.search(r"gzip -9 on the same held-out text: [12]\.\d{4} bits/byte", ran.stdout)
+    assert ran.stdout.rpartition("a sample that the model wrote:")[2].strip().startswith("def ")
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -226,6 +226,18 @@ def test_a_real_run_needs_and_sends_what_was_planned(nproc: int, overrides: list
     assert all(counts == collectives for _, counts in found)
 
 
+@pytest.mark.parametrize("micro_batches", [1, 2, 3, 7])
+def test_each_micro_batch_gathers_anew_and_the_last_one_reduces(micro_batches: int) -> None:
+    """By hand: embedding, 4 blocks and head are gathered forward and backward; a root without parameters is not."""
+    plan = plan_of("llama_small", "model.num_layers=4", shape=MeshShape(2, 4), micro_batches=micro_batches)
+    assert [bool(unit.numel) for unit in plan.trace.units] == [*[True] * 6, False]
+    counts: Counter[str] = Counter()
+    for collective, count in plan.collectives.items():
+        if collective.num_bytes > 100:
+            counts[collective.operation] += count
+    assert counts == {"all_gather": 2 * 6 * micro_batches, "reduce_scatter": 6, "all_reduce": 6}
+
+
 # ---------------------------------------------------------------------------------------------------------------
 # auto
 

@@ -155,3 +155,11 @@ def test_a_finished_run_started_again_does_nothing(one: Shared, tmp_path: Path) 
     assert (folder / "metrics.jsonl").read_bytes() == metrics
     further = run_tiny(folder, "train.steps=22")
     assert further.train("step") == list(range(1, 23))
+
+
+def test_the_exit_code_is_what_the_workers_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of workers that torch's launcher has started, and that have ended by themselves."""
+    unfilled = run_command(tmp_path / "a", *MLP, OWN + "mlp_unfilled", "nproc=2", launcher=FRESH)
+    assert unfilled.exit_code == 2, unfilled.stderr
+    monkeypatch.setenv("SLURM_JOB_END_TIME", "1700000000")
+    run_tiny(tmp_path / "b", "train.steps=5", "nproc=2", launcher=FRESH, ends=75)

@@ -67,6 +67,26 @@ def test_the_costliest_come_first_and_fit(share: float, expected: set[Any], dtyp
     assert all(parameter.is_meta for parameter in model.parameters())
 
 
+class Falling(nn.Module):
+    """The larger of its two products is the one that costs more for each byte."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 8, bias=False), nn.Linear(8, 4, bias=False)
+        self.last = nn.Linear(4, 16, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.second(self.first(x).sin()).sin())  # saves: 8 and 8, 4 and 4 numbers
+
+
+def test_the_cost_of_a_byte_decides_not_the_size() -> None:
+    with torch.device("meta"):
+        model = Net()
+        model.blocks = nn.ModuleList([Falling()])
+    for share, expected in ((4 / 24, {("matmul", 1)}), (8 / 24, {("matmul", 0)})):
+        assert choose_kept(model, list(model.blocks), (3, 5), torch.float32, share) == [expected]
+
+
 def peak(setting: str) -> int:
     shape = MeshShape(1, 2)
     config = config_of("llama_small", f"train.activation_checkpoint={setting}", "model.num_layers=8", shape=shape)

@@ -603,6 +603,31 @@ def test_mixed_precision(tmp_path: Path) -> None:
     assert torch.equal(found["angles"][1], sin)
 
 
+def dtypes_of_reductions(folder: Path) -> list[set[torch.dtype]]:
+    """Return in which dtypes gradients are sent, for each `fsdp.reduce_dtype`."""
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+
+    open_group()
+    real, found = DefaultReduceScatter.__call__, []
+    for dtype in ("float32", "bfloat16"):
+        sent: set[torch.dtype] = set()
+
+        def reduce_scatter(self: Any, *args: Any, sent: set[torch.dtype] = sent, **kwargs: Any) -> Any:
+            sent.add(kwargs["input_tensor"].dtype)
+            return real(self, *args, **kwargs)
+
+        overrides = [*LLAMA, "fsdp.param_dtype=bfloat16", f"fsdp.reduce_dtype={dtype}", f"run.dir={folder / dtype}"]
+        with mock.patch.object(DefaultReduceScatter, "__call__", reduce_scatter):
+            losses_of("llama_small", overrides, 1)
+        found.append(sent)
+    return found
+
+
+@pytest.mark.slow
+def test_gradients_are_reduced_in_the_dtype_asked_for(tmp_path: Path) -> None:
+    assert run_ranks(2, dtypes_of_reductions, tmp_path) == [[{torch.float32}, {torch.bfloat16}]] * 2
+
+
 # ---------------------------------------------------------------------------------------------------------------
 # Materialization
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -19,8 +20,10 @@ from tests.forked import REPOSITORY, free_port, rank_variables
 from tests.gate import Gate, wait_until
 from tests.ranks import Ran, run_tiny, tiny_overrides
 from tests.test_processes import processes_of, wait_for_step
-from trainer import UserError, load_config
+from tests.tiny import tiny_config
+from trainer import Trainer, UserError, load_config
 from trainer.config import check_config, find_deadline
+from trainer.metrics.record import Record
 from trainer.stop import StopRequest
 
 pytestmark = pytest.mark.slow
@@ -97,6 +100,44 @@ def test_a_notice_stops_the_run(nproc: int, tmp_path: Path) -> None:
     assert (folder / "checkpoints" / f"step_{ran.status['step']:08d}").is_dir()
     again = run_tiny(folder, f"train.steps={ran.status['step'] + 1}", f"nproc={nproc}")
     assert again.status["state"] == "finished"
+
+
+class SignalsItself(Trainer):
+    number = signal.SIGTERM
+
+    def on_step(self, record: Record) -> None:
+        if record.step == 2:
+            signal.raise_signal(self.number)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_each_signal_stops_a_run(number: signal.Signals, tmp_path: Path) -> None:
+    signal.signal(number, lambda *_: None)  # else one that the run does not catch would end the tests
+    trainer = SignalsItself(tiny_config(tmp_path, "train.steps=9"))
+    trainer.number = number
+    assert trainer.fit() == 75
+    trainer.close()
+    status = json.loads((tmp_path / "status.json").read_text())
+    assert status == {"state": "stopped", "exit_code": 75, "step": 3, "reason": number.name}
+    assert (tmp_path / "checkpoints" / "step_00000003").is_dir()
+
+
+def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
+    """In an evaluation that would never end by itself."""
+    gate = Gate(tmp_path / "gate", "evaluation 2")
+    run = start_forked(tmp_path / "run", *tiny_overrides("train.steps=9", "eval.every=2", *SLOW), env=gate.variables)
+    wait_until(gate.is_reached, "the first batch of the evaluation")
+    os.kill(run.processes[0].pid, signal.SIGINT)
+    run.processes[0].join(1.0)
+    assert run.processes[0].is_alive(), "the first one is a request"
+
+    def has_ended() -> bool:
+        os.kill(run.processes[0].pid, signal.SIGINT)
+        run.processes[0].join(0.1)
+        return run.processes[0].exitcode is not None
+
+    wait_until(has_ended, "the end of the run", timeout_s=60)
+    assert run.processes[0].exitcode == 1
 
 
 @pytest.mark.campaign

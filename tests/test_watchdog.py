@@ -185,6 +185,18 @@ def test_limits(dog: Watchdog, monkeypatch: pytest.MonkeyPatch) -> None:
     dog.stop()
 
 
+def test_every_update_but_the_first_has_the_shorter_limit(dog: Watchdog, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [1000.0]
+    monkeypatch.setattr("trainer.watchdog.time.monotonic", lambda: clock[0])
+    found = []
+    for step in (1, 2, 3):
+        dog.begin_update(step)
+        clock[0] += 51
+        found.append(dog._overdue())
+        dog.end_update()
+    assert found == ["", *["no progress within run.step_timeout_s, 50 s"] * 2]
+
+
 def test_who_is_saving_within_the_limit_is_waited_for(dog: Watchdog, capsys: pytest.CaptureFixture[str]) -> None:
     dog._world.messages = Messages(HashStore(), 5.0)  # type: ignore[misc]
     dog._watched = threading.get_ident()
