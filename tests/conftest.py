@@ -45,7 +45,7 @@ def signals_as_before() -> Iterator[None]:
 
     What a process ignores its children ignore, too: a shell cannot even trap it.
     """
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
     before = {number: signal.getsignal(number) for number in numbers}
     yield
     for number, handler in before.items():

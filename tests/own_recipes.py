@@ -69,16 +69,6 @@ class NonFiniteTrainer(Trainer):
         return super().loss(batch) * (float("nan") if bad else 1.0)
 
 
-class RaggedTrainer(Trainer):
-    """Ignores a number of targets that differs from sequence to sequence, as padding does."""
-
-    def loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        first = batch["tokens"][:, :1]
-        positions = torch.arange(batch["tokens"].shape[1])
-        targets = torch.where(positions < first % 29 + 1, batch["targets"], -100)
-        return super().loss({"tokens": batch["tokens"], "targets": targets})
-
-
 class LeftOutTrainer(Trainer):
     """Has a parameter that FSDP never saw."""
 

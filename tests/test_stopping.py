@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -110,7 +111,7 @@ class SignalsItself(Trainer):
             signal.raise_signal(self.number)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT])
 def test_each_signal_stops_a_run(number: signal.Signals, tmp_path: Path) -> None:
     signal.signal(number, lambda *_: None)  # else one that the run does not catch would end the tests
     trainer = SignalsItself(tiny_config(tmp_path, "train.steps=9"))
@@ -120,24 +121,6 @@ def test_each_signal_stops_a_run(number: signal.Signals, tmp_path: Path) -> None
     status = json.loads((tmp_path / "status.json").read_text())
     assert status == {"state": "stopped", "exit_code": 75, "step": 3, "reason": number.name}
     assert (tmp_path / "checkpoints" / "step_00000003").is_dir()
-
-
-def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
-    """In an evaluation that would never end by itself."""
-    gate = Gate(tmp_path / "gate", "evaluation 2")
-    run = start_forked(tmp_path / "run", *tiny_overrides("train.steps=9", "eval.every=2", *SLOW), env=gate.variables)
-    wait_until(gate.is_reached, "the first batch of the evaluation")
-    os.kill(run.processes[0].pid, signal.SIGINT)
-    run.processes[0].join(1.0)
-    assert run.processes[0].is_alive(), "the first one is a request"
-
-    def has_ended() -> bool:
-        os.kill(run.processes[0].pid, signal.SIGINT)
-        run.processes[0].join(0.1)
-        return run.processes[0].exitcode is not None
-
-    wait_until(has_ended, "the end of the run", timeout_s=60)
-    assert run.processes[0].exitcode == 1
 
 
 @pytest.mark.campaign
@@ -280,3 +263,112 @@ def test_what_is_said_to_nobody_does_not_end_a_thread() -> None:
     finally:
         os.close(writer)
     assert (ended.returncode, ended.stdout) == (0, "goes on\n")
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Terminals
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGQUIT])
+def test_a_closed_terminal_and_a_quit_stop_in_order(number: signal.Signals, tmp_path: Path) -> None:
+    """SIGQUIT says where all threads are, too."""
+    folder = tmp_path / "run"
+    run = start_forked(folder, *tiny_overrides("train.steps=100000"))
+    wait_for_step(folder)
+    os.kill(run.processes[0].pid, number)
+    ran = run.ran()
+    assert ran.exit_code == 75, ran.stderr
+    assert ran.status["state"] == "stopped"
+    assert ran.status["reason"] == number.name
+    assert (folder / "checkpoints" / f"step_{ran.status['step']:08d}").is_dir()
+    assert (number == signal.SIGQUIT) == ("most recent call first" in ran.stderr)
+    assert ran.stderr.count("Stopping: finishing this step and saving") == 1
+
+
+def test_a_terminal_is_closed_behind_the_launcher(tmp_path: Path) -> None:
+    """The kernel sends SIGHUP to the whole group, and what is written afterwards goes nowhere."""
+    folder = tmp_path / "run"
+    process = start(folder, "nproc=2")
+    wait_for_step(folder)
+    process.stdout.close()  # type: ignore[union-attr]
+    process.stderr.close()  # type: ignore[union-attr]
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(240) == 75
+    status = Ran(75, "", "", folder).status
+    assert status["state"] == "stopped"
+    assert (folder / "checkpoints" / f"step_{status['step']:08d}").is_dir()
+
+
+@pytest.mark.parametrize("nproc", [1, pytest.param(2, marks=pytest.mark.campaign)])
+def test_under_nohup_a_closed_terminal_is_nothing(nproc: int, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    arguments = tiny_overrides("train.steps=100000", f"nproc={nproc}", f"run.dir={folder}")
+    command = ["nohup", sys.executable, "-m", "trainer.run", "recipe=llama_small", *arguments]
+    quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    process = subprocess.Popen(command, cwd=REPOSITORY, **quiet)  # type: ignore[call-overload]
+    wait_for_step(folder)
+    process.send_signal(signal.SIGHUP)
+    seen = len(Ran(0, "", "", folder).train("step"))
+    wait_until(lambda: process.poll() or len(Ran(0, "", "", folder).train("step")) > seen + 20, "more steps")
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(240) == 75
+
+
+@pytest.mark.parametrize("reader", ["goes", "stops reading"])
+def test_nobody_reads_what_a_run_prints(reader: str, tmp_path: Path) -> None:
+    """The console can neither stop a run nor hold it up."""
+    folder = tmp_path / "run"
+    arguments = tiny_overrides("train.steps=400", f"run.dir={folder}")
+    command = [sys.executable, "-m", "trainer.run", "recipe=llama_small", *arguments]
+    ours, theirs = os.pipe()
+    if reader == "stops reading":  # from the first byte on: the pipe is full
+        os.set_blocking(theirs, False)
+        with contextlib.suppress(BlockingIOError):
+            while os.write(theirs, bytes(4096)):
+                pass
+        os.set_blocking(theirs, True)
+    process = subprocess.Popen(command, cwd=REPOSITORY, stdout=theirs, stderr=subprocess.PIPE, text=True)
+    os.close(theirs)
+    if reader == "goes":
+        wait_for_step(folder)
+        os.close(ours)
+    try:
+        _, stderr = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert process.returncode == 0, stderr
+    assert "Traceback" not in stderr
+    assert stderr.count("warning: standard output is gone") == (reader == "goes"), stderr
+    ran = Ran(0, "", "", folder)
+    assert ran.status["state"] == "finished"
+    assert ran.train("step")[-1] == 400
+    if reader != "goes":
+        os.close(ours)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["recipe=llama_small", "--print-config"]])
+def test_a_pipe_that_is_closed_early_breaks_no_command(arguments: list[str]) -> None:
+    ours, theirs = os.pipe()
+    os.close(ours)
+    command = [sys.executable, "-m", "trainer.run", *arguments]
+    done = subprocess.run(command, cwd=REPOSITORY, stdout=theirs, stderr=subprocess.PIPE, text=True)
+    os.close(theirs)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_second_interrupt_leaves_all_as_it_should_be(tmp_path: Path) -> None:
+    """It ends a run that does not get through its step: with a word in status.json, and nobody's lock."""
+    folder, gate = tmp_path / "run", Gate(tmp_path / "gate", "evaluation 2")
+    own = tiny_overrides("train.steps=100000", "eval.every=2", "eval.steps=2", *SLOW)
+    run = start_forked(folder, *own, env=gate.variables)
+    wait_until(gate.is_reached, "the evaluation, in which it stays")
+    os.kill(run.processes[0].pid, signal.SIGINT)
+    wait_until(lambda: "Stopping: finishing this step and saving" in run.stderr, "the answer, before the step ends")
+    os.kill(run.processes[0].pid, signal.SIGINT)
+    ran = run.ran()
+    assert ran.exit_code == 1
+    assert ran.status["state"] == "failed"
+    assert ran.status["reason"] == "a second Ctrl-C"
+    assert not (folder / ".owner.json").exists()
+    assert "Traceback" not in ran.stderr

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import os
 import sys
 from collections.abc import Callable, Iterable
+from typing import TextIO
 
 EXIT_FINISHED = 0
 EXIT_FAILED = 1
@@ -38,10 +40,31 @@ def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
+def tell(text: str, end: str = "\n") -> None:
+    """Print on standard output.  Where its reader has gone (`--help | head`), what is left is dropped."""
+    try:
+        print(text, end=end, flush=True)
+    except BrokenPipeError:
+        discard_stream(sys.stdout)
+
+
+def discard_stream(stream: TextIO) -> None:
+    """Let what is buffered, and all that follows, go nowhere: flushed when the process ends it would fail once more."""
+    with contextlib.suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
+
+
 def run_command(work: Callable[[], int]) -> int:
     """Return the exit code of what a command line asks for; what a user should know is printed without a traceback."""
     try:
-        return work()
+        code = work()
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        discard_stream(sys.stdout)
+        return EXIT_FINISHED
     except UserError as error:
         say(f"error: {error}")
         return EXIT_USER_ERROR

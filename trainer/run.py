@@ -43,6 +43,7 @@ from trainer.errors import (
     nearest,
     say,
     setting_error,
+    tell,
 )
 
 _REPORT_S = 2.0
@@ -105,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         env = find_environment()
         arguments = parse(sys.argv[1:] if argv is None else argv)
         if arguments.wants_help:
-            print(usage.full_help())
+            tell(usage.full_help())
             return EXIT_FINISHED
         if arguments.recipe is None:
             if arguments.overrides or arguments.wants_config:
@@ -115,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if env.launcher != "nproc":  # whose parent has done so
             stop.note_stale_notice(config.run_dir)
         if arguments.wants_config:
-            print(config.to_yaml(), end="")
+            tell(config.to_yaml(), end="")
             return EXIT_FINISHED
         spawns = _spawns(arguments.nproc, env)
         _check(config, arguments.nproc or 1, env, spawns)
@@ -171,8 +172,9 @@ def _report(error: UserError, env: Environment) -> int:
 
 def _ignore_termination() -> None:
     if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, signal.SIG_IGN)
+        for number in stop.STOP_SIGNALS:
+            if number != signal.SIGINT:
+                signal.signal(number, signal.SIG_IGN)
 
 
 def _train(config: RunConfig) -> int:
@@ -226,7 +228,8 @@ def _spawn(arguments: Arguments, config: RunConfig) -> int:
         rdzv_endpoint="localhost:0",
         max_restarts=0,
         monitor_interval=0.1,
-        signals_to_handle="SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",  # unhandled, SIGUSR1 kills it and orphans the ranks
+        # Unhandled, SIGUSR1 kills it and orphans the ranks; what nohup has had ignored it would catch.
+        signals_to_handle=",".join(number.name for number in stop.caught_signals()),
     )
     command = ["-m", "trainer.run", f"recipe={arguments.recipe}", *arguments.overrides]
     before = _status_on_record(config)
@@ -235,7 +238,7 @@ def _spawn(arguments: Arguments, config: RunConfig) -> int:
         raise SignalException(f"asked to stop by {signal.Signals(number).name}", signal.Signals(number))
 
     try:
-        for number in stop.STOP_SIGNALS:  # until the launcher installs its own, which do the same
+        for number in stop.caught_signals():  # until the launcher installs its own, which do the same
             signal.signal(number, interrupt)
         if stop.find_stop_request().reason() is not None:
             return EXIT_STOPPED  # while torch was being imported

@@ -6,6 +6,8 @@ handlers are there before it is imported: a signal that comes meanwhile is kept,
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import os
 import signal
 import threading
@@ -17,7 +19,11 @@ from typing import Any
 
 from trainer.errors import EXIT_FAILED
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
+"""A launcher, Ctrl-C, Slurm, a terminal that is closed, Ctrl-\\ (which also prints where all threads are)."""
+
+_MAY_BE_IGNORED = (signal.SIGHUP, signal.SIGQUIT)
+"""Signals that stay ignored where the parent has had them ignored: `nohup`, a shell's background jobs."""
 
 NOTICE = "notice"
 """Name of the file that asks a run to stop.  Under cgroup tracking a signal to a Slurm step reaches what srun has
@@ -46,12 +52,17 @@ class StopRequest:
         self._found: str | None = None
         self.at_once = False
         """After a failure elsewhere a SIGTERM ends this process: it may be waiting in a collective for ever."""
+        self.on_ask: Callable[[], None] | None = None
+        """Called once, in the handler of the first signal: whoever asked is answered at once."""
+        self.is_answered = False
+        self.on_second_interrupt: Callable[[], None] | None = None
+        """Called before a second Ctrl-C ends the process."""
         self._polled_at = 0.0
 
     def install(self) -> None:
         """Catch the signals, unless that is done already."""
         if threading.current_thread() is threading.main_thread() and not self._previous:
-            for number in STOP_SIGNALS:
+            for number in caught_signals():
                 self._previous[number] = signal.signal(number, self._on_signal)
 
     def uninstall(self) -> None:
@@ -77,9 +88,49 @@ class StopRequest:
         return self._found
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if (number == signal.SIGINT and self._signal == "SIGINT") or (number == signal.SIGTERM and self.at_once):
+        if number == signal.SIGTERM and self.at_once:
             os._exit(EXIT_FAILED)
-        self._signal = signal.Signals(number).name
+        if number == signal.SIGINT and self._signal == "SIGINT":
+            if self.on_second_interrupt is not None:
+                self.on_second_interrupt()
+            os._exit(EXIT_FAILED)
+        if number == signal.SIGQUIT:
+            with contextlib.suppress(OSError, ValueError):  # stderr may be gone
+                faulthandler.dump_traceback(all_threads=True)
+        is_first, self._signal = self._signal is None, signal.Signals(number).name
+        if is_first and self.on_ask is not None:
+            self.is_answered = True
+            self.on_ask()
+
+
+STOPPING = "Stopping: finishing this step and saving. Ctrl-C again quits at once, without saving."
+
+
+def answer_at_once() -> None:
+    """Say that the run is stopping.  In a signal's handler: what it has interrupted may hold any lock."""
+    _write(2, f"{STOPPING}\n", _CLEAR_LINE)
+
+
+def show_cursor() -> None:
+    """Show the cursor that a status bar has hidden.  In a signal's handler, too."""
+    _write(1, "", _SHOW_CURSOR)
+
+
+_CLEAR_LINE, _SHOW_CURSOR = "\r\x1b[K", "\x1b[?25h"
+
+
+def _write(descriptor: int, text: str, on_a_terminal: str) -> None:
+    with contextlib.suppress(OSError):
+        os.write(descriptor, ((on_a_terminal if os.isatty(descriptor) else "") + text).encode())
+
+
+def caught_signals() -> list[signal.Signals]:
+    """Return the signals that ask this process to stop: those of STOP_SIGNALS that its parent has not had ignored."""
+    return [
+        number
+        for number in STOP_SIGNALS
+        if number not in _MAY_BE_IGNORED or signal.getsignal(number) is not signal.SIG_IGN
+    ]
 
 
 def note_stale_notice(run_dir: Path) -> None:

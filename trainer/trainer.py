@@ -48,7 +48,7 @@ from trainer.sample import write_sample
 from trainer.selfcheck import check_same_run, check_start
 from trainer.shard import ShardUnit, apply_sharding, clip_grad_norm, gradient_sync, reshard
 from trainer.state import TrainState
-from trainer.stop import NOTICE, find_stop_request, identity, take_stale_notice
+from trainer.stop import NOTICE, STOPPING, answer_at_once, find_stop_request, identity, show_cursor, take_stale_notice
 from trainer.transfer import Numbers, ahead
 from trainer.watchdog import Watchdog
 from trainer.weights import fill
@@ -134,6 +134,8 @@ class Trainer:
         self.metrics = Metrics(config, self.world.is_main)
         self.skips = SkipCounter(config.train.max_skipped_updates)
         self.stop = find_stop_request()
+        if self.world.is_main:
+            self.stop.on_ask, self.stop.on_second_interrupt = answer_at_once, self._quit
         self._stale_notice = take_stale_notice(config.run_dir)
         self.world.after_failure.append(self._stop_at_once)
         self.world.before_exit.append(self._note_failure)
@@ -283,7 +285,8 @@ class Trainer:
         total, stops, written, overdue, retries = self.world.sum(message)
         if stops > 0 and not self.stopping:
             self.stopping = True
-            self.metrics.say("asked to stop: what is in hand is saved; a second Ctrl-C ends at once", "yellow")
+            if not self.stop.is_answered:
+                self.metrics.say(STOPPING, "yellow")
         self._save_ended, self._may_retry = written == self.world.size or overdue > 0, retries > 0
         self._has_exchanged = True
         return int(total)
@@ -302,6 +305,14 @@ class Trainer:
 
     def _stop_at_once(self) -> None:
         self.stop.at_once = True
+
+    def _quit(self) -> None:
+        """Leave the terminal and the folder as they should be; the process ends now, whatever it is doing."""
+        show_cursor()
+        self._note_failure(2.0, "a second Ctrl-C")
+        releasing = threading.Thread(target=self.folder.release, daemon=True)
+        releasing.start()
+        releasing.join(2.0)
 
     def _note_failure(self, patience_s: float, reason: str) -> None:
         """Leave word of what has failed elsewhere; this rank's main thread may hang, and so may the storage."""

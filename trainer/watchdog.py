@@ -295,6 +295,7 @@ class Watchdog:
         elif rank == 0:
             self._end(reason_of(why, standings), verdict == "stuck")
         else:
+            self._world.remember_failure()
             self._leave(verdict == "stuck")
 
     def _gather(self, store: Messages) -> list[Standing]:

@@ -6,6 +6,7 @@ what the model sends stays apart.  Knows no model and no data.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import os
@@ -240,9 +241,17 @@ class World(Channel):
         try:
             first = Messages(self._store, _ANSWER_S).compare_set(_FAILURE, "", message)
         except RuntimeError:  # the process that keeps the store has gone
-            return None
+            return self.first_failure
         self.first_failure = None if first == message else first
         return self.first_failure
+
+    def remember_failure(self) -> None:
+        """Keep what another rank has announced while there is somebody to ask: rank 0, which may keep the store, leaves
+        first, and what this rank's main thread hangs in then fails for a reason that is not the run's.
+        """
+        if self._store is not None:
+            with contextlib.suppress(RuntimeError):
+                self.first_failure = Messages(self._store, _ANSWER_S).get(_FAILURE)
 
     def close(self) -> None:
         """Leave together: wait for all ranks, then end the process group if this opened it."""

@@ -26,6 +26,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from trainer.data.order import sample_at
 from trainer.data.source import Source
+from trainer.stop import STOP_SIGNALS
 
 Batch: TypeAlias = "dict[str, Tensor]"
 """`tokens` and `targets`, both int64 of shape (micro_batch_size, seq_len)."""
@@ -202,7 +203,7 @@ def _as_it_is(batch: Batch) -> Batch:
 
 def _ignore_signals(worker_id: int) -> None:
     """Let a worker outlive the signal that asks its whole process group to stop: its rank still has to save."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 

@@ -6,6 +6,7 @@ On a terminal rich draws it; in a log file every line is plain text.
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Mapping
 
@@ -17,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from trainer.metrics.breakdown import KINDS
+from trainer.metrics.outlet import Outlet
 from trainer.metrics.record import Record
 
 
@@ -24,7 +26,8 @@ class ConsoleSink:
     """Prints records for a person."""
 
     def __init__(self, num_steps: int, console: Console | None = None) -> None:
-        self.console = console or Console(highlight=False, soft_wrap=True)
+        self._outlet = None if console else Outlet(sys.stdout)
+        self.console = console or Console(file=self._outlet, highlight=False, soft_wrap=True)  # type: ignore[arg-type]
         self.num_steps = num_steps
         self._live: Live | None = None
         self._last: tuple[float, int] | None = None
@@ -65,6 +68,8 @@ class ConsoleSink:
         if self._live is not None:
             self._live.stop()
             self._live = None
+        if self._outlet is not None:
+            self._outlet.close()
 
     def _print(self, text: str, style: str = "") -> None:
         self.console.print(Text(text, style=style))

@@ -27,7 +27,7 @@ from pathlib import Path
 
 from trainer.config import RunConfig, check_config, find_mesh_shape, load_config
 from trainer.environment import find_environment
-from trainer.errors import EXIT_FINISHED, UserError, nearest, run_command, setting_error
+from trainer.errors import EXIT_FINISHED, UserError, nearest, run_command, setting_error, tell
 from trainer.plan.calibrate import calibrate
 from trainer.plan.machine import Machine, find_machine
 from trainer.plan.plan import make_plan, planned
@@ -55,7 +55,7 @@ def command_line(argv: Sequence[str] | None = None) -> int:
     """Run what the command line asks for.  Returns the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if "--help" in arguments or "-h" in arguments:
-        print(__doc__)
+        tell(__doc__ or "")
         return EXIT_FINISHED
     return run_command(lambda: _plan(arguments))
 

@@ -1,0 +1,96 @@
+"""Standard output that can neither stop a run nor hold it up.
+
+Its reader may go (`| head`, a terminal that is closed) or stop reading (a viewer, a suspended `tee`): the first is an
+error at the next line, the second a write that never returns.  Training waits for neither.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import io
+import os
+import queue
+import stat
+import threading
+from typing import TextIO
+
+from trainer.errors import discard_stream, say
+
+
+class Outlet(io.TextIOBase):
+    """A stream in front of another: what goes to a pipe or a terminal is written by a thread.
+
+    Text is dropped while the reader is `_MAX_WAITING` pieces behind, and for good once it has gone; one warning on
+    stderr says so.
+    """
+
+    CLOSE_S = 2.0
+    """How long `close` waits for a reader that does not read."""
+    _MAX_WAITING = 10_000
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._has_gone = False
+        self._waiting: queue.Queue[str | None] | None = None
+        self._thread: threading.Thread | None = None
+        if _may_block(stream):
+            self._waiting = queue.Queue(self._MAX_WAITING)
+            self._thread = threading.Thread(target=self._work, args=(self._waiting,), name="console", daemon=True)
+            self._thread.start()
+            atexit.register(self.close)
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return getattr(self._stream, "encoding", None) or "utf-8"
+
+    def isatty(self) -> bool:
+        return self._stream.isatty()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        if self._waiting is None:
+            self._put(text)
+        else:
+            with contextlib.suppress(queue.Full):
+                self._waiting.put_nowait(text)
+        return len(text)
+
+    def close(self) -> None:
+        """Write what waits, for `CLOSE_S` at most.  What comes later is written directly, if the reader still reads."""
+        if self._waiting is None or self._thread is None:
+            return
+        waiting, self._waiting = self._waiting, None
+        with contextlib.suppress(queue.Full):
+            waiting.put_nowait(None)
+            self._thread.join(self.CLOSE_S)
+        self._has_gone |= self._thread.is_alive()
+        atexit.unregister(self.close)
+
+    def _work(self, waiting: queue.Queue[str | None]) -> None:
+        while (text := waiting.get()) is not None:
+            self._put(text)
+
+    def _put(self, text: str) -> None:
+        if self._has_gone:
+            return
+        try:
+            self._stream.write(text)
+            self._stream.flush()
+        except (OSError, ValueError) as error:  # ValueError: this process has closed it
+            self._has_gone = True
+            discard_stream(self._stream)
+            say(f"warning: standard output is gone ({error}); the run goes on without it")
+
+
+def _may_block(stream: TextIO) -> bool:
+    """Whether a write may wait for a reader: not that to a file, nor to what stands in for a stream."""
+    try:
+        return not stat.S_ISREG(os.fstat(stream.fileno()).st_mode)
+    except (OSError, ValueError):
+        return False
