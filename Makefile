@@ -1,8 +1,9 @@
 # The two commands that anybody needs: `make check` reads the code, `make test` runs it.  tests/README.md says more.
 PYTHON ?= python3
-# How many of pytest's workers share the tests: as many as there are cores, and a gigabyte of memory for each.
-WORKERS ?= auto
-PYTEST = $(PYTHON) -m pytest -q -n $(WORKERS) --maxprocesses 4 --dist worksteal
+# How many of pytest's workers share the tests, a gigabyte of memory for each: one more than there are cores, since some
+# tests wait.
+WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(4, 1 + (os.cpu_count() or 2)))')
+PYTEST = $(PYTHON) -m pytest -q -n $(WORKERS) --dist worksteal
 
 .PHONY: install check test test-fast test-campaign durations format
 

@@ -86,7 +86,7 @@ def test_too_many_updates_that_are_not_finite_end_the_run(tmp_path: Path) -> Non
     assert ran.status["state"] == "failed"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.campaign)])
 def test_stops_on_request_after_saving(number: signal.Signals, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     overrides = tiny_overrides("train.steps=100000", f"run.dir={folder}", "nproc=2")

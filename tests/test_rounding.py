@@ -348,6 +348,7 @@ def losses_on(folder: Path, meshes: list[list[str]]) -> list[list[float]]:
     return [train(tiny(folder / str(number), *own, *mesh))["losses"] for number, mesh in enumerate(meshes)]
 
 
+@pytest.mark.campaign
 @pytest.mark.slow
 def test_losses_on_every_mesh(tmp_path: Path) -> None:
     """As far as gradients agree: a sum made in another order may be rounded to the other side.  Measured: 1e-7."""
