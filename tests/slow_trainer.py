@@ -34,4 +34,5 @@ class SlowTrainer(Trainer):
         return super().loss(batch)
 
 
+pass_gate(f"import {os.environ.get('RANK', '')}")
 register(dataclasses.replace(find_recipe("llama"), name="slow_llama", trainer=SlowTrainer))

@@ -29,12 +29,15 @@ from trainer.stop import StopRequest
 
 pytestmark = pytest.mark.slow
 
+SLOW = ["model.name=tests.slow_trainer:slow_llama", "model.vocab_size=257", "model.num_kv_heads=2"]
 
-def start(folder: Path, *overrides: str) -> subprocess.Popen[str]:
+
+def start(folder: Path, *overrides: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
     """Start `python -m trainer.run` in an interpreter of its own, with torch's launcher where there is one."""
     arguments = tiny_overrides("train.steps=100000", f"run.dir={folder}", *overrides)
     command = [sys.executable, "-m", "trainer.run", "recipe=llama_small", *arguments]
-    return subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, cwd=REPOSITORY, env=os.environ | (env or {}), **pipes)  # type: ignore[call-overload]
 
 
 def ended(process: subprocess.Popen[str], folder: Path, timeout_s: float = 240) -> Ran:
@@ -185,9 +188,6 @@ def test_a_notice_during_the_start_is_one(nproc: int, tmp_path: Path) -> None:
     assert ran.status["reason"] == "notice"
 
 
-SLOW = ["model.name=tests.slow_trainer:slow_llama", "model.vocab_size=257", "model.num_kv_heads=2"]
-
-
 def test_a_signal_ends_an_evaluation(tmp_path: Path) -> None:
     """It is given up: whoever asked does not wait for its end.  No record of it is left; the state is saved."""
     folder, gate = tmp_path / "run", Gate(tmp_path / "gate", "evaluation 2")
@@ -214,6 +214,29 @@ def test_a_job_without_time_makes_no_update(tmp_path: Path, monkeypatch: pytest.
     ran = run_tiny(tmp_path / "run", "train.steps=5", "nproc=2", ends=75)
     assert ran.status == {"state": "stopped", "exit_code": 75, "step": 0, "reason": "deadline"}
     assert ran.train("step") == []
+
+
+def test_a_signal_while_one_rank_has_not_come_yet(tmp_path: Path) -> None:
+    """The others wait for it, deaf to signals if they were in torch's code: all leave together, with 75."""
+    folder, gate = tmp_path / "run", Gate(tmp_path / "gate", "import 1")
+    process = start(folder, "nproc=2", *SLOW, env=gate.variables)
+    wait_until(gate.is_reached, "rank 1 at the gate")
+    time.sleep(3)  # so that rank 0 is where it waits; wherever it is, what follows must hold
+    process.send_signal(signal.SIGTERM)
+    gate.open()
+    ran = ended(process, folder, timeout_s=120)
+    assert ran.exit_code == 75, ran.stderr
+    assert "Traceback" not in ran.stderr
+    wait_until(lambda: processes_of(folder) == [], "no rank is left", timeout_s=30)
+
+
+def test_the_launcher_is_killed_before_its_ranks_have_met(tmp_path: Path) -> None:
+    folder, gate = tmp_path / "run", Gate(tmp_path / "gate", "import 1")
+    process = start(folder, "nproc=2", *SLOW, env=gate.variables)
+    wait_until(gate.is_reached, "rank 1 at the gate")
+    process.kill()
+    process.communicate(timeout=60)
+    wait_until(lambda: processes_of(folder) == [], "no rank is left", timeout_s=30)
 
 
 def test_a_signal_while_the_other_ranks_are_missing(tmp_path: Path) -> None:

@@ -10,13 +10,14 @@ import ctypes
 import gc
 import os
 import re
+import signal
 import socket
 import subprocess
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from trainer.errors import UserError, setting_error
+from trainer.errors import EXIT_FAILED, UserError, setting_error
 
 SPAWNED_BY_US = "MESHTRAINER_NPROC"
 """Set in the worker processes that `nproc=N` starts: their parent has reported what there was to report."""
@@ -24,6 +25,12 @@ SPAWNED_BY_US = "MESHTRAINER_NPROC"
 STARTED = "MESHTRAINER_STARTED"
 """When the command began, in seconds since 1970: known to it, and to the workers that it starts."""
 
+
+LAUNCHER = "MESHTRAINER_LAUNCHER"
+"""Set in the same processes: the process that has started them."""
+
+_PR_SET_PDEATHSIG = 1
+"""Of <sys/prctl.h>."""
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
@@ -94,6 +101,18 @@ def _job(env: MutableMapping[str, str]) -> str:
 
 def _restarts(env: MutableMapping[str, str]) -> int:
     return _read(env, "SLURM_RESTART_COUNT", 0) + _read(env, "TORCHELASTIC_RESTART_COUNT", 0)
+
+
+def follow_parent(follows: bool, env: MutableMapping[str, str] = os.environ) -> None:
+    """Have the kernel end this process as soon as the one that started it has gone; or no longer.  Linux only.
+
+    Ranks that wait for each other when their launcher is killed would stay for minutes, and keep their GPUs.
+    """
+    prctl = getattr(ctypes.CDLL(None), "prctl", None) if os.name == "posix" else None
+    if prctl is not None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL if follows else 0)
+    if follows and env.get(LAUNCHER, str(os.getppid())) != str(os.getppid()):
+        os._exit(EXIT_FAILED)  # it has gone already
 
 
 def note_start(began: float, env: MutableMapping[str, str] = os.environ) -> None:

@@ -25,9 +25,11 @@ from typing import Any, NoReturn
 from trainer import stop, usage
 from trainer.config import RunConfig, check_config, load_config
 from trainer.environment import (
+    LAUNCHER,
     SPAWNED_BY_US,
     Environment,
     find_environment,
+    follow_parent,
     limit_spinning,
     note_start,
     without_collecting,
@@ -104,6 +106,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     env, trains = Environment(), False
     try:
         env = find_environment()
+        if env.launcher in ("nproc", "torchrun") and env.has_a_parent:
+            follow_parent(True)
         arguments = parse(sys.argv[1:] if argv is None else argv)
         if arguments.wants_help:
             tell(usage.full_help())
@@ -217,6 +221,7 @@ def _spawn(arguments: Arguments, config: RunConfig) -> int:
     for name in ("torch.distributed.elastic", "torch.distributed.launcher"):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # the workers report for themselves
     os.environ[SPAWNED_BY_US] = str(arguments.nproc)
+    os.environ[LAUNCHER] = str(os.getpid())
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # each rank sets its own share once it knows it
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")  # a save may take longer than the 30 s before a kill
     launch = LaunchConfig(

@@ -11,10 +11,11 @@ import functools
 import itertools
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -22,8 +23,14 @@ from torch.distributed import HashStore, PrefixStore, Store
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trainer.config import MeshShape, RunConfig, find_mesh_shape
-from trainer.environment import Environment, export_slurm_rendezvous, find_environment, keep_freed_memory
-from trainer.errors import EXIT_FAILED, EXIT_STOPPED, PeerFailed, UserError, say, setting_error
+from trainer.environment import (
+    Environment,
+    export_slurm_rendezvous,
+    find_environment,
+    follow_parent,
+    keep_freed_memory,
+)
+from trainer.errors import EXIT_FAILED, EXIT_STOPPED, PeerFailed, TrainingFailed, UserError, say, setting_error
 from trainer.stop import was_asked_early
 
 REPLICATE, SHARD = "replicate", "shard"
@@ -145,6 +152,7 @@ class World(Channel):
             messages = Messages(self._store, config.run.timeout_s)
             parent = os.getppid() if self.env.has_a_parent else None
             self._watch = _FailureWatch(self.rank, messages, parent, self.after_failure, self.before_exit)
+            follow_parent(False)  # from here on the watch does, which leaves word of it
 
     @property
     def messages(self) -> Messages | None:
@@ -174,6 +182,7 @@ class World(Channel):
                 export_slurm_rendezvous()
             store, rank, size = _rendezvous(meeting_s)
             store = self._store = PrefixStore(f"meshtrainer/{next(_openings)}", store)
+            _go_on_together(store, rank, size, meeting_s.total_seconds())
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=size, timeout=self.timeout, device_id=device_id
         )
@@ -300,11 +309,46 @@ def _rendezvous(timeout: timedelta) -> tuple[Store, int, int]:
     while meeting.is_alive():  # in a thread, so that signals are heard meanwhile
         meeting.join(0.2)
         if was_asked_early():
-            say("stopped before all ranks have met")
-            os._exit(EXIT_STOPPED)
+            _leave_before_the_start(say_so=True)
     if errors:
         raise errors[0]
     return found[0]
+
+
+_GO, _STOP = "go", "stop"
+
+
+def _go_on_together(store: Store, rank: int, size: int, timeout_s: float) -> None:
+    """Return once all ranks are here and none was asked to stop; else all of them leave, with 75.
+
+    Opening a process group hears no signal: a rank that has left would be waited for there until the timeout.  So
+    they decide in the store, where the first word counts: the last one to come says go, one that was asked to stop
+    before that says stop.
+    """
+    is_last = store.add("meeting/here", 1) == size
+    deadline, pause_s = time.monotonic() + timeout_s, 0.002
+    while not store.check(["meeting/word"]):
+        if was_asked_early():
+            store.compare_set("meeting/word", "", _STOP)
+        elif is_last:
+            store.compare_set("meeting/word", "", _GO)
+        elif time.monotonic() > deadline:
+            raise TrainingFailed(f"rank {rank}: not all of {size} ranks have come within run.timeout_s={timeout_s:g}")
+        else:
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 0.05)
+    if store.get("meeting/word").decode() == _STOP:
+        store.add("meeting/left", 1)
+        until = time.monotonic() + _ANSWER_S
+        while rank == 0 and store.add("meeting/left", 0) < size and time.monotonic() < until:
+            time.sleep(0.02)  # this process may keep the store in which the others still look
+        _leave_before_the_start(say_so=rank == 0)
+
+
+def _leave_before_the_start(say_so: bool) -> NoReturn:
+    if say_so:
+        say("stopped before all ranks have met")
+    os._exit(EXIT_STOPPED)
 
 
 class NoAnswer(RuntimeError):
