@@ -11,6 +11,7 @@ test finds means that a test is missing, or that it cannot fail.
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import subprocess
 import sys
@@ -470,12 +471,14 @@ def try_defect(defect: Defect, in_campaign: bool, keep: bool = False) -> Outcome
         command += ["" if in_campaign else "not campaign", f"--basetemp={folder / 'tmp'}"]
         began = time.monotonic()
         ran = subprocess.run(
-            [*command, *(f"tests/{test}" for test in dict.fromkeys(tests))], cwd=root, capture_output=True, text=True
+            [*command, *(f"tests/{test}" for test in dict.fromkeys(tests))],
+            cwd=root,
+            capture_output=True,
+            text=True,
+            env=os.environ | {"NO_BUDGET": "1"},  # a test that is slow has found nothing
         )
-        if ran.returncode not in (0, 1):
-            raise RuntimeError(f"{defect.name}: pytest ended with {ran.returncode}\n{ran.stdout[-3000:]}{ran.stderr}")
-        failed = [line for line in ran.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-        found_by = failed[0].split()[1] if ran.returncode == 1 else ""
+        failed = [line for line in ran.stdout.splitlines() if line.startswith("FAILED")]
+        found_by = failed[0].split()[1] if ran.returncode == 1 and failed else ""
         return Outcome(defect, found_by, time.monotonic() - began, ran.stdout)
     finally:
         if keep:

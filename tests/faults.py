@@ -306,10 +306,10 @@ class Started(Forked):
         return [tuple(json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
 
     def ran(self, timeout_s: float = 240) -> Ran:
-        """Wait, and return it as a command that has ended; its exit code is rank 0's."""
+        """Wait, and return it as a command that has ended; all ranks must have ended alike."""
         codes = self.wait(timeout_s)
-        assert None not in codes, f"ranks still there after {timeout_s} s: {codes}\n{self.stderr}"
-        return Ran(codes[0] if codes[0] is not None else -1, self.stdout, self.stderr, self.folder)
+        assert codes[0] is not None and set(codes) == {codes[0]}, f"exit codes {codes}\n{self.stderr}"  # noqa: PT018
+        return Ran(codes[0], self.stdout, self.stderr, self.folder)
 
 
 def start(

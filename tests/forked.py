@@ -8,6 +8,7 @@ the ranks of a run meet through sockets, as under torchrun.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import functools
 import gc
@@ -19,6 +20,7 @@ import random
 import runpy
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -51,7 +53,7 @@ _PRELOADED = [
 
 
 @functools.cache
-def _server() -> Any:
+def fork_server() -> Any:
     """Return multiprocessing's fork server, with everything imported that a run needs."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
@@ -156,7 +158,7 @@ def fork(
         if meet:
             environment |= rank_variables(rank, ranks, port)
         log = str(logs / str(rank))
-        process = _server().Process(target=_main, args=(target, arguments, environment, log, str(cwd)))
+        process = fork_server().Process(target=_main, args=(target, arguments, environment, log, str(cwd)))
         process.start()
         processes.append(process)
     _started.extend(processes)
@@ -164,14 +166,31 @@ def fork(
 
 
 _started: list[Any] = []
+_commands: list[subprocess.Popen[str]] = []
+
+
+def popen(command: Sequence[str], **options: Any) -> subprocess.Popen[str]:
+    """Start a command in a session of its own, to be killed with all that it has started when the test is over."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen(command, **{"cwd": REPOSITORY, "text": True, **pipes, **options}, start_new_session=True)
+    _commands.append(process)
+    return process
 
 
 @atexit.register
-def _kill_what_is_left() -> None:
-    """Not daemons, which may not have data workers of their own; so Python would wait for them."""
+def kill_what_is_left() -> None:
+    """Kill what tests have started.  Forked processes are no daemons, which may not have data workers of their own."""
     for process in _started:
         if process.exitcode is None:
             process.kill()
+            process.join()
+    for command in _commands:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(command.pid, signal.SIGKILL)
+        if command.poll() is None:
+            command.wait()
+    _started.clear()
+    _commands.clear()
 
 
 def rank_variables(rank: int, ranks: int, port: str) -> dict[str, str]:
@@ -276,11 +295,12 @@ def _call(function: Callable[..., Any], arguments: Sequence[Any], folder: str) -
 
 
 def free_port() -> int:
-    """Return a port that is free and stays so: below those that the kernel gives to whoever asks for any."""
+    """Return a port that is free and stays so: none of those that the kernel gives to whoever asks for any."""
     with open("/proc/sys/net/ipv4/ip_local_port_range") as file:
-        first = int(file.read().split()[0])
+        first, last = map(int, file.read().split())
+    below = range(5_000, first) if first > 10_000 else range(last + 1, 65_536)
     while True:
-        port = random.SystemRandom().randrange(10_000, max(first, 20_000))
+        port = random.SystemRandom().choice(below)
         with socket.socket() as listener:
             try:
                 listener.bind(("127.0.0.1", port))

@@ -78,6 +78,7 @@ def run_command(folder: Path, *arguments: str, launcher: Sequence[str] = (), tim
     with tempfile.TemporaryDirectory() as logs:
         started = start_run(arguments, Path(logs), ranks, as_workers_of_nproc(ranks) if ranks > 1 else {})
         codes = set(started.wait_as_a_launcher(timeout_s))
+        assert min(codes) >= 0 or not codes & {2, 75}, f"a rank has crashed: {codes}\n{started.stderr}"
         code = next((one for one in (2, 75) if one in codes), 1) if codes != {0} else 0
         return Ran(code, started.stdout, started.stderr, folder)
 

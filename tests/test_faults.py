@@ -30,7 +30,7 @@ import pytest
 import torch
 
 from tests.faults import Fault, Started, start
-from tests.forked import REPOSITORY
+from tests.forked import popen
 from tests.gate import wait_until
 from tests.ranks import run_command, run_ranks
 from tests.test_exactness import assert_equal_tensors, load_tensors
@@ -877,17 +877,15 @@ def test_exit_with_a_save_in_flight(how: str, ranks: int, tmp_path: Path) -> Non
 def test_the_launcher_is_stopped_with_a_save_in_flight(number: signal.Signals, tmp_path: Path) -> None:
     folder, log = tmp_path / "run", tmp_path / "log"
     log.mkdir()
-    process = subprocess.Popen(
+    process = popen(
         [sys.executable, "-m", "trainer.run", *with_("train.steps=100000"), f"run.dir={folder}", "nproc=2"],
-        cwd=REPOSITORY,
         stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
         env=os.environ | Fault(write_s=0.001, log=str(log)).variables(),
     )
     wait_until(lambda: last_step(folder) >= 2, "two steps")
     process.send_signal(number)
     _, stderr = process.communicate(timeout=240)
-    assert process.returncode == 75, stderr.decode()
+    assert process.returncode == 75, stderr
     assert processes_of(folder) == []
     assert_all_good(folder / "checkpoints")
     assert steps_in(folder)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults import start
-from tests.forked import REPOSITORY
+from tests.forked import REPOSITORY, popen
 from tests.gate import wait_until
 from tests.ranks import FRESH, Ran, run_command, run_tiny, tiny_overrides
 from tests.runs import Shared
@@ -90,13 +90,7 @@ def test_too_many_updates_that_are_not_finite_end_the_run(tmp_path: Path) -> Non
 def test_stops_on_request_after_saving(number: signal.Signals, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     overrides = tiny_overrides("train.steps=100000", f"run.dir={folder}", "nproc=2")
-    process = subprocess.Popen(
-        [sys.executable, "-m", "trainer.run", "recipe=llama_small", *overrides],
-        cwd=REPOSITORY,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    process = popen([sys.executable, "-m", "trainer.run", "recipe=llama_small", *overrides])
     wait_for_step(folder)
     process.send_signal(number)
     stdout, stderr = process.communicate(timeout=240)

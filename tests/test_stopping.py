@@ -17,7 +17,7 @@ import pytest
 
 from tests.faults import Started
 from tests.faults import start as start_faulty
-from tests.forked import REPOSITORY, free_port, rank_variables
+from tests.forked import REPOSITORY, free_port, popen, rank_variables
 from tests.gate import Gate, wait_until
 from tests.ranks import Ran, run_tiny, tiny_overrides
 from tests.test_processes import processes_of, wait_for_step
@@ -36,8 +36,7 @@ def start(folder: Path, *overrides: str, env: dict[str, str] | None = None) -> s
     """Start `python -m trainer.run` in an interpreter of its own, with torch's launcher where there is one."""
     arguments = tiny_overrides("train.steps=100000", f"run.dir={folder}", *overrides)
     command = [sys.executable, "-m", "trainer.run", "recipe=llama_small", *arguments]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, cwd=REPOSITORY, env=os.environ | (env or {}), **pipes)  # type: ignore[call-overload]
+    return popen(command, env=os.environ | (env or {}))
 
 
 def ended(process: subprocess.Popen[str], folder: Path, timeout_s: float = 240) -> Ran:
@@ -216,12 +215,34 @@ def test_a_job_without_time_makes_no_update(tmp_path: Path, monkeypatch: pytest.
     assert ran.train("step") == []
 
 
+def rank_of(folder: Path, rank: int) -> int:
+    """Return the process of a rank that a launcher has started."""
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            is_ours = str(folder).encode() in (path / "cmdline").read_bytes()
+            if is_ours and f"RANK={rank}".encode() in (path / "environ").read_bytes().split(b"\0"):
+                return int(path.name)
+    raise AssertionError(f"no rank {rank}")
+
+
+def is_idle(pid: int) -> bool:
+    """Return whether a process has used (almost) no time of the CPU for a second."""
+
+    def used() -> int:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return int(fields[11]) + int(fields[12])
+
+    before = used()
+    time.sleep(1)
+    return used() - before <= 5
+
+
 def test_a_signal_while_one_rank_has_not_come_yet(tmp_path: Path) -> None:
     """The others wait for it, deaf to signals if they were in torch's code: all leave together, with 75."""
     folder, gate = tmp_path / "run", Gate(tmp_path / "gate", "import 1")
     process = start(folder, "nproc=2", *SLOW, env=gate.variables)
     wait_until(gate.is_reached, "rank 1 at the gate")
-    time.sleep(3)  # so that rank 0 is where it waits; wherever it is, what follows must hold
+    wait_until(lambda: is_idle(rank_of(folder, 0)), "rank 0 where it waits for rank 1")
     process.send_signal(signal.SIGTERM)
     gate.open()
     ran = ended(process, folder, timeout_s=120)
@@ -245,9 +266,7 @@ def test_a_signal_while_the_other_ranks_are_missing(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "trainer.run", "recipe=llama_small", *arguments]
     port = free_port()
     env = os.environ | rank_variables(0, 2, str(port))
-    process = subprocess.Popen(
-        command, cwd=REPOSITORY, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    process = popen(command, env=env)
     wait_until(lambda: _answers(port), "rank 0 keeps the store, so it is there once that listens")
     process.send_signal(signal.SIGTERM)
     ran = ended(process, tmp_path / "run")
@@ -309,13 +328,13 @@ def test_a_closed_terminal_and_a_quit_stop_in_order(number: signal.Signals, tmp_
 
 
 def test_a_terminal_is_closed_behind_the_launcher(tmp_path: Path) -> None:
-    """The kernel sends SIGHUP to the whole group, and what is written afterwards goes nowhere."""
+    """The kernel sends SIGHUP to the whole group, the launcher hands its own on, and what is written goes nowhere."""
     folder = tmp_path / "run"
     process = start(folder, "nproc=2")
     wait_for_step(folder)
     process.stdout.close()  # type: ignore[union-attr]
     process.stderr.close()  # type: ignore[union-attr]
-    process.send_signal(signal.SIGHUP)
+    os.killpg(process.pid, signal.SIGHUP)
     assert process.wait(240) == 75
     status = Ran(75, "", "", folder).status
     assert status["state"] == "stopped"
@@ -328,7 +347,7 @@ def test_under_nohup_a_closed_terminal_is_nothing(nproc: int, tmp_path: Path) ->
     arguments = tiny_overrides("train.steps=100000", f"nproc={nproc}", f"run.dir={folder}")
     command = ["nohup", sys.executable, "-m", "trainer.run", "recipe=llama_small", *arguments]
     quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    process = subprocess.Popen(command, cwd=REPOSITORY, **quiet)  # type: ignore[call-overload]
+    process = popen(command, **quiet)
     wait_for_step(folder)
     process.send_signal(signal.SIGHUP)
     seen = len(Ran(0, "", "", folder).train("step"))
@@ -351,15 +370,12 @@ def test_nobody_reads_what_a_run_prints(reader: str, tmp_path: Path) -> None:
             while os.write(theirs, bytes(4096)):
                 pass
         os.set_blocking(theirs, True)
-    process = subprocess.Popen(command, cwd=REPOSITORY, stdout=theirs, stderr=subprocess.PIPE, text=True)
+    process = popen(command, stdout=theirs)
     os.close(theirs)
     if reader == "goes":
         wait_for_step(folder)
         os.close(ours)
-    try:
-        _, stderr = process.communicate(timeout=120)
-    finally:
-        process.kill()
+    _, stderr = process.communicate(timeout=120)
     assert process.returncode == 0, stderr
     assert "Traceback" not in stderr
     assert stderr.count("warning: standard output is gone") == (reader == "goes"), stderr

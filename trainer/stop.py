@@ -1,6 +1,6 @@
 """Requests to stop: a signal, a file `notice` in the run's folder, or the end of the time that the job has.
 
-Handlers set a flag and nothing else; the step's one small message tells all ranks.  Imports no torch, so that the
+Handlers set a flag, and answer; the step's one small message tells all ranks.  Imports no torch, so that the
 handlers are there before it is imported: a signal that comes meanwhile is kept, not fatal.
 """
 
