@@ -289,8 +289,8 @@ def _call(function: Callable[..., Any], arguments: Sequence[Any], folder: str) -
     part = Path(folder) / f"{rank}.part"
     torch.save(function(*arguments), part)
     part.rename(Path(folder) / f"{rank}.pt")
-    while rank == 0 and len(list(Path(folder).glob("*.pt"))) < world_size:
-        time.sleep(0.01)  # it has the store in which the others still look for each other
+    while len(list(Path(folder).glob("*.pt"))) < world_size:
+        time.sleep(0.01)  # rank 0 has the store, and all of them have connections that others are still making
     return 0
 
 
