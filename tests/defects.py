@@ -317,6 +317,20 @@ DEFECTS: list[Defect] = [
         "return EXIT_FINISHED",
     ),
     Defect(
+        "meeting-left-alone",
+        "meeting",
+        "trainer/world.py",
+        'store.compare_set("meeting/word", "", _STOP)',
+        "_leave_before_the_start(say_so=True)",
+    ),
+    Defect(
+        "orphans-at-the-start",
+        "meeting",
+        "trainer/environment.py",
+        "prctl(_PR_SET_PDEATHSIG, signal.SIGKILL if follows else 0)",
+        "prctl(_PR_SET_PDEATHSIG, 0)",
+    ),
+    Defect(
         "hup-not-caught",
         "closed-terminal",
         "trainer/stop.py",

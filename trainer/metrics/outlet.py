@@ -21,8 +21,8 @@ from trainer.errors import discard_stream, say
 class Outlet(io.TextIOBase):
     """A stream in front of another: what goes to a pipe or a terminal is written by a thread.
 
-    Text is dropped while the reader is `_MAX_WAITING` pieces behind, and for good once it has gone; one warning on
-    stderr says so.
+    Text is dropped, without a word, while the reader is `_MAX_WAITING` pieces behind and where it has not read to the
+    end when the run closes.  Once it has gone, all is, and one warning on stderr says so.
     """
 
     CLOSE_S = 2.0
