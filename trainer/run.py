@@ -160,8 +160,8 @@ def _check(config: RunConfig, nproc: int, env: Environment, spawns: bool) -> Non
         check_sharding(config)  # needs torch and the model's structure, so only where a setting speaks of it
 
 
-def _report(error: UserError, env: Environment) -> int:
-    """Print a mistake once, on the first rank; the others give it the time to.
+def _report(error: UserError | TrainingFailed, env: Environment, exit_code: int = EXIT_USER_ERROR) -> int:
+    """Print what all ranks know once, on the first; the others give it the time to.
 
     A launcher ends the other ranks as soon as one has left, and reports how they died: all leave with the same code.
     """
@@ -171,7 +171,7 @@ def _report(error: UserError, env: Environment) -> int:
         say(f"{prefix}{error}")
     else:
         time.sleep(_REPORT_S)
-    return EXIT_USER_ERROR
+    return exit_code
 
 
 def _ignore_termination() -> None:
@@ -200,9 +200,7 @@ def _train(config: RunConfig) -> int:
     except UserError as error:
         return _report(error, find_environment())
     except TrainingFailed as error:
-        if find_environment().rank == 0:
-            say(f"error: {error}")
-        return EXIT_FAILED
+        return _report(error, find_environment(), EXIT_FAILED)
     except BaseException as error:
         first = trainer.world.first_failure if trainer is not None else None
         if first is None and not isinstance(error, PeerFailed):
