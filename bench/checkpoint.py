@@ -85,7 +85,8 @@ def measure(options: dict[str, Any], folder: str) -> dict[str, Any]:
         started = time.perf_counter()
         trainer.save_checkpoint()
         pause_s = time.perf_counter() - started
-        saved = trainer._settle()
+        saved = trainer.saver.finish()
+        assert saved is not None
         trainer.state.step += 1
         if not number:
             found["first"] = [pause_s]
@@ -108,7 +109,7 @@ def measure(options: dict[str, Any], folder: str) -> dict[str, Any]:
             trainer.world.barrier()
             started = time.perf_counter()
             if kind == "load":
-                trainer.phase = "built"  # as a run that begins does
+                trainer.lifecycle.phase = "built"  # as a run that begins does
                 trainer.load_checkpoint(path)
             else:
                 read_file(path, trainer.world.rank)
@@ -125,7 +126,7 @@ def measure_steps(options: dict[str, Any], folder: str) -> dict[str, Any]:
     steps = trainer.steps()
     next(steps)
     trainer.save_checkpoint()
-    trainer._settle()
+    trainer.saver.finish()
     found: dict[str, list[float]] = {"quiet": [], "writing": []}
 
     def time_one(kind: str) -> None:
@@ -140,7 +141,7 @@ def measure_steps(options: dict[str, Any], folder: str) -> dict[str, Any]:
         while trainer.checkpoints.in_flight and not trainer.checkpoints.is_written:
             time_one("writing")
         if trainer.checkpoints.in_flight:
-            trainer._settle()
+            trainer.saver.finish()
         trainer.checkpoints.wait_for_deleting()
         os.sync()
     trainer.close()

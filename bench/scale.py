@@ -270,7 +270,7 @@ def build_rank(config: RunConfig, device: str, num_ranks: int) -> tuple[Update, 
         schedule=Schedule(config),
         state=SimpleNamespace(step=0),
         world=SimpleNamespace(size=mesh.size(), device=torch.device(device), sum_on_device=lambda value: value),
-        _exchange=lambda num_targets: num_targets * mesh.size(),
+        ballot=SimpleNamespace(cast=lambda num_targets: num_targets * mesh.size()),
     )
     return lambda batch: Trainer.train_step(cast(Trainer, rank), [batch]), marks
 

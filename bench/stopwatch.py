@@ -49,8 +49,8 @@ METHODS = {
     "trainer.config": {"load_config": "configuration", "check_config": "configuration"},
     "trainer.data.source": {"open_source": "data"},
     "trainer.world": {"World.__init__": "process group", "World.build_mesh": "process group"},
-    "trainer.selfcheck": {"check_same_run": "self-check", "check_start": "self-check"},
-    "trainer.plan.forecast": {"settle_for_run": "planner's forecast", "Forecast.sentence": "planner's forecast"},
+    "trainer.lifecycle.selfcheck": {"check_same_run": "self-check", "check_start": "self-check"},
+    "trainer.plan.forecast": {"resolve_auto": "planner's forecast", "Forecast.sentence": "planner's forecast"},
     "trainer.trainer": {
         "Trainer.build_model": "model",
         "Trainer.build_optimizer": "optimizer",
@@ -60,7 +60,7 @@ METHODS = {
         "Trainer.load_checkpoint": "checkpoints, folder, metrics",
         "Trainer.train_step": "first update",
     },
-    "trainer.rundir": {"RunFolder.begin": "checkpoints, folder, metrics"},
+    "trainer.lifecycle.folder": {"RunFolder.begin": "checkpoints, folder, metrics"},
     "trainer.metrics.fanout": {"Metrics.open": "checkpoints, folder, metrics"},
 }
 """Functions of modules that are a part; one that is gone is an error."""

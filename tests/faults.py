@@ -118,7 +118,7 @@ def _install(fault: Fault) -> None:
         (Checkpoints, "_delete", "prune"),
         (Checkpoints, "restore", "load"),
         (Checkpoints, "load", "load"),
-        (Trainer, "_start", "start"),
+        (Trainer, "start", "start"),
     ):
         _in_phase(owner, attribute, phase)
     file = trainer.checkpoint.place._SyncedFile
@@ -279,7 +279,7 @@ class RepeatingTrainer(FaultyTrainer):
                 if record.step % self.config.checkpoint.every == 0:
                     for _ in range(2):
                         self.save_checkpoint(wait=True)
-            self._end("finished", 0, "a loop of my own")
+            self.lifecycle.end()
             return 0
         finally:
             if _FAULT is not None:

@@ -21,8 +21,8 @@ from trainer.checkpoint.source import StoredWeights, find_checkpoint
 from trainer.checkpoint.tree import join, split
 from trainer.errors import TrainingFailed
 from trainer.export import command_line as export
+from trainer.metrics.accounts import Update
 from trainer.prepare import command_line as prepare
-from trainer.trainer import Update
 
 MESHES: dict[str, tuple[int, list[str]]] = {
     "1": (1, []),

@@ -964,7 +964,7 @@ def test_the_lock_of_a_dead_run_holds_nobody_up(
     else:
         with running(folder):
             pass
-    monkeypatch.setattr("trainer.rundir.time", Awake())
+    monkeypatch.setattr("trainer.lifecycle.folder.time", Awake())
     own = Trainer(mlp_config(folder, "model.name=tests.own_recipes:mlp_faulty", "train.steps=100000"))
     assert own.load_checkpoint()
     own.close()
@@ -1022,7 +1022,7 @@ def save_in_background(folder: Path, meshes: list[tuple[str, ...]]) -> list[str]
                     saved[mode] = own.save_checkpoint()
                 elif record.step > 3 and own.checkpoints.in_flight and not own.checkpoints.is_written:
                     updates_meanwhile += 1
-            own._finish_save()
+            own.saver.finish()
             place_module._SyncedFile.write = plain_write  # type: ignore[method-assign]
             if mode == "async" and updates_meanwhile < 2:
                 wrong.append(f"{mesh}: training did not go on: {updates_meanwhile}")
@@ -1066,7 +1066,7 @@ def grow(folder: Path, saves: int) -> tuple[float, float, list[float]]:
             sizes.append(resident_mib())
         elif record.step > 5:
             before = max(before, resident_mib())
-    own._finish_save()
+    own.saver.finish()
     state = [*own.model.state_dict().values(), *(t for s in own.optimizer.parts[0].state.values() for t in s.values())]
     staged = sum(local(tensor).nbytes for tensor in state) / 2**20
     own.close()

@@ -25,10 +25,10 @@ from tests.ranks import run_tiny
 from tests.runs import Shared
 from tests.tiny import BATCH, SEQ_LEN, fit, lines, tiny_config
 from trainer import Trainer
+from trainer.lifecycle.folder import RunFolder, write_atomically
 from trainer.metrics.console import ConsoleSink, readable_bytes, readable_count, readable_duration
 from trainer.metrics.record import Record
 from trainer.metrics.sinks import JsonLines, WandB
-from trainer.rundir import RunFolder, write_atomically
 
 NULL = type(None)
 FIELDS: dict[str, dict[str, tuple[type, ...]]] = {

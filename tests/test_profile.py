@@ -470,7 +470,7 @@ def test_nothing_is_done_without_a_profile(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(torch.profiler, "profile", started)
     own = Trainer(profiled_config(tmp_path, "log.profile_steps=null"))
     for _ in own.steps():
-        assert own.watchdog.listeners == []
+        assert own.watchdog.observers == []
     own.close()
 
 
@@ -548,7 +548,7 @@ def train_with_a_stop_watch(folder: Path) -> dict[int, float]:
     def timed(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **options: Any) -> Any:
             nonlocal is_inside
-            counts = not is_inside and own is not None and own.watchdog.phase in PHASES and own.profile.covers(
+            counts = not is_inside and own is not None and own.watchdog.phase in PHASES and own.config.log.profiles(
                 own.state.step + 1
             )  # fmt: skip
             started, is_inside = time.perf_counter(), is_inside or counts
@@ -641,7 +641,7 @@ def test_a_loop_that_is_left_and_taken_up_again(tmp_path: Path) -> None:
         if record.step == 4:
             break
     assert files(tmp_path) == ["trace_3-4_rank0.json.gz"], "nothing of what the user does then"
-    assert own.watchdog.listeners == []
+    assert own.watchdog.observers == []
     assert [record.step for record in own.steps()] == [5, 6, 7, 8]
     own.close()
     assert files(tmp_path) == ["trace_3-4_rank0.json.gz", "trace_5-5_rank0.json.gz"]

@@ -17,10 +17,10 @@ from tests.ranks import merged, tiny_overrides
 from tests.test_custom_loops import lines, of
 from trainer import Trainer, load_config
 from trainer.config import OptimSection
+from trainer.data.loader import Batch
 from trainer.errors import TrainingFailed
 from trainer.metrics.record import Record
 from trainer.optim import build_optimizer
-from trainer.trainer import Batch
 from trainer.transfer import Numbers, ahead
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -69,7 +69,7 @@ def test_the_host_reads_nothing_in_a_step(
     trainer = make(tmp_path, *overrides)
     # Targets are counted on the host, where the batch is, and the message goes from host to host.
     monkeypatch.setattr("trainer.trainer.count_targets", lambda targets: targets.numel())
-    monkeypatch.setattr(trainer, "_exchange", lambda num_targets: num_targets)
+    monkeypatch.setattr(trainer.ballot, "cast", lambda num_targets: num_targets)
     batches = iter(trainer.loader)
     trainer.train_step(list(itertools.islice(batches, trainer.num_micro_batches)))
     with Reads() as reads:
@@ -142,7 +142,7 @@ def test_skipped_updates_are_counted(reads_late: bool, tmp_path: Path) -> None:
         ),
     )
     trainer = NotFinite(config)
-    trainer._reads_late = reads_late
+    trainer.accounts.reads_late = reads_late
     assert trainer.fit() == 0
     assert (trainer.skips.total, trainer.skips.in_a_row) == (2, 0)
     trainer.load_checkpoint(tmp_path / "checkpoints" / "step_00000003")
@@ -158,7 +158,7 @@ def test_skipped_updates_are_counted(reads_late: bool, tmp_path: Path) -> None:
 def test_each_record_counts_its_own_update(reads_late: bool, tmp_path: Path) -> None:
     overrides = tiny_overrides("train.steps=6", "log.every=6", f"run.dir={tmp_path}")
     trainer = NotFinite(load_config("llama_small", overrides))
-    trainer._reads_late = reads_late
+    trainer.accounts.reads_late = reads_late
     assert [record.skipped for record in itertools.islice(trainer.steps(), 4)] == [0, 0, 1, 2]
     trainer.close()
     assert trainer.skips.total == 2, "the last one too, of a loop that was left"
@@ -173,10 +173,10 @@ class FailsAfterSkipping(NotFinite):
 def test_closing_a_run_that_has_failed_looks_at_nothing(tmp_path: Path) -> None:
     overrides = ["train.steps=6", "log.every=6", "train.max_skipped_updates=2", f"run.dir={tmp_path}"]
     trainer = FailsAfterSkipping(load_config("llama_small", tiny_overrides(*overrides)))
-    trainer._reads_late = True
+    trainer.accounts.reads_late = True
     with pytest.raises(ArithmeticError):
         trainer.fit()
-    assert trainer._unaccounted is not None, "an update too many, that nobody has looked at"
+    assert trainer.accounts.pending is not None, "an update too many, that nobody has looked at"
     trainer.close()
     assert [line["reason"] for line in lines(tmp_path) if line["kind"] == "end"] == ["failed"]
 
@@ -185,7 +185,7 @@ def test_closing_a_run_that_has_failed_looks_at_nothing(tmp_path: Path) -> None:
 def test_too_many_skipped_updates_end_the_run(reads_late: bool, tmp_path: Path) -> None:
     overrides = ["train.steps=6", "log.every=6", "train.max_skipped_updates=2", f"run.dir={tmp_path}"]
     trainer = NotFinite(load_config("llama_small", tiny_overrides(*overrides)))
-    trainer._reads_late = reads_late
+    trainer.accounts.reads_late = reads_late
     with pytest.raises(TrainingFailed, match=r"step 4: .* not finite in 2 updates in a row"):
         trainer.fit()
     assert trainer.state.step == (5 if reads_late else 4)
@@ -205,14 +205,14 @@ class Slow(Numbers):
 @pytest.mark.parametrize("reads_losses", [False, True])
 def test_the_devices_time_is_the_updates(reads_losses: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever waits for it, and wherever: in rates, goodput, and in what is compared with the plan."""
-    monkeypatch.setattr("trainer.trainer.Numbers", Slow)
+    monkeypatch.setattr("trainer.metrics.accounts.Numbers", Slow)
     trainer = make(tmp_path, "train.steps=9", "log.every=4")
-    trainer._reads_late = True
+    trainer.accounts.reads_late = True
     for record in trainer.steps():
         if reads_losses:
             assert record.loss > 0
     trainer.close()
-    assert trainer._counted_s > (0.0 if reads_losses else 8 * 0.05)
+    assert trainer.accounts.productive_s > (0.0 if reads_losses else 8 * 0.05)
     found = lines(tmp_path)
     assert all(step_s > 0.05 for step_s in of("train", found, "step_s"))
 
@@ -220,14 +220,14 @@ def test_the_devices_time_is_the_updates(reads_losses: bool, tmp_path: Path, mon
 def test_going_back_leaves_the_update_behind(tmp_path: Path) -> None:
     overrides = tiny_overrides("train.steps=6", "log.every=6", "checkpoint.every=2", f"run.dir={tmp_path}")
     trainer = NotFinite(load_config("llama_small", overrides))
-    trainer._reads_late = True
+    trainer.accounts.reads_late = True
     for record in trainer.steps():
         if record.step == 2:
             trainer.save_checkpoint(wait=True)
         if record.step == 3:  # not finite, and nobody has looked at it yet
             trainer.load_checkpoint(tmp_path / "checkpoints" / "step_00000002")
             break
-    assert (trainer.skips.total, trainer.skips.in_a_row, trainer._unaccounted) == (0, 0, None)
+    assert (trainer.skips.total, trainer.skips.in_a_row, trainer.accounts.pending) == (0, 0, None)
     trainer.close()
 
 

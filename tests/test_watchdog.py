@@ -15,7 +15,7 @@ from torch.distributed import HashStore
 
 from tests.ranks import Ran, run_command
 from trainer import load_config
-from trainer.watchdog import Standing, Watchdog, find_late, reason_of, table
+from trainer.lifecycle.watchdog import Standing, Watchdog, find_late, reason_of, table
 from trainer.world import Messages
 
 LIMIT_S = 4.0
@@ -130,7 +130,7 @@ def test_collectives_have_the_ordinary_timeout_after_the_first_update(
 def dog() -> Watchdog:
     limits = load_config("llama_small", ["run.timeout_s=100", "checkpoint.timeout_s=300"])
     world: Any = SimpleNamespace(rank=0, size=1, messages=None, owns_group=True, set_timeout=lambda seconds: None)
-    return Watchdog(world, limits, lambda reason: None)
+    return Watchdog(world, limits)
 
 
 def test_the_phases_of_an_update_note_themselves(dog: Watchdog) -> None:
@@ -140,7 +140,7 @@ def test_the_phases_of_an_update_note_themselves(dog: Watchdog) -> None:
     seen: list[str] = []
     note = dog.note
     dog.note = lambda phase: (seen.append(phase), note(phase))[1]  # type: ignore[method-assign]
-    dog.begin_update(1)
+    dog.begin_step(1)
     for _ in range(2):
         model(torch.ones(2, 3)).sum().backward()
     optimizer.step()
@@ -153,18 +153,18 @@ def test_the_phases_of_an_update_note_themselves(dog: Watchdog) -> None:
 
 def test_limits(dog: Watchdog, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [1000.0]
-    monkeypatch.setattr("trainer.watchdog.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("trainer.lifecycle.watchdog.time.monotonic", lambda: clock[0])
 
     def after(seconds: float) -> str:
         clock[0] += seconds
         return dog._overdue()
 
-    dog.begin_update(1)
+    dog.begin_step(1)
     assert after(299) == ""
     assert after(2) == "no progress within run.first_step_timeout_s, 300 s"
     dog.end_update()
     assert after(10000) == "", "a user's own business"
-    dog.begin_update(2)
+    dog.begin_step(2)
     assert after(49) == ""
     with dog.during("save"):
         assert after(299) == ""
@@ -176,7 +176,7 @@ def test_limits(dog: Watchdog, monkeypatch: pytest.MonkeyPatch) -> None:
         dog._before_forward(nn.Linear(1, 1), None)
         assert after(299) == "", "it makes progress"
         assert after(2) != ""
-    dog.begin_update(3)
+    dog.begin_step(3)
     dog._forgive(60)
     assert after(100) == "", "the process stood still for a minute itself"
     with pytest.raises(KeyError), dog.running():
@@ -187,10 +187,10 @@ def test_limits(dog: Watchdog, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_update_but_the_first_has_the_shorter_limit(dog: Watchdog, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [1000.0]
-    monkeypatch.setattr("trainer.watchdog.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("trainer.lifecycle.watchdog.time.monotonic", lambda: clock[0])
     found = []
     for step in (1, 2, 3):
-        dog.begin_update(step)
+        dog.begin_step(step)
         clock[0] += 51
         found.append(dog._overdue())
         dog.end_update()

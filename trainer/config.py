@@ -192,6 +192,10 @@ class EvalSection:
         0, "batches of one evaluation, each the size of a global batch; 0: all that is held out", at_least=0
     )
 
+    def due(self, step: int) -> bool:
+        """Return whether to evaluate after step `step`."""
+        return self.every > 0 and step % self.every == 0
+
 
 @dataclass(frozen=True)
 class CheckpointSection:
@@ -215,6 +219,10 @@ class CheckpointSection:
     resume: str = declare("auto", "auto: the newest good checkpoint; none: start anew; or where one is, or a run")
     allow_changes: tuple[str, ...] = declare((), "keys that may differ from the checkpoint's configuration")
 
+    def due(self, step: int) -> bool:
+        """Return whether to save after step `step`."""
+        return self.every > 0 and step % self.every == 0
+
 
 @dataclass(frozen=True)
 class LogSection:
@@ -229,6 +237,15 @@ class LogSection:
         None, "first and last update to profile, as [10,13]: a trace for Perfetto in run.dir/profile; null: none"
     )
     profile_ranks: tuple[int, ...] = declare((0,), "ranks that write a profile; rank 0 always does")
+
+    def due(self, step: int) -> bool:
+        """Return whether step `step` is written as a line."""
+        return step % self.every == 0
+
+    def profiles(self, step: int) -> bool:
+        """Return whether step `step` is profiled, on whatever ranks."""
+        first, last = self.profile_steps or (0, -1)
+        return first <= step <= last
 
 
 @dataclass(frozen=True)

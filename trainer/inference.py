@@ -20,6 +20,7 @@ from trainer.huggingface import SafetensorsFolder, model_config_of
 from trainer.materialize import materialize
 from trainer.recipe import Recipe, all_recipes
 from trainer.weights import WeightSource, fill
+from trainer.world import Channel
 
 _PLAIN = (".pt", ".pth", ".safetensors")
 
@@ -86,6 +87,14 @@ def open_weights(path: str | os.PathLike[str], config: RunConfig) -> WeightSourc
     if _is_hugging_face(path):
         return SafetensorsFolder(Path(path), config.recipe, config.model, setting="train.init_from")
     return StoredWeights(find_checkpoint(path))
+
+
+def load_initial_weights(model: nn.Module, config: RunConfig, channel: Channel) -> None:
+    """Fill the model from `train.init_from`: the weights alone.  Raises UserError, on all ranks alike.  Collective."""
+    given = config.train.init_from
+    path = channel.broadcast(channel.agreed(lambda: settle_path(given) if given and channel.is_main else ""))
+    source = channel.agreed(lambda: open_weights(path, config))
+    channel.agreed(lambda: fill(model, source, setting="train.init_from"))
 
 
 def _is_hugging_face(path: str | os.PathLike[str]) -> bool:

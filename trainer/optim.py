@@ -25,6 +25,11 @@ class Optimizer:
     def __init__(self, *parts: torch.optim.Optimizer) -> None:
         self.parts = parts
 
+    @classmethod
+    def of(cls, built: Optimizer | torch.optim.Optimizer) -> Optimizer:
+        """Return what `build_optimizer` has returned as an Optimizer."""
+        return built if isinstance(built, Optimizer) else cls(built)
+
     @property
     def lr(self) -> float:
         return float(self.parts[0].param_groups[0]["lr"])

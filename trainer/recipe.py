@@ -12,20 +12,28 @@ import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar, cast
 
 from trainer.errors import UserError, choice_error, nearest, setting_error
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from trainer.trainer import Trainer
-
 ENTRY_POINTS = "meshtrainer.recipes"
 """Entry-point group in which other distributions name the modules that register their recipes."""
 
 Unit: TypeAlias = "str | nn.Module | tuple[str | nn.Module, ...] | list[str | nn.Module]"
 """One FSDP unit: a module, a module's dotted name (`*` stands for one part), or several to be gathered together."""
+
+
+class SupportsFit(Protocol):
+    """A Trainer, as far as a recipe needs to know it."""
+
+    def fit(self) -> int: ...
+    def close(self) -> None: ...
+
+
+TrainerType = TypeVar("TrainerType", bound=SupportsFit)
 
 
 class Transposed(str):
@@ -87,7 +95,7 @@ class Recipe:
     config: type
     build: Callable[[Any], nn.Module] | str
     units: Sequence[Unit] | Callable[[nn.Module], Sequence[Unit]] = ()
-    trainer: type[Trainer] | str | None = None
+    trainer: type[SupportsFit] | str | None = None
     init: Callable[[nn.Module], None] | None = None
     check: Callable[[Any], None] | None = None
     flops: Callable[[Any, int], float] | None = None
@@ -103,11 +111,11 @@ class Recipe:
         build = resolve(self.build, f"recipe {self.name!r}: build") if isinstance(self.build, str) else self.build
         return build(config)
 
-    def trainer_class(self, default: type[Trainer]) -> type[Trainer]:
+    def trainer_class(self, default: type[TrainerType]) -> type[TrainerType]:
         """Return the Trainer class of this recipe, or `default` if it has none of its own."""
         if isinstance(self.trainer, str):
-            return resolve(self.trainer, f"recipe {self.name!r}: trainer")
-        return self.trainer or default
+            return cast("type[TrainerType]", resolve(self.trainer, f"recipe {self.name!r}: trainer"))
+        return cast("type[TrainerType]", self.trainer or default)
 
 
 def declare(default: Any, meaning: str, **limits: Any) -> Any:

@@ -427,6 +427,16 @@ def reshard(model: nn.Module) -> None:
         module.reshard()
 
 
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Run forward passes alone inside the block: no gradients, evaluation mode; then free what they left gathered."""
+    model.eval()
+    with torch.no_grad():
+        yield
+    reshard(model)
+    model.train()
+
+
 _found: WeakKeyDictionary[nn.Module, list[ReferenceType[FSDPModule]]] = WeakKeyDictionary()
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from trainer.checkpoint.layout import Stored
 from trainer.checkpoint.store import Stateful, tensor_differences
+from trainer.data.loader import TrainLoader
 from trainer.errors import UserError
 from trainer.guard import RandomState, SkipCounter
 from trainer.optim import Optimizer
@@ -33,8 +35,8 @@ class TrainState:
         self._owner = owner
         self.step = 0
         self.tokens = 0
-        self.owes_evaluation = False
-        """True after an evaluation of this step was given up: `fit` makes up for it when it goes on."""
+        self.eval_pending = False
+        """True if the evaluation of this step was abandoned: `fit` repeats it after the next start."""
         self.model, self.random = model, random_state
         names = {id(p): clean_name(name) for name, p in model.named_parameters()}
         self.parts: dict[str, Stateful] = {
@@ -62,6 +64,26 @@ class TrainState:
         self._known.append(part)
         where = self.rank_parts if per_rank else self.parts
         where[name] = part if per_rank and _is_stateful(part) else _as_part(part)
+
+    def add_loaders(self, loader: object, eval_loader: object) -> None:
+        """Resume the training data's position; what evaluation reads needs none."""
+        if isinstance(loader, TrainLoader):
+            self.add("loader", loader)
+        elif hasattr(loader, "state_dict"):
+            self.add("loader", loader, per_rank=True)
+        self.leave_out(eval_loader)
+
+    def advance(self, num_targets: int) -> None:
+        """Count one completed step."""
+        self.step += 1
+        self.tokens += num_targets
+
+    @contextmanager
+    def keeping_random_state(self) -> Iterator[None]:
+        """Restore the random state after the block, which may draw from it."""
+        before = self.random.state_dict()
+        yield
+        self.random.load_state_dict(before)
 
     def leave_out(self, *things: object) -> None:
         """Say that these need not be resumed: what is made anew from the configuration, say."""
@@ -332,8 +354,8 @@ class _Counters:
         self.state = state
 
     def state_dict(self) -> dict[str, Any]:
-        return {"tokens": self.state.tokens, "owes_evaluation": self.state.owes_evaluation}
+        return {"tokens": self.state.tokens, "owes_evaluation": self.state.eval_pending}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.state.tokens = state["tokens"]
-        self.state.owes_evaluation = state.get("owes_evaluation", False)
+        self.state.eval_pending = state.get("owes_evaluation", False)

@@ -15,14 +15,14 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, NoReturn, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from trainer.config import MeshShape, RunConfig, find_mesh_shape
+from trainer.config import MeshShape, RunConfig
 from trainer.environment import (
     Environment,
     export_slurm_rendezvous,
@@ -41,6 +41,19 @@ Result = TypeVar("Result")
 _FAILURE = "meshtrainer/failure"
 _GRACE_S, _ANSWER_S, _PATIENCE_S = 3.0, 5.0, 600.0
 """How long the main thread has to end by itself; the store to answer; a save in flight to end."""
+
+
+class FailureListener(Protocol):
+    """Told when the run has failed somewhere else than in this rank's main thread; on other threads."""
+
+    def peer_failed(self) -> None:
+        """Another rank has failed, or the launcher has died."""
+
+    def before_exit(self, patience_s: float, reason: str) -> None:
+        """This process is about to end, because of `reason`; there are `patience_s` seconds."""
+
+    def give_up(self, reason: str) -> None:
+        """This rank's main thread hangs, and the process ends."""
 
 
 class Channel:
@@ -142,16 +155,12 @@ class World(Channel):
         self._with_own_timeout: set[dist.ProcessGroup] = set()
         self.first_failure: str | None = None
         """What failed first, if that was another rank; known after `announce_failure`."""
-        self.before_exit: list[Callable[[float, str], None]] = []
-        """Called on this rank when the run has failed elsewhere and this process is about to end: with the seconds that
-        there are, and with what has failed."""
-        self.after_failure: list[Callable[[], None]] = []
-        """Called on this rank as soon as it is known that another has failed."""
+        self.failures: list[FailureListener] = []
         self._watch = None
         if self._store is not None:
             messages = Messages(self._store, config.run.timeout_s)
             parent = os.getppid() if self.env.has_a_parent else None
-            self._watch = _FailureWatch(self.rank, messages, parent, self.after_failure, self.before_exit)
+            self._watch = _FailureWatch(self.rank, messages, parent, self.failures)
             follow_parent(False)  # from here on the watch does, which leaves word of it
 
     @property
@@ -193,16 +202,11 @@ class World(Channel):
         self._with_own_timeout.add(channel.group)
         return channel
 
-    def build_mesh(self, config: RunConfig) -> DeviceMesh:
-        """Return the mesh that the configuration asks for: axes (shard,), or (replicate, shard) for HSDP.
-
-        Every rank takes part in making the axes' process groups.  Raises UserError for a shape that does not fit.
-        """
-        shape = find_mesh_shape(config.mesh, self.size, self.env.local_world_size)
-        return self.mesh_of(shape)
-
     def mesh_of(self, shape: MeshShape) -> DeviceMesh:
-        """Return a mesh of the given shape, its groups with this run's timeout."""
+        """Return a mesh of the given shape: axes (shard,), or (replicate, shard) for HSDP.
+
+        Every rank takes part in making the axes' process groups, which have this run's timeout.
+        """
         axes = {REPLICATE: shape.replicate, SHARD: shape.shard} if shape.is_hybrid else {SHARD: shape.shard}
         sizes, names = tuple(axes.values()), tuple(axes)
         mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=names)
@@ -411,12 +415,11 @@ class _FailureWatch(threading.Thread):
         rank: int,
         messages: Messages,
         parent: int | None,
-        after_failure: list[Callable[[], None]],
-        before_exit: list[Callable[[float, str], None]],
+        listeners: list[FailureListener],
     ) -> None:
         super().__init__(name="failure-watch", daemon=True)
         self._rank, self._messages = rank, messages
-        self._after_failure, self._before_exit = after_failure, before_exit
+        self._listeners = listeners
         self._stopped, self._parent = threading.Event(), parent
         self.start()
 
@@ -431,11 +434,11 @@ class _FailureWatch(threading.Thread):
             except RuntimeError:
                 failure = "lost rank 0, and the store that it kept"
             if failure:
-                for tell in self._after_failure:
-                    tell()
+                for listener in self._listeners:
+                    listener.peer_failed()
             if failure and not self._stopped.wait(_GRACE_S):
-                for finish in self._before_exit:
-                    finish(patience_s, failure)
+                for listener in self._listeners:
+                    listener.before_exit(patience_s, failure)
                 os._exit(EXIT_FAILED)
 
     def _failure(self) -> str:

@@ -44,6 +44,7 @@ from trainer.checkpoint.manifest import (
 from trainer.checkpoint.place import COMMIT, DAMAGED, Place
 from trainer.checkpoint.tensors import SavePlans, Staging, read_tensors, write_tensors
 from trainer.checkpoint.tree import join, split
+from trainer.config import CheckpointSection
 from trainer.errors import TrainingFailed, UserError, choice_error
 from trainer.world import Channel, World
 
@@ -117,6 +118,14 @@ class Settings:
     timeout_s: float = 3600.0
     """How long a save may take.  Beyond, the storage is taken for lost."""
 
+    @classmethod
+    def of(cls, section: CheckpointSection) -> Settings:
+        """Return those of a configuration.
+
+        The watchdog ends the run before the timeout given here, unless the process group belongs to somebody else.
+        """
+        return cls(section.keep_last, section.keep_every, section.verify == "full", 1.2 * section.timeout_s + 30.0)
+
 
 @dataclass(frozen=True)
 class Facts:
@@ -185,11 +194,13 @@ class Found:
     """What is wrong with each, by its name."""
     warnings: Sequence[str] = ()
     """What could not be taken up as it was."""
+    changed: Sequence[str] = ()
+    """Settings that differ, and may."""
 
 
-Compare = Callable[[str], list[str]]
-"""Takes the configuration that a checkpoint was written with, as YAML; returns what in it forbids to go on from there,
-a line for each."""
+Compare = Callable[[str], tuple[list[str], list[str]]]
+"""Compares with the configuration that a checkpoint was written with, given as YAML; returns the differences that
+forbid resuming from it and those that do not, one line each.  Has no side effects."""
 
 
 class Checkpoints:
@@ -214,6 +225,14 @@ class Checkpoints:
         self._layout_files: dict[str, bytes] = {}
 
     # -- saving --------------------------------------------------------------------------------------------------
+
+    def begin_step(self, step: int) -> None:
+        """A step begins: on the CPU, writing in the background would take its memory bandwidth."""
+        self.makes_way = self.world.device.type == "cpu"
+
+    def end_step(self, step: int, seconds: float, is_profiled: bool) -> None:
+        """A step ends."""
+        self.makes_way = False
 
     @property
     def in_flight(self) -> bool:
@@ -632,7 +651,7 @@ class Checkpoints:
         if stored is None or damage:
             return None, damage
         document, layout = stored.document, stored.layout
-        different = self.world.agreed(lambda: compare(stored.config_yaml))
+        different, changed = self.world.agreed(lambda: compare(stored.config_yaml))
         is_same_size = stored.own is not None
         unfit, left_out = self.world.agreed(lambda: _differences(state, document, layout, allowed, is_same_size))
         if different or unfit:
@@ -652,7 +671,7 @@ class Checkpoints:
             if document.get("unlike"):
                 keys = ", ".join(document["unlike"])
                 warnings.append(f"each of {manifest.world_size} ranks had values of its own, rank 0's are used: {keys}")
-        return Found(str(place), manifest, warnings=warnings), []
+        return Found(str(place), manifest, warnings=warnings, changed=changed), []
 
     def _read(self, place: Place, manifest: Manifest, layout: Layout, targets: Mapping[str, torch.Tensor]) -> None:
         blocks = read_blocks(place, manifest)

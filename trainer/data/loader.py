@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from trainer.config import RunConfig
 from trainer.data.order import sample_at
 from trainer.data.source import Source
 from trainer.stop import STOP_SIGNALS
@@ -39,6 +40,20 @@ class TrainLoader:
     ahead: saved between two updates, it is exact.  It loads on another number of ranks or workers, with another
     micro-batch, and even with another global batch.  The global random generators stay as they are.
     """
+
+    @classmethod
+    def of(cls, source: Source, config: RunConfig, rank: int, num_ranks: int, device: torch.device) -> TrainLoader:
+        """Return the loader that a configuration describes, for one rank and its device."""
+        return cls(
+            source,
+            seed=config.data.seed,
+            global_batch_size=config.train.global_batch_size,
+            micro_batch_size=int(config.train.micro_batch_size),
+            dp_rank=rank,
+            num_dp_ranks=num_ranks,
+            num_workers=config.data.num_workers,
+            pin_memory=device.type == "cuda",
+        )
 
     def __init__(
         self,
@@ -154,6 +169,18 @@ class EvalLoader:
     Every rank gets the same number of micro-batches, so that collectives match; what is missing at the end is filled
     with samples whose targets are all ignored.
     """
+
+    @classmethod
+    def of(cls, source: Source, config: RunConfig, rank: int, num_ranks: int) -> EvalLoader:
+        """Return the loader that a configuration describes, for one rank."""
+        return cls(
+            source,
+            num_batches=config.eval.steps,
+            global_batch_size=config.train.global_batch_size,
+            micro_batch_size=int(config.train.micro_batch_size),
+            dp_rank=rank,
+            num_dp_ranks=num_ranks,
+        )
 
     def __init__(
         self,

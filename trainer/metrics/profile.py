@@ -11,10 +11,8 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -22,6 +20,7 @@ from trainer.config import RunConfig
 from trainer.files import replacing
 from trainer.metrics.breakdown import KINDS, PHASE, STEP, Timeline, find_events
 from trainer.metrics.fanout import Metrics
+from trainer.metrics.observer import Phases
 from trainer.metrics.record import Record
 from trainer.metrics.sinks import warn
 
@@ -29,14 +28,6 @@ _MAX_ALLOCATIONS = 100_000
 """Allocations and frees that a snapshot holds, the newest: as torchtitan's."""
 _ROW = 2**31 - 1
 """The row of the phases in the trace: a thread that there is not."""
-
-
-class Phases(Protocol):
-    """Who knows what this rank is doing: the watchdog."""
-
-    listeners: list[Callable[[str], None]]
-
-    def during(self, phase: str) -> AbstractContextManager[None]: ...
 
 
 class Profile:
@@ -53,10 +44,6 @@ class Profile:
         self._first, self._last = config.log.profile_steps or (0, -1)
         self._takes_part = rank in (0, *config.log.profile_ranks)
         self._recording: _Recording | None = None
-
-    def covers(self, step: int) -> bool:
-        """Return whether an update is profiled, on whatever ranks: its times are those of a profiler."""
-        return self._first <= step <= self._last
 
     def advice(self, step: int) -> str:
         """Return what is to be said to a run that goes on after `step`: what of a profile it will not get."""
@@ -75,19 +62,17 @@ class Profile:
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         self._finish(has_failed=error is not None and error is not GeneratorExit)
 
-    def begin_update(self, step: int) -> float:
-        """Say that an update begins; returns the seconds that this has taken."""
-        started = time.perf_counter()
-        if not self.covers(step):  # gone back to a checkpoint before, perhaps
+    def begin_step(self, step: int) -> None:
+        """Begin to record the step if it is one to profile."""
+        if not self._config.log.profiles(step):  # gone back to a checkpoint before, perhaps
             self._finish()
         elif self._recording is None and self._takes_part:
             self._start()
         if self._recording is not None:
             self._recording.begin(step)
-        return time.perf_counter() - started
 
-    def end_update(self, step: int) -> None:
-        """Say that an update is through; after the last one the profile is written."""
+    def end_step(self, step: int, seconds: float, is_profiled: bool) -> None:
+        """End the recording of the step; after the last one the profile is written."""
         if self._recording is not None:
             self._recording.end()
         if step == self._last:
@@ -109,13 +94,13 @@ class Profile:
                 warn(f"log.profile_steps: the profiler cannot start: {error}")
                 self._takes_part = False
                 return
-        self._phases.listeners.append(self._recording.note)
+        self._phases.observers.append(self._recording)
 
     def _finish(self, has_failed: bool = False) -> None:
         if self._recording is None:
             return
         recording, self._recording = self._recording, None
-        self._phases.listeners.remove(recording.note)
+        self._phases.observers.remove(recording)
         if threading.get_ident() != recording.thread:
             return  # a generator that was left lying about: the profiler belongs to the thread that started it
         with self._phases.during("profile"):
@@ -147,8 +132,8 @@ class _Recording:
         if self._on_cuda:
             torch.cuda.memory._record_memory_history(stacks="python", max_entries=_MAX_ALLOCATIONS, clear_history=True)
 
-    def note(self, phase: str) -> None:
-        """Say that the rank enters a phase; from any thread."""
+    def enter_phase(self, phase: str) -> None:
+        """Note the phase, and when it began; from any thread."""
         self._phases.append((_now_us(), phase))
 
     def begin(self, step: int) -> None:
@@ -177,7 +162,7 @@ class _Recording:
         try:
             if waits:  # first of all: a profiler that goes on is in the way of whatever follows
                 self._end_range()
-                self.note("end")
+                self.enter_phase("end")
                 self._profiler.stop()
             folder.mkdir(parents=True, exist_ok=True)
             for partial in folder.glob(f".*_rank{rank}.*"):  # of an attempt that was killed

@@ -26,7 +26,7 @@ _HOST_MISS_GIB = 0.5
 """On a CPU memory is the process's, with much that is no tensor: less than this is no miss."""
 
 
-def settle_for_run(config: RunConfig, mesh: MeshShape, world: World) -> tuple[RunConfig, Choice | None]:
+def resolve_auto(config: RunConfig, mesh: MeshShape, world: World) -> tuple[RunConfig, Choice | None]:
     """Return `config` with values for what is `auto`, the same on all ranks, and on rank 0 what there was to choose.
 
     The memory is that of the rank with the least.  Collective where anything is `auto`; raises UserError on all ranks
@@ -104,10 +104,13 @@ class Forecast:
         time = "" if self.step_s is None else f", {self.step_s:.3g} s a step"
         return f"{self.plan.peak_gib:.2f} GiB of tensors a rank at the peak, in the {self.plan.memory.peak.place}{time}"
 
-    def note_step(self, seconds: float) -> None:
-        """Take note of how long an update took; the first, which compiles and allocates, does not count."""
-        self._num_steps += 1
-        if self._num_steps > 1:
+    def begin_step(self, step: int) -> None:
+        """Do nothing: a step counts when it ends."""
+
+    def end_step(self, step: int, seconds: float, is_profiled: bool) -> None:
+        """Count how long a step took, but for profiled ones and the first, which compiles and allocates."""
+        self._num_steps += not is_profiled
+        if self._num_steps > 1 and not is_profiled:
             self._steps_s.append(seconds)
 
     def result(self) -> dict[str, float | None]:

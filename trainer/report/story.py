@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 from trainer.config import read_yaml
 from trainer.errors import UserError, nearest, setting_error
+from trainer.lifecycle.folder import is_owned
 from trainer.metrics.goodput import Goodput, Ledger
 from trainer.metrics.record import read_records
-from trainer.rundir import is_owned
 
 Column = NDArray[np.float64]
 

@@ -37,6 +37,7 @@ from torch.utils._pytree import tree_leaves
 
 from trainer.config import RunConfig
 from trainer.errors import EXIT_FAILED, PeerFailed, say
+from trainer.metrics.observer import PhaseObserver
 from trainer.world import Messages, World
 
 IN_UPDATE = ("data", "forward", "backward", "reduce", "optimizer")
@@ -75,16 +76,15 @@ class Standing:
 class Watchdog:
     """Notes what this rank is doing, which costs two attributes a phase, and watches that it does not do so for ever.
 
-    `give_up(reason)` is called on rank 0, from the watching thread, to record how the run has failed.
+    On rank 0 the world's failure listeners record how the run has failed, called from the watching thread.
     """
 
-    def __init__(self, world: World, config: RunConfig, give_up: Callable[[str], None]) -> None:
-        self._world, self._limits, self._give_up = world, config.run, give_up
+    def __init__(self, world: World, config: RunConfig) -> None:
+        self._world, self._limits = world, config.run
         self._save_limit_s = config.checkpoint.timeout_s
         self._save_stage: Callable[[], str] = str
         self.phase, self.since, self.marks, self.step = "start", time.monotonic(), 0, 0
-        self.listeners: list[Callable[[str], None]] = []
-        """Called with each phase that this rank enters, on whatever thread that is noticed: of the profiler."""
+        self.observers: list[PhaseObserver] = []
         self._round = 0
         """How often the ranks have said where they are: each time has keys of its own in the store."""
         self._armed: tuple[float, str, float] | None = None
@@ -98,25 +98,25 @@ class Watchdog:
 
     # -- what the training thread notes ----------------------------------------------------------------------------
 
-    def note(self, phase: str) -> None:
-        """Say that this rank enters a phase."""
+    def enter(self, phase: str) -> None:
+        """Enter a phase."""
         self.phase, self.since = phase, time.monotonic()
         self.marks += 1
-        for listener in self.listeners:
-            listener(phase)
+        for observer in self.observers:
+            observer.enter_phase(phase)
 
-    def begin_update(self, step: int) -> None:
-        """Say that an update begins, with its data."""
+    def begin_step(self, step: int) -> None:
+        """Begin a step, with its data."""
         self.step, self.marks = step, 0
-        self.note("data")
+        self.enter("data")
         is_first = self._num_updates == 0
         limit = self._limits.first_step_limit_s if is_first else self._limits.step_limit_s
         self._arm("run.first_step_timeout_s" if is_first else "run.step_timeout_s", limit)
 
-    def end_update(self) -> None:
-        """Say that an update is through.  After the first all collectives get the ordinary timeout."""
+    def end_step(self, step: int, seconds: float, is_profiled: bool) -> None:
+        """End a step.  After the first all collectives get the ordinary timeout."""
         self._armed = None
-        self.note("between updates")
+        self.enter("between updates")
         self._num_updates += 1
         if self._num_updates == 1:
             self._world.set_timeout(self._limits.timeout_s)
@@ -125,7 +125,7 @@ class Watchdog:
     def during(self, phase: str) -> Iterator[None]:
         """Be in a phase outside the update, with its own limit, inside the block."""
         before, self._armed = (self.phase, self._armed), None
-        self.note(phase)
+        self.enter(phase)
         if phase == "save":
             self._arm("checkpoint.timeout_s", self._save_limit_s)
         else:
@@ -134,7 +134,7 @@ class Watchdog:
             yield
         finally:
             phase, self._armed = before
-            self.note(phase)
+            self.enter(phase)
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -163,7 +163,7 @@ class Watchdog:
 
     def _before_forward(self, module: nn.Module, inputs: Any) -> None:
         if self.phase in IN_UPDATE:
-            self.note("forward")
+            self.enter("forward")
         else:
             self.marks += 1
         if self._armed is not None:  # an update of many micro-batches, or an evaluation, makes progress
@@ -178,16 +178,16 @@ class Watchdog:
 
     def _in_backward(self, gradient: torch.Tensor) -> None:
         if self.phase == "forward":
-            self.note("backward")
+            self.enter("backward")
             torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
 
     def _after_backward(self) -> None:
         if self.phase == "backward":
-            self.note("reduce")
+            self.enter("reduce")
 
     def _before_optimizer(self, *_: Any) -> None:
         if self.phase in IN_UPDATE:
-            self.note("optimizer")
+            self.enter("optimizer")
 
     def _arm(self, key: str, limit_s: float) -> None:
         self._armed = (time.monotonic() + limit_s, key, limit_s)
@@ -310,10 +310,14 @@ class Watchdog:
 
     def _end(self, reason: str, is_stuck: bool) -> NoReturn:
         """Record the failure, as far as that can be done within a moment, and leave."""
-        recording = threading.Thread(target=self._give_up, args=(reason,), daemon=True)
+        recording = threading.Thread(target=self._record, args=(reason,), daemon=True)
         recording.start()
         recording.join(_GRACE_S)
         self._leave(is_stuck)
+
+    def _record(self, reason: str) -> None:
+        for listener in self._world.failures:
+            listener.give_up(reason)
 
     def _leave(self, is_stuck: bool) -> NoReturn:
         """End this process, which may be asleep for ever; a save in flight may end before, unless that is stuck."""

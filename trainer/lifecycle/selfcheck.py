@@ -30,12 +30,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from trainer.config import RunConfig
+from trainer.config import MeshShape, RunConfig, check_config
 from trainer.data.loader import TrainLoader
 from trainer.errors import TrainingFailed, UserError
+from trainer.metrics.sinks import warn
 from trainer.parameters import tied_names
 from trainer.shard import reshard
-from trainer.world import Channel
+from trainer.world import Channel, World
 
 DATA = "data"
 """What a Trainer lists in `exempt_from_selfcheck` to have the share of the samples left alone."""
@@ -73,6 +74,18 @@ def check_same_run(channel: Channel, config: RunConfig, owner: type, exempt: Ite
         if len(set(values := [facts.get(name, "none") for facts in of_ranks])) > 1
     ]
     raise UserError(_message("the ranks were not started alike", lines))
+
+
+def check_shape(world: World, config: RunConfig) -> MeshShape:
+    """Return the mesh's shape on this number of ranks.
+
+    Raises UserError, on all ranks alike, for settings that do not fit it; warns where it is badly placed.
+    """
+    local_world_size = world.env.local_world_size
+    shape = world.agreed(lambda: check_config(config, world.size, local_world_size))
+    if world.is_main and (advice := shape.advice(local_world_size)):
+        warn(advice)
+    return shape
 
 
 def _facts(config: RunConfig, owner: type) -> Iterator[tuple[str, str]]:

@@ -1,0 +1,169 @@
+"""Saver: when to save, what becomes of the save in flight, and how often a failed one is tried again."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Protocol
+
+from trainer.checkpoint.schedule import SaveSchedule
+from trainer.checkpoint.store import PREFIX, Checkpoints, Savable, SaveResult
+from trainer.config import CheckpointSection
+from trainer.distributed.ballot import Ballot
+from trainer.errors import TrainingFailed
+from trainer.files import find_folder
+
+
+class Resumable(Savable, Protocol):
+    """State that says whether an evaluation of its step is still to be done."""
+
+    eval_pending: bool
+
+
+class SaveListener(Protocol):
+    """Told how saves go."""
+
+    def prepare(self, state: Resumable) -> None:
+        """A save is about to begin.  Collective."""
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """Training waits for a save inside the block."""
+
+    def began(self, stage: Callable[[], str]) -> None:
+        """A save has begun; `stage()` says what it is doing."""
+
+    def ended(self, result: SaveResult) -> None:
+        """The save in flight has ended, one way or the other."""
+
+    def warn(self, text: str) -> None:
+        """Something that does not stop training."""
+
+
+class Saver:
+    """Saves a state at intervals, on request and at the end.  All methods are collective unless they say otherwise.
+
+    With `checkpoint.mode=async` one save at most is in flight; the ballot of each step tells when it has ended on every
+    rank, so that collecting its result waits for nobody.
+    """
+
+    def __init__(
+        self,
+        checkpoints: Checkpoints,
+        config: CheckpointSection,
+        ballot: Ballot,
+        listener: SaveListener,
+        expected_bytes: int,
+    ) -> None:
+        """`expected_bytes` is about what this rank will write."""
+        self._checkpoints, self._config, self._listener = checkpoints, config, listener
+        self._expected_bytes = expected_bytes
+        self.schedule = SaveSchedule(config.every)
+        self._is_written = ballot.ask(lambda: checkpoints.is_written)
+        self._is_overdue = ballot.ask(lambda: checkpoints.is_overdue)
+        self._may_retry = ballot.ask(lambda: checkpoints.world.is_main and self.schedule.may_retry())
+        self._started: tuple[int, bool] | None = None
+        self._saved: tuple[int, bool] | None = None
+        """Step and pending evaluation of the newest checkpoint here."""
+        self.longest_s = 0.0
+        """Seconds of the longest save."""
+
+    def due(self, step: int) -> bool:
+        """Return whether to save after step `step`, the same on all ranks.  Not collective."""
+        return self.schedule.is_due(step, self._may_retry.anyone)
+
+    def try_save(self, state: Resumable) -> None:
+        """Save as `fit` does: a failure is counted, not raised, until there are too many in a row."""
+        if self._checkpoints.in_flight and self._config.when_busy == "skip":
+            return
+        self.finish()
+        if self._is_saved(state) and not self.schedule.num_failures:
+            return
+        self._start(state, background=self._config.mode == "async")
+        if self._config.mode == "sync":
+            self._collect()
+
+    def save(self, state: Resumable, wait: bool) -> Path | str:
+        """Save now; return the checkpoint's folder or URL, or where it will be.  Raises TrainingFailed if it fails."""
+        self.finish()
+        background = self._config.mode == "async" and not wait
+        self._start(state, background)
+        if not background and (error := self._collect(warns=False).error):
+            raise TrainingFailed(error)
+        path = str(self._checkpoints.place / f"{PREFIX}{state.step:08d}")
+        return path if find_folder(path) is None else Path(path)
+
+    def collect(self) -> None:
+        """Collect the result of the save in flight if it has ended on every rank; waits for nobody."""
+        if self._checkpoints.in_flight and (self._is_written.everyone or self._is_overdue.anyone):
+            self._collect()
+
+    def finish(self) -> SaveResult | None:
+        """Wait for the save in flight, if there is one, report it and return how it went."""
+        return self._collect() if self._checkpoints.in_flight else None
+
+    def save_at_the_end(self, state: Resumable) -> None:
+        """Save for good: wait for the save in flight, and try again a few times if necessary."""
+        self.finish()
+        for pause_s in (0.0, 1.0, 3.0):
+            if self._is_saved(state):
+                return
+            time.sleep(pause_s)
+            self._start(state, background=False)
+            error = self._collect(warns=False).error
+        if not self._is_saved(state):
+            raise TrainingFailed(f"the final save has failed: {error}")
+
+    def loaded(self, state: Resumable, is_own: bool) -> None:
+        """A checkpoint was loaded, of this run if `is_own`: it need not be saved again.  Not collective."""
+        self._saved = (state.step, state.eval_pending) if is_own else None
+
+    @property
+    def expected_s(self) -> float:
+        """Seconds that a save takes: the longest so far; before the first, a gigabyte in five seconds."""
+        return self.longest_s or 5.0 * self._expected_bytes / 1e9
+
+    def wait(self, timeout_s: float) -> None:
+        """Give the save in flight time to end, for a rank that is about to leave.  Not collective."""
+        self._checkpoints.wait(timeout_s)
+
+    def wait_for_deleting(self) -> None:
+        """Wait some time until pruned checkpoints are gone.  Not collective."""
+        self._checkpoints.wait_for_deleting()
+
+    def _is_saved(self, state: Resumable) -> bool:
+        return self._saved == (state.step, state.eval_pending)
+
+    def _start(self, state: Resumable, background: bool) -> None:
+        self._listener.prepare(state)
+        self._started = (state.step, state.eval_pending)
+        self._listener.began(lambda: self._checkpoints.stage)
+        with self._listener.waiting():
+            self._checkpoints.start(state, background)
+
+    def _collect(self, warns: bool = True) -> SaveResult:
+        """Take the result of the save in flight, the same on all ranks, and report it.
+
+        Raises TrainingFailed after too many failures in a row, and where the storage does not answer.
+        """
+        with self._listener.waiting():
+            result = self._checkpoints.take()
+        self._listener.ended(result)
+        if result.lost == "storage":
+            raise TrainingFailed(f"cannot save: {result.error} (checkpoint.timeout_s)")
+        if result.error:
+            self.schedule.failed()
+            limit = self._config.max_failures
+            count = f"failure {self.schedule.num_failures} of {limit} in a row"
+            if self.schedule.num_failures >= limit:
+                raise TrainingFailed(f"cannot save: {result.error} ({count})")
+            if warns:
+                self._listener.warn(f"checkpoint not saved, training goes on: {result.error} ({count})")
+            return result
+        self.schedule.succeeded()
+        self.longest_s = max(self.longest_s, result.total_s)
+        self._saved = self._started
+        if result.warning:
+            self._listener.warn(result.warning)
+        return result

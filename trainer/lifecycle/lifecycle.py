@@ -1,0 +1,274 @@
+"""Lifecycle: the states of a run, from built to ended, and what each transition writes.
+
+    built ----restore----> restored          a checkpoint was loaded
+    built, restored ----begin----> running   the folder is ours, the start record is written
+    any ----end----> ended                   finished, stopped or failed: end record, status.json, folder released
+
+A mistake of the user found before `begin` leaves an existing run as it was: no transition, no record.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal, Protocol
+
+from trainer.checkpoint.saver import Saver
+from trainer.config import RunConfig, find_deadline
+from trainer.distributed.ballot import Ballot
+from trainer.environment import take_start
+from trainer.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_USER_ERROR, UserError
+from trainer.lifecycle.folder import RunFolder
+from trainer.lifecycle.watchdog import Watchdog
+from trainer.metrics.accounts import Accounts
+from trainer.metrics.fanout import Metrics
+from trainer.metrics.record import Record
+from trainer.plan.forecast import Forecast
+from trainer.stop import NOTICE, STOPPING, answer_at_once, find_stop_request, identity, show_cursor, take_stale_notice
+from trainer.world import World
+
+Phase = Literal["built", "restored", "running", "ended"]
+Event = Literal["restore", "begin", "end"]
+
+TRANSITIONS: Mapping[tuple[Phase, Event], Phase] = {
+    ("built", "restore"): "restored",
+    ("restored", "restore"): "restored",
+    ("running", "restore"): "running",
+    ("ended", "restore"): "ended",
+    ("built", "begin"): "running",
+    ("restored", "begin"): "running",
+    ("built", "end"): "ended",
+    ("restored", "end"): "ended",
+    ("running", "end"): "ended",
+    ("ended", "end"): "ended",
+}
+"""The phase after each event.  An event that is not listed for a phase is a mistake in the program."""
+
+
+class Progress(Protocol):
+    """Where the run stands."""
+
+    step: int
+
+
+class Lifecycle:
+    """One run of this process: its phase, its folder, requests to stop, and how it ends.
+
+    Listens to failures elsewhere (`World.failures`): of other ranks, and of this rank's main thread as the watchdog
+    finds them.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        world: World,
+        progress: Progress,
+        ballot: Ballot,
+        folder: RunFolder,
+        metrics: Metrics,
+        watchdog: Watchdog,
+        accounts: Accounts,
+        saver: Saver,
+        forecast: Forecast,
+        started: float,
+    ) -> None:
+        self._config, self._world, self._progress = config, world, progress
+        self._folder, self._metrics, self._watchdog = folder, metrics, watchdog
+        self._accounts, self._saver, self._forecast = accounts, saver, forecast
+        self._started = started
+        self._earlier_error = sys.exc_info()[1]  # one that is being handled already
+        self.phase: Phase = "built"
+        self.stopping = False
+        """True on all ranks alike once any of them was asked to stop: the current step is the last."""
+        self.closers: list[Callable[[], None]] = []
+        """Called when the run ends, for what holds processes of its own."""
+        self.stop = find_stop_request()
+        if world.is_main:
+            self.stop.on_ask, self.stop.on_second_interrupt = answer_at_once, self._quit
+        self._stale_notice = take_stale_notice(config.run_dir)
+        ballot.ask(lambda: self.stop.reason(self._stopping_s()) is not None, self._begin_to_stop)
+        world.failures.append(self)
+
+    @property
+    def is_running(self) -> bool:
+        """True between `begin` and the end."""
+        return self.phase == "running"
+
+    def _enter(self, event: Event) -> None:
+        self.phase = TRANSITIONS[self.phase, event]
+
+    # -- transitions ---------------------------------------------------------------------------------------------
+
+    def restore(self) -> None:
+        """A checkpoint was loaded."""
+        self._enter("restore")
+
+    def begin(self, facts: Mapping[str, str], record: Mapping[str, Any], notes: Callable[[], list[str]]) -> None:
+        """Write config.yaml, open the metrics and write the start record; from here on the run counts as running.
+
+        facts: the start block on the console.  record: fields of the start record.  notes: what else to say.
+        Collective; the folder is owned already.
+        """
+        self._world.agreed(self._folder.begin)
+        self._world.agreed(lambda: self._metrics.open(self._folder.metrics, record["resumed_step"] or 0))
+        self._metrics.wandb_id = self._world.broadcast(self._metrics.wandb_id)
+        self._enter("begin")
+        self._watch_for_a_stop()
+        self._saver.longest_s = max(self._saver.longest_s, self._metrics.longest_save_s)
+        self._folder.write_status("running", None, self._progress.step, "")
+        self._metrics.start(facts)
+        for note in notes():
+            self._metrics.say(note)
+        began = take_start() or time.time() - (time.monotonic() - self._started)
+        self._metrics.write(Record(kind="start", **record, started=began, **self._metrics.before))
+
+    def end(self) -> int:
+        """End in order: stopped on request, or finished.  Returns the exit code.  Collective."""
+        if self.stopping:
+            reasons = self._world.gather(self.stop.reason(self._stopping_s()))
+            reason = next((reason for reason in reasons if reason), "asked to stop")
+            step = self._progress.step
+            self._metrics.say(f"stopped ({reason}) at step {step}; the same command continues from there", "yellow")
+            self._end("stopped", EXIT_STOPPED, reason)
+            return EXIT_STOPPED
+        self._end("finished", EXIT_FINISHED, "train.steps reached")
+        return EXIT_FINISHED
+
+    def end_without_work(self, resumed_step: int | None, clean: Callable[[], None]) -> int:
+        """There is nothing left to train.  Returns the exit code.  `clean` removes what a killed attempt left."""
+        step, config = self._progress.step, self._config
+        self._metrics.say(f"nothing to do: {config.run.dir} is at step {step} of {config.train.steps}")
+        if self._world.is_main and resumed_step is not None and not self._folder.has_finished():
+            clean()  # an attempt was killed after everything was saved
+            self._folder.write_status("finished", EXIT_FINISHED, step, "train.steps reached")
+        self._folder.release()
+        return EXIT_FINISHED
+
+    def fail(self, error: BaseException) -> None:
+        """Record how the run failed.  Calls no collective: the other ranks may be anywhere."""
+        self._watchdog.explain(error)
+        self._watchdog.stop()
+        self._forecast.explain(error)
+        first = self._world.announce_failure(error)
+        self._saver.wait(self._config.run.timeout_s)  # the save in flight is good: let it end
+        if isinstance(error, UserError) and self.phase in ("built", "restored"):
+            self._folder.release()
+            return
+        exit_code = EXIT_USER_ERROR if isinstance(error, UserError) else EXIT_FAILED
+        self._end("failed", exit_code, first or f"{type(error).__name__}: {error}")
+
+    def _end(self, state: str, exit_code: int, reason: str) -> None:
+        self._enter("end")
+        self._watchdog.stop()
+        self._saver.wait_for_deleting()
+        goodput = min(1.0, self._accounts.productive_s / (time.monotonic() - self._started))
+        facts: dict[str, Any] = {"step": self._progress.step, "reason": state, "goodput": goodput}
+        if self._world.is_main:
+            facts |= self._forecast.result()
+            for miss in self._forecast.misses():
+                self._metrics.say(f"not as planned: {miss}")
+        self._metrics.write(Record(kind="end", **facts, **self._metrics.totals()))
+        self._folder.write_status(state, exit_code, self._progress.step, reason)
+        self._metrics.close()
+        self._release()
+
+    def _release(self) -> None:
+        self._folder.release()
+        for close in self.closers:
+            close()
+
+    # -- around a loop -------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Catch requests to stop inside the block; record an exception that leaves it."""
+        self.stop.install()
+        try:
+            yield
+        except BaseException as error:
+            self.fail(error)
+            raise
+        finally:
+            self.stop.uninstall()
+
+    def close(self, settle: Callable[[], None]) -> None:
+        """End the run if it is still running, and leave the process group if it is ours.  Collective.
+
+        Called while an exception propagates, the run has failed, and no rank waits for another.  `settle` finishes what
+        is still on its way.
+        """
+        error = sys.exc_info()[1]
+        if error is not None and error is not self._earlier_error:
+            if self.phase != "ended":
+                self.fail(error)
+            self._release()
+            if self._world.size == 1:
+                self._world.close()
+            return
+        try:
+            settle()
+        except BaseException as failure:
+            self.fail(failure)
+            raise
+        if self.is_running:
+            has_finished = self._progress.step >= self._config.train.steps
+            code = EXIT_FINISHED if has_finished else EXIT_STOPPED
+            self._end("finished" if has_finished else "stopped", code, "closed")
+        self._watchdog.stop()
+        self._release()
+        self._world.close()
+
+    # -- requests to stop ----------------------------------------------------------------------------------------
+
+    def _begin_to_stop(self) -> None:
+        if not self.stopping:
+            self.stopping = True
+            if not self.stop.is_answered:
+                self._metrics.say(STOPPING, "yellow")
+
+    def _stopping_s(self) -> float:
+        """Return how long stopping takes: two steps and a save as long as the longest so far, with room to spare."""
+        return 2.0 * self._accounts.step_s + 1.5 * self._saver.expected_s + 5.0
+
+    def _watch_for_a_stop(self) -> None:
+        """Have rank 0 look for the notice and the deadline.  An older notice was meant for an earlier attempt."""
+        if self._world.is_main:
+            notice = self._folder.path / NOTICE
+            if self._stale_notice and identity(notice) == self._stale_notice:
+                notice.unlink(missing_ok=True)
+            self.stop.watch(notice, find_deadline(self._config))
+
+    def _quit(self) -> None:
+        """A second Ctrl-C: leave terminal and folder as they should be, whatever the process is doing; it ends now."""
+        show_cursor()
+        self.before_exit(2.0, "a second Ctrl-C", saves=False)
+        releasing = threading.Thread(target=self._folder.release, daemon=True)
+        releasing.start()
+        releasing.join(2.0)
+
+    # -- failures elsewhere --------------------------------------------------------------------------------------
+
+    def peer_failed(self) -> None:
+        """Another rank has failed: from now on SIGTERM ends this process, whose main thread may wait for ever."""
+        self.stop.at_once = True
+
+    def before_exit(self, patience_s: float, reason: str, saves: bool = True) -> None:
+        """This process is about to end because of `reason`: say so in status.json, and let the save in flight end.
+
+        On another thread: this rank's main thread may hang, and so may the storage.
+        """
+        if self.is_running:
+            status = ("failed", EXIT_FAILED, self._progress.step, reason)
+            writing = threading.Thread(target=self._folder.write_status, args=status, daemon=True)
+            writing.start()
+            writing.join(max(1.0, patience_s))
+        if saves:
+            self._saver.wait(min(patience_s, self._config.run.timeout_s))
+
+    def give_up(self, reason: str) -> None:
+        """The watchdog has found that the main thread hangs: record that the run has failed.  On another thread."""
+        self._folder.write_status("failed", EXIT_FAILED, self._progress.step, reason)  # the rest may hang too
+        self._end("failed", EXIT_FAILED, reason)

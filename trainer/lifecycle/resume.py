@@ -1,0 +1,143 @@
+"""Resume: which checkpoint a run starts from, and what it leaves behind when it does."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from trainer.checkpoint.place import SUPERSEDED, find_place
+from trainer.checkpoint.source import find_checkpoint
+from trainer.checkpoint.store import PREFIX, Checkpoints, Found, Savable
+from trainer.config import RunConfig, compare_configs, stored_value
+from trainer.lifecycle.folder import RunFolder
+from trainer.metrics.fanout import Metrics
+from trainer.metrics.sinks import warn
+from trainer.world import World
+
+
+class Resume:
+    """Restores a state from the checkpoint that `checkpoint.resume` selects, or from one that is named.
+
+    All methods are collective unless they say otherwise.
+    """
+
+    def __init__(
+        self, config: RunConfig, world: World, checkpoints: Checkpoints, folder: RunFolder, metrics: Metrics
+    ) -> None:
+        self._config, self._world = config, world
+        self._checkpoints, self._folder, self._metrics = checkpoints, folder, metrics
+        self.step: int | None = None
+        """Step of the checkpoint loaded last; None for a fresh start."""
+        self.is_own = False
+        """True if that checkpoint is one of this run."""
+        self.changed: list[str] = []
+        """Settings that differ from those of the checkpoint, one line each."""
+        self.seconds = 0.0
+        """Seconds spent loading."""
+        self._has_gone_back = False
+
+    def load(self, state: Savable, path: str | Path | None, is_running: bool) -> Found | None:
+        """Restore `state` from `path`, by default from what `checkpoint.resume` selects; None for a fresh start.
+
+        Raises UserError for a checkpoint that does not fit, with every difference; TrainingFailed if none is good.
+        """
+        found = self._find(state, str(path) if path is not None else None, is_running)
+        if found is None:
+            return None
+        self.step, self.changed = state.step, list(found.changed)
+        self.is_own = found.path == f"{self._checkpoints.place}/{PREFIX}{found.manifest.step:08d}"
+        if not self.is_own:
+            self._metrics.wandb_id = None  # the other run's
+        self._has_gone_back = is_running
+        if self._world.is_main:
+            _report(found)
+        return found
+
+    def _find(self, state: Savable, path: str | None, is_running: bool) -> Found | None:
+        resume = path or self._config.checkpoint.resume
+        if path is None and self._is_restart(resume):
+            resume = "auto"
+        allowed = frozenset(self._config.checkpoint.allow_changes)
+        if allowed & {"optim.name", "state.model"}:
+            allowed |= {"state.optimizer"}  # starts without moments if the stored ones do not fit
+        how = (state, lambda stored: compare_configs(self._config, stored), allowed, is_running)
+        if resume == "none":
+            return None
+        if resume == "auto":
+            is_empty = self._world.broadcast(self._checkpoints.is_empty)
+            return None if is_empty else self._checkpoints.restore(*how)
+        # Rank 0 decides which: a run still training elsewhere has another newest checkpoint a moment later.
+        found = self._world.agreed(lambda: str(find_checkpoint(resume)) if self._world.is_main else "")
+        return self._checkpoints.load(find_place(self._world.broadcast(found)), *how)
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Count the time inside the block as loading.  Not collective."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds += time.perf_counter() - started
+
+    def _is_restart(self, resume: str) -> bool:
+        """Return whether the newest checkpoint here is of an attempt that started as this one is asked to.
+
+        Then this is that attempt, started again after it was stopped or killed, and its progress is kept: the same
+        command continues.  With `none` only if it is the same job, started again by its launcher.
+        """
+        if resume == "auto":
+            return False
+
+        def is_of_the_same_start() -> bool:
+            newest = self._checkpoints.newest_origin() if self._world.is_main else None
+            if newest is None or stored_value(newest.config_yaml, "checkpoint.resume") != resume:
+                return False
+            env = self._world.env
+            is_same_job = newest.job != "" and newest.job == env.job
+            return resume != "none" or (is_same_job and newest.restarts < env.num_restarts)
+
+        is_restart: bool = self._world.broadcast(self._world.agreed(is_of_the_same_start))
+        if is_restart:
+            self._metrics.say(
+                f"checkpoint.resume={resume}: {self._config.run.dir} has already continued from there, and continues "
+                "again; to start from there once more, give another run.dir"
+            )
+        return is_restart
+
+    def confirm(self, step: int) -> None:
+        """Training continues at `step`: what came after a checkpoint that was loaded in mid-run is superseded."""
+        if self._has_gone_back:
+            self._has_gone_back = False
+            self.supersede(is_running=True)
+            self._world.agreed(lambda: self._metrics.go_back(step))
+
+    def supersede(self, is_running: bool = False) -> None:
+        """Move aside what this attempt does not continue from, and remove what killed attempts left half written.
+
+        Asked to start anew (`checkpoint.resume=none`) or from an older checkpoint, the run supersedes the checkpoints
+        past it, which `auto` would otherwise resume from.
+        """
+        self._world.agreed(lambda: self._supersede(is_running) if self._world.is_main else None)
+
+    def _supersede(self, is_running: bool) -> None:
+        self._checkpoints.clean()
+        self._folder.clean()
+        step = -1 if self.step is None else self.step
+        later = [f"{PREFIX}{later:08d}" for later in self._checkpoints.steps() if later > step]
+        if self._config.checkpoint.dir is not None:
+            for name in later:
+                self._checkpoints.place.set_aside(name, SUPERSEDED)
+            later = []
+        starts_anew = self._config.checkpoint.resume == "none" and self.step is None
+        metrics = ["metrics.jsonl"] if starts_anew and not is_running else []
+        self._folder.set_aside(*(f"checkpoints/{name}" for name in later), *metrics)
+
+
+def _report(found: Found) -> None:
+    for name, damage in found.damaged.items():
+        listed = "\n".join(f"  {line}" for line in damage)
+        warn(f"checkpoint {name} is damaged and was set aside:\n{listed}")
+    for warning in found.warnings:
+        warn(f"{found.path}: {warning}")

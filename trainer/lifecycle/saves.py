@@ -1,0 +1,48 @@
+"""What happens around each save of a run: before it, while training waits for it, and after it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+from trainer.checkpoint.saver import Resumable
+from trainer.checkpoint.store import SaveResult
+from trainer.lifecycle.folder import RunFolder
+from trainer.lifecycle.resume import Resume
+from trainer.lifecycle.watchdog import Watchdog
+from trainer.metrics.accounts import Accounts
+from trainer.metrics.fanout import Metrics
+from trainer.metrics.record import Record
+from trainer.metrics.sinks import warn
+from trainer.world import World
+
+
+class RunSaves:
+    """The SaveListener of a run: owns the folder, settles the accounts, watches the save and writes its record."""
+
+    def __init__(
+        self, world: World, folder: RunFolder, resume: Resume, accounts: Accounts, watchdog: Watchdog, metrics: Metrics
+    ) -> None:
+        self._world, self._folder, self._resume = world, folder, resume
+        self._accounts, self._watchdog, self._metrics = accounts, watchdog, metrics
+
+    def prepare(self, state: Resumable) -> None:
+        self._world.agreed(self._folder.own)
+        self._resume.confirm(state.step)
+        self._accounts.settle()
+
+    def waiting(self) -> AbstractContextManager[None]:
+        return self._watchdog.during("save")
+
+    def began(self, stage: Callable[[], str]) -> None:
+        self._watchdog.save_begins(stage)
+
+    def ended(self, result: SaveResult) -> None:
+        self._watchdog.save_ends()
+        if not result.error:
+            times = {"blocked_s": result.blocked_s, "total_s": result.total_s}
+            self._metrics.write(Record(kind="checkpoint", step=result.step, **times, bytes=result.bytes))
+
+    def warn(self, text: str) -> None:
+        if self._world.is_main:
+            warn(text)

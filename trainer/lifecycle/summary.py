@@ -1,0 +1,75 @@
+"""What a run says of itself at its start and end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from trainer.config import RunConfig
+from trainer.data.source import gzip_bits_per_byte, held_out_text
+from trainer.data.tokenizer import find_tokenizer
+from trainer.metrics.console import readable_bytes, readable_count
+from trainer.metrics.fanout import Metrics
+from trainer.parameters import count_parameters, local
+from trainer.sample import write_sample
+from trainer.shard import evaluating
+from trainer.world import REPLICATE, SHARD, World
+
+
+def mesh_sizes(mesh: DeviceMesh) -> dict[str, int]:
+    """Return the size of each axis of a run's mesh, `replicate` first, also where it has only one."""
+    return {REPLICATE: 1, **dict(zip(mesh.mesh_dim_names or (SHARD,), mesh.shape, strict=True))}
+
+
+def device_name(device: torch.device) -> str:
+    """Return what the device is called."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def start_facts(
+    config: RunConfig,
+    world: World,
+    mesh: DeviceMesh,
+    model: nn.Module,
+    num_units: int,
+    resumed_step: int | None,
+    plan: str,
+) -> Mapping[str, str]:
+    """Return the start block: the run, its model, mesh, memory, plan, step and data, each in one line."""
+    axes = zip(mesh.mesh_dim_names or (SHARD,), mesh.shape, strict=True)
+    batch, micro_batch = config.train.global_batch_size, int(config.train.micro_batch_size)
+    weights = sum(local(p).numel() * p.element_size() for p in model.parameters())
+    moments = {"adamw": 2, "sgd": 1, "muon": 1}[config.optim.name]
+    resumed = "" if resumed_step is None else f"  (resumed at step {resumed_step})"
+    return {
+        "run": f"{config.run.name} in {config.run.dir}{resumed}",
+        "model": f"{config.model.name}, {readable_count(count_parameters(model))} parameters, "
+        f"{num_units} FSDP units and the root",
+        "mesh": " x ".join(f"{name} {size}" for name, size in axes) + f" on {device_name(world.device)}",
+        "memory": f"{readable_bytes(weights * (2 + moments))} a rank for weights, gradients and optimizer",
+        "plan": plan,
+        "update": f"{readable_count(batch * config.data.seq_len)} tokens: {batch} x {config.data.seq_len}, "
+        f"{batch // (world.size * micro_batch)} micro-batches of {micro_batch} on each of {world.size} ranks",
+        "data": f"{config.data.source}, {config.train.steps} updates",
+    }
+
+
+def show_result(config: RunConfig, world: World, model: nn.Module, metrics: Metrics) -> None:
+    """Show what the model has learnt, if `log.sample_tokens` asks for it: bits per byte of gzip, and a sample.
+
+    Collectives: those of one forward pass per token.
+    """
+    if not config.log.sample_tokens:
+        return
+    text = held_out_text(config.data) if world.is_main else None
+    if text:
+        metrics.say(f"gzip -9 on the same held-out text: {gzip_bits_per_byte(text):.4f} bits/byte", "green")
+    tokenizer = find_tokenizer(config.data.tokenizer)
+    prompt = tokenizer.encode("def ").tolist()
+    with evaluating(model):
+        tokens = write_sample(model, world, prompt, config.log.sample_tokens, config.data.seq_len)
+    metrics.say("\na sample that the model wrote:\n", "bold")
+    metrics.say(tokenizer.decode(tokens))

@@ -1,0 +1,235 @@
+"""Accounts: what each step achieved and cost, written as one record per step.
+
+Losses are read late on a GPU, once the next step is queued, so that the host never waits for the device.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from trainer.config import RunConfig
+from trainer.data.source import Source
+from trainer.errors import TrainingFailed
+from trainer.guard import SkipCounter
+from trainer.metrics.fanout import Metrics
+from trainer.metrics.meter import Meter, peak_flops, peak_memory_gib
+from trainer.metrics.observer import Phases, StepObserver
+from trainer.metrics.record import Record
+from trainer.optim import Schedule
+from trainer.parameters import count_matrix_parameters
+from trainer.transfer import Numbers
+from trainer.world import World
+
+
+class Update:
+    """The outcome of one optimizer step, the same on all ranks.
+
+    Its numbers may still be on their way from the device when the step returns: reading one waits for it.
+    `num_targets` counts the targets of the global batch.
+    """
+
+    def __init__(self, loss: float | torch.Tensor, grad_norm: float | torch.Tensor, num_targets: int) -> None:
+        self.num_targets = num_targets
+        self._numbers = Numbers(loss, grad_norm)
+
+    def wait(self) -> None:
+        """Wait until the device has finished the step."""
+        self._numbers.read()
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds spent waiting for it so far."""
+        return self._numbers.waited_s
+
+    @property
+    def loss(self) -> float:
+        """Mean loss over the targets of the global batch."""
+        return self._numbers.read()[0]
+
+    @property
+    def grad_norm(self) -> float:
+        """Global gradient norm before clipping."""
+        return self._numbers.read()[1]
+
+    @property
+    def skipped(self) -> bool:
+        """True if loss or gradient was not finite, and the weights were left alone."""
+        return not all(map(math.isfinite, self._numbers.read()))
+
+
+class Progress(Protocol):
+    """The counters of a run."""
+
+    step: int
+    tokens: int
+
+
+class Accounts:
+    """Times each step, counts the good ones, and writes their records.  All ranks keep the same accounts."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        world: World,
+        metrics: Metrics,
+        skips: SkipCounter,
+        schedule: Schedule,
+        phases: Phases,
+        observers: Sequence[StepObserver],
+    ) -> None:
+        self._config, self._world, self._metrics = config, world, metrics
+        self._skips, self._schedule, self._phases, self._observers = skips, schedule, phases, observers
+        self.reads_late = world.device.type != "cpu"
+        """True if the numbers of a step are read once the next one is queued; the same on all ranks."""
+        self.productive_s = 0.0
+        """Seconds of the steps that counted."""
+        self.step_s = 0.0
+        """Seconds of the last step; 0 before the second, since the first one compiles and allocates."""
+        self.evaluated_step: int | None = None
+        """Step of the last evaluation."""
+        self.pending: tuple[Update, int, float] | None = None
+        """The update whose numbers have not been read yet, its step, and its seconds."""
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin to measure anew: a loop begins."""
+        self._meter, self._num_steps = Meter(), 0
+        self._memory_gib = peak_memory_gib(self._world.device)
+        self._started = self._data_s = 0.0
+
+    # -- one step ------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def step(self, progress: Progress) -> Iterator[None]:
+        """Account for one step: take its micro-batches with `take`, and close it with `record`, inside the block."""
+        step = progress.step + 1
+        with self.paused():
+            for observer in self._observers:
+                observer.begin_step(step)
+        self._started = time.perf_counter()
+        yield
+        with self.paused():
+            is_profiled = self._config.log.profiles(step)
+            for observer in self._observers:
+                observer.end_step(step, self._seconds, is_profiled)
+
+    def take(self, batches: Iterator[Any], number: int, step: int) -> list[Any]:
+        """Return the micro-batches of `step`.  Raises TrainingFailed if the loader has ended."""
+        taken = list(islice(batches, number))
+        if len(taken) < number:
+            raise TrainingFailed(f"step {step}: the loader of build_loader ended; it must not end")
+        self._data_s = time.perf_counter() - self._started
+        self._phases.enter("forward")
+        return taken
+
+    def record(self, update: Update, progress: Progress, model: nn.Module, is_last: bool) -> Record:
+        """Close the step that `progress` has just completed; return its record, written if a line is due.
+
+        Collective where a line is due: one small CPU all-reduce.  Raises TrainingFailed, on all ranks alike, after too
+        many skipped steps in a row.
+        """
+        step = progress.step
+        is_line = step == 1 or self._config.log.due(step) or step == self._config.train.steps or is_last
+        self._close(update, step, at_once=is_line or not self.reads_late)
+        if is_line:
+            (self._memory_gib,) = self._world.max([peak_memory_gib(self._world.device)])
+        record = self._train_record(update, progress, model)
+        self._metrics.progress(step)
+        if is_line:
+            self._metrics.write(record)
+            self._meter.reset()
+        return record
+
+    def _close(self, update: Update, step: int, at_once: bool) -> None:
+        """Take an update into the means, and note how many seconds it took.
+
+        They end when the device has finished it or, unless `at_once`, the one before it: from step to step the same.
+        """
+        self.settle()
+        # Evaluation and saving are timed by themselves: this step must not be part of that.
+        if at_once or self._config.eval.due(step) or self._config.checkpoint.due(step):
+            update.wait()
+        self._seconds = time.perf_counter() - self._started
+        if self._config.log.profiles(step):
+            self._meter.count_profiled(self._seconds, self._data_s, update.num_targets)
+        else:
+            self._meter.count(self._data_s, update.num_targets)
+        self.pending = (update, step, self._seconds)
+        if at_once:
+            self.settle()
+        self.step_s = self._seconds if self._num_steps else 0.0
+        self._num_steps += 1
+
+    def settle(self) -> None:
+        """Read the numbers of the pending update and count it as good or skipped; waits for the device.
+
+        Raises TrainingFailed, on all ranks alike, after too many skipped steps in a row.
+        """
+        if self.pending is not None:
+            (update, step, seconds), self.pending = self.pending, None
+            self.productive_s += seconds * (not update.skipped)
+            self._skips.count(update.loss, update.grad_norm, step)
+
+    def discard(self) -> None:
+        """Forget the pending update: an earlier checkpoint was loaded."""
+        self.pending = None
+
+    @contextmanager
+    def paused(self, update: Update | None = None) -> Iterator[None]:
+        """Leave the time inside the block out of the means, but for the time spent waiting for `update`."""
+        started, waited_s = time.perf_counter(), update.waited_s if update else 0.0
+        yield
+        waited_s = update.waited_s - waited_s if update else 0.0
+        self._meter.leave_out(time.perf_counter() - started - waited_s)
+
+    # -- records -------------------------------------------------------------------------------------------------
+
+    def _train_record(self, update: Update, progress: Progress, model: nn.Module) -> Record:
+        step_s, data_s, tokens_per_s = self._meter.read()
+        before = self._skips.total - (update.skipped if self.pending is None else 0)  # counted late, or already
+        return Record(
+            kind="train",
+            step=progress.step,
+            loss=lambda: update.loss,
+            grad_norm=lambda: update.grad_norm,
+            lr=self._schedule.lr(progress.step),
+            tokens=progress.tokens,
+            tokens_per_s=tokens_per_s,
+            step_s=step_s,
+            data_s=data_s,
+            mfu=self._mfu(model, step_s),
+            peak_memory_gib=self._memory_gib,
+            skipped=lambda: before + update.skipped,
+            **({"profiled": True} if self._meter.is_profiled else {}),
+        )
+
+    def evaluated(self, step: int, loss: float, eval_loader: object, eval_s: float) -> Record:
+        """Return the record of an evaluation, and write it."""
+        self.evaluated_step = step
+        source = getattr(eval_loader, "source", None)
+        bits = source.bits_per_byte(loss) if isinstance(source, Source) else None
+        shown = {} if bits is None else {"bits_per_byte": bits}
+        return self._metrics.write(Record(kind="eval", step=step, loss=loss, **shown, eval_s=eval_s))
+
+    def _mfu(self, model: nn.Module, step_s: float) -> float | None:
+        """Return model FLOPs over the devices' peak (Chowdhery et al. 2022, arXiv:2204.02311, appendix B)."""
+        peak = peak_flops(self._world.device)
+        if peak is None:
+            return None
+        tokens = self._config.train.global_batch_size * self._config.data.seq_len
+        return flops_per_token(self._config, model) * tokens / step_s / (peak * self._world.size)
+
+
+def flops_per_token(config: RunConfig, model: nn.Module) -> float:
+    """Return the model FLOPs of forward and backward for one token, recomputation not counted."""
+    if config.recipe.flops is not None:
+        return config.recipe.flops(config.model, config.data.seq_len)
+    return 6.0 * count_matrix_parameters(model)
