@@ -17,6 +17,7 @@ from torch import nn
 from tests.budget import machine_scale
 from tests.ranks import run_command, run_ranks, tiny_overrides
 from trainer import RunConfig, Trainer, load_config, selfcheck
+from trainer.config import MeshShape
 from trainer.data.loader import TrainLoader
 from trainer.parameters import local
 
