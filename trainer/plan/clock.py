@@ -11,8 +11,8 @@ import math
 from dataclasses import dataclass
 
 from trainer.plan.kernels import Work
-from trainer.plan.probe import Segment, Trace
 from trainer.plan.step import Axis, Kind, Layout, Step
+from trainer.plan.trace import Segment, Trace
 
 
 @dataclass(frozen=True)

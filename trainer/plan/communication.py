@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import NamedTuple
 
-from trainer.plan.probe import Segment, Trace
 from trainer.plan.step import Axis, Kind, Layout, Operation, Step
+from trainer.plan.trace import Segment, Trace
 
 
 class Collective(NamedTuple):

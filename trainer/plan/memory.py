@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import get_args
 
-from trainer.plan.probe import Segment, Trace
 from trainer.plan.step import Axis, Kind, Layout, Step, padded_numel
+from trainer.plan.trace import Segment, Trace
 
 
 @dataclass(frozen=True)

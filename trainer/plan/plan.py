@@ -16,8 +16,9 @@ from trainer.plan.clock import StepTime, time_of
 from trainer.plan.communication import Collective, collectives_of
 from trainer.plan.machine import GIB, Machine
 from trainer.plan.memory import Memory, memory_of
-from trainer.plan.probe import Probe, Trace
+from trainer.plan.probe import Probe
 from trainer.plan.step import Layout
+from trainer.plan.trace import Trace
 
 _SIZES = {"float32": 4, "bfloat16": 2}
 

@@ -13,7 +13,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from trainer.plan.probe import ParameterFacts, Segment, Trace, UnitFacts
+from trainer.plan.trace import ParameterFacts, Segment, Trace, UnitFacts
 
 Kind = Literal[
     "parameters",
