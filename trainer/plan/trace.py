@@ -1,4 +1,4 @@
-"""Trace: what one micro-batch does, as data: the marks of FSDP in order, and what is allocated and computed between them."""
+"""Trace: one micro-batch as data: FSDP's marks in order, with what is allocated and computed between them."""
 
 from __future__ import annotations
 
