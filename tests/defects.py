@@ -319,7 +319,7 @@ DEFECTS: list[Defect] = [
     Defect(
         "no-meeting",
         "meeting",
-        "trainer/world.py",
+        "trainer/distributed/world.py",
         "_go_on_together(store, rank, size, meeting_s.total_seconds())",
         "pass",
     ),

@@ -28,8 +28,8 @@ from trainer import Trainer
 from trainer.checkpoint.place import LocalPlace
 from trainer.checkpoint.store import Checkpoints
 from trainer.checkpoint.tensors import Staging
+from trainer.distributed.channel import Channel
 from trainer.metrics.record import Record
-from trainer.world import Channel
 
 VARIABLE = "FAULT"
 PHASES = ("collect", "write", "publish", "prune", "load", "start")

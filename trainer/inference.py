@@ -14,13 +14,13 @@ from torch import nn
 
 from trainer.checkpoint.source import StoredWeights, find_checkpoint, is_checkpoint
 from trainer.config import RunConfig, config_from_yaml
+from trainer.distributed.channel import Channel
 from trainer.errors import setting_error
 from trainer.files import find_folder
 from trainer.huggingface import SafetensorsFolder, model_config_of
 from trainer.materialize import materialize
 from trainer.recipe import Recipe, all_recipes
 from trainer.weights import WeightSource, fill
-from trainer.world import Channel
 
 _PLAIN = (".pt", ".pth", ".safetensors")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from trainer.world import World
+from trainer.distributed.world import World
 
 
 @torch.no_grad()

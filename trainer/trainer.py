@@ -21,6 +21,7 @@ from trainer.config import RunConfig
 from trainer.data.loader import Batch, EvalLoader, TrainLoader
 from trainer.data.source import open_source
 from trainer.distributed.ballot import Ballot
+from trainer.distributed.world import World
 from trainer.guard import GarbageCollection, RandomState, SkipCounter, seed_everything
 from trainer.inference import load_initial_weights, load_weights
 from trainer.lifecycle.folder import RunFolder
@@ -43,7 +44,6 @@ from trainer.plan.show import choice_text
 from trainer.shard import ShardUnit, apply_sharding, clip_grad_norm, evaluating, gradient_sync
 from trainer.state import TrainState
 from trainer.transfer import ahead
-from trainer.world import World
 
 
 class Trainer:

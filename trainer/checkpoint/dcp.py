@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor
 
 from trainer.checkpoint.layout import Box, Chunk, Layout, Part, Planned, Tensors
-from trainer.world import Channel
+from trainer.distributed.channel import Channel
 
 
 def plan_save(tensors: Tensors, channel: Channel) -> tuple[list[Box], dict[str, Planned]]:

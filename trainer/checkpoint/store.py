@@ -45,8 +45,9 @@ from trainer.checkpoint.place import COMMIT, DAMAGED, Place
 from trainer.checkpoint.tensors import SavePlans, Staging, read_tensors, write_tensors
 from trainer.checkpoint.tree import join, split
 from trainer.config import CheckpointSection
+from trainer.distributed.channel import Channel
+from trainer.distributed.world import World
 from trainer.errors import TrainingFailed, UserError, choice_error
-from trainer.world import Channel, World
 
 Result = TypeVar("Result")
 

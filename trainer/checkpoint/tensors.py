@@ -23,8 +23,8 @@ from torch.distributed.tensor import DTensor
 from trainer.checkpoint.blocks import BlockReader, Blocks, BlockWriter, Damaged
 from trainer.checkpoint.layout import Box, Chunk, Layout, Part, Planned, Stored, Tensors, Written
 from trainer.checkpoint.place import Place
+from trainer.distributed.channel import Channel
 from trainer.parameters import local
-from trainer.world import Channel
 
 
 def signature_of(tensors: Tensors) -> tuple[Any, ...]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from trainer.world import Channel
+from trainer.distributed.channel import Channel
 
 
 class Question:

@@ -19,6 +19,7 @@ from typing import Any, Literal, Protocol
 from trainer.checkpoint.saver import Saver
 from trainer.config import RunConfig, find_deadline
 from trainer.distributed.ballot import Ballot
+from trainer.distributed.world import World
 from trainer.environment import take_start
 from trainer.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_USER_ERROR, UserError
 from trainer.lifecycle.folder import RunFolder
@@ -28,7 +29,6 @@ from trainer.metrics.fanout import Metrics
 from trainer.metrics.record import Record
 from trainer.plan.forecast import Forecast
 from trainer.stop import NOTICE, STOPPING, answer_at_once, find_stop_request, identity, show_cursor, take_stale_notice
-from trainer.world import World
 
 Phase = Literal["built", "restored", "running", "ended"]
 Event = Literal["restore", "begin", "end"]

@@ -11,10 +11,10 @@ from trainer.checkpoint.place import SUPERSEDED, find_place
 from trainer.checkpoint.source import find_checkpoint
 from trainer.checkpoint.store import PREFIX, Checkpoints, Found, Savable
 from trainer.config import RunConfig, compare_configs, stored_value
+from trainer.distributed.world import World
 from trainer.lifecycle.folder import RunFolder
 from trainer.metrics.fanout import Metrics
 from trainer.metrics.sinks import warn
-from trainer.world import World
 
 
 class Resume:

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 
 from trainer.checkpoint.saver import Resumable
 from trainer.checkpoint.store import SaveResult
+from trainer.distributed.world import World
 from trainer.lifecycle.folder import RunFolder
 from trainer.lifecycle.resume import Resume
 from trainer.lifecycle.watchdog import Watchdog
@@ -14,7 +15,6 @@ from trainer.metrics.accounts import Accounts
 from trainer.metrics.fanout import Metrics
 from trainer.metrics.record import Record
 from trainer.metrics.sinks import warn
-from trainer.world import World
 
 
 class RunSaves:

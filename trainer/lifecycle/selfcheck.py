@@ -32,11 +32,12 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from trainer.config import MeshShape, RunConfig, check_config
 from trainer.data.loader import TrainLoader
+from trainer.distributed.channel import Channel
+from trainer.distributed.world import World
 from trainer.errors import TrainingFailed, UserError
 from trainer.metrics.sinks import warn
 from trainer.parameters import tied_names
 from trainer.shard import reshard
-from trainer.world import Channel, World
 
 DATA = "data"
 """What a Trainer lists in `exempt_from_selfcheck` to have the share of the samples left alone."""

@@ -11,12 +11,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from trainer.config import RunConfig
 from trainer.data.source import gzip_bits_per_byte, held_out_text
 from trainer.data.tokenizer import find_tokenizer
+from trainer.distributed.world import REPLICATE, SHARD, World
 from trainer.metrics.console import readable_bytes, readable_count
 from trainer.metrics.fanout import Metrics
 from trainer.parameters import count_parameters, local
 from trainer.sample import write_sample
 from trainer.shard import evaluating
-from trainer.world import REPLICATE, SHARD, World
 
 
 def mesh_sizes(mesh: DeviceMesh) -> dict[str, int]:

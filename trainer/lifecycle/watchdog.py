@@ -36,9 +36,10 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from trainer.config import RunConfig
+from trainer.distributed.channel import Messages
+from trainer.distributed.world import World
 from trainer.errors import EXIT_FAILED, PeerFailed, say
 from trainer.metrics.observer import PhaseObserver
-from trainer.world import Messages, World
 
 IN_UPDATE = ("data", "forward", "backward", "reduce", "optimizer")
 """Phases of an update, in their order; the others are start, evaluate, save, profile and between updates."""

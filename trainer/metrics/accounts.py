@@ -17,6 +17,7 @@ from torch import nn
 
 from trainer.config import RunConfig
 from trainer.data.source import Source
+from trainer.distributed.world import World
 from trainer.errors import TrainingFailed
 from trainer.guard import SkipCounter
 from trainer.metrics.fanout import Metrics
@@ -26,7 +27,6 @@ from trainer.metrics.record import Record
 from trainer.optim import Schedule
 from trainer.parameters import count_matrix_parameters
 from trainer.transfer import Numbers
-from trainer.world import World
 
 
 class Update:

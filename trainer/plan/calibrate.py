@@ -17,10 +17,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from trainer.config import MeshShape, RunConfig
+from trainer.distributed.world import REPLICATE, SHARD, World
 from trainer.environment import find_environment
 from trainer.errors import setting_error
 from trainer.plan.machine import write_calibration
-from trainer.world import REPLICATE, SHARD, World
 
 _BUDGET_S = 0.6
 """Seconds that one figure is measured for."""

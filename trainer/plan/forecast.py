@@ -12,13 +12,13 @@ from functools import cached_property
 import torch
 
 from trainer.config import MeshShape, RunConfig
+from trainer.distributed.world import World
 from trainer.errors import UserError
 from trainer.metrics.meter import peak_memory_gib
 from trainer.plan.machine import GIB, Machine, find_machine
 from trainer.plan.plan import Plan, make_plan
 from trainer.plan.search import Choice, asks_for_auto, remedies, settle
 from trainer.plan.show import memory_text
-from trainer.world import World
 
 _MISS = 0.1
 """Share by which a prophecy may be wrong in silence."""

@@ -1,0 +1,137 @@
+"""Channels: small messages between ranks that never wait for the device, and messages left in a store."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed import Store
+
+from trainer.errors import PeerFailed, UserError
+
+Result = TypeVar("Result")
+
+
+class Channel:
+    """What ranks say to each other on one gloo group: small messages that never wait for the device.
+
+    Every method is a collective of the group's ranks; two threads need two channels.
+    """
+
+    def __init__(self, rank: int, size: int, timeout: timedelta) -> None:
+        self.rank, self.size = rank, size
+        self.group = dist.new_group(backend="gloo", timeout=timeout)
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """Return the sums over all ranks, exact for integers below 2**53.  One all-reduce."""
+        return self._reduce(values, dist.ReduceOp.SUM)
+
+    def max(self, values: Sequence[float]) -> list[float]:
+        """Return the maxima over all ranks.  One all-reduce."""
+        return self._reduce(values, dist.ReduceOp.MAX)
+
+    def _reduce(self, values: Sequence[float], op: dist.ReduceOp.RedOpType) -> list[float]:
+        message = torch.tensor(values, dtype=torch.float64)
+        if self.size > 1:
+            dist.all_reduce(message, op, group=self.group)
+        return message.tolist()
+
+    def broadcast(self, value: Any) -> Any:
+        """Return rank 0's `value` on every rank.  One broadcast of a pickled object."""
+        box = [value]
+        if self.size > 1:
+            dist.broadcast_object_list(box, src=0, group=self.group)
+        return box[0]
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return every rank's `value`, in the order of ranks.  One all-gather."""
+        box: list[Any] = [None] * self.size
+        if self.size > 1:
+            dist.all_gather_object(box, value, group=self.group)
+            return box
+        return [value]
+
+    def agree(self, error: BaseException | None) -> None:
+        """Raise on every rank if any rank brings an error, so that none waits for one that has left.
+
+        The rank whose error it is raises it; the others raise the same kind with the same message.
+        """
+        errors = self.gather(None if error is None else (isinstance(error, UserError), str(error) or repr(error)))
+        if error is not None:
+            raise error
+        for rank, failed in enumerate(errors):
+            if failed is not None:
+                is_user_error, message = failed
+                raise UserError(message) if is_user_error else PeerFailed(f"rank {rank} failed: {message}")
+
+    def agreed(self, work: Callable[[], Result]) -> Result:
+        """Return what `work` returns; if it fails on any rank, raise on all of them.  See `agree`."""
+        result, error = None, None
+        try:
+            result = work()
+        except Exception as failure:
+            error = failure
+        self.agree(error)
+        return cast(Result, result)
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        if self.size > 1:
+            dist.barrier(group=self.group)
+
+
+class NoAnswer(RuntimeError):
+    """The process that keeps the store is gone without a word, and its host with it: a cut cable, say."""
+
+
+class Messages:
+    """The store, with an end to waiting.  A dead process closes its connections; a dead host leaves one waiting.
+
+    All methods raise RuntimeError if the store has gone, NoAnswer after `limit_s`.
+    """
+
+    def __init__(self, store: Store, limit_s: float) -> None:
+        self._store, self._limit_s = store, limit_s
+
+    def check(self, key: str) -> bool:
+        return self._within(lambda: self._store.check([key]))
+
+    def set(self, key: str, value: str) -> None:
+        self._within(lambda: self._store.set(key, value))
+
+    def get(self, key: str) -> str:
+        return self._within(lambda: self._store.get(key)).decode()
+
+    def compare_set(self, key: str, expected: str, value: str) -> str:
+        """Set the key if it is as expected; returns what it is then."""
+        return self._within(lambda: self._store.compare_set(key, expected, value)).decode()
+
+    def wait(self, key: str, timeout_s: float) -> None:
+        self._within(lambda: self._store.wait([key], timedelta(seconds=timeout_s)), timeout_s)
+
+    def _within(self, work: Callable[[], Any], more_s: float = 0.0) -> Any:
+        results: list[Any] = []
+        errors: list[RuntimeError] = []
+
+        def run() -> None:
+            try:
+                results.append(work())
+            except RuntimeError as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=run, name="message", daemon=True)
+        thread.start()
+        thread.join(self._limit_s + more_s)
+        if thread.is_alive():
+            raise NoAnswer(f"no answer for {self._limit_s:g} s")
+        if errors:
+            raise errors[0]
+        return results[0]

@@ -1,0 +1,82 @@
+"""Failures elsewhere: this process ends soon after another rank has failed or the launcher has died."""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import Protocol
+
+from trainer.distributed.channel import Messages, NoAnswer
+from trainer.errors import EXIT_FAILED, say
+
+FAILURE = "meshtrainer/failure"
+"""Key in the store: what has failed first."""
+
+_GRACE_S, _PATIENCE_S = 3.0, 600.0
+"""How long the main thread has to end by itself; a save in flight to end."""
+
+
+class FailureListener(Protocol):
+    """Told when the run has failed somewhere else than in this rank's main thread; on other threads."""
+
+    def peer_failed(self) -> None:
+        """Another rank has failed, or the launcher has died."""
+
+    def before_exit(self, patience_s: float, reason: str) -> None:
+        """This process is about to end, because of `reason`; there are `patience_s` seconds."""
+
+    def give_up(self, reason: str) -> None:
+        """This rank's main thread hangs, and the process ends."""
+
+
+class FailureWatch(threading.Thread):
+    """Ends this process some seconds after another rank has failed, or the launcher has died.
+
+    The main thread may be waiting in a collective, or anywhere else, and would notice only at the timeout.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        messages: Messages,
+        parent: int | None,
+        listeners: list[FailureListener],
+    ) -> None:
+        super().__init__(name="failure-watch", daemon=True)
+        self._rank, self._messages = rank, messages
+        self._listeners = listeners
+        self._stopped, self._parent = threading.Event(), parent
+        self.start()
+
+    def run(self) -> None:
+        while not self._stopped.wait(0.5):
+            patience_s = _PATIENCE_S
+            try:
+                failure = self._failure()
+            except NoAnswer as lost:
+                say(f"error: rank {self._rank}: lost rank 0: {lost}; this rank ends")
+                failure, patience_s = f"lost rank 0: {lost}", 0.0
+            except RuntimeError:
+                failure = "lost rank 0, and the store that it kept"
+            if failure:
+                for listener in self._listeners:
+                    listener.peer_failed()
+            if failure and not self._stopped.wait(_GRACE_S):
+                for listener in self._listeners:
+                    listener.before_exit(patience_s, failure)
+                os._exit(EXIT_FAILED)
+
+    def _failure(self) -> str:
+        """Return what has failed first, on whichever rank; empty if nothing has."""
+        if self._messages.check(FAILURE):
+            return self._messages.get(FAILURE)
+        if self._parent is None or os.getppid() == self._parent:
+            return ""
+        orphaned = f"rank {self._rank}: the process that started it has died"  # nobody would start or end us
+        say(f"error: {orphaned}; this rank ends")
+        return self._messages.compare_set(FAILURE, "", orphaned)
+
+    def stop(self, wait: bool = True) -> None:
+        self._stopped.set()
+        if wait:
+            self.join(timeout=2 * _GRACE_S)

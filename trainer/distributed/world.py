@@ -1,0 +1,252 @@
+"""The processes of a run: the process group, this rank's device, the mesh, and what ranks say to each other.
+
+Small messages travel on a gloo group of their own (`control`), so that none of them waits for the device, and
+what the model sends stays apart.  Knows no model and no data.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore, PrefixStore, Store
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from trainer.config import MeshShape, RunConfig
+from trainer.distributed.channel import Channel, Messages
+from trainer.distributed.failure import FAILURE, FailureListener, FailureWatch
+from trainer.distributed.rendezvous import begin_together, meet_in_a_store
+from trainer.environment import (
+    Environment,
+    export_slurm_rendezvous,
+    find_environment,
+    follow_parent,
+    keep_freed_memory,
+)
+from trainer.errors import PeerFailed, say, setting_error
+
+REPLICATE, SHARD = "replicate", "shard"
+"""Names of the mesh's axes."""
+
+_ANSWER_S = 5.0
+"""How long the store has to answer."""
+
+
+class World(Channel):
+    """All ranks, seen from one of them.
+
+    Opens the process group (gloo on CPU, NCCL on CUDA) unless there is one already, as under Ray Train; only what it
+    opened does it close.  Must be opened by all ranks.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        self.timeout = timedelta(seconds=max(config.run.timeout_s, config.run.first_step_limit_s))
+        self.env = find_environment()
+        self.owns_group = not dist.is_initialized()
+        if not self.owns_group:
+            self.env = _joined_environment(self.env)
+        self.device = _find_device(config.run.device, self.env.local_rank, self.env.local_world_size)
+        torch.set_num_threads(config.run.threads or max(1, _num_cores() // self.env.local_world_size))
+        if self.device.type == "cpu":
+            keep_freed_memory()
+        self._store: Store | None = None
+        if self.owns_group:
+            if self.device.type == "cuda":
+                _record_collectives(config.run_dir)
+            self._open_group(timedelta(seconds=config.run.timeout_s))
+        super().__init__(dist.get_rank(), dist.get_world_size(), self.timeout)
+        self._groups: list[dist.ProcessGroup] = [self.group]
+        self._with_own_timeout: set[dist.ProcessGroup] = set()
+        self.first_failure: str | None = None
+        """What failed first, if that was another rank; known after `announce_failure`."""
+        self.failures: list[FailureListener] = []
+        self._watch = None
+        if self._store is not None:
+            messages = Messages(self._store, config.run.timeout_s)
+            parent = os.getppid() if self.env.has_a_parent else None
+            self._watch = FailureWatch(self.rank, messages, parent, self.failures)
+            follow_parent(False)  # from here on the watch does, which leaves word of it
+
+    @property
+    def messages(self) -> Messages | None:
+        """Where ranks leave messages without a collective; None if there is one rank, or the group is not ours."""
+        return None if self._store is None else Messages(self._store, _ANSWER_S)
+
+    def set_timeout(self, timeout_s: float) -> None:
+        """Give every process group that this rank is in another timeout; in a group of somebody else's, only our own.
+
+        The start and the first update compile and allocate, and have a longer one.
+        """
+        before, self.timeout = self.timeout, timedelta(seconds=timeout_s)
+        # All of them, because integer resharding opens some that nobody else knows of; but for those of somebody who
+        # has chosen another timeout.
+        groups = list(dist.distributed_c10d._world.pg_map) if self.owns_group else self._groups
+        for group in set(groups) - self._with_own_timeout:
+            if group in self._groups or _timeout_of(group, self.device) in (None, before, *_DEFAULT_TIMEOUTS):
+                dist.distributed_c10d._set_pg_timeout(self.timeout, group)
+
+    def _open_group(self, meeting_s: timedelta) -> None:
+        backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
+        device_id = self.device if self.device.type == "cuda" else None
+        if self.env.launcher == "single":
+            store, rank, size = cast(Store, HashStore()), 0, 1
+        else:
+            if self.env.launcher == "srun":
+                export_slurm_rendezvous()
+            store, rank, size = meet_in_a_store(meeting_s)
+            store = self._store = PrefixStore(f"meshtrainer/{next(_openings)}", store)
+            begin_together(store, rank, size, meeting_s.total_seconds())
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=size, timeout=self.timeout, device_id=device_id
+        )
+
+    def open_channel(self, timeout: timedelta) -> Channel:
+        """Return one more channel, for a thread that talks beside the training step.  Called by all ranks."""
+        channel = Channel(self.rank, self.size, timeout)
+        self._with_own_timeout.add(channel.group)
+        return channel
+
+    def mesh_of(self, shape: MeshShape) -> DeviceMesh:
+        """Return a mesh of the given shape: axes (shard,), or (replicate, shard) for HSDP.
+
+        Every rank takes part in making the axes' process groups, which have this run's timeout.
+        """
+        axes = {REPLICATE: shape.replicate, SHARD: shape.shard} if shape.is_hybrid else {SHARD: shape.shard}
+        sizes, names = tuple(axes.values()), tuple(axes)
+        mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=names)
+        for axis in names:
+            # A mesh's groups do not inherit the timeout of the default group: theirs would be 30 minutes.
+            dist.distributed_c10d._set_pg_timeout(self.timeout, mesh.get_group(axis))
+            self._groups.append(mesh.get_group(axis))
+        return mesh
+
+    def sum_on_device(self, value: torch.Tensor) -> torch.Tensor:
+        """Return the sum of a scalar tensor over all ranks, on its device.  One all-reduce on the default group."""
+        if self.size > 1:
+            dist.all_reduce(value)
+        return value
+
+    def once(self, what: str, work: Callable[[], None]) -> None:
+        """Let the first rank that comes here do the work; the others wait for it, half a minute at most.
+
+        No collective is called: some ranks may never come.
+        """
+        messages, key = self.messages, f"meshtrainer/once/{what}"
+        if messages is None:
+            work()
+            return
+        try:
+            if messages.compare_set(key, "", str(self.rank)) == str(self.rank):
+                work()
+                messages.set(f"{key}/done", "yes")
+            else:
+                messages.wait(f"{key}/done", _ONCE_S)
+        except RuntimeError as lost:  # the store has gone, or it took too long: nothing depends on it
+            say(f"warning: rank {self.rank}: {what}: {lost}")
+
+    def announce_failure(self, error: BaseException) -> str | None:
+        """Tell the other ranks that this one fails.  Returns what failed first if that was another rank.
+
+        No collective is called: the others may be anywhere.
+        """
+        if self._store is None:
+            return None
+        if self._watch is not None:
+            self._watch.stop(wait=False)
+        is_about_another = isinstance(error, PeerFailed)
+        message = str(error) if is_about_another else f"rank {self.rank}: {type(error).__name__}: {error}"
+        try:
+            first = Messages(self._store, _ANSWER_S).compare_set(FAILURE, "", message)
+        except RuntimeError:  # the process that keeps the store has gone
+            return self.first_failure
+        self.first_failure = None if first == message else first
+        return self.first_failure
+
+    def remember_failure(self) -> None:
+        """Keep what another rank has announced while there is somebody to ask: rank 0, which may keep the store, leaves
+        first, and what this rank's main thread hangs in then fails for a reason that is not the run's.
+        """
+        if self._store is not None:
+            with contextlib.suppress(RuntimeError):
+                self.first_failure = Messages(self._store, _ANSWER_S).get(FAILURE)
+
+    def close(self) -> None:
+        """Leave together: wait for all ranks, then end the process group if this opened it."""
+        if self._watch is not None:
+            self._watch.stop()
+        if dist.is_initialized() and self.owns_group:
+            self.barrier()
+            dist.destroy_process_group()
+
+
+_openings = itertools.count()
+"""Numbers the process groups that this process opens, one after another: each has its own names in the store."""
+
+_ONCE_S = 30.0
+"""Seconds that ranks wait for one of them to do something for all."""
+
+_DEFAULT_TIMEOUTS = (timedelta(minutes=30), timedelta(minutes=10))
+"""What torch gives a group for which nobody has chosen: gloo and NCCL."""
+
+
+def _timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
+    """Return the timeout of a group's collectives on `device`, or None if its backend does not tell."""
+    options = getattr(group._get_backend(device), "options", None)
+    return getattr(options, "_timeout", None)
+
+
+def _record_collectives(folder: Path) -> None:
+    """Have NCCL keep a record of its last collectives, and write it into `folder` when one times out.
+
+    Read when a process group is opened.  Both names of each variable, for the torch versions that know one of them:
+    https://docs.pytorch.org/docs/stable/torch_nccl_environment_variables.html
+    """
+    for name, value in (
+        ("TORCH_FR_BUFFER_SIZE", "2000"),
+        ("TORCH_NCCL_TRACE_BUFFER_SIZE", "2000"),
+        ("TORCH_NCCL_DUMP_ON_TIMEOUT", "1"),
+        ("TORCH_NCCL_ENABLE_MONITORING", "1"),
+        ("TORCH_FR_DUMP_TEMP_FILE", f"{folder}/collectives_rank_"),
+        ("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", f"{folder}/collectives_rank_"),
+    ):
+        os.environ.setdefault(name, value)
+
+
+def _joined_environment(env: Environment) -> Environment:
+    """Return the environment of a rank in a process group that somebody else has opened."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    return Environment(
+        launcher="joined",
+        rank=rank,
+        world_size=size,
+        local_rank=env.local_rank if env.is_distributed else rank,
+        local_world_size=env.local_world_size if env.is_distributed else size,
+        job=env.job,
+        num_restarts=env.num_restarts,
+    )
+
+
+def _find_device(wanted: str, local_rank: int, local_world_size: int) -> torch.device:
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if wanted == "cuda" and not num_gpus:
+        raise setting_error("run.device", wanted, "there is no GPU that torch can use", "cpu")
+    if wanted == "cpu" or not num_gpus:
+        return torch.device("cpu")
+    # Under `srun --gpus-per-task=1` every task sees one GPU, number 0 whatever its local rank.
+    index = 0 if num_gpus == 1 and "SLURM_PROCID" in os.environ else local_rank
+    if (num_gpus > 1 and local_world_size > num_gpus) or index >= num_gpus:  # so that all ranks of the node say so
+        raise setting_error("nproc", local_world_size, f"this node has {num_gpus} GPUs, one for each rank", num_gpus)
+    device = torch.device("cuda", index)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
