@@ -184,7 +184,7 @@ DEFECTS: list[Defect] = [
     Defect(
         "seed-ignored",
         "data-order",
-        "trainer/trainer.py",
+        "trainer/data/loader.py",
         "seed=config.data.seed,",
         "seed=0,",
     ),
@@ -312,7 +312,7 @@ DEFECTS: list[Defect] = [
     Defect(
         "stopped-with-0",
         "signals",
-        "trainer/trainer.py",
+        "trainer/lifecycle/lifecycle.py",
         "return EXIT_STOPPED",
         "return EXIT_FINISHED",
     ),
@@ -320,7 +320,7 @@ DEFECTS: list[Defect] = [
         "no-meeting",
         "meeting",
         "trainer/distributed/world.py",
-        "_go_on_together(store, rank, size, meeting_s.total_seconds())",
+        "begin_together(store, rank, size, meeting_s.total_seconds())",
         "pass",
     ),
     Defect(

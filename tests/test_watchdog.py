@@ -16,7 +16,8 @@ from torch.distributed import HashStore
 from tests.ranks import Ran, run_command
 from trainer import load_config
 from trainer.distributed.channel import Messages
-from trainer.lifecycle.watchdog import Standing, Watchdog, find_late, reason_of, table
+from trainer.lifecycle.standing import Standing, find_late, reason_of, table
+from trainer.lifecycle.watchdog import Watchdog
 
 LIMIT_S = 4.0
 SLEEPING = ["recipe=llama_small", "model.name=tests.sleeping_trainer:sleeping", "data.source=synthetic"]

@@ -27,7 +27,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -39,6 +39,7 @@ from trainer.config import RunConfig
 from trainer.distributed.channel import Messages
 from trainer.distributed.world import World
 from trainer.errors import EXIT_FAILED, PeerFailed, say
+from trainer.lifecycle.standing import Standing, find_late, is_stuck, reason_of, table
 from trainer.metrics.observer import PhaseObserver
 
 IN_UPDATE = ("data", "forward", "backward", "reduce", "optimizer")
@@ -47,31 +48,9 @@ IN_UPDATE = ("data", "forward", "backward", "reduce", "optimizer")
 _POLL_S, _ASK_EVERY = 0.5, 4
 _ANSWER_S, _VERDICT_S, _GRACE_S, _SAVE_GRACE_S = 6.0, 15.0, 3.0, 60.0
 _STOOD_STILL_S = 5.0
-_MAX_FRAMES, _MAX_ROWS = 12, 32
+_MAX_FRAMES = 12
 _TIMED_OUT = "a collective has timed out"
 _IN_BACKGROUND = "a save in the background"
-
-
-@dataclass(frozen=True)
-class Standing:
-    """Where one rank stands."""
-
-    rank: int
-    phase: str
-    phase_s: float
-    """How long it has been in the phase."""
-    step: int
-    """Of the update in hand, or of the last one."""
-    marks: int
-    """How many phases it has entered since the update began."""
-    waits: bool
-    """Whether it is in a collective, so that somebody else holds it up."""
-    within: bool = False
-    """Whether it is in a save, an evaluation or the writing of a profile, which may take longer than an update, and has
-    not taken too long."""
-    answers: bool = True
-    stack: list[str] = field(default_factory=list)
-    """Where its main thread is, and the thread that saves, where that is what it waits for."""
 
 
 class Watchdog:
@@ -269,14 +248,14 @@ class Watchdog:
             own = self.standing(why)
             say(table(why, [own]))
             if self._world.owns_group:
-                self._end(reason_of(why, [own]), is_stuck=_is_stuck([own]))
+                self._end(reason_of(why, [own]), is_stuck=is_stuck([own]))
             return
         try:
             why = store.compare_set(self._key("ask"), "", why)  # what the first one said, if this is not the first
             store.set(self._key(rank), json.dumps(asdict(self.standing(why))))
             if rank == 0:
                 standings = self._gather(store)
-                verdict = "stuck" if _is_stuck(standings) else "end"
+                verdict = "stuck" if is_stuck(standings) else "end"
                 if all(standing.within for standing in find_late(standings)) and not why.startswith(_TIMED_OUT):
                     verdict = "go on"
                 else:
@@ -346,59 +325,6 @@ class Watchdog:
             stack = [*stack, f"and the thread that saves, {self._save_stage()}, at", *_lines(saving)]
         seconds = round(time.monotonic() - since, 1)
         return Standing(self._world.rank, phase, seconds, self.step, self.marks, waits, within, stack=stack)
-
-
-# ---------------------------------------------------------------------------------------------------------------
-# What the standings say
-
-
-def find_late(standings: Sequence[Standing]) -> list[Standing]:
-    """Return those that the others wait for.
-
-    Who does not answer; else, of those that are in no collective, who has come least far.  If all are in one, who has
-    come least far of all: ranks whose collectives do not match.
-    """
-    silent = [standing for standing in standings if not standing.answers]
-    if silent:
-        return silent
-    busy = [standing for standing in standings if not standing.waits] or standings
-    least = min((standing.step, standing.marks) for standing in busy)
-    return [standing for standing in busy if (standing.step, standing.marks) == least]
-
-
-def _is_stuck(standings: Sequence[Standing]) -> bool:
-    """Return whether it is a save that does not end, so that nobody needs to wait for it."""
-    return any(standing.phase == "save" and not standing.within for standing in find_late(standings))
-
-
-def reason_of(why: str, standings: Sequence[Standing]) -> str:
-    """Return one line: who is late, in which phase, and which limit has passed."""
-    late = find_late(standings)
-    ranks = ", ".join(str(standing.rank) for standing in late[:8]) + (", ..." if len(late) > 8 else "")
-    who = f"rank {ranks}" if len(late) == 1 else f"ranks {ranks}"
-    first = late[0]
-    if not first.answers:
-        return f"watchdog: {who} did not answer ({why})"
-    return f"watchdog: {who} stood still in {first.phase} of step {first.step} for {first.phase_s:g} s ({why})"
-
-
-def table(why: str, standings: Sequence[Standing]) -> str:
-    """Return what a person is to see: a row for each rank, the late ones marked, and where these are."""
-    late = find_late(standings)
-    rows = [*late, *(standing for standing in standings if standing not in late)]
-    lines = [reason_of(why, standings), "     rank    step  phase            for"]
-    for row in sorted(rows[:_MAX_ROWS], key=lambda row: row.rank):
-        if not row.answers:
-            lines.append(f"  >> {row.rank:4}  does not answer")
-            continue
-        state = "late" if row in late else "waits for others" if row.waits else ""
-        mark = ">>" if row in late else "  "
-        lines.append(f"  {mark} {row.rank:4}  {row.step:6}  {row.phase:15}  {row.phase_s:6.1f} s  {state}".rstrip())
-    if len(rows) > _MAX_ROWS:
-        lines.append(f"     and {len(rows) - _MAX_ROWS} more that are not late")
-    for row in late[:4]:
-        lines += [f"rank {row.rank} is at", *(f"  {line}" for line in row.stack)] if row.answers else []
-    return "\n".join(lines)
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,79 @@
+"""Standings: where each rank stands, whom the others wait for, and the table that says so.  Knows no process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+_MAX_ROWS = 32
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where one rank stands."""
+
+    rank: int
+    phase: str
+    phase_s: float
+    """How long it has been in the phase."""
+    step: int
+    """Of the update in hand, or of the last one."""
+    marks: int
+    """How many phases it has entered since the update began."""
+    waits: bool
+    """Whether it is in a collective, so that somebody else holds it up."""
+    within: bool = False
+    """Whether it is in a save, an evaluation or the writing of a profile, which may take longer than an update, and has
+    not taken too long."""
+    answers: bool = True
+    stack: list[str] = field(default_factory=list)
+    """Where its main thread is, and the thread that saves, where that is what it waits for."""
+
+
+def find_late(standings: Sequence[Standing]) -> list[Standing]:
+    """Return those that the others wait for.
+
+    Who does not answer; else, of those that are in no collective, who has come least far.  If all are in one, who has
+    come least far of all: ranks whose collectives do not match.
+    """
+    silent = [standing for standing in standings if not standing.answers]
+    if silent:
+        return silent
+    busy = [standing for standing in standings if not standing.waits] or standings
+    least = min((standing.step, standing.marks) for standing in busy)
+    return [standing for standing in busy if (standing.step, standing.marks) == least]
+
+
+def is_stuck(standings: Sequence[Standing]) -> bool:
+    """Return whether it is a save that does not end, so that nobody needs to wait for it."""
+    return any(standing.phase == "save" and not standing.within for standing in find_late(standings))
+
+
+def reason_of(why: str, standings: Sequence[Standing]) -> str:
+    """Return one line: who is late, in which phase, and which limit has passed."""
+    late = find_late(standings)
+    ranks = ", ".join(str(standing.rank) for standing in late[:8]) + (", ..." if len(late) > 8 else "")
+    who = f"rank {ranks}" if len(late) == 1 else f"ranks {ranks}"
+    first = late[0]
+    if not first.answers:
+        return f"watchdog: {who} did not answer ({why})"
+    return f"watchdog: {who} stood still in {first.phase} of step {first.step} for {first.phase_s:g} s ({why})"
+
+
+def table(why: str, standings: Sequence[Standing]) -> str:
+    """Return what a person is to see: a row for each rank, the late ones marked, and where these are."""
+    late = find_late(standings)
+    rows = [*late, *(standing for standing in standings if standing not in late)]
+    lines = [reason_of(why, standings), "     rank    step  phase            for"]
+    for row in sorted(rows[:_MAX_ROWS], key=lambda row: row.rank):
+        if not row.answers:
+            lines.append(f"  >> {row.rank:4}  does not answer")
+            continue
+        state = "late" if row in late else "waits for others" if row.waits else ""
+        mark = ">>" if row in late else "  "
+        lines.append(f"  {mark} {row.rank:4}  {row.step:6}  {row.phase:15}  {row.phase_s:6.1f} s  {state}".rstrip())
+    if len(rows) > _MAX_ROWS:
+        lines.append(f"     and {len(rows) - _MAX_ROWS} more that are not late")
+    for row in late[:4]:
+        lines += [f"rank {row.rank} is at", *(f"  {line}" for line in row.stack)] if row.answers else []
+    return "\n".join(lines)
