@@ -63,18 +63,17 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _own_names(module_name: str, module: nn.Module) -> list[str]:
-    own = [*module._parameters.items(), *module._buffers.items()]
-    return [f"{module_name}.{name}" if module_name else name for name, tensor in own if tensor is not None]
+    return [f"{module_name}.{name}" if module_name else name for name, _ in _owned(module)]
 
 
 def _allocate(model: nn.Module, on_meta: set[str], parameter_device: torch.device, buffer_device: torch.device) -> None:
     """Give storage to all that is on the meta device; what has values already keeps them."""
     model._apply(lambda tensor: torch.empty_like(tensor, device=parameter_device) if tensor.is_meta else tensor)
     for module_name, module in model.named_modules():
-        for name, buffer in module._buffers.items():
+        for name, buffer in [*module.named_buffers(recurse=False, remove_duplicate=False)]:
             full_name = f"{module_name}.{name}" if module_name else name
-            if buffer is not None and full_name in on_meta and buffer.device != buffer_device:
-                module._buffers[name] = torch.empty_like(buffer, device=buffer_device)
+            if full_name in on_meta and buffer.device != buffer_device:
+                setattr(module, name, torch.empty_like(buffer, device=buffer_device))
 
 
 def _tie_again(model: nn.Module, ties: list[list[str]]) -> None:
@@ -83,7 +82,7 @@ def _tie_again(model: nn.Module, ties: list[list[str]]) -> None:
         parameter = model.get_parameter(first)
         for alias in aliases:
             owner, _, name = alias.rpartition(".")
-            model.get_submodule(owner)._parameters[name] = parameter
+            model.get_submodule(owner).register_parameter(name, parameter)
 
 
 def _reset(module: nn.Module) -> None:
@@ -104,11 +103,11 @@ def _fill(
 ) -> list[str]:
     """Fill what `module` owns itself.  Returns the names that it left unfilled; only `fresh` parameters are kept."""
     prefix = f"{module_name}." if module_name else ""
-    sharded = {name: p for name, p in module._parameters.items() if p is not None}
+    sharded = dict(module.named_parameters(recurse=False, remove_duplicate=False))
     for name, whole in scratch.take(sharded).items():
-        module._parameters[name] = nn.Parameter(_poison(whole), requires_grad=sharded[name].requires_grad)
-    for name, buffer in module._buffers.items():
-        if buffer is not None and prefix + name in fresh:
+        module.register_parameter(name, nn.Parameter(_poison(whole), requires_grad=sharded[name].requires_grad))
+    for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+        if prefix + name in fresh:
             _poison(buffer)
     versions = {name: tensor._version for name, tensor in _owned(module)}
     before = {name: id(tensor) for name, tensor in _owned(module)}
@@ -124,7 +123,7 @@ def _fill(
     for name, parameter in sharded.items():
         if prefix + name in fresh:
             _keep_part(parameter, module.get_parameter(name).detach())
-        module._parameters[name] = parameter
+        module.register_parameter(name, parameter)
     return unfilled
 
 
@@ -156,9 +155,8 @@ class _Scratch:
 
 
 def _owned(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
-        if tensor is not None:
-            yield name, tensor
+    yield from [*module.named_parameters(recurse=False, remove_duplicate=False)]
+    yield from [*module.named_buffers(recurse=False, remove_duplicate=False)]
 
 
 def _keep_part(parameter: torch.Tensor, whole: torch.Tensor) -> None:

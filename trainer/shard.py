@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
-from unittest import mock
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
@@ -367,6 +366,9 @@ def _precision(config: RunConfig) -> Callable[..., MixedPrecisionPolicy]:
     return policy
 
 
+_MAKES_RESHARD_MESH = "_get_post_forward_mesh_info"
+
+
 @contextmanager
 def _shared_reshard_meshes() -> Iterator[None]:
     """Let all units that reshard to n ranks share one mesh.
@@ -375,7 +377,7 @@ def _shared_reshard_meshes() -> Iterator[None]:
     (pytorch issue 153302).  Remembers what the function that makes it returned for each n.
     """
     made: dict[bool | int, Any] = {}
-    make = vars(fully_shard_module)["_get_post_forward_mesh_info"]
+    make = getattr(fully_shard_module, _MAKES_RESHARD_MESH)
 
     def make_once(reshard_after_forward: bool | int, mesh_info: Any) -> Any:
         if isinstance(reshard_after_forward, bool):
@@ -384,8 +386,11 @@ def _shared_reshard_meshes() -> Iterator[None]:
             made[reshard_after_forward] = make(reshard_after_forward, mesh_info)
         return made[reshard_after_forward]
 
-    with mock.patch.object(fully_shard_module, "_get_post_forward_mesh_info", make_once):
+    setattr(fully_shard_module, _MAKES_RESHARD_MESH, make_once)
+    try:
         yield
+    finally:
+        setattr(fully_shard_module, _MAKES_RESHARD_MESH, make)
 
 
 def _set_prefetch(units: Sequence[ShardUnit], fsdp: FsdpSection) -> None:

@@ -90,7 +90,7 @@ class World(Channel):
         groups = list(dist.distributed_c10d._world.pg_map) if self.owns_group else self._groups
         for group in set(groups) - self._with_own_timeout:
             if group in self._groups or _timeout_of(group, self.device) in (None, before, *_DEFAULT_TIMEOUTS):
-                dist.distributed_c10d._set_pg_timeout(self.timeout, group)
+                _set_timeout(self.timeout, group)
 
     def _open_group(self, meeting_s: timedelta) -> None:
         backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
@@ -123,7 +123,7 @@ class World(Channel):
         mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=names)
         for axis in names:
             # A mesh's groups do not inherit the timeout of the default group: theirs would be 30 minutes.
-            dist.distributed_c10d._set_pg_timeout(self.timeout, mesh.get_group(axis))
+            _set_timeout(self.timeout, mesh.get_group(axis))
             self._groups.append(mesh.get_group(axis))
         return mesh
 
@@ -194,6 +194,15 @@ _ONCE_S = 30.0
 
 _DEFAULT_TIMEOUTS = (timedelta(minutes=30), timedelta(minutes=10))
 """What torch gives a group for which nobody has chosen: gloo and NCCL."""
+
+
+def _set_timeout(timeout: timedelta, group: dist.ProcessGroup) -> None:
+    """Give a group another timeout, by torch's public function where this torch has one."""
+    public = getattr(dist, "set_timeout", None)
+    if public is not None:
+        public(timeout, group)
+    else:
+        dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def _timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:

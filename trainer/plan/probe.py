@@ -170,15 +170,13 @@ def _make_fake(model: nn.Module, compute_dtype: torch.dtype, left_out: set[int])
     for module in model.modules():
         if id(module) in left_out:
             continue
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                made = torch.empty(parameter.shape, dtype=compute_dtype)
-                module._parameters[name] = nn.Parameter(made, requires_grad=parameter.requires_grad)
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+        for name, parameter in [*module.named_parameters(recurse=False, remove_duplicate=False)]:
+            made = torch.empty(parameter.shape, dtype=compute_dtype)
+            module.register_parameter(name, nn.Parameter(made, requires_grad=parameter.requires_grad))
+        for name, buffer in [*module.named_buffers(recurse=False, remove_duplicate=False)]:
+            setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype))
     for first, *aliases in ties:
         for alias in aliases:
             owner, _, name = alias.rpartition(".")
-            model.get_submodule(owner)._parameters[name] = model.get_parameter(first)
+            model.get_submodule(owner).register_parameter(name, model.get_parameter(first))
     return buffer_bytes

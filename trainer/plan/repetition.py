@@ -241,8 +241,10 @@ def _kind(block: nn.Module, counted: set[tuple[str, str]], shared: set[int], che
         settings = {key: value for key, value in _settings(module) if (name, key) not in counted}
         tensors = [
             (key, tuple(tensor.shape), tensor.dtype, tensor.requires_grad, id(tensor) in shared and id(tensor))
-            for key, tensor in (*module._parameters.items(), *module._buffers.items())
-            if tensor is not None
+            for key, tensor in (
+                *module.named_parameters(recurse=False, remove_duplicate=False),
+                *module.named_buffers(recurse=False, remove_duplicate=False),
+            )
         ]
         parts.append((name, type(module), id(module) in checkpointed, settings, tensors))
     return parts
