@@ -16,6 +16,7 @@ from torch.distributed import HashStore
 from tests.ranks import Ran, run_command
 from trainer import load_config
 from trainer.distributed.channel import Messages
+from trainer.lifecycle.phases import watch_phases
 from trainer.lifecycle.standing import Standing, find_late, reason_of, table
 from trainer.lifecycle.watchdog import Watchdog
 
@@ -137,7 +138,7 @@ def dog() -> Watchdog:
 def test_the_phases_of_an_update_note_themselves(dog: Watchdog) -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
     optimizer = torch.optim.SGD(model.parameters())
-    dog.observe(model, [optimizer])
+    watch_phases(dog, model, [optimizer])
     seen: list[str] = []
     dog.observers.append(SimpleNamespace(enter_phase=seen.append))
     dog.begin_step(1)
@@ -173,7 +174,7 @@ def test_limits(dog: Watchdog, monkeypatch: pytest.MonkeyPatch) -> None:
     dog.end_step(1, 0.1, False)
     with dog.during("evaluate"):
         assert after(299) == ""
-        dog._before_forward(nn.Linear(1, 1), None)
+        dog.begin_forward()
         assert after(299) == "", "it makes progress"
         assert after(2) != ""
     dog.begin_step(3)

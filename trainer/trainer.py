@@ -26,6 +26,7 @@ from trainer.guard import GarbageCollection, RandomState, SkipCounter, seed_ever
 from trainer.inference import load_initial_weights, load_weights
 from trainer.lifecycle.folder import RunFolder
 from trainer.lifecycle.lifecycle import Lifecycle
+from trainer.lifecycle.phases import watch_phases
 from trainer.lifecycle.resume import Resume
 from trainer.lifecycle.saves import RunSaves
 from trainer.lifecycle.selfcheck import check_same_run, check_shape, check_start
@@ -93,7 +94,7 @@ class Trainer:
         choice = choice_text(self.plan_choice) if self.plan_choice else ""
         self.folder = RunFolder(config, world.is_main, choice)
         self.watchdog = Watchdog(world, config)
-        self.watchdog.observe(self.model, self.optimizer.parts)
+        watch_phases(self.watchdog, self.model, self.optimizer.parts)
         self.profile = Profile(config, world.rank, world.device, self.metrics, self.watchdog)
         place = world.agreed(lambda: find_place(config.checkpoint.dir or self.folder.path / "checkpoints"))
         origin = Facts(config.to_yaml(), mesh_sizes(self.mesh), world.env.job, world.env.num_restarts)

@@ -25,25 +25,19 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from types import FrameType
-from typing import Any, NoReturn
-
-import torch
-from torch import nn
-from torch.utils._pytree import tree_leaves
+from typing import NoReturn
 
 from trainer.config import RunConfig
 from trainer.distributed.channel import Messages
 from trainer.distributed.world import World
 from trainer.errors import EXIT_FAILED, PeerFailed, say
+from trainer.lifecycle.phases import IN_STEP
 from trainer.lifecycle.standing import Standing, find_late, is_stuck, reason_of, table
 from trainer.metrics.observer import PhaseObserver
-
-IN_UPDATE = ("data", "forward", "backward", "reduce", "optimizer")
-"""Phases of an update, in their order; the others are start, evaluate, save, profile and between updates."""
 
 _POLL_S, _ASK_EVERY = 0.5, 4
 _ANSWER_S, _VERDICT_S, _GRACE_S, _SAVE_GRACE_S = 6.0, 15.0, 3.0, 60.0
@@ -133,41 +127,15 @@ class Watchdog:
         """Say that there is none any more."""
         self._saving_since = None
 
-    def observe(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Have the model and the optimizers note the phases of the update, whatever step they are used in."""
-        # Before FSDP's own hook, which gathers, and waits.
-        model.register_forward_pre_hook(self._before_forward, prepend=True)
-        model.register_forward_hook(self._after_forward)
-        for optimizer in optimizers:
-            optimizer.register_step_pre_hook(self._before_optimizer)
-
-    def _before_forward(self, module: nn.Module, inputs: Any) -> None:
-        if self.phase in IN_UPDATE:
+    def begin_forward(self) -> None:
+        """Note a forward pass: of a step, or of an evaluation, which makes progress by it."""
+        if self.phase in IN_STEP:
             self.enter("forward")
         else:
             self.marks += 1
-        if self._armed is not None:  # an update of many micro-batches, or an evaluation, makes progress
+        if self._armed is not None:
             _, key, limit = self._armed
             self._arm(key, limit)
-
-    def _after_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        if self.phase == "forward" and torch.is_grad_enabled():
-            for tensor in tree_leaves(output):
-                if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                    tensor.register_hook(self._in_backward)
-
-    def _in_backward(self, gradient: torch.Tensor) -> None:
-        if self.phase == "forward":
-            self.enter("backward")
-            torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
-
-    def _after_backward(self) -> None:
-        if self.phase == "backward":
-            self.enter("reduce")
-
-    def _before_optimizer(self, *_: Any) -> None:
-        if self.phase in IN_UPDATE:
-            self.enter("optimizer")
 
     def _arm(self, key: str, limit_s: float) -> None:
         self._armed = (time.monotonic() + limit_s, key, limit_s)

@@ -1,0 +1,20 @@
+"""Private parts of torch: where they are used, and that this torch still has them as they are relied upon.
+
+A new use fails the first test until it is in the table with its reason; a torch that has changed one of them fails
+the check of its own.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.forked import REPOSITORY

@@ -1,0 +1,54 @@
+"""Notices the phases of a step by hooks on the model and the optimizers, whatever step of your own they are used in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+IN_STEP = ("data", "forward", "backward", "reduce", "optimizer")
+"""Phases of a step, in order; the others are start, evaluate, save, profile and between steps."""
+
+
+class Watched(Protocol):
+    """Keeps the phase of this rank: the watchdog."""
+
+    phase: str
+
+    def enter(self, phase: str) -> None: ...
+    def begin_forward(self) -> None: ...
+
+
+def watch_phases(watched: Watched, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Have the model and the optimizers report the phases of a step to `watched`."""
+
+    def before_forward(module: nn.Module, inputs: Any) -> None:
+        watched.begin_forward()
+
+    def after_forward(module: nn.Module, inputs: Any, output: Any) -> None:
+        if watched.phase == "forward" and torch.is_grad_enabled():
+            for tensor in tree_leaves(output):
+                if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                    tensor.register_hook(in_backward)
+
+    def in_backward(gradient: torch.Tensor) -> None:
+        if watched.phase == "forward":
+            watched.enter("backward")
+            torch.autograd.Variable._execution_engine.queue_callback(after_backward)
+
+    def after_backward() -> None:
+        if watched.phase == "backward":
+            watched.enter("reduce")
+
+    def before_optimizer(*_: Any) -> None:
+        if watched.phase in IN_STEP:
+            watched.enter("optimizer")
+
+    # Before FSDP's own hook, which gathers, and waits.
+    model.register_forward_pre_hook(before_forward, prepend=True)
+    model.register_forward_hook(after_forward)
+    for optimizer in optimizers:
+        optimizer.register_step_pre_hook(before_optimizer)
