@@ -26,6 +26,7 @@ from yaml import YAMLError
 
 from trainer.errors import UserError, choice_error, nearest, setting_error
 from trainer.recipe import Recipe, declare, find_recipe, load_recipes
+from trainer.relocate import CONFIG, settle
 
 AUTO = "auto"
 """The value of the keys that the planner settles, before anything is built."""
@@ -260,6 +261,14 @@ class RunConfig:
         """Size of the model's vocabulary, or None for a model whose configuration has no such field."""
         return getattr(self.model, "vocab_size", None)
 
+    def on_record(self) -> RunConfig:
+        """Return it as a run writes it down: its folders mean the same from wherever it is read."""
+        kept = self.checkpoint.dir
+        if kept is not None and "://" not in kept:
+            kept = str(Path(kept).absolute())
+        run = dataclasses.replace(self.run, dir=str(self.run_dir))
+        return dataclasses.replace(self, run=run, checkpoint=dataclasses.replace(self.checkpoint, dir=kept))
+
     def to_dict(self) -> dict[str, Any]:
         """Return the tree as plain dictionaries, lists and scalars."""
         plain = OmegaConf.to_container(OmegaConf.create(_lists(dataclasses.asdict(self))))
@@ -285,13 +294,16 @@ def _lists(tree: Any) -> Any:
 
 
 def load_config(recipe: str, overrides: Sequence[str] = ()) -> RunConfig:
-    """Return the configuration of `recipe` (a name in conf/ or a path ending in .yaml) with `key=value` overrides.
+    """Return the configuration of `recipe` with `key=value` overrides.
+
+    `recipe` is a name in conf/, a path ending in .yaml, or the folder of a run: its `config.yaml`.  What a run has
+    written means that run, where its folder is now, unless `run.dir` or `run.name` is among the overrides.
 
     Raises UserError for an unknown recipe or key, a key given twice, a wrong type, or a value outside its limits.
     Rules that need the number of ranks are those of `check_config`.
     """
-    path = find_recipe_file(recipe)
-    return _build(read_yaml(path), _split_overrides(overrides), path)
+    path, assignments = find_recipe_file(recipe), _split_overrides(overrides)
+    return _build(settle(read_yaml(path), path, assignments), assignments, path)
 
 
 def config_from_yaml(text: str, origin: str = "config.yaml") -> RunConfig:
@@ -334,7 +346,10 @@ def _build(tree_of_values: Mapping[str, Any], assignments: Mapping[str, str], pa
     assert isinstance(config, RunConfig)
     _check_limits(config)
     run_name = config.run.name or path.stem
-    run = dataclasses.replace(config.run, name=run_name, dir=config.run.dir or f"runs/{run_name}")
+    # A name on the command line is of another run than the one whose folder the recipe file names.
+    is_named = bool(assignments.get("run.name")) and not assignments.get("run.dir")
+    folder = "" if is_named else config.run.dir
+    run = dataclasses.replace(config.run, name=run_name, dir=folder or f"runs/{run_name}")
     return dataclasses.replace(config, run=run, data=_resolve_holdout(config))
 
 
@@ -346,16 +361,20 @@ def _resolve_holdout(config: RunConfig) -> DataSection:
 
 
 def find_recipe_file(recipe: str) -> Path:
-    """Return the YAML file of a recipe.  Raises UserError that names the nearest recipe."""
-    if recipe.endswith((".yaml", ".yml")):
+    """Return the YAML file of a recipe, or of a run's folder.  Raises UserError that names the nearest recipe."""
+    if recipe.endswith((".yaml", ".yml")) and not Path(recipe).is_dir():
         path = Path(recipe)
         if not path.is_file():
             raise setting_error("recipe", recipe, "no such file", nearest(path.stem, recipe_files()))
         return path
     files = recipe_files()
-    if recipe not in files:
-        raise choice_error("recipe", recipe, sorted(files), "a path ending in .yaml, or one of")
-    return files[recipe]
+    if recipe in files:
+        return files[recipe]
+    if not Path(recipe).is_dir():
+        raise choice_error("recipe", recipe, sorted(files), "a path ending in .yaml, the folder of a run, or one of")
+    if not (Path(recipe) / CONFIG).is_file():
+        raise setting_error("recipe", recipe, f"is a folder, but not of a run: there is no {CONFIG} in it")
+    return Path(recipe) / CONFIG
 
 
 def recipe_files() -> dict[str, Path]:
@@ -809,8 +828,11 @@ _OF_THE_ATTEMPT = ("run.name", "run.dir", "checkpoint.", "log.")
 
 
 def stored_value(stored_yaml: str, key: str) -> object:
-    """Return one value of a configuration that `to_yaml` has written, None if it lacks the key."""
-    return OmegaConf.select(OmegaConf.create(stored_yaml), key)
+    """Return one value of a configuration that `to_yaml` has written, None if it lacks the key, or is none."""
+    try:
+        return OmegaConf.select(OmegaConf.create(stored_yaml), key)
+    except (YAMLError, OmegaConfBaseException, ValueError):
+        return None
 
 
 def _default_of(section: Any, name: str, otherwise: Any) -> Any:

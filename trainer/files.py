@@ -45,6 +45,14 @@ def write_and_sync(path: Path, text: str) -> None:
         os.fsync(file.fileno())
 
 
+def append_and_sync(path: Path, text: str) -> None:
+    """Append `text` and flush it to disk."""
+    with open(path, "a") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
 def sync_folder(path: Path) -> None:
     """Flush a folder's entries to disk: what makes new names and renames in it last."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -19,6 +19,10 @@ from typing import Any
 from trainer.config import RunConfig
 from trainer.errors import EXIT_FAILED, UserError, say, setting_error
 from trainer.files import find_folder, write_and_sync, write_atomically
+from trainer.relocate import CONFIG
+
+RECORD = ("metrics.jsonl", "metrics_superseded.jsonl", "tensorboard", "wandb", "profile")
+"""What a run that begins anew leaves behind, beside its checkpoints."""
 
 
 class RunFolder:
@@ -37,6 +41,14 @@ class RunFolder:
     @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
+
+    @property
+    def before(self) -> str | None:
+        """What `config.yaml` holds: until `begin`, of the attempt before; None if there is none."""
+        try:
+            return (self.path / CONFIG).read_text()
+        except (OSError, UnicodeDecodeError):
+            return None
 
     def own(self) -> None:
         """Make the folder this run's.  Raises UserError if another run that is alive owns it, or it cannot be used."""
@@ -62,16 +74,22 @@ class RunFolder:
         """Write `config.yaml`."""
         if self.is_main:
             comment = "".join(f"# {line}\n" for line in self._comment.splitlines())
-            write_atomically(self.path / "config.yaml", comment + self.config.to_yaml())
+            write_atomically(self.path / CONFIG, comment + self.config.on_record().to_yaml())
 
     def set_aside(self, *names: str) -> Path | None:
-        """Move what the new attempt leaves behind into a folder `previous_NNN`: never deleted.  Returns the folder."""
+        """Move what the new attempt leaves behind into a folder `previous_NNN`: never deleted.  Returns the folder.
+
+        Where the metrics go, a copy goes along of what the new attempt is going to overwrite.
+        """
         existing = [self.path / name for name in names if (self.path / name).exists()]
         if not existing:
             return None
         taken = [path.name.removeprefix("previous_") for path in self.path.glob("previous_*")]
         aside = self.path / f"previous_{1 + max((int(n) for n in taken if n.isdecimal()), default=0):03d}"
         aside.mkdir()
+        for name in (CONFIG, "status.json") if self.metrics in existing else ():
+            with contextlib.suppress(FileNotFoundError):
+                shutil.copy2(self.path / name, aside / name)
         for path in existing:
             shutil.move(path, aside / path.name)
         return aside
@@ -116,7 +134,7 @@ class Owner:
     def __init__(self, folder: Path, setting: str) -> None:
         self.folder, self.path, self.setting = folder, folder / self.NAME, setting
         self._own = {**_this_process(), "token": uuid.uuid4().hex}
-        self._made_folder = False
+        self._made: list[Path] = []
         self._stopped = threading.Event()
         self._beat: threading.Thread | None = None
 
@@ -127,8 +145,9 @@ class Owner:
         """
         if self._beat is not None:
             return
-        self._made_folder = not self.folder.exists()
+        self._made = [folder for folder in (self.folder, *self.folder.parents) if not folder.exists()]
         self.folder.mkdir(parents=True, exist_ok=True)
+        self._own |= _this_folder(self.folder)
         mine = self.folder / f"{self.NAME}.{self._own['token']}"
         write_and_sync(mine, json.dumps(self._own))
         try:
@@ -149,8 +168,8 @@ class Owner:
         with contextlib.suppress(OSError):  # a folder that can no longer be written: the next run finds us gone
             if self._read() == self._own:
                 self.path.unlink(missing_ok=True)
-            if self._made_folder:
-                self.folder.rmdir()  # unless it was of use
+            for folder in self._made:
+                folder.rmdir()  # unless it was of use
 
     def _clean(self) -> None:
         """Remove what claimants that were killed have left, but nothing of one that is alive."""
@@ -189,7 +208,7 @@ class Owner:
             return True
         if owner is not None and _where(owner) == _where(self._own):
             is_self = owner["pid"] == self._own["pid"]
-            return is_self or _start_of(owner["pid"]) != owner["started"]
+            return is_self or _is_copied(owner, self.folder) or _start_of(owner["pid"]) != owner["started"]
         if owner is not None and owner["job"] and owner["job"] == self._own["job"]:
             return bool(owner["restarts"] < self._own["restarts"])  # Slurm has requeued it: its processes have gone
         os.utime(mine)
@@ -225,7 +244,7 @@ def is_owned(folder: Path) -> bool:
     path = folder / Owner.NAME
     owner = _parse(path)
     if owner is not None and _where(owner) == _where(_this_process()):
-        return bool(_start_of(owner["pid"]) == owner["started"])
+        return _start_of(owner["pid"]) == owner["started"] and not _is_copied(owner, folder)
     try:
         return time.time() - path.stat().st_mtime < Owner.STALE_S
     except OSError:
@@ -266,6 +285,15 @@ def _this_process() -> dict[str, Any]:
         "restarts": int(os.environ.get("SLURM_RESTART_COUNT", "0") or 0),
         "since": time.strftime("%Y-%m-%d %H:%M:%S"),
     }
+
+
+def _this_folder(folder: Path) -> dict[str, Any]:
+    return {"folder": str(folder.resolve()), "inode": folder.stat().st_ino}
+
+
+def _is_copied(owner: dict[str, Any], folder: Path) -> bool:
+    """Return whether the file came with a copy of a run's folder: its owner, on this machine, has another one."""
+    return all(name in owner and owner[name] != value for name, value in _this_folder(folder).items())
 
 
 def _where(owner: dict[str, Any]) -> tuple[Any, ...]:

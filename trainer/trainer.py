@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from trainer.checkpoint.place import SUPERSEDED, find_place
+from trainer.checkpoint.place import SUPERSEDED, find_place, is_same_place
 from trainer.checkpoint.schedule import SaveSchedule
 from trainer.checkpoint.source import find_checkpoint
 from trainer.checkpoint.store import PREFIX, Checkpoints, Facts, Found, SaveResult, Settings
@@ -30,6 +30,7 @@ from trainer.environment import take_start
 from trainer.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_USER_ERROR, TrainingFailed, UserError
 from trainer.files import find_folder
 from trainer.guard import GarbageCollection, RandomState, SkipCounter, seed_everything
+from trainer.history import History
 from trainer.inference import load_weights, open_weights, settle_path
 from trainer.loss import count_targets, find_loss
 from trainer.materialize import materialize
@@ -43,7 +44,7 @@ from trainer.optim import Optimizer, Schedule, build_optimizer
 from trainer.parameters import count_matrix_parameters, count_parameters, local, tied_names
 from trainer.plan.forecast import Forecast, settle_for_run
 from trainer.plan.show import choice_text
-from trainer.rundir import RunFolder
+from trainer.rundir import RECORD, RunFolder
 from trainer.sample import write_sample
 from trainer.selfcheck import check_same_run, check_start
 from trainer.shard import ShardUnit, apply_sharding, clip_grad_norm, gradient_sync, reshard
@@ -131,6 +132,7 @@ class Trainer:
         self.eval_loader = self.world.agreed(self.build_eval_loader)
 
         self.folder = RunFolder(config, self.world.is_main, choice_text(self._choice) if self._choice else "")
+        self.history = History(self.folder)
         self.metrics = Metrics(config, self.world.is_main)
         self.skips = SkipCounter(config.train.max_skipped_updates)
         self.stop = find_stop_request()
@@ -155,6 +157,8 @@ class Trainer:
         self._changed: list[str] = []
         self.phase: Literal["built", "restored", "running", "ended"] = "built"
         self._saved_step: int | None = None
+        self._is_from_elsewhere = False
+        """Whether what was loaded last lies elsewhere than this run's own checkpoints."""
         self._is_outdated = False
         self._evaluated_step: int | None = None
         self._save_ended = self._may_retry = self._has_exchanged = False
@@ -596,6 +600,7 @@ class Trainer:
         """
         self._finish_save()
         self.world.agreed(self.folder.own)
+        self.world.agreed(self.history.check_place)
         started = time.perf_counter()
         resume = str(path) if path is not None else self.config.checkpoint.resume
         if path is None and self._goes_on(resume):
@@ -608,6 +613,8 @@ class Trainer:
         if resume == "auto":
             if not self.world.broadcast(self.checkpoints.is_empty):
                 found = self.checkpoints.restore(*how)
+            if self.phase == "built":
+                self.world.agreed(lambda: self.history.check(found))
         elif resume != "none":
             # Rank 0 says which: a run that goes on elsewhere has another newest one in the next moment.
             path = self.world.broadcast(
@@ -617,9 +624,9 @@ class Trainer:
         if found is not None:
             self._unaccounted = None  # an update that is left behind
             self.resumed_step = self.state.step
-            is_own = self._is_own(found)
-            self._saved_step = self.state.step if is_own else None
-            if not is_own:
+            self._is_from_elsewhere = not self.world.broadcast(self._is_own(found))
+            self._saved_step = None if self._is_from_elsewhere else self.state.step
+            if self._is_from_elsewhere or self.world.broadcast(self.history.is_copied(found)):
                 self.metrics.wandb_id = None  # another run's line
             self._report_found(found)
             self._has_gone_back = self.phase == "running"
@@ -677,7 +684,7 @@ class Trainer:
             warn(f"{found.path}: {warning}")
 
     def _is_own(self, found: Found) -> bool:
-        return found.path == f"{self.checkpoints.place}/{PREFIX}{found.manifest.step:08d}"
+        return is_same_place(found.path, f"{self.checkpoints.place}/{PREFIX}{found.manifest.step:08d}")
 
     def _checkpoints(self) -> Checkpoints:
         config = self.config
@@ -687,7 +694,7 @@ class Trainer:
             self.world,
             # By then the watchdog has ended the run, unless the process group is somebody else's.
             Settings(keep.keep_last, keep.keep_every, keep.verify == "full", 1.2 * keep.timeout_s + 30.0),
-            Facts(config.to_yaml(), self._mesh_shape(), self.world.env.job, self.world.env.num_restarts),
+            Facts(config.on_record().to_yaml(), self._mesh_shape(), self.world.env.job, self.world.env.num_restarts),
         )
         # When another rank fails, a save in flight is finished before this process is ended.
         self.world.before_exit.append(lambda patience_s, _: checkpoints.wait(min(patience_s, config.run.timeout_s)))
@@ -716,6 +723,7 @@ class Trainer:
         if self.config.run.selfcheck:
             check_start(self.world, self.model, self.mesh, self.ties, self.loader, self.exempt_from_selfcheck())
         self.world.agreed(self._leave_behind)
+        self.world.agreed(self.history.leave_identity)
         self.world.agreed(self.folder.begin)
         self.world.agreed(lambda: self.metrics.open(self.folder.metrics, self.resumed_step or 0))
         self.metrics.wandb_id = self.world.broadcast(self.metrics.wandb_id)
@@ -759,21 +767,24 @@ class Trainer:
         """Take out of the way what killed attempts have left, and what this attempt is not going on from.
 
         Asked to start anew (`checkpoint.resume=none`) or from an older checkpoint, the run leaves behind the
-        checkpoints past it, which `auto` would otherwise take up again.
+        checkpoints past it, which `auto` would otherwise take up again.  Where it goes on from elsewhere, all that are
+        here are of another past, and their metrics too.
         """
         if not self.world.is_main:
             return
         self.checkpoints.clean()
         self.folder.clean()
-        step = -1 if self.resumed_step is None else self.resumed_step
+        begins = self.phase != "running" and (self.resumed_step is None or self._is_from_elsewhere)
+        step = -1 if begins or self.resumed_step is None else self.resumed_step
         later = [f"{PREFIX}{later:08d}" for later in self.checkpoints.steps() if later > step]
+        has_past = bool(later)
         if self.config.checkpoint.dir is not None:
             for name in later:
                 self.checkpoints.place.set_aside(name, SUPERSEDED)
             later = []
-        starts_anew = self.config.checkpoint.resume == "none" and self.resumed_step is None
-        metrics = ["metrics.jsonl"] if starts_anew and self.phase != "running" else []
-        self.folder.set_aside(*(f"checkpoints/{name}" for name in later), *metrics)
+        is_asked = self.config.checkpoint.resume == "none" and self.resumed_step is None
+        record = RECORD if begins and (is_asked or has_past) else ()
+        self.folder.set_aside(*(f"checkpoints/{name}" for name in later), *record)
 
     def _leave_behind_if_gone_back(self) -> None:
         """Once training goes on from a checkpoint loaded in mid-run: what came after it is no longer this run's."""

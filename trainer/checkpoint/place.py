@@ -116,6 +116,14 @@ def find_place(path: str | os.PathLike[str]) -> Place:
     return RemotePlace(system, root.rstrip("/"), text.rstrip("/"))
 
 
+def is_same_place(one: str, other: str) -> bool:
+    """Return whether two paths or URLs name the same place, by way of links too."""
+    here, there = find_folder(one), find_folder(other)
+    if here is None or there is None:
+        return one.rstrip("/") == other.rstrip("/")
+    return os.path.realpath(here) == os.path.realpath(there)
+
+
 class LocalPlace:
     """A folder of a mounted file system (local, NFS, Lustre ...): renaming is atomic."""
 

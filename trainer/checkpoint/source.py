@@ -16,6 +16,7 @@ from trainer.checkpoint.store import PREFIX, list_steps
 from trainer.checkpoint.tensors import read_rows
 from trainer.config import config_from_yaml
 from trainer.errors import TrainingFailed, UserError
+from trainer.relocate import CONFIG, moved_along
 
 
 class StoredWeights:
@@ -90,7 +91,8 @@ def find_checkpoint(path: str | os.PathLike[str]) -> Place:
 def _elsewhere(run: Place) -> list[Place]:
     """Return the folder that the configuration of a run names for its checkpoints, if it names one."""
     try:
-        stored = config_from_yaml(run.read("config.yaml").decode()).checkpoint.dir
+        config = config_from_yaml(run.read(CONFIG).decode())
     except (OSError, UserError):  # no run's folder, or of a recipe that is not known here
         return []
-    return [find_place(stored)] if stored else []
+    stored = config.checkpoint.dir
+    return [find_place(moved_along(stored, config.run.dir, str(run)))] if stored else []

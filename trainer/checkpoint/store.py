@@ -181,6 +181,8 @@ class Found:
 
     path: str
     manifest: Manifest
+    config_yaml: str
+    """The configuration that it was written with."""
     damaged: Mapping[str, list[str]] = field(default_factory=dict)
     """What is wrong with each, by its name."""
     warnings: Sequence[str] = ()
@@ -652,7 +654,7 @@ class Checkpoints:
             if document.get("unlike"):
                 keys = ", ".join(document["unlike"])
                 warnings.append(f"each of {manifest.world_size} ranks had values of its own, rank 0's are used: {keys}")
-        return Found(str(place), manifest, warnings=warnings), []
+        return Found(str(place), manifest, stored.config_yaml, warnings=warnings), []
 
     def _read(self, place: Place, manifest: Manifest, layout: Layout, targets: Mapping[str, torch.Tensor]) -> None:
         blocks = read_blocks(place, manifest)
