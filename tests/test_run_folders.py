@@ -23,6 +23,8 @@ from tests.ranks import tiny_overrides
 from tests.tiny import BATCH
 from trainer import Trainer, load_config
 from trainer.errors import UserError
+from trainer.relocate import moved_along
+from trainer.rundir import Owner, _start_of, is_owned
 
 TINY = tiny_overrides(
     "model.num_kv_heads=2",
@@ -42,16 +44,8 @@ Start = tuple[str, list[str]]
 """A recipe and overrides."""
 
 
-class Unsaved(Trainer):
-    """Fails before its first checkpoint."""
-
-    def on_step(self, record: Any) -> None:
-        if record.step == 1:
-            raise ZeroDivisionError("mine")
-
-
-def original(folder: Path, *overrides: str, steps: int = STEPS, kind: type[Trainer] = Trainer) -> Path:
-    trainer = kind(load_config("llama_small", [*TINY, f"run.dir={folder}", f"train.steps={steps}", *overrides]))
+def original(folder: Path, *overrides: str, steps: int = STEPS) -> Path:
+    trainer = Trainer(load_config("llama_small", [*TINY, f"run.dir={folder}", f"train.steps={steps}", *overrides]))
     try:
         trainer.fit()
     finally:
@@ -339,7 +333,9 @@ IN_THE_CAMPAIGN = [
 
 
 def name_of(way: Way) -> str:
-    return "-".join([way.change.__name__, *(option.rpartition("=")[2].rpartition("/")[2] for option in way.with_options)])
+    return "-".join(
+        [way.change.__name__, *(option.rpartition("=")[2].rpartition("/")[2] for option in way.with_options)]
+    )
 
 
 WAYS = [
@@ -349,9 +345,7 @@ WAYS = [
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_no_line_is_lost_and_no_other_folder_touched(
-    way: Way, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_line_is_lost_and_no_other_folder_touched(way: Way, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     original(tmp_path / "a", *(option.replace("BASE", str(tmp_path)) for option in way.with_options))
     recipe, overrides = way.change(tmp_path)
@@ -368,7 +362,150 @@ def test_no_line_is_lost_and_no_other_folder_touched(
     assert mistake == ""
     named = [tmp_path / name for name in (way.trains, *way.also)]
     changed = {path for path in before.keys() | after.keys() if before.get(path) != after.get(path)}
-    assert {path for path in changed if not any(path.is_relative_to(one) or path in one.parents for one in named)} == set()
+    assert {
+        path for path in changed if not any(path.is_relative_to(one) or path in one.parents for one in named)
+    } == set()
     assert records(tmp_path / way.trains, "start")[-1]["resumed_step"] == way.resumed
     steps = [record["step"] for record in records(tmp_path / way.trains, "train")]
     assert steps == list(range(1 + way.resumed if way.is_of_another and way.resumed else 1, MORE + 1))
+
+
+@pytest.mark.slow
+def test_killed_before_its_first_checkpoint_it_begins_again_by_itself(tmp_path: Path) -> None:
+    """The record speaks of steps, but of no checkpoint: nothing is missing, and nothing of the record is lost."""
+    run = tmp_path / "run"
+    options = [*TINY, "recipe=llama_small", f"run.dir={run}"]
+    first = start_run([*options, "train.steps=1000000", "checkpoint.every=0"], tmp_path / "logs")
+    wait_until(lambda: (run / "metrics.jsonl").is_file() and len(records(run, "train")) >= 3, "three updates")
+    os.kill(first.processes[0].pid, signal.SIGKILL)
+    first.wait()
+    before = metrics_lines(contents(run))
+    assert first.processes[0].exitcode == -signal.SIGKILL
+    assert train(*same_command(run)) == ""
+    assert [record["step"] for record in records(run, "train")] == list(range(1, MORE + 1))
+    assert [record["resumed_step"] for record in records(run, "start")] == [None, None]
+    assert before <= metrics_lines(contents(run))
+
+
+def test_a_loop_that_never_saved_begins_again(tmp_path: Path) -> None:
+    config = load_config("llama_small", [*TINY, f"run.dir={tmp_path}", "train.steps=2"])
+    for _ in range(2):
+        trainer = Trainer(config)
+        assert [record.step for record in trainer.steps()] == [1, 2]
+        trainer.close()
+    assert len(metrics_lines(contents(tmp_path))) == 8  # start, two updates and end, of each
+
+
+def wandb_ids(folder: Path) -> set[str]:
+    return {path.stem for path in (folder / "wandb").rglob("*.wandb") if path.is_file()}
+
+
+@pytest.mark.slow
+def test_a_copy_is_another_run_in_wandb_and_a_moved_run_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    original(tmp_path / "a", "log.wandb=offline")
+    ids = wandb_ids(tmp_path / "a")
+    assert len(ids) == 1
+    shutil.copytree(tmp_path / "a", tmp_path / "copy")
+    shutil.copytree(tmp_path / "a", tmp_path / "later")
+    assert train(str(tmp_path / "copy"), []) == ""
+    assert len(wandb_ids(tmp_path / "copy")) == 1
+    assert wandb_ids(tmp_path / "copy") != ids
+    assert wandb_ids(tmp_path / "copy" / "previous_001") == ids
+    # Also where W&B is off while the copy becomes a run of its own.
+    assert train(str(tmp_path / "later"), ["log.wandb=off"]) == ""
+    assert train(str(tmp_path / "later"), ["log.wandb=offline", f"train.steps={MORE + 2}"]) == ""
+    assert not wandb_ids(tmp_path / "later") & ids
+    (tmp_path / "a").rename(tmp_path / "moved")
+    assert train(str(tmp_path / "moved"), []) == ""
+    assert wandb_ids(tmp_path / "moved") == ids
+
+
+@pytest.mark.slow
+def test_begun_anew_it_is_another_run_in_wandb(tmp_path: Path) -> None:
+    original(tmp_path / "a", "log.wandb=offline")
+    ids = wandb_ids(tmp_path / "a")
+    assert train(*same_command(tmp_path / "a", "log.wandb=offline", "checkpoint.resume=none")) == ""
+    assert not wandb_ids(tmp_path / "a") & ids
+    previous = {path.name for path in (tmp_path / "a" / "previous_001").iterdir()}
+    assert previous >= {"metrics.jsonl", "config.yaml", "status.json", "wandb", "step_00000002", "step_00000004"}
+
+
+def test_a_copy_of_a_run_that_goes_on_is_free(tmp_path: Path) -> None:
+    """The lock in it is of a process that is alive, and owns another folder."""
+    running = Owner(tmp_path / "a", "run.dir")
+    running.acquire()
+    owner = json.loads((tmp_path / "a" / ".owner.json").read_text())
+    owner |= {"pid": os.getppid(), "started": _start_of(os.getppid())}  # any that is alive, but this one
+    (tmp_path / "a" / ".owner.json").write_text(json.dumps(owner))
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    assert is_owned(tmp_path / "a")
+    assert not is_owned(tmp_path / "b")
+    copy = Owner(tmp_path / "b", "run.dir")
+    copy.acquire()
+    assert json.loads((tmp_path / "b" / ".owner.json").read_text())["pid"] == os.getpid()
+    copy.release()
+    (tmp_path / "a").rename(tmp_path / "c")
+    with pytest.raises(UserError, match="another run owns it"):
+        Owner(tmp_path / "c", "run.dir").acquire()
+
+
+def test_folders_made_for_a_start_that_is_refused_go_again(tmp_path: Path) -> None:
+    owner = Owner(tmp_path / "disk" / "deep" / "saved", "checkpoint.dir")
+    owner.acquire()
+    owner.release()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_where_checkpoints_lie_once_a_run_has_moved() -> None:
+    assert moved_along("/a/run/saved", "/a/run", "/b/run") == "/b/run/saved"
+    assert moved_along("runs/a/saved", "runs/a", "runs/b") == "runs/b/saved"
+    assert moved_along("/a/run", "/a/run", "/b/run") == "/b/run"
+    for outside in ("/a/run2/saved", "/a", "s3://a/run/saved", "/a/run/../saved"):
+        assert moved_along(outside, "/a/run", "/b/run") == outside
+
+
+def written(folder: Path, **sections: dict[str, Any]) -> Path:
+    """Leave what the folder of a run holds, as far as its configuration is concerned; return that."""
+    folder.mkdir(parents=True)
+    (folder / "status.json").write_text("{}")
+    values = {"model": {"name": "llama"}, "run": {"dir": str(folder), "name": folder.name}, **sections}
+    (folder / "config.yaml").write_text(json.dumps(values))  # JSON is YAML
+    return folder / "config.yaml"
+
+
+def test_a_configuration_means_the_folder_that_it_is_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = written(tmp_path / "a", checkpoint={"resume": "none"})
+    assert load_config(str(path)).run.dir == str(tmp_path / "a")
+    (tmp_path / "a").rename(tmp_path / "b")
+    moved = load_config("b")
+    assert (moved.run.dir, moved.run.name, moved.checkpoint.resume) == ("b", "b", "auto")
+    assert load_config("b/config.yaml") == moved
+    named = load_config("b", ["run.name=c"])
+    assert (named.run.dir, named.run.name, named.checkpoint.resume) == ("runs/c", "c", "none")
+    assert load_config("b", ["run.dir=elsewhere"]).run.dir == "elsewhere"
+    # Without a run around it, a file means what stands in it; a name on the command line is of another run.
+    (tmp_path / "b" / "config.yaml").rename(tmp_path / "config.yaml")
+    assert load_config("config.yaml").run.dir == str(tmp_path / "a")
+    assert load_config("config.yaml", ["run.name=c"]).run.dir == "runs/c"
+    with pytest.raises(UserError, match=r"recipe=b: is a folder, but not of a run: there is no config\.yaml in it"):
+        load_config("b")
+
+
+def test_checkpoints_elsewhere_are_one_runs_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    written(tmp_path / "a", checkpoint={"dir": "s3://bucket/a"})
+    assert load_config("a").checkpoint.dir == "s3://bucket/a"
+    assert load_config("a", [f"run.dir={tmp_path / 'a'}"]).checkpoint.dir == "s3://bucket/a"
+    with pytest.raises(UserError, match="holds the checkpoints of the run in a"):
+        load_config("a", ["run.name=b"])
+    assert load_config("a", ["run.name=b", "checkpoint.dir=null"]).checkpoint.dir is None
+    shutil.copytree("a", "copy")
+    with pytest.raises(UserError, match=f"holds the checkpoints of the run in {tmp_path}/a"):
+        load_config("copy")
+    shutil.rmtree("a")
+    assert load_config("copy").checkpoint.dir == "s3://bucket/a"
