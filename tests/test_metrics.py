@@ -170,7 +170,11 @@ def test_half_a_line_and_other_debris_survive_a_restart(tmp_path: Path) -> None:
         sink.write(Record(kind="train", step=3, loss=0.5))
         sink.close()
         assert lines(tmp_path) == [whole[0], whole[1], whole[2], *whole[6:], {"kind": "train", "step": 3, "loss": 0.5}]
-        assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"], "nothing is left beside it"
+        superseded = (tmp_path / "metrics_superseded.jsonl").read_text(errors="replace")
+        assert superseded.startswith("".join(json.dumps(line) + "\n" for line in whole[3:6])), "nothing is lost"
+        assert debris[:20] in superseded
+        assert len(list(tmp_path.iterdir())) == 2, "nothing else is left beside it"
+        (tmp_path / "metrics_superseded.jsonl").unlink()
 
 
 def test_lines_are_there_as_soon_as_they_are_written(tmp_path: Path) -> None:

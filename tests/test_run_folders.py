@@ -19,7 +19,7 @@ import pytest
 
 from tests.forked import start_run
 from tests.gate import wait_until
-from tests.ranks import tiny_overrides
+from tests.ranks import merged, tiny_overrides
 from tests.tiny import BATCH
 from trainer import Trainer, load_config
 from trainer.errors import UserError
@@ -374,8 +374,8 @@ def test_no_line_is_lost_and_no_other_folder_touched(way: Way, tmp_path: Path, m
 def test_killed_before_its_first_checkpoint_it_begins_again_by_itself(tmp_path: Path) -> None:
     """The record speaks of steps, but of no checkpoint: nothing is missing, and nothing of the record is lost."""
     run = tmp_path / "run"
-    options = [*TINY, "recipe=llama_small", f"run.dir={run}"]
-    first = start_run([*options, "train.steps=1000000", "checkpoint.every=0"], tmp_path / "logs")
+    options = merged(TINY, ["recipe=llama_small", f"run.dir={run}", "train.steps=1000000", "checkpoint.every=0"])
+    first = start_run(options, tmp_path)
     wait_until(lambda: (run / "metrics.jsonl").is_file() and len(records(run, "train")) >= 3, "three updates")
     os.kill(first.processes[0].pid, signal.SIGKILL)
     first.wait()
