@@ -57,7 +57,7 @@ def train(recipe: str, overrides: list[str]) -> str:
     """Start once more.  Returns the user's mistake, if it is one."""
     base = TINY if recipe == "llama_small" else []
     try:
-        trainer = Trainer(load_config(recipe, [*base, f"train.steps={MORE}", *overrides]))
+        trainer = Trainer(load_config(recipe, merged([*base, f"train.steps={MORE}"], overrides)))
     except UserError as error:
         return str(error)
     try:
