@@ -327,8 +327,8 @@ DEFECTS: list[Defect] = [
         "owner-taken-for-dead",
         "owner",
         "trainer/rundir.py",
-        'is_self or _start_of(owner["pid"]) != owner["started"]',
-        'is_self or _start_of(owner["pid"]) == owner["started"]',
+        'or _start_of(owner["pid"]) != owner["started"]',
+        'or _start_of(owner["pid"]) == owner["started"]',
     ),
     Defect(
         "status-in-place",

@@ -235,6 +235,7 @@ def test_remote_places(kind: str, tmp_path: Path) -> None:
     torn = tmp_path / "elsewhere" / "step_00000007"  # of an attempt that was killed
     torn.mkdir()
     (torn / "__0_0.distcp").write_bytes(b"half")
+    (torn / ".unfinished").touch()
     data = tmp_path / "elsewhere" / "step_00000006" / "__1_0.distcp"
     data.write_bytes(data.read_bytes()[:-1])
     ran = run_tiny(tmp_path / "run", "train.steps=8", *options)

@@ -22,6 +22,7 @@ from tests.gate import wait_until
 from tests.ranks import merged, tiny_overrides
 from tests.tiny import BATCH
 from trainer import Trainer, load_config
+from trainer.checkpoint.place import find_place
 from trainer.errors import UserError
 from trainer.relocate import moved_along
 from trainer.rundir import Owner, _start_of, is_owned
@@ -466,6 +467,20 @@ def test_where_checkpoints_lie_once_a_run_has_moved() -> None:
     assert moved_along("/a/run", "/a/run", "/b/run") == "/b/run"
     for outside in ("/a/run2/saved", "/a", "s3://a/run/saved", "/a/run/../saved"):
         assert moved_along(outside, "/a/run", "/b/run") == outside
+
+
+def test_what_somebody_is_copying_to_an_object_store_is_left_alone() -> None:
+    """A folder without a manifest may be half of a checkpoint on its way back; our own leftovers are marked."""
+    place = find_place("memory://restored")
+    for name in ("step_00000002", "step_00000004"):
+        if name == "step_00000004":
+            place.begin(name)
+        file = (place / name).create("__0_0.distcp")
+        file.write(b"half")
+        file.close()
+    assert place.clean("step_") == ["step_00000004"]
+    assert (place / "step_00000002").read("__0_0.distcp") == b"half"
+    assert place.names() == ["step_00000002"]
 
 
 def written(folder: Path, **sections: dict[str, Any]) -> Path:
