@@ -23,8 +23,9 @@ from torch import nn
 
 from tests.ranks import run_ranks
 from trainer import Recipe, UserError, weights
-from trainer.huggingface import SafetensorsFolder, export, model_config_of
+from trainer.huggingface import SafetensorsFolder, export
 from trainer.materialize import materialize
+from trainer.pretrained import model_config_of
 from trainer.recipe import HuggingFace, Transposed, all_recipes, find_recipe
 from trainer.weights import WeightSource, fill, full_state_dict, named_weights, own_rows
 

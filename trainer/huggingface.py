@@ -21,10 +21,11 @@ from safetensors import SafetensorError, safe_open
 
 from trainer.errors import UserError, setting_error
 from trainer.files import sync_folder
-from trainer.recipe import HuggingFace, Recipe, Transposed
+from trainer.pretrained import CONFIG, find_huggingface
+from trainer.recipe import Recipe, Transposed
 from trainer.weights import WeightSource, find_weights, named_weights, row_blocks
 
-WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
 PARTIAL = ".partial"
@@ -54,17 +55,6 @@ _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 # ---------------------------------------------------------------------------------------------------------------
 # Names
-
-
-def find_huggingface(recipe: Recipe) -> HuggingFace:
-    """Return what the recipe says of Hugging Face's world.  Raises UserError if it says nothing."""
-    if recipe.hf is None:
-        raise UserError(
-            f"recipe {recipe.name!r} does not say what its model is called in Hugging Face's world: give it "
-            "hf=HuggingFace(model_type=..., architecture=..., names=..., config=..., model_fields=...), as "
-            "trainer.recipe.HuggingFace describes; recipes/llama/huggingface.py is an example"
-        )
-    return recipe.hf
 
 
 class _Names:
@@ -226,47 +216,6 @@ def _find_files(path: str | os.PathLike[str], setting: str) -> dict[Path, set[st
     if absent:
         raise setting_error(setting, path, f"{INDEX} names {', '.join(absent)}, which is not there; fetch it again")
     return files
-
-
-def model_config_of(
-    folder: str | os.PathLike[str], recipes: Sequence[Recipe], setting: str = "path"
-) -> tuple[Recipe, Any]:
-    """Return which of `recipes` builds the model in `folder`, and the configuration that it needs for it.
-
-    Raises UserError that begins with `setting` if config.json is missing or broken, or describes a model that none of
-    the recipes builds, or several.
-    """
-    try:
-        content = json.loads((Path(folder).expanduser() / CONFIG).read_text())
-        model_type = content["model_type"]
-    except OSError as error:
-        raise setting_error(setting, folder, f"{CONFIG}: cannot be read ({error.strerror})") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise setting_error(setting, folder, f"{CONFIG}: describes no model ({error!r})") from error
-    able = [recipe for recipe in recipes if recipe.hf and recipe.hf.model_type == model_type]
-    if len(able) != 1:
-        known = sorted({recipe.hf.model_type for recipe in recipes if recipe.hf})
-        rule = (
-            f"is for the recipes {', '.join(recipe.name for recipe in able)}; name one with model.name"
-            if able
-            else f"has no recipe; those here are for {', '.join(known) or 'nothing'}"
-        )
-        raise setting_error(setting, folder, f"{CONFIG}: model_type={model_type} {rule}")
-    (recipe,) = able
-    hf = find_huggingface(recipe)
-    for key, value in hf.fixed.items():
-        if content.get(key, value) != value:
-            rule = f"{CONFIG}: {key}={content[key]!r}: recipe {recipe.name!r} has {value!r} and nothing else"
-            raise setting_error(setting, folder, rule)
-    try:
-        config = recipe.config(**hf.model_fields(content))
-        if recipe.check:
-            recipe.check(config)
-    except UserError as error:
-        raise setting_error(setting, folder, f"{CONFIG}: {error}") from error
-    except KeyError as error:
-        raise setting_error(setting, folder, f"{CONFIG}: has no {error.args[0]!r}") from error
-    return recipe, config
 
 
 # ---------------------------------------------------------------------------------------------------------------

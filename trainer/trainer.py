@@ -30,7 +30,7 @@ from trainer.environment import take_start
 from trainer.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_USER_ERROR, TrainingFailed, UserError
 from trainer.files import find_folder
 from trainer.guard import GarbageCollection, RandomState, SkipCounter, seed_everything
-from trainer.inference import load_weights, open_weights, settle_path
+from trainer.inference import doubts, load_weights, open_weights, settle_path
 from trainer.loss import count_targets, find_loss
 from trainer.materialize import materialize
 from trainer.metrics.console import readable_bytes, readable_count
@@ -636,6 +636,8 @@ class Trainer:
         path = self.world.broadcast(self.world.agreed(lambda: settle_path(path) if self.world.is_main else ""))
         source = self.world.agreed(lambda: open_weights(path, self.config))
         self.world.agreed(lambda: fill(self.model, source, setting="train.init_from"))
+        if self.world.is_main and (doubt := doubts(path)):
+            warn(doubt)
 
     def _goes_on(self, resume: str) -> bool:
         """Return whether the newest checkpoint here is of an attempt that had begun as this one is asked to.

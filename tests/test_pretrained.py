@@ -1,0 +1,168 @@
+"""What training starts from says what its model is, and an export later on still knows what came with it."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ranks import tiny_overrides
+from tests.test_huggingface import GPT2, LLAMA, STRETCHED, TINY, Memory, build
+from trainer import Trainer, UserError, load_config, load_weights, run
+from trainer.huggingface import export
+from trainer.recipe import Recipe
+
+LIKE_TINY = ["data.source=synthetic", "data.seq_len=16", "train.global_batch_size=2", "train.micro_batch_size=2"]
+SOURCE = replace(TINY, **STRETCHED, norm_eps=1e-6, init_std=0.05)
+"""A Llama 3.1 whose fields are neither the defaults nor those of llama_small."""
+
+
+def folder_of(path: Path, recipe: Recipe = LLAMA, config: Any = SOURCE, **changes: Any) -> Path:
+    """Write a model as Hugging Face has it; `changes` of config.json, None takes a key out."""
+    export(Memory(build(recipe, config).state_dict()), recipe, config, path)
+    edit(path, **changes)
+    return path
+
+
+def edit(folder: Path, **changes: Any) -> None:
+    file = folder / "config.json"
+    content = json.loads(file.read_text()) | changes
+    file.write_text(json.dumps({key: value for key, value in content.items() if value is not None}, indent=2))
+
+
+def config_of(source: Path | str, *overrides: str, recipe: str = "llama_small") -> Any:
+    shapeless = [item for item in tiny_overrides(*LIKE_TINY) if not item.startswith("model.")]
+    return load_config(recipe, [*shapeless, f"train.init_from={source}", "train.steps=1", *overrides])
+
+
+def trained(source: Path | str, folder: Path, *overrides: str, recipe: str = "llama_small") -> Path:
+    """Train one update from `source` and return the run's folder."""
+    trainer = Trainer(config_of(source, f"run.dir={folder}", *overrides, recipe=recipe))
+    assert trainer.fit() == 0
+    trainer.close()
+    return folder
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# The shape
+
+
+def test_the_shape_is_the_folders(tmp_path: Path) -> None:
+    """Not the recipe's, whose `rope_theta`, `norm_eps` and heads have the same tensors and are another model."""
+    source = folder_of(tmp_path / "source")
+    config = config_of(source)
+    assert replace(config.model, name="llama") == SOURCE
+    assert config_of(source, "model.rope_theta=10000", "model.num_heads=4").model == config.model, "it may be said"
+    (tmp_path / "again.yaml").write_text(config.to_yaml())
+    (source / "config.json").unlink()
+    assert load_config(str(tmp_path / "again.yaml")) == config
+
+
+def test_training_starts_from_the_folders_own_loss(tmp_path: Path) -> None:
+    source = folder_of(tmp_path / "source")
+    trainer = Trainer(config_of(source, f"run.dir={tmp_path / 'run'}"))
+    trainer.load_checkpoint()
+    batch = next(iter(trainer.loader))
+    with torch.no_grad():
+        logits = load_weights(source)(batch["tokens"])
+        expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten(), reduction="sum")
+        found = trainer.loss(batch)
+    trainer.close()
+    assert float(found) == pytest.approx(float(expected), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("override", "legal"),
+    [
+        ("model.rope_theta=500000", "model.rope_theta=10000.0"),
+        ("model.rope_factor=1", "model.rope_factor=8.0"),
+        ("model.norm_eps=0.1", "model.norm_eps=1e-06"),
+        ("model.num_heads=8", "model.num_heads=4"),
+        ("model.num_kv_heads=4", "model.num_kv_heads=2"),
+        ("model.dim=64", "model.dim=32"),
+        ("model.max_seq_len=1024", "model.max_seq_len=512"),
+        ("model.tie_embeddings=true", "model.tie_embeddings=false"),
+    ],
+)
+def test_a_shape_on_the_command_line_agrees_or_is_refused(
+    override: str, legal: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = folder_of(tmp_path / "source")
+    arguments = ["recipe=llama_small", f"train.init_from={source}", override, f"run.dir={tmp_path / 'run'}"]
+    assert run.main(arguments) == 2
+    said = capsys.readouterr().err
+    key = override.partition("=")[0]
+    assert re.search(rf"^error: {re.escape(key)}=\S+: {re.escape(str(source))}/config.json says", said), said
+    assert f"nearest legal value: {legal}" in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_all_that_disagrees_is_named_at_once(tmp_path: Path) -> None:
+    source = folder_of(tmp_path / "source")
+    with pytest.raises(UserError) as refused:
+        config_of(source, "model.norm_eps=0.1", "model.num_heads=8")
+    lines = str(refused.value).splitlines()
+    assert [line.partition("=")[0] for line in lines[0:4:2]] == ["model.num_heads", "model.norm_eps"]
+    assert "checkpoint.allow_changes=[model.num_heads,model.norm_eps]" in lines[-1]
+
+
+def test_what_may_differ_on_purpose(tmp_path: Path) -> None:
+    """A longer context, say; and what is of training alone, such as dropout."""
+    source = folder_of(tmp_path / "source")
+    longer = ["model.rope_theta=500000", "checkpoint.allow_changes=[model.rope_theta]"]
+    assert config_of(source, *longer).model == replace(config_of(source).model, rope_theta=500000.0)
+    trained(source, tmp_path / "run", *longer)
+    again = load_config(str(tmp_path / "run" / "config.yaml"))
+    assert again.model.rope_theta == 500000.0
+
+    small = GPT2.config(vocab_size=263, dim=32, num_layers=2, num_heads=4, max_seq_len=64, dropout=0.2)
+    other = folder_of(tmp_path / "gpt2", GPT2, small)
+    assert config_of(other, recipe="gpt2").model.dropout == 0.2
+    assert config_of(other, "model.dropout=0.0", recipe="gpt2").model.dropout == 0.0
+
+
+def test_another_kind_of_model_is_refused_by_name(tmp_path: Path) -> None:
+    source = folder_of(tmp_path / "source")
+    with pytest.raises(UserError, match=r"^model\.name=gpt2: .*config\.json: model_type=llama(.|\n)*model\.name=llama"):
+        config_of(source, recipe="gpt2")
+
+
+def test_a_configuration_made_by_hand_is_compared_too(tmp_path: Path) -> None:
+    """One that `load_config` has not seen, and a folder that has changed since."""
+    source = folder_of(tmp_path / "source")
+    config = config_of(source, f"run.dir={tmp_path / 'run'}")
+    other = replace(config, model=replace(config.model, rope_theta=500000.0))
+    trainer = Trainer(other)
+    with pytest.raises(UserError, match=r"^model\.rope_theta=500000\.0: .*/config\.json says 10000\.0"):
+        trainer.load_checkpoint()
+    trainer.close()
+
+
+def test_a_run_says_what_its_model_is_as_a_folder_does(tmp_path: Path) -> None:
+    first = trained(folder_of(tmp_path / "source"), tmp_path / "first")
+    for source in (first, first / "checkpoints" / "step_00000001"):
+        assert config_of(source).model == config_of(tmp_path / "source").model
+        with pytest.raises(UserError, match=r"^model\.rope_theta=7\.0: .*/config\.yaml says 10000\.0"):
+            config_of(source, "model.rope_theta=7")
+    config = config_of(first, f"run.dir={tmp_path / 'run'}")
+    (first / "config.yaml").unlink()  # the checkpoint has its own
+    trainer = Trainer(replace(config, model=replace(config.model, norm_eps=0.1)))
+    with pytest.raises(UserError, match=r"^model\.norm_eps=0\.1: .*step_00000001/config\.yaml says 1e-06"):
+        trainer.load_checkpoint()
+    trainer.close()
+
+
+def test_a_folder_without_config_json_is_taken_with_a_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = folder_of(tmp_path / "source")
+    shape = [f"model.{name}={getattr(SOURCE, name)}" for name in ("rope_theta", "vocab_size", "dim", "num_layers")]
+    shape += [f"model.{name}={getattr(SOURCE, name)}" for name in ("num_heads", "num_kv_heads", "ffn_dim")]
+    (source / "config.json").unlink()
+    trained(source, tmp_path / "run", *shape)
+    assert f"{source} has no config.json" in capsys.readouterr().err
