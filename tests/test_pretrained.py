@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ import torch
 from tests.ranks import tiny_overrides
 from tests.test_huggingface import GPT2, LLAMA, STRETCHED, TINY, Memory, build
 from trainer import Trainer, UserError, load_config, load_weights, run
+from trainer.data.tokenizer import find_tokenizer
+from trainer.export import command_line as main
 from trainer.huggingface import export
 from trainer.recipe import Recipe
 
@@ -166,3 +169,138 @@ def test_a_folder_without_config_json_is_taken_with_a_warning(
     (source / "config.json").unlink()
     trained(source, tmp_path / "run", *shape)
     assert f"{source} has no config.json" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# What comes with it, and leaves with it
+
+
+TOKENS = {"eos_token_id": [256, 258], "bos_token_id": 258, "pad_token_id": 257, "summary_type": "cls_index"}
+BESIDE = {
+    "generation_config.json": b'{"eos_token_id": [256, 258],\n "temperature":0.6, "bos_token_id": 258}',
+    "tokenizer_config.json": b'{"eos_token": "<|im_end|>",  "chat_template": "{{ messages }}"}\n',
+    "special_tokens_map.json": b'{"eos_token": "<|im_end|>"}',
+    "chat_template.jinja": b"{% for m in messages %}\xc3\xa9{% endfor %}\r\n",
+    "additional_chat_templates/tool.jinja": b"{{ tools }}",
+    "merges.txt": b"#version: 0.2\n",
+    "added_tokens.json": b"",
+}
+"""What no training changes: bytes that no program would write again."""
+
+
+def tokenizer_json(*words: str) -> bytes:
+    vocab = {word: number for number, word in enumerate([*words, "<|im_end|>", "<|endoftext|>"])}
+    added = [{"id": vocab[name], "content": name, "special": True} for name in ("<|im_end|>", "<|endoftext|>")]
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    model = {"type": "WordLevel", "vocab": vocab, "unk_token": words[0]}
+    keys = ("normalizer", "pre_tokenizer", "post_processor", "decoder", "truncation", "padding")
+    content = {"version": "1.0", **dict.fromkeys(keys), "added_tokens": [{**t, **flags} for t in added], "model": model}
+    return json.dumps(content).encode()
+
+
+def chat_folder(path: Path, recipe: Recipe = LLAMA, config: Any = SOURCE) -> Path:
+    folder_of(path, recipe, config, exported_by=None, **TOKENS)
+    for name, content in (BESIDE | {"tokenizer.json": tokenizer_json("?", "one", "two")}).items():
+        (path / name).parent.mkdir(exist_ok=True)
+        (path / name).write_bytes(content)
+    return path
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    found = {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    return {name: content for name, content in found.items() if not name.endswith(".safetensors")}
+
+
+def assert_all_but_weights_survive(before: dict[str, bytes], out: Path, **changes: Any) -> None:
+    after = files_of(out)
+    assert after.keys() == before.keys()
+    assert [name for name in before if name != "config.json" and after[name] != before[name]] == []
+    told, content = json.loads(before["config.json"]), json.loads(after["config.json"])
+    assert content == told | {"exported_by": "meshtrainer"} | changes
+    assert list(content)[: len(told)] == list(told), "in the order that they had"
+
+
+@pytest.mark.parametrize("tokenizer", [True, False])
+def test_what_training_does_not_change_is_exported_byte_for_byte(tokenizer: bool, tmp_path: Path) -> None:
+    """When the folder has long gone, and after a resume without it."""
+    source = chat_folder(tmp_path / "source")
+    before = files_of(source)
+    own = [f"data.tokenizer={source}/tokenizer.json"] if tokenizer else []
+    first = trained(source, tmp_path / "first", *own)
+    source.rename(tmp_path / "gone")
+    goes_on = [f"run.dir={first}", "train.steps=2", "train.init_from=null"]
+    trainer = Trainer(load_config(str(first / "config.yaml"), goes_on))
+    assert (trainer.fit(), trainer.resumed_step) == (0, 1)
+    trainer.close()
+    assert main([str(first / "checkpoints" / "step_00000002"), str(tmp_path / "out")]) == 0
+    assert_all_but_weights_survive(before, tmp_path / "out")
+    assert main([str(first), str(tmp_path / "out"), "--overwrite", "--dtype", "bfloat16"]) == 0
+    assert_all_but_weights_survive(before, tmp_path / "out", dtype="bfloat16", torch_dtype="bfloat16")
+
+
+def test_what_came_with_a_model_is_handed_on_from_run_to_run(tmp_path: Path) -> None:
+    source = chat_folder(tmp_path / "source")
+    second = trained(trained(source, tmp_path / "first"), tmp_path / "second")
+    assert main([str(second), str(tmp_path / "out")]) == 0
+    assert_all_but_weights_survive(files_of(source), tmp_path / "out")
+    third = trained(tmp_path / "out", tmp_path / "third")
+    assert main([str(third), str(tmp_path / "again")]) == 0
+    assert_all_but_weights_survive(files_of(tmp_path / "out"), tmp_path / "again")
+
+
+def test_an_older_spelling_of_config_json_is_kept(tmp_path: Path) -> None:
+    """Entries of transformers 4, and none that it does not know."""
+    source = chat_folder(tmp_path / "source")
+    edit(source, rope_parameters=None, dtype=None, _name_or_path="x/é", transformers_version="4.44.0")
+    assert main([str(trained(source, tmp_path / "run")), str(tmp_path / "out")]) == 0
+    assert_all_but_weights_survive(files_of(source), tmp_path / "out")
+
+
+def test_what_was_changed_on_purpose_is_said(tmp_path: Path) -> None:
+    source = chat_folder(tmp_path / "source")
+    changed = ["model.rope_theta=70000", "checkpoint.allow_changes=[model.rope_theta]"]
+    assert main([str(trained(source, tmp_path / "run", *changed)), str(tmp_path / "out")]) == 0
+    content = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (content["rope_theta"], content["rope_parameters"]["rope_theta"]) == (70000.0, 70000.0)
+    assert {key: content[key] for key in TOKENS} == TOKENS
+
+
+def test_another_tokenizer_than_the_folders_goes_along_with_its_end(tmp_path: Path) -> None:
+    source = chat_folder(tmp_path / "source")
+    other = tmp_path / "other" / "tokenizer.json"
+    other.parent.mkdir()
+    other.write_bytes(tokenizer_json("?", "one", "two", "three"))
+    run_folder = trained(source, tmp_path / "run", f"data.tokenizer={other}")
+    end = find_tokenizer(str(other)).end_id
+    shutil.rmtree(other.parent)
+    assert main([str(run_folder), str(tmp_path / "out")]) == 0
+    after = files_of(tmp_path / "out")
+    assert after["tokenizer.json"] == tokenizer_json("?", "one", "two", "three")
+    assert "chat_template.jinja" not in after
+    assert "merges.txt" not in after
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads(after[name])["eos_token_id"] == [256, 258, end], "it stops where it did, and there"
+
+
+def test_a_tokenizer_is_kept_whatever_training_started_from(tmp_path: Path) -> None:
+    file = tmp_path / "source" / "tokenizer.json"
+    file.parent.mkdir()
+    file.write_bytes(tokenizer_json("?", "one"))
+    (file.parent / "chat_template.jinja").write_bytes(BESIDE["chat_template.jinja"])
+    own = ["model.vocab_size=263", "model.num_kv_heads=2", f"data.tokenizer={file}", "train.steps=1"]
+    trainer = Trainer(load_config("llama_small", tiny_overrides(*LIKE_TINY, *own, f"run.dir={tmp_path / 'run'}")))
+    assert trainer.fit() == 0
+    trainer.close()
+    end = find_tokenizer(str(file)).end_id
+    before = files_of(file.parent)
+    shutil.rmtree(file.parent)
+    assert main([str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    after = files_of(tmp_path / "out")
+    assert {name: after[name] for name in before} == before
+    assert json.loads(after["config.json"])["eos_token_id"] == end
+
+
+def test_an_export_over_another_leaves_none_of_its_files(tmp_path: Path) -> None:
+    assert main([str(trained(chat_folder(tmp_path / "source"), tmp_path / "run")), str(tmp_path / "out")]) == 0
+    export(Memory(build(LLAMA, TINY).state_dict()), LLAMA, TINY, tmp_path / "out", overwrite=True)
+    assert files_of(tmp_path / "out").keys() == {"config.json"}

@@ -13,13 +13,18 @@ import torch
 from torch import nn
 
 from trainer.checkpoint.source import StoredWeights, find_checkpoint, is_checkpoint
+from trainer.checkpoint.tree import join
 from trainer.config import RunConfig, config_from_yaml, told_by_yaml
 from trainer.errors import setting_error
 from trainer.huggingface import SafetensorsFolder
 from trainer.materialize import materialize
+from trainer.origin import Origin, read_folder
 from trainer.pretrained import CONFIG, is_folder_of_weights, model_config_of, told_by_folder
 from trainer.recipe import Recipe, all_recipes
 from trainer.weights import WeightSource, fill
+
+ORIGIN = "origin"
+"""The part of a run's state that holds what came with the model."""
 
 _PLAIN = (".pt", ".pth", ".safetensors")
 
@@ -69,6 +74,7 @@ class PlainFile:
 
 def settle_path(path: str | os.PathLike[str]) -> str:
     """Return the one thing that a path to weights means now: of a run its newest checkpoint."""
+    path = os.fspath(path).removeprefix("file://")
     if Path(path).suffix in _PLAIN or _is_hugging_face(path):
         return os.fspath(path)
     return str(find_checkpoint(path))
@@ -94,6 +100,17 @@ def open_weights(path: str | os.PathLike[str], config: RunConfig) -> WeightSourc
     if told is not None:
         told.check(config.model, config.checkpoint.allow_changes)
     return source
+
+
+def origin_of(source: WeightSource) -> Origin:
+    """Return what came with the weights of `source`: what stands beside them, or what a checkpoint has of it."""
+    origin = Origin()
+    if isinstance(source, SafetensorsFolder):
+        origin.files = read_folder(source.description)
+    elif isinstance(source, StoredWeights) and ORIGIN in source.parts:
+        keys = [key for key in source.layout if key.startswith(f"{ORIGIN}.")]
+        origin.load_state_dict(join(source.parts[ORIGIN], {key: source.read_stored(key) for key in keys}))
+    return origin
 
 
 def doubts(path: str) -> str:

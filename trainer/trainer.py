@@ -30,7 +30,7 @@ from trainer.environment import take_start
 from trainer.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_USER_ERROR, TrainingFailed, UserError
 from trainer.files import find_folder
 from trainer.guard import GarbageCollection, RandomState, SkipCounter, seed_everything
-from trainer.inference import doubts, load_weights, open_weights, settle_path
+from trainer.inference import ORIGIN, doubts, load_weights, open_weights, origin_of, settle_path
 from trainer.loss import count_targets, find_loss
 from trainer.materialize import materialize
 from trainer.metrics.console import readable_bytes, readable_count
@@ -40,6 +40,7 @@ from trainer.metrics.profile import Profile
 from trainer.metrics.record import Record
 from trainer.metrics.sinks import warn
 from trainer.optim import Optimizer, Schedule, build_optimizer
+from trainer.origin import Origin, read_tokenizer
 from trainer.parameters import count_matrix_parameters, count_parameters, local, tied_names
 from trainer.plan.forecast import Forecast, settle_for_run
 from trainer.plan.show import choice_text
@@ -146,6 +147,9 @@ class Trainer:
         )
         self._resume_loader_with_state()
         self.state.add("metrics", self.metrics)
+        self.origin = Origin()
+        """What came with the model: the files beside the weights that training started from, and its tokenizer's."""
+        self.state.add(ORIGIN, self.origin)
         self.checkpoints = self._checkpoints()
         self.saving = SaveSchedule(config.checkpoint.every)
         self.watchdog = Watchdog(self.world, config, self._give_up)
@@ -621,15 +625,29 @@ class Trainer:
             self._saved_step = self.state.step if is_own else None
             if not is_own:
                 self.metrics.wandb_id = None  # another run's line
+            if any(line.startswith("data.tokenizer:") for line in self._changed):
+                self._keep_tokenizer()
             self._report_found(found)
             self._has_gone_back = self.phase == "running"
             self.phase = "restored" if self.phase == "built" else self.phase
-        elif self.phase == "built" and self.config.train.init_from is not None:
-            self._load_initial_weights(self.config.train.init_from)
+        elif self.phase == "built":
+            self._begin_anew()
         self._load_s += time.perf_counter() - started
         return self.resumed_step
 
     load_weights = staticmethod(load_weights)
+
+    def _begin_anew(self) -> None:
+        """Take the weights that the run is to start from, if it names any, and keep what its tokenizer consists of."""
+        if self.config.train.init_from is not None:
+            self._load_initial_weights(self.config.train.init_from)
+        self._keep_tokenizer()
+
+    def _keep_tokenizer(self) -> None:
+        tokenizer = self.config.data.tokenizer
+        self.origin.tokenizer = self.world.broadcast(
+            self.world.agreed(lambda: read_tokenizer(tokenizer) if self.world.is_main else {})
+        )
 
     def _load_initial_weights(self, path: str) -> None:
         """Fill the model from a checkpoint or a folder of safetensors: the weights alone."""
@@ -638,6 +656,9 @@ class Trainer:
         self.world.agreed(lambda: fill(self.model, source, setting="train.init_from"))
         if self.world.is_main and (doubt := doubts(path)):
             warn(doubt)
+        self.origin.files = self.world.broadcast(
+            self.world.agreed(lambda: origin_of(source).files if self.world.is_main else {})
+        )
 
     def _goes_on(self, resume: str) -> bool:
         """Return whether the newest checkpoint here is of an attempt that had begun as this one is asked to.
