@@ -29,6 +29,7 @@ from trainer.data.tokenizer import find_tokenizer
 from trainer.environment import take_start
 from trainer.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_USER_ERROR, TrainingFailed, UserError
 from trainer.files import find_folder
+from trainer.flops import flops_per_token
 from trainer.guard import GarbageCollection, RandomState, SkipCounter, seed_everything
 from trainer.inference import ORIGIN, doubts, load_weights, open_weights, origin_of, settle_path
 from trainer.loss import count_targets, find_loss
@@ -39,9 +40,9 @@ from trainer.metrics.meter import Meter, peak_flops, peak_memory_gib
 from trainer.metrics.profile import Profile
 from trainer.metrics.record import Record
 from trainer.metrics.sinks import warn
-from trainer.optim import Optimizer, Schedule, build_optimizer
+from trainer.optim import Optimizer, Schedule, build_optimizer, bytes_of_training
 from trainer.origin import Origin, read_tokenizer
-from trainer.parameters import count_matrix_parameters, count_parameters, local, tied_names
+from trainer.parameters import count_parameters, count_trained_parameters, tied_names
 from trainer.plan.forecast import Forecast, settle_for_run
 from trainer.plan.show import choice_text
 from trainer.rundir import RunFolder
@@ -170,7 +171,8 @@ class Trainer:
         self._unaccounted: tuple[Update, int, float] | None = None
         self._reads_late = self.world.device.type != "cpu"
         """Whether numbers of an update are looked at once the next one is queued; the same on all ranks."""
-        self._bytes_to_save = 3 * sum(local(p).numel() * p.element_size() for p in self.model.parameters())
+        weights, _, kept = bytes_of_training(self.model, config.optim)
+        self._bytes_to_save = weights + kept
 
     # -- what is built -------------------------------------------------------------------------------------------
 
@@ -759,6 +761,7 @@ class Trainer:
                 world_size=self.world.size,
                 mesh=self._mesh_shape(),
                 parameters=count_parameters(self.model),
+                trainable_parameters=count_trained_parameters(self.model),
                 torch=torch.__version__,
                 device=_device_name(self.world.device),
                 resumed_step=self.resumed_step,
@@ -948,23 +951,22 @@ class Trainer:
     @property
     def flops_per_token(self) -> float:
         """Model FLOPs of forward and backward for one token, recomputation not counted."""
-        if self.recipe.flops is not None:
-            return self.recipe.flops(self.config.model, self.config.data.seq_len)
-        return 6.0 * count_matrix_parameters(self.model)
+        return flops_per_token(self.recipe, self.config.model, self.model, self.config.data.seq_len)
 
     def _facts(self) -> dict[str, str]:
         config, world = self.config, self.world
         axes = zip(self.mesh.mesh_dim_names or (SHARD,), self.mesh.shape, strict=True)
         batch = config.train.global_batch_size
-        weights = sum(local(p).numel() * p.element_size() for p in self.model.parameters())
-        moments = {"adamw": 2, "sgd": 1, "muon": 1}[config.optim.name]
+        num_parameters, num_trained = count_parameters(self.model), count_trained_parameters(self.model)
+        trained = "" if num_trained == num_parameters else f", {readable_count(num_trained)} of them trained"
+        held = sum(bytes_of_training(self.model, config.optim))
         resumed = "" if self.resumed_step is None else f"  (resumed at step {self.resumed_step})"
         return {
             "run": f"{config.run.name} in {config.run.dir}{resumed}",
-            "model": f"{config.model.name}, {readable_count(count_parameters(self.model))} parameters, "
+            "model": f"{config.model.name}, {readable_count(num_parameters)} parameters{trained}, "
             f"{len(self.units)} FSDP units and the root",
             "mesh": " x ".join(f"{name} {size}" for name, size in axes) + f" on {_device_name(world.device)}",
-            "memory": f"{readable_bytes(weights * (2 + moments))} a rank for weights, gradients and optimizer",
+            "memory": f"{readable_bytes(held)} a rank for weights, gradients and optimizer",
             "plan": self.forecast.sentence() if world.is_main else "",
             "update": f"{readable_count(batch * config.data.seq_len)} tokens: {batch} x {config.data.seq_len}, "
             f"{self.num_micro_batches} micro-batches of {config.train.micro_batch_size} on each of {world.size} ranks",
