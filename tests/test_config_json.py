@@ -266,7 +266,7 @@ def test_a_variant_is_computed_as_transformers_does_or_refused(variant: Variant,
             Trainer(config_of(folder, f"run.dir={tmp_path / 'run'}", recipe=recipe)).load_checkpoint()
         return
     expected = logits_of(load_there(folder, dtype=torch.float32))
-    assert expected.std() > 0.3
+    assert expected.std() > 0.1, "logits that say something"
     assert (logits_of(load_weights(folder)) - expected).abs().max() < 1e-5 * expected.abs().max()
     run_folder = trained(folder, tmp_path / "run", "optim.lr=0", recipe=recipe)
     assert torch.equal(logits_of(load_weights(run_folder)), logits_of(load_weights(folder)))

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.ranks import tiny_overrides
+from tests.ranks import run_command, tiny_overrides
 from tests.test_huggingface import GPT2, LLAMA, STRETCHED, TINY, Memory, build
 from trainer import Trainer, UserError, load_config, load_weights, run
 from trainer.data.tokenizer import find_tokenizer
@@ -246,6 +246,25 @@ def test_what_came_with_a_model_is_handed_on_from_run_to_run(tmp_path: Path) -> 
     third = trained(tmp_path / "out", tmp_path / "third")
     assert main([str(third), str(tmp_path / "again")]) == 0
     assert_all_but_weights_survive(files_of(tmp_path / "out"), tmp_path / "again")
+
+
+@pytest.mark.slow
+def test_what_came_with_a_model_survives_other_ranks(tmp_path: Path) -> None:
+    """Saved by two, resumed by one, exported from either."""
+    source = chat_folder(tmp_path / "source")
+    before = files_of(source)
+    shapeless = [item for item in tiny_overrides(*LIKE_TINY) if not item.startswith("model.")]
+    own = ["recipe=llama_small", *shapeless, "train.micro_batch_size=1", f"data.tokenizer={source}/tokenizer.json"]
+    own = [item for item in own if item != "train.micro_batch_size=2"]
+    ran = run_command(tmp_path / "run", *own, f"train.init_from={source}", "train.steps=1", "nproc=2")
+    assert ran.exit_code == 0, ran.stderr
+    shutil.rmtree(source)
+    trainer = Trainer(load_config(str(tmp_path / "run" / "config.yaml"), ["train.steps=2", "train.init_from=null"]))
+    assert (trainer.fit(), trainer.resumed_step) == (0, 1)
+    trainer.close()
+    for step in (1, 2):
+        assert main([str(tmp_path / "run" / "checkpoints" / f"step_0000000{step}"), str(tmp_path / f"out{step}")]) == 0
+        assert_all_but_weights_survive(before, tmp_path / f"out{step}")
 
 
 def test_an_older_spelling_of_config_json_is_kept(tmp_path: Path) -> None:
