@@ -322,6 +322,34 @@ DEFECTS: list[Defect] = [
         'Transposed("transformer.h.*.attn.c_proj.weight")',
         '"transformer.h.*.attn.c_proj.weight"',
     ),
+    Defect(
+        "shape-of-the-recipe-kept",
+        "source-says-what-it-is",
+        "trainer/config.py",
+        "if key in legal and key not in assignments and not (name in free and key in values):",
+        "if key in legal and key not in assignments and key not in values:",
+    ),
+    Defect(
+        "other-scaling-passed",
+        "source-says-what-it-is",
+        "recipes/llama/huggingface.py",
+        'if kind not in ("default", "llama3"):',
+        'if kind in ("yarn", "linear"):',
+    ),
+    Defect(
+        "what-came-forgotten",
+        "source-survives",
+        "trainer/inference.py",
+        "origin.files = read_folder(source.description)",
+        "origin.files = {}",
+    ),
+    Defect(
+        "frozen-have-gradients",
+        "frozen",
+        "trainer/optim.py",
+        "gradients += numel * size * parameter.requires_grad",
+        "gradients += numel * size",
+    ),
     # -- the run -------------------------------------------------------------------------------------------------
     Defect(
         "owner-taken-for-dead",

@@ -36,6 +36,7 @@ FIELDS: dict[str, dict[str, tuple[type, ...]]] = {
         "world_size": (int,),
         "mesh": (dict,),
         "parameters": (int,),
+        "trainable_parameters": (int,),
         "torch": (str,),
         "device": (str,),
         "resumed_step": (int, NULL),

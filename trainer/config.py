@@ -25,7 +25,8 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from trainer.errors import UserError, choice_error, nearest, setting_error
-from trainer.recipe import Recipe, declare, find_recipe, load_recipes
+from trainer.pretrained import Told, free_fields, is_folder_of_weights, told_by_folder
+from trainer.recipe import Recipe, check_number, declare, find_recipe, load_recipes
 from trainer.relocate import CONFIG, settle
 
 AUTO = "auto"
@@ -299,11 +300,14 @@ def load_config(recipe: str, overrides: Sequence[str] = ()) -> RunConfig:
     `recipe` is a name in conf/, a path ending in .yaml, or the folder of a run: its `config.yaml`.  What a run has
     written means that run, where its folder is now, unless `run.dir` or `run.name` is among the overrides.
 
+    The model's fields are those of what `train.init_from` names, where that says what its model is: those of the recipe
+    yield to it, and those of `overrides` must agree with it.
+
     Raises UserError for an unknown recipe or key, a key given twice, a wrong type, or a value outside its limits.
     Rules that need the number of ranks are those of `check_config`.
     """
     path, assignments = find_recipe_file(recipe), _split_overrides(overrides)
-    return _build(settle(read_yaml(path), path, assignments), assignments, path)
+    return _build(settle(read_yaml(path), path, assignments), assignments, path, follows=True)
 
 
 def config_from_yaml(text: str, origin: str = "config.yaml") -> RunConfig:
@@ -317,7 +321,10 @@ def config_from_yaml(text: str, origin: str = "config.yaml") -> RunConfig:
     return _build({str(key): value for key, value in tree.items()}, {}, Path(origin))
 
 
-def _build(tree_of_values: Mapping[str, Any], assignments: Mapping[str, str], path: Path) -> RunConfig:
+def _build(
+    tree_of_values: Mapping[str, Any], assignments: Mapping[str, str], path: Path, follows: bool = False
+) -> RunConfig:
+    """Return the configuration of a tree and assignments; with `follows`, with the model of `train.init_from`."""
     values = dict(_leaves(tree_of_values, path))
 
     name = assignments.get("model.name", values.get("model.name"))
@@ -340,17 +347,68 @@ def _build(tree_of_values: Mapping[str, Any], assignments: Mapping[str, str], pa
         else:
             _assign(tree, legal, key, text, "")
     try:
+        told = _told_by(tree.train.init_from, find_recipe(str(name))) if follows else None
+        if told is not None:
+            _follow(tree, schema.model, legal, told, values, assignments)
         config = OmegaConf.to_object(tree)
     except OmegaConfBaseException as error:
         raise UserError(f"{error.full_key}: {str(error).splitlines()[0]}") from error
     assert isinstance(config, RunConfig)
     _check_limits(config)
+    if told is not None:
+        told.check(config.model, config.checkpoint.allow_changes)
     run_name = config.run.name or path.stem
     # A name on the command line is of another run than the one whose folder the recipe file names.
     is_named = bool(assignments.get("run.name")) and not assignments.get("run.dir")
     folder = "" if is_named else config.run.dir
     run = dataclasses.replace(config.run, name=run_name, dir=folder or f"runs/{run_name}")
     return dataclasses.replace(config, run=run, data=_resolve_holdout(config))
+
+
+def _told_by(source: str | None, recipe: Recipe) -> Told | None:
+    """Return what the source of the first weights says of its model; None if it says nothing, or not yet."""
+    if source is None:
+        return None
+    if is_folder_of_weights(source):
+        return told_by_folder(source, recipe, "train.init_from")
+    stored = Path(source.removeprefix("file://")) / "config.yaml"  # of a run, or of one checkpoint
+    try:
+        return told_by_yaml(stored.read_text(), recipe.name, str(stored)) if stored.is_file() else None
+    except OSError as error:
+        raise setting_error("train.init_from", source, f"{stored.name} cannot be read ({error.strerror})") from error
+
+
+def told_by_yaml(text: str, name: str, where: str) -> Told | None:
+    """Return what a configuration that `to_yaml` has written says of the model; None if it is not of recipe `name`.
+
+    Nothing that it names is imported.
+    """
+    try:
+        tree = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
+    except (YAMLError, OmegaConfBaseException, ValueError) as error:
+        raise UserError(f"train.init_from: {where}: is no configuration ({error})") from error
+    fields = tree.get("model") if isinstance(tree, dict) else None
+    if not isinstance(fields, dict) or str(fields.pop("name", None)).rpartition(":")[2] != name:
+        return None
+    if "${" in str(fields):
+        raise UserError(f"train.init_from: {where}: its model section refers to what stands elsewhere")
+    return Told(where, {str(field): value for field, value in fields.items()})
+
+
+def _follow(
+    tree: Any,
+    model: type,
+    legal: Mapping[str, dataclasses.Field[Any]],
+    told: Told,
+    values: Mapping[str, Any],
+    assignments: Mapping[str, str],
+) -> None:
+    """Let the model's fields be as told, but those given on the command line, and free ones that are given at all."""
+    free = free_fields(model, tree.checkpoint.allow_changes)
+    for name, value in told.fields.items():
+        key = f"model.{name}"
+        if key in legal and key not in assignments and not (name in free and key in values):
+            _assign(tree, legal, key, value, f" (in {told.where})")
 
 
 def _resolve_holdout(config: RunConfig) -> DataSection:
@@ -532,21 +590,7 @@ def _check_limits(config: RunConfig) -> None:
         value = getattr(getattr(config, section), name)
         for number in value if isinstance(value, tuple) else (value,):
             if isinstance(number, (int, float)) and not isinstance(number, bool):
-                _check_number(key, value, number, item.metadata)
-
-
-def _check_number(key: str, value: Any, number: float, limits: Mapping[str, Any]) -> None:
-    if not math.isfinite(number):
-        raise setting_error(key, value, "must be finite", limits.get("at_least", 0))
-    for word, broken in (
-        ("at_least", lambda bound: number < bound),
-        ("at_most", lambda bound: number > bound),
-        ("above", lambda bound: number <= bound),
-        ("below", lambda bound: number >= bound),
-    ):
-        if word in limits and broken(limits[word]):
-            inside = limits[word] if word in ("at_least", "at_most") else "any number " + word + f" {limits[word]}"
-            raise setting_error(key, value, f"must be {word.replace('_', ' ')} {limits[word]}", inside)
+                check_number(key, value, number, item.metadata)
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -715,7 +759,9 @@ def _check_forms(config: RunConfig) -> None:
     start = config.train.init_from
     if start is not None and "://" not in start and not Path(start).exists():
         rule = "must be a checkpoint, a run.dir, a folder of safetensors, or a file (.pt, .safetensors) of weights"
-        raise setting_error("train.init_from", start, rule)
+        own = config.run_dir / "config.yaml"
+        advice = f"recipe={own} train.init_from=null goes on with the run, which needs it no more"
+        raise setting_error("train.init_from", start, f"{rule}; {advice}" if own.is_file() else rule)
     name = config.run.name
     if name in (".", "..") or not re.fullmatch(r"[^/\\\x00-\x1f]+", name):
         legal_name = re.sub(r"[/\\\x00-\x1f]+", "-", name).strip(".-") or "run"

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,7 +24,8 @@ from trainer.config import config_from_yaml
 from trainer.data.tokenizer import find_tokenizer
 from trainer.errors import EXIT_FINISHED, UserError, run_command
 from trainer.huggingface import export
-from trainer.inference import build_plain
+from trainer.inference import build_plain, origin_of
+from trainer.origin import TOKENIZER, Origin
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -51,6 +53,7 @@ def export_checkpoint(
             parameter.data = parameter.data.to(dtype or source.dtypes.get(name, parameter.dtype))
         _write_plain(model if dtype is None else model.to(dtype), path)
         return [path]
+    origin = origin_of(source)
     return export(
         source,
         config.recipe,
@@ -59,9 +62,22 @@ def export_checkpoint(
         dtype=dtype,
         max_shard_bytes=int(max_shard_gb * 1e9),
         tokenizer=config.data.tokenizer,
-        end_id=find_tokenizer(config.data.tokenizer).end_id,
+        end_id=_end_id(config.data.tokenizer, origin),
+        origin=origin,
         overwrite=overwrite,
     )
+
+
+def _end_id(tokenizer: str, origin: Origin) -> int:
+    """Return the id that ends a document of the run's own tokenizer, which may have gone from where it was."""
+    if not origin.tokenizer:
+        return find_tokenizer(tokenizer).end_id
+    with tempfile.TemporaryDirectory() as folder:
+        for name, data in origin.tokenizer.items():
+            file = Path(folder) / name
+            file.parent.mkdir(exist_ok=True)
+            file.write_bytes(data)
+        return find_tokenizer(str(Path(folder) / TOKENIZER)).end_id
 
 
 def _write_plain(model: torch.nn.Module, path: Path) -> None:

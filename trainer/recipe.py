@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import math
 import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -113,9 +114,25 @@ class Recipe:
 def declare(default: Any, meaning: str, **limits: Any) -> Any:
     """Return the dataclass field of one configuration key: its default, what `--help` says, and its limits.
 
-    Limits of numbers: `at_least`, `above`, `at_most`, `below`.
+    Limits of numbers: `at_least`, `above`, `at_most`, `below`.  With `free=True` a model's field is of training alone,
+    as dropout is: it may be set to another value than the one that the weights of `train.init_from` come with.
     """
     return field(default=default, metadata={"meaning": meaning, **limits})
+
+
+def check_number(key: str, value: Any, number: float, limits: Mapping[str, Any]) -> None:
+    """Raise UserError unless `number`, which is `value` or in it, is finite and within the limits of `declare`."""
+    if not math.isfinite(number):
+        raise setting_error(key, value, "must be finite", limits.get("at_least", 0))
+    for word, broken in (
+        ("at_least", lambda bound: number < bound),
+        ("at_most", lambda bound: number > bound),
+        ("above", lambda bound: number <= bound),
+        ("below", lambda bound: number >= bound),
+    ):
+        if word in limits and broken(limits[word]):
+            inside = limits[word] if word in ("at_least", "at_most") else "any number " + word + f" {limits[word]}"
+            raise setting_error(key, value, f"must be {word.replace('_', ' ')} {limits[word]}", inside)
 
 
 _registry: dict[str, Recipe] = {}

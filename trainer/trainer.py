@@ -29,9 +29,10 @@ from trainer.data.tokenizer import find_tokenizer
 from trainer.environment import take_start
 from trainer.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_USER_ERROR, TrainingFailed, UserError
 from trainer.files import find_folder
+from trainer.flops import flops_per_token
 from trainer.guard import GarbageCollection, RandomState, SkipCounter, seed_everything
 from trainer.history import History
-from trainer.inference import load_weights, open_weights, settle_path
+from trainer.inference import ORIGIN, doubts, load_weights, open_weights, origin_of, settle_path
 from trainer.loss import count_targets, find_loss
 from trainer.materialize import materialize
 from trainer.metrics.console import readable_bytes, readable_count
@@ -40,8 +41,9 @@ from trainer.metrics.meter import Meter, peak_flops, peak_memory_gib
 from trainer.metrics.profile import Profile
 from trainer.metrics.record import Record
 from trainer.metrics.sinks import warn
-from trainer.optim import Optimizer, Schedule, build_optimizer
-from trainer.parameters import count_matrix_parameters, count_parameters, local, tied_names
+from trainer.optim import Optimizer, Schedule, build_optimizer, bytes_of_training
+from trainer.origin import Origin, read_tokenizer
+from trainer.parameters import count_parameters, count_trained_parameters, tied_names
 from trainer.plan.forecast import Forecast, settle_for_run
 from trainer.plan.show import choice_text
 from trainer.rundir import RECORD, RunFolder
@@ -148,6 +150,9 @@ class Trainer:
         )
         self._resume_loader_with_state()
         self.state.add("metrics", self.metrics)
+        self.origin = Origin()
+        """What came with the model: the files beside the weights that training started from, and its tokenizer's."""
+        self.state.add(ORIGIN, self.origin)
         self.checkpoints = self._checkpoints()
         self.saving = SaveSchedule(config.checkpoint.every)
         self.watchdog = Watchdog(self.world, config, self._give_up)
@@ -170,7 +175,8 @@ class Trainer:
         self._unaccounted: tuple[Update, int, float] | None = None
         self._reads_late = self.world.device.type != "cpu"
         """Whether numbers of an update are looked at once the next one is queued; the same on all ranks."""
-        self._bytes_to_save = 3 * sum(local(p).numel() * p.element_size() for p in self.model.parameters())
+        weights, _, kept = bytes_of_training(self.model, config.optim)
+        self._bytes_to_save = weights + kept
 
     # -- what is built -------------------------------------------------------------------------------------------
 
@@ -628,21 +634,40 @@ class Trainer:
             self._saved_step = None if self._is_from_elsewhere else self.state.step
             if self._is_from_elsewhere or self.world.broadcast(self.history.is_copied(found)):
                 self.metrics.wandb_id = None  # another run's line
+            if any(line.startswith("data.tokenizer:") for line in self._changed):
+                self._keep_tokenizer()
             self._report_found(found)
             self._has_gone_back = self.phase == "running"
             self.phase = "restored" if self.phase == "built" else self.phase
-        elif self.phase == "built" and self.config.train.init_from is not None:
-            self._load_initial_weights(self.config.train.init_from)
+        elif self.phase == "built":
+            self._begin_anew()
         self._load_s += time.perf_counter() - started
         return self.resumed_step
 
     load_weights = staticmethod(load_weights)
+
+    def _begin_anew(self) -> None:
+        """Take the weights that the run is to start from, if it names any, and keep what its tokenizer consists of."""
+        if self.config.train.init_from is not None:
+            self._load_initial_weights(self.config.train.init_from)
+        self._keep_tokenizer()
+
+    def _keep_tokenizer(self) -> None:
+        tokenizer = self.config.data.tokenizer
+        self.origin.tokenizer = self.world.broadcast(
+            self.world.agreed(lambda: read_tokenizer(tokenizer) if self.world.is_main else {})
+        )
 
     def _load_initial_weights(self, path: str) -> None:
         """Fill the model from a checkpoint or a folder of safetensors: the weights alone."""
         path = self.world.broadcast(self.world.agreed(lambda: settle_path(path) if self.world.is_main else ""))
         source = self.world.agreed(lambda: open_weights(path, self.config))
         self.world.agreed(lambda: fill(self.model, source, setting="train.init_from"))
+        if self.world.is_main and (doubt := doubts(path)):
+            warn(doubt)
+        self.origin.files = self.world.broadcast(
+            self.world.agreed(lambda: origin_of(source).files if self.world.is_main else {})
+        )
 
     def _goes_on(self, resume: str) -> bool:
         """Return whether the newest checkpoint here is of an attempt that had begun as this one is asked to.
@@ -744,6 +769,7 @@ class Trainer:
                 world_size=self.world.size,
                 mesh=self._mesh_shape(),
                 parameters=count_parameters(self.model),
+                trainable_parameters=count_trained_parameters(self.model),
                 torch=torch.__version__,
                 device=_device_name(self.world.device),
                 resumed_step=self.resumed_step,
@@ -936,23 +962,22 @@ class Trainer:
     @property
     def flops_per_token(self) -> float:
         """Model FLOPs of forward and backward for one token, recomputation not counted."""
-        if self.recipe.flops is not None:
-            return self.recipe.flops(self.config.model, self.config.data.seq_len)
-        return 6.0 * count_matrix_parameters(self.model)
+        return flops_per_token(self.recipe, self.config.model, self.model, self.config.data.seq_len)
 
     def _facts(self) -> dict[str, str]:
         config, world = self.config, self.world
         axes = zip(self.mesh.mesh_dim_names or (SHARD,), self.mesh.shape, strict=True)
         batch = config.train.global_batch_size
-        weights = sum(local(p).numel() * p.element_size() for p in self.model.parameters())
-        moments = {"adamw": 2, "sgd": 1, "muon": 1}[config.optim.name]
+        num_parameters, num_trained = count_parameters(self.model), count_trained_parameters(self.model)
+        trained = "" if num_trained == num_parameters else f", {readable_count(num_trained)} of them trained"
+        held = sum(bytes_of_training(self.model, config.optim))
         resumed = "" if self.resumed_step is None else f"  (resumed at step {self.resumed_step})"
         return {
             "run": f"{config.run.name} in {config.run.dir}{resumed}",
-            "model": f"{config.model.name}, {readable_count(count_parameters(self.model))} parameters, "
+            "model": f"{config.model.name}, {readable_count(num_parameters)} parameters{trained}, "
             f"{len(self.units)} FSDP units and the root",
             "mesh": " x ".join(f"{name} {size}" for name, size in axes) + f" on {_device_name(world.device)}",
-            "memory": f"{readable_bytes(weights * (2 + moments))} a rank for weights, gradients and optimizer",
+            "memory": f"{readable_bytes(held)} a rank for weights, gradients and optimizer",
             "plan": self.forecast.sentence() if world.is_main else "",
             "update": f"{readable_count(batch * config.data.seq_len)} tokens: {batch} x {config.data.seq_len}, "
             f"{self.num_micro_batches} micro-batches of {config.train.micro_batch_size} on each of {world.size} ranks",

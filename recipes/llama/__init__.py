@@ -52,6 +52,9 @@ def check(config: LlamaConfig) -> None:
         best = min(legal, key=lambda n: abs(n - config.num_kv_heads))
         rule = f"must divide model.num_heads={config.num_heads}: each key head serves as many query heads"
         raise setting_error("model.num_kv_heads", config.num_kv_heads, rule, best)
+    if config.rope_factor != 1.0 and config.rope_low_freq >= config.rope_high_freq:
+        rule = f"must be below model.rope_high_freq={config.rope_high_freq}: what lies between them is blended"
+        raise setting_error("model.rope_low_freq", config.rope_low_freq, rule, config.rope_high_freq / 4)
 
 
 def units(model: nn.Module) -> list[str | tuple[str, ...]]:

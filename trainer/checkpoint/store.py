@@ -828,7 +828,7 @@ def _differences(
     for name, part in [*state.parts.items(), *state.rank_parts.items()]:
         unfit: list[str] = []
         if name not in (parts if name in state.parts else rank_parts):
-            unfit = [_other_state(name, "not in the checkpoint")]
+            unfit = [] if getattr(part, "may_be_absent", False) else [_other_state(name, "not in the checkpoint")]
         elif name in state.rank_parts:
             if not is_same_size and not isinstance(part, Restartable):
                 unfit = [_other_state(name, "each rank's own, of another number of ranks")]

@@ -29,9 +29,10 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 
 from trainer.config import RunConfig
 from trainer.errors import UserError, setting_error
+from trainer.flops import flops_per_token
 from trainer.loss import find_loss
 from trainer.optim import moments_of
-from trainer.parameters import count_matrix_parameters, tied_names
+from trainer.parameters import tied_names
 from trainer.plan.kernels import Work, use_gpu_kernels, work_of
 from trainer.shard import (
     ShardUnit,
@@ -132,8 +133,6 @@ class Trace:
     """Buffers of the model, which lie in memory all the time."""
     input_bytes: int
     """Tokens and targets of the micro-batch."""
-    matrix_numel: int
-    """Parameters that a token is multiplied with: all but the embedding tables."""
 
     @property
     def root(self) -> int:
@@ -150,6 +149,12 @@ class Probe:
             self._model = config.recipe.build_model(config.model)
         apply_weights_dtype(self._model, config.train.weights_dtype)
         self._traces: dict[tuple[int, int | str], Trace] = {}
+
+    @property
+    def flops_per_token(self) -> float:
+        """Model FLOPs of forward and backward for one token, recomputation not counted."""
+        config = self.config
+        return flops_per_token(config.recipe, config.model, self._model, config.data.seq_len)
 
     def trace(self, micro_batch_size: int, checkpointing: int | str) -> Trace:
         """Return the trace with units as `fsdp.wrap` says.
@@ -218,7 +223,7 @@ def _trace(
             recorder.mark("end", len(units))
     events = tuple(_without_block_marks(repetition.repeated(recorder.events)))
     facts = _without_unused(facts, repetition.like(meter.unused(model)))
-    return Trace(events, facts, buffer_bytes, 2 * 8 * math.prod(shape), count_matrix_parameters(model))
+    return Trace(events, facts, buffer_bytes, 2 * 8 * math.prod(shape))
 
 
 def _unit_facts(
