@@ -25,7 +25,8 @@ from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from trainer.data.order import sample_at
-from trainer.data.source import Source
+from trainer.data.source import ShardError, Source
+from trainer.errors import TrainingFailed
 from trainer.stop import STOP_SIGNALS
 
 Batch: TypeAlias = "dict[str, Tensor]"
@@ -92,7 +93,7 @@ class TrainLoader:
     def __next__(self) -> Batch:
         if self._batches is None:
             self._batches = iter(self._open())
-        batch: Batch = next(self._batches)
+        batch = _whole(next(self._batches))
         self._num_handed_out += 1
         if self._num_handed_out == self.micro_batches_per_update:
             self._num_handed_out = 0
@@ -120,7 +121,7 @@ class TrainLoader:
             if worker.is_alive():
                 worker.kill()  # they ignore SIGTERM, which is all that the clean-up sends
 
-    def _open(self) -> StatefulDataLoader[Batch]:
+    def _open(self) -> StatefulDataLoader[Batch | TrainingFailed]:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # torchdata 0.11 on torch 2.13
             return StatefulDataLoader(
@@ -176,7 +177,7 @@ class EvalLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         for indices in self._sample_indices():
-            yield self._batches.__getitems__(indices)
+            yield _whole(self._batches.__getitems__(indices))
 
     def _sample_indices(self) -> NDArray[np.int64]:
         """Return this rank's indices, a row for each micro-batch: ranks take micro-batches in turn."""
@@ -186,18 +187,48 @@ class EvalLoader:
         return indices.reshape(self._shape)[:, self._dp_rank]
 
 
-class _Batches(Dataset[Batch]):
-    """Whole micro-batches by the indices of their samples: what `StatefulDataLoader` asks of a dataset."""
+class _Batches(Dataset["Batch | TrainingFailed"]):
+    """Whole micro-batches by the indices of their samples: what `StatefulDataLoader` asks of a dataset.
+
+    In place of one that cannot be had stands why: an exception of a worker's would arrive with its traceback for text.
+    """
 
     def __init__(self, source: Source) -> None:
         self._source = source
 
-    def __getitems__(self, indices: NDArray[np.int64]) -> Batch:
-        tokens, targets = self._source.batch(indices)
+    def __getitems__(self, indices: NDArray[np.int64]) -> Batch | TrainingFailed:
+        try:
+            tokens, targets = self._source.batch(indices)
+        except ShardError as error:
+            return TrainingFailed(str(error))
+        limit = self._source.vocab_size
+        if tokens.max() >= limit or targets.max() >= limit:
+            return TrainingFailed(_beyond(self._source, indices, tokens, targets))
         return {"tokens": torch.from_numpy(tokens), "targets": torch.from_numpy(targets)}
 
 
-def _as_it_is(batch: Batch) -> Batch:
+def _whole(batch: Batch | TrainingFailed) -> Batch:
+    if isinstance(batch, TrainingFailed):
+        raise batch
+    return batch
+
+
+def _beyond(source: Source, indices: NDArray[np.int64], tokens: NDArray[np.int64], targets: NDArray[np.int64]) -> str:
+    """Return what to say of the first id that is beyond the vocabulary."""
+    stream = np.concatenate([tokens, targets[:, -1:]], axis=1)
+    if stream.max() < source.vocab_size:  # targets that are not the tokens after
+        stream = targets
+    row, position = (int(place) for place in np.argwhere(stream >= source.vocab_size)[0])
+    sample = int(indices[row])
+    where = source.origin(sample, position)
+    origin, damage = (f", {where}", "; the shard is damaged: make it again") if where else ("", "")
+    return (
+        f"sample {sample} holds the id {stream[row, position]}{origin}: ids must be below {source.vocab_size}, "
+        f"the size of the vocabulary{damage}"
+    )
+
+
+def _as_it_is(batch: Batch | TrainingFailed) -> Batch | TrainingFailed:
     return batch
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import dataclasses
+import errno
 import glob
 import gzip
 import hashlib
@@ -30,14 +31,15 @@ import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
+from trainer.data.descriptors import SHARD_FILES
 from trainer.data.tokenizer import Tokenizer, find_tokenizer
+from trainer.environment import file_limit
 from trainer.errors import nearest, setting_error
 
 if TYPE_CHECKING:
@@ -73,6 +75,13 @@ class Source(ABC):
 
         Targets that count for nothing are IGNORE.  Index -1 gives a sample whose targets are all ignored.
         """
+
+    def origin(self, index: int, position: int) -> str:
+        """Return where the token at `position` of sample `index` comes from, in words; nothing if there is no place.
+
+        Position `seq_len` is the last target's.
+        """
+        return ""
 
     def bits_per_byte(self, loss: float) -> float | None:
         """Return the bits for each byte of raw text that a mean `loss` (nats a target) amounts to, or None."""
@@ -141,6 +150,10 @@ class Part(Source):
         """Return tokens and targets of the samples at `indices`; see `Source.batch`."""
         assert np.size(indices) == 0 or np.max(indices) < self._length, (indices, self._length)
         return self._whole.batch(np.where(np.asarray(indices) < 0, -1, np.asarray(indices) + self._start))
+
+    def origin(self, index: int, position: int) -> str:
+        """Return where a token comes from; see `Source.origin`."""
+        return self._whole.origin(index + self._start, position)
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -213,22 +226,30 @@ class ShardInfo:
 class Shard:
     """A token shard that has been checked against its metadata.
 
-    Files are mapped when they are first read, by whichever process reads them: a Shard can be sent to another one.
+    Its files are opened when they are read, by whichever process reads them: a Shard can be sent to another one.
     Raises ShardError.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.info = _read_info(path.with_suffix(".json"))
-        itemsize = np.dtype(self.info.dtype).itemsize
-        _check_size(path, self.info.num_tokens * itemsize)
+        self._dtype = np.dtype(self.info.dtype).newbyteorder("<")
+        _check_size(path, self.info.num_tokens * self._dtype.itemsize)
         _check_size(path.with_suffix(".idx"), (self.info.num_documents + 1) * 8)
 
-    @cached_property
-    def tokens(self) -> NDArray[np.unsignedinteger[Any]]:
-        """All tokens, mapped into memory."""
-        dtype = np.dtype(self.info.dtype).newbyteorder("<")
-        return np.asarray(np.memmap(self.path, dtype=dtype, mode="r"))  # asarray: slices of a memmap are slow
+    def read(self, start: int, count: int) -> NDArray[np.unsignedinteger[Any]]:
+        """Return `count` tokens from `start` on.  Raises ShardError if they are no longer there."""
+        itemsize = self._dtype.itemsize
+        try:
+            found = SHARD_FILES.read(self.path, start * itemsize, count * itemsize)
+        except OSError as error:
+            raise ShardError(f"{self.path} cannot be read ({_reason(error)})") from error
+        if len(found) < count * itemsize:
+            size, expected = start * itemsize + len(found), self.info.num_tokens * itemsize
+            with contextlib.suppress(OSError):
+                size = self.path.stat().st_size
+            raise ShardError(f"{self.path} has been cut short: it has {size} bytes, its metadata say {expected}")
+        return np.frombuffer(found, self._dtype)
 
     def read_offsets(self) -> NDArray[np.int64]:
         """Return where each document starts, and where the last one ends."""
@@ -236,9 +257,6 @@ class Shard:
         if offsets[0] != 0 or offsets[-1] != self.info.num_tokens or np.any(np.diff(offsets) < 0):
             raise ShardError(f"{self.path.with_suffix('.idx')} is damaged: its documents do not make up the tokens")
         return offsets
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"path": self.path, "info": self.info}
 
 
 class ShardWriter:
@@ -331,7 +349,10 @@ class TokenSource(Source):
         starts, counts = self._find_windows(indices)
         windows = np.empty((len(indices), self.seq_len + 1), dtype=np.int64)
         for row, (start, count) in enumerate(zip(starts.tolist(), counts.tolist(), strict=True)):
-            windows[row, : count + 1] = self._read(start, count + 1)
+            try:
+                windows[row, : count + 1] = self._read(start, count + 1)
+            except ShardError as error:
+                raise ShardError(f"sample {indices[row]} cannot be read: {error}") from error
         tokens, targets = windows[:, :-1].copy(), windows[:, 1:].copy()
         if np.any(counts < self.seq_len):
             is_padding = np.arange(self.seq_len) >= counts[:, None]
@@ -346,15 +367,27 @@ class TokenSource(Source):
         counts = np.minimum(self.seq_len, self._segment_starts[segments + 1] - 1 - starts)
         return starts, np.where(indices < 0, 0, counts)
 
-    def _read(self, start: int, count: int) -> NDArray[np.unsignedinteger[Any]]:
-        """Return `count` tokens of the stream from `start` on: a view, unless they lie in several shards."""
+    def origin(self, index: int, position: int) -> str:
+        """Return where a token of the stream of a sample is to be found, in words."""
+        (start,), _ = self._find_windows(np.array([index]))
+        number, first = self._locate(int(start) + position)
+        return f"token {first} of {self._shards[number].path}"
+
+    def _locate(self, start: int) -> tuple[int, int]:
+        """Return the shard that a token of the stream lies in, and its place there."""
         number = bisect.bisect_right(self._shard_starts, start) - 1
-        start -= self._shard_starts[number]
-        found = self._shards[number].tokens[start : start + count]
-        while len(found) < count:
-            number += 1
-            found = np.concatenate([found, self._shards[number].tokens[: count - len(found)]])
-        return found
+        return number, start - self._shard_starts[number]
+
+    def _read(self, start: int, count: int) -> NDArray[np.unsignedinteger[Any]]:
+        """Return `count` tokens of the stream from `start` on, which may lie in several shards."""
+        number, first = self._locate(start)
+        parts = []
+        while count:
+            shard = self._shards[number]
+            here = min(count, shard.info.num_tokens - first)
+            parts.append(shard.read(first, here))
+            number, first, count = number + 1, 0, count - here
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def _find_documents(self) -> NDArray[np.int64]:
         starts = [
@@ -432,6 +465,11 @@ def _check_size(path: Path, num_bytes: int) -> None:
         raise ShardError(f"{path} cannot be read ({error.strerror})") from error
     if found != num_bytes:
         raise ShardError(f"{path} has {found} bytes, its metadata say {num_bytes}")
+
+
+def _reason(error: OSError) -> str:
+    limit = f"; `ulimit -n` is {file_limit()}" if error.errno in (errno.EMFILE, errno.ENFILE) else ""
+    return f"{error.strerror}{limit}"
 
 
 def _find_dtype(vocab_size: int) -> str:

@@ -1,0 +1,88 @@
+"""Files that are read here and there: thousands of them through few descriptors, and nothing is mapped.
+
+A mapped file that becomes shorter, or whose storage fails, ends the process with SIGBUS; it keeps its descriptor for
+as long as it is mapped; and touching a page of it fetches its neighbours too, a hundred times what a sample needs.
+`pread` has none of this, and no position that processes or threads would share.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from pathlib import Path
+
+from trainer.environment import file_limit
+
+MOST = 128
+"""Descriptors that are kept open, for all files together."""
+
+
+class _Descriptor:
+    """An open file, closed with its last user: whoever still reads from it when it leaves the cache."""
+
+    number = -1
+
+    def __init__(self, path: Path) -> None:
+        self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self.number, 0, 0, os.POSIX_FADV_RANDOM)
+
+    def __del__(self) -> None:
+        if self.number >= 0:
+            os.close(self.number)
+
+
+class Descriptors:
+    """A cache of open files, those used last.  Safe for threads; a forked process may go on with what it inherits."""
+
+    def __init__(self) -> None:
+        self._open: dict[Path, _Descriptor] = {}
+        self._lock = threading.Lock()
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._renew_lock)
+
+    def read(self, path: Path, offset: int, count: int) -> bytes:
+        """Return `count` bytes from `offset` on, fewer where the file ends.  Raises OSError."""
+        descriptor = self._take(path)
+        found = os.pread(descriptor.number, count, offset)
+        while 0 < len(found) < count:  # a signal, or the end
+            more = os.pread(descriptor.number, count - len(found), offset + len(found))
+            if not more:
+                break
+            found += more
+        return found
+
+    def close(self) -> None:
+        """Close all files that nobody is reading from at the moment."""
+        with self._lock:
+            self._open.clear()
+
+    def _take(self, path: Path) -> _Descriptor:
+        with self._lock:
+            descriptor = self._open.pop(path, None)
+            if descriptor is None:
+                for other in list(self._open)[: max(0, len(self._open) + 1 - self._room())]:
+                    del self._open[other]
+                descriptor = self._open_anew(path)
+            self._open[path] = descriptor  # now the last one to go
+            return descriptor
+
+    def _open_anew(self, path: Path) -> _Descriptor:
+        try:
+            return _Descriptor(path)
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE) or not self._open:
+                raise
+        self._open.clear()  # others have taken the rest: make do with one
+        return _Descriptor(path)
+
+    def _room(self) -> int:
+        return max(1, min(MOST, file_limit() // 4))
+
+    def _renew_lock(self) -> None:
+        self._lock = threading.Lock()  # another thread of the parent's may have held it
+
+
+SHARD_FILES = Descriptors()
+"""Those of all token shards that this process reads."""
