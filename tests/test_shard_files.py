@@ -125,6 +125,14 @@ def test_no_more_is_read_than_is_asked_for(tmp_path: Path, monkeypatch: pytest.M
     assert asked == [65 * 2] * 3
 
 
+def test_a_file_that_was_replaced_is_read_anew(tmp_path: Path) -> None:
+    """By whoever opens it now, while it is still open from before."""
+    for text in (b"old", b"new"):
+        path = write_shards(tmp_path, [text])
+        source = open_source(DataSection(source="tokens", path=path, seq_len=3), None, "train")
+        assert bytes(source.batch(np.array([0]))[0][0].tolist()) == text
+
+
 def test_threads_that_share_few_descriptors_read_what_is_theirs(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(descriptors, "MOST", 2)  # so that each read closes what another thread is reading from
     source, stream = many_shards(tmp_path, 60)

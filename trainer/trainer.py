@@ -601,7 +601,7 @@ class Trainer:
         if path is None and self._goes_on(resume):
             resume = "auto"
         allowed = frozenset(self.config.checkpoint.allow_changes)
-        if allowed & {"optim.name", "state.model"}:
+        if allowed & {"optim", "optim.name", "state.model"}:
             allowed |= {"state.optimizer"}  # begins without moments, if those that are stored do not fit
         how = (self.state, self._compare, allowed, self.phase == "running")
         found: Found | None = None
@@ -698,6 +698,7 @@ class Trainer:
 
     def _resume_loader_with_state(self) -> None:
         if isinstance(self.loader, TrainLoader):
+            self.loader.fingerprint = self.world.broadcast(self.loader.fingerprint)
             self.state.add("loader", self.loader)
         elif hasattr(self.loader, "state_dict"):
             self.state.add("loader", self.loader, per_rank=True)

@@ -37,14 +37,17 @@ class Descriptors:
     """A cache of open files, those used last.  Safe for threads; a forked process may go on with what it inherits."""
 
     def __init__(self) -> None:
-        self._open: dict[Path, _Descriptor] = {}
+        self._open: dict[tuple[Path, object], _Descriptor] = {}
         self._lock = threading.Lock()
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._renew_lock)
 
-    def read(self, path: Path, offset: int, count: int) -> bytes:
-        """Return `count` bytes from `offset` on, fewer where the file ends.  Raises OSError."""
-        descriptor = self._take(path)
+    def read(self, path: Path, version: object, offset: int, count: int) -> bytes:
+        """Return `count` bytes from `offset` on, fewer where the file ends.  Raises OSError.
+
+        Who has seen another `version` of the file reads through another descriptor: it may have been replaced.
+        """
+        descriptor = self._take((path, version))
         found = os.pread(descriptor.number, count, offset)
         while 0 < len(found) < count:  # a signal, or the end
             more = os.pread(descriptor.number, count - len(found), offset + len(found))
@@ -58,14 +61,14 @@ class Descriptors:
         with self._lock:
             self._open.clear()
 
-    def _take(self, path: Path) -> _Descriptor:
+    def _take(self, file: tuple[Path, object]) -> _Descriptor:
         with self._lock:
-            descriptor = self._open.pop(path, None)
+            descriptor = self._open.pop(file, None)
             if descriptor is None:
                 for other in list(self._open)[: max(0, len(self._open) + 1 - self._room())]:
                     del self._open[other]
-                descriptor = self._open_anew(path)
-            self._open[path] = descriptor  # now the last one to go
+                descriptor = self._open_anew(file[0])
+            self._open[file] = descriptor  # now the last one to go
             return descriptor
 
     def _open_anew(self, path: Path) -> _Descriptor:

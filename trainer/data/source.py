@@ -31,6 +31,7 @@ import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 
@@ -38,6 +39,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer.data.descriptors import SHARD_FILES
+from trainer.data.fingerprint import Fingerprint
 from trainer.data.tokenizer import Tokenizer, find_tokenizer
 from trainer.environment import file_limit
 from trainer.errors import nearest, setting_error
@@ -75,6 +77,14 @@ class Source(ABC):
 
         Targets that count for nothing are IGNORE.  Index -1 gives a sample whose targets are all ignored.
         """
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        """Which samples there are, kept with a run's position in them: a run does not go on in others unasked.
+
+        By default their number alone.  `content` may be any text that changes with them.
+        """
+        return Fingerprint(len(self))
 
     def origin(self, index: int, position: int) -> str:
         """Return where the token at `position` of sample `index` comes from, in words; nothing if there is no place.
@@ -151,6 +161,11 @@ class Part(Source):
         assert np.size(indices) == 0 or np.max(indices) < self._length, (indices, self._length)
         return self._whole.batch(np.where(np.asarray(indices) < 0, -1, np.asarray(indices) + self._start))
 
+    @property
+    def fingerprint(self) -> Fingerprint:
+        """That of the whole, with the number of these samples."""
+        return dataclasses.replace(self._whole.fingerprint, num_samples=len(self))
+
     def origin(self, index: int, position: int) -> str:
         """Return where a token comes from; see `Source.origin`."""
         return self._whole.origin(index + self._start, position)
@@ -200,6 +215,10 @@ SUFFIXES = (".bin", ".idx", ".json")
 """The files of a shard, metadata last."""
 
 
+_NUM_PLACES, _PLACE = 64, 2048
+"""How many places a fingerprint looks at, and how many tokens at each."""
+
+
 class ShardError(Exception):
     """A token shard is missing, damaged, or of another kind than it should be; says which and why."""
 
@@ -234,14 +253,14 @@ class Shard:
         self.path = path
         self.info = _read_info(path.with_suffix(".json"))
         self._dtype = np.dtype(self.info.dtype).newbyteorder("<")
-        _check_size(path, self.info.num_tokens * self._dtype.itemsize)
+        self._version = _check_size(path, self.info.num_tokens * self._dtype.itemsize)
         _check_size(path.with_suffix(".idx"), (self.info.num_documents + 1) * 8)
 
     def read(self, start: int, count: int) -> NDArray[np.unsignedinteger[Any]]:
         """Return `count` tokens from `start` on.  Raises ShardError if they are no longer there."""
         itemsize = self._dtype.itemsize
         try:
-            found = SHARD_FILES.read(self.path, start * itemsize, count * itemsize)
+            found = SHARD_FILES.read(self.path, self._version, start * itemsize, count * itemsize)
         except OSError as error:
             raise ShardError(f"{self.path} cannot be read ({_reason(error)})") from error
         if len(found) < count * itemsize:
@@ -367,6 +386,12 @@ class TokenSource(Source):
         counts = np.minimum(self.seq_len, self._segment_starts[segments + 1] - 1 - starts)
         return starts, np.where(indices < 0, 0, counts)
 
+    @cached_property
+    def fingerprint(self) -> Fingerprint:
+        """What the shards say of themselves, and the content of some places in each.  Raises ShardError."""
+        content = _sample_content(self._shards)
+        return Fingerprint(len(self), len(self._shards), self._shard_starts[-1], content)
+
     def origin(self, index: int, position: int) -> str:
         """Return where a token of the stream of a sample is to be found, in words."""
         (start,), _ = self._find_windows(np.array([index]))
@@ -395,6 +420,23 @@ class TokenSource(Source):
             for shard, first in zip(self._shards, self._shard_starts[:-1], strict=True)
         ]
         return np.concatenate([*starts, self._shard_starts[-1:]])
+
+
+def _sample_content(shards: Sequence[Shard]) -> str:
+    """Return a digest of 64 places, spread over the shards with one in each at least, and of their sizes.
+
+    Whatever changes in the middle of a document moves what comes after it, so that one place in each is its end.
+    """
+    digest = hashlib.blake2b(digest_size=8)
+    num_places = max(1, _NUM_PLACES // len(shards))
+    for shard in shards:
+        info = shard.info
+        digest.update(f"{info.num_tokens} {info.num_documents} {info.num_bytes};".encode())
+        count = min(info.num_tokens, _PLACE)
+        last = info.num_tokens - count
+        for start in sorted({last - last * place // num_places for place in range(num_places)}):
+            digest.update(shard.read(start, count).tobytes())
+    return digest.hexdigest()
 
 
 def _open_shards(data: DataSection, split: Split) -> TokenSource:
@@ -457,14 +499,16 @@ def _read_info(path: Path) -> ShardInfo:
     return info
 
 
-def _check_size(path: Path, num_bytes: int) -> None:
+def _check_size(path: Path, num_bytes: int) -> tuple[int, int]:
+    """Raise ShardError unless the file has as many bytes.  Returns what tells it from another of that name."""
     try:
         with open(path, "rb") as file:  # opened, not only looked at: it must be readable
-            found = file.seek(0, os.SEEK_END)
+            found = os.fstat(file.fileno())
     except OSError as error:
         raise ShardError(f"{path} cannot be read ({error.strerror})") from error
-    if found != num_bytes:
-        raise ShardError(f"{path} has {found} bytes, its metadata say {num_bytes}")
+    if found.st_size != num_bytes:
+        raise ShardError(f"{path} has {found.st_size} bytes, its metadata say {num_bytes}")
+    return found.st_ino, found.st_mtime_ns
 
 
 def _reason(error: OSError) -> str:
