@@ -885,7 +885,7 @@ class Trainer:
         if text:
             self.metrics.say(f"gzip -9 on the same held-out text: {gzip_bits_per_byte(text):.4f} bits/byte", "green")
         tokenizer = find_tokenizer(self.config.data.tokenizer)
-        prompt = tokenizer.encode("def ").tolist()
+        prompt = [*tokenizer.start_ids, *tokenizer.encode("def ").tolist()]
         self.model.eval()
         context = self.config.data.seq_len
         tokens = write_sample(self.model, self.world, prompt, self.config.log.sample_tokens, context)

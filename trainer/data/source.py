@@ -292,16 +292,24 @@ class ShardWriter:
         self._files = {suffix: open(self._temporary(suffix), "wb") for suffix in SUFFIXES}  # noqa: SIM115
         self._files[".idx"].write(bytes(8))
         self.num_tokens = self.num_documents = self.num_bytes = 0
+        self._has_begun = False
 
     def write(self, ids: NDArray[np.integer[Any]], num_bytes: int) -> None:
         """Append tokens to the current document; `num_bytes` is the size of the text that they stand for."""
-        self._files[".bin"].write(ids.astype(self._dtype.newbyteorder("<"), copy=False).tobytes())
-        self.num_tokens += len(ids)
+        if not self._has_begun:
+            self._has_begun = True
+            self._append(np.array(self._tokenizer.start_ids, dtype=self._dtype))
+        self._append(ids)
         self.num_bytes += num_bytes
 
+    def _append(self, ids: NDArray[np.integer[Any]]) -> None:
+        self._files[".bin"].write(ids.astype(self._dtype.newbyteorder("<"), copy=False).tobytes())
+        self.num_tokens += len(ids)
+
     def end_document(self) -> None:
-        """End the current document: append the tokenizer's end token."""
-        self.write(np.array([self._tokenizer.end_id]), num_bytes=0)
+        """End the current document, which may be empty, as its tokenizer does."""
+        self.write(np.array(self._tokenizer.end_ids, dtype=self._dtype), num_bytes=0)
+        self._has_begun = False
         self.num_documents += 1
         self._files[".idx"].write(self.num_tokens.to_bytes(8, "little"))
 
