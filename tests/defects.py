@@ -483,9 +483,9 @@ DEFECTS: list[Defect] = [
     Defect(
         "ids-unchecked",
         "damaged-data",
-        "trainer/data/loader.py",
-        "if tokens.max() >= limit or targets.max() >= limit:",
-        "if tokens.max() > 10 * limit:",
+        "trainer/data/source.py",
+        "if self._may_be_beyond and windows.max(initial=0) >= self.vocab_size:",
+        "if self._may_be_beyond and windows.max(initial=0) > 10**6:",
     ),
 ]
 

@@ -2,7 +2,7 @@
 
 A mapped file that becomes shorter, or whose storage fails, ends the process with SIGBUS; it keeps its descriptor for
 as long as it is mapped; and touching a page of it fetches its neighbours too, a hundred times what a sample needs.
-`pread` has none of this, and no position that processes or threads would share.
+`preadv` has none of this, and no position that processes or threads would share.
 """
 
 from __future__ import annotations
@@ -10,9 +10,14 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from pathlib import Path
+from typing import Any, TypeAlias
+
+from numpy.typing import NDArray
 
 from trainer.environment import file_limit
+
+Version: TypeAlias = "tuple[str, int, int]"
+"""A file as somebody has seen it: its path, and what tells it from another of that name (inode, time of change)."""
 
 MOST = 128
 """Descriptors that are kept open, for all files together."""
@@ -23,7 +28,7 @@ class _Descriptor:
 
     number = -1
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: str) -> None:
         self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self.number, 0, 0, os.POSIX_FADV_RANDOM)
@@ -37,31 +42,32 @@ class Descriptors:
     """A cache of open files, those used last.  Safe for threads; a forked process may go on with what it inherits."""
 
     def __init__(self) -> None:
-        self._open: dict[tuple[Path, object], _Descriptor] = {}
+        self._open: dict[Version, _Descriptor] = {}
         self._lock = threading.Lock()
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._renew_lock)
 
-    def read(self, path: Path, version: object, offset: int, count: int) -> bytes:
-        """Return `count` bytes from `offset` on, fewer where the file ends.  Raises OSError.
+    def read_into(self, buffer: NDArray[Any], file: Version, offset: int) -> int:
+        """Fill `buffer`, in one piece, with bytes from `offset` on; returns how many there were: fewer at the end.
 
-        Who has seen another `version` of the file reads through another descriptor: it may have been replaced.
+        Who has seen another version of the file reads through another descriptor: it may have been replaced.
+        Raises OSError.
         """
-        descriptor = self._take((path, version))
-        found = os.pread(descriptor.number, count, offset)
-        while 0 < len(found) < count:  # a signal, or the end
-            more = os.pread(descriptor.number, count - len(found), offset + len(found))
+        descriptor = self._take(file)
+        count = os.preadv(descriptor.number, [buffer.data], offset)
+        while 0 < count < buffer.nbytes:  # a signal, or the end
+            more = os.preadv(descriptor.number, [buffer.data.cast("B")[count:]], offset + count)
             if not more:
                 break
-            found += more
-        return found
+            count += more
+        return count
 
     def close(self) -> None:
         """Close all files that nobody is reading from at the moment."""
         with self._lock:
             self._open.clear()
 
-    def _take(self, file: tuple[Path, object]) -> _Descriptor:
+    def _take(self, file: Version) -> _Descriptor:
         with self._lock:
             descriptor = self._open.pop(file, None)
             if descriptor is None:
@@ -71,7 +77,7 @@ class Descriptors:
             self._open[file] = descriptor  # now the last one to go
             return descriptor
 
-    def _open_anew(self, path: Path) -> _Descriptor:
+    def _open_anew(self, path: str) -> _Descriptor:
         try:
             return _Descriptor(path)
         except OSError as error:

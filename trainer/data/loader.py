@@ -220,9 +220,8 @@ class _Batches(Dataset["Batch | TrainingFailed"]):
             tokens, targets = self._source.batch(indices)
         except ShardError as error:
             return TrainingFailed(str(error))
-        limit = self._source.vocab_size
-        if tokens.max() >= limit or targets.max() >= limit:
-            return TrainingFailed(_beyond(self._source, indices, tokens, targets))
+        if not self._source.checks_ids and (found := _find_beyond(self._source.vocab_size, indices, tokens, targets)):
+            return TrainingFailed(found)
         return {"tokens": torch.from_numpy(tokens), "targets": torch.from_numpy(targets)}
 
 
@@ -232,19 +231,14 @@ def _whole(batch: Batch | TrainingFailed) -> Batch:
     return batch
 
 
-def _beyond(source: Source, indices: NDArray[np.int64], tokens: NDArray[np.int64], targets: NDArray[np.int64]) -> str:
-    """Return what to say of the first id that is beyond the vocabulary."""
-    stream = np.concatenate([tokens, targets[:, -1:]], axis=1)
-    if stream.max() < source.vocab_size:  # targets that are not the tokens after
-        stream = targets
-    row, position = (int(place) for place in np.argwhere(stream >= source.vocab_size)[0])
-    sample = int(indices[row])
-    where = source.origin(sample, position)
-    origin, damage = (f", {where}", "; the shard is damaged: make it again") if where else ("", "")
-    return (
-        f"sample {sample} holds the id {stream[row, position]}{origin}: ids must be below {source.vocab_size}, "
-        f"the size of the vocabulary{damage}"
-    )
+def _find_beyond(limit: int, indices: NDArray[np.int64], *batch: NDArray[np.int64]) -> str:
+    """Return what to say of the first id that is beyond the vocabulary; nothing if none is."""
+    for ids in batch:
+        if ids.max(initial=0) >= limit:
+            row, position = np.argwhere(ids >= limit)[0]
+            rule = f"ids must be below {limit}, the size of the vocabulary"
+            return f"sample {indices[row]} holds the id {ids[row, position]}: {rule}"
+    return ""
 
 
 def _as_it_is(batch: Batch | TrainingFailed) -> Batch | TrainingFailed:

@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.data.descriptors import SHARD_FILES
+from trainer.data.descriptors import SHARD_FILES, Version
 from trainer.data.fingerprint import Fingerprint
 from trainer.data.tokenizer import Tokenizer, find_tokenizer
 from trainer.environment import file_limit
@@ -60,12 +60,14 @@ class Source(ABC):
     vocab_size: every token id is below it.
     tokenizer: the name of the tokenizer that made the tokens; None for those that no text stands behind.
     bytes_per_token: bytes of raw text for each target, when every sample is read once; None without text.
+    checks_ids: whether `batch` sees to it that no id is beyond the vocabulary; else the loader does.
     """
 
     seq_len: int
     vocab_size: int
     tokenizer: str | None = None
     bytes_per_token: float | None = None
+    checks_ids: bool = False
 
     @abstractmethod
     def __len__(self) -> int:
@@ -85,13 +87,6 @@ class Source(ABC):
         By default their number alone.  `content` may be any text that changes with them.
         """
         return Fingerprint(len(self))
-
-    def origin(self, index: int, position: int) -> str:
-        """Return where the token at `position` of sample `index` comes from, in words; nothing if there is no place.
-
-        Position `seq_len` is the last target's.
-        """
-        return ""
 
     def bits_per_byte(self, loss: float) -> float | None:
         """Return the bits for each byte of raw text that a mean `loss` (nats a target) amounts to, or None."""
@@ -150,7 +145,7 @@ class Part(Source):
 
     def __init__(self, whole: Source, start: int, stop: int) -> None:
         self.seq_len, self.vocab_size, self.tokenizer = whole.seq_len, whole.vocab_size, whole.tokenizer
-        self.bytes_per_token = whole.bytes_per_token
+        self.bytes_per_token, self.checks_ids = whole.bytes_per_token, whole.checks_ids
         self._whole, self._start, self._length = whole, start, stop - start
 
     def __len__(self) -> int:
@@ -165,10 +160,6 @@ class Part(Source):
     def fingerprint(self) -> Fingerprint:
         """That of the whole, with the number of these samples."""
         return dataclasses.replace(self._whole.fingerprint, num_samples=len(self))
-
-    def origin(self, index: int, position: int) -> str:
-        """Return where a token comes from; see `Source.origin`."""
-        return self._whole.origin(index + self._start, position)
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -252,23 +243,32 @@ class Shard:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.info = _read_info(path.with_suffix(".json"))
-        self._dtype = np.dtype(self.info.dtype).newbyteorder("<")
-        self._version = _check_size(path, self.info.num_tokens * self._dtype.itemsize)
+        self._file = _check_size(path, self.info.num_tokens * self.dtype.itemsize)
         _check_size(path.with_suffix(".idx"), (self.info.num_documents + 1) * 8)
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """That of its tokens: unsigned, little-endian."""
+        return np.dtype(self.info.dtype).newbyteorder("<")
 
     def read(self, start: int, count: int) -> NDArray[np.unsignedinteger[Any]]:
         """Return `count` tokens from `start` on.  Raises ShardError if they are no longer there."""
-        itemsize = self._dtype.itemsize
+        found = np.empty(count, self.dtype)
+        self.read_into(found, start)
+        return found
+
+    def read_into(self, found: NDArray[np.unsignedinteger[Any]], start: int) -> None:
+        """Fill an array of the shard's dtype, in one piece, with tokens from `start` on.  Raises ShardError."""
+        offset = start * found.itemsize
         try:
-            found = SHARD_FILES.read(self.path, self._version, start * itemsize, count * itemsize)
+            count = SHARD_FILES.read_into(found, self._file, offset)
         except OSError as error:
             raise ShardError(f"{self.path} cannot be read ({_reason(error)})") from error
-        if len(found) < count * itemsize:
-            size, expected = start * itemsize + len(found), self.info.num_tokens * itemsize
+        if count < found.nbytes:
+            size, expected = offset + count, self.info.num_tokens * found.itemsize
             with contextlib.suppress(OSError):
                 size = self.path.stat().st_size
             raise ShardError(f"{self.path} has been cut short: it has {size} bytes, its metadata say {expected}")
-        return np.frombuffer(found, self._dtype)
 
     def read_offsets(self) -> NDArray[np.int64]:
         """Return where each document starts, and where the last one ends."""
@@ -353,10 +353,13 @@ class TokenSource(Source):
     first token is no target.  Where a window ends early, the rest is end tokens whose targets are ignored.
     """
 
+    checks_ids = True
+
     def __init__(self, shards: Sequence[Shard], seq_len: int, pack: bool) -> None:
         info = shards[0].info
         self.seq_len, self.vocab_size, self.tokenizer = seq_len, info.vocab_size, info.tokenizer
-        self._shards, self._padding = list(shards), info.end_id
+        self._shards, self._padding, self._dtype = list(shards), info.end_id, shards[0].dtype
+        self._may_be_beyond = info.vocab_size <= np.iinfo(self._dtype).max
         self._shard_starts: list[int] = np.cumsum([0, *(shard.info.num_tokens for shard in shards)]).tolist()
         # Windows lie in segments: documents, or all there is.
         self._segment_starts = self._find_documents() if not pack else np.array([0, self._shard_starts[-1]])
@@ -374,17 +377,33 @@ class TokenSource(Source):
         indices = np.asarray(indices, dtype=np.int64)
         assert indices.size == 0 or -1 <= indices.min() <= indices.max() < len(self), (indices, len(self))
         starts, counts = self._find_windows(indices)
-        windows = np.empty((len(indices), self.seq_len + 1), dtype=np.int64)
+        windows = np.empty((len(indices), self.seq_len + 1), self._dtype)
         for row, (start, count) in enumerate(zip(starts.tolist(), counts.tolist(), strict=True)):
             try:
-                windows[row, : count + 1] = self._read(start, count + 1)
+                self._read(windows[row, : count + 1], start)
             except ShardError as error:
                 raise ShardError(f"sample {indices[row]} cannot be read: {error}") from error
-        tokens, targets = windows[:, :-1].copy(), windows[:, 1:].copy()
+            if count < self.seq_len:
+                windows[row, count + 1 :] = self._padding
+        if self._may_be_beyond and windows.max(initial=0) >= self.vocab_size:
+            raise ShardError(self._beyond(windows, indices, starts))
+        tokens, targets = windows[:, :-1].astype(np.int64), windows[:, 1:].astype(np.int64)
         if np.any(counts < self.seq_len):
             is_padding = np.arange(self.seq_len) >= counts[:, None]
             tokens[is_padding], targets[is_padding] = self._padding, IGNORE
         return tokens, targets
+
+    def _beyond(
+        self, windows: NDArray[np.unsignedinteger[Any]], indices: NDArray[np.int64], starts: NDArray[np.int64]
+    ) -> str:
+        """Return what to say of the first id that is beyond the vocabulary."""
+        row, position = (int(place) for place in np.argwhere(windows >= self.vocab_size)[0])
+        number, first = self._locate(int(starts[row]) + position)
+        place = f"token {first} of {self._shards[number].path}"
+        return (
+            f"sample {indices[row]} holds the id {windows[row, position]}, {place}: "
+            f"ids must be below {self.vocab_size}, the size of the vocabulary; the shard is damaged, make it again"
+        )
 
     def _find_windows(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the first token and the number of targets of each window; none for index -1."""
@@ -400,27 +419,20 @@ class TokenSource(Source):
         content = _sample_content(self._shards)
         return Fingerprint(len(self), len(self._shards), self._shard_starts[-1], content)
 
-    def origin(self, index: int, position: int) -> str:
-        """Return where a token of the stream of a sample is to be found, in words."""
-        (start,), _ = self._find_windows(np.array([index]))
-        number, first = self._locate(int(start) + position)
-        return f"token {first} of {self._shards[number].path}"
-
     def _locate(self, start: int) -> tuple[int, int]:
         """Return the shard that a token of the stream lies in, and its place there."""
         number = bisect.bisect_right(self._shard_starts, start) - 1
         return number, start - self._shard_starts[number]
 
-    def _read(self, start: int, count: int) -> NDArray[np.unsignedinteger[Any]]:
-        """Return `count` tokens of the stream from `start` on, which may lie in several shards."""
+    def _read(self, found: NDArray[np.unsignedinteger[Any]], start: int) -> None:
+        """Fill an array with tokens of the stream from `start` on, which may lie in several shards."""
         number, first = self._locate(start)
-        parts = []
-        while count:
+        filled = 0
+        while filled < len(found):
             shard = self._shards[number]
-            here = min(count, shard.info.num_tokens - first)
-            parts.append(shard.read(first, here))
-            number, first, count = number + 1, 0, count - here
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+            count = min(len(found) - filled, shard.info.num_tokens - first)
+            shard.read_into(found[filled : filled + count], first)
+            filled, number, first = filled + count, number + 1, 0
 
     def _find_documents(self) -> NDArray[np.int64]:
         starts = [
@@ -507,8 +519,8 @@ def _read_info(path: Path) -> ShardInfo:
     return info
 
 
-def _check_size(path: Path, num_bytes: int) -> tuple[int, int]:
-    """Raise ShardError unless the file has as many bytes.  Returns what tells it from another of that name."""
+def _check_size(path: Path, num_bytes: int) -> Version:
+    """Return the file as it is now.  Raises ShardError unless it has as many bytes."""
     try:
         with open(path, "rb") as file:  # opened, not only looked at: it must be readable
             found = os.fstat(file.fileno())
@@ -516,7 +528,7 @@ def _check_size(path: Path, num_bytes: int) -> tuple[int, int]:
         raise ShardError(f"{path} cannot be read ({error.strerror})") from error
     if found.st_size != num_bytes:
         raise ShardError(f"{path} has {found.st_size} bytes, its metadata say {num_bytes}")
-    return found.st_ino, found.st_mtime_ns
+    return str(path), found.st_ino, found.st_mtime_ns
 
 
 def _reason(error: OSError) -> str:
