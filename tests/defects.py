@@ -514,6 +514,35 @@ DEFECTS: list[Defect] = [
         "asked='' && trap 'asked=yes' USR1",
         "asked='' && trap 'touch \"$RUN_DIR/notice\"' USR1",
     ),
+    # -- the data ------------------------------------------------------------------------------------------------
+    Defect(
+        "special-tokens-in-text",
+        "documents",
+        "trainer/data/tokenizer.py",
+        "self._tokenizer.encode_special_tokens = True",
+        "self._tokenizer.encode_special_tokens = False",
+    ),
+    Defect(
+        "fingerprint-without-content",
+        "data-changes",
+        "trainer/data/source.py",
+        "digest.update(shard.read(start, count).tobytes())",
+        "digest.update(shard.read(start, 0).tobytes())",
+    ),
+    Defect(
+        "descriptor-per-shard",
+        "many-shards",
+        "trainer/data/descriptors.py",
+        "return max(1, min(MOST, file_limit() // 4))",
+        "return 10**9",
+    ),
+    Defect(
+        "ids-unchecked",
+        "damaged-data",
+        "trainer/data/source.py",
+        "if self._may_be_beyond and windows.max(initial=0) >= self.vocab_size:",
+        "if self._may_be_beyond and windows.max(initial=0) > 10**6:",
+    ),
 ]
 
 

@@ -215,7 +215,7 @@ class CheckpointSection:
     )
     verify: Literal["full", "sizes"] = declare("full", "what is checked before loading: all checksums, or sizes only")
     resume: str = declare("auto", "auto: the newest good checkpoint; none: start anew; or where one is, or a run")
-    allow_changes: tuple[str, ...] = declare((), "keys that may differ from the checkpoint's configuration")
+    allow_changes: tuple[str, ...] = declare((), "what may differ from the checkpoint: keys, sections, state.<name>")
 
 
 @dataclass(frozen=True)
@@ -769,10 +769,10 @@ def _check_forms(config: RunConfig) -> None:
     if "://" in config.run.dir:
         rule = "must be a folder; for checkpoints elsewhere there is checkpoint.dir"
         raise setting_error("run.dir", config.run.dir, rule, f"runs/{config.run.name}")
-    legal = declared_keys(type(config.model))
+    legal = [*declared_keys(type(config.model)), *(section.name for section in dataclasses.fields(RunConfig))]
     unknown = [key for key in config.checkpoint.allow_changes if key not in legal and not key.startswith("state.")]
     if unknown:
-        best = nearest(unknown[0], declared_keys(type(config.model)))
+        best = nearest(unknown[0], legal)
         raise setting_error("checkpoint.allow_changes", list(unknown), "no such key", best and [best])
     _check_folder("run.dir", config.run.dir, f"runs/{config.run.name}")
     if config.checkpoint.dir is not None:
@@ -908,5 +908,6 @@ def compare_configs(config: RunConfig, stored_yaml: str) -> tuple[list[str], lis
                 continue
             fixed = key.startswith(_FIXED_ON_RESUME) and key not in _FREE_ON_RESUME
             line = f"{key}: {before} in the checkpoint, {value} now"
-            (refused if fixed and key not in config.checkpoint.allow_changes else free).append(line)
+            is_allowed = not {key, section}.isdisjoint(config.checkpoint.allow_changes)
+            (refused if fixed and not is_allowed else free).append(line)
     return refused, free

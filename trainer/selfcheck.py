@@ -156,8 +156,9 @@ class _Report:
     """Of what its parameters are, which must be the same on all ranks."""
     pieces: NDArray[np.int64]
     """A row for each parameter: start, length, checksum."""
-    order: tuple[int, int, int] | None
-    """Where in the data it stands: position, number of samples, seed; None if that is not checked."""
+    order: tuple[int, int, int, str] | None
+    """Where in the data it stands: position, number of samples, seed, and a digest of the data; None if that is not
+    checked."""
     samples: NDArray[np.int64] | None
     """What it reads for the next update."""
 
@@ -361,11 +362,12 @@ def _compare_data(reports: Sequence[_Report], loader: object) -> Iterator[str]:
         yield f"all ranks: read {first} samples for the next update; expected: {expected.size}"
 
 
-def _order(order: tuple[int, int, int] | None) -> str:
+def _order(order: tuple[int, int, int, str] | None) -> str:
     if order is None:
         return "data in no order that is known"
-    position, num_samples, seed = order
-    return f"from position {position} of an order of {num_samples} samples with seed {seed}"
+    position, num_samples, seed, content = order
+    data = f", content {content}" if content else ""
+    return f"from position {position} of an order of {num_samples} samples with seed {seed}{data}"
 
 
 def _some(samples: NDArray[np.int64]) -> str:

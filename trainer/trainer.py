@@ -612,7 +612,7 @@ class Trainer:
         if path is None and self._goes_on(resume):
             resume = "auto"
         allowed = frozenset(self.config.checkpoint.allow_changes)
-        if allowed & {"optim.name", "state.model"}:
+        if allowed & {"optim", "optim.name", "state.model"}:
             allowed |= {"state.optimizer"}  # begins without moments, if those that are stored do not fit
         how = (self.state, self._compare, allowed, self.phase == "running")
         found: Found | None = None
@@ -730,6 +730,7 @@ class Trainer:
 
     def _resume_loader_with_state(self) -> None:
         if isinstance(self.loader, TrainLoader):
+            self.loader.fingerprint = self.world.broadcast(self.loader.fingerprint)
             self.state.add("loader", self.loader)
         elif hasattr(self.loader, "state_dict"):
             self.state.add("loader", self.loader, per_rank=True)
@@ -921,7 +922,7 @@ class Trainer:
         if text:
             self.metrics.say(f"gzip -9 on the same held-out text: {gzip_bits_per_byte(text):.4f} bits/byte", "green")
         tokenizer = find_tokenizer(self.config.data.tokenizer)
-        prompt = tokenizer.encode("def ").tolist()
+        prompt = [*tokenizer.start_ids, *tokenizer.encode("def ").tolist()]
         self.model.eval()
         context = self.config.data.seq_len
         tokens = write_sample(self.model, self.world, prompt, self.config.log.sample_tokens, context)

@@ -29,6 +29,7 @@ from trainer.environment import (
     find_environment,
     follow_parent,
     keep_freed_memory,
+    raise_file_limit,
 )
 from trainer.errors import EXIT_FAILED, EXIT_STOPPED, PeerFailed, TrainingFailed, UserError, say, setting_error
 from trainer.stop import was_asked_early
@@ -132,6 +133,8 @@ class World(Channel):
         torch.set_num_threads(config.run.threads or max(1, _num_cores() // self.env.local_world_size))
         if self.device.type == "cpu":
             keep_freed_memory()
+        if (advice := raise_file_limit()) and self.env.rank == 0:
+            say(f"warning: {advice}")
         self._store: Store | None = None
         if self.owns_group:
             if self.device.type == "cuda":

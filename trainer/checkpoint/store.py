@@ -18,7 +18,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
 from dataclasses import dataclass, field
@@ -78,6 +78,15 @@ class Strict(Protocol):
 
     def may_differ(self, key: str) -> bool:
         """Return whether ranks may hold different values of this plain tensor; each is then given its own back."""
+        ...
+
+
+@runtime_checkable
+class Dependent(Protocol):
+    """A part that means something only beside what no checkpoint holds, as a position does in its data."""
+
+    def changes_outside(self, plain: Mapping[str, Any], allowed: Collection[str]) -> tuple[list[str], list[str]]:
+        """Return a line for each change of that since `plain` was stored: those that forbid to go on, those to tell."""
         ...
 
 
@@ -636,17 +645,14 @@ class Checkpoints:
         document, layout = stored.document, stored.layout
         different = self.world.agreed(lambda: compare(stored.config_yaml))
         is_same_size = stored.own is not None
-        unfit, left_out = self.world.agreed(lambda: _differences(state, document, layout, allowed, is_same_size))
-        if different or unfit:
-            lines = [*different, *unfit, _advice(different, unfit)]
-            raise UserError(f"cannot resume from {place}:\n" + "\n".join(f"  {line}" for line in lines))
+        fit = (state, document, layout, allowed, is_same_size)
+        left_out, warnings = self.world.agreed(lambda: _check_fit(place, different, *fit))
         targets = self.world.agreed(lambda: _targets(state, layout, left_out))
         _, damage = self._attempt(lambda: self._read(place, manifest, layout, targets))
         if damage:
             return None, damage
         self.world.agreed(lambda: _apply(state, document, targets, stored.own, left_out))
         state.step = manifest.step
-        warnings = []
         if not is_same_size:
             for part in state.rank_parts.values():
                 if isinstance(part, Restartable):
@@ -811,6 +817,32 @@ def _targets(state: Savable, layout: Layout, left_out: set[str]) -> dict[str, to
 
 def _within(layout: Layout, name: str) -> dict[str, Stored]:
     return {key.removeprefix(f"{name}."): stored for key, stored in layout.items() if key.startswith(f"{name}.")}
+
+
+def _check_fit(
+    place: Place,
+    different: list[str],
+    state: Savable,
+    document: Mapping[str, Any],
+    layout: Layout,
+    allowed: frozenset[str],
+    is_same_size: bool,
+) -> tuple[set[str], list[str]]:
+    """Return the parts that stay as they are because that is allowed, and what is to be told.
+
+    Raises UserError with all that does not fit, `different` among it.
+    """
+    unfit, left_out = _differences(state, document, layout, allowed, is_same_size)
+    told: list[str] = []
+    for name, part in state.parts.items():
+        if isinstance(part, Dependent) and name in document["parts"] and f"state.{name}" not in allowed:
+            changed, remarks = part.changes_outside(document["parts"][name], allowed)
+            unfit += changed
+            told += remarks
+    if different or unfit:
+        lines = [*different, *unfit, _advice(different, unfit)]
+        raise UserError(f"cannot resume from {place}:\n" + "\n".join(f"  {line}" for line in lines))
+    return left_out, told
 
 
 def _differences(
