@@ -16,6 +16,8 @@ from typing import TextIO
 EXIT_FINISHED = 0
 EXIT_FAILED = 1
 EXIT_USER_ERROR = 2
+EXIT_DOES_NOT_FIT = 3
+"""Of the planner: what was planned needs more memory than there is."""
 EXIT_STOPPED = 75
 """Stopped on request after saving: "run me again" (`EX_TEMPFAIL` of sysexits.h)."""
 

@@ -45,8 +45,13 @@ def print_plan(plan: Plan, choice: Choice | None = None, console: Console | None
         console.print()
         console.print(Text(title, style="bold"))
         console.print(table)
-    for line in [*_left_out(plan), *([] if plan.fits else remedies(plan))]:
+    for line in _left_out(plan):
         console.print(Text(line))
+
+
+def remedies_text(plan: Plan) -> str:
+    """Return what would make a plan fit that does not, in lines."""
+    return "\n".join(remedies(plan) or ["no single change of settings would make it fit"])
 
 
 def _left_out(plan: Plan) -> list[str]:
