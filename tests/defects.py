@@ -46,6 +46,20 @@ class Defect:
 DEFECTS: list[Defect] = [
     # -- the step ------------------------------------------------------------------------------------------------
     Defect(
+        "a-view-handed-on",
+        "unit-outputs",
+        "trainer/shard.py",
+        "        if tensor._base is None or not tensor.requires_grad:",
+        "        if tensor._base is None or not is_plain:",
+    ),
+    Defect(
+        "plan-fits-whatever",
+        "plan-fits",
+        "trainer/plan/__main__.py",
+        "    if plan.fits:\n        return EXIT_FINISHED",
+        "    if plan:\n        return EXIT_FINISHED",
+    ),
+    Defect(
         "loss-scale",
         "same-losses",
         "trainer/trainer.py",
