@@ -53,6 +53,13 @@ DEFECTS: list[Defect] = [
         "        if tensor._base is None or not is_plain:",
     ),
     Defect(
+        "aliases-forgotten",
+        "mistakes-advice",
+        "trainer/config.py",
+        'raise choice_error(key, value, choices, aliases=legal[key].metadata.get("aliases")) from error',
+        "raise choice_error(key, value, choices) from error",
+    ),
+    Defect(
         "plan-fits-whatever",
         "plan-fits",
         "trainer/plan/__main__.py",

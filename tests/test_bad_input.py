@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -96,6 +97,119 @@ def test_mistake(
     assert run.main(arguments_of(mistake, tmp_path)) == 2
     check_message(mistake, *capsys.readouterr())
     assert not (tmp_path / "run").exists(), "a mistake leaves nothing behind"
+
+
+# What is typed, and the last line of the message: what was meant, or how the form looks, or nothing.
+ADVICE = {
+    "run.device=gpu": "did you mean run.device=cuda?",
+    "log.wandb=true": "did you mean log.wandb=online?",
+    "log.wandb=ofline": "did you mean log.wandb=offline?",
+    "log.wandb=never": "must be one of off, offline, online",
+    "fsdp.param_dtype=bf16": "did you mean fsdp.param_dtype=bfloat16?",
+    "fsdp.cpu_offload=maybe": "must be true or false",
+    "fsdp.cpu_offload=enabled": "did you mean fsdp.cpu_offload=true?",
+    "train.steps=ten": "for example: train.steps=1000",
+    "train.steps=10x": "did you mean train.steps=10?",
+    "train.steps=-1": "nearest legal value: train.steps=0",
+    "optim.eps=0": "must be above 0",
+    "run.deadline=2020-01-01T00:00": "for example: run.deadline=20",
+    "run.deadline=tomorrow": "for example: run.deadline=20",
+    "fsdp.wrap=layers": "must be block, size:<parameters>, or package.module:function",
+    "data.tokenizer=gpt2": "to fix: fetch the tokenizer.json of that model, and give its path",
+    "model.dim=97": "nearest legal value: model.dim=98",
+    "model.name=tests.own_recipes:mpl": "did you mean model.name=tests.own_recipes:mlp?",
+    "model.name=tests.ranks:mlp2": "to fix: call trainer.register(Recipe(...)) in that module",
+    "--train.steps=10": "to fix: keys are written without dashes, as train.steps=10",
+    "--recipe": "did you mean recipe=...?",
+    "--verson": "to fix: see --help",
+    "--hepl": "did you mean --help?",
+}
+
+
+@pytest.mark.parametrize("argument", list(ADVICE))
+def test_advice_is_what_was_meant_or_none(
+    argument: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    assert run.main([SMALL, argument]) == 2
+    said = capsys.readouterr().err.rstrip("\n").splitlines()[-1]
+    assert ADVICE[argument] in said, said
+    suggests = ADVICE[argument].startswith(("did you", "nearest", "for example", "to fix"))
+    assert suggests or not any(words in said for words in ("did you mean", "nearest", "for example", "to fix"))
+
+
+def test_a_folder_is_no_recipe_but_may_hold_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "gpt2"
+    folder.mkdir()
+    assert run.main([f"recipe={folder}"]) == 2
+    assert "did you mean" not in capsys.readouterr().err
+    (folder / "config.yaml").write_text("model: {name: llama}\n")
+    assert run.main([f"recipe={folder}"]) == 2
+    assert f"did you mean recipe={folder}/config.yaml?" in capsys.readouterr().err
+
+
+def test_a_module_that_fails_is_named_with_its_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "failing_models.py").write_text("import math\n\nmath.sqrt(1) / 0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert run.main([SMALL, "model.name=failing_models:mine"]) == 2
+    said = capsys.readouterr().err
+    where = f"ZeroDivisionError: float division by zero, in {tmp_path}/failing_models.py, line 3"
+    assert f"cannot import 'failing_models' ({where})" in said
+
+
+ABSURD = [
+    "run.threads=1000000",
+    "run.timeout_s=1e308",
+    "run.step_timeout_s=1e300",
+    "run.first_step_timeout_s=1e12",
+    "checkpoint.timeout_s=1e300",
+    "run.seed=99999999999999999999",
+    "data.seq_len=1000000000000",
+    "data.num_workers=1000000",
+    "train.global_batch_size=100000000000000",
+    "train.micro_batch_size=100000000000000",
+    "model.dim=100000000000",
+    "model.vocab_size=1000000000000000",
+    "nproc=1000000",
+    f"train.steps=1{'0' * 400}",
+    f"optim.lr=1{'0' * 400}",
+    f"optim.betas=[1{'0' * 400},0.9]",
+    f"schedule.warmup_steps=1{'0' * 5000}",
+    "run.deadline=0001-01-01T00:00",
+]
+
+
+@pytest.mark.parametrize("argument", ABSURD, ids=lambda argument: argument[:40])
+def test_absurd_numbers_are_refused_in_one_message(argument: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run.main([SMALL, argument]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {argument.partition('=')[0]}=")
+    assert len(said) < 1000
+    assert len(said.splitlines()) <= 2
+
+
+@pytest.mark.parametrize("script", ["run", "plan", "checkpoints", "export"])
+def test_console_scripts_look_for_recipes_in_the_working_folder(
+    script: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Started as `meshtrainer-plan` the path begins with the scripts' own folder, not with the one one is in."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [place for place in sys.path if place not in ("", str(tmp_path))])
+    name = f"recipes_of_{script}"
+    (tmp_path / f"{name}.py").write_text("from tests.own_recipes import Mlp, MlpConfig\n")
+    if script == "run":
+        assert run.main([SMALL, f"model.name={name}:none"]) == 2
+    else:
+        from trainer import checkpoints, export
+        from trainer.plan import __main__ as plan
+
+        commands = {"plan": plan.command_line, "checkpoints": checkpoints.command_line, "export": export.command_line}
+        arguments = {"plan": [SMALL, f"model.name={name}:none"], "checkpoints": ["nowhere"], "export": ["nowhere", "x"]}
+        assert commands[script](arguments[script]) == 2
+    assert "cannot import" not in capsys.readouterr().err
+    assert importlib.util.find_spec(name) is not None
 
 
 @pytest.mark.slow

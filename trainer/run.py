@@ -18,7 +18,7 @@ import time
 import traceback
 import uuid
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -47,6 +47,10 @@ from trainer.errors import (
     setting_error,
     tell,
 )
+from trainer.recipe import look_in_working_folder
+
+_MAX_PROCESSES = 1024
+"""More than any machine has room for."""
 
 _REPORT_S = 2.0
 """How long a rank that is not the first waits before it leaves with a user's mistake, for the first to report it."""
@@ -73,8 +77,7 @@ def parse(argv: Sequence[str]) -> Arguments:
         if argument in flags:
             continue
         if argument.startswith("-"):
-            best = nearest(argument, flags) or "--help"
-            raise UserError(f"{argument}: no such option\n  nearest legal option: {best}")
+            raise UserError(f"{argument}: no such option\n  {_instead_of(argument, flags)}")
         if key in ("recipe", "nproc") and equals:
             if key in named:
                 raise setting_error(key, value, f"is given twice (first as {named[key]!r}); give it once")
@@ -90,17 +93,30 @@ def parse(argv: Sequence[str]) -> Arguments:
     )
 
 
+def _instead_of(option: str, flags: Collection[str]) -> str:
+    """Return what is to be said of an option that there is none of."""
+    name = option.lstrip("-")
+    if name.partition("=")[0] in ("recipe", "nproc"):
+        return f"did you mean {name if '=' in name else f'{name}=...'}?"
+    if "=" in name or "." in name:
+        return f"to fix: keys are written without dashes, as {name if '=' in name else f'{name}=...'}"
+    best = nearest(name, [flag.lstrip("-") for flag in flags])
+    return f"did you mean --{best}?" if best else "to fix: see --help"
+
+
 def _parse_nproc(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise setting_error("nproc", text, "must be a number of processes, at least 1", 1)
+    rule = f"must be a number of processes, from 1 to {_MAX_PROCESSES}"
+    if not text.isdecimal() or len(text) > 9:
+        raise setting_error("nproc", text, rule, example=1)
+    if not 1 <= int(text) <= _MAX_PROCESSES:
+        raise setting_error("nproc", text, rule, min(max(1, int(text)), _MAX_PROCESSES))
     return int(text)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run what the command line asks for.  Returns the exit code; prints a user's mistake once, without traceback."""
     began = time.time()
-    if not {"", os.getcwd()} & set(sys.path):
-        sys.path.append(os.getcwd())  # where a user's own recipes are; `python -m` has put it there already
+    look_in_working_folder()
     limit_spinning()
     stop.catch_signals_early()
     env, trains = Environment(), False

@@ -13,9 +13,9 @@
   --calibrate        measure this machine first; later plans for such devices use it; under torchrun or srun it
                      measures the links between the ranks, too
 
-Every key of trainer.run may be overridden.  Exit code 2 for a mistake in what was asked; 3 if it does not fit, or nothing
-that `auto` could choose does: the plan, of what needs least, is printed all the same.  torch.compile is planned as if it
-were off.
+Every key of trainer.run may be overridden.  Exit code 2 for a mistake in what was asked; 3 if it does not fit, or
+nothing that `auto` could choose does: the plan, of what needs least, is printed all the same.  torch.compile is planned
+as if it were off.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from trainer.plan.machine import Machine, find_machine
 from trainer.plan.plan import Plan, make_plan, planned
 from trainer.plan.search import Choice, NothingFits, asks_for_auto, settle
 from trainer.plan.show import draw, print_plan, remedies_text, to_json
+from trainer.recipe import look_in_working_folder
 from trainer.shard import check_sharding
 
 
@@ -54,6 +55,7 @@ class _Asked:
 
 def command_line(argv: Sequence[str] | None = None) -> int:
     """Run what the command line asks for.  Returns the exit code."""
+    look_in_working_folder()
     arguments = list(sys.argv[1:] if argv is None else argv)
     if "--help" in arguments or "-h" in arguments:
         tell(__doc__ or "")
@@ -159,7 +161,7 @@ def _number(key: str, text: str, kind: type[int] | type[float]) -> float:
         value = 0
     if not 0 < value < float("inf"):
         rule = "must be a whole number above 0" if kind is int else "must be a number above 0"
-        raise setting_error(key, text, rule, {"memory_gib": 80, "network_gbps": 400}.get(key, 8))
+        raise setting_error(key, text, rule, example={"memory_gib": 80, "network_gbps": 400}.get(key, 8))
     return value
 
 
