@@ -182,7 +182,7 @@ def _check_units(model: nn.Module, units: list[ShardUnit], source: str) -> None:
             together = tuple(name.rpartition(".")[0] for name in group)
             raise UserError(
                 f"{source}: {' and '.join(map(repr, group))} are one parameter but would be in different units "
-                f"({where}), where FSDP parts them\n  nearest legal value: one unit of both modules, {together}"
+                f"({where}), where FSDP parts them\n  to fix: list one unit of both modules, {together}"
             )
 
 
@@ -359,11 +359,11 @@ def own_outputs(modules: Iterable[nn.Module]) -> None:
     FSDP hangs the gather of the backward pass on a unit's output.  Whoever writes into that output in place would take
     the hook off it if it is a view, as the output of `nn.Linear` with a bias is.
     """
+    hook: Callable[..., Any] = torch._dynamo.disable(_own_output)  # as FSDP's own are
     for module in modules:
-        module.register_forward_hook(_own_output)
+        module.register_forward_hook(hook)
 
 
-@torch._dynamo.disable
 def _own_output(module: nn.Module, inputs: Any, output: Any) -> Any:
     """Return `output` with tensors of their own for views: copies, but for a plain layer, which keeps no other name."""
     if not torch.is_grad_enabled():
