@@ -60,6 +60,20 @@ DEFECTS: list[Defect] = [
         "raise choice_error(key, value, choices) from error",
     ),
     Defect(
+        "printed-unchecked",
+        "print-config",
+        "trainer/run.py",
+        "            _check_as_printed(config, arguments.nproc, env)",
+        "            pass",
+    ),
+    Defect(
+        "compiler-not-looked-for",
+        "needs",
+        "trainer/needs.py",
+        "    if config.train.compile:",
+        '    if config.train.compile and device_type == "cuda":',
+    ),
+    Defect(
         "plan-fits-whatever",
         "plan-fits",
         "trainer/plan/__main__.py",

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,8 @@ import pytest
 from tests.forked import REPOSITORY
 from tests.ranks import FRESH, run_command
 from tests.runs import Shared
-from trainer import run
+from trainer import Trainer, UserError, load_config, run
+from trainer.needs import check_needs
 
 SMALL = "recipe=llama_small"
 
@@ -210,6 +213,103 @@ def test_console_scripts_look_for_recipes_in_the_working_folder(
         assert commands[script](arguments[script]) == 2
     assert "cannot import" not in capsys.readouterr().err
     assert importlib.util.find_spec(name) is not None
+
+
+NEEDS_TORCH = {"reshard list too short", "wrap function that is not there"}
+
+
+@pytest.mark.parametrize("mistake", sorted(MISTAKES.keys() - NEEDS_TORCH - {"tokens without a path"}))
+def test_what_is_printed_could_run(
+    mistake: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    assert run.main([*arguments_of(mistake, tmp_path), "--print-config"]) == 2
+    check_message(mistake, *capsys.readouterr())
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["recipe=llama3_70b", "mesh.replicate=8", "mesh.shard=64"],
+        ["recipe=llama3_8b", "mesh.shard=node", "fsdp.reshard_after_forward=8"],
+        ["recipe=llama3_8b", "mesh.shard=node", "mesh.replicate=2", "log.profile_ranks=[8]"],
+        [SMALL, "fsdp.reshard_after_forward=4", "nproc=4", "train.micro_batch_size=1"],
+    ],
+)
+def test_what_is_printed_may_be_for_ranks_and_data_that_are_elsewhere(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run.main([*arguments, "--print-config"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+NO_COMPILER = "needs a C++ compiler, and g++ is not on PATH"
+MISSING = {
+    "tensorboard": ("log.tensorboard=true", "TensorBoard is not installed", "pip install 'meshtrainer[tensorboard]'"),
+    "torchao": ("train.float8=rowwise", "float8 needs the library `torchao`", "pip install 'meshtrainer[float8]'"),
+    "g++": ("train.compile=true", NO_COMPILER, "train.compile=false"),
+}
+
+
+def take_away(what: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if what == "g++":
+        monkeypatch.delenv("CXX", raising=False)
+        monkeypatch.setenv("PATH", str(folder))
+    else:
+        monkeypatch.setitem(sys.modules, what, None)
+
+
+@pytest.mark.parametrize("option", [[], ["--print-config"]])
+@pytest.mark.parametrize("what", list(MISSING))
+def test_what_is_not_installed_is_said_before_anything_is_built(
+    what: str, option: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take_away(what, tmp_path, monkeypatch)
+    setting, rule, fix = MISSING[what]
+    own = ["fsdp.param_dtype=bfloat16", "run.device=cpu", f"run.dir={tmp_path / 'run'}"]
+    assert run.main([SMALL, setting, *own, *option]) == 2
+    printed, said = capsys.readouterr()
+    assert printed == ""
+    assert f"{setting}: " in said
+    assert rule in said
+    assert fix in said
+    assert len(said.splitlines()) <= 2
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("what", ["tensorboard", "g++"])
+def test_a_script_of_ones_own_hears_it_too(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    take_away(what, tmp_path, monkeypatch)
+    monkeypatch.setattr(Trainer, "build_model", lambda self: pytest.fail("the model was built before"))
+    setting, rule, _ = MISSING[what]
+    with pytest.raises(UserError, match=re.escape(rule)):
+        Trainer(load_config("llama_small", [setting, f"run.dir={tmp_path / 'run'}"]))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "has_triton", "must_say"),
+    [
+        (["train.compile=true"], False, "train.compile=true: needs Triton"),
+        (["train.compile=true"], True, "train.compile=true: needs a C compiler, and gcc and clang are not on PATH"),
+        (["optim.state_dtype=bfloat16"], False, "optim.state_dtype=bfloat16: needs Triton"),
+        (["train.weights_dtype=bfloat16"], True, "train.weights_dtype=bfloat16: needs a C compiler"),
+    ],
+)
+def test_what_kernels_are_made_with_on_a_gpu(
+    overrides: list[str], has_triton: bool, must_say: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setitem(sys.modules, "triton", types.ModuleType("triton") if has_triton else None)
+    config = load_config("llama_small", overrides)
+    with pytest.raises(UserError, match=re.escape(must_say)):
+        check_needs(config, "cuda")
+    compiler = tmp_path / "gcc"
+    compiler.write_text("#!/bin/sh\n")
+    compiler.chmod(0o755)
+    if has_triton:
+        check_needs(config, "cuda")
 
 
 @pytest.mark.slow

@@ -655,6 +655,14 @@ def find_mesh_shape(mesh: MeshSection, world_size: int, local_world_size: int) -
     return MeshShape(replicate, shard)
 
 
+def least_mesh(config: RunConfig) -> MeshShape:
+    """Return the smallest mesh that a configuration can mean, where the number of ranks is not known."""
+    mesh, reshard = config.mesh, config.fsdp.reshard_after_forward
+    sizes = [size for size in (reshard if isinstance(reshard, list) else [reshard]) if isinstance(size, int)]
+    shard = mesh.shard if isinstance(mesh.shard, int) and mesh.shard > 0 else math.lcm(*(max(1, n) for n in sizes))
+    return MeshShape(max(1, mesh.replicate), shard)
+
+
 def _check_divides(key: str, value: int, world_size: int) -> None:
     if world_size % value:
         raise setting_error(key, value, f"must divide the number of ranks, {world_size}", _divisor(value, world_size))

@@ -19,11 +19,11 @@ import traceback
 import uuid
 import warnings
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from trainer import stop, usage
-from trainer.config import RunConfig, check_config, load_config
+from trainer.config import RunConfig, check_config, least_mesh, load_config
 from trainer.environment import (
     LAUNCHER,
     SPAWNED_BY_US,
@@ -47,6 +47,7 @@ from trainer.errors import (
     setting_error,
     tell,
 )
+from trainer.needs import check_needs, likely_device
 from trainer.recipe import look_in_working_folder
 
 _MAX_PROCESSES = 1024
@@ -135,10 +136,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = load_config(arguments.recipe, arguments.overrides)
         if env.launcher != "nproc":  # whose parent has done so
             stop.note_stale_notice(config.run_dir)
+        spawns = _spawns(arguments.nproc, env)
         if arguments.wants_config:
+            _check_as_printed(config, arguments.nproc, env)
             tell(config.to_yaml(), end="")
             return EXIT_FINISHED
-        spawns = _spawns(arguments.nproc, env)
         _check(config, arguments.nproc or 1, env, spawns)
         trains = True
     except UserError as error:
@@ -158,22 +160,39 @@ def _spawns(nproc: int | None, env: Environment) -> bool:
 
 
 def _check(config: RunConfig, nproc: int, env: Environment, spawns: bool) -> None:
-    """Find what can be found without torch: rules between fields, and data that cannot be read."""
-    from trainer.data.source import open_source
-
-    world_size, local_size = (nproc, nproc) if spawns else (env.world_size, env.local_world_size)
-    check_config(config, world_size, local_size)
-    if config.recipe.trainer is None and env.rank == 0:
-        open_source(config.data, config.vocab_size, "train")
-        open_source(config.data, config.vocab_size, "eval")
-    if config.train.float8 != "none":
-        from trainer.float8 import check_float8_installed
-
-        check_float8_installed(config.train.float8)
+    """Find what can be found wrong before anything is started."""
+    _check_without_torch(config, *((nproc, nproc) if spawns else (env.world_size, env.local_world_size)), env)
     if spawns and (config.fsdp.wrap != "block" or isinstance(config.fsdp.reshard_after_forward, list)):
         from trainer.shard import check_sharding
 
         check_sharding(config)  # needs torch and the model's structure, so only where a setting speaks of it
+
+
+def _check_without_torch(config: RunConfig, world_size: int, local_world_size: int, env: Environment) -> None:
+    """Find rules between fields that are broken, libraries and compilers that are missing, data that cannot be read."""
+    from trainer.data.source import open_source
+
+    check_config(config, world_size, local_world_size)
+    check_needs(config, likely_device(config.run.device))
+    if config.recipe.trainer is None and env.rank == 0:
+        open_source(config.data, config.vocab_size, "train")
+        open_source(config.data, config.vocab_size, "eval")
+
+
+def _check_as_printed(config: RunConfig, nproc: int | None, env: Environment) -> None:
+    """Check a configuration that is printed: it may be for ranks that are elsewhere, and its data still to come.
+
+    Where neither a launcher nor `nproc` says how many ranks there are, they are the fewest that it can mean.
+    """
+    if config.data.source == "tokens" and not config.data.path:
+        config = replace(config, data=replace(config.data, source="synthetic", eval_path=None))
+    if nproc is None and not env.is_distributed:
+        least = least_mesh(config)
+        config = replace(config, log=replace(config.log, profile_ranks=(0,)))
+        _check_without_torch(config, least.num_ranks, least.shard, env)
+    else:
+        num_ranks = nproc or env.world_size
+        _check_without_torch(config, num_ranks, env.local_world_size if env.is_distributed else num_ranks, env)
 
 
 def _report(error: UserError | TrainingFailed, env: Environment, exit_code: int = EXIT_USER_ERROR) -> int:
