@@ -74,6 +74,13 @@ DEFECTS: list[Defect] = [
         '    if config.train.compile and device_type == "cuda":',
     ),
     Defect(
+        "advice-scrolled-away",
+        "out-of-memory",
+        "trainer/plan/forecast.py",
+        'return "\\n".join([*lines, *self._remedies(self.plan)])',
+        'return "\\n".join([*self._remedies(self.plan), *lines])',
+    ),
+    Defect(
         "plan-fits-whatever",
         "plan-fits",
         "trainer/plan/__main__.py",

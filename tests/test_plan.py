@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.budget import machine_scale
 from tests.forked import REPOSITORY
@@ -489,6 +490,52 @@ def test_out_of_memory_is_explained(tmp_path: Path) -> None:
     assert "out of memory" in ran.stderr
     assert "memory of a rank at the peak" in ran.stderr
     assert ran.stderr.count("would fit: ") == 2, ran.stderr
+    lines = ran.stderr.rstrip().splitlines()
+    assert [line.startswith("would fit: ") for line in lines[-3:]] == [False, True, True], "the advice comes last"
+    assert "Traceback" not in ran.stderr
+    assert not re.search(r"GiB, (fits|DOES NOT FIT)", ran.stderr), "it did not fit, whatever was planned"
+    kept = sorted((tmp_path / "run").glob("traceback_rank*.txt"))
+    assert any(str(file) in ran.stderr for file in kept)
+    assert all("OutOfMemoryError: CUDA out of memory" in file.read_text() for file in kept)
+    assert all("in loss" in file.read_text() for file in kept)
+
+
+@pytest.mark.slow
+def test_memory_that_is_really_full_ends_in_advice(tmp_path: Path) -> None:
+    """On a CPU, by what the process may have: while it trains, and while it is built."""
+    script = (
+        "import resource, sys, torch; from trainer import run; from trainer.trainer import Trainer\n"
+        "room = 400 << 20; used = int(open('/proc/self/statm').read().split()[0]) * 4096\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (used + room, used + room)); sys.exit(run.main(sys.argv[1:]))"
+    )
+
+    def ends(*overrides: str) -> str:
+        folder = tmp_path / overrides[0]
+        own = ["recipe=llama_small", "data.source=synthetic", "eval.every=0", "run.threads=1", f"run.dir={folder}"]
+        command = [sys.executable, "-c", script, *own, *overrides]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=REPOSITORY)
+        assert done.returncode == 1, done.stderr
+        return done.stderr.rstrip()
+
+    training = ends("data.seq_len=16384", "train.micro_batch_size=8", "model.ffn_dim=2048")
+    assert training.startswith("out of memory: "), training
+    assert "Traceback" not in training
+    assert training.splitlines()[-1].startswith(("would fit: ", "no single change"))
+    assert "enforce fail" in (tmp_path / "data.seq_len=16384" / "traceback_rank0.txt").read_text()
+    building = ends("model.dim=8192", "model.num_heads=8")
+    assert "out of memory while" in building.splitlines()[-2], building
+    assert "python -m trainer.plan" in building.splitlines()[-1]
+
+
+def test_a_script_of_ones_own_ends_with_the_advice(tmp_path: Path) -> None:
+    own = ["model.name=tests.own_recipes:greedy", "data.seq_len=32", "data.source=synthetic", "eval.every=0"]
+    config = load_config("llama_small", [*own, "log.sample_tokens=0", f"run.dir={tmp_path}"])
+    trainer = config.recipe.trainer_class(Trainer)(config)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        trainer.fit()
+    trainer.close()
+    (note,) = getattr(caught.value, "__notes__", [""] if sys.version_info < (3, 11) else [])
+    assert not note or note.splitlines()[-1].startswith("would fit: ")
 
 
 @pytest.mark.slow

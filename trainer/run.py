@@ -219,6 +219,7 @@ def _ignore_termination() -> None:
 def _train(config: RunConfig) -> int:
     """Train in this process, as one rank of however many there are."""
     with without_collecting():
+        from trainer.plan.forecast import is_out_of_memory
         from trainer.trainer import Trainer
 
         gc.freeze()  # what has been imported is not looked through again: a full collection took 0.3 s
@@ -238,9 +239,22 @@ def _train(config: RunConfig) -> int:
         return _report(error, find_environment(), EXIT_FAILED)
     except BaseException as error:
         first = trainer.world.first_failure if trainer is not None else None
-        if first is None and not isinstance(error, PeerFailed):
+        if is_out_of_memory(error):
+            if text := _out_of_memory(error, config, is_built=trainer is not None):
+                say(text)
+        elif first is None and not isinstance(error, PeerFailed):
             say(traceback.format_exc().rstrip())
         return EXIT_FAILED
+
+
+def _out_of_memory(error: BaseException, config: RunConfig, is_built: bool) -> str:
+    """Return what is said last of a full memory; nothing where another rank says it."""
+    if is_built:
+        return "\n".join(getattr(error, "__notes__", []))
+    return (
+        f"{traceback.format_exc().rstrip()}\nout of memory while the model was built\n"
+        f"  python -m trainer.plan shows what a rank needs, and what would fit (run.name={config.run.name})"
+    )
 
 
 def _spawn(arguments: Arguments, config: RunConfig) -> int:
