@@ -46,6 +46,48 @@ class Defect:
 DEFECTS: list[Defect] = [
     # -- the step ------------------------------------------------------------------------------------------------
     Defect(
+        "a-view-handed-on",
+        "unit-outputs",
+        "trainer/shard.py",
+        "        if tensor._base is None or not tensor.requires_grad:",
+        "        if tensor._base is None or not is_plain:",
+    ),
+    Defect(
+        "aliases-forgotten",
+        "mistakes-advice",
+        "trainer/config.py",
+        'raise choice_error(key, value, choices, aliases=legal[key].metadata.get("aliases")) from error',
+        "raise choice_error(key, value, choices) from error",
+    ),
+    Defect(
+        "printed-unchecked",
+        "print-config",
+        "trainer/run.py",
+        "            _check_as_printed(config, arguments.nproc, env)",
+        "            pass",
+    ),
+    Defect(
+        "compiler-not-looked-for",
+        "needs",
+        "trainer/needs.py",
+        "    if config.train.compile:",
+        '    if config.train.compile and device_type == "cuda":',
+    ),
+    Defect(
+        "advice-scrolled-away",
+        "out-of-memory",
+        "trainer/plan/forecast.py",
+        'return "\\n".join([*lines, *self._remedies(self.plan)])',
+        'return "\\n".join([*self._remedies(self.plan), *lines])',
+    ),
+    Defect(
+        "plan-fits-whatever",
+        "plan-fits",
+        "trainer/plan/__main__.py",
+        "    if plan.fits:",
+        "    if plan:",
+    ),
+    Defect(
         "loss-scale",
         "same-losses",
         "trainer/trainer.py",

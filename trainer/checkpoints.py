@@ -28,7 +28,8 @@ from trainer.checkpoint.place import COMMIT, Place, find_place, split_parent
 from trainer.checkpoint.source import StoredWeights, find_checkpoints, is_checkpoint
 from trainer.checkpoint.store import list_steps
 from trainer.config import config_from_yaml
-from trainer.errors import EXIT_FAILED, EXIT_FINISHED, UserError, choice_error, run_command
+from trainer.errors import EXIT_FAILED, EXIT_FINISHED, UserError, run_command, setting_error
+from trainer.recipe import look_in_working_folder
 
 ROWS_BYTES = 64 << 20
 """How much of a tensor is in memory at a time while two are compared."""
@@ -145,7 +146,7 @@ def command_line(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--all", action="store_true", help="with --diff: list the optimizer's tensors too")
     parser.add_argument("--json", action="store_true", help="print JSON")
     chosen = parser.parse_args(argv)
-    sys.path.append("")  # a user's own recipes, for their configurations
+    look_in_working_folder()  # for the recipes of their configurations
     return run_command(lambda: _show(chosen))
 
 
@@ -223,7 +224,7 @@ def _find_one(place: Place, name: str) -> Place:
     if name.isdecimal():
         steps = list_steps(place)
         if int(name) not in steps:
-            raise choice_error("--diff", name, steps, "a step that is there:")
+            raise setting_error("--diff", name, f"must be a step that is there: {', '.join(map(str, steps))}")
         return place / f"step_{int(name):08d}"
     return place / name if name in place.names() else find_place(name)
 

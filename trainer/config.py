@@ -29,6 +29,18 @@ from trainer.pretrained import Told, free_fields, is_folder_of_weights, told_by_
 from trainer.recipe import Recipe, check_number, declare, find_recipe, load_recipes
 from trainer.relocate import CONFIG, settle
 
+WEEK_S = 7 * 24 * 3600.0
+"""The longest time limit: what waits for ranks counts milliseconds in 32 bits, and three of these."""
+
+MAX_SIZE = 2**31 - 1
+"""The largest count of what becomes a size of a tensor."""
+
+_DTYPES = {
+    **dict.fromkeys(("bf16", "torch.bfloat16"), "bfloat16"),
+    **dict.fromkeys(("fp32", "f32", "float", "full", "torch.float32"), "float32"),
+}
+"""What dtypes are called elsewhere."""
+
 AUTO = "auto"
 """The value of the keys that the planner settles, before anything is built."""
 
@@ -40,14 +52,26 @@ class RunSection:
     name: str = declare("", "name of the run; empty: the recipe's name")
     dir: str = declare("", "folder of the run; empty: runs/<name>")
     seed: int = declare(0, "seed of the initial weights and of everything random in training", at_least=0)
-    device: Literal["auto", "cpu", "cuda"] = declare("auto", "where to train; auto: cuda where there is a GPU")
-    threads: int = declare(0, "CPU threads of each rank; 0: an equal share of this process's cores", at_least=0)
-    timeout_s: float = declare(600.0, "seconds after which a collective counts as failed", above=0)
+    device: Literal["auto", "cpu", "cuda"] = declare(
+        "auto",
+        "where to train; auto: cuda where there is a GPU",
+        aliases=dict.fromkeys(("gpu", "nvidia", "rocm", "hip", "cuda:0"), "cuda"),
+    )
+    threads: int = declare(
+        0, "CPU threads of each rank; 0: an equal share of this process's cores", at_least=0, at_most=1024
+    )
+    timeout_s: float = declare(600.0, "seconds after which a collective counts as failed", above=0, at_most=WEEK_S)
     step_timeout_s: float = declare(
-        0.0, "seconds without progress in an update: the run ends, naming the rank; 0: timeout_s / 2", at_least=0
+        0.0,
+        "seconds without progress in an update: the run ends, naming the rank; 0: timeout_s / 2",
+        at_least=0,
+        at_most=WEEK_S,
     )
     first_step_timeout_s: float = declare(
-        0.0, "the same for the first update, and a batch of an evaluation; 0: 3 x timeout_s", at_least=0
+        0.0,
+        "the same for the first update, and a batch of an evaluation; 0: 3 x timeout_s",
+        at_least=0,
+        at_most=WEEK_S,
     )
     memory_gib: float | None = declare(
         None, "memory of a device, which the planner's auto may use; null: what it has", above=0
@@ -85,12 +109,17 @@ class FsdpSection:
         "default",
         "default (units reshard, root does not), always, never, a number of ranks to reshard to, a list with one of "
         "always, never, a number for each unit in the order of the forward pass, or auto (the planner's choice)",
-        true_means="always",
-        false_means="never",
+        aliases={"true": "always", "false": "never"},
     )
-    param_dtype: Literal["float32", "bfloat16"] = declare("float32", "dtype of unsharded parameters and of compute")
-    reduce_dtype: Literal["float32", "bfloat16"] = declare("float32", "dtype in which gradients are reduced")
-    output_dtype: Literal["float32", "bfloat16"] | None = declare(None, "dtype of the outputs; null: as computed")
+    param_dtype: Literal["float32", "bfloat16"] = declare(
+        "float32", "dtype of unsharded parameters and of compute", aliases=_DTYPES
+    )
+    reduce_dtype: Literal["float32", "bfloat16"] = declare(
+        "float32", "dtype in which gradients are reduced", aliases=_DTYPES
+    )
+    output_dtype: Literal["float32", "bfloat16"] | None = declare(
+        None, "dtype of the outputs; null: as computed", aliases=_DTYPES
+    )
     accumulate: Literal["unsharded", "sharded"] = declare(
         "unsharded",
         "gradients between micro-batches: unsharded are reduced once an update; sharded after each micro-batch, which "
@@ -120,10 +149,12 @@ class DataSection:
         at_least=0,
         below=1,
     )
-    seq_len: int = declare(256, "tokens of one sequence", at_least=1)
+    seq_len: int = declare(256, "tokens of one sequence", at_least=1, at_most=MAX_SIZE)
     tokenizer: str = declare("bytes", "bytes, or the path of a Hugging Face tokenizer.json")
     pack: bool = declare(True, "true: sequences run across documents; false: one document a sequence, the rest ignored")
-    num_workers: int = declare(0, "processes that prepare batches on each rank; 0: the rank itself", at_least=0)
+    num_workers: int = declare(
+        0, "processes that prepare batches on each rank; 0: the rank itself", at_least=0, at_most=256
+    )
     seed: int = declare(0, "seed of the order of the samples", at_least=0)
     cache_dir: str | None = declare(None, "where tokenized text is kept; null: the user's cache folder")
 
@@ -139,7 +170,7 @@ class OptimSection:
     momentum: float = declare(0.95, "momentum of sgd and muon", at_least=0, below=1)
     weight_decay: float = declare(0.1, "decoupled weight decay", at_least=0)
     decay_all: bool = declare(False, "decay norms, biases and embeddings too")
-    state_dtype: Literal["float32", "bfloat16"] = declare("float32", "dtype of AdamW's two averages")
+    state_dtype: Literal["float32", "bfloat16"] = declare("float32", "dtype of AdamW's two averages", aliases=_DTYPES)
     rounding: Literal["stochastic", "nearest"] = declare(
         "stochastic", "how AdamW rounds bfloat16 weights and averages; nearest loses small updates"
     )
@@ -161,8 +192,10 @@ class TrainSection:
     """The training loop."""
 
     steps: int = declare(1000, "optimizer updates", at_least=0)
-    global_batch_size: int = declare(8, "sequences of one update, over all ranks", at_least=1)
-    micro_batch_size: int | str = declare(1, "sequences of one forward on one rank; auto: the planner's", at_least=1)
+    global_batch_size: int = declare(8, "sequences of one update, over all ranks", at_least=1, at_most=MAX_SIZE)
+    micro_batch_size: int | str = declare(
+        1, "sequences of one forward on one rank; auto: the planner's", at_least=1, at_most=MAX_SIZE
+    )
     activation_checkpoint: int | str = declare(
         "none",
         "none, full, selective (keeps matmuls and attention), budget:<share> (keeps of these what costs most, up to "
@@ -178,6 +211,7 @@ class TrainSection:
         "float32",
         "dtype in which weights and their gradients are kept, sharded: float32 (master weights), or bfloat16, which "
         "takes half the memory (optim.rounding)",
+        aliases=_DTYPES,
     )
     init_from: str | None = declare(
         None, "weights to start from, with a fresh optimizer: a checkpoint, a run.dir, a folder of safetensors, a file"
@@ -208,7 +242,9 @@ class CheckpointSection:
     )
     keep_last: int = declare(2, "newest checkpoints that are kept; 0: all", at_least=0)
     keep_every: int = declare(0, "checkpoints of every n-th update are kept for good; 0: none", at_least=0)
-    timeout_s: float = declare(3600.0, "seconds after which a save is stuck: the run ends, naming the rank", above=0)
+    timeout_s: float = declare(
+        3600.0, "seconds after which a save is stuck: the run ends, naming the rank", above=0, at_most=WEEK_S
+    )
     when_busy: Literal["wait", "skip"] = declare("wait", "a save is due while one is in flight: wait for it, or skip")
     max_failures: int = declare(
         10, "failed saves in a row after which the run fails; each is tried again after a pause", at_least=1
@@ -223,7 +259,14 @@ class LogSection:
     """What is reported, and where."""
 
     every: int = declare(10, "updates between lines", at_least=1)
-    wandb: Literal["off", "offline", "online"] = declare("off", "Weights & Biases")
+    wandb: Literal["off", "offline", "online"] = declare(
+        "off",
+        "Weights & Biases",
+        aliases={
+            **dict.fromkeys(("true", "yes", "on", "1", "enabled"), "online"),
+            **dict.fromkeys(("false", "no", "0", "disabled", "none"), "off"),
+        },
+    )
     wandb_project: str = declare("meshtrainer", "project in Weights & Biases")
     tensorboard: bool = declare(False, "write TensorBoard events to run.dir/tensorboard")
     sample_tokens: int = declare(0, "tokens of the sample that the model writes at the end; 0: none", at_least=0)
@@ -332,7 +375,7 @@ def _build(
         values = {key: value for key, value in values.items() if not key.startswith("model.")}
     if name is None:
         load_recipes()
-        raise setting_error("model.name", None, f"{path} must name a registered model", "llama")
+        raise setting_error("model.name", None, f"{path} must name a registered model", example="llama")
     schema = RunConfig(model=find_recipe(str(name)).config)
     tree = OmegaConf.structured(schema)
     for node in (tree, *(tree[f.name] for f in dataclasses.fields(RunConfig))):
@@ -423,16 +466,19 @@ def find_recipe_file(recipe: str) -> Path:
     if recipe.endswith((".yaml", ".yml")) and not Path(recipe).is_dir():
         path = Path(recipe)
         if not path.is_file():
-            raise setting_error("recipe", recipe, "no such file", nearest(path.stem, recipe_files()))
+            raise setting_error("recipe", recipe, "no such file", meant=nearest(path.stem, recipe_files()))
         return path
     files = recipe_files()
     if recipe in files:
         return files[recipe]
-    if not Path(recipe).is_dir():
-        raise choice_error("recipe", recipe, sorted(files), "a path ending in .yaml, the folder of a run, or one of")
-    if not (Path(recipe) / CONFIG).is_file():
+    if Path(recipe).is_dir() and not (Path(recipe) / CONFIG).is_file():
         raise setting_error("recipe", recipe, f"is a folder, but not of a run: there is no {CONFIG} in it")
-    return Path(recipe) / CONFIG
+    if Path(recipe).is_dir():
+        return Path(recipe) / CONFIG
+    kinds = "a path ending in .yaml, the folder of a run, or one of"
+    if os.sep in recipe:
+        raise setting_error("recipe", recipe, f"must be {kinds} {', '.join(sorted(files))}")
+    raise choice_error("recipe", recipe, sorted(files), kinds)
 
 
 def recipe_files() -> dict[str, Path]:
@@ -483,7 +529,7 @@ def _leaves(tree: Mapping[str, Any], path: Path) -> Iterator[tuple[str, Any]]:
     for section, values in tree.items():
         if section not in sections:
             best = nearest(section, sections)
-            raise setting_error(section, "...", f"no such section (in {path})", best and f"{best}:")
+            raise setting_error(section, "...", f"no such section (in {path})", fix=f"write `{best}:`" if best else "")
         if values is None:
             continue
         if not isinstance(values, Mapping):
@@ -513,7 +559,7 @@ def _parse(key: str, text: str, hint: Any) -> Any:
         return text
     try:
         return OmegaConf.to_container(OmegaConf.create(f"value: {text}"), resolve=False)["value"]  # type: ignore[index, call-overload]
-    except (YAMLError, OmegaConfBaseException) as error:
+    except (YAMLError, OmegaConfBaseException, ValueError) as error:
         raise setting_error(key, text, "is not a valid YAML value") from error
 
 
@@ -527,7 +573,7 @@ def _assign(tree: Any, legal: Mapping[str, dataclasses.Field[Any]], key: str, va
         best = same_name[0] if same_name else nearest(key, legal)
         shown = f"{best}={value}" if best else None
         raise UserError(
-            f"{key}={value}: no such key{where}" + (f"\n  nearest legal key: {shown}" if shown else "\n  see --help")
+            f"{key}={value}: no such key{where}" + (f"\n  did you mean {shown}?" if shown else "\n  see --help")
         )
     hint = legal[key].type
     choices = [choice for option in _options(hint) for choice in typing.get_args(option) if isinstance(choice, str)]
@@ -535,12 +581,14 @@ def _assign(tree: Any, legal: Mapping[str, dataclasses.Field[Any]], key: str, va
         value = "off"
     try:
         OmegaConf.update(tree, key, value, merge=False)
-    except (OmegaConfBaseException, ValueError, TypeError) as error:
+    except (OmegaConfBaseException, ValueError, TypeError, OverflowError) as error:
         if choices:
-            raise choice_error(key, value, choices) from error
+            raise choice_error(key, value, choices, aliases=legal[key].metadata.get("aliases")) from error
         rule = f"must be {type_name(hint)}{where}"
-        meant = legal[key].metadata.get(f"{value}_means".lower())
-        raise setting_error(key, value, rule, meant or _nearest_of_type(value, hint, legal[key])) from error
+        meant = legal[key].metadata.get("aliases", {}).get(str(value).lower())
+        if meant is not None:
+            raise setting_error(key, value, rule, meant=meant) from error
+        raise setting_error(key, value, rule, **_advice_of_type(value, hint, legal[key])) from error
 
 
 def type_name(hint: Any) -> str:
@@ -559,29 +607,37 @@ def type_name(hint: Any) -> str:
     return names.get(hint, getattr(hint, "__name__", str(hint)))
 
 
-def _nearest_of_type(value: Any, hint: Any, key: dataclasses.Field[Any]) -> Any:
+_SWITCHES = {
+    **dict.fromkeys(("y", "t", "1", "enable", "enabled"), True),
+    **dict.fromkeys(("n", "f", "0", "disable", "disabled", "none"), False),
+}
+
+
+def _advice_of_type(value: Any, hint: Any, key: dataclasses.Field[Any]) -> dict[str, Any]:
+    """Return what `setting_error` is to say of a value that is not of the key's type, by the argument's name."""
     options = _options(hint)
     if int in options and isinstance(value, (float, bool)) and math.isfinite(value):
-        return max(round(value), key.metadata.get("at_least", -math.inf))
+        return {"legal": max(round(value), key.metadata.get("at_least", -math.inf))}
     if bool in options:
-        return bool(value) if isinstance(value, int) else (str(value).lower() in ("y", "t", "1", "enable", "enabled"))
+        meant = _SWITCHES.get(str(value).lower(), nearest(value, ("true", "false")))
+        return {"meant": bool(value) if isinstance(value, int) else meant}
     default = None if key.default is dataclasses.MISSING else key.default
     for items in (typing.get_args(option) for option in options if typing.get_origin(option) is tuple):
         given = value if isinstance(value, list) else [value]
         numbers = [
-            round(n) if items[0] is int else n for n in given if isinstance(n, (int, float)) and math.isfinite(n)
+            round(n) if items[0] is int else n for n in given if isinstance(n, (int, float)) and abs(n) < math.inf
         ]
         if numbers:
             rest = list(default or numbers[-1:] * len(items))[len(numbers) :]
-            return numbers if Ellipsis in items else (numbers + rest)[: len(items)]
+            return {"legal": numbers if Ellipsis in items else (numbers + rest)[: len(items)]}
     if float in options or int in options:
         digits = "".join(char for char in str(value) if char.isdigit() or char in "+-.e")
         try:
             number = float(digits)
-            return number if float in options else int(number)
+            return {"meant": number if float in options else int(number)}
         except (ValueError, OverflowError):
-            return default
-    return default
+            return {"example": default}
+    return {"example": default}
 
 
 def _check_limits(config: RunConfig) -> None:
@@ -658,6 +714,14 @@ def find_mesh_shape(mesh: MeshSection, world_size: int, local_world_size: int) -
     return MeshShape(replicate, shard)
 
 
+def least_mesh(config: RunConfig) -> MeshShape:
+    """Return the smallest mesh that a configuration can mean, where the number of ranks is not known."""
+    mesh, reshard = config.mesh, config.fsdp.reshard_after_forward
+    sizes = [size for size in (reshard if isinstance(reshard, list) else [reshard]) if isinstance(size, int)]
+    shard = mesh.shard if isinstance(mesh.shard, int) and mesh.shard > 0 else math.lcm(*(max(1, n) for n in sizes))
+    return MeshShape(max(1, mesh.replicate), shard)
+
+
 def _check_divides(key: str, value: int, world_size: int) -> None:
     if world_size % value:
         raise setting_error(key, value, f"must divide the number of ranks, {world_size}", _divisor(value, world_size))
@@ -706,11 +770,13 @@ def _check_reshard(config: RunConfig, shape: MeshShape) -> None:
     words = ["always", "never"] if isinstance(value, list) else ["default", "always", "never", AUTO]
     for entry in entries:
         if isinstance(entry, bool):
-            raise setting_error(key, value, "takes always or never, not true or false", "always" if entry else "never")
+            rule = "takes always or never, not true or false"
+            raise setting_error(key, value, rule, meant="always" if entry else "never")
         if isinstance(entry, str) and entry not in words:
-            best = nearest(entry, words) or words[0]
+            best = nearest(entry, words)
             fixed = [best if item == entry else item for item in entries] if isinstance(value, list) else best
-            raise setting_error(key, value, f"must be {', '.join(words)} or a number of ranks", fixed)
+            rule = f"must be {', '.join(words)} or a number of ranks"
+            raise setting_error(key, value, rule, meant=fixed if best else None)
         if isinstance(entry, int) and (entry < 1 or shape.shard % entry):
             best = _divisor(entry, shape.shard)
             fixed = [best if item == entry else item for item in entries] if isinstance(value, list) else best
@@ -743,19 +809,19 @@ def _check_forms(config: RunConfig) -> None:
     if wrap.startswith("size:"):
         size = wrap.removeprefix("size:").replace("_", "")
         if not size.isdecimal() or int(size) < 1:
-            raise setting_error("fsdp.wrap", wrap, "size:<parameters> takes a whole number above 0", "size:100000000")
+            rule = "size:<parameters> takes a whole number above 0"
+            raise setting_error("fsdp.wrap", wrap, rule, example="size:100000000")
     elif wrap != "block" and ":" not in wrap:
-        best = nearest(wrap, ["block", "size:100000000"]) or "block"
-        raise setting_error("fsdp.wrap", wrap, "must be block, size:<parameters>, or package.module:function", best)
+        rule = "must be block, size:<parameters>, or package.module:function"
+        raise setting_error("fsdp.wrap", wrap, rule, meant=nearest(wrap, ["block"]))
 
     resume = config.checkpoint.resume
     if resume not in ("auto", "none") and "://" not in resume and not Path(resume).is_dir():
-        raise setting_error(
-            "checkpoint.resume", resume, "must be auto, none, or a folder (a checkpoint's, or a run's)", "auto"
-        )
+        rule = "must be auto, none, or a folder (a checkpoint's, or a run's)"
+        raise setting_error("checkpoint.resume", resume, rule, example="auto")
     if config.run.deadline is not None and (deadline := find_deadline(config)) is not None and deadline <= time.time():
         tomorrow = (datetime.now() + timedelta(days=1)).strftime("%Y-%m-%dT18:00")
-        raise setting_error("run.deadline", config.run.deadline, "has passed already", tomorrow)
+        raise setting_error("run.deadline", config.run.deadline, "has passed already", example=tomorrow)
     start = config.train.init_from
     if start is not None and "://" not in start and not Path(start).exists():
         rule = "must be a checkpoint, a run.dir, a folder of safetensors, or a file (.pt, .safetensors) of weights"
@@ -768,12 +834,12 @@ def _check_forms(config: RunConfig) -> None:
         raise setting_error("run.name", name, "must be the name of a folder, without slashes", legal_name)
     if "://" in config.run.dir:
         rule = "must be a folder; for checkpoints elsewhere there is checkpoint.dir"
-        raise setting_error("run.dir", config.run.dir, rule, f"runs/{config.run.name}")
+        raise setting_error("run.dir", config.run.dir, rule, example=f"runs/{config.run.name}")
     legal = [*declared_keys(type(config.model)), *(section.name for section in dataclasses.fields(RunConfig))]
     unknown = [key for key in config.checkpoint.allow_changes if key not in legal and not key.startswith("state.")]
     if unknown:
         best = nearest(unknown[0], legal)
-        raise setting_error("checkpoint.allow_changes", list(unknown), "no such key", best and [best])
+        raise setting_error("checkpoint.allow_changes", list(unknown), "no such key", meant=best and [best])
     _check_folder("run.dir", config.run.dir, f"runs/{config.run.name}")
     if config.checkpoint.dir is not None:
         _check_folder("checkpoint.dir", config.checkpoint.dir, None)
@@ -812,9 +878,9 @@ def find_deadline(config: RunConfig, env: Mapping[str, str] = os.environ) -> flo
         return float(end) if end.isdecimal() else None
     try:
         return datetime.fromisoformat(text).timestamp()
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         today = datetime.now().strftime("%Y-%m-%dT18:00")
-        raise setting_error("run.deadline", text, "must be a time in ISO 8601", today) from error
+        raise setting_error("run.deadline", text, "must be a time in ISO 8601", example=today) from error
 
 
 def _check_folder(key: str, value: str, legal: str | None) -> None:
@@ -823,9 +889,9 @@ def _check_folder(key: str, value: str, legal: str | None) -> None:
     folder = Path(value.removeprefix("file://")).absolute()
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     if not existing.is_dir():
-        raise setting_error(key, value, f"{existing} is not a folder", legal)
+        raise setting_error(key, value, f"{existing} is not a folder", example=legal)
     if not os.access(existing, os.W_OK | os.X_OK):
-        raise setting_error(key, value, f"{existing} cannot be written", legal)
+        raise setting_error(key, value, f"{existing} cannot be written", example=legal)
 
 
 def _check_data(config: RunConfig) -> None:
@@ -834,7 +900,8 @@ def _check_data(config: RunConfig) -> None:
     if longest is not None and data.seq_len > longest:
         raise setting_error("data.seq_len", data.seq_len, f"is longer than model.max_seq_len={longest}", longest)
     if data.source == "tokens" and not data.path:
-        raise setting_error("data.path", data.path, "data.source=tokens needs the path or glob of token shards")
+        rule = "data.source=tokens needs the path or glob of token shards"
+        raise setting_error("data.path", data.path, rule, fix="python -m trainer.prepare makes them from text")
     if data.source != "tokens":
         for key in ("path", "eval_path"):
             if getattr(data, key):

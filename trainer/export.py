@@ -26,6 +26,7 @@ from trainer.errors import EXIT_FINISHED, UserError, run_command
 from trainer.huggingface import export
 from trainer.inference import build_plain, origin_of
 from trainer.origin import TOKENIZER, Origin
+from trainer.recipe import look_in_working_folder
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -101,13 +102,13 @@ def command_line(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--max-shard-gb", type=float, default=5.0, help="size of one safetensors file (default: 5)")
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier export")
     chosen = parser.parse_args(argv)
-    sys.path.append(os.getcwd())  # where a user's own recipes are
+    look_in_working_folder()
     return run_command(lambda: _export(chosen))
 
 
 def _export(chosen: argparse.Namespace) -> int:
     if chosen.max_shard_gb <= 0:
-        raise UserError(f"--max-shard-gb={chosen.max_shard_gb}: must be above 0\n  nearest legal value: 5")
+        raise UserError(f"--max-shard-gb={chosen.max_shard_gb}: must be above 0\n  for example: --max-shard-gb=5")
     dtype = DTYPES[chosen.dtype] if chosen.dtype else None
     for file in export_checkpoint(chosen.checkpoint, chosen.target, dtype, chosen.max_shard_gb, chosen.overwrite):
         print(file)

@@ -236,7 +236,7 @@ def _read_pieces(path: Path, text_key: str) -> Iterator[tuple[str, bool]]:
                     yield text, False
                 yield "", True
     except UnicodeDecodeError as error:
-        raise setting_error("INPUT", path, f"is not UTF-8 ({error.reason})", "a file in UTF-8") from error
+        raise setting_error("INPUT", path, f"is not UTF-8 ({error.reason})", fix="convert it to UTF-8") from error
     except (OSError, EOFError, zlib.error) as error:
         raise setting_error("INPUT", path, f"cannot be read ({getattr(error, 'strerror', None) or error})") from error
 

@@ -9,7 +9,10 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import math
+import os
 import pkgutil
+import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
@@ -114,14 +117,17 @@ class Recipe:
 def declare(default: Any, meaning: str, **limits: Any) -> Any:
     """Return the dataclass field of one configuration key: its default, what `--help` says, and its limits.
 
-    Limits of numbers: `at_least`, `above`, `at_most`, `below`.  With `free=True` a model's field is of training alone,
-    as dropout is: it may be set to another value than the one that the weights of `train.init_from` come with.
+    Limits of numbers: `at_least`, `above`, `at_most`, `below`.  `aliases` are other names of values, which an error
+    takes for what was meant: {"gpu": "cuda"}.  With `free=True` a model's field is of training alone, as dropout is: it
+    may be set to another value than the one that the weights of `train.init_from` come with.
     """
     return field(default=default, metadata={"meaning": meaning, **limits})
 
 
 def check_number(key: str, value: Any, number: float, limits: Mapping[str, Any]) -> None:
     """Raise UserError unless `number`, which is `value` or in it, is finite and within the limits of `declare`."""
+    if isinstance(number, int) and not -(2**63) <= number < 2**63:
+        raise setting_error(key, "(a number of more than 63 bits)", "must be a number that a machine can hold")
     if not math.isfinite(number):
         raise setting_error(key, value, "must be finite", limits.get("at_least", 0))
     for word, broken in (
@@ -131,7 +137,7 @@ def check_number(key: str, value: Any, number: float, limits: Mapping[str, Any])
         ("below", lambda bound: number >= bound),
     ):
         if word in limits and broken(limits[word]):
-            inside = limits[word] if word in ("at_least", "at_most") else "any number " + word + f" {limits[word]}"
+            inside = limits[word] if word in ("at_least", "at_most") and value == number else None
             raise setting_error(key, value, f"must be {word.replace('_', ' ')} {limits[word]}", inside)
 
 
@@ -152,21 +158,29 @@ def find_recipe(name: str) -> Recipe:
     """
     module_name, colon, registered = name.partition(":")
     if colon:
-        try:
-            importlib.import_module(module_name)
-        except (
-            ImportError,
-            ValueError,
-            TypeError,
-            SyntaxError,
-        ) as error:  # also no name, or no code
-            raise setting_error("model.name", name, f"cannot import {module_name!r} ({error})") from error
-        name = registered
+        return _find_in_module(name, module_name, registered)
     if name not in _registry:
         load_recipes()
     if name not in _registry:
         raise choice_error("model.name", name, sorted(_registry), "a registered model:")
     return _registry[name]
+
+
+def _find_in_module(name: str, module_name: str, registered: str) -> Recipe:
+    before = set(_registry)
+    _import_module(module_name, "model.name", name)
+    if registered not in _registry:
+        made_there = [found for found, recipe in _registry.items() if recipe.config.__module__ == module_name]
+        own = sorted({*made_there, *(set(_registry) - before)})
+        load_recipes()
+    if registered not in _registry:
+        if not own:
+            rule = f"{module_name!r} registers no model of that name"
+            raise setting_error("model.name", name, rule, fix="call trainer.register(Recipe(...)) in that module")
+        raise choice_error(
+            "model.name", name, [f"{module_name}:{found}" for found in own], f"one that {module_name!r} registers:"
+        )
+    return _registry[registered]
 
 
 def all_recipes() -> list[Recipe]:
@@ -191,16 +205,31 @@ def resolve(path: str, setting: str) -> Any:
     module_name, colon, attribute = path.partition(":")
     if not (module_name and colon and attribute):
         raise setting_error(setting, path, "must have the form package.module:name")
-    try:
-        module = importlib.import_module(module_name)
-    except (ImportError, ValueError, TypeError, SyntaxError) as error:
-        raise setting_error(setting, path, f"cannot import {module_name!r} ({error})") from error
+    module = _import_module(module_name, setting, path)
     if not hasattr(module, attribute):
         best = nearest(attribute, [name for name in vars(module) if not name.startswith("_")])
-        raise setting_error(
-            setting, path, f"{module_name!r} has no {attribute!r}", f"{module_name}:{best}" if best else None
-        )
+        rule = f"{module_name!r} has no {attribute!r}"
+        raise setting_error(setting, path, rule, meant=f"{module_name}:{best}" if best else None)
     return getattr(module, attribute)
+
+
+def look_in_working_folder() -> None:
+    """Have modules of a user's own found in the working folder, as `python -m` does and console scripts do not."""
+    if not {"", os.getcwd()} & set(sys.path):
+        sys.path.append(os.getcwd())
+
+
+def _import_module(module_name: str, setting: str, value: str) -> Any:
+    """Return the module.  Raises UserError that says where its own code fails, whatever it raises."""
+    try:
+        return importlib.import_module(module_name)
+    except Exception as error:
+        machinery = (__file__, importlib.__file__)
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename not in machinery]
+        own = [frame for frame in frames if not frame.filename.startswith("<frozen")]
+        where = f", in {own[-1].filename}, line {own[-1].lineno}" if own else ""
+        rule = f"cannot import {module_name!r} ({type(error).__name__}: {error}{where})"
+        raise setting_error(setting, value, rule) from error
 
 
 def _with_name(config: type, name: str) -> type:

@@ -41,6 +41,7 @@ from trainer.metrics.meter import Meter, peak_flops, peak_memory_gib
 from trainer.metrics.profile import Profile
 from trainer.metrics.record import Record
 from trainer.metrics.sinks import warn
+from trainer.needs import check_needs
 from trainer.optim import Optimizer, Schedule, build_optimizer, bytes_of_training
 from trainer.origin import Origin, read_tokenizer
 from trainer.parameters import count_parameters, count_trained_parameters, tied_names
@@ -116,6 +117,7 @@ class Trainer:
         check_same_run(self.world, config, type(self), self.exempt_from_selfcheck())
         env = self.world.env
         shape = self.world.agreed(lambda: check_config(config, self.world.size, env.local_world_size))
+        self.world.agreed(lambda: check_needs(config, self.world.device.type))
         if self.world.is_main and (advice := shape.advice(env.local_world_size)):
             warn(advice)
         config, self._choice = settle_for_run(config, shape, self.world)

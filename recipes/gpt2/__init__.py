@@ -17,11 +17,11 @@ from trainer.recipe import Recipe, declare, register
 class GPT2Config:
     """Shape of a GPT-2."""
 
-    vocab_size: int = declare(50257, "size of the vocabulary", at_least=1)
-    dim: int = declare(768, "width of the residual stream", at_least=1)
-    num_layers: int = declare(12, "transformer blocks", at_least=1)
+    vocab_size: int = declare(50257, "size of the vocabulary", at_least=1, at_most=2**31 - 1)
+    dim: int = declare(768, "width of the residual stream", at_least=1, at_most=2**20)
+    num_layers: int = declare(12, "transformer blocks", at_least=1, at_most=2**16)
     num_heads: int = declare(12, "attention heads", at_least=1)
-    max_seq_len: int = declare(1024, "number of learned positions", at_least=1)
+    max_seq_len: int = declare(1024, "number of learned positions", at_least=1, at_most=2**31 - 1)
     dropout: float = declare(
         0.0, "dropout on both residual branches, and where the next two say nothing", at_least=0, below=1, free=True
     )

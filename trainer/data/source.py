@@ -482,7 +482,8 @@ def _open_shards(data: DataSection, split: Split) -> TokenSource:
                 )
         return TokenSource(shards, data.seq_len, data.pack)
     except ShardError as error:
-        raise setting_error(key, setting, str(error), "shards as `python -m trainer.prepare` writes them") from error
+        fix = "make shards from text with python -m trainer.prepare"
+        raise setting_error(key, setting, str(error), fix=fix) from error
 
 
 def _find_paths(key: str, setting: str | None) -> list[Path]:
@@ -491,14 +492,16 @@ def _find_paths(key: str, setting: str | None) -> list[Path]:
         raise setting_error(key, setting, "data.source=tokens needs the path or glob of token shards")
     pattern = os.path.expanduser(setting)
     if os.path.isdir(pattern):
-        raise setting_error(key, setting, "is a folder; name the shards in it", os.path.join(setting, "*.bin"))
+        rule = "is a folder; name the shards in it"
+        raise setting_error(key, setting, rule, example=os.path.join(setting, "*.bin"))
     names = [pattern] if os.path.isfile(pattern) else glob.glob(pattern, recursive=True)
     paths = sorted(Path(name) for name in names if name.endswith(".bin"))
     if paths:
         return paths
     rule = "matches no token shard, whose name ends in .bin" if names else "no such file, and no glob that matches one"
     there = sorted(glob.glob(os.path.join(glob.escape(os.path.dirname(pattern)), "*.bin")))
-    raise setting_error(key, setting, rule, nearest(pattern, there) or next(iter(there), None))
+    meant = nearest(pattern, there)
+    raise setting_error(key, setting, rule, meant=meant, example=None if meant else next(iter(there), None))
 
 
 def _read_info(path: Path) -> ShardInfo:
@@ -591,7 +594,7 @@ class StdlibCorpus:
             else:
                 return Shard(folder / name)
         rule = f"tokenized text cannot be kept there ({failure})" if failure else "no folder to keep tokenized text in"
-        raise setting_error("data.cache_dir", cache_dir, rule, "a folder that you can write to")
+        raise setting_error("data.cache_dir", cache_dir, rule, fix="name a folder that you can write to")
 
     def _walk(self) -> Iterator[str]:
         for folder, subfolders, names in os.walk(self._folder):

@@ -52,7 +52,7 @@ def configured_end(path: Path, ids: Mapping[str, int], key: str) -> int | None:
         if type(end) is not int or end not in ids.values():
             shown = value if isinstance(value, str) else json.dumps(value)
             rule = f"{path.with_name(name)} has {field}={shown}, which is no token of this tokenizer"
-            raise setting_error(key, path, rule, "a tokenizer.json with the files that belong to it")
+            raise setting_error(key, path, rule, fix="give a tokenizer.json together with the files that belong to it")
         return end
     return None
 

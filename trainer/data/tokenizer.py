@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer.data.surroundings import added_ids, configured_end
-from trainer.errors import setting_error
+from trainer.errors import nearest, setting_error
 
 END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>")
 """Names under which a tokenizer file that stands alone may hold its end-of-document token, in the order in which they
@@ -144,5 +144,8 @@ def find_tokenizer(setting: str, key: str = "data.tokenizer") -> Tokenizer:
     if setting == "bytes":
         return ByteTokenizer()
     if not Path(setting).expanduser().is_file():
-        raise setting_error(key, setting, "must be bytes, or the path of a Hugging Face tokenizer.json", "bytes")
+        rule = "must be bytes, or the path of a Hugging Face tokenizer.json"
+        fix = "fetch the tokenizer.json of that model, and give its path"
+        meant = nearest(setting, ["bytes"])
+        raise setting_error(key, setting, rule, meant=meant, fix="" if meant else fix)
     return FileTokenizer(setting, key)

@@ -41,6 +41,7 @@ from trainer.shard import (
     find_blocks,
     find_units,
     kept_by_budget,
+    own_outputs,
 )
 
 Mark = Literal[
@@ -210,6 +211,7 @@ def _trace(
         batch = {name: torch.zeros(shape, dtype=torch.int64) for name in ("tokens", "targets")}
         meter = _Meter(model, batch.values())
         recorder = _Recorder(meter, compute_dtype)
+        own_outputs((*(module for unit in units for module in unit.modules), model))
         repetition.attach(recorder)
         for number, unit in enumerate(units):
             if not repetition.leaves_out(unit.modules):

@@ -50,7 +50,7 @@ def write_report(folders: Sequence[Path], out: Path | None = None) -> tuple[Path
         _write(picture, draw_png(runs, title, facts_of(one) if one else ""))
     except OSError as error:
         rule = f"cannot be written ({error.strerror})"
-        raise setting_error("--out", page, rule, "./report.html, or another path that is yours") from error
+        raise setting_error("--out", page, rule, fix="name a path that you can write to") from error
     return page, picture
 
 
