@@ -44,6 +44,21 @@ class Defect:
 
 
 DEFECTS: list[Defect] = [
+    # -- streaks of skipped updates ------------------------------------------------------------------------------
+    Defect(
+        "save-postponed-for-good",
+        "streaks",
+        "trainer/checkpoint/schedule.py",
+        "return falls_due or self._is_postponed",
+        "return falls_due",
+    ),
+    Defect(
+        "pruned-in-a-streak",
+        "streaks",
+        "trainer/checkpoint/store.py",
+        "is_in_doubt = snapshot.num_skipped > 0 or state.num_skipped > 0",
+        "is_in_doubt = snapshot.num_skipped > 0",
+    ),
     # -- the step ------------------------------------------------------------------------------------------------
     Defect(
         "loss-scale",
@@ -263,8 +278,8 @@ DEFECTS: list[Defect] = [
         "damaged-left-there",
         "damage",
         "trainer/checkpoint/store.py",
-        "self.world.agreed(lambda: self._set_aside(damaged))",
-        "self.world.agreed(lambda: self._set_aside(()))",
+        "self.world.agreed(lambda: self._set_aside(damaged, DAMAGED))",
+        "self.world.agreed(lambda: self._set_aside((), DAMAGED))",
     ),
     Defect(
         "pruned-one-too-many",

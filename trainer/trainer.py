@@ -18,10 +18,11 @@ from typing import Literal
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from trainer.checkpoint.manifest import name_of
 from trainer.checkpoint.place import SUPERSEDED, find_place
 from trainer.checkpoint.schedule import SaveSchedule
 from trainer.checkpoint.source import find_checkpoint
-from trainer.checkpoint.store import PREFIX, Checkpoints, Facts, Found, SaveResult, Settings
+from trainer.checkpoint.store import Checkpoints, Facts, Found, SaveResult, Settings
 from trainer.config import RunConfig, check_config, compare_configs, find_deadline, stored_value
 from trainer.data.loader import EvalLoader, TrainLoader
 from trainer.data.source import Source, gzip_bits_per_byte, held_out_text, open_source
@@ -517,12 +518,19 @@ class Trainer:
         self._start_save(background)
         if not background and (error := self._settle(warns=False).error):
             raise TrainingFailed(error)
-        path = str(self.checkpoints.place / f"{PREFIX}{self.state.step:08d}")
+        path = str(self.checkpoints.place / name_of(self.state.step))
         return path if find_folder(path) is None else Path(path)
 
     def _save(self) -> None:
-        """Begin a save as `fit` does it: a failure is counted, not raised, until there are too many in a row."""
+        """Begin a save as `fit` does it: a failure is counted, not raised, until there are too many in a row.
+
+        While updates are skipped there is nothing good to save: the first that counts makes up for it.
+        """
         if self.checkpoints.in_flight and self.config.checkpoint.when_busy == "skip":
+            return
+        self._account()
+        if self.skips.in_a_row:
+            self.saving.postpone()
             return
         self._finish_save()
         if self._is_saved() and not self.saving.num_failures:
@@ -539,7 +547,7 @@ class Trainer:
         self._is_outdated = False
         self.watchdog.save_begins(lambda: self.checkpoints.stage)
         with self.watchdog.during("save"):
-            self.checkpoints.start(self.state, background)
+            self.checkpoints.start(self.state, background, self.saving.begin(self.state.step))
 
     def _finish_save(self) -> None:
         """Wait for the save in flight, if there is one, and report it."""
@@ -566,7 +574,7 @@ class Trainer:
             if self.world.is_main and warns:
                 warn(f"checkpoint not saved, training goes on: {result.error} ({count})")
             return result
-        self.saving.succeeded()
+        self.saving.succeeded(result.step)
         self._save_s = max(self._save_s, result.total_s)
         self._saved_step = result.step
         if result.warning and self.world.is_main:
@@ -677,7 +685,7 @@ class Trainer:
             warn(f"{found.path}: {warning}")
 
     def _is_own(self, found: Found) -> bool:
-        return found.path == f"{self.checkpoints.place}/{PREFIX}{found.manifest.step:08d}"
+        return found.path == f"{self.checkpoints.place}/{name_of(found.manifest.step)}"
 
     def _checkpoints(self) -> Checkpoints:
         config = self.config
@@ -766,7 +774,7 @@ class Trainer:
         self.checkpoints.clean()
         self.folder.clean()
         step = -1 if self.resumed_step is None else self.resumed_step
-        later = [f"{PREFIX}{later:08d}" for later in self.checkpoints.steps() if later > step]
+        later = [name_of(later) for later in self.checkpoints.steps() if later > step]
         if self.config.checkpoint.dir is not None:
             for name in later:
                 self.checkpoints.place.set_aside(name, SUPERSEDED)
@@ -784,6 +792,7 @@ class Trainer:
 
     def _finish(self) -> int:
         if self.phase in ("built", "restored"):
+            self.skips.check_end(self.state.step)
             self.metrics.say(
                 f"nothing to do: {self.config.run.dir} is at step {self.state.step} of {self.config.train.steps}"
             )
@@ -797,11 +806,13 @@ class Trainer:
         self._save_at_the_end()
         if self.stopping:
             reason = self._stop_reason()
+            there = "the last good checkpoint: updates were being skipped" if self.skips.in_a_row else "there"
             self.metrics.say(
-                f"stopped ({reason}) at step {self.state.step}; the same command goes on from there", "yellow"
+                f"stopped ({reason}) at step {self.state.step}; the same command goes on from {there}", "yellow"
             )
             self._end("stopped", EXIT_STOPPED, reason)
             return EXIT_STOPPED
+        self.skips.check_end(self.state.step)
         self._show_result()
         self._end("finished", EXIT_FINISHED, "train.steps reached")
         return EXIT_FINISHED
@@ -830,6 +841,8 @@ class Trainer:
         self.forecast.explain(error)
         first = self.world.announce_failure(error)
         self.checkpoints.wait(self.config.run.timeout_s)  # what is in flight is finished: it is good
+        if self.skips.failed_since is not None and (done := self.checkpoints.doubt(self.skips.failed_since)):
+            warn(done)
         if isinstance(error, UserError) and self.phase in ("built", "restored"):
             self.folder.release()
             return  # found before training: an existing run stays as it was
@@ -865,6 +878,8 @@ class Trainer:
             self._finish_save()
             if self.phase == "running":
                 self._account()
+                if self.state.step >= self.config.train.steps:
+                    self.skips.check_end(self.state.step)
         except BaseException as failure:
             self._fail(failure)
             raise

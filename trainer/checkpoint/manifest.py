@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -23,6 +24,8 @@ from trainer.checkpoint.place import COMMIT, Place
 from trainer.errors import UserError
 
 FORMAT_VERSION = 2
+PREFIX = "step_"
+_NAME = re.compile(rf"{PREFIX}(\d{{8,}})")
 BLOCKS = ".blocks.json"
 """What the checksums of a data file are kept in: its name with this in place of `.distcp`."""
 
@@ -44,12 +47,35 @@ class Manifest:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     @property
+    def num_skipped(self) -> int:
+        """How many updates had been skipped in a row when it was saved: while there are any, nobody knows whether the
+        weights are good.
+        """
+        return int(self.extra.get("num_skipped", 0))
+
+    @property
+    def due(self) -> Sequence[int]:
+        """The updates after which a save was due that this checkpoint stands for, where it was made later."""
+        return tuple(self.extra.get("due", ()))
+
+    @property
     def num_bytes(self) -> int:
         return sum(size for size, _ in self.files.values())
 
     def to_json(self) -> str:
         content = asdict(self)
         return json.dumps({**content, "sha256": _digest(content)}, indent=1)
+
+
+def name_of(step: int) -> str:
+    """Return the name of the folder with the checkpoint of a step."""
+    return f"{PREFIX}{step:08d}"
+
+
+def step_in(name: str) -> int | None:
+    """Return the step that a folder's name speaks of; None if it is no checkpoint's."""
+    found = _NAME.fullmatch(name)
+    return int(found.group(1)) if found else None
 
 
 def _digest(content: Mapping[str, Any]) -> str:
