@@ -44,6 +44,14 @@ class Defect:
 
 
 DEFECTS: list[Defect] = [
+    Defect("not-looked-at-again", "cut-short", "trainer/checkpoint/store.py", "if kept != data:", "if not data:"),
+    Defect(
+        "name-taken-at-its-word",
+        "damage",
+        "trainer/checkpoint/manifest.py",
+        "named not in (None, manifest.step)",
+        "False",
+    ),
     # -- streaks of skipped updates ------------------------------------------------------------------------------
     Defect(
         "save-postponed-for-good",
@@ -284,9 +292,9 @@ DEFECTS: list[Defect] = [
     Defect(
         "pruned-one-too-many",
         "pruning",
-        "trainer/checkpoint/store.py",
-        "last = steps[-self.settings.keep_last :] if",
-        "last = steps[1 - self.settings.keep_last :] if",
+        "trainer/checkpoint/keeping.py",
+        "if step < last[-1] and",
+        "if step <= last[-1] and",
     ),
     Defect(
         "saved-while-it-changes",

@@ -24,7 +24,7 @@ from rich.text import Text
 from trainer.checkpoint.blocks import Damaged
 from trainer.checkpoint.keeping import list_steps
 from trainer.checkpoint.layout import Stored
-from trainer.checkpoint.manifest import find_damage, name_of, read_manifest
+from trainer.checkpoint.manifest import find_damage, find_index_damage, name_of, read_manifest
 from trainer.checkpoint.place import COMMIT, Place, find_place, split_parent
 from trainer.checkpoint.source import StoredWeights, find_checkpoints, is_checkpoint
 from trainer.config import config_from_yaml
@@ -49,11 +49,11 @@ class Entry:
     damage: tuple[str, ...] = ()
     num_skipped: int = 0
     """How many updates had been skipped in a row when it was saved: such a one is not gone on from by itself."""
+    notes: tuple[str, ...] = ()
+    """What else there is to know of it."""
 
 
-_IN_A_STREAK = (
-    "was saved while updates were skipped ({} in a row); gone on from only by name, or where there is no other"
-)
+_IN_A_STREAK = "{}: was saved while updates were skipped ({} in a row); gone on from by name, or if there is no other"
 
 
 def list_checkpoints(place: Place, verify: bool = False) -> list[Entry]:
@@ -76,6 +76,12 @@ def _entry(place: Place, name: str, verify: bool) -> Entry:
         entry.created, entry.torch, entry.num_skipped = manifest.created, manifest.torch, manifest.num_skipped
         entry.mesh = " x ".join(f"{axis} {size}" for axis, size in manifest.mesh.items())
         entry.damage = tuple(find_damage(folder, manifest, "full" if verify else "sizes"))
+        index = find_index_damage(folder, manifest) if verify else ""
+        notes = [
+            _IN_A_STREAK.format(name, manifest.num_skipped) if manifest.num_skipped else "",
+            f"{index}; only torch's own tools need it" if index else "",
+        ]
+        entry.notes = tuple(note for note in notes if note)
         entry.state = "damaged" if entry.damage else "verified" if verify else "whole"
     return entry
 
@@ -190,8 +196,8 @@ def _show_list(place: Place, entries: Sequence[Entry]) -> None:
         table.add_row(entry.name, size, _age(entry.created), entry.mesh, entry.torch, state)
     console.print(table)
     for entry in entries:
-        if entry.num_skipped:
-            console.print(f"  {entry.name}: {_IN_A_STREAK.format(entry.num_skipped)}", style="yellow", soft_wrap=True)
+        for note in entry.notes:
+            console.print(f"  {note}", style="yellow", soft_wrap=True)
         for line in entry.damage:
             console.print(f"  {line}", style="red", soft_wrap=True)
 

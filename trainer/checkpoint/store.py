@@ -35,6 +35,7 @@ from trainer.checkpoint.blocks import Damaged, checksum_of, crc32
 from trainer.checkpoint.keeping import Keeping, list_steps
 from trainer.checkpoint.layout import Layout, Stored, Written, layout_from_json, layout_of, layout_to_json
 from trainer.checkpoint.manifest import (
+    INDEX,
     PREFIX,
     Manifest,
     blocks_name,
@@ -492,7 +493,7 @@ class Checkpoints:
             layout = layout_of(self._plans.planned, self._chunks_by_rank.values())
             self._layout_files = {
                 "layout.json": layout_to_json(layout).encode(),
-                ".metadata": pickled_metadata(layout, snapshot.paths),
+                INDEX: pickled_metadata(layout, snapshot.paths),
             }
         common = {
             **self._layout_files,
@@ -1007,13 +1008,24 @@ def _rank_file(rank: int) -> str:
 
 
 def _write_files(folder: Place, contents: Mapping[str, bytes]) -> dict[str, tuple[int, int]]:
+    """Write small files, and look at each again: storage may say that all is well and keep a part.
+
+    Returns their sizes and checksums.  Raises OSError.
+    """
     for name, data in contents.items():
         file = folder.create(name)
         try:
             file.write(data)
         finally:
             file.close()
+        kept = folder.read(name)
+        if kept != data:
+            raise OSError(f"{folder}/{name}: the storage has kept {_part(kept, data)}, and reported no error")
     return {name: (len(data), crc32(data)) for name, data in contents.items()}
+
+
+def _part(kept: bytes, data: bytes) -> str:
+    return f"{len(kept)} of {len(data)} bytes" if len(kept) != len(data) else "other bytes"
 
 
 def _done(result: SaveResult) -> Future[SaveResult]:
