@@ -7,6 +7,7 @@ failure names its case, so that it can be run again alone.
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import json
 import os
@@ -29,6 +30,8 @@ from typing import Any
 import pytest
 import torch
 
+import trainer.files
+import trainer.rundir
 from tests.faults import Fault, Started, start
 from tests.forked import popen
 from tests.gate import wait_until
@@ -763,6 +766,33 @@ def test_the_disk_of_the_run_itself_is_full_for_a_while(disk: Path, tmp_path: Pa
     assert steps_in(run.folder)[-1] == 36
     assert_all_good(run.folder / "checkpoints")
     assert of("train", run.folder, "step") == list(range(1, 37)), "what could not be written was written later"
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", ".owner.json"])
+def test_the_disk_is_full_when_a_run_goes_on(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One message that says where, nothing half-written, and all that was there as it was."""
+    run = tmp_path / "run"
+    own = Trainer(tiny_config(run, "train.steps=2"))
+    assert own.fit() == 0
+    own.close()
+    (run / "metrics.jsonl").chmod(0o600)  # stays as it is
+    before = stamps(run)
+    write_and_sync = trainer.files.write_and_sync
+
+    def full(path: Path, text: str) -> None:
+        if name in path.name:
+            path.write_text(text[: len(text) // 2])
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        write_and_sync(path, text)
+
+    for module in (trainer.files, trainer.rundir):
+        monkeypatch.setattr(module, "write_and_sync", full)
+    again = Trainer(tiny_config(run, "train.steps=4"))
+    with pytest.raises(UserError, match=f"run.dir={run}: cannot be used.*No space left on device"):
+        again.fit()
+    again.close()
+    after = stamps(run)
+    assert {**after, "config.yaml": None} == {**before, "config.yaml": None}
 
 
 @pytest.mark.slow

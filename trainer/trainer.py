@@ -6,6 +6,7 @@ What a subclass may want to change is one method each: `build_mesh`, `build_mode
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 import threading
@@ -723,9 +724,9 @@ class Trainer:
         self.world.agreed(self.folder.own)
         if self.config.run.selfcheck:
             check_start(self.world, self.model, self.mesh, self.ties, self.loader, self.exempt_from_selfcheck())
-        self.world.agreed(self._leave_behind)
-        self.world.agreed(self.folder.begin)
-        self.world.agreed(lambda: self.metrics.open(self.folder.metrics, self.resumed_step or 0))
+        opening = (self.folder.metrics, self.resumed_step or 0)
+        for work in (self._leave_behind, self.folder.begin, lambda: self.metrics.open(*opening)):
+            self.world.agreed(functools.partial(self.folder.using, work))
         self.metrics.wandb_id = self.world.broadcast(self.metrics.wandb_id)
         self.phase = "running"
         self._watch_for_a_stop()
