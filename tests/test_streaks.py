@@ -73,6 +73,7 @@ def resumed(folder: Path) -> list[int | None]:
     return [line["resumed_step"] for line in lines(folder) if line["kind"] == "start"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["sync", pytest.param("async", marks=pytest.mark.campaign)])
 def test_a_streak_pushes_no_good_checkpoint_out(mode: str, tmp_path: Path) -> None:
     """And the run goes on from the last good one, as if nothing had been."""
