@@ -44,6 +44,29 @@ class Defect:
 
 
 DEFECTS: list[Defect] = [
+    Defect("not-looked-at-again", "cut-short", "trainer/checkpoint/store.py", "if kept != data:", "if not data:"),
+    Defect(
+        "name-taken-at-its-word",
+        "damage",
+        "trainer/checkpoint/manifest.py",
+        "named not in (None, manifest.step)",
+        "False",
+    ),
+    # -- streaks of skipped updates ------------------------------------------------------------------------------
+    Defect(
+        "save-postponed-for-good",
+        "streaks",
+        "trainer/checkpoint/schedule.py",
+        "return falls_due or self._is_postponed",
+        "return falls_due",
+    ),
+    Defect(
+        "pruned-in-a-streak",
+        "streaks",
+        "trainer/checkpoint/store.py",
+        "is_in_doubt = snapshot.num_skipped > 0 or state.num_skipped > 0",
+        "is_in_doubt = snapshot.num_skipped > 0",
+    ),
     # -- the step ------------------------------------------------------------------------------------------------
     Defect(
         "a-view-handed-on",
@@ -305,8 +328,8 @@ DEFECTS: list[Defect] = [
         "damaged-left-there",
         "damage",
         "trainer/checkpoint/store.py",
-        "self.world.agreed(lambda: self._set_aside(damaged))",
-        "self.world.agreed(lambda: self._set_aside(()))",
+        "self.world.agreed(lambda: self._set_aside(damaged, DAMAGED))",
+        "self.world.agreed(lambda: self._set_aside((), DAMAGED))",
     ),
     Defect(
         "begins-anew-without-a-word",
@@ -339,9 +362,9 @@ DEFECTS: list[Defect] = [
     Defect(
         "pruned-one-too-many",
         "pruning",
-        "trainer/checkpoint/store.py",
-        "last = steps[-self.settings.keep_last :] if",
-        "last = steps[1 - self.settings.keep_last :] if",
+        "trainer/checkpoint/keeping.py",
+        "if step < last[-1] and",
+        "if step <= last[-1] and",
     ),
     Defect(
         "saved-while-it-changes",

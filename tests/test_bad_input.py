@@ -141,14 +141,17 @@ def test_advice_is_what_was_meant_or_none(
     assert suggests or not any(words in said for words in ("did you mean", "nearest", "for example", "to fix"))
 
 
-def test_a_folder_is_no_recipe_but_may_hold_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_is_a_recipe_if_a_run_is_in_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "gpt2"
     folder.mkdir()
     assert run.main([f"recipe={folder}"]) == 2
-    assert "did you mean" not in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "is a folder, but not of a run" in said
+    assert "did you mean" not in said
     (folder / "config.yaml").write_text("model: {name: llama}\n")
-    assert run.main([f"recipe={folder}"]) == 2
-    assert f"did you mean recipe={folder}/config.yaml?" in capsys.readouterr().err
+    assert run.main([f"recipe={folder}", "--print-config"]) == 0
+    assert run.main([f"recipe={folder}/nothing"]) == 2
+    assert "must be a path ending in .yaml, the folder of a run, or one of" in capsys.readouterr().err
 
 
 def test_a_module_that_fails_is_named_with_its_line(

@@ -22,11 +22,11 @@ from rich.table import Table
 from rich.text import Text
 
 from trainer.checkpoint.blocks import Damaged
+from trainer.checkpoint.keeping import list_steps
 from trainer.checkpoint.layout import Stored
-from trainer.checkpoint.manifest import find_damage, read_manifest
+from trainer.checkpoint.manifest import find_damage, find_index_damage, name_of, read_manifest
 from trainer.checkpoint.place import COMMIT, Place, find_place, split_parent
 from trainer.checkpoint.source import StoredWeights, find_checkpoints, is_checkpoint
-from trainer.checkpoint.store import list_steps
 from trainer.config import config_from_yaml
 from trainer.errors import EXIT_FAILED, EXIT_FINISHED, UserError, run_command, setting_error
 from trainer.recipe import look_in_working_folder
@@ -48,11 +48,18 @@ class Entry:
     state: str = "damaged"
     """`whole` (manifest and sizes are right), `verified` (all checksums too), `damaged` or `set aside`."""
     damage: tuple[str, ...] = ()
+    num_skipped: int = 0
+    """How many updates had been skipped in a row when it was saved: such a one is not gone on from by itself."""
+    notes: tuple[str, ...] = ()
+    """What else there is to know of it."""
+
+
+_IN_A_STREAK = "{}: was saved while updates were skipped ({} in a row); gone on from by name, or if there is no other"
 
 
 def list_checkpoints(place: Place, verify: bool = False) -> list[Entry]:
     """Return every checkpoint in a folder, oldest first, the set aside ones at the end."""
-    names = [f"step_{step:08d}" for step in list_steps(place)]
+    names = [name_of(step) for step in list_steps(place)]
     aside = [Entry(name, state="set aside") for name in place.names_aside()]
     return [*(_entry(place, name, verify) for name in names), *aside]
 
@@ -67,9 +74,15 @@ def _entry(place: Place, name: str, verify: bool) -> Entry:
         entry.damage = (str(error),)
     else:
         entry.step, entry.bytes = manifest.step, manifest.num_bytes
-        entry.created, entry.torch = manifest.created, manifest.torch
+        entry.created, entry.torch, entry.num_skipped = manifest.created, manifest.torch, manifest.num_skipped
         entry.mesh = " x ".join(f"{axis} {size}" for axis, size in manifest.mesh.items())
         entry.damage = tuple(find_damage(folder, manifest, "full" if verify else "sizes"))
+        index = find_index_damage(folder, manifest) if verify else ""
+        notes = [
+            _IN_A_STREAK.format(name, manifest.num_skipped) if manifest.num_skipped else "",
+            f"{index}; only torch's own tools need it" if index else "",
+        ]
+        entry.notes = tuple(note for note in notes if note)
         entry.state = "damaged" if entry.damage else "verified" if verify else "whole"
     return entry
 
@@ -184,6 +197,8 @@ def _show_list(place: Place, entries: Sequence[Entry]) -> None:
         table.add_row(entry.name, size, _age(entry.created), entry.mesh, entry.torch, state)
     console.print(table)
     for entry in entries:
+        for note in entry.notes:
+            console.print(f"  {note}", style="yellow", soft_wrap=True)
         for line in entry.damage:
             console.print(f"  {line}", style="red", soft_wrap=True)
 

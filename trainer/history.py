@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trainer.checkpoint.keeping import list_steps
+from trainer.checkpoint.manifest import name_of
 from trainer.checkpoint.place import find_place, is_same_place
-from trainer.checkpoint.store import PREFIX, Found, list_steps
+from trainer.checkpoint.store import Found
 from trainer.config import stored_value
 from trainer.errors import UserError, setting_error
 from trainer.metrics.record import read_kinds
@@ -93,7 +95,7 @@ class History:
             return
         if found is None:
             raise UserError(self._nothing_found(past))
-        missing = f"{PREFIX}{past.saved:08d}"
+        missing = name_of(past.saved)
         if found.manifest.step < past.saved and missing not in found.damaged and not self._is_aside(missing):
             warn(
                 f"{past.witness} speaks of a checkpoint of step {past.saved}, but the newest in {self.place} is of "

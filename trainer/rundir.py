@@ -13,6 +13,7 @@ import socket
 import threading
 import time
 import uuid
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,11 +57,8 @@ class RunFolder:
             return
         legal = {"run.dir": f"runs/{self.config.run.name}", "checkpoint.dir": None}
         for owner in self._owners:
-            try:
+            with _usable(owner.setting, owner.folder, legal[owner.setting]):
                 owner.acquire()
-            except OSError as error:
-                rule = f"cannot be used ({error.strerror})"
-                raise setting_error(owner.setting, owner.folder, rule, legal[owner.setting]) from error
         self._is_owned = True
 
     def release(self) -> None:
@@ -69,6 +67,11 @@ class RunFolder:
         if self.is_main:
             for owner in reversed(self._owners):
                 owner.release()
+
+    def using(self, work: Callable[[], object]) -> None:
+        """Do something of the start in this folder.  Raises UserError if it cannot be used: its disk is full, say."""
+        with _usable("run.dir", self.path, f"runs/{self.config.run.name}"):
+            work()
 
     def begin(self) -> None:
         """Write `config.yaml`."""
@@ -120,6 +123,16 @@ class RunFolder:
                 partial.unlink()
 
 
+@contextlib.contextmanager
+def _usable(setting: str, folder: Path, legal: str | None) -> Iterator[None]:
+    """Turn what the file system refuses into a mistake in where things are to be: which file, and why."""
+    try:
+        yield
+    except OSError as error:
+        where = f": {error.filename}" if error.filename not in (None, str(folder)) else ""
+        raise setting_error(setting, folder, f"cannot be used ({error.strerror or error}{where})", legal) from error
+
+
 class Owner:
     """Which process a run's folder belongs to: one at a time, on any node, and never a dead one for long.
 
@@ -149,8 +162,8 @@ class Owner:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._own |= _this_folder(self.folder)
         mine = self.folder / f"{self.NAME}.{self._own['token']}"
-        write_and_sync(mine, json.dumps(self._own))
         try:
+            write_and_sync(mine, json.dumps(self._own))
             while not _link(mine, self.path):
                 self._wait_for_death(mine)
         finally:

@@ -7,6 +7,7 @@ is an error at the first save.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -23,6 +24,9 @@ from trainer.guard import RandomState, SkipCounter
 from trainer.optim import Optimizer
 from trainer.parameters import local, tied_names
 
+BEYOND_BELIEF = 2.0**64
+"""A magnitude that no weight is trained to: its square is not finite in float32, so that no loss is."""
+
 
 class TrainState:
     """Where a run stands: counters, weights, optimizer, position in the data, random states."""
@@ -35,7 +39,7 @@ class TrainState:
         self.tokens = 0
         self.owes_evaluation = False
         """True after an evaluation of this step was given up: `fit` makes up for it when it goes on."""
-        self.model, self.random = model, random_state
+        self.model, self.random, self.skips = model, random_state, skips
         names = {id(p): clean_name(name) for name, p in model.named_parameters()}
         self.parts: dict[str, Stateful] = {
             "model": ModelState(model),
@@ -48,8 +52,13 @@ class TrainState:
         self._frozen: dict[int, list[tuple[object, list[float]]]] = {}
 
     @property
-    def weights(self) -> frozenset[str]:
-        return frozenset(f"model.{clean_name(name)}" for name, _ in self.model.named_parameters())
+    def weights(self) -> dict[str, float]:
+        named = self.model.named_parameters()
+        return {f"model.{clean_name(name)}": BEYOND_BELIEF if p.requires_grad else math.inf for name, p in named}
+
+    @property
+    def num_skipped(self) -> int:
+        return self.skips.in_a_row
 
     def add(self, name: str, part: Any, per_rank: bool = False) -> None:
         """Resume `part` too, under `name`: something with `state_dict` and `load_state_dict`, or a random generator.

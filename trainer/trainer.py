@@ -6,6 +6,7 @@ What a subclass may want to change is one method each: `build_mesh`, `build_mode
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 import threading
@@ -18,10 +19,11 @@ from typing import Literal
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from trainer.checkpoint.manifest import name_of
 from trainer.checkpoint.place import SUPERSEDED, find_place, is_same_place
 from trainer.checkpoint.schedule import SaveSchedule
 from trainer.checkpoint.source import find_checkpoint
-from trainer.checkpoint.store import PREFIX, Checkpoints, Facts, Found, SaveResult, Settings
+from trainer.checkpoint.store import Checkpoints, Facts, Found, SaveResult, Settings
 from trainer.config import RunConfig, check_config, compare_configs, find_deadline, stored_value
 from trainer.data.loader import EvalLoader, TrainLoader
 from trainer.data.source import Source, gzip_bits_per_byte, held_out_text, open_source
@@ -529,12 +531,19 @@ class Trainer:
         self._start_save(background)
         if not background and (error := self._settle(warns=False).error):
             raise TrainingFailed(error)
-        path = str(self.checkpoints.place / f"{PREFIX}{self.state.step:08d}")
+        path = str(self.checkpoints.place / name_of(self.state.step))
         return path if find_folder(path) is None else Path(path)
 
     def _save(self) -> None:
-        """Begin a save as `fit` does it: a failure is counted, not raised, until there are too many in a row."""
+        """Begin a save as `fit` does it: a failure is counted, not raised, until there are too many in a row.
+
+        While updates are skipped there is nothing good to save: the first that counts makes up for it.
+        """
         if self.checkpoints.in_flight and self.config.checkpoint.when_busy == "skip":
+            return
+        self._account()
+        if self.skips.in_a_row:
+            self.saving.postpone()
             return
         self._finish_save()
         if self._is_saved() and not self.saving.num_failures:
@@ -551,7 +560,7 @@ class Trainer:
         self._is_outdated = False
         self.watchdog.save_begins(lambda: self.checkpoints.stage)
         with self.watchdog.during("save"):
-            self.checkpoints.start(self.state, background)
+            self.checkpoints.start(self.state, background, self.saving.begin(self.state.step))
 
     def _finish_save(self) -> None:
         """Wait for the save in flight, if there is one, and report it."""
@@ -578,7 +587,7 @@ class Trainer:
             if self.world.is_main and warns:
                 warn(f"checkpoint not saved, training goes on: {result.error} ({count})")
             return result
-        self.saving.succeeded()
+        self.saving.succeeded(result.step)
         self._save_s = max(self._save_s, result.total_s)
         self._saved_step = result.step
         if result.warning and self.world.is_main:
@@ -711,7 +720,7 @@ class Trainer:
             warn(f"{found.path}: {warning}")
 
     def _is_own(self, found: Found) -> bool:
-        return is_same_place(found.path, f"{self.checkpoints.place}/{PREFIX}{found.manifest.step:08d}")
+        return is_same_place(found.path, f"{self.checkpoints.place}/{name_of(found.manifest.step)}")
 
     def _checkpoints(self) -> Checkpoints:
         config = self.config
@@ -750,10 +759,14 @@ class Trainer:
         self.world.agreed(self.folder.own)
         if self.config.run.selfcheck:
             check_start(self.world, self.model, self.mesh, self.ties, self.loader, self.exempt_from_selfcheck())
-        self.world.agreed(self._leave_behind)
-        self.world.agreed(self.history.leave_identity)
-        self.world.agreed(self.folder.begin)
-        self.world.agreed(lambda: self.metrics.open(self.folder.metrics, self.resumed_step or 0))
+        opening = (self.folder.metrics, self.resumed_step or 0)
+        for work in (
+            self._leave_behind,
+            self.history.leave_identity,
+            self.folder.begin,
+            lambda: self.metrics.open(*opening),
+        ):
+            self.world.agreed(functools.partial(self.folder.using, work))
         self.metrics.wandb_id = self.world.broadcast(self.metrics.wandb_id)
         self.phase = "running"
         self._watch_for_a_stop()
@@ -805,7 +818,7 @@ class Trainer:
         self.folder.clean()
         begins = self.phase != "running" and (self.resumed_step is None or self._is_from_elsewhere)
         step = -1 if begins or self.resumed_step is None else self.resumed_step
-        later = [f"{PREFIX}{later:08d}" for later in self.checkpoints.steps() if later > step]
+        later = [name_of(later) for later in self.checkpoints.steps() if later > step]
         has_past = bool(later)
         if self.config.checkpoint.dir is not None:
             for name in later:
@@ -824,6 +837,7 @@ class Trainer:
 
     def _finish(self) -> int:
         if self.phase in ("built", "restored"):
+            self.skips.check_end(self.state.step)
             self.metrics.say(
                 f"nothing to do: {self.config.run.dir} is at step {self.state.step} of {self.config.train.steps}"
             )
@@ -837,11 +851,13 @@ class Trainer:
         self._save_at_the_end()
         if self.stopping:
             reason = self._stop_reason()
+            there = "the last good checkpoint: updates were being skipped" if self.skips.in_a_row else "there"
             self.metrics.say(
-                f"stopped ({reason}) at step {self.state.step}; the same command goes on from there", "yellow"
+                f"stopped ({reason}) at step {self.state.step}; the same command goes on from {there}", "yellow"
             )
             self._end("stopped", EXIT_STOPPED, reason)
             return EXIT_STOPPED
+        self.skips.check_end(self.state.step)
         self._show_result()
         self._end("finished", EXIT_FINISHED, "train.steps reached")
         return EXIT_FINISHED
@@ -870,6 +886,8 @@ class Trainer:
         self.forecast.explain(error)
         first = self.world.announce_failure(error)
         self.checkpoints.wait(self.config.run.timeout_s)  # what is in flight is finished: it is good
+        if self.skips.failed_since is not None and (done := self.checkpoints.doubt(self.skips.failed_since)):
+            warn(done)
         if isinstance(error, UserError) and self.phase in ("built", "restored"):
             self.folder.release()
             return  # found before training: an existing run stays as it was
@@ -905,6 +923,8 @@ class Trainer:
             self._finish_save()
             if self.phase == "running":
                 self._account()
+                if self.state.step >= self.config.train.steps:
+                    self.skips.check_end(self.state.step)
         except BaseException as failure:
             self._fail(failure)
             raise

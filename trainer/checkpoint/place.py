@@ -19,9 +19,9 @@ from trainer.files import find_folder, sync_folder
 
 COMMIT = "manifest.json"
 """The file without which a folder holds no checkpoint."""
-DAMAGED, SUPERSEDED = "damaged", "superseded"
+DAMAGED, SUPERSEDED, DOUBTFUL = "damaged", "superseded", "doubtful"
 """Why a checkpoint was set aside."""
-_ASIDE = (f"{DAMAGED}-", f"{SUPERSEDED}-")
+_ASIDE = (f"{DAMAGED}-", f"{SUPERSEDED}-", f"{DOUBTFUL}-")
 _WRITING, _REMOVED, _REPLACED = ".writing-", ".removed-", ".replaced-"
 _UNFINISHED = ".unfinished"
 """In an object store, the file that lies in a folder while it is written, and while it is deleted."""

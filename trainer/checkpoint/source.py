@@ -9,10 +9,10 @@ from collections.abc import Mapping
 import torch
 
 from trainer.checkpoint.blocks import Damaged
+from trainer.checkpoint.keeping import newest_step
 from trainer.checkpoint.layout import layout_from_json
-from trainer.checkpoint.manifest import find_damage, read_blocks, read_file, read_manifest
+from trainer.checkpoint.manifest import PREFIX, find_damage, name_of, read_blocks, read_file, read_manifest
 from trainer.checkpoint.place import COMMIT, Place, find_place
-from trainer.checkpoint.store import PREFIX, list_steps
 from trainer.checkpoint.tensors import read_rows
 from trainer.config import config_from_yaml
 from trainer.errors import TrainingFailed, UserError
@@ -75,17 +75,18 @@ def find_checkpoints(path: str | os.PathLike[str]) -> Place:
 
 
 def find_checkpoint(path: str | os.PathLike[str]) -> Place:
-    """Return the checkpoint that `path` means: one itself, or the newest of a run's folder.  Raises UserError.
+    """Return the checkpoint that `path` means: one itself, or the newest of a run's folder (one that was saved while
+    updates were skipped only if there is no other).  Raises UserError.
 
-    One itself may be damaged: whoever reads it finds out.
+    It may be damaged: whoever reads it finds out.
     """
     if is_checkpoint(path):
         return find_place(path)
     folder = find_checkpoints(path)
-    steps = list_steps(folder)
-    if not steps:
+    step = newest_step(folder)
+    if step is None:
         raise UserError(f"{path}: holds no checkpoint")
-    return folder / f"{PREFIX}{steps[-1]:08d}"
+    return folder / name_of(step)
 
 
 def _elsewhere(run: Place) -> list[Place]:
