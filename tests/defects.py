@@ -451,6 +451,21 @@ DEFECTS: list[Defect] = [
         'Collective("all_gather", axis, num_ranks, num_bytes)] += self._repeats',
         'Collective("all_gather", axis, num_ranks, num_bytes)] += 1',
     ),
+    # -- what comes from elsewhere -------------------------------------------------------------------------------
+    Defect(
+        "stored-may-import",
+        "stored-is-data",
+        "trainer/config.py",
+        "return _build(_read_stored(text, origin), {}, Path(origin), allow_import)",
+        "return _build(_read_stored(text, origin), {}, Path(origin))",
+    ),
+    Defect(
+        "escaped-resolver",
+        "stored-is-data",
+        "trainer/config.py",
+        '_OTHER_KEY = re.compile(r"(?<!\\)\$\{[\w.\[\]]+\}")',
+        '_OTHER_KEY = re.compile(r"\$\{[^:]+\}")',
+    ),
     Defect(
         "notice-once",
         "batch-files",

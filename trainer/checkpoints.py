@@ -27,7 +27,7 @@ from trainer.checkpoint.manifest import find_damage, read_manifest
 from trainer.checkpoint.place import COMMIT, Place, find_place, split_parent
 from trainer.checkpoint.source import StoredWeights, find_checkpoints, is_checkpoint
 from trainer.checkpoint.store import list_steps
-from trainer.config import config_from_yaml
+from trainer.config import compare_stored
 from trainer.errors import EXIT_FAILED, EXIT_FINISHED, UserError, choice_error, run_command
 
 ROWS_BYTES = 64 << 20
@@ -122,17 +122,6 @@ def _shape_of(stored: Stored | None) -> str:
     return f"{dtype} {'x'.join(map(str, stored.shape)) or 'scalar'}"
 
 
-def compare_configurations(a: StoredWeights, b: StoredWeights) -> list[str]:
-    """Return a line for every key whose value differs."""
-    before, after = (config_from_yaml(weights.config_yaml).to_dict() for weights in (a, b))
-    return [
-        f"{section}.{name}: {before.get(section, {}).get(name)} -> {value}"
-        for section, values in after.items()
-        for name, value in values.items()
-        if before.get(section, {}).get(name) != value
-    ]
-
-
 # ---------------------------------------------------------------------------------------------------------------
 
 
@@ -145,7 +134,6 @@ def command_line(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--all", action="store_true", help="with --diff: list the optimizer's tensors too")
     parser.add_argument("--json", action="store_true", help="print JSON")
     chosen = parser.parse_args(argv)
-    sys.path.append("")  # a user's own recipes, for their configurations
     return run_command(lambda: _show(chosen))
 
 
@@ -189,7 +177,7 @@ def _show_list(place: Place, entries: Sequence[Entry]) -> None:
 
 def _show_diff(place: Place, names: Sequence[str], as_json: bool, everything: bool) -> None:
     weights = [StoredWeights(_find_one(place, name)) for name in names]
-    configuration = compare_configurations(*weights)
+    configuration = compare_stored(*(each.config_yaml for each in weights))
     changes = list(compare_tensors(*weights))
     if as_json:
         print(json.dumps({"configuration": configuration, "tensors": [asdict(change) for change in changes]}))

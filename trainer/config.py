@@ -13,7 +13,7 @@ import re
 import time
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from importlib import resources
@@ -294,18 +294,32 @@ def load_config(recipe: str, overrides: Sequence[str] = ()) -> RunConfig:
     return _build(read_yaml(path), _split_overrides(overrides), path)
 
 
-def config_from_yaml(text: str, origin: str = "config.yaml") -> RunConfig:
-    """Return the configuration that `to_yaml` has written.  Raises UserError, as `load_config` does."""
+def config_from_yaml(text: str, origin: str = "config.yaml", allow_import: Collection[str] = ()) -> RunConfig:
+    """Return the configuration that a checkpoint holds, as `to_yaml` has written it.
+
+    Nothing that it names is imported, but for the modules (and what is in them) of `allow_import`: it may come from
+    anywhere.  Raises UserError, as `load_config` does.
+    """
+    return _build(_read_stored(text, origin), {}, Path(origin), allow_import)
+
+
+def _read_stored(text: str, origin: str = "config.yaml") -> dict[str, Any]:
+    """Return what a stored configuration holds, by section, as it stands: nothing in it is looked up or imported."""
     try:
         tree = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
     except (YAMLError, OmegaConfBaseException, ValueError) as error:
         raise UserError(f"{origin}: is no configuration ({error})") from error
     if not isinstance(tree, dict):
         raise UserError(f"{origin}: is no configuration")
-    return _build({str(key): value for key, value in tree.items()}, {}, Path(origin))
+    return {str(key): value for key, value in tree.items()}
 
 
-def _build(tree_of_values: Mapping[str, Any], assignments: Mapping[str, str], path: Path) -> RunConfig:
+def _build(
+    tree_of_values: Mapping[str, Any],
+    assignments: Mapping[str, str],
+    path: Path,
+    may_import: Collection[str] | None = None,
+) -> RunConfig:
     values = dict(_leaves(tree_of_values, path))
 
     name = assignments.get("model.name", values.get("model.name"))
@@ -314,7 +328,7 @@ def _build(tree_of_values: Mapping[str, Any], assignments: Mapping[str, str], pa
     if name is None:
         load_recipes()
         raise setting_error("model.name", None, f"{path} must name a registered model", "llama")
-    schema = RunConfig(model=find_recipe(str(name)).config)
+    schema = RunConfig(model=find_recipe(str(name), may_import).config)
     tree = OmegaConf.structured(schema)
     for node in (tree, *(tree[f.name] for f in dataclasses.fields(RunConfig))):
         OmegaConf.set_readonly(node, False)
@@ -454,6 +468,7 @@ def _assign(tree: Any, legal: Mapping[str, dataclasses.Field[Any]], key: str, va
         )
     hint = legal[key].type
     choices = [choice for option in _options(hint) for choice in typing.get_args(option) if isinstance(choice, str)]
+    _refuse_resolvers(key, value, where)
     if value is False and "off" in choices:  # YAML 1.1 reads a bare `off` as a boolean
         value = "off"
     try:
@@ -464,6 +479,20 @@ def _assign(tree: Any, legal: Mapping[str, dataclasses.Field[Any]], key: str, va
         rule = f"must be {type_name(hint)}{where}"
         meant = legal[key].metadata.get(f"{value}_means".lower())
         raise setting_error(key, value, rule, meant or _nearest_of_type(value, hint, legal[key])) from error
+
+
+_OTHER_KEY = re.compile(r"(?<!\\)\$\{[\w.\[\]]+\}")
+"""The one form of interpolation that there is: the value of another key."""
+
+
+def _refuse_resolvers(key: str, value: Any, where: str) -> None:
+    """Raise UserError for what OmegaConf would compute or read from the environment: a configuration is data."""
+    if isinstance(value, (list, tuple, Mapping)):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            _refuse_resolvers(key, item, where)
+    elif isinstance(value, str) and "${" in _OTHER_KEY.sub("", value):
+        rule = f"of what begins with ${{ only another key's value, ${{section.key}}, can be used{where}; no resolvers"
+        raise setting_error(key, value, rule)
 
 
 def type_name(hint: Any) -> str:
@@ -810,12 +839,40 @@ _OF_THE_ATTEMPT = ("run.name", "run.dir", "checkpoint.", "log.")
 
 def stored_value(stored_yaml: str, key: str) -> object:
     """Return one value of a configuration that `to_yaml` has written, None if it lacks the key."""
-    return OmegaConf.select(OmegaConf.create(stored_yaml), key)
+    section, _, name = key.partition(".")
+    return _stored_section(_read_stored(stored_yaml), section).get(name)
+
+
+def _stored_section(stored: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    section = stored.get(name)
+    return section if isinstance(section, dict) else {}
+
+
+def compare_stored(before_yaml: str, after_yaml: str) -> list[str]:
+    """Return a line "section.key: before -> after" for each difference of two stored configurations.
+
+    A key that one of them lacks had its default there.  Nothing is imported: of a model whose fields one of them lacks
+    there is nothing to compare.
+    """
+    before, after = _read_stored(before_yaml, "the first"), _read_stored(after_yaml, "the second")
+    defaults, lines = RunConfig(), []
+    for section in dataclasses.fields(RunConfig):
+        old, new = (_stored_section(stored, section.name) for stored in (before, after))
+        for name in dict.fromkeys([*new, *old]):
+            other = new.get(name, old.get(name))
+            default = _default_of(getattr(defaults, section.name), name, other)
+            was, now = old.get(name, default), new.get(name, default)
+            if was != now:
+                lines.append(f"{section.name}.{name}: {was} -> {now}")
+    return lines
 
 
 def _default_of(section: Any, name: str, otherwise: Any) -> Any:
     """Return what a key of a section is if nobody sets it; `otherwise` where that is nothing, or found out later."""
-    declared = next(each for each in dataclasses.fields(section) if each.name == name)
+    fields = dataclasses.fields(section) if section is not None else ()
+    declared = next((each for each in fields if each.name == name), None)
+    if declared is None:
+        return otherwise
     if declared.default_factory is not dataclasses.MISSING:
         return _lists(declared.default_factory())
     return otherwise if declared.default in (dataclasses.MISSING, None) else _lists(declared.default)
@@ -827,15 +884,14 @@ def compare_configs(config: RunConfig, stored_yaml: str) -> tuple[list[str], lis
     Returns two lists of lines "key: before in the checkpoint, now now": what would silently change the training and is
     not named in `checkpoint.allow_changes`, and what may change.
     """
-    stored = OmegaConf.to_container(OmegaConf.create(stored_yaml))
-    assert isinstance(stored, dict)
+    stored = _read_stored(stored_yaml)
     refused: list[str] = []
     free: list[str] = []
     for section, values in config.to_dict().items():
         for name, value in values.items():
             key = f"{section}.{name}"
             # A checkpoint of before there was such a key: it meant what is the default now.
-            before = stored.get(section, {}).get(name, _default_of(getattr(config, section), name, value))
+            before = _stored_section(stored, section).get(name, _default_of(getattr(config, section), name, value))
             if before == value or key.startswith(_OF_THE_ATTEMPT):
                 continue
             fixed = key.startswith(_FIXED_ON_RESUME) and key not in _FREE_ON_RESUME

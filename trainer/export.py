@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import safetensors.torch
@@ -34,14 +34,16 @@ def export_checkpoint(
     dtype: torch.dtype | None = None,
     max_shard_gb: float = 5.0,
     overwrite: bool = False,
+    allow_import: Collection[str] = (),
 ) -> list[Path]:
     """Write the weights of `checkpoint` (one, or a run's newest) to `target`; returns the files.
 
     `target` ending in .pt or .safetensors is one plain state dict, whole in memory; anything else a folder that
-    `transformers` loads.  `dtype`: None as they are stored.  Raises UserError, TrainingFailed if they are damaged.
+    `transformers` loads.  `dtype`: None as they are stored.  `allow_import`: modules of one's own that may be imported
+    because the checkpoint names them (see `load_weights`).  Raises UserError, TrainingFailed if they are damaged.
     """
     source = StoredWeights(find_checkpoint(checkpoint))
-    config = config_from_yaml(source.config_yaml)
+    config = config_from_yaml(source.config_yaml, allow_import=allow_import)
     path = Path(target)
     if path.suffix in (".pt", ".safetensors"):
         if path.exists() and not overwrite:
@@ -84,6 +86,13 @@ def command_line(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtype", choices=DTYPES, help="default: as stored")
     parser.add_argument("--max-shard-gb", type=float, default=5.0, help="size of one safetensors file (default: 5)")
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier export")
+    parser.add_argument(
+        "--allow-import",
+        metavar="MODULE",
+        action="append",
+        default=[],
+        help="import this module of your own, if the checkpoint names it; give it once for each",
+    )
     chosen = parser.parse_args(argv)
     sys.path.append(os.getcwd())  # where a user's own recipes are
     return run_command(lambda: _export(chosen))
@@ -93,7 +102,8 @@ def _export(chosen: argparse.Namespace) -> int:
     if chosen.max_shard_gb <= 0:
         raise UserError(f"--max-shard-gb={chosen.max_shard_gb}: must be above 0\n  nearest legal value: 5")
     dtype = DTYPES[chosen.dtype] if chosen.dtype else None
-    for file in export_checkpoint(chosen.checkpoint, chosen.target, dtype, chosen.max_shard_gb, chosen.overwrite):
+    how = (dtype, chosen.max_shard_gb, chosen.overwrite, chosen.allow_import)
+    for file in export_checkpoint(chosen.checkpoint, chosen.target, *how):
         print(file)
     return EXIT_FINISHED
 

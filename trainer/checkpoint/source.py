@@ -14,7 +14,7 @@ from trainer.checkpoint.manifest import find_damage, read_blocks, read_file, rea
 from trainer.checkpoint.place import COMMIT, Place, find_place
 from trainer.checkpoint.store import PREFIX, list_steps
 from trainer.checkpoint.tensors import read_rows
-from trainer.config import config_from_yaml
+from trainer.config import stored_value
 from trainer.errors import TrainingFailed, UserError
 
 
@@ -90,7 +90,7 @@ def find_checkpoint(path: str | os.PathLike[str]) -> Place:
 def _elsewhere(run: Place) -> list[Place]:
     """Return the folder that the configuration of a run names for its checkpoints, if it names one."""
     try:
-        stored = config_from_yaml(run.read("config.yaml").decode()).checkpoint.dir
-    except (OSError, UserError):  # no run's folder, or of a recipe that is not known here
+        stored = stored_value(run.read("config.yaml").decode(errors="replace"), "checkpoint.dir")
+    except (OSError, UserError):  # no run's folder
         return []
-    return [find_place(stored)] if stored else []
+    return [find_place(stored)] if stored and isinstance(stored, str) else []
