@@ -467,6 +467,20 @@ DEFECTS: list[Defect] = [
         '_OTHER_KEY = re.compile(r"\$\{[^:]+\}")',
     ),
     Defect(
+        "credentials-kept",
+        "secrets",
+        "trainer/config.py",
+        "OmegaConf.create(masked(_lists(dataclasses.asdict(self))))",
+        "OmegaConf.create(_lists(dataclasses.asdict(self)))",
+    ),
+    Defect(
+        "sample-obeyed",
+        "terminal",
+        "trainer/metrics/console.py",
+        "self.console.print(Text(printable(text), style=style))",
+        "self.console.print(Text(text, style=style))",
+    ),
+    Defect(
         "notice-once",
         "batch-files",
         "launch/slurm.sbatch",

@@ -25,6 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from trainer.errors import UserError, choice_error, nearest, setting_error
+from trainer.printable import is_masked, masked
 from trainer.recipe import Recipe, declare, find_recipe, load_recipes
 
 AUTO = "auto"
@@ -261,13 +262,13 @@ class RunConfig:
         return getattr(self.model, "vocab_size", None)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the tree as plain dictionaries, lists and scalars."""
-        plain = OmegaConf.to_container(OmegaConf.create(_lists(dataclasses.asdict(self))))
+        """Return the tree as plain dictionaries, lists and scalars, to be kept: credentials in URLs are masked."""
+        plain = OmegaConf.to_container(OmegaConf.create(masked(_lists(dataclasses.asdict(self)))))
         assert isinstance(plain, dict)
         return {str(section): values for section, values in plain.items()}
 
     def to_yaml(self) -> str:
-        """Return the tree as YAML: a valid recipe file."""
+        """Return the tree as YAML: a valid recipe file, but for credentials in URLs, which are masked."""
         plain = self.to_dict()
         plain["model"] = {"name": self.model.name, **plain["model"]}
         return OmegaConf.to_yaml(OmegaConf.create(plain))
@@ -291,7 +292,12 @@ def load_config(recipe: str, overrides: Sequence[str] = ()) -> RunConfig:
     Rules that need the number of ranks are those of `check_config`.
     """
     path = find_recipe_file(recipe)
-    return _build(read_yaml(path), _split_overrides(overrides), path)
+    values, assignments = read_yaml(path), _split_overrides(overrides)
+    for key, value in _leaves(values, path):
+        if key not in assignments and any(is_masked(item) for item in (value if isinstance(value, list) else [value])):
+            rule = f"its credentials are not kept (in {path}); give it whole, on the command line"
+            raise setting_error(key, value, rule)
+    return _build(values, assignments, path)
 
 
 def config_from_yaml(text: str, origin: str = "config.yaml", allow_import: Collection[str] = ()) -> RunConfig:
@@ -304,14 +310,17 @@ def config_from_yaml(text: str, origin: str = "config.yaml", allow_import: Colle
 
 
 def _read_stored(text: str, origin: str = "config.yaml") -> dict[str, Any]:
-    """Return what a stored configuration holds, by section, as it stands: nothing in it is looked up or imported."""
+    """Return what a stored configuration holds, by section, as it stands: nothing in it is looked up or imported.
+
+    Credentials that it may still hold, from before they were masked, are masked.
+    """
     try:
         tree = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
     except (YAMLError, OmegaConfBaseException, ValueError) as error:
         raise UserError(f"{origin}: is no configuration ({error})") from error
     if not isinstance(tree, dict):
         raise UserError(f"{origin}: is no configuration")
-    return {str(key): value for key, value in tree.items()}
+    return {str(key): masked(value) for key, value in tree.items()}
 
 
 def _build(
@@ -727,9 +736,10 @@ def _check_forms(config: RunConfig) -> None:
         rule = "must be a checkpoint, a run.dir, a folder of safetensors, or a file (.pt, .safetensors) of weights"
         raise setting_error("train.init_from", start, rule)
     name = config.run.name
-    if name in (".", "..") or not re.fullmatch(r"[^/\\\x00-\x1f]+", name):
-        legal_name = re.sub(r"[/\\\x00-\x1f]+", "-", name).strip(".-") or "run"
-        raise setting_error("run.name", name, "must be the name of a folder, without slashes", legal_name)
+    if name in (".", "..") or not re.fullmatch(r"[^/\\\x00-\x1f\x7f-\x9f\ud800-\udfff]+", name):
+        legal_name = re.sub(r"[/\\\x00-\x1f\x7f-\x9f\ud800-\udfff]+", "-", name).strip(".-") or "run"
+        rule = "must be the name of a folder, without slashes and control characters"
+        raise setting_error("run.name", name, rule, legal_name)
     if "://" in config.run.dir:
         rule = "must be a folder; for checkpoints elsewhere there is checkpoint.dir"
         raise setting_error("run.dir", config.run.dir, rule, f"runs/{config.run.name}")

@@ -13,6 +13,8 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import TextIO
 
+from trainer.printable import masked, printable
+
 EXIT_FINISHED = 0
 EXIT_FAILED = 1
 EXIT_USER_ERROR = 2
@@ -33,17 +35,17 @@ class PeerFailed(Exception):
 
 
 def say(text: str) -> None:
-    """Print on stderr, whoever reads it: where nobody does any more, because who started this process has died, what
+    """Print on stderr, without what a terminal would obey or credentials, whoever reads it: where nobody does any more, because who started this process has died, what
     follows must still be done.
     """
     with contextlib.suppress(OSError):
-        print(text, file=sys.stderr, flush=True)
+        print(printable(text), file=sys.stderr, flush=True)
 
 
 def tell(text: str, end: str = "\n") -> None:
-    """Print on standard output.  Where its reader has gone (`--help | head`), what is left is dropped."""
+    """Print on standard output, without what a terminal would obey, and credentials.  Where its reader has gone (`--help | head`), what is left is dropped."""
     try:
-        print(text, end=end, flush=True)
+        print(printable(text), end=end, flush=True)
     except BrokenPipeError:
         discard_stream(sys.stdout)
 
@@ -114,4 +116,4 @@ def _show(value: object) -> str:
         return "true" if value else "false"
     if isinstance(value, (list, tuple)):
         return "[" + ",".join(_show(item) for item in value) + "]"
-    return str(value)
+    return str(masked(str(value)))

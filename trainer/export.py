@@ -21,7 +21,7 @@ import torch
 from trainer.checkpoint.source import StoredWeights, find_checkpoint
 from trainer.config import config_from_yaml
 from trainer.data.tokenizer import find_tokenizer
-from trainer.errors import EXIT_FINISHED, UserError, run_command
+from trainer.errors import EXIT_FINISHED, UserError, run_command, tell
 from trainer.huggingface import export
 from trainer.inference import build_plain
 
@@ -104,7 +104,7 @@ def _export(chosen: argparse.Namespace) -> int:
     dtype = DTYPES[chosen.dtype] if chosen.dtype else None
     how = (dtype, chosen.max_shard_gb, chosen.overwrite, chosen.allow_import)
     for file in export_checkpoint(chosen.checkpoint, chosen.target, *how):
-        print(file)
+        tell(str(file))
     return EXIT_FINISHED
 
 

@@ -19,6 +19,7 @@ from typing import Any
 from trainer.config import RunConfig
 from trainer.errors import EXIT_FAILED, UserError, say, setting_error
 from trainer.files import find_folder, write_and_sync, write_atomically
+from trainer.printable import mask_credentials
 
 
 class RunFolder:
@@ -82,7 +83,7 @@ class RunFolder:
         Only of a run that owns the folder: another's word stays as it is.
         """
         if self._is_owned:
-            status = {"state": state, "exit_code": exit_code, "step": step, "reason": reason}
+            status = {"state": state, "exit_code": exit_code, "step": step, "reason": mask_credentials(reason)}
             try:
                 write_atomically(self.path / "status.json", json.dumps(status) + "\n")
             except OSError as error:  # a full disk must not hide what the run has to say

@@ -43,6 +43,7 @@ from trainer.optim import Optimizer, Schedule, build_optimizer
 from trainer.parameters import count_matrix_parameters, count_parameters, local, tied_names
 from trainer.plan.forecast import Forecast, settle_for_run
 from trainer.plan.show import choice_text
+from trainer.printable import mask_credentials
 from trainer.rundir import RunFolder
 from trainer.sample import write_sample
 from trainer.selfcheck import check_same_run, check_start
@@ -648,7 +649,7 @@ class Trainer:
 
         def is_of_the_same_start() -> bool:
             newest = self.checkpoints.newest_origin() if self.world.is_main else None
-            if newest is None or stored_value(newest.config_yaml, "checkpoint.resume") != resume:
+            if newest is None or stored_value(newest.config_yaml, "checkpoint.resume") != mask_credentials(resume):
                 return False
             env = self.world.env
             is_same_job = newest.job != "" and newest.job == env.job

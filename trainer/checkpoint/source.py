@@ -16,6 +16,7 @@ from trainer.checkpoint.store import PREFIX, list_steps
 from trainer.checkpoint.tensors import read_rows
 from trainer.config import stored_value
 from trainer.errors import TrainingFailed, UserError
+from trainer.printable import is_masked
 
 
 class StoredWeights:
@@ -93,4 +94,6 @@ def _elsewhere(run: Place) -> list[Place]:
         stored = stored_value(run.read("config.yaml").decode(errors="replace"), "checkpoint.dir")
     except (OSError, UserError):  # no run's folder
         return []
+    if is_masked(stored):
+        raise UserError(f"{run}: its checkpoints are at {stored}, whose credentials are not kept; give that URL, whole")
     return [find_place(stored)] if stored and isinstance(stored, str) else []

@@ -27,7 +27,7 @@ from pathlib import Path
 
 from trainer.config import RunConfig, check_config, find_mesh_shape, load_config
 from trainer.environment import find_environment
-from trainer.errors import EXIT_FINISHED, UserError, nearest, run_command, setting_error, tell
+from trainer.errors import EXIT_FINISHED, UserError, nearest, run_command, say, setting_error, tell
 from trainer.plan.calibrate import calibrate
 from trainer.plan.machine import Machine, find_machine
 from trainer.plan.plan import make_plan, planned
@@ -76,11 +76,11 @@ def _plan(arguments: list[str]) -> int:
     mesh = check_config(config, num_ranks, min(num_ranks, machine.rates.ranks_per_node))
     check_sharding(config)
     if advice := mesh.advice(min(num_ranks, machine.rates.ranks_per_node)):
-        print(f"warning: {advice}", file=sys.stderr)
+        say(f"warning: {advice}")
     choice = settle(config, mesh, machine) if asks_for_auto(config) else None
     plan = choice.plan if choice else make_plan(config, mesh, machine)
     if asked.as_json:
-        print(json.dumps(to_json(plan, choice)))
+        tell(json.dumps(to_json(plan, choice)))
     else:
         print_plan(plan, choice)
     if asked.picture is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import statistics
-import sys
 from collections import deque
 from dataclasses import replace
 from functools import cached_property
@@ -12,7 +11,7 @@ from functools import cached_property
 import torch
 
 from trainer.config import MeshShape, RunConfig
-from trainer.errors import UserError
+from trainer.errors import UserError, say
 from trainer.metrics.meter import peak_memory_gib
 from trainer.plan.machine import GIB, Machine, find_machine
 from trainer.plan.plan import Plan, make_plan
@@ -140,7 +139,7 @@ class Forecast:
     def explain(self, error: BaseException) -> None:
         """Print, for an error that says that memory is full, what was planned and what would fit: on one rank."""
         if _is_out_of_memory(error):
-            self._world.once("explain", lambda: print(self._explanation(), file=sys.stderr, flush=True))
+            self._world.once("explain", lambda: say(self._explanation()))
 
     def _explanation(self) -> str:
         if self.plan is None:
