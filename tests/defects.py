@@ -481,6 +481,13 @@ DEFECTS: list[Defect] = [
         "self.console.print(Text(text, style=style))",
     ),
     Defect(
+        "clock-of-the-wall",
+        "goodput",
+        "trainer/clock.py",
+        "return self.at(uptime())",
+        "return time.time()",
+    ),
+    Defect(
         "notice-once",
         "batch-files",
         "launch/slurm.sbatch",

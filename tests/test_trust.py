@@ -85,7 +85,8 @@ def test_export_imports_nothing_that_a_checkpoint_names(
     assert export.command_line([str(run_dir), str(tmp_path / "out.pt")]) == 2
     assert evil not in sys.modules
     said = capsys.readouterr().err
-    assert f"model.name={evil}:x" in said and f"--allow-import {evil}" in said
+    assert f"model.name={evil}:x" in said
+    assert f"--allow-import {evil}" in said
     assert not (tmp_path / "out.pt").exists()
 
 
@@ -113,9 +114,7 @@ def test_load_weights_imports_nothing_that_a_checkpoint_names(run_dir: Path, evi
     assert load_weights(run_dir) is not None, "what is registered by now needs no leave"
 
 
-def test_looking_at_checkpoints_imports_nothing(
-    run_dir: Path, evil: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_looking_at_checkpoints_imports_nothing(run_dir: Path, evil: str, capsys: pytest.CaptureFixture[str]) -> None:
     name_module(run_dir, evil)
     (run_dir / "config.yaml").write_text(f"model: {{name: '{evil}:x'}}\n")
     assert checkpoints.command_line([str(run_dir)]) == 0
@@ -128,9 +127,7 @@ def test_finding_a_runs_checkpoints_imports_nothing(run_dir: Path, evil: str, tm
     """Of a run whose checkpoints lie elsewhere its config.yaml says where: that is all that is taken from it."""
     other = tmp_path / "other"
     other.mkdir()
-    (other / "config.yaml").write_text(
-        f"model: {{name: '{evil}:x'}}\ncheckpoint: {{dir: {run_dir / 'checkpoints'}}}\n"
-    )
+    (other / "config.yaml").write_text(f"model: {{name: '{evil}:x'}}\ncheckpoint: {{dir: {run_dir / 'checkpoints'}}}\n")
     assert str(find_checkpoint(other)).endswith("step_00000002")
     assert evil not in sys.modules
 
@@ -185,7 +182,8 @@ def test_resolvers_are_off(
         assert run.main([*arguments, "--print-config"]) == 2, arguments
         stdout, stderr = capsys.readouterr()
         assert SECRET not in stdout + stderr
-        assert stderr.count("error:") == 1 and "${section.key}" in stderr, stderr
+        assert stderr.count("error:") == 1
+        assert "${section.key}" in stderr, stderr
 
 
 def test_resolvers_of_a_stored_configuration_are_off(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -158,7 +158,9 @@ def _show(chosen: argparse.Namespace) -> int:
 
 def _show_list(place: Place, entries: Sequence[Entry]) -> None:
     console = Console(highlight=False)
-    table = Table(title=Text(printable(str(place))), title_justify="left", box=None, pad_edge=False, header_style="bold")
+    table = Table(
+        title=Text(printable(str(place))), title_justify="left", box=None, pad_edge=False, header_style="bold"
+    )
     table.add_column("checkpoint", min_width=max((len(entry.name) for entry in entries), default=0))
     table.add_column("size", justify="right")
     table.add_column("age", justify="right")

@@ -35,15 +35,15 @@ class PeerFailed(Exception):
 
 
 def say(text: str) -> None:
-    """Print on stderr, without what a terminal would obey or credentials, whoever reads it: where nobody does any more, because who started this process has died, what
-    follows must still be done.
+    """Print on stderr, without credentials and what a terminal would obey, whoever reads it: where nobody does any
+    more, because who started this process has died, what follows must still be done.
     """
     with contextlib.suppress(OSError):
         print(printable(text), file=sys.stderr, flush=True)
 
 
 def tell(text: str, end: str = "\n") -> None:
-    """Print on standard output, without what a terminal would obey, and credentials.  Where its reader has gone (`--help | head`), what is left is dropped."""
+    """Print on standard output, as `say` does.  Where its reader has gone (`--help | head`), the rest is dropped."""
     try:
         print(printable(text), end=end, flush=True)
     except BrokenPipeError:

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from trainer import stop, usage
+from trainer.clock import uptime
 from trainer.config import RunConfig, check_config, load_config
 from trainer.environment import (
     LAUNCHER,
@@ -98,7 +99,7 @@ def _parse_nproc(text: str) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run what the command line asks for.  Returns the exit code; prints a user's mistake once, without traceback."""
-    began = time.time()
+    began = uptime()
     if not {"", os.getcwd()} & set(sys.path):
         sys.path.append(os.getcwd())  # where a user's own recipes are; `python -m` has put it there already
     limit_spinning()

@@ -740,13 +740,18 @@ class Trainer:
                 torch=torch.__version__,
                 device=_device_name(self.world.device),
                 resumed_step=self.resumed_step,
-                started=take_start() or time.time() - (time.monotonic() - self.started),
+                started=self._started_at(),
                 load_s=self._load_s,
                 skipped=self.skips.total,
                 **self.metrics.before,
             )
         )
         self._exchange(0)  # whoever asked during the start gets no update, which may compile for minutes
+
+    def _started_at(self) -> float:
+        """Return when the command began, or this Trainer, in seconds since 1970."""
+        clock, command = self.metrics.clock, take_start()
+        return clock.now() - (time.monotonic() - self.started) if command is None else clock.at(command)
 
     def _watch_for_a_stop(self) -> None:
         """Have rank 0 look for the notice and the deadline.  A notice from before was for an attempt before."""
