@@ -387,6 +387,8 @@ def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert f"run.dir={tmp_path / 'goood'}: holds no metrics.jsonl" in message
     assert f"nearest legal value: run.dir={good}" in message
     assert "run.dir=" in mistake(capsys, str(tmp_path / "bare"))
+    (tmp_path / "folder" / "metrics.jsonl").mkdir(parents=True)
+    assert "holds no metrics.jsonl" in mistake(capsys, str(tmp_path / "folder"))
     assert "holds no record yet" in mistake(capsys, str(empty))
     assert f"nearest legal value: run.dir={good}" in mistake(capsys, str(good / "metrics.jsonl"))
     assert f"nearest legal value: --out={tmp_path / 'a.html'}" in mistake(

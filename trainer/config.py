@@ -749,6 +749,7 @@ def _check_forms(config: RunConfig) -> None:
         best = nearest(unknown[0], declared_keys(type(config.model)))
         raise setting_error("checkpoint.allow_changes", list(unknown), "no such key", best and [best])
     _check_folder("run.dir", config.run.dir, f"runs/{config.run.name}")
+    _check_kinds(config)
     if config.checkpoint.dir is not None:
         _check_folder("checkpoint.dir", config.checkpoint.dir, None)
 
@@ -789,6 +790,20 @@ def find_deadline(config: RunConfig, env: Mapping[str, str] = os.environ) -> flo
     except ValueError as error:
         today = datetime.now().strftime("%Y-%m-%dT18:00")
         raise setting_error("run.deadline", text, "must be a time in ISO 8601", today) from error
+
+
+_FILES = ("config.yaml", "status.json", "metrics.jsonl", "notice")
+_FOLDERS = ("checkpoints", "tensorboard", "wandb", "profile")
+"""What a run keeps in its folder, by kind."""
+
+
+def _check_kinds(config: RunConfig) -> None:
+    """Raise UserError if a folder lies where the run keeps a file, or a file where it keeps a folder."""
+    wrong = [f"{config.run_dir / name} is a folder" for name in _FILES if (config.run_dir / name).is_dir()]
+    wrong += [f"{config.run_dir / name} is no folder" for name in _FOLDERS if (config.run_dir / name).is_file()]
+    if wrong:
+        rule = f"{wrong[0]}, and a run keeps something else there: move it away, or take another run.dir"
+        raise setting_error("run.dir", config.run.dir, rule)
 
 
 def _check_folder(key: str, value: str, legal: str | None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
@@ -15,10 +15,15 @@ def find_folder(path: str | os.PathLike[str]) -> Path | None:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write `text` under another name, flush it to disk, and rename it to `path`."""
+    """Write `text` under another name, flush it to disk, and rename it to `path`; if that fails, nothing is left."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
-    write_and_sync(partial, text)
-    os.replace(partial, path)
+    try:
+        write_and_sync(partial, text)
+        os.replace(partial, path)
+    except OSError:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise
 
 
 @contextmanager

@@ -13,6 +13,7 @@ import socket
 import threading
 import time
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -83,11 +84,7 @@ class RunFolder:
         Only of a run that owns the folder: another's word stays as it is.
         """
         if self._is_owned:
-            status = {"state": state, "exit_code": exit_code, "step": step, "reason": mask_credentials(reason)}
-            try:
-                write_atomically(self.path / "status.json", json.dumps(status) + "\n")
-            except OSError as error:  # a full disk must not hide what the run has to say
-                say(f"warning: {self.path}/status.json cannot be written: {error}")
+            write_status(self.path, {"state": state, "exit_code": exit_code, "step": step, "reason": reason})
 
     def has_finished(self) -> bool:
         """Return whether `status.json` says so."""
@@ -101,6 +98,24 @@ class RunFolder:
         for name in ("config.yaml", "status.json", "metrics.jsonl"):
             for partial in self.path.glob(f".{name}.*"):
                 partial.unlink()
+
+
+_PAUSES_S = (0.2, 1.0)
+"""Before each further try to say how a run stands: storage may be away for a moment."""
+
+
+def write_status(run_dir: Path, status: Mapping[str, Any]) -> None:
+    """Write `status.json`.  Where that cannot be it is said: a full disk must not hide what the run has to say."""
+    text = json.dumps({**status, "reason": mask_credentials(str(status["reason"]))}) + "\n"
+    for pause_s in (*_PAUSES_S, None):
+        try:
+            write_atomically(run_dir / "status.json", text)
+            return
+        except OSError as error:
+            if pause_s is None:
+                say(f"warning: {run_dir}/status.json cannot be written: {error}")
+            else:
+                time.sleep(pause_s)
 
 
 class Owner:
