@@ -488,6 +488,13 @@ DEFECTS: list[Defect] = [
         "return time.time()",
     ),
     Defect(
+        "killed-by-whom",
+        "killed-rank",
+        "trainer/deaths.py",
+        "if end.exitcode < 0 and end.timestamp <= first + 1}",
+        "if end.exitcode > 0 and end.timestamp <= first + 1}",
+    ),
+    Defect(
         "notice-once",
         "batch-files",
         "launch/slurm.sbatch",

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import json
 import os
 import signal
 import sys
@@ -18,13 +17,14 @@ import time
 import traceback
 import uuid
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from trainer import stop, usage
 from trainer.clock import uptime
 from trainer.config import RunConfig, check_config, load_config
+from trainer.deaths import find_killed
 from trainer.environment import (
     LAUNCHER,
     SPAWNED_BY_US,
@@ -48,6 +48,8 @@ from trainer.errors import (
     setting_error,
     tell,
 )
+from trainer.metrics.record import last_step
+from trainer.rundir import note_end, read_status
 
 _REPORT_S = 2.0
 """How long a rank that is not the first waits before it leaves with a user's mistake, for the first to report it."""
@@ -236,7 +238,7 @@ def _spawn(arguments: Arguments, config: RunConfig) -> int:
         signals_to_handle=",".join(number.name for number in stop.caught_signals()),
     )
     command = ["-m", "trainer.run", f"recipe={arguments.recipe}", *arguments.overrides]
-    before = _status_on_record(config)
+    before = read_status(config.run_dir)
 
     def interrupt(number: int, frame: object) -> NoReturn:
         raise SignalException(f"asked to stop by {signal.Signals(number).name}", signal.Signals(number))
@@ -249,23 +251,25 @@ def _spawn(arguments: Arguments, config: RunConfig) -> int:
         elastic_launch(launch, sys.executable)(*command)
     except ChildFailedError as error:
         codes = {failure.exitcode for failure in error.failures.values()}
+        if killed := find_killed(error.failures):
+            _note_end(config, before, killed)
         return next((code for code in (EXIT_USER_ERROR, EXIT_STOPPED) if code in codes), EXIT_FAILED)
     except SignalException:
         # The launcher has only seen its workers go: what they achieved is on record.
-        status = _status_on_record(config)
+        status = read_status(config.run_dir)
         if status == before:
             return EXIT_STOPPED  # before the first update
-        return EXIT_FAILED if status.get("exit_code") is None else int(status["exit_code"])
+        if status.get("exit_code") is None:
+            _note_end(config, before, "the run was asked to stop, and its ranks have gone without a word")
+            return EXIT_FAILED
+        return int(status["exit_code"])
     return EXIT_FINISHED
 
 
-def _status_on_record(config: RunConfig) -> dict[str, Any]:
-    """Return what `status.json` holds, empty if there is none."""
-    try:
-        status = json.loads((config.run_dir / "status.json").read_text())
-    except (OSError, ValueError):
-        return {}
-    return status if isinstance(status, dict) else {}
+def _note_end(config: RunConfig, before: Mapping[str, Any], reason: str) -> None:
+    """Say, and leave in `status.json`, how the ranks ended where they could not say it themselves."""
+    say(f"error: {reason}")
+    note_end(config.run_dir, before, last_step(config.run_dir / "metrics.jsonl"), reason)
 
 
 def leave(exit_code: int) -> NoReturn:

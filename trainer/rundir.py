@@ -118,6 +118,28 @@ def write_status(run_dir: Path, status: Mapping[str, Any]) -> None:
                 time.sleep(pause_s)
 
 
+def read_status(run_dir: Path) -> dict[str, Any]:
+    """Return what `status.json` holds, empty if there is none."""
+    try:
+        status = json.loads((run_dir / "status.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return status if isinstance(status, dict) else {}
+
+
+def note_end(run_dir: Path, before: Mapping[str, Any], reached: int, reason: str) -> None:
+    """Have `status.json` say how the run ended: for a launcher that has seen all its ranks go.
+
+    `reached` is the last step on record, `before` what it held when they were started: what an attempt before has said
+    stays, but for `running`; and so does all if another run that is alive owns the folder.
+    """
+    status = read_status(run_dir)
+    failed_now = status.get("state") == "failed" and status != before
+    if (status.get("state") == "running" or failed_now) and not is_owned(run_dir):
+        step = status.get("step") if failed_now else reached
+        write_status(run_dir, {"state": "failed", "exit_code": EXIT_FAILED, "step": step, "reason": reason})
+
+
 class Owner:
     """Which process a run's folder belongs to: one at a time, on any node, and never a dead one for long.
 

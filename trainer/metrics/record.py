@@ -56,3 +56,11 @@ def read_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 continue
             if isinstance(record, dict):
                 yield line if line.endswith("\n") else line + "\n", record
+
+
+def last_step(path: Path) -> int:
+    """Return the last step that any line of a file speaks of; 0 if there is none, or no file."""
+    if not path.is_file():
+        return 0
+    steps = (record.get("step") for _, record in read_records(path))
+    return max((step for step in steps if isinstance(step, int)), default=0)
