@@ -306,8 +306,8 @@ DEFECTS: list[Defect] = [
         "status-in-place",
         "status",
         "trainer/rundir.py",
-        'write_atomically(self.path / "status.json", json.dumps(status) + "\\n")',
-        '(self.path / "status.json").write_text(json.dumps(status) + "\\n")',
+        'write_atomically(run_dir / "status.json", text)',
+        '(run_dir / "status.json").write_text(text)',
     ),
     Defect(
         "stopped-with-0",
@@ -463,8 +463,8 @@ DEFECTS: list[Defect] = [
         "escaped-resolver",
         "stored-is-data",
         "trainer/config.py",
-        '_OTHER_KEY = re.compile(r"(?<!\\)\$\{[\w.\[\]]+\}")',
-        '_OTHER_KEY = re.compile(r"\$\{[^:]+\}")',
+        r'_OTHER_KEY = re.compile(r"(?<!\\)\$\{[\w.\[\]]+\}")',
+        r'_OTHER_KEY = re.compile(r"\$\{[^:]+\}")',
     ),
     Defect(
         "credentials-kept",
