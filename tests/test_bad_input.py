@@ -391,3 +391,33 @@ def test_a_mistake_does_not_alter_an_existing_run(one: Shared, tmp_path: Path) -
         assert text in changed.stderr
     assert contents() == before
     assert json.loads((folder / "status.json").read_text())["state"] == "finished"
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "status.json", "metrics.jsonl", "notice"])
+def test_a_folder_where_the_run_keeps_a_file(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "run" / name / "mine").mkdir(parents=True)
+    monkeypatch.setattr(run, "_train", lambda config: 0)
+    assert run.main([SMALL, f"run.dir={tmp_path / 'run'}"]) == 2
+    check_said_once(capsys, f"error: run.dir={tmp_path / 'run'}: {tmp_path / 'run' / name} is a folder")
+    assert [path.name for path in (tmp_path / "run").rglob("*")] == [name, "mine"]
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "tensorboard", "wandb", "profile"])
+def test_a_file_where_the_run_keeps_a_folder(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / name).write_text("mine")
+    monkeypatch.setattr(run, "_train", lambda config: 0)
+    assert run.main([SMALL, f"run.dir={tmp_path / 'run'}"]) == 2
+    check_said_once(capsys, f"error: run.dir={tmp_path / 'run'}: {tmp_path / 'run' / name} is no folder")
+    assert (tmp_path / "run" / name).read_text() == "mine"
+
+
+def check_said_once(capsys: pytest.CaptureFixture[str], beginning: str) -> None:
+    stdout, stderr = capsys.readouterr()
+    assert stdout == ""
+    assert stderr.startswith(beginning), stderr
+    assert stderr.count("error:") == 1

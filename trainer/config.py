@@ -13,7 +13,7 @@ import re
 import time
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from importlib import resources
@@ -26,6 +26,7 @@ from yaml import YAMLError
 
 from trainer.errors import UserError, choice_error, nearest, setting_error
 from trainer.pretrained import Told, free_fields, is_folder_of_weights, told_by_folder
+from trainer.printable import is_masked, masked
 from trainer.recipe import Recipe, check_number, declare, find_recipe, load_recipes
 from trainer.relocate import CONFIG, settle
 
@@ -314,13 +315,13 @@ class RunConfig:
         return dataclasses.replace(self, run=run, checkpoint=dataclasses.replace(self.checkpoint, dir=kept))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the tree as plain dictionaries, lists and scalars."""
-        plain = OmegaConf.to_container(OmegaConf.create(_lists(dataclasses.asdict(self))))
+        """Return the tree as plain dictionaries, lists and scalars, to be kept: credentials in URLs are masked."""
+        plain = OmegaConf.to_container(OmegaConf.create(masked(_lists(dataclasses.asdict(self)))))
         assert isinstance(plain, dict)
         return {str(section): values for section, values in plain.items()}
 
     def to_yaml(self) -> str:
-        """Return the tree as YAML: a valid recipe file."""
+        """Return the tree as YAML: a valid recipe file, but for credentials in URLs, which are masked."""
         plain = self.to_dict()
         plain["model"] = {"name": self.model.name, **plain["model"]}
         return OmegaConf.to_yaml(OmegaConf.create(plain))
@@ -350,24 +351,48 @@ def load_config(recipe: str, overrides: Sequence[str] = ()) -> RunConfig:
     Rules that need the number of ranks are those of `check_config`.
     """
     path, assignments = find_recipe_file(recipe), _split_overrides(overrides)
-    return _build(settle(read_yaml(path), path, assignments), assignments, path, follows=True)
+    values = read_yaml(path)
+    for key, value in _leaves(values, path):
+        if key not in assignments and any(is_masked(item) for item in (value if isinstance(value, list) else [value])):
+            rule = f"its credentials are not kept (in {path}); give it whole, on the command line"
+            raise setting_error(key, value, rule)
+    return _build(settle(values, path, assignments), assignments, path, follows=True)
 
 
-def config_from_yaml(text: str, origin: str = "config.yaml") -> RunConfig:
-    """Return the configuration that `to_yaml` has written.  Raises UserError, as `load_config` does."""
+def config_from_yaml(text: str, origin: str = "config.yaml", allow_import: Collection[str] = ()) -> RunConfig:
+    """Return the configuration that a checkpoint holds, as `to_yaml` has written it.
+
+    Nothing that it names is imported, but for the modules (and what is in them) of `allow_import`: it may come from
+    anywhere.  Raises UserError, as `load_config` does.
+    """
+    return _build(_read_stored(text, origin), {}, Path(origin), may_import=allow_import)
+
+
+def _read_stored(text: str, origin: str = "config.yaml") -> dict[str, Any]:
+    """Return what a stored configuration holds, by section, as it stands: nothing in it is looked up or imported.
+
+    Credentials that it may still hold, from before they were masked, are masked.
+    """
     try:
         tree = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
     except (YAMLError, OmegaConfBaseException, ValueError) as error:
         raise UserError(f"{origin}: is no configuration ({error})") from error
     if not isinstance(tree, dict):
         raise UserError(f"{origin}: is no configuration")
-    return _build({str(key): value for key, value in tree.items()}, {}, Path(origin))
+    return {str(key): masked(value) for key, value in tree.items()}
 
 
 def _build(
-    tree_of_values: Mapping[str, Any], assignments: Mapping[str, str], path: Path, follows: bool = False
+    tree_of_values: Mapping[str, Any],
+    assignments: Mapping[str, str],
+    path: Path,
+    follows: bool = False,
+    may_import: Collection[str] | None = None,
 ) -> RunConfig:
-    """Return the configuration of a tree and assignments; with `follows`, with the model of `train.init_from`."""
+    """Return the configuration of a tree and assignments; with `follows`, with the model of `train.init_from`.
+
+    Modules that the tree names are imported, or, with `may_import`, those alone.
+    """
     values = dict(_leaves(tree_of_values, path))
 
     name = assignments.get("model.name", values.get("model.name"))
@@ -376,7 +401,7 @@ def _build(
     if name is None:
         load_recipes()
         raise setting_error("model.name", None, f"{path} must name a registered model", example="llama")
-    schema = RunConfig(model=find_recipe(str(name)).config)
+    schema = RunConfig(model=find_recipe(str(name), may_import).config)
     tree = OmegaConf.structured(schema)
     for node in (tree, *(tree[f.name] for f in dataclasses.fields(RunConfig))):
         OmegaConf.set_readonly(node, False)
@@ -577,6 +602,7 @@ def _assign(tree: Any, legal: Mapping[str, dataclasses.Field[Any]], key: str, va
         )
     hint = legal[key].type
     choices = [choice for option in _options(hint) for choice in typing.get_args(option) if isinstance(choice, str)]
+    _refuse_resolvers(key, value, where)
     if value is False and "off" in choices:  # YAML 1.1 reads a bare `off` as a boolean
         value = "off"
     try:
@@ -589,6 +615,20 @@ def _assign(tree: Any, legal: Mapping[str, dataclasses.Field[Any]], key: str, va
         if meant is not None:
             raise setting_error(key, value, rule, meant=meant) from error
         raise setting_error(key, value, rule, **_advice_of_type(value, hint, legal[key])) from error
+
+
+_OTHER_KEY = re.compile(r"(?<!\\)\$\{[\w.\[\]]+\}")
+"""The one form of interpolation that there is: the value of another key."""
+
+
+def _refuse_resolvers(key: str, value: Any, where: str) -> None:
+    """Raise UserError for what OmegaConf would compute or read from the environment: a configuration is data."""
+    if isinstance(value, (list, tuple, Mapping)):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            _refuse_resolvers(key, item, where)
+    elif isinstance(value, str) and "${" in _OTHER_KEY.sub("", value):
+        rule = f"of what begins with ${{ only another key's value, ${{section.key}}, can be used{where}; no resolvers"
+        raise setting_error(key, value, rule)
 
 
 def type_name(hint: Any) -> str:
@@ -829,9 +869,10 @@ def _check_forms(config: RunConfig) -> None:
         advice = f"recipe={own} train.init_from=null goes on with the run, which needs it no more"
         raise setting_error("train.init_from", start, f"{rule}; {advice}" if own.is_file() else rule)
     name = config.run.name
-    if name in (".", "..") or not re.fullmatch(r"[^/\\\x00-\x1f]+", name):
-        legal_name = re.sub(r"[/\\\x00-\x1f]+", "-", name).strip(".-") or "run"
-        raise setting_error("run.name", name, "must be the name of a folder, without slashes", legal_name)
+    if name in (".", "..") or not re.fullmatch(r"[^/\\\x00-\x1f\x7f-\x9f\ud800-\udfff]+", name):
+        legal_name = re.sub(r"[/\\\x00-\x1f\x7f-\x9f\ud800-\udfff]+", "-", name).strip(".-") or "run"
+        rule = "must be the name of a folder, without slashes and control characters"
+        raise setting_error("run.name", name, rule, legal_name)
     if "://" in config.run.dir:
         rule = "must be a folder; for checkpoints elsewhere there is checkpoint.dir"
         raise setting_error("run.dir", config.run.dir, rule, example=f"runs/{config.run.name}")
@@ -841,6 +882,7 @@ def _check_forms(config: RunConfig) -> None:
         best = nearest(unknown[0], legal)
         raise setting_error("checkpoint.allow_changes", list(unknown), "no such key", meant=best and [best])
     _check_folder("run.dir", config.run.dir, f"runs/{config.run.name}")
+    _check_kinds(config)
     if config.checkpoint.dir is not None:
         _check_folder("checkpoint.dir", config.checkpoint.dir, None)
 
@@ -881,6 +923,20 @@ def find_deadline(config: RunConfig, env: Mapping[str, str] = os.environ) -> flo
     except (ValueError, OverflowError) as error:
         today = datetime.now().strftime("%Y-%m-%dT18:00")
         raise setting_error("run.deadline", text, "must be a time in ISO 8601", example=today) from error
+
+
+_FILES = ("config.yaml", "status.json", "metrics.jsonl", "notice")
+_FOLDERS = ("checkpoints", "tensorboard", "wandb", "profile")
+"""What a run keeps in its folder, by kind."""
+
+
+def _check_kinds(config: RunConfig) -> None:
+    """Raise UserError if a folder lies where the run keeps a file, or a file where it keeps a folder."""
+    wrong = [f"{config.run_dir / name} is a folder" for name in _FILES if (config.run_dir / name).is_dir()]
+    wrong += [f"{config.run_dir / name} is no folder" for name in _FOLDERS if (config.run_dir / name).is_file()]
+    if wrong:
+        rule = f"{wrong[0]}, and a run keeps something else there: move it away, or take another run.dir"
+        raise setting_error("run.dir", config.run.dir, rule)
 
 
 def _check_folder(key: str, value: str, legal: str | None) -> None:
@@ -942,15 +998,43 @@ _OF_THE_ATTEMPT = ("run.name", "run.dir", "checkpoint.", "log.")
 
 def stored_value(stored_yaml: str, key: str) -> object:
     """Return one value of a configuration that `to_yaml` has written, None if it lacks the key, or is none."""
+    section, _, name = key.partition(".")
     try:
-        return OmegaConf.select(OmegaConf.create(stored_yaml), key)
-    except (YAMLError, OmegaConfBaseException, ValueError):
+        return _stored_section(_read_stored(stored_yaml), section).get(name)
+    except UserError:
         return None
+
+
+def _stored_section(stored: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    section = stored.get(name)
+    return section if isinstance(section, dict) else {}
+
+
+def compare_stored(before_yaml: str, after_yaml: str) -> list[str]:
+    """Return a line "section.key: before -> after" for each difference of two stored configurations.
+
+    A key that one of them lacks had its default there.  Nothing is imported: of a model whose fields one of them lacks
+    there is nothing to compare.
+    """
+    before, after = _read_stored(before_yaml, "the first"), _read_stored(after_yaml, "the second")
+    defaults, lines = RunConfig(), []
+    for section in dataclasses.fields(RunConfig):
+        old, new = (_stored_section(stored, section.name) for stored in (before, after))
+        for name in dict.fromkeys([*new, *old]):
+            other = new.get(name, old.get(name))
+            default = _default_of(getattr(defaults, section.name), name, other)
+            was, now = old.get(name, default), new.get(name, default)
+            if was != now:
+                lines.append(f"{section.name}.{name}: {was} -> {now}")
+    return lines
 
 
 def _default_of(section: Any, name: str, otherwise: Any) -> Any:
     """Return what a key of a section is if nobody sets it; `otherwise` where that is nothing, or found out later."""
-    declared = next(each for each in dataclasses.fields(section) if each.name == name)
+    fields = dataclasses.fields(section) if section is not None else ()
+    declared = next((each for each in fields if each.name == name), None)
+    if declared is None:
+        return otherwise
     if declared.default_factory is not dataclasses.MISSING:
         return _lists(declared.default_factory())
     return otherwise if declared.default in (dataclasses.MISSING, None) else _lists(declared.default)
@@ -962,15 +1046,14 @@ def compare_configs(config: RunConfig, stored_yaml: str) -> tuple[list[str], lis
     Returns two lists of lines "key: before in the checkpoint, now now": what would silently change the training and is
     not named in `checkpoint.allow_changes`, and what may change.
     """
-    stored = OmegaConf.to_container(OmegaConf.create(stored_yaml))
-    assert isinstance(stored, dict)
+    stored = _read_stored(stored_yaml)
     refused: list[str] = []
     free: list[str] = []
     for section, values in config.to_dict().items():
         for name, value in values.items():
             key = f"{section}.{name}"
             # A checkpoint of before there was such a key: it meant what is the default now.
-            before = stored.get(section, {}).get(name, _default_of(getattr(config, section), name, value))
+            before = _stored_section(stored, section).get(name, _default_of(getattr(config, section), name, value))
             if before == value or key.startswith(_OF_THE_ATTEMPT):
                 continue
             fixed = key.startswith(_FIXED_ON_RESUME) and key not in _FREE_ON_RESUME

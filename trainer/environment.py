@@ -25,7 +25,7 @@ SPAWNED_BY_US = "MESHTRAINER_NPROC"
 """Set in the worker processes that `nproc=N` starts: their parent has reported what there was to report."""
 
 STARTED = "MESHTRAINER_STARTED"
-"""When the command began, in seconds since 1970: known to it, and to the workers that it starts."""
+"""When the command began (`clock.uptime`): known to it, and to the workers that it starts on this machine."""
 
 
 LAUNCHER = "MESHTRAINER_LAUNCHER"

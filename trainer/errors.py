@@ -14,6 +14,8 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import TextIO
 
+from trainer.printable import masked, printable
+
 EXIT_FINISHED = 0
 EXIT_FAILED = 1
 EXIT_USER_ERROR = 2
@@ -40,17 +42,17 @@ _LONGEST = 500
 
 
 def say(text: str) -> None:
-    """Print on stderr, whoever reads it: where nobody does any more, because who started this process has died, what
-    follows must still be done.
+    """Print on stderr, without credentials and what a terminal would obey, whoever reads it: where nobody does any
+    more, because who started this process has died, what follows must still be done.
     """
     with contextlib.suppress(OSError):
-        print(text, file=sys.stderr, flush=True)
+        print(printable(text), file=sys.stderr, flush=True)
 
 
 def tell(text: str, end: str = "\n") -> None:
-    """Print on standard output.  Where its reader has gone (`--help | head`), what is left is dropped."""
+    """Print on standard output, as `say` does.  Where its reader has gone (`--help | head`), the rest is dropped."""
     try:
-        print(text, end=end, flush=True)
+        print(printable(text), end=end, flush=True)
     except BrokenPipeError:
         discard_stream(sys.stdout)
 
@@ -139,5 +141,5 @@ def _show(value: object) -> str:
         return "true" if value else "false"
     if isinstance(value, (list, tuple)):
         return "[" + ",".join(_show(item) for item in value) + "]"
-    text = str(value)
+    text = str(masked(str(value)))
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]}..."

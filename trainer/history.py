@@ -21,6 +21,7 @@ from trainer.config import stored_value
 from trainer.errors import UserError, setting_error
 from trainer.metrics.record import read_kinds
 from trainer.metrics.sinks import warn
+from trainer.printable import mask_credentials
 from trainer.relocate import is_another_run, shared_place
 from trainer.rundir import RunFolder
 
@@ -79,7 +80,7 @@ class History:
         if not self._folder.is_main or not (origin := self._copied_from()):
             return
         kept = stored_value(self._folder.before or "", "checkpoint.dir")
-        if is_same_place(self.place, str(kept) if kept else f"{origin}/checkpoints"):
+        if is_same_place(str(mask_credentials(self.place)), str(kept) if kept else f"{origin}/checkpoints"):
             rule = shared_place(origin, self.place, str(self._folder.path))
             raise setting_error("checkpoint.dir", self._config.checkpoint.dir, rule)
 

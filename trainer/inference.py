@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -124,10 +124,15 @@ def _is_hugging_face(path: str | os.PathLike[str]) -> bool:
     return is_folder_of_weights(os.fspath(path)) and not is_checkpoint(path)
 
 
-def load_weights(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> nn.Module:
+def load_weights(
+    path: str | os.PathLike[str], device: torch.device | str = "cpu", allow_import: Collection[str] = ()
+) -> nn.Module:
     """Return the model whose weights are at `path`, whole and unsharded, in evaluation mode.
 
     `path`: a checkpoint, the folder of a run (its newest checkpoint), or a Hugging Face folder of a known model.
+    `allow_import`: modules that may be imported because a checkpoint names them as its model's ("my_models" for
+    model.name=my_models:tiny).  What is imported runs, and a checkpoint may come from anywhere: by default only models
+    that are registered already are built.  Raises UserError for others.
     """
     source: WeightSource
     if _is_hugging_face(path):
@@ -135,7 +140,7 @@ def load_weights(path: str | os.PathLike[str], device: torch.device | str = "cpu
         source = SafetensorsFolder(Path(path), recipe, model_config)
     else:
         source = StoredWeights(find_checkpoint(path))
-        config = config_from_yaml(source.config_yaml)
+        config = config_from_yaml(source.config_yaml, allow_import=allow_import)
         recipe, model_config = config.recipe, config.model
     return build_plain(recipe, model_config, source, torch.device(device))
 

@@ -13,7 +13,7 @@ import os
 import pkgutil
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -150,14 +150,16 @@ def register(recipe: Recipe) -> Recipe:
     return recipe
 
 
-def find_recipe(name: str) -> Recipe:
+def find_recipe(name: str, may_import: Collection[str] | None = None) -> Recipe:
     """Return the recipe that `model.name` asks for: a registered name, or "package.module:name".
 
     The second form imports the module first, which is how a model from outside this package is used from the
-    command line.  Raises UserError if there is none.
+    command line.  `may_import`: the modules, with all that is in them, that may be imported for it; None for any, where
+    the name is the user's own.  What has been imported already may be used.  Raises UserError if there is none.
     """
     module_name, colon, registered = name.partition(":")
     if colon:
+        _check_allowed(name, module_name, may_import)
         return _find_in_module(name, module_name, registered)
     if name not in _registry:
         load_recipes()
@@ -181,6 +183,17 @@ def _find_in_module(name: str, module_name: str, registered: str) -> Recipe:
             "model.name", name, [f"{module_name}:{found}" for found in own], f"one that {module_name!r} registers:"
         )
     return _registry[registered]
+
+
+def _check_allowed(name: str, module: str, may_import: Collection[str] | None) -> None:
+    if may_import is None or module in sys.modules:
+        return
+    if not any(module == allowed or module.startswith(f"{allowed}.") for allowed in may_import):
+        rule = (
+            f"a checkpoint says so, and to import {module!r} runs its code: only where you allow it\n"
+            f"  if you trust it: --allow-import {module}, or in Python allow_import=[{module!r}]"
+        )
+        raise setting_error("model.name", name, rule)
 
 
 def all_recipes() -> list[Recipe]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import json
 import os
 import signal
 import sys
@@ -18,12 +17,14 @@ import time
 import traceback
 import uuid
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from trainer import stop, usage
+from trainer.clock import uptime
 from trainer.config import RunConfig, check_config, least_mesh, load_config
+from trainer.deaths import find_killed
 from trainer.environment import (
     LAUNCHER,
     SPAWNED_BY_US,
@@ -47,8 +48,10 @@ from trainer.errors import (
     setting_error,
     tell,
 )
+from trainer.metrics.record import last_step
 from trainer.needs import check_needs, likely_device
 from trainer.recipe import look_in_working_folder
+from trainer.rundir import note_end, read_status
 
 _MAX_PROCESSES = 1024
 """More than any machine has room for."""
@@ -116,7 +119,7 @@ def _parse_nproc(text: str) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run what the command line asks for.  Returns the exit code; prints a user's mistake once, without traceback."""
-    began = time.time()
+    began = uptime()
     look_in_working_folder()
     limit_spinning()
     stop.catch_signals_early()
@@ -284,7 +287,7 @@ def _spawn(arguments: Arguments, config: RunConfig) -> int:
         signals_to_handle=",".join(number.name for number in stop.caught_signals()),
     )
     command = ["-m", "trainer.run", f"recipe={arguments.recipe}", *arguments.overrides]
-    before = _status_on_record(config)
+    before = read_status(config.run_dir)
 
     def interrupt(number: int, frame: object) -> NoReturn:
         raise SignalException(f"asked to stop by {signal.Signals(number).name}", signal.Signals(number))
@@ -297,23 +300,25 @@ def _spawn(arguments: Arguments, config: RunConfig) -> int:
         elastic_launch(launch, sys.executable)(*command)
     except ChildFailedError as error:
         codes = {failure.exitcode for failure in error.failures.values()}
+        if killed := find_killed(error.failures):
+            _note_end(config, before, killed)
         return next((code for code in (EXIT_USER_ERROR, EXIT_STOPPED) if code in codes), EXIT_FAILED)
     except SignalException:
         # The launcher has only seen its workers go: what they achieved is on record.
-        status = _status_on_record(config)
+        status = read_status(config.run_dir)
         if status == before:
             return EXIT_STOPPED  # before the first update
-        return EXIT_FAILED if status.get("exit_code") is None else int(status["exit_code"])
+        if status.get("exit_code") is None:
+            _note_end(config, before, "the run was asked to stop, and its ranks have gone without a word")
+            return EXIT_FAILED
+        return int(status["exit_code"])
     return EXIT_FINISHED
 
 
-def _status_on_record(config: RunConfig) -> dict[str, Any]:
-    """Return what `status.json` holds, empty if there is none."""
-    try:
-        status = json.loads((config.run_dir / "status.json").read_text())
-    except (OSError, ValueError):
-        return {}
-    return status if isinstance(status, dict) else {}
+def _note_end(config: RunConfig, before: Mapping[str, Any], reason: str) -> None:
+    """Say, and leave in `status.json`, how the ranks ended where they could not say it themselves."""
+    say(f"error: {reason}")
+    note_end(config.run_dir, before, last_step(config.run_dir / "metrics.jsonl"), reason)
 
 
 def leave(exit_code: int) -> NoReturn:

@@ -13,13 +13,14 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from trainer.config import RunConfig
 from trainer.errors import EXIT_FAILED, UserError, say, setting_error
 from trainer.files import find_folder, write_and_sync, write_atomically
+from trainer.printable import mask_credentials
 from trainer.relocate import CONFIG
 
 RECORD = ("metrics.jsonl", "metrics_superseded.jsonl", "tensorboard", "wandb", "profile")
@@ -103,11 +104,7 @@ class RunFolder:
         Only of a run that owns the folder: another's word stays as it is.
         """
         if self._is_owned:
-            status = {"state": state, "exit_code": exit_code, "step": step, "reason": reason}
-            try:
-                write_atomically(self.path / "status.json", json.dumps(status) + "\n")
-            except OSError as error:  # a full disk must not hide what the run has to say
-                say(f"warning: {self.path}/status.json cannot be written: {error}")
+            write_status(self.path, {"state": state, "exit_code": exit_code, "step": step, "reason": reason})
 
     def has_finished(self) -> bool:
         """Return whether `status.json` says so."""
@@ -131,6 +128,46 @@ def _usable(setting: str, folder: Path, legal: str | None) -> Iterator[None]:
     except OSError as error:
         where = f": {error.filename}" if error.filename not in (None, str(folder)) else ""
         raise setting_error(setting, folder, f"cannot be used ({error.strerror or error}{where})", legal) from error
+
+
+_PAUSES_S = (0.2, 1.0)
+"""Before each further try to say how a run stands: storage may be away for a moment."""
+
+
+def write_status(run_dir: Path, status: Mapping[str, Any]) -> None:
+    """Write `status.json`.  Where that cannot be it is said: a full disk must not hide what the run has to say."""
+    text = json.dumps({**status, "reason": mask_credentials(str(status["reason"]))}) + "\n"
+    for pause_s in (*_PAUSES_S, None):
+        try:
+            write_atomically(run_dir / "status.json", text)
+            return
+        except OSError as error:
+            if pause_s is None:
+                say(f"warning: {run_dir}/status.json cannot be written: {error}")
+            else:
+                time.sleep(pause_s)
+
+
+def read_status(run_dir: Path) -> dict[str, Any]:
+    """Return what `status.json` holds, empty if there is none."""
+    try:
+        status = json.loads((run_dir / "status.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return status if isinstance(status, dict) else {}
+
+
+def note_end(run_dir: Path, before: Mapping[str, Any], reached: int, reason: str) -> None:
+    """Have `status.json` say how the run ended: for a launcher that has seen all its ranks go.
+
+    `reached` is the last step on record, `before` what it held when they were started: what an attempt before has said
+    stays, but for `running`; and so does all if another run that is alive owns the folder.
+    """
+    status = read_status(run_dir)
+    failed_now = status.get("state") == "failed" and status != before
+    if (status.get("state") == "running" or failed_now) and not is_owned(run_dir):
+        step = status.get("step") if failed_now else reached
+        write_status(run_dir, {"state": "failed", "exit_code": EXIT_FAILED, "step": step, "reason": reason})
 
 
 class Owner:

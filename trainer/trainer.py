@@ -49,6 +49,7 @@ from trainer.origin import Origin, read_tokenizer
 from trainer.parameters import count_parameters, count_trained_parameters, tied_names
 from trainer.plan.forecast import Forecast, settle_for_run
 from trainer.plan.show import choice_text
+from trainer.printable import mask_credentials
 from trainer.rundir import RECORD, RunFolder
 from trainer.sample import write_sample
 from trainer.selfcheck import check_same_run, check_start
@@ -691,7 +692,7 @@ class Trainer:
 
         def is_of_the_same_start() -> bool:
             newest = self.checkpoints.newest_origin() if self.world.is_main else None
-            if newest is None or stored_value(newest.config_yaml, "checkpoint.resume") != resume:
+            if newest is None or stored_value(newest.config_yaml, "checkpoint.resume") != mask_credentials(resume):
                 return False
             env = self.world.env
             is_same_job = newest.job != "" and newest.job == env.job
@@ -789,13 +790,18 @@ class Trainer:
                 torch=torch.__version__,
                 device=_device_name(self.world.device),
                 resumed_step=self.resumed_step,
-                started=take_start() or time.time() - (time.monotonic() - self.started),
+                started=self._started_at(),
                 load_s=self._load_s,
                 skipped=self.skips.total,
                 **self.metrics.before,
             )
         )
         self._exchange(0)  # whoever asked during the start gets no update, which may compile for minutes
+
+    def _started_at(self) -> float:
+        """Return when the command began, or this Trainer, in seconds since 1970."""
+        clock, command = self.metrics.clock, take_start()
+        return clock.now() - (time.monotonic() - self.started) if command is None else clock.at(command)
 
     def _watch_for_a_stop(self) -> None:
         """Have rank 0 look for the notice and the deadline.  A notice from before was for an attempt before."""

@@ -23,6 +23,7 @@ from torch.distributed import HashStore, PrefixStore, Store
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trainer.config import MeshShape, RunConfig, find_mesh_shape
+from trainer.deaths import find_dead, is_lost_connection, this_process
 from trainer.environment import (
     Environment,
     export_slurm_rendezvous,
@@ -150,6 +151,7 @@ class World(Channel):
         there are, and with what has failed."""
         self.after_failure: list[Callable[[], None]] = []
         """Called on this rank as soon as it is known that another has failed."""
+        self._processes = self.gather(this_process())
         self._watch = None
         if self._store is not None:
             messages = Messages(self._store, config.run.timeout_s)
@@ -250,12 +252,20 @@ class World(Channel):
             self._watch.stop(wait=False)
         is_about_another = isinstance(error, PeerFailed)
         message = str(error) if is_about_another else f"rank {self.rank}: {type(error).__name__}: {error}"
+        dead = find_dead(self._processes, _DEATH_S) if is_lost_connection(error) else ""
         try:
-            first = Messages(self._store, _ANSWER_S).compare_set(_FAILURE, "", message)
+            first = Messages(self._store, _ANSWER_S).compare_set(_FAILURE, "", dead or message)
         except RuntimeError:  # the process that keeps the store has gone
-            return self.first_failure
+            first = self.first_failure or dead or message
+        if first == dead:
+            self._report_once(dead)
         self.first_failure = None if first == message else first
         return self.first_failure
+
+    def _report_once(self, dead: str) -> None:
+        """Say who has died, on one of the ranks that have seen it, unless the launcher does."""
+        if self.env.launcher != "nproc":
+            self.once("death", lambda: say(f"error: {dead}"))
 
     def remember_failure(self) -> None:
         """Keep what another rank has announced while there is somebody to ask: rank 0, which may keep the store, leaves
@@ -273,6 +283,9 @@ class World(Channel):
             self.barrier()
             dist.destroy_process_group()
 
+
+_DEATH_S = 1.0
+"""Seconds in which a rank whose connections are closed is dead."""
 
 _ONCE_S = 30.0
 """Seconds that ranks wait for one of them to do something for all."""

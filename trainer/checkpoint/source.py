@@ -14,8 +14,9 @@ from trainer.checkpoint.layout import layout_from_json
 from trainer.checkpoint.manifest import PREFIX, find_damage, name_of, read_blocks, read_file, read_manifest
 from trainer.checkpoint.place import COMMIT, Place, find_place
 from trainer.checkpoint.tensors import read_rows
-from trainer.config import config_from_yaml
+from trainer.config import stored_value
 from trainer.errors import TrainingFailed, UserError
+from trainer.printable import is_masked
 from trainer.relocate import CONFIG, moved_along
 
 
@@ -92,8 +93,12 @@ def find_checkpoint(path: str | os.PathLike[str]) -> Place:
 def _elsewhere(run: Place) -> list[Place]:
     """Return the folder that the configuration of a run names for its checkpoints, if it names one."""
     try:
-        config = config_from_yaml(run.read(CONFIG).decode())
-    except (OSError, UserError):  # no run's folder, or of a recipe that is not known here
+        text = run.read(CONFIG).decode(errors="replace")
+        stored, run_dir = stored_value(text, "checkpoint.dir"), stored_value(text, "run.dir")
+    except (OSError, UserError):  # no run's folder
         return []
-    stored = config.checkpoint.dir
-    return [find_place(moved_along(stored, config.run.dir, str(run)))] if stored else []
+    if is_masked(stored):
+        raise UserError(f"{run}: its checkpoints are at {stored}, whose credentials are not kept; give that URL, whole")
+    if not (isinstance(stored, str) and stored and isinstance(run_dir, str)):
+        return []
+    return [find_place(moved_along(stored, run_dir, str(run)))]

@@ -70,6 +70,14 @@ def read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any] | None]]:
             yield line if line.endswith("\n") else line + "\n", _parse(line)
 
 
+def last_step(path: Path) -> int:
+    """Return the last step that any line of a file speaks of; 0 if there is none, or no file."""
+    if not path.is_file():
+        return 0
+    steps = (record.get("step") for _, record in read_lines(path) if record is not None)
+    return max((step for step in steps if isinstance(step, int)), default=0)
+
+
 def _parse(line: str) -> dict[str, Any] | None:
     try:
         record = json.loads(line)

@@ -9,6 +9,7 @@ import math
 import os
 import queue
 import signal
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -19,6 +20,7 @@ from trainer.errors import say, setting_error
 from trainer.files import append_and_sync, write_atomically
 from trainer.metrics.goodput import Ledger
 from trainer.metrics.record import Record, read_lines
+from trainer.printable import mask_credentials
 
 
 class Sink(Protocol):
@@ -200,7 +202,13 @@ class WandB:
     def _start(self) -> Any:
         import wandb
 
-        settings = wandb.Settings(init_timeout=60, finish_timeout=self.FINISH_S, console="off", silent=True)
+        settings = wandb.Settings(
+            init_timeout=60,
+            finish_timeout=self.FINISH_S,
+            console="off",
+            silent=True,
+            x_disable_meta=any(mask_credentials(word) != word for word in sys.argv),  # the command line is part of it
+        )
         run = wandb.init(
             project=self._config.log.wandb_project,
             name=self._config.run.name,

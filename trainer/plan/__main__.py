@@ -97,7 +97,7 @@ def _plan(arguments: list[str]) -> int:
 
 def _show(plan: Plan, choice: Choice | None, asked: _Asked) -> None:
     if asked.as_json:
-        print(json.dumps(to_json(plan, choice)))
+        tell(json.dumps(to_json(plan, choice)))
     else:
         print_plan(plan, choice)
     if asked.picture is not None:
