@@ -185,7 +185,7 @@ def check_side(side: str, model: str, nproc: int) -> None:
     known = (HANDWRITTEN, *VARIANTS)
     if not is_setting and side not in known:
         rule = f"must be {', '.join(known)}, or key=value of the configuration"
-        raise setting_error("--against", side, rule, nearest(side, known) or HANDWRITTEN)
+        raise setting_error("--against", side, rule, meant=nearest(side, known))
     if key in FIXED:
         raise setting_error("--against", side, f"{key} is set by the bench itself")
     if key.startswith(WORK):

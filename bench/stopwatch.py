@@ -48,7 +48,7 @@ PACKAGES = {
 METHODS = {
     "trainer.config": {"load_config": "configuration", "check_config": "configuration"},
     "trainer.data.source": {"open_source": "data"},
-    "trainer.distributed.world": {"World.__init__": "process group", "World.build_mesh": "process group"},
+    "trainer.distributed.world": {"World.__init__": "process group", "World.mesh_of": "process group"},
     "trainer.lifecycle.selfcheck": {"check_same_run": "self-check", "check_start": "self-check"},
     "trainer.plan.forecast": {"resolve_auto": "planner's forecast", "Forecast.sentence": "planner's forecast"},
     "trainer.trainer": {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -38,6 +39,40 @@ class Mlp(nn.Module):
         for layer in self.hidden:
             x = x + layer(x).tanh()
         return self.out(x)
+
+
+class Viewing(Mlp):
+    """Its units return views, as torch's own Linear does; it adds to them in place, where `adds_in_place`."""
+
+    adds_in_place = True
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.table(tokens)
+        for layer in self.hidden:
+            y = layer(x)
+            x = y.add_(x) if self.adds_in_place else y + x
+        return self.out(x)
+
+
+class Turned(nn.Module):
+    """A unit whose output is a view of what its backward pass needs."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x).exp().view(x.shape)
+
+
+def viewing(adds_in_place: bool) -> Callable[[MlpConfig], nn.Module]:
+    def build(config: MlpConfig) -> nn.Module:
+        model = Viewing(config)
+        model.hidden.insert(0, Turned(config.width))
+        model.adds_in_place = adds_in_place
+        return model
+
+    return build
 
 
 class CrashingTrainer(Trainer):
@@ -184,6 +219,8 @@ def _tied(config: MlpConfig) -> nn.Module:
 
 UNITS = ["table", "hidden.*", "out"]
 register(Recipe("mlp", MlpConfig, Mlp, UNITS))
+register(Recipe("viewing_in_place", MlpConfig, viewing(adds_in_place=True), UNITS))
+register(Recipe("viewing", MlpConfig, viewing(adds_in_place=False), UNITS))
 register(Recipe("mlp_crashing", MlpConfig, Mlp, UNITS, trainer=CrashingTrainer))
 register(Recipe("mlp_sleeping", MlpConfig, Mlp, UNITS, trainer=SleepingTrainer))
 register(Recipe("mlp_nonfinite", MlpConfig, Mlp, UNITS, trainer=NonFiniteTrainer))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -12,7 +15,8 @@ import pytest
 from tests.forked import REPOSITORY
 from tests.ranks import FRESH, run_command
 from tests.runs import Shared
-from trainer import run
+from trainer import Trainer, UserError, load_config, run
+from trainer.needs import check_needs
 
 SMALL = "recipe=llama_small"
 
@@ -98,6 +102,219 @@ def test_mistake(
     assert not (tmp_path / "run").exists(), "a mistake leaves nothing behind"
 
 
+# What is typed, and the last line of the message: what was meant, or how the form looks, or nothing.
+ADVICE = {
+    "run.device=gpu": "did you mean run.device=cuda?",
+    "log.wandb=true": "did you mean log.wandb=online?",
+    "log.wandb=ofline": "did you mean log.wandb=offline?",
+    "log.wandb=never": "must be one of off, offline, online",
+    "fsdp.param_dtype=bf16": "did you mean fsdp.param_dtype=bfloat16?",
+    "fsdp.cpu_offload=maybe": "must be true or false",
+    "fsdp.cpu_offload=enabled": "did you mean fsdp.cpu_offload=true?",
+    "train.steps=ten": "for example: train.steps=1000",
+    "train.steps=10x": "did you mean train.steps=10?",
+    "train.steps=-1": "nearest legal value: train.steps=0",
+    "optim.eps=0": "must be above 0",
+    "run.deadline=2020-01-01T00:00": "for example: run.deadline=20",
+    "run.deadline=tomorrow": "for example: run.deadline=20",
+    "fsdp.wrap=layers": "must be block, size:<parameters>, or package.module:function",
+    "data.tokenizer=gpt2": "to fix: fetch the tokenizer.json of that model, and give its path",
+    "model.dim=97": "nearest legal value: model.dim=98",
+    "model.name=tests.own_recipes:mpl": "did you mean model.name=tests.own_recipes:mlp?",
+    "model.name=tests.ranks:mlp2": "to fix: call trainer.register(Recipe(...)) in that module",
+    "--train.steps=10": "to fix: keys are written without dashes, as train.steps=10",
+    "--recipe": "did you mean recipe=...?",
+    "--verson": "to fix: see --help",
+    "--hepl": "did you mean --help?",
+}
+
+
+@pytest.mark.parametrize("argument", list(ADVICE))
+def test_advice_is_what_was_meant_or_none(
+    argument: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    assert run.main([SMALL, argument]) == 2
+    said = capsys.readouterr().err.rstrip("\n").splitlines()[-1]
+    assert ADVICE[argument] in said, said
+    suggests = ADVICE[argument].startswith(("did you", "nearest", "for example", "to fix"))
+    assert suggests or not any(words in said for words in ("did you mean", "nearest", "for example", "to fix"))
+
+
+def test_a_folder_is_a_recipe_if_a_run_is_in_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "gpt2"
+    folder.mkdir()
+    assert run.main([f"recipe={folder}"]) == 2
+    said = capsys.readouterr().err
+    assert "is a folder, but not of a run" in said
+    assert "did you mean" not in said
+    (folder / "config.yaml").write_text("model: {name: llama}\n")
+    assert run.main([f"recipe={folder}", "--print-config"]) == 0
+    assert run.main([f"recipe={folder}/nothing"]) == 2
+    assert "must be a path ending in .yaml, the folder of a run, or one of" in capsys.readouterr().err
+
+
+def test_a_module_that_fails_is_named_with_its_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "failing_models.py").write_text("import math\n\nmath.sqrt(1) / 0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert run.main([SMALL, "model.name=failing_models:mine"]) == 2
+    said = capsys.readouterr().err
+    where = f"ZeroDivisionError: float division by zero, in {tmp_path}/failing_models.py, line 3"
+    assert f"cannot import 'failing_models' ({where})" in said
+
+
+ABSURD = [
+    "run.threads=1000000",
+    "run.timeout_s=1e308",
+    "run.step_timeout_s=1e300",
+    "run.first_step_timeout_s=1e12",
+    "checkpoint.timeout_s=1e300",
+    "run.seed=99999999999999999999",
+    "data.seq_len=1000000000000",
+    "data.num_workers=1000000",
+    "train.global_batch_size=100000000000000",
+    "train.micro_batch_size=100000000000000",
+    "model.dim=100000000000",
+    "model.vocab_size=1000000000000000",
+    "nproc=1000000",
+    f"train.steps=1{'0' * 400}",
+    f"optim.lr=1{'0' * 400}",
+    f"optim.betas=[1{'0' * 400},0.9]",
+    f"schedule.warmup_steps=1{'0' * 5000}",
+    "run.deadline=0001-01-01T00:00",
+]
+
+
+@pytest.mark.parametrize("argument", ABSURD, ids=lambda argument: argument[:40])
+def test_absurd_numbers_are_refused_in_one_message(argument: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run.main([SMALL, argument]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {argument.partition('=')[0]}=")
+    assert len(said) < 1000
+    assert len(said.splitlines()) <= 2
+
+
+@pytest.mark.parametrize("script", ["run", "plan", "checkpoints", "export"])
+def test_console_scripts_look_for_recipes_in_the_working_folder(
+    script: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Started as `meshtrainer-plan` the path begins with the scripts' own folder, not with the one one is in."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [place for place in sys.path if place not in ("", str(tmp_path))])
+    name = f"recipes_of_{script}"
+    (tmp_path / f"{name}.py").write_text("from tests.own_recipes import Mlp, MlpConfig\n")
+    if script == "run":
+        assert run.main([SMALL, f"model.name={name}:none"]) == 2
+    else:
+        from trainer import checkpoints, export
+        from trainer.plan import __main__ as plan
+
+        commands = {"plan": plan.command_line, "checkpoints": checkpoints.command_line, "export": export.command_line}
+        arguments = {"plan": [SMALL, f"model.name={name}:none"], "checkpoints": ["nowhere"], "export": ["nowhere", "x"]}
+        assert commands[script](arguments[script]) == 2
+    assert "cannot import" not in capsys.readouterr().err
+    assert importlib.util.find_spec(name) is not None
+
+
+NEEDS_TORCH = {"reshard list too short", "wrap function that is not there"}
+
+
+@pytest.mark.parametrize("mistake", sorted(MISTAKES.keys() - NEEDS_TORCH - {"tokens without a path"}))
+def test_what_is_printed_could_run(
+    mistake: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    assert run.main([*arguments_of(mistake, tmp_path), "--print-config"]) == 2
+    check_message(mistake, *capsys.readouterr())
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["recipe=llama3_70b", "mesh.replicate=8", "mesh.shard=64"],
+        ["recipe=llama3_8b", "mesh.shard=node", "fsdp.reshard_after_forward=8"],
+        ["recipe=llama3_8b", "mesh.shard=node", "mesh.replicate=2", "log.profile_ranks=[8]"],
+        [SMALL, "fsdp.reshard_after_forward=4", "nproc=4", "train.micro_batch_size=1"],
+    ],
+)
+def test_what_is_printed_may_be_for_ranks_and_data_that_are_elsewhere(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run.main([*arguments, "--print-config"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+NO_COMPILER = "needs a C++ compiler, and g++ is not on PATH"
+MISSING = {
+    "tensorboard": ("log.tensorboard=true", "TensorBoard is not installed", "pip install 'meshtrainer[tensorboard]'"),
+    "torchao": ("train.float8=rowwise", "float8 needs the library `torchao`", "pip install 'meshtrainer[float8]'"),
+    "g++": ("train.compile=true", NO_COMPILER, "train.compile=false"),
+}
+
+
+def take_away(what: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if what == "g++":
+        monkeypatch.delenv("CXX", raising=False)
+        monkeypatch.setenv("PATH", str(folder))
+    else:
+        monkeypatch.setitem(sys.modules, what, None)
+
+
+@pytest.mark.parametrize("option", [[], ["--print-config"]])
+@pytest.mark.parametrize("what", list(MISSING))
+def test_what_is_not_installed_is_said_before_anything_is_built(
+    what: str, option: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take_away(what, tmp_path, monkeypatch)
+    setting, rule, fix = MISSING[what]
+    own = ["fsdp.param_dtype=bfloat16", "run.device=cpu", f"run.dir={tmp_path / 'run'}"]
+    assert run.main([SMALL, setting, *own, *option]) == 2
+    printed, said = capsys.readouterr()
+    assert printed == ""
+    assert f"{setting}: " in said
+    assert rule in said
+    assert fix in said
+    assert len(said.splitlines()) <= 2
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("what", ["tensorboard", "g++"])
+def test_a_script_of_ones_own_hears_it_too(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    take_away(what, tmp_path, monkeypatch)
+    monkeypatch.setattr(Trainer, "build_model", lambda self: pytest.fail("the model was built before"))
+    setting, rule, _ = MISSING[what]
+    with pytest.raises(UserError, match=re.escape(rule)):
+        Trainer(load_config("llama_small", [setting, f"run.dir={tmp_path / 'run'}"]))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "has_triton", "must_say"),
+    [
+        (["train.compile=true"], False, "train.compile=true: needs Triton"),
+        (["train.compile=true"], True, "train.compile=true: needs a C compiler, and gcc and clang are not on PATH"),
+        (["optim.state_dtype=bfloat16"], False, "optim.state_dtype=bfloat16: needs Triton"),
+        (["train.weights_dtype=bfloat16"], True, "train.weights_dtype=bfloat16: needs a C compiler"),
+    ],
+)
+def test_what_kernels_are_made_with_on_a_gpu(
+    overrides: list[str], has_triton: bool, must_say: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setitem(sys.modules, "triton", types.ModuleType("triton") if has_triton else None)
+    config = load_config("llama_small", overrides)
+    with pytest.raises(UserError, match=re.escape(must_say)):
+        check_needs(config, "cuda")
+    compiler = tmp_path / "gcc"
+    compiler.write_text("#!/bin/sh\n")
+    compiler.chmod(0o755)
+    if has_triton:
+        check_needs(config, "cuda")
+
+
 @pytest.mark.slow
 def test_a_mistake_from_a_shell(tmp_path: Path) -> None:
     """What a person does: a process of its own, which ends with 2."""
@@ -174,3 +391,33 @@ def test_a_mistake_does_not_alter_an_existing_run(one: Shared, tmp_path: Path) -
         assert text in changed.stderr
     assert contents() == before
     assert json.loads((folder / "status.json").read_text())["state"] == "finished"
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "status.json", "metrics.jsonl", "notice"])
+def test_a_folder_where_the_run_keeps_a_file(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "run" / name / "mine").mkdir(parents=True)
+    monkeypatch.setattr(run, "_train", lambda config: 0)
+    assert run.main([SMALL, f"run.dir={tmp_path / 'run'}"]) == 2
+    check_said_once(capsys, f"error: run.dir={tmp_path / 'run'}: {tmp_path / 'run' / name} is a folder")
+    assert [path.name for path in (tmp_path / "run").rglob("*")] == [name, "mine"]
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "tensorboard", "wandb", "profile"])
+def test_a_file_where_the_run_keeps_a_folder(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / name).write_text("mine")
+    monkeypatch.setattr(run, "_train", lambda config: 0)
+    assert run.main([SMALL, f"run.dir={tmp_path / 'run'}"]) == 2
+    check_said_once(capsys, f"error: run.dir={tmp_path / 'run'}: {tmp_path / 'run' / name} is no folder")
+    assert (tmp_path / "run" / name).read_text() == "mine"
+
+
+def check_said_once(capsys: pytest.CaptureFixture[str], beginning: str) -> None:
+    stdout, stderr = capsys.readouterr()
+    assert stdout == ""
+    assert stderr.startswith(beginning), stderr
+    assert stderr.count("error:") == 1

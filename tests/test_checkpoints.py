@@ -19,7 +19,6 @@ from trainer import Trainer, UserError, load_config, load_weights
 from trainer.checkpoint.place import find_place
 from trainer.checkpoint.source import StoredWeights, find_checkpoint
 from trainer.checkpoint.tree import join, split
-from trainer.errors import TrainingFailed
 from trainer.export import command_line as export
 from trainer.metrics.accounts import Update
 from trainer.prepare import command_line as prepare
@@ -235,6 +234,7 @@ def test_remote_places(kind: str, tmp_path: Path) -> None:
     torn = tmp_path / "elsewhere" / "step_00000007"  # of an attempt that was killed
     torn.mkdir()
     (torn / "__0_0.distcp").write_bytes(b"half")
+    (torn / ".unfinished").touch()
     data = tmp_path / "elsewhere" / "step_00000006" / "__1_0.distcp"
     data.write_bytes(data.read_bytes()[:-1])
     ran = run_tiny(tmp_path / "run", "train.steps=8", *options)
@@ -331,8 +331,7 @@ def test_nothing_is_unpickled_that_could_run(one: Shared, tmp_path: Path) -> Non
 
     one.copied(tmp_path / "good")
     (tmp_path / "good/checkpoints/step_00000020/.metadata").write_bytes(pickle.dumps(Evil()))
-    with pytest.raises(TrainingFailed, match=r"\.metadata"):
-        load_weights(tmp_path / "good")
+    assert load_weights(tmp_path / "good") is not None
     assert not (tmp_path / "ran").exists()
 
 
@@ -423,7 +422,7 @@ def test_a_part_more_or_less_is_refused_unless_allowed(tmp_path: Path) -> None:
         Fewer(tiny(tmp_path, "train.steps=2")).load_checkpoint()
     assert all(f"checkpoint.allow_changes=[{part}]" in str(refused.value) for part in parts)
     misspelt = tiny(tmp_path, "train.steps=2", f"checkpoint.allow_changes=[{','.join([*parts[:-1], 'state.noisy'])}]")
-    with pytest.raises(UserError, match=r"state\.noisy: (.|\n)*nearest legal value: .*=state\.noise$"):
+    with pytest.raises(UserError, match=r"state\.noisy: (.|\n)*did you mean .*=state\.noise\?$"):
         Fewer(misspelt).load_checkpoint()
     allowed = Fewer(tiny(tmp_path, "train.steps=2", f"checkpoint.allow_changes=[{','.join(parts)}]"))
     assert allowed.load_checkpoint() == 1

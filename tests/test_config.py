@@ -397,7 +397,7 @@ def test_a_plain_dataclass_gets_typed_checks(
         ("model.scale=x", "a number"),
         ("model.flag=maybe", "true or false"),
         ("model.sizes=[a]", "a list of a whole number"),
-        ("model.widht=5", "nearest legal key: model.width=5"),
+        ("model.widht=5", "did you mean model.width=5?"),
     ):
         with pytest.raises(UserError, match=re.escape(must_say)):
             load_config(file, [override])

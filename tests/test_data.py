@@ -149,7 +149,7 @@ def take(loader: TrainLoader, num_updates: int) -> np.ndarray:
 
 
 def take_all_ranks(
-    num_ranks: int, micro: int, num_updates: int, state: dict[str, int] | None = None, **more: Any
+    num_ranks: int, micro: int, num_updates: int, state: dict[str, Any] | None = None, **more: Any
 ) -> Any:
     parts = []
     for rank in range(num_ranks):
@@ -201,7 +201,7 @@ def test_resume_is_exact_although_workers_read_ahead(num_workers: int) -> None:
     straight = take(make_loader(), 9)
     first = make_loader(num_workers=num_workers)
     assert take(first, 4).tolist() == straight[:4].tolist()
-    assert first.state_dict() == {"samples": 4 * 24}
+    assert first.state_dict()["samples"] == 4 * 24
     second = make_loader(num_workers=2 - num_workers)
     second.load_state_dict(first.state_dict())
     assert take(second, 5).tolist() == straight[4:].tolist()
@@ -527,7 +527,7 @@ def test_stdlib_cache_is_kept_where_it_is_asked_for(small_stdlib: Path, tmp_path
 
     message = message_of(DataSection(cache_dir=str(tmp_path / "file")))  # asked for: no other place will do
     assert message.startswith(f"data.cache_dir={tmp_path / 'file'}: ")
-    assert "nearest legal value" in message
+    assert message.endswith("to fix: name a folder that you can write to")
 
     shutil.rmtree(private)
     private.symlink_to(tmp_path)  # somebody else's doing
@@ -566,12 +566,12 @@ def test_a_path_that_matches_nothing_names_the_nearest_file(tmp_path: Path) -> N
     write_shards(tmp_path, DOCUMENTS, name="corpus")
     message = message_of(DataSection(source="tokens", path=str(tmp_path / "korpus-00000.bin")))
     assert message.startswith(f"data.path={tmp_path}/korpus-00000.bin: no such file")
-    assert message.endswith(f"nearest legal value: data.path={tmp_path}/corpus-00000.bin")
+    assert message.endswith(f"did you mean data.path={tmp_path}/corpus-00000.bin?")
     message = message_of(DataSection(source="tokens", path=str(tmp_path)))
     assert message.endswith(f"data.path={tmp_path}/*.bin")
     message = message_of(DataSection(source="tokens", path=str(tmp_path / "corpus-00000.json")))
     assert "ends in .bin" in message
-    assert message.endswith("corpus-00000.bin")
+    assert message.endswith("corpus-00000.bin?")
     assert "data.path=null" in message_of(DataSection(source="tokens"))
     assert open_source(DataSection(source="tokens", path=str(tmp_path / "*.bin"), seq_len=3), None, "eval") is None
     message = message_of(DataSection(source="tokens", path=str(tmp_path / "*.bin"), eval_path="none.bin"), split="eval")

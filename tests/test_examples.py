@@ -39,3 +39,4 @@ def test_the_readmes_model_of_ones_own(tmp_path: Path) -> None:
     settings = ["train.steps=3", "eval.every=0", "log.sample_tokens=0", f"run.dir={tmp_path / 'run'}"]
     done = run_python_module("trainer.run", *command, *settings, cwd=tmp_path)
     assert done.exit_code == 0, done.stderr
+    assert done.stderr == "", "the first model of one's own warns of nothing"

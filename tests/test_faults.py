@@ -7,6 +7,7 @@ failure names its case, so that it can be run again alone.
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import json
 import os
@@ -29,14 +30,17 @@ from typing import Any
 import pytest
 import torch
 
+import trainer.files
+import trainer.lifecycle.folder
 from tests.faults import Fault, Started, start
 from tests.forked import popen
 from tests.gate import wait_until
-from tests.ranks import run_command, run_ranks
+from tests.ranks import run_command, run_python_module, run_ranks
 from tests.test_exactness import assert_equal_tensors, load_tensors
 from tests.test_processes import processes_of
-from trainer import Trainer, load_config
-from trainer.checkpoint.manifest import find_damage, read_manifest
+from tests.tiny import tiny_config
+from trainer import Trainer, load_config, load_weights
+from trainer.checkpoint.manifest import INDEX, find_damage, read_manifest
 from trainer.checkpoint.place import find_place
 from trainer.errors import TrainingFailed, UserError
 from trainer.parameters import local
@@ -247,7 +251,7 @@ class KillCampaign:
 
 def leftovers(folder: Path) -> list[str]:
     """Return what is in the folder of a run that ended well and should not be."""
-    known = re.compile(r"config\.yaml|metrics\.jsonl|status\.json|checkpoints|previous_\d{3}")
+    known = re.compile(r"config\.yaml|metrics(_superseded)?\.jsonl|status\.json|checkpoints|previous_\d{3}")
     wrong = [path.name for path in folder.iterdir() if not known.fullmatch(path.name)]
     known = re.compile(r"(damaged-)?step_\d{8}")
     wrong += [path.name for path in (folder / "checkpoints").iterdir() if not known.fullmatch(path.name)]
@@ -346,12 +350,11 @@ def test_killed_under_the_launcher(phase: str, number: int, whom: str, tmp_path:
 # Damage
 
 NEWEST, BEFORE = "step_00000006", "step_00000004"
-FILES = [
+FILES = [  # that are needed
     "manifest.json",
     "state.json",
     "layout.json",
     "config.yaml",
-    ".metadata",
     "__0_0.distcp",
     "__0_0.blocks.json",
     "ranks/00000.safetensors",
@@ -542,7 +545,7 @@ def test_sizes_alone_find_truncation(name: str, three: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in FILES if name not in (".metadata", "__0_0.distcp")])
+@pytest.mark.parametrize("name", [name for name in FILES if name != "__0_0.distcp"])
 def test_with_sizes_alone_a_damaged_small_file_is_no_crash(name: str, three: Path, tmp_path: Path) -> None:
     """Small files are checked anyway, as they are read: what is found then is damage as any other."""
     run = tmp_path / "run"
@@ -552,6 +555,92 @@ def test_with_sizes_alone_a_damaged_small_file_is_no_crash(name: str, three: Pat
     step, said = load_newest(run, "checkpoint.verify=sizes")
     assert step == 4
     assert str(path) in said
+
+
+class CutShort:
+    """A file of which the storage keeps a half, and says that all is well."""
+
+    def __init__(self, sink: Any) -> None:
+        self._sink = sink
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        self._sink.write(view[: len(view) // 2])
+        return len(view)
+
+    def close(self) -> None:
+        self._sink.close()
+
+
+@pytest.mark.parametrize("kind", ["local", "remote"])
+def test_what_storage_has_cut_short_is_not_published(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever file it is: all are looked at once more, and what was saved before stays."""
+    where = [] if kind == "local" else [f"checkpoint.dir=memory://cut-{tmp_path.name}"]
+    own = Trainer(tiny_config(tmp_path, *where))
+    steps = own.steps()
+    next(steps)
+    own.save_checkpoint(wait=True)
+    place = own.checkpoints.place
+    create = type(place).create
+    for name in [*FILES, INDEX]:
+        next(steps)
+
+        def cut_short(self: Any, file: str, name: str = name) -> Any:
+            sink = create(self, file)
+            return CutShort(sink) if file == name else sink
+
+        with monkeypatch.context() as patch:
+            patch.setattr(type(place), "create", cut_short)
+            with pytest.raises(TrainingFailed, match=re.escape(f"/{name}: ")):
+                own.save_checkpoint(wait=True)
+        assert own.checkpoints.steps() == [1], name
+    assert find_damage(place / "step_00000001", read_manifest(place / "step_00000001"), "full") == []
+    own.save_checkpoint(wait=True)
+    own.close()
+    assert own.checkpoints.steps() == [1, 2 + len(FILES)]
+
+
+@pytest.mark.slow
+def test_an_index_that_is_never_read_is_no_damage(three: Path, tmp_path: Path) -> None:
+    """torch's own tools miss it; `--verify` says so."""
+    run = tmp_path / "run"
+    shutil.copytree(three, run)
+    index = run / "checkpoints" / NEWEST / ".metadata"
+    for harm in (lambda: flip(index, 100), lambda: index.write_bytes(b""), index.unlink):
+        harm()
+        step, said = load_newest(run)
+        assert (step, said) == (6, "")
+        shown = run_python_module("trainer.checkpoints", run, "--verify")
+        assert shown.exit_code == 0
+        assert f"{index}: " in shown.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("exchanged", [False, True])
+def test_a_checkpoint_under_the_name_of_another_step(exchanged: bool, three: Path, tmp_path: Path) -> None:
+    """A copy of an old one is not the newest, and of two that were exchanged none is what it says."""
+    run = tmp_path / "run"
+    shutil.copytree(three, run)
+    saved = run / "checkpoints"
+    if exchanged:
+        (saved / NEWEST).rename(saved / "aside")
+        (saved / BEFORE).rename(saved / NEWEST)
+        (saved / "aside").rename(saved / BEFORE)
+    else:
+        shutil.copytree(saved / BEFORE, saved / "step_00000012")
+    newest = NEWEST if exchanged else "step_00000012"
+    shown = run_python_module("trainer.checkpoints", run)
+    assert shown.exit_code == 1
+    assert f"{saved / newest}: holds the checkpoint of step 4" in shown.stdout
+    with pytest.raises(TrainingFailed, match="holds the checkpoint of step 4"):
+        load_weights(saved / newest)
+    step, said = load_newest(run)
+    assert step == (2 if exchanged else 6)
+    assert f"checkpoint {newest} is damaged and was set aside" in said
+    shutil.copytree(three / "checkpoints" / BEFORE, tmp_path / "mine")
+    assert load_weights(tmp_path / "mine") is not None, "any other name says nothing"
 
 
 @pytest.mark.slow
@@ -677,6 +766,33 @@ def test_the_disk_of_the_run_itself_is_full_for_a_while(disk: Path, tmp_path: Pa
     assert steps_in(run.folder)[-1] == 36
     assert_all_good(run.folder / "checkpoints")
     assert of("train", run.folder, "step") == list(range(1, 37)), "what could not be written was written later"
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", ".owner.json"])
+def test_the_disk_is_full_when_a_run_goes_on(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One message that says where, nothing half-written, and all that was there as it was."""
+    run = tmp_path / "run"
+    own = Trainer(tiny_config(run, "train.steps=2"))
+    assert own.fit() == 0
+    own.close()
+    (run / "metrics.jsonl").chmod(0o600)  # stays as it is
+    before = stamps(run)
+    write_and_sync = trainer.files.write_and_sync
+
+    def full(path: Path, text: str) -> None:
+        if name in path.name:
+            path.write_text(text[: len(text) // 2])
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        write_and_sync(path, text)
+
+    for module in (trainer.files, trainer.lifecycle.folder):
+        monkeypatch.setattr(module, "write_and_sync", full)
+    again = Trainer(tiny_config(run, "train.steps=4"))
+    with pytest.raises(UserError, match=f"run.dir={run}: cannot be used.*No space left on device"):
+        again.fit()
+    again.close()
+    after = stamps(run)
+    assert {**after, "config.yaml": None} == {**before, "config.yaml": None}
 
 
 @pytest.mark.slow

@@ -23,8 +23,9 @@ from torch import nn
 
 from tests.ranks import run_ranks
 from trainer import Recipe, UserError, weights
-from trainer.huggingface import SafetensorsFolder, export, model_config_of
+from trainer.huggingface import SafetensorsFolder, export
 from trainer.materialize import materialize
+from trainer.pretrained import model_config_of
 from trainer.recipe import HuggingFace, Transposed, all_recipes, find_recipe
 from trainer.weights import WeightSource, fill, full_state_dict, named_weights, own_rows
 
@@ -108,6 +109,7 @@ def difference(ours: nn.Module, theirs: Any, length: int = 48) -> float:
 
 def load_there(folder: Path, **options: Any) -> Any:
     """Load the folder with transformers and demand that it finds all it needs and nothing else."""
+    os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")  # a pool of threads for a few kilobytes
     transformers = pytest.importorskip("transformers")
     model, info = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), info

@@ -60,6 +60,7 @@ class Run:
             wandb_id=None,
             longest_save_s=0.0,
             before={},
+            clock=SimpleNamespace(now=lambda: 0.0, at=lambda seconds: 0.0),
             start=lambda facts: self.say("start block"),
             say=lambda text, style="": self.say(text),
             write=lambda record: self.say(f"record {record['kind']} {record.get('reason', '')}".strip()),
@@ -69,15 +70,20 @@ class Run:
         kept = SimpleNamespace(
             path=folder,
             metrics=folder / "metrics.jsonl",
+            using=lambda work: work(),
             begin=lambda: self.say("config.yaml"),
             write_status=lambda state, code, step, reason: self.say(f"status {state} {code} {reason}".strip()),
             release=lambda: self.say("release"),
             has_finished=lambda: False,
         )
         watchdog = SimpleNamespace(explain=lambda error: None, stop=lambda: self.say("stop watching"))
-        accounts = SimpleNamespace(productive_s=1.0, step_s=0.0)
+        accounts = SimpleNamespace(productive_s=1.0, step_s=0.0, in_streak=False, good_until=None)
         saver = SimpleNamespace(
-            longest_s=0.0, expected_s=0.0, wait=lambda seconds: self.say("wait for the save"), wait_for_deleting=list
+            longest_s=0.0,
+            expected_s=0.0,
+            wait=lambda seconds: self.say("wait for the save"),
+            wait_for_deleting=list,
+            doubt=lambda step: None,
         )
         forecast = SimpleNamespace(result=dict, misses=list, explain=lambda error: None)
         collaborators: list[Any] = [kept, metrics, watchdog, accounts, saver, forecast]

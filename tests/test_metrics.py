@@ -25,6 +25,7 @@ from tests.ranks import run_tiny
 from tests.runs import Shared
 from tests.tiny import BATCH, SEQ_LEN, fit, lines, tiny_config
 from trainer import Trainer
+from trainer.lifecycle import folder as rundir
 from trainer.lifecycle.folder import RunFolder, write_atomically
 from trainer.metrics.console import ConsoleSink, readable_bytes, readable_count, readable_duration
 from trainer.metrics.record import Record
@@ -36,6 +37,7 @@ FIELDS: dict[str, dict[str, tuple[type, ...]]] = {
         "world_size": (int,),
         "mesh": (dict,),
         "parameters": (int,),
+        "trainable_parameters": (int,),
         "torch": (str,),
         "device": (str,),
         "resumed_step": (int, NULL),
@@ -170,7 +172,11 @@ def test_half_a_line_and_other_debris_survive_a_restart(tmp_path: Path) -> None:
         sink.write(Record(kind="train", step=3, loss=0.5))
         sink.close()
         assert lines(tmp_path) == [whole[0], whole[1], whole[2], *whole[6:], {"kind": "train", "step": 3, "loss": 0.5}]
-        assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"], "nothing is left beside it"
+        superseded = (tmp_path / "metrics_superseded.jsonl").read_text(errors="replace")
+        assert superseded.startswith("".join(json.dumps(line) + "\n" for line in whole[3:6])), "nothing is lost"
+        assert debris[:20] in superseded
+        assert len(list(tmp_path.iterdir())) == 2, "nothing else is left beside it"
+        (tmp_path / "metrics_superseded.jsonl").unlink()
 
 
 def test_lines_are_there_as_soon_as_they_are_written(tmp_path: Path) -> None:
@@ -538,3 +544,33 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(OSError, match="no space"):
         write_atomically(path, "new")
     assert path.read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["status.json"], "and nothing beside it"
+
+
+@pytest.mark.parametrize("name", ["replace", "fsync"])
+def test_a_status_that_cannot_be_written_is_tried_again(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Storage that is away for a moment just as the run ends: `running` would stand there for good."""
+    monkeypatch.setattr(rundir, "_PAUSES_S", (0.0, 0.0))
+    folder = RunFolder(tiny_config(tmp_path / "run"), is_main=True)
+    folder.own()
+    folder.write_status("running", None, 0, "")
+    works, left = getattr(os, name), [2]
+
+    def away(*arguments: Any) -> Any:
+        left[0] -= 1
+        if left[0] >= 0:
+            raise OSError(18, "Invalid cross-device link")
+        return works(*arguments)
+
+    monkeypatch.setattr(os, name, away)
+    folder.write_status("finished", 0, 5, "train.steps reached")
+    assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "finished"
+    left[0] = 1000
+    folder.write_status("failed", 1, 5, "later")
+    assert "cannot be written" in capsys.readouterr().err
+    assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "finished"
+    monkeypatch.undo()
+    folder.release()
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["status.json"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import re
 import subprocess
 import sys
 import time
@@ -14,13 +15,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.budget import machine_scale
 from tests.forked import REPOSITORY
 from tests.plan_truth import CollectiveLog, StorageMeter, as_logged, metered_peak, tracked_peak
 from tests.ranks import run_command, run_ranks, run_tiny
 from trainer import RunConfig, Trainer, UserError, load_config
-from trainer.config import AUTO, MeshShape
+from trainer.config import AUTO, MeshShape, check_config, description, recipe_files
 from trainer.plan.__main__ import command_line
 from trainer.plan.machine import GIB, Machine, find_machine
 from trainer.plan.plan import Plan, make_plan, planned
@@ -166,7 +168,8 @@ def test_a_model_that_cannot_be_planned() -> None:
 def test_the_largest_micro_batch_may_need_the_least() -> None:
     """Nothing accumulates there: no gradients of the whole model lie unsharded."""
     autos = [f"{key}={AUTO}" for key in chosen_settings(load_config("llama_small"))]
-    config = config_of("llama3_8b", *autos, shape=MeshShape(1, 8), micro_batches=2)
+    whole = "fsdp.accumulate=unsharded"
+    config = config_of("llama3_8b", *autos, whole, shape=MeshShape(1, 8), micro_batches=2)
     chosen = settle(config, MeshShape(1, 8), find_machine("h100", memory_gib=32)).plan
     assert chosen.config.train.micro_batch_size == 2
     assert chosen.fits
@@ -286,7 +289,7 @@ def test_auto_finds_what_an_exhaustive_search_finds(micros: Sequence[int], num_b
 @pytest.mark.slow
 def test_nothing_fits() -> None:
     shape = MeshShape(1, 8)
-    autos = ["fsdp.reshard_after_forward=auto", "train.activation_checkpoint=auto"]
+    autos = ["fsdp.reshard_after_forward=auto", "train.activation_checkpoint=auto", "fsdp.accumulate=unsharded"]
     config = config_of("llama3_8b", *autos, shape=shape, micro_batches=4)
     with pytest.raises(UserError, match=r"nothing fits 30 GiB; the least, .* needs \d+\.\d+ GiB") as caught:
         settle(config, shape, find_machine("h100", memory_gib=30))
@@ -317,6 +320,45 @@ def test_a_thousand_candidates_are_quick() -> None:
 # Command line
 
 
+def machine_of_recipe(recipe: str) -> tuple[int, Machine]:
+    """Return how many ranks of what the first line of a recipe is for, as "8 x H100"; a CPU has 8 GiB for each."""
+    named = re.findall(r"(\d+) x ([A-Z]\w+)", description(recipe_files()[recipe]))
+    assert len(named) == 1, f"{recipe}: the first line names one machine, and how many ranks"
+    ((ranks, device),) = named
+    return int(ranks), find_machine(device.lower(), memory_gib=8 if device == "CPU" else None)
+
+
+def fits(recipe: str, ranks: int, machine: Machine, *overrides: str) -> bool:
+    config = planned(load_config(recipe, overrides))
+    plan = make_plan(config, check_config(config, ranks, min(ranks, machine.rates.ranks_per_node)), machine)
+    print(f"{recipe} {' '.join(overrides)} on {ranks} x {machine.name}: {plan.needed_gib:.1f} GiB")
+    return plan.fits
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", sorted(recipe_files()))
+def test_a_recipe_fits_the_machine_that_its_first_line_names(recipe: str) -> None:
+    assert fits(recipe, *machine_of_recipe(recipe))
+
+
+SHOWN = ["README.md", *sorted(f"launch/{path.name}" for path in (REPOSITORY / "launch").iterdir() if path.is_file())]
+STARTS = ("torchrun", "srun", "sbatch", "launch/local.sh", "-m trainer.run", "launch/ray_train.py", "set -- ")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", SHOWN)
+def test_commands_that_are_shown_fit(file: str) -> None:
+    """Those that start a published recipe, on the ranks that they say, or on what the recipe is for."""
+    for line in (REPOSITORY / file).read_text().splitlines():
+        asked = re.search(r"recipe=(llama3_\w+|gpt2)(.*)", line)
+        if asked is None or not any(start in line for start in STARTS):
+            continue
+        overrides = [word for word in re.findall(r"\S+=\S+", asked[2]) if word.startswith(("mesh.", "fsdp.", "train."))]
+        ranks, machine = machine_of_recipe(asked[1])
+        said = re.search(r"--(?:nproc-per-node|ntasks|workers)[ =](\d+)", line)
+        assert fits(asked[1], int(said[1]) if said else ranks, machine, *overrides), line
+
+
 def run_plan(capsys: pytest.CaptureFixture[str], *arguments: str, ends: int = 0) -> tuple[str, str]:
     """Return what `python -m trainer.plan` prints, on stdout and stderr."""
     capsys.readouterr()
@@ -335,7 +377,7 @@ def test_the_largest_recipe_on_4096_ranks(tmp_path: Path) -> None:
         "sys.exit(code)"
     )
     picture = tmp_path / "plan.png"
-    arguments = ["recipe=llama3_405b", "mesh.replicate=8", "mesh.shard=512", "device=h100", "--json"]
+    arguments = ["recipe=llama3_405b", "mesh.replicate=8", "mesh.shard=512", "device=h200", "--json"]
     command = [sys.executable, "-c", script, *arguments, f"--picture={picture}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=REPOSITORY)
     assert done.returncode == 0, done.stderr
@@ -354,6 +396,22 @@ def test_what_a_person_sees(capsys: pytest.CaptureFixture[str]) -> None:
         assert words in shown
     assert "4 ranks of h100" in shown
     assert "ranks_per_node=N" in run_plan(capsys, "--help")[0]
+
+
+TOO_LARGE = ["recipe=llama_small", "ranks=2", "device=h100", "model.dim=1024", "memory_gib=1.01"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("overrides", [[], ["train.activation_checkpoint=auto"]])
+def test_what_does_not_fit_is_planned_and_exits_3(overrides: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    found = json.loads(run_plan(capsys, *TOO_LARGE, *overrides, "--json", ends=3)[0])
+    assert (found["num_ranks"], found["fits"]) == (2, False)
+    assert found["memory"]["needed_gib"] > found["memory_gib"] == 1.01
+    assert found["time"]["tokens_per_s"] > 0
+    shown, said = run_plan(capsys, *TOO_LARGE, *overrides, ends=3)
+    assert "DOES NOT FIT" in shown
+    assert "no single change" in shown + said
+    assert ("nothing fits 1.01 GiB" in said) == bool(overrides)
 
 
 @pytest.mark.parametrize(
@@ -432,6 +490,52 @@ def test_out_of_memory_is_explained(tmp_path: Path) -> None:
     assert "out of memory" in ran.stderr
     assert "memory of a rank at the peak" in ran.stderr
     assert ran.stderr.count("would fit: ") == 2, ran.stderr
+    lines = ran.stderr.rstrip().splitlines()
+    assert [line.startswith("would fit: ") for line in lines[-3:]] == [False, True, True], "the advice comes last"
+    assert "Traceback" not in ran.stderr
+    assert not re.search(r"GiB, (fits|DOES NOT FIT)", ran.stderr), "it did not fit, whatever was planned"
+    kept = sorted((tmp_path / "run").glob("traceback_rank*.txt"))
+    assert any(str(file) in ran.stderr for file in kept)
+    assert all("OutOfMemoryError: CUDA out of memory" in file.read_text() for file in kept)
+    assert all("in loss" in file.read_text() for file in kept)
+
+
+@pytest.mark.slow
+def test_memory_that_is_really_full_ends_in_advice(tmp_path: Path) -> None:
+    """On a CPU, by what the process may have: while it trains, and while it is built."""
+    script = (
+        "import resource, sys, torch; from trainer import run; from trainer.trainer import Trainer\n"
+        "room = 400 << 20; used = int(open('/proc/self/statm').read().split()[0]) * 4096\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (used + room, used + room)); sys.exit(run.main(sys.argv[1:]))"
+    )
+
+    def ends(*overrides: str) -> str:
+        folder = tmp_path / overrides[0]
+        own = ["recipe=llama_small", "data.source=synthetic", "eval.every=0", "run.threads=1", f"run.dir={folder}"]
+        command = [sys.executable, "-c", script, *own, *overrides]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=REPOSITORY)
+        assert done.returncode == 1, done.stderr
+        return done.stderr.rstrip()
+
+    training = ends("data.seq_len=16384", "train.micro_batch_size=8", "model.ffn_dim=2048")
+    assert training.startswith("out of memory: "), training
+    assert "Traceback" not in training
+    assert training.splitlines()[-1].startswith(("would fit: ", "no single change"))
+    assert "enforce fail" in (tmp_path / "data.seq_len=16384" / "traceback_rank0.txt").read_text()
+    building = ends("model.dim=8192", "model.num_heads=8")
+    assert "out of memory while" in building.splitlines()[-2], building
+    assert "python -m trainer.plan" in building.splitlines()[-1]
+
+
+def test_a_script_of_ones_own_ends_with_the_advice(tmp_path: Path) -> None:
+    own = ["model.name=tests.own_recipes:greedy", "data.seq_len=32", "data.source=synthetic", "eval.every=0"]
+    config = load_config("llama_small", [*own, "log.sample_tokens=0", f"run.dir={tmp_path}"])
+    trainer = config.recipe.trainer_class(Trainer)(config)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        trainer.fit()
+    trainer.close()
+    (note,) = getattr(caught.value, "__notes__", [""] if sys.version_info < (3, 11) else [])
+    assert not note or note.splitlines()[-1].startswith("would fit: ")
 
 
 @pytest.mark.slow

@@ -37,8 +37,8 @@ def read_documents(folder: Path, pattern: str, tokenizer: str = "bytes") -> list
         shard = Shard(path)
         offsets = shard.read_offsets()
         for start, end in itertools.pairwise(offsets):
-            assert shard.tokens[end - 1] == shard.info.end_id
-            found.append(find_tokenizer(tokenizer).decode(shard.tokens[start : end - 1]))
+            assert shard.read(end - 1, 1) == shard.info.end_id
+            found.append(find_tokenizer(tokenizer).decode(shard.read(start, end - 1 - start)))
     return found
 
 

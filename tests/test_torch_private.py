@@ -5,16 +5,3 @@ the check of its own.
 """
 
 from __future__ import annotations
-
-import ast
-import inspect
-from collections import Counter
-from collections.abc import Callable, Iterator
-from pathlib import Path
-
-import pytest
-import torch
-import torch.distributed as dist
-from torch import nn
-
-from tests.forked import REPOSITORY

@@ -128,6 +128,12 @@ def test_an_update_that_is_not_finite_leaves_no_trace(name: str, device: str) ->
 class NotFinite(Trainer):
     """Its third and fourth updates are not finite."""
 
+    saves_at = -1
+
+    def on_step(self, record: Record) -> None:
+        if record.step == self.saves_at:
+            self.save_checkpoint(wait=True)
+
     def loss(self, batch: Batch) -> torch.Tensor:
         return super().loss(batch) * (math.nan if self.state.step in (2, 3) else 1.0)
 
@@ -142,6 +148,7 @@ def test_skipped_updates_are_counted(reads_late: bool, tmp_path: Path) -> None:
         ),
     )
     trainer = NotFinite(config)
+    trainer.saves_at = 3
     trainer.accounts.reads_late = reads_late
     assert trainer.fit() == 0
     assert (trainer.skips.total, trainer.skips.in_a_row) == (2, 0)

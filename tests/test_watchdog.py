@@ -13,12 +13,14 @@ import torch
 from torch import nn
 from torch.distributed import HashStore
 
+from tests.faults import Fault, start
+from tests.gate import wait_until
 from tests.ranks import Ran, run_command
 from trainer import load_config
 from trainer.distributed.channel import Messages
 from trainer.lifecycle.phases import watch_phases
-from trainer.lifecycle.standing import Standing, find_late, reason_of, table
-from trainer.lifecycle.watchdog import Watchdog
+from trainer.lifecycle.standing import Standing, find_late, is_stuck, reason_of, table
+from trainer.lifecycle.watchdog import _ANSWER_S, _SAVE_GRACE_S, Watchdog
 
 LIMIT_S = 4.0
 SLEEPING = ["recipe=llama_small", "model.name=tests.sleeping_trainer:sleeping", "data.source=synthetic"]
@@ -82,6 +84,30 @@ def test_the_rank_that_sleeps_is_named(place: str, rank: int, tmp_path: Path, mo
     assert ran.status["reason"].startswith(f"watchdog: rank {rank} stood still in {phase}")
     assert ran.metrics[-1]["reason"] == "failed"
     assert seconds < limit_s + 200, "not the 300 s of the default, whatever else the machine does"
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_stopped_with_a_save_in_flight(tmp_path: Path) -> None:
+    """Its part of the save is never written: nobody waits a minute for the end of that."""
+    fault = Fault(rank=1, hang="write", hang_until=str(tmp_path / "never"), at_step=3, then="SIGSTOP")
+    options = ["recipe=llama_small", "model.name=tests.own_recipes:mlp_faulty", "data.source=synthetic"]
+    options += ["data.seq_len=16", "train.steps=9", "eval.every=0", "checkpoint.every=2", "checkpoint.mode=async"]
+    options += ["run.threads=1", f"run.step_timeout_s={LIMIT_S}", "log.sample_tokens=0"]
+    run = start(tmp_path / "run", *options, ranks=2, fault=fault)
+    try:
+        wait_until(lambda: _is_stopped(run.processes[1].pid), "rank 1 is stopped")
+        stopped = time.monotonic()
+        run.processes[0].join(240)
+        seconds = time.monotonic() - stopped
+    finally:
+        run.kill()
+    assert run.processes[0].exitcode == 1, run.stderr
+    assert "watchdog: rank 1 did not answer" in run.stderr_of(0)
+    assert seconds < LIMIT_S + _ANSWER_S + _SAVE_GRACE_S, "the grace that a save is given where it can end"
+
+
+def _is_stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
 
 
 @pytest.mark.slow
@@ -216,6 +242,8 @@ def test_who_is_late() -> None:
     assert find_late([ahead, waiting, behind]) == [behind], "a rank in a collective is held up itself"
     assert find_late([waiting, rank(3, 4, 9, True)]) == [rank(3, 4, 9, True)], "all wait: collectives do not match"
     silent = rank(4, 0, 0, False, answers=False)
+    assert not is_stuck([ahead, waiting, behind]), "a save in flight may end before they leave"
+    assert is_stuck([ahead, silent]), "none can end that it is part of"
     assert find_late([ahead, silent]) == [silent]
     assert reason_of("why", [ahead, silent]) == "watchdog: rank 4 did not answer (why)"
     many = table("why", [rank(number, 5, 1 if number == 700 else 2, number != 700) for number in range(1000)])

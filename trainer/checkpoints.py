@@ -22,13 +22,14 @@ from rich.table import Table
 from rich.text import Text
 
 from trainer.checkpoint.blocks import Damaged
+from trainer.checkpoint.keeping import list_steps
 from trainer.checkpoint.layout import Stored
-from trainer.checkpoint.manifest import find_damage, read_manifest
+from trainer.checkpoint.manifest import find_damage, find_index_damage, name_of, read_manifest
 from trainer.checkpoint.place import COMMIT, Place, find_place, split_parent
 from trainer.checkpoint.source import StoredWeights, find_checkpoints, is_checkpoint
-from trainer.checkpoint.store import list_steps
-from trainer.config import config_from_yaml
-from trainer.errors import EXIT_FAILED, EXIT_FINISHED, UserError, choice_error, run_command
+from trainer.config import compare_stored
+from trainer.errors import EXIT_FAILED, EXIT_FINISHED, UserError, run_command, setting_error, tell
+from trainer.printable import printable
 
 ROWS_BYTES = 64 << 20
 """How much of a tensor is in memory at a time while two are compared."""
@@ -47,11 +48,18 @@ class Entry:
     state: str = "damaged"
     """`whole` (manifest and sizes are right), `verified` (all checksums too), `damaged` or `set aside`."""
     damage: tuple[str, ...] = ()
+    num_skipped: int = 0
+    """How many updates had been skipped in a row when it was saved: such a one is not gone on from by itself."""
+    notes: tuple[str, ...] = ()
+    """What else there is to know of it."""
+
+
+_IN_A_STREAK = "{}: was saved while updates were skipped ({} in a row); gone on from by name, or if there is no other"
 
 
 def list_checkpoints(place: Place, verify: bool = False) -> list[Entry]:
     """Return every checkpoint in a folder, oldest first, the set aside ones at the end."""
-    names = [f"step_{step:08d}" for step in list_steps(place)]
+    names = [name_of(step) for step in list_steps(place)]
     aside = [Entry(name, state="set aside") for name in place.names_aside()]
     return [*(_entry(place, name, verify) for name in names), *aside]
 
@@ -66,9 +74,15 @@ def _entry(place: Place, name: str, verify: bool) -> Entry:
         entry.damage = (str(error),)
     else:
         entry.step, entry.bytes = manifest.step, manifest.num_bytes
-        entry.created, entry.torch = manifest.created, manifest.torch
+        entry.created, entry.torch, entry.num_skipped = manifest.created, manifest.torch, manifest.num_skipped
         entry.mesh = " x ".join(f"{axis} {size}" for axis, size in manifest.mesh.items())
         entry.damage = tuple(find_damage(folder, manifest, "full" if verify else "sizes"))
+        index = find_index_damage(folder, manifest) if verify else ""
+        notes = [
+            _IN_A_STREAK.format(name, manifest.num_skipped) if manifest.num_skipped else "",
+            f"{index}; only torch's own tools need it" if index else "",
+        ]
+        entry.notes = tuple(note for note in notes if note)
         entry.state = "damaged" if entry.damage else "verified" if verify else "whole"
     return entry
 
@@ -122,17 +136,6 @@ def _shape_of(stored: Stored | None) -> str:
     return f"{dtype} {'x'.join(map(str, stored.shape)) or 'scalar'}"
 
 
-def compare_configurations(a: StoredWeights, b: StoredWeights) -> list[str]:
-    """Return a line for every key whose value differs."""
-    before, after = (config_from_yaml(weights.config_yaml).to_dict() for weights in (a, b))
-    return [
-        f"{section}.{name}: {before.get(section, {}).get(name)} -> {value}"
-        for section, values in after.items()
-        for name, value in values.items()
-        if before.get(section, {}).get(name) != value
-    ]
-
-
 # ---------------------------------------------------------------------------------------------------------------
 
 
@@ -145,7 +148,6 @@ def command_line(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--all", action="store_true", help="with --diff: list the optimizer's tensors too")
     parser.add_argument("--json", action="store_true", help="print JSON")
     chosen = parser.parse_args(argv)
-    sys.path.append("")  # a user's own recipes, for their configurations
     return run_command(lambda: _show(chosen))
 
 
@@ -161,7 +163,7 @@ def _show(chosen: argparse.Namespace) -> int:
             return EXIT_FINISHED
         entries = list_checkpoints(place, chosen.verify)
     if chosen.json:
-        print(json.dumps([asdict(entry) for entry in entries]))
+        tell(json.dumps([asdict(entry) for entry in entries]))
     else:
         _show_list(place, entries)
     return EXIT_FAILED if any(entry.state == "damaged" for entry in entries) else EXIT_FINISHED
@@ -169,7 +171,9 @@ def _show(chosen: argparse.Namespace) -> int:
 
 def _show_list(place: Place, entries: Sequence[Entry]) -> None:
     console = Console(highlight=False)
-    table = Table(title=str(place), title_justify="left", box=None, pad_edge=False, header_style="bold")
+    table = Table(
+        title=Text(printable(str(place))), title_justify="left", box=None, pad_edge=False, header_style="bold"
+    )
     table.add_column("checkpoint", min_width=max((len(entry.name) for entry in entries), default=0))
     table.add_column("size", justify="right")
     table.add_column("age", justify="right")
@@ -180,32 +184,36 @@ def _show_list(place: Place, entries: Sequence[Entry]) -> None:
     for entry in entries:
         size = "" if entry.bytes is None else _size(entry.bytes)
         state = Text(entry.state, styles[entry.state])
-        table.add_row(entry.name, size, _age(entry.created), entry.mesh, entry.torch, state)
+        words = (entry.name, size, _age(entry.created), entry.mesh, entry.torch)
+        table.add_row(*(Text(printable(word)) for word in words), state)
     console.print(table)
     for entry in entries:
+        for note in entry.notes:
+            console.print(f"  {note}", style="yellow", soft_wrap=True)
         for line in entry.damage:
-            console.print(f"  {line}", style="red", soft_wrap=True)
+            console.print(Text(printable(f"  {line}"), style="red"), soft_wrap=True)
 
 
 def _show_diff(place: Place, names: Sequence[str], as_json: bool, everything: bool) -> None:
     weights = [StoredWeights(_find_one(place, name)) for name in names]
-    configuration = compare_configurations(*weights)
+    configuration = compare_stored(*(each.config_yaml for each in weights))
     changes = list(compare_tensors(*weights))
     if as_json:
-        print(json.dumps({"configuration": configuration, "tensors": [asdict(change) for change in changes]}))
+        tell(json.dumps({"configuration": configuration, "tensors": [asdict(change) for change in changes]}))
         return
     console = Console(highlight=False)
     console.print(f"configuration: {len(configuration)} keys differ", style="bold")
     for line in configuration:
-        console.print(f"  {line}", soft_wrap=True)
+        console.print(Text(printable(f"  {line}")), soft_wrap=True)
     shared = weights[0].layout.keys() & weights[1].layout.keys()
     for part in sorted({key.partition(".")[0] for stored in weights for key in stored.layout}):
         own = [change for change in changes if change.key.startswith(f"{part}.")]
         num_same = sum(key.startswith(f"{part}.") for key in shared) - sum(change.key in shared for change in own)
-        console.print(f"{part}: {len(own)} tensors differ, {num_same} are the same bit for bit", style="bold")
+        heading = f"{part}: {len(own)} tensors differ, {num_same} are the same bit for bit"
+        console.print(Text(printable(heading), style="bold"))
         if own and (part == "model" or everything):
             for line in _rows(own):
-                console.print(line, soft_wrap=True)
+                console.print(Text(printable(line)), soft_wrap=True)
 
 
 def _rows(changes: Sequence[Change]) -> Iterator[str]:
@@ -223,7 +231,7 @@ def _find_one(place: Place, name: str) -> Place:
     if name.isdecimal():
         steps = list_steps(place)
         if int(name) not in steps:
-            raise choice_error("--diff", name, steps, "a step that is there:")
+            raise setting_error("--diff", name, f"must be a step that is there: {', '.join(map(str, steps))}")
         return place / f"step_{int(name):08d}"
     return place / name if name in place.names() else find_place(name)
 

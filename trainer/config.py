@@ -13,7 +13,7 @@ import re
 import time
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from importlib import resources
@@ -25,7 +25,22 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from trainer.errors import UserError, choice_error, nearest, setting_error
-from trainer.recipe import Recipe, declare, find_recipe, load_recipes
+from trainer.pretrained import Told, free_fields, is_folder_of_weights, told_by_folder
+from trainer.printable import is_masked, masked
+from trainer.recipe import Recipe, check_number, declare, find_recipe, load_recipes
+from trainer.relocate import CONFIG, settle
+
+WEEK_S = 7 * 24 * 3600.0
+"""The longest time limit: what waits for ranks counts milliseconds in 32 bits, and three of these."""
+
+MAX_SIZE = 2**31 - 1
+"""The largest count of what becomes a size of a tensor."""
+
+_DTYPES = {
+    **dict.fromkeys(("bf16", "torch.bfloat16"), "bfloat16"),
+    **dict.fromkeys(("fp32", "f32", "float", "full", "torch.float32"), "float32"),
+}
+"""What dtypes are called elsewhere."""
 
 AUTO = "auto"
 """The value of the keys that the planner settles, before anything is built."""
@@ -38,14 +53,26 @@ class RunSection:
     name: str = declare("", "name of the run; empty: the recipe's name")
     dir: str = declare("", "folder of the run; empty: runs/<name>")
     seed: int = declare(0, "seed of the initial weights and of everything random in training", at_least=0)
-    device: Literal["auto", "cpu", "cuda"] = declare("auto", "where to train; auto: cuda where there is a GPU")
-    threads: int = declare(0, "CPU threads of each rank; 0: an equal share of this process's cores", at_least=0)
-    timeout_s: float = declare(600.0, "seconds after which a collective counts as failed", above=0)
+    device: Literal["auto", "cpu", "cuda"] = declare(
+        "auto",
+        "where to train; auto: cuda where there is a GPU",
+        aliases=dict.fromkeys(("gpu", "nvidia", "rocm", "hip", "cuda:0"), "cuda"),
+    )
+    threads: int = declare(
+        0, "CPU threads of each rank; 0: an equal share of this process's cores", at_least=0, at_most=1024
+    )
+    timeout_s: float = declare(600.0, "seconds after which a collective counts as failed", above=0, at_most=WEEK_S)
     step_timeout_s: float = declare(
-        0.0, "seconds without progress in an update: the run ends, naming the rank; 0: timeout_s / 2", at_least=0
+        0.0,
+        "seconds without progress in an update: the run ends, naming the rank; 0: timeout_s / 2",
+        at_least=0,
+        at_most=WEEK_S,
     )
     first_step_timeout_s: float = declare(
-        0.0, "the same for the first update, and a batch of an evaluation; 0: 3 x timeout_s", at_least=0
+        0.0,
+        "the same for the first update, and a batch of an evaluation; 0: 3 x timeout_s",
+        at_least=0,
+        at_most=WEEK_S,
     )
     memory_gib: float | None = declare(
         None, "memory of a device, which the planner's auto may use; null: what it has", above=0
@@ -83,12 +110,17 @@ class FsdpSection:
         "default",
         "default (units reshard, root does not), always, never, a number of ranks to reshard to, a list with one of "
         "always, never, a number for each unit in the order of the forward pass, or auto (the planner's choice)",
-        true_means="always",
-        false_means="never",
+        aliases={"true": "always", "false": "never"},
     )
-    param_dtype: Literal["float32", "bfloat16"] = declare("float32", "dtype of unsharded parameters and of compute")
-    reduce_dtype: Literal["float32", "bfloat16"] = declare("float32", "dtype in which gradients are reduced")
-    output_dtype: Literal["float32", "bfloat16"] | None = declare(None, "dtype of the outputs; null: as computed")
+    param_dtype: Literal["float32", "bfloat16"] = declare(
+        "float32", "dtype of unsharded parameters and of compute", aliases=_DTYPES
+    )
+    reduce_dtype: Literal["float32", "bfloat16"] = declare(
+        "float32", "dtype in which gradients are reduced", aliases=_DTYPES
+    )
+    output_dtype: Literal["float32", "bfloat16"] | None = declare(
+        None, "dtype of the outputs; null: as computed", aliases=_DTYPES
+    )
     accumulate: Literal["unsharded", "sharded"] = declare(
         "unsharded",
         "gradients between micro-batches: unsharded are reduced once an update; sharded after each micro-batch, which "
@@ -118,10 +150,12 @@ class DataSection:
         at_least=0,
         below=1,
     )
-    seq_len: int = declare(256, "tokens of one sequence", at_least=1)
+    seq_len: int = declare(256, "tokens of one sequence", at_least=1, at_most=MAX_SIZE)
     tokenizer: str = declare("bytes", "bytes, or the path of a Hugging Face tokenizer.json")
     pack: bool = declare(True, "true: sequences run across documents; false: one document a sequence, the rest ignored")
-    num_workers: int = declare(0, "processes that prepare batches on each rank; 0: the rank itself", at_least=0)
+    num_workers: int = declare(
+        0, "processes that prepare batches on each rank; 0: the rank itself", at_least=0, at_most=256
+    )
     seed: int = declare(0, "seed of the order of the samples", at_least=0)
     cache_dir: str | None = declare(None, "where tokenized text is kept; null: the user's cache folder")
 
@@ -137,7 +171,7 @@ class OptimSection:
     momentum: float = declare(0.95, "momentum of sgd and muon", at_least=0, below=1)
     weight_decay: float = declare(0.1, "decoupled weight decay", at_least=0)
     decay_all: bool = declare(False, "decay norms, biases and embeddings too")
-    state_dtype: Literal["float32", "bfloat16"] = declare("float32", "dtype of AdamW's two averages")
+    state_dtype: Literal["float32", "bfloat16"] = declare("float32", "dtype of AdamW's two averages", aliases=_DTYPES)
     rounding: Literal["stochastic", "nearest"] = declare(
         "stochastic", "how AdamW rounds bfloat16 weights and averages; nearest loses small updates"
     )
@@ -159,8 +193,10 @@ class TrainSection:
     """The training loop."""
 
     steps: int = declare(1000, "optimizer updates", at_least=0)
-    global_batch_size: int = declare(8, "sequences of one update, over all ranks", at_least=1)
-    micro_batch_size: int | str = declare(1, "sequences of one forward on one rank; auto: the planner's", at_least=1)
+    global_batch_size: int = declare(8, "sequences of one update, over all ranks", at_least=1, at_most=MAX_SIZE)
+    micro_batch_size: int | str = declare(
+        1, "sequences of one forward on one rank; auto: the planner's", at_least=1, at_most=MAX_SIZE
+    )
     activation_checkpoint: int | str = declare(
         "none",
         "none, full, selective (keeps matmuls and attention), budget:<share> (keeps of these what costs most, up to "
@@ -176,6 +212,7 @@ class TrainSection:
         "float32",
         "dtype in which weights and their gradients are kept, sharded: float32 (master weights), or bfloat16, which "
         "takes half the memory (optim.rounding)",
+        aliases=_DTYPES,
     )
     init_from: str | None = declare(
         None, "weights to start from, with a fresh optimizer: a checkpoint, a run.dir, a folder of safetensors, a file"
@@ -210,14 +247,16 @@ class CheckpointSection:
     )
     keep_last: int = declare(2, "newest checkpoints that are kept; 0: all", at_least=0)
     keep_every: int = declare(0, "checkpoints of every n-th update are kept for good; 0: none", at_least=0)
-    timeout_s: float = declare(3600.0, "seconds after which a save is stuck: the run ends, naming the rank", above=0)
+    timeout_s: float = declare(
+        3600.0, "seconds after which a save is stuck: the run ends, naming the rank", above=0, at_most=WEEK_S
+    )
     when_busy: Literal["wait", "skip"] = declare("wait", "a save is due while one is in flight: wait for it, or skip")
     max_failures: int = declare(
         10, "failed saves in a row after which the run fails; each is tried again after a pause", at_least=1
     )
     verify: Literal["full", "sizes"] = declare("full", "what is checked before loading: all checksums, or sizes only")
     resume: str = declare("auto", "auto: the newest good checkpoint; none: start anew; or where one is, or a run")
-    allow_changes: tuple[str, ...] = declare((), "keys that may differ from the checkpoint's configuration")
+    allow_changes: tuple[str, ...] = declare((), "what may differ from the checkpoint: keys, sections, state.<name>")
 
     def due(self, step: int) -> bool:
         """Return whether to save after step `step`."""
@@ -229,7 +268,14 @@ class LogSection:
     """What is reported, and where."""
 
     every: int = declare(10, "updates between lines", at_least=1)
-    wandb: Literal["off", "offline", "online"] = declare("off", "Weights & Biases")
+    wandb: Literal["off", "offline", "online"] = declare(
+        "off",
+        "Weights & Biases",
+        aliases={
+            **dict.fromkeys(("true", "yes", "on", "1", "enabled"), "online"),
+            **dict.fromkeys(("false", "no", "0", "disabled", "none"), "off"),
+        },
+    )
     wandb_project: str = declare("meshtrainer", "project in Weights & Biases")
     tensorboard: bool = declare(False, "write TensorBoard events to run.dir/tensorboard")
     sample_tokens: int = declare(0, "tokens of the sample that the model writes at the end; 0: none", at_least=0)
@@ -277,14 +323,22 @@ class RunConfig:
         """Size of the model's vocabulary, or None for a model whose configuration has no such field."""
         return getattr(self.model, "vocab_size", None)
 
+    def on_record(self) -> RunConfig:
+        """Return it as a run writes it down: its folders mean the same from wherever it is read."""
+        kept = self.checkpoint.dir
+        if kept is not None and "://" not in kept:
+            kept = str(Path(kept).absolute())
+        run = dataclasses.replace(self.run, dir=str(self.run_dir))
+        return dataclasses.replace(self, run=run, checkpoint=dataclasses.replace(self.checkpoint, dir=kept))
+
     def to_dict(self) -> dict[str, Any]:
-        """Return the tree as plain dictionaries, lists and scalars."""
-        plain = OmegaConf.to_container(OmegaConf.create(_lists(dataclasses.asdict(self))))
+        """Return the tree as plain dictionaries, lists and scalars, to be kept: credentials in URLs are masked."""
+        plain = OmegaConf.to_container(OmegaConf.create(masked(_lists(dataclasses.asdict(self)))))
         assert isinstance(plain, dict)
         return {str(section): values for section, values in plain.items()}
 
     def to_yaml(self) -> str:
-        """Return the tree as YAML: a valid recipe file."""
+        """Return the tree as YAML: a valid recipe file, but for credentials in URLs, which are masked."""
         plain = self.to_dict()
         plain["model"] = {"name": self.model.name, **plain["model"]}
         return OmegaConf.to_yaml(OmegaConf.create(plain))
@@ -302,27 +356,60 @@ def _lists(tree: Any) -> Any:
 
 
 def load_config(recipe: str, overrides: Sequence[str] = ()) -> RunConfig:
-    """Return the configuration of `recipe` (a name in conf/ or a path ending in .yaml) with `key=value` overrides.
+    """Return the configuration of `recipe` with `key=value` overrides.
+
+    `recipe` is a name in conf/, a path ending in .yaml, or the folder of a run: its `config.yaml`.  What a run has
+    written means that run, where its folder is now, unless `run.dir` or `run.name` is among the overrides.
+
+    The model's fields are those of what `train.init_from` names, where that says what its model is: those of the recipe
+    yield to it, and those of `overrides` must agree with it.
 
     Raises UserError for an unknown recipe or key, a key given twice, a wrong type, or a value outside its limits.
     Rules that need the number of ranks are those of `check_config`.
     """
-    path = find_recipe_file(recipe)
-    return _build(read_yaml(path), _split_overrides(overrides), path)
+    path, assignments = find_recipe_file(recipe), _split_overrides(overrides)
+    values = read_yaml(path)
+    for key, value in _leaves(values, path):
+        if key not in assignments and any(is_masked(item) for item in (value if isinstance(value, list) else [value])):
+            rule = f"its credentials are not kept (in {path}); give it whole, on the command line"
+            raise setting_error(key, value, rule)
+    return _build(settle(values, path, assignments), assignments, path, follows=True)
 
 
-def config_from_yaml(text: str, origin: str = "config.yaml") -> RunConfig:
-    """Return the configuration that `to_yaml` has written.  Raises UserError, as `load_config` does."""
+def config_from_yaml(text: str, origin: str = "config.yaml", allow_import: Collection[str] = ()) -> RunConfig:
+    """Return the configuration that a checkpoint holds, as `to_yaml` has written it.
+
+    Nothing that it names is imported, but for the modules (and what is in them) of `allow_import`: it may come from
+    anywhere.  Raises UserError, as `load_config` does.
+    """
+    return _build(_read_stored(text, origin), {}, Path(origin), may_import=allow_import)
+
+
+def _read_stored(text: str, origin: str = "config.yaml") -> dict[str, Any]:
+    """Return what a stored configuration holds, by section, as it stands: nothing in it is looked up or imported.
+
+    Credentials that it may still hold, from before they were masked, are masked.
+    """
     try:
         tree = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
     except (YAMLError, OmegaConfBaseException, ValueError) as error:
         raise UserError(f"{origin}: is no configuration ({error})") from error
     if not isinstance(tree, dict):
         raise UserError(f"{origin}: is no configuration")
-    return _build({str(key): value for key, value in tree.items()}, {}, Path(origin))
+    return {str(key): masked(value) for key, value in tree.items()}
 
 
-def _build(tree_of_values: Mapping[str, Any], assignments: Mapping[str, str], path: Path) -> RunConfig:
+def _build(
+    tree_of_values: Mapping[str, Any],
+    assignments: Mapping[str, str],
+    path: Path,
+    follows: bool = False,
+    may_import: Collection[str] | None = None,
+) -> RunConfig:
+    """Return the configuration of a tree and assignments; with `follows`, with the model of `train.init_from`.
+
+    Modules that the tree names are imported, or, with `may_import`, those alone.
+    """
     values = dict(_leaves(tree_of_values, path))
 
     name = assignments.get("model.name", values.get("model.name"))
@@ -330,8 +417,8 @@ def _build(tree_of_values: Mapping[str, Any], assignments: Mapping[str, str], pa
         values = {key: value for key, value in values.items() if not key.startswith("model.")}
     if name is None:
         load_recipes()
-        raise setting_error("model.name", None, f"{path} must name a registered model", "llama")
-    schema = RunConfig(model=find_recipe(str(name)).config)
+        raise setting_error("model.name", None, f"{path} must name a registered model", example="llama")
+    schema = RunConfig(model=find_recipe(str(name), may_import).config)
     tree = OmegaConf.structured(schema)
     for node in (tree, *(tree[f.name] for f in dataclasses.fields(RunConfig))):
         OmegaConf.set_readonly(node, False)
@@ -345,14 +432,68 @@ def _build(tree_of_values: Mapping[str, Any], assignments: Mapping[str, str], pa
         else:
             _assign(tree, legal, key, text, "")
     try:
+        told = _told_by(tree.train.init_from, find_recipe(str(name))) if follows else None
+        if told is not None:
+            _follow(tree, schema.model, legal, told, values, assignments)
         config = OmegaConf.to_object(tree)
     except OmegaConfBaseException as error:
         raise UserError(f"{error.full_key}: {str(error).splitlines()[0]}") from error
     assert isinstance(config, RunConfig)
     _check_limits(config)
+    if told is not None:
+        told.check(config.model, config.checkpoint.allow_changes)
     run_name = config.run.name or path.stem
-    run = dataclasses.replace(config.run, name=run_name, dir=config.run.dir or f"runs/{run_name}")
+    # A name on the command line is of another run than the one whose folder the recipe file names.
+    is_named = bool(assignments.get("run.name")) and not assignments.get("run.dir")
+    folder = "" if is_named else config.run.dir
+    run = dataclasses.replace(config.run, name=run_name, dir=folder or f"runs/{run_name}")
     return dataclasses.replace(config, run=run, data=_resolve_holdout(config))
+
+
+def _told_by(source: str | None, recipe: Recipe) -> Told | None:
+    """Return what the source of the first weights says of its model; None if it says nothing, or not yet."""
+    if source is None:
+        return None
+    if is_folder_of_weights(source):
+        return told_by_folder(source, recipe, "train.init_from")
+    stored = Path(source.removeprefix("file://")) / "config.yaml"  # of a run, or of one checkpoint
+    try:
+        return told_by_yaml(stored.read_text(), recipe.name, str(stored)) if stored.is_file() else None
+    except OSError as error:
+        raise setting_error("train.init_from", source, f"{stored.name} cannot be read ({error.strerror})") from error
+
+
+def told_by_yaml(text: str, name: str, where: str) -> Told | None:
+    """Return what a configuration that `to_yaml` has written says of the model; None if it is not of recipe `name`.
+
+    Nothing that it names is imported.
+    """
+    try:
+        tree = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
+    except (YAMLError, OmegaConfBaseException, ValueError) as error:
+        raise UserError(f"train.init_from: {where}: is no configuration ({error})") from error
+    fields = tree.get("model") if isinstance(tree, dict) else None
+    if not isinstance(fields, dict) or str(fields.pop("name", None)).rpartition(":")[2] != name:
+        return None
+    if "${" in str(fields):
+        raise UserError(f"train.init_from: {where}: its model section refers to what stands elsewhere")
+    return Told(where, {str(field): value for field, value in fields.items()})
+
+
+def _follow(
+    tree: Any,
+    model: type,
+    legal: Mapping[str, dataclasses.Field[Any]],
+    told: Told,
+    values: Mapping[str, Any],
+    assignments: Mapping[str, str],
+) -> None:
+    """Let the model's fields be as told, but those given on the command line, and free ones that are given at all."""
+    free = free_fields(model, tree.checkpoint.allow_changes)
+    for name, value in told.fields.items():
+        key = f"model.{name}"
+        if key in legal and key not in assignments and not (name in free and key in values):
+            _assign(tree, legal, key, value, f" (in {told.where})")
 
 
 def _resolve_holdout(config: RunConfig) -> DataSection:
@@ -363,16 +504,23 @@ def _resolve_holdout(config: RunConfig) -> DataSection:
 
 
 def find_recipe_file(recipe: str) -> Path:
-    """Return the YAML file of a recipe.  Raises UserError that names the nearest recipe."""
-    if recipe.endswith((".yaml", ".yml")):
+    """Return the YAML file of a recipe, or of a run's folder.  Raises UserError that names the nearest recipe."""
+    if recipe.endswith((".yaml", ".yml")) and not Path(recipe).is_dir():
         path = Path(recipe)
         if not path.is_file():
-            raise setting_error("recipe", recipe, "no such file", nearest(path.stem, recipe_files()))
+            raise setting_error("recipe", recipe, "no such file", meant=nearest(path.stem, recipe_files()))
         return path
     files = recipe_files()
-    if recipe not in files:
-        raise choice_error("recipe", recipe, sorted(files), "a path ending in .yaml, or one of")
-    return files[recipe]
+    if recipe in files:
+        return files[recipe]
+    if Path(recipe).is_dir() and not (Path(recipe) / CONFIG).is_file():
+        raise setting_error("recipe", recipe, f"is a folder, but not of a run: there is no {CONFIG} in it")
+    if Path(recipe).is_dir():
+        return Path(recipe) / CONFIG
+    kinds = "a path ending in .yaml, the folder of a run, or one of"
+    if os.sep in recipe:
+        raise setting_error("recipe", recipe, f"must be {kinds} {', '.join(sorted(files))}")
+    raise choice_error("recipe", recipe, sorted(files), kinds)
 
 
 def recipe_files() -> dict[str, Path]:
@@ -423,7 +571,7 @@ def _leaves(tree: Mapping[str, Any], path: Path) -> Iterator[tuple[str, Any]]:
     for section, values in tree.items():
         if section not in sections:
             best = nearest(section, sections)
-            raise setting_error(section, "...", f"no such section (in {path})", best and f"{best}:")
+            raise setting_error(section, "...", f"no such section (in {path})", fix=f"write `{best}:`" if best else "")
         if values is None:
             continue
         if not isinstance(values, Mapping):
@@ -453,7 +601,7 @@ def _parse(key: str, text: str, hint: Any) -> Any:
         return text
     try:
         return OmegaConf.to_container(OmegaConf.create(f"value: {text}"), resolve=False)["value"]  # type: ignore[index, call-overload]
-    except (YAMLError, OmegaConfBaseException) as error:
+    except (YAMLError, OmegaConfBaseException, ValueError) as error:
         raise setting_error(key, text, "is not a valid YAML value") from error
 
 
@@ -467,20 +615,37 @@ def _assign(tree: Any, legal: Mapping[str, dataclasses.Field[Any]], key: str, va
         best = same_name[0] if same_name else nearest(key, legal)
         shown = f"{best}={value}" if best else None
         raise UserError(
-            f"{key}={value}: no such key{where}" + (f"\n  nearest legal key: {shown}" if shown else "\n  see --help")
+            f"{key}={value}: no such key{where}" + (f"\n  did you mean {shown}?" if shown else "\n  see --help")
         )
     hint = legal[key].type
     choices = [choice for option in _options(hint) for choice in typing.get_args(option) if isinstance(choice, str)]
+    _refuse_resolvers(key, value, where)
     if value is False and "off" in choices:  # YAML 1.1 reads a bare `off` as a boolean
         value = "off"
     try:
         OmegaConf.update(tree, key, value, merge=False)
-    except (OmegaConfBaseException, ValueError, TypeError) as error:
+    except (OmegaConfBaseException, ValueError, TypeError, OverflowError) as error:
         if choices:
-            raise choice_error(key, value, choices) from error
+            raise choice_error(key, value, choices, aliases=legal[key].metadata.get("aliases")) from error
         rule = f"must be {type_name(hint)}{where}"
-        meant = legal[key].metadata.get(f"{value}_means".lower())
-        raise setting_error(key, value, rule, meant or _nearest_of_type(value, hint, legal[key])) from error
+        meant = legal[key].metadata.get("aliases", {}).get(str(value).lower())
+        if meant is not None:
+            raise setting_error(key, value, rule, meant=meant) from error
+        raise setting_error(key, value, rule, **_advice_of_type(value, hint, legal[key])) from error
+
+
+_OTHER_KEY = re.compile(r"(?<!\\)\$\{[\w.\[\]]+\}")
+"""The one form of interpolation that there is: the value of another key."""
+
+
+def _refuse_resolvers(key: str, value: Any, where: str) -> None:
+    """Raise UserError for what OmegaConf would compute or read from the environment: a configuration is data."""
+    if isinstance(value, (list, tuple, Mapping)):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            _refuse_resolvers(key, item, where)
+    elif isinstance(value, str) and "${" in _OTHER_KEY.sub("", value):
+        rule = f"of what begins with ${{ only another key's value, ${{section.key}}, can be used{where}; no resolvers"
+        raise setting_error(key, value, rule)
 
 
 def type_name(hint: Any) -> str:
@@ -499,29 +664,37 @@ def type_name(hint: Any) -> str:
     return names.get(hint, getattr(hint, "__name__", str(hint)))
 
 
-def _nearest_of_type(value: Any, hint: Any, key: dataclasses.Field[Any]) -> Any:
+_SWITCHES = {
+    **dict.fromkeys(("y", "t", "1", "enable", "enabled"), True),
+    **dict.fromkeys(("n", "f", "0", "disable", "disabled", "none"), False),
+}
+
+
+def _advice_of_type(value: Any, hint: Any, key: dataclasses.Field[Any]) -> dict[str, Any]:
+    """Return what `setting_error` is to say of a value that is not of the key's type, by the argument's name."""
     options = _options(hint)
     if int in options and isinstance(value, (float, bool)) and math.isfinite(value):
-        return max(round(value), key.metadata.get("at_least", -math.inf))
+        return {"legal": max(round(value), key.metadata.get("at_least", -math.inf))}
     if bool in options:
-        return bool(value) if isinstance(value, int) else (str(value).lower() in ("y", "t", "1", "enable", "enabled"))
+        meant = _SWITCHES.get(str(value).lower(), nearest(value, ("true", "false")))
+        return {"meant": bool(value) if isinstance(value, int) else meant}
     default = None if key.default is dataclasses.MISSING else key.default
     for items in (typing.get_args(option) for option in options if typing.get_origin(option) is tuple):
         given = value if isinstance(value, list) else [value]
         numbers = [
-            round(n) if items[0] is int else n for n in given if isinstance(n, (int, float)) and math.isfinite(n)
+            round(n) if items[0] is int else n for n in given if isinstance(n, (int, float)) and abs(n) < math.inf
         ]
         if numbers:
             rest = list(default or numbers[-1:] * len(items))[len(numbers) :]
-            return numbers if Ellipsis in items else (numbers + rest)[: len(items)]
+            return {"legal": numbers if Ellipsis in items else (numbers + rest)[: len(items)]}
     if float in options or int in options:
         digits = "".join(char for char in str(value) if char.isdigit() or char in "+-.e")
         try:
             number = float(digits)
-            return number if float in options else int(number)
+            return {"meant": number if float in options else int(number)}
         except (ValueError, OverflowError):
-            return default
-    return default
+            return {"example": default}
+    return {"example": default}
 
 
 def _check_limits(config: RunConfig) -> None:
@@ -530,21 +703,7 @@ def _check_limits(config: RunConfig) -> None:
         value = getattr(getattr(config, section), name)
         for number in value if isinstance(value, tuple) else (value,):
             if isinstance(number, (int, float)) and not isinstance(number, bool):
-                _check_number(key, value, number, item.metadata)
-
-
-def _check_number(key: str, value: Any, number: float, limits: Mapping[str, Any]) -> None:
-    if not math.isfinite(number):
-        raise setting_error(key, value, "must be finite", limits.get("at_least", 0))
-    for word, broken in (
-        ("at_least", lambda bound: number < bound),
-        ("at_most", lambda bound: number > bound),
-        ("above", lambda bound: number <= bound),
-        ("below", lambda bound: number >= bound),
-    ):
-        if word in limits and broken(limits[word]):
-            inside = limits[word] if word in ("at_least", "at_most") else "any number " + word + f" {limits[word]}"
-            raise setting_error(key, value, f"must be {word.replace('_', ' ')} {limits[word]}", inside)
+                check_number(key, value, number, item.metadata)
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -612,6 +771,14 @@ def find_mesh_shape(mesh: MeshSection, world_size: int, local_world_size: int) -
     return MeshShape(replicate, shard)
 
 
+def least_mesh(config: RunConfig) -> MeshShape:
+    """Return the smallest mesh that a configuration can mean, where the number of ranks is not known."""
+    mesh, reshard = config.mesh, config.fsdp.reshard_after_forward
+    sizes = [size for size in (reshard if isinstance(reshard, list) else [reshard]) if isinstance(size, int)]
+    shard = mesh.shard if isinstance(mesh.shard, int) and mesh.shard > 0 else math.lcm(*(max(1, n) for n in sizes))
+    return MeshShape(max(1, mesh.replicate), shard)
+
+
 def _check_divides(key: str, value: int, world_size: int) -> None:
     if world_size % value:
         raise setting_error(key, value, f"must divide the number of ranks, {world_size}", _divisor(value, world_size))
@@ -660,11 +827,13 @@ def _check_reshard(config: RunConfig, shape: MeshShape) -> None:
     words = ["always", "never"] if isinstance(value, list) else ["default", "always", "never", AUTO]
     for entry in entries:
         if isinstance(entry, bool):
-            raise setting_error(key, value, "takes always or never, not true or false", "always" if entry else "never")
+            rule = "takes always or never, not true or false"
+            raise setting_error(key, value, rule, meant="always" if entry else "never")
         if isinstance(entry, str) and entry not in words:
-            best = nearest(entry, words) or words[0]
+            best = nearest(entry, words)
             fixed = [best if item == entry else item for item in entries] if isinstance(value, list) else best
-            raise setting_error(key, value, f"must be {', '.join(words)} or a number of ranks", fixed)
+            rule = f"must be {', '.join(words)} or a number of ranks"
+            raise setting_error(key, value, rule, meant=fixed if best else None)
         if isinstance(entry, int) and (entry < 1 or shape.shard % entry):
             best = _divisor(entry, shape.shard)
             fixed = [best if item == entry else item for item in entries] if isinstance(value, list) else best
@@ -697,36 +866,40 @@ def _check_forms(config: RunConfig) -> None:
     if wrap.startswith("size:"):
         size = wrap.removeprefix("size:").replace("_", "")
         if not size.isdecimal() or int(size) < 1:
-            raise setting_error("fsdp.wrap", wrap, "size:<parameters> takes a whole number above 0", "size:100000000")
+            rule = "size:<parameters> takes a whole number above 0"
+            raise setting_error("fsdp.wrap", wrap, rule, example="size:100000000")
     elif wrap != "block" and ":" not in wrap:
-        best = nearest(wrap, ["block", "size:100000000"]) or "block"
-        raise setting_error("fsdp.wrap", wrap, "must be block, size:<parameters>, or package.module:function", best)
+        rule = "must be block, size:<parameters>, or package.module:function"
+        raise setting_error("fsdp.wrap", wrap, rule, meant=nearest(wrap, ["block"]))
 
     resume = config.checkpoint.resume
     if resume not in ("auto", "none") and "://" not in resume and not Path(resume).is_dir():
-        raise setting_error(
-            "checkpoint.resume", resume, "must be auto, none, or a folder (a checkpoint's, or a run's)", "auto"
-        )
+        rule = "must be auto, none, or a folder (a checkpoint's, or a run's)"
+        raise setting_error("checkpoint.resume", resume, rule, example="auto")
     if config.run.deadline is not None and (deadline := find_deadline(config)) is not None and deadline <= time.time():
         tomorrow = (datetime.now() + timedelta(days=1)).strftime("%Y-%m-%dT18:00")
-        raise setting_error("run.deadline", config.run.deadline, "has passed already", tomorrow)
+        raise setting_error("run.deadline", config.run.deadline, "has passed already", example=tomorrow)
     start = config.train.init_from
     if start is not None and "://" not in start and not Path(start).exists():
         rule = "must be a checkpoint, a run.dir, a folder of safetensors, or a file (.pt, .safetensors) of weights"
-        raise setting_error("train.init_from", start, rule)
+        own = config.run_dir / "config.yaml"
+        advice = f"recipe={own} train.init_from=null goes on with the run, which needs it no more"
+        raise setting_error("train.init_from", start, f"{rule}; {advice}" if own.is_file() else rule)
     name = config.run.name
-    if name in (".", "..") or not re.fullmatch(r"[^/\\\x00-\x1f]+", name):
-        legal_name = re.sub(r"[/\\\x00-\x1f]+", "-", name).strip(".-") or "run"
-        raise setting_error("run.name", name, "must be the name of a folder, without slashes", legal_name)
+    if name in (".", "..") or not re.fullmatch(r"[^/\\\x00-\x1f\x7f-\x9f\ud800-\udfff]+", name):
+        legal_name = re.sub(r"[/\\\x00-\x1f\x7f-\x9f\ud800-\udfff]+", "-", name).strip(".-") or "run"
+        rule = "must be the name of a folder, without slashes and control characters"
+        raise setting_error("run.name", name, rule, legal_name)
     if "://" in config.run.dir:
         rule = "must be a folder; for checkpoints elsewhere there is checkpoint.dir"
-        raise setting_error("run.dir", config.run.dir, rule, f"runs/{config.run.name}")
-    legal = declared_keys(type(config.model))
+        raise setting_error("run.dir", config.run.dir, rule, example=f"runs/{config.run.name}")
+    legal = [*declared_keys(type(config.model)), *(section.name for section in dataclasses.fields(RunConfig))]
     unknown = [key for key in config.checkpoint.allow_changes if key not in legal and not key.startswith("state.")]
     if unknown:
-        best = nearest(unknown[0], declared_keys(type(config.model)))
-        raise setting_error("checkpoint.allow_changes", list(unknown), "no such key", best and [best])
+        best = nearest(unknown[0], legal)
+        raise setting_error("checkpoint.allow_changes", list(unknown), "no such key", meant=best and [best])
     _check_folder("run.dir", config.run.dir, f"runs/{config.run.name}")
+    _check_kinds(config)
     if config.checkpoint.dir is not None:
         _check_folder("checkpoint.dir", config.checkpoint.dir, None)
 
@@ -764,9 +937,23 @@ def find_deadline(config: RunConfig, env: Mapping[str, str] = os.environ) -> flo
         return float(end) if end.isdecimal() else None
     try:
         return datetime.fromisoformat(text).timestamp()
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         today = datetime.now().strftime("%Y-%m-%dT18:00")
-        raise setting_error("run.deadline", text, "must be a time in ISO 8601", today) from error
+        raise setting_error("run.deadline", text, "must be a time in ISO 8601", example=today) from error
+
+
+_FILES = ("config.yaml", "status.json", "metrics.jsonl", "notice")
+_FOLDERS = ("checkpoints", "tensorboard", "wandb", "profile")
+"""What a run keeps in its folder, by kind."""
+
+
+def _check_kinds(config: RunConfig) -> None:
+    """Raise UserError if a folder lies where the run keeps a file, or a file where it keeps a folder."""
+    wrong = [f"{config.run_dir / name} is a folder" for name in _FILES if (config.run_dir / name).is_dir()]
+    wrong += [f"{config.run_dir / name} is no folder" for name in _FOLDERS if (config.run_dir / name).is_file()]
+    if wrong:
+        rule = f"{wrong[0]}, and a run keeps something else there: move it away, or take another run.dir"
+        raise setting_error("run.dir", config.run.dir, rule)
 
 
 def _check_folder(key: str, value: str, legal: str | None) -> None:
@@ -775,9 +962,9 @@ def _check_folder(key: str, value: str, legal: str | None) -> None:
     folder = Path(value.removeprefix("file://")).absolute()
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     if not existing.is_dir():
-        raise setting_error(key, value, f"{existing} is not a folder", legal)
+        raise setting_error(key, value, f"{existing} is not a folder", example=legal)
     if not os.access(existing, os.W_OK | os.X_OK):
-        raise setting_error(key, value, f"{existing} cannot be written", legal)
+        raise setting_error(key, value, f"{existing} cannot be written", example=legal)
 
 
 def _check_data(config: RunConfig) -> None:
@@ -786,7 +973,8 @@ def _check_data(config: RunConfig) -> None:
     if longest is not None and data.seq_len > longest:
         raise setting_error("data.seq_len", data.seq_len, f"is longer than model.max_seq_len={longest}", longest)
     if data.source == "tokens" and not data.path:
-        raise setting_error("data.path", data.path, "data.source=tokens needs the path or glob of token shards")
+        rule = "data.source=tokens needs the path or glob of token shards"
+        raise setting_error("data.path", data.path, rule, fix="python -m trainer.prepare makes them from text")
     if data.source != "tokens":
         for key in ("path", "eval_path"):
             if getattr(data, key):
@@ -826,13 +1014,44 @@ _OF_THE_ATTEMPT = ("run.name", "run.dir", "checkpoint.", "log.")
 
 
 def stored_value(stored_yaml: str, key: str) -> object:
-    """Return one value of a configuration that `to_yaml` has written, None if it lacks the key."""
-    return OmegaConf.select(OmegaConf.create(stored_yaml), key)
+    """Return one value of a configuration that `to_yaml` has written, None if it lacks the key, or is none."""
+    section, _, name = key.partition(".")
+    try:
+        return _stored_section(_read_stored(stored_yaml), section).get(name)
+    except UserError:
+        return None
+
+
+def _stored_section(stored: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    section = stored.get(name)
+    return section if isinstance(section, dict) else {}
+
+
+def compare_stored(before_yaml: str, after_yaml: str) -> list[str]:
+    """Return a line "section.key: before -> after" for each difference of two stored configurations.
+
+    A key that one of them lacks had its default there.  Nothing is imported: of a model whose fields one of them lacks
+    there is nothing to compare.
+    """
+    before, after = _read_stored(before_yaml, "the first"), _read_stored(after_yaml, "the second")
+    defaults, lines = RunConfig(), []
+    for section in dataclasses.fields(RunConfig):
+        old, new = (_stored_section(stored, section.name) for stored in (before, after))
+        for name in dict.fromkeys([*new, *old]):
+            other = new.get(name, old.get(name))
+            default = _default_of(getattr(defaults, section.name), name, other)
+            was, now = old.get(name, default), new.get(name, default)
+            if was != now:
+                lines.append(f"{section.name}.{name}: {was} -> {now}")
+    return lines
 
 
 def _default_of(section: Any, name: str, otherwise: Any) -> Any:
     """Return what a key of a section is if nobody sets it; `otherwise` where that is nothing, or found out later."""
-    declared = next(each for each in dataclasses.fields(section) if each.name == name)
+    fields = dataclasses.fields(section) if section is not None else ()
+    declared = next((each for each in fields if each.name == name), None)
+    if declared is None:
+        return otherwise
     if declared.default_factory is not dataclasses.MISSING:
         return _lists(declared.default_factory())
     return otherwise if declared.default in (dataclasses.MISSING, None) else _lists(declared.default)
@@ -844,18 +1063,18 @@ def compare_configs(config: RunConfig, stored_yaml: str) -> tuple[list[str], lis
     Returns two lists of lines "key: before in the checkpoint, now now": what would silently change the training and is
     not named in `checkpoint.allow_changes`, and what may change.
     """
-    stored = OmegaConf.to_container(OmegaConf.create(stored_yaml))
-    assert isinstance(stored, dict)
+    stored = _read_stored(stored_yaml)
     refused: list[str] = []
     free: list[str] = []
     for section, values in config.to_dict().items():
         for name, value in values.items():
             key = f"{section}.{name}"
             # A checkpoint of before there was such a key: it meant what is the default now.
-            before = stored.get(section, {}).get(name, _default_of(getattr(config, section), name, value))
+            before = _stored_section(stored, section).get(name, _default_of(getattr(config, section), name, value))
             if before == value or key.startswith(_OF_THE_ATTEMPT):
                 continue
             fixed = key.startswith(_FIXED_ON_RESUME) and key not in _FREE_ON_RESUME
             line = f"{key}: {before} in the checkpoint, {value} now"
-            (refused if fixed and key not in config.checkpoint.allow_changes else free).append(line)
+            is_allowed = not {key, section}.isdisjoint(config.checkpoint.allow_changes)
+            (refused if fixed and not is_allowed else free).append(line)
     return refused, free

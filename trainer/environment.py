@@ -6,10 +6,12 @@ configuration can be reported within a moment and before anything is spawned.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -23,7 +25,7 @@ SPAWNED_BY_US = "MESHTRAINER_NPROC"
 """Set in the worker processes that `nproc=N` starts: their parent has reported what there was to report."""
 
 STARTED = "MESHTRAINER_STARTED"
-"""When the command began, in seconds since 1970: known to it, and to the workers that it starts."""
+"""When the command began (`clock.uptime`): known to it, and to the workers that it starts on this machine."""
 
 
 LAUNCHER = "MESHTRAINER_LAUNCHER"
@@ -33,6 +35,10 @@ _PR_SET_PDEATHSIG = 1
 """Of <sys/prctl.h>."""
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+
+_MOST_FILES, _USUAL_FILES = 65536, 1024
+"""Open files beyond which there is no use in more: some programs close each that there might be; what systems allow by
+default."""
 
 
 @dataclass(frozen=True)
@@ -150,6 +156,31 @@ def keep_freed_memory(env: MutableMapping[str, str] = os.environ) -> None:
     if mallopt is not None:  # values of malloc.h; the first is what glibc would find by itself
         mallopt(_M_MMAP_THRESHOLD, 32 << 20)
         mallopt(_M_TRIM_THRESHOLD, -1)
+
+
+def file_limit() -> int:
+    """Return how many files this process may have open: `ulimit -n`."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _MOST_FILES if soft == resource.RLIM_INFINITY else soft
+
+
+def raise_file_limit() -> str:
+    """Allow this process, and those that it starts, as many open files as it may allow itself.
+
+    Returns advice where that is little still, else nothing.  Sockets to other ranks, batches of loader workers, shards
+    and checkpoints all take their share.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
+    if file_limit() < wanted:
+        with contextlib.suppress(OSError, ValueError):  # macOS has a further limit
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    if file_limit() >= _USUAL_FILES:
+        return ""
+    return (
+        f"`ulimit -n` allows {file_limit()} open files, and no more can be had; {_USUAL_FILES} are usual: have the "
+        "limit raised, or training may end with `Too many open files`"
+    )
 
 
 @contextmanager

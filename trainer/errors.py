@@ -1,7 +1,8 @@
 """The errors that a user can cause, and how they are worded.
 
 Knows nothing of the rest: every other room may raise from here.  A message names the setting and its
-value, the rule that it breaks, and the nearest legal value, because that is what a person needs to mend it.
+value, the rule that it breaks, and what a person needs to mend it: the nearest legal value where there is one, what was
+meant where the spelling says so, an example of a form, or else what to do.  A wrong suggestion is worse than none.
 """
 
 from __future__ import annotations
@@ -10,12 +11,16 @@ import contextlib
 import difflib
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TextIO
+
+from trainer.printable import masked, printable
 
 EXIT_FINISHED = 0
 EXIT_FAILED = 1
 EXIT_USER_ERROR = 2
+EXIT_DOES_NOT_FIT = 3
+"""Of the planner: what was planned needs more memory than there is."""
 EXIT_STOPPED = 75
 """Stopped on request after saving: "run me again" (`EX_TEMPFAIL` of sysexits.h)."""
 
@@ -32,18 +37,22 @@ class PeerFailed(Exception):
     """Another rank failed first; its error is the one to show, this rank only leaves.  Exit code 1."""
 
 
+_LONGEST = 500
+"""Characters of a value that are shown."""
+
+
 def say(text: str) -> None:
-    """Print on stderr, whoever reads it: where nobody does any more, because who started this process has died, what
-    follows must still be done.
+    """Print on stderr, without credentials and what a terminal would obey, whoever reads it: where nobody does any
+    more, because who started this process has died, what follows must still be done.
     """
     with contextlib.suppress(OSError):
-        print(text, file=sys.stderr, flush=True)
+        print(printable(text), file=sys.stderr, flush=True)
 
 
 def tell(text: str, end: str = "\n") -> None:
-    """Print on standard output.  Where its reader has gone (`--help | head`), what is left is dropped."""
+    """Print on standard output, as `say` does.  Where its reader has gone (`--help | head`), the rest is dropped."""
     try:
-        print(text, end=end, flush=True)
+        print(printable(text), end=end, flush=True)
     except BrokenPipeError:
         discard_stream(sys.stdout)
 
@@ -83,28 +92,46 @@ def nearest(value: object, legal: Iterable[object]) -> object | None:
     return by_text[found[0]] if found else None
 
 
-def setting_error(key: str, value: object, rule: str, legal: object = None) -> UserError:
+def setting_error(
+    key: str,
+    value: object,
+    rule: str,
+    legal: object = None,
+    *,
+    meant: object = None,
+    example: object = None,
+    fix: str = "",
+) -> UserError:
     """Return the error for one setting.
 
-    `rule` completes the sentence "<key>=<value> ...", for example "must be at least 1".  `legal` is the nearest
-    legal value (or a short phrase that says how to find it).
+    `rule` completes the sentence "<key>=<value> ...", for example "must be at least 1".  What follows it is one of:
+    `legal`, the legal value that is nearest, of those that have an order; `meant`, a legal value that is spelled, or
+    called elsewhere, much like this one; `example`, a value that shows the form; `fix`, what to do, in words.
     """
-    message = f"{key}={_show(value)}: {rule}"
-    if legal is not None:
-        message += f"\n  nearest legal value: {key}={_show(legal)}"
-    return UserError(message)
+    advice = [
+        *([] if legal is None else [f"nearest legal value: {key}={_show(legal)}"]),
+        *([] if meant is None else [f"did you mean {key}={_show(meant)}?"]),
+        *([] if example is None else [f"for example: {key}={_show(example)}"]),
+        *([f"to fix: {fix}"] if fix else []),
+    ]
+    return UserError("\n  ".join([f"{key}={_show(value)}: {rule}", *advice]))
 
 
-def choice_error(key: str, value: object, legal: Iterable[object], noun: str = "one of") -> UserError:
-    """Return the error for a setting whose value is none of the `legal` ones."""
+def choice_error(
+    key: str,
+    value: object,
+    legal: Iterable[object],
+    noun: str = "one of",
+    aliases: Mapping[str, object] | None = None,
+) -> UserError:
+    """Return the error for a setting whose value is none of the `legal` ones.
+
+    `aliases` are names that these go by elsewhere: {"gpu": "cuda"}.
+    """
     choices = list(legal)
-    best = nearest(value, choices)
-    return setting_error(
-        key,
-        value,
-        f"must be {noun} {', '.join(_show(choice) for choice in choices)}",
-        best if best is not None else (choices[0] if choices else None),
-    )
+    meant = (aliases or {}).get(_show(value).lower())
+    rule = f"must be {noun} {', '.join(_show(choice) for choice in choices)}"
+    return setting_error(key, value, rule, meant=nearest(value, choices) if meant is None else meant)
 
 
 def _show(value: object) -> str:
@@ -114,4 +141,5 @@ def _show(value: object) -> str:
         return "true" if value else "false"
     if isinstance(value, (list, tuple)):
         return "[" + ",".join(_show(item) for item in value) + "]"
-    return str(value)
+    text = str(masked(str(value)))
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]}..."

@@ -12,7 +12,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import safetensors.torch
@@ -21,9 +22,11 @@ import torch
 from trainer.checkpoint.source import StoredWeights, find_checkpoint
 from trainer.config import config_from_yaml
 from trainer.data.tokenizer import find_tokenizer
-from trainer.errors import EXIT_FINISHED, UserError, run_command
+from trainer.errors import EXIT_FINISHED, UserError, run_command, tell
 from trainer.huggingface import export
-from trainer.inference import build_plain
+from trainer.inference import build_plain, origin_of
+from trainer.origin import TOKENIZER, Origin
+from trainer.recipe import look_in_working_folder
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -34,14 +37,16 @@ def export_checkpoint(
     dtype: torch.dtype | None = None,
     max_shard_gb: float = 5.0,
     overwrite: bool = False,
+    allow_import: Collection[str] = (),
 ) -> list[Path]:
     """Write the weights of `checkpoint` (one, or a run's newest) to `target`; returns the files.
 
     `target` ending in .pt or .safetensors is one plain state dict, whole in memory; anything else a folder that
-    `transformers` loads.  `dtype`: None as they are stored.  Raises UserError, TrainingFailed if they are damaged.
+    `transformers` loads.  `dtype`: None as they are stored.  `allow_import`: modules of one's own that may be imported
+    because the checkpoint names them (see `load_weights`).  Raises UserError, TrainingFailed if they are damaged.
     """
     source = StoredWeights(find_checkpoint(checkpoint))
-    config = config_from_yaml(source.config_yaml)
+    config = config_from_yaml(source.config_yaml, allow_import=allow_import)
     path = Path(target)
     if path.suffix in (".pt", ".safetensors"):
         if path.exists() and not overwrite:
@@ -51,6 +56,7 @@ def export_checkpoint(
             parameter.data = parameter.data.to(dtype or source.dtypes.get(name, parameter.dtype))
         _write_plain(model if dtype is None else model.to(dtype), path)
         return [path]
+    origin = origin_of(source)
     return export(
         source,
         config.recipe,
@@ -59,9 +65,22 @@ def export_checkpoint(
         dtype=dtype,
         max_shard_bytes=int(max_shard_gb * 1e9),
         tokenizer=config.data.tokenizer,
-        end_id=find_tokenizer(config.data.tokenizer).end_id,
+        end_id=_end_id(config.data.tokenizer, origin),
+        origin=origin,
         overwrite=overwrite,
     )
+
+
+def _end_id(tokenizer: str, origin: Origin) -> int:
+    """Return the id that ends a document of the run's own tokenizer, which may have gone from where it was."""
+    if not origin.tokenizer:
+        return find_tokenizer(tokenizer).end_id
+    with tempfile.TemporaryDirectory() as folder:
+        for name, data in origin.tokenizer.items():
+            file = Path(folder) / name
+            file.parent.mkdir(exist_ok=True)
+            file.write_bytes(data)
+        return find_tokenizer(str(Path(folder) / TOKENIZER)).end_id
 
 
 def _write_plain(model: torch.nn.Module, path: Path) -> None:
@@ -84,17 +103,25 @@ def command_line(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtype", choices=DTYPES, help="default: as stored")
     parser.add_argument("--max-shard-gb", type=float, default=5.0, help="size of one safetensors file (default: 5)")
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier export")
+    parser.add_argument(
+        "--allow-import",
+        metavar="MODULE",
+        action="append",
+        default=[],
+        help="import this module of your own, if the checkpoint names it; give it once for each",
+    )
     chosen = parser.parse_args(argv)
-    sys.path.append(os.getcwd())  # where a user's own recipes are
+    look_in_working_folder()
     return run_command(lambda: _export(chosen))
 
 
 def _export(chosen: argparse.Namespace) -> int:
     if chosen.max_shard_gb <= 0:
-        raise UserError(f"--max-shard-gb={chosen.max_shard_gb}: must be above 0\n  nearest legal value: 5")
+        raise UserError(f"--max-shard-gb={chosen.max_shard_gb}: must be above 0\n  for example: --max-shard-gb=5")
     dtype = DTYPES[chosen.dtype] if chosen.dtype else None
-    for file in export_checkpoint(chosen.checkpoint, chosen.target, dtype, chosen.max_shard_gb, chosen.overwrite):
-        print(file)
+    how = (dtype, chosen.max_shard_gb, chosen.overwrite, chosen.allow_import)
+    for file in export_checkpoint(chosen.checkpoint, chosen.target, *how):
+        tell(str(file))
     return EXIT_FINISHED
 
 

@@ -15,10 +15,13 @@ def find_folder(path: str | os.PathLike[str]) -> Path | None:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write `text` under another name, flush it to disk, and rename it to `path`."""
+    """Write `text` under another name, flush it to disk, and rename it to `path`; if that fails, nothing is left."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
-    write_and_sync(partial, text)
-    os.replace(partial, path)
+    try:
+        write_and_sync(partial, text)
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -40,6 +43,14 @@ def replacing(path: Path) -> Iterator[Path]:
 def write_and_sync(path: Path, text: str) -> None:
     """Write `text` and flush it to disk."""
     with open(path, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def append_and_sync(path: Path, text: str) -> None:
+    """Append `text` and flush it to disk."""
+    with open(path, "a") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

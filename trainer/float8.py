@@ -11,7 +11,6 @@ https://github.com/pytorch/ao/tree/main/torchao/float8.
 from __future__ import annotations
 
 import functools
-import importlib.util
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -21,16 +20,10 @@ import torch
 from torch import nn
 
 from trainer.errors import setting_error
+from trainer.needs import check_float8_installed
 
 _MULTIPLE = 16
 """Both sizes of a matrix that the kernel multiplies are multiples of it (torch._scaled_mm)."""
-
-
-def check_float8_installed(setting: str) -> None:
-    """Raise UserError if `train.float8` asks for what torchao brings, and it is not there."""
-    if setting != "none" and importlib.util.find_spec("torchao") is None:
-        rule = "float8 needs the library `torchao`: pip install 'meshtrainer[float8]'"
-        raise setting_error("train.float8", setting, rule, "none")
 
 
 def apply_float8(blocks: Sequence[nn.Module], setting: str, device_type: str, emulates: bool = False) -> int:

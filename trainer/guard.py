@@ -19,6 +19,8 @@ class SkipCounter:
         self.max_in_a_row = max_in_a_row
         self.total = 0
         self.in_a_row = 0
+        self.failed_since: int | None = None
+        """The last update that counted, once there have been too many since."""
 
     def count(self, loss: float, grad_norm: float, step: int) -> None:
         """Count an update, skipped if either value is not finite; they are the same on every rank.
@@ -31,10 +33,22 @@ class SkipCounter:
         self.total += 1
         self.in_a_row += 1
         if self.in_a_row >= self.max_in_a_row:
+            self.failed_since = step - self.in_a_row
             raise TrainingFailed(
                 f"step {step}: loss or gradient was not finite in {self.in_a_row} updates in a row (loss {loss}, "
                 f"gradient norm {grad_norm}); train.max_skipped_updates={self.max_in_a_row}.  All of them were "
                 "skipped.  Usual remedies: a lower optim.lr, more schedule.warmup_steps, a smaller optim.max_grad_norm"
+            )
+
+    def check_end(self, step: int) -> None:
+        """Raise TrainingFailed if a run that ends with update `step` ends in a streak of skipped ones."""
+        if self.in_a_row:
+            last = "the last update was" if self.in_a_row == 1 else f"the last {self.in_a_row} updates were"
+            raise TrainingFailed(
+                f"step {step}: the run has come to train.steps, but {last} skipped, since loss or gradient was not "
+                "finite: nobody knows whether the weights are good.  The checkpoint of this step is gone on from only "
+                "where checkpoint.resume names it, or there is no other.  With a higher train.steps the same command "
+                "trains past it"
             )
 
     def state_dict(self) -> dict[str, int]:

@@ -21,11 +21,12 @@ from safetensors import SafetensorError, safe_open
 
 from trainer.errors import UserError, setting_error
 from trainer.files import sync_folder
-from trainer.recipe import HuggingFace, Recipe, Transposed
+from trainer.origin import GENERATION, TOKENIZER, Origin, is_tokenizer_file, read_tokenizer
+from trainer.pretrained import CONFIG, fields_of, find_huggingface
+from trainer.recipe import Recipe, Transposed
 from trainer.weights import WeightSource, find_weights, named_weights, row_blocks
 
-WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 PARTIAL = ".partial"
 """Ends the name of a file that is being written; a dot begins it."""
@@ -54,17 +55,6 @@ _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 # ---------------------------------------------------------------------------------------------------------------
 # Names
-
-
-def find_huggingface(recipe: Recipe) -> HuggingFace:
-    """Return what the recipe says of Hugging Face's world.  Raises UserError if it says nothing."""
-    if recipe.hf is None:
-        raise UserError(
-            f"recipe {recipe.name!r} does not say what its model is called in Hugging Face's world: give it "
-            "hf=HuggingFace(model_type=..., architecture=..., names=..., config=..., model_fields=...), as "
-            "trainer.recipe.HuggingFace describes; recipes/llama/huggingface.py is an example"
-        )
-    return recipe.hf
 
 
 class _Names:
@@ -228,47 +218,6 @@ def _find_files(path: str | os.PathLike[str], setting: str) -> dict[Path, set[st
     return files
 
 
-def model_config_of(
-    folder: str | os.PathLike[str], recipes: Sequence[Recipe], setting: str = "path"
-) -> tuple[Recipe, Any]:
-    """Return which of `recipes` builds the model in `folder`, and the configuration that it needs for it.
-
-    Raises UserError that begins with `setting` if config.json is missing or broken, or describes a model that none of
-    the recipes builds, or several.
-    """
-    try:
-        content = json.loads((Path(folder).expanduser() / CONFIG).read_text())
-        model_type = content["model_type"]
-    except OSError as error:
-        raise setting_error(setting, folder, f"{CONFIG}: cannot be read ({error.strerror})") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise setting_error(setting, folder, f"{CONFIG}: describes no model ({error!r})") from error
-    able = [recipe for recipe in recipes if recipe.hf and recipe.hf.model_type == model_type]
-    if len(able) != 1:
-        known = sorted({recipe.hf.model_type for recipe in recipes if recipe.hf})
-        rule = (
-            f"is for the recipes {', '.join(recipe.name for recipe in able)}; name one with model.name"
-            if able
-            else f"has no recipe; those here are for {', '.join(known) or 'nothing'}"
-        )
-        raise setting_error(setting, folder, f"{CONFIG}: model_type={model_type} {rule}")
-    (recipe,) = able
-    hf = find_huggingface(recipe)
-    for key, value in hf.fixed.items():
-        if content.get(key, value) != value:
-            rule = f"{CONFIG}: {key}={content[key]!r}: recipe {recipe.name!r} has {value!r} and nothing else"
-            raise setting_error(setting, folder, rule)
-    try:
-        config = recipe.config(**hf.model_fields(content))
-        if recipe.check:
-            recipe.check(config)
-    except UserError as error:
-        raise setting_error(setting, folder, f"{CONFIG}: {error}") from error
-    except KeyError as error:
-        raise setting_error(setting, folder, f"{CONFIG}: has no {error.args[0]!r}") from error
-    return recipe, config
-
-
 # ---------------------------------------------------------------------------------------------------------------
 # Writing
 
@@ -298,6 +247,7 @@ def export(
     max_shard_bytes: int = 5 * 10**9,
     tokenizer: str = "bytes",
     end_id: int | None = None,
+    origin: Origin | None = None,
     overwrite: bool = False,
     setting: str = "folder",
 ) -> list[Path]:
@@ -306,7 +256,11 @@ def export(
     Floating-point weights are stored as `dtype`, or as they are.  A model of more than `max_shard_bytes` is split into
     files of at most that (or one tensor) and an index.  Tied weights are stored once.  `tokenizer` is "bytes", which
     has no files, or the path of a tokenizer.json, copied with what stands beside it; `end_id` is the id that ends a
-    document.  Memory: a few blocks of `weights.BLOCK_BYTES`, whatever the model's size.  One process, no collectives.
+    document.  `origin` are the files that came with the model: they stay as they are, to the byte, and so do entries of
+    config.json that the model has no part in.  Only where it was trained with another tokenizer than came with it, that
+    one goes along, and `end_id` ends a text beside what did before.
+
+    Memory: a few blocks of `weights.BLOCK_BYTES`, whatever the model's size.  One process, no collectives.
 
     Everything is first written under other names; the weights, or their index, are renamed last, so that a folder
     left by a crash is not taken for a model.  Raises UserError, named `setting` where it is about the folder, if that
@@ -317,13 +271,11 @@ def export(
     names = _Names(recipe, model_config)
     tensors = _list_tensors(source, recipe, model_config, names, dtype)
     shards = _split(tensors, max_shard_bytes)
-    texts = {CONFIG: _config_json(recipe, model_config, tensors, end_id), **_tokenizer_files(tokenizer, end_id)}
-    if end_id is not None:
-        texts["generation_config.json"] = _json({"eos_token_id": end_id})
+    texts = _texts(recipe, model_config, tensors, end_id, tokenizer, origin or Origin())
     index = {INDEX: _index_json(shards)} if len(shards) > 1 else {}
 
     _make_room(path, overwrite, setting)
-    partial = {name: path / f".{name}{PARTIAL}" for name in (*texts, *shards, *index)}
+    partial = {name: path / f".{name.replace('/', '-')}{PARTIAL}" for name in (*texts, *shards, *index)}
     try:
         for name, text in (texts | index).items():
             with _synced(partial[name]) as file:
@@ -335,10 +287,12 @@ def export(
         for unfinished in partial.values():
             unfinished.unlink(missing_ok=True)
         raise
-    for earlier in [file for file in path.iterdir() if _is_ours(file.name) and file.name != CONFIG]:
-        earlier.unlink()
+    for earlier in [file for file in path.glob("**/*") if _is_ours(str(file.relative_to(path)))]:
+        if earlier.name != CONFIG:
+            earlier.unlink()
     sync_folder(path)
     for name in partial:
+        (path / name).parent.mkdir(exist_ok=True)
         os.replace(partial[name], path / name)
     sync_folder(path)
     return [path / name for name in partial]
@@ -378,9 +332,33 @@ def _split(tensors: Sequence[_Tensor], max_bytes: int) -> dict[str, list[_Tensor
     return {f"model-{k:05d}-of-{len(shards):05d}.safetensors": shard for k, shard in enumerate(shards, start=1)}
 
 
+def _texts(
+    recipe: Recipe,
+    model_config: Any,
+    tensors: Sequence[_Tensor],
+    end_id: int | None,
+    tokenizer: str,
+    origin: Origin,
+) -> dict[str, bytes]:
+    """Return the files beside the weights by name: as they came with the model, where they did."""
+    own = origin.tokenizer or read_tokenizer(tokenizer)
+    came = origin.files
+    if not came:
+        texts = {CONFIG: _config_json(recipe, model_config, tensors, end_id)} | _complete(own, tokenizer, end_id)
+        return texts if end_id is None else texts | {GENERATION: _json({"eos_token_id": end_id})}
+    has_another = bool(own) and own[TOKENIZER] != came.get(TOKENIZER, own[TOKENIZER])
+    kept = {name: data for name, data in came.items() if not (has_another and is_tokenizer_file(name))}
+    if TOKENIZER not in kept:
+        kept = _complete(own, tokenizer, end_id) | kept
+    if has_another:
+        kept |= {name: _ending_with(kept[name], end_id) for name in (CONFIG, GENERATION) if name in kept}
+    if CONFIG not in kept:
+        return {CONFIG: _config_json(recipe, model_config, tensors, end_id), **kept}
+    return kept | {CONFIG: _config_that_came(kept[CONFIG], recipe, model_config, tensors)}
+
+
 def _config_json(recipe: Recipe, model_config: Any, tensors: Sequence[_Tensor], end_id: int | None) -> bytes:
-    hf = find_huggingface(recipe)
-    dtype = str(max(tensors, key=lambda tensor: tensor.num_bytes).dtype).removeprefix("torch.")
+    hf, dtype = find_huggingface(recipe), _main_dtype(tensors)
     return _json(
         {
             # Without these, transformers takes those of the models that it knows.
@@ -392,6 +370,36 @@ def _config_json(recipe: Recipe, model_config: Any, tensors: Sequence[_Tensor], 
             **MARK,
         }
     )
+
+
+def _config_that_came(came: bytes, recipe: Recipe, model_config: Any, tensors: Sequence[_Tensor]) -> bytes:
+    """Return config.json as it came with the model, with no entry changed but those that are no longer true."""
+    hf, content, dtype = find_huggingface(recipe), json.loads(came), _main_dtype(tensors)
+    try:
+        is_true = all(getattr(model_config, name) == value for name, value in fields_of(content, recipe).items())
+    except UserError:
+        is_true = False
+    if not is_true:
+        content |= {**hf.fixed, **hf.config(model_config), "model_type": hf.model_type}
+    if hf.architecture not in (content.get("architectures") or ()):
+        content["architectures"] = [hf.architecture]
+    spelled = [key for key in ("dtype", "torch_dtype") if key in content] or ["dtype", "torch_dtype"]
+    content |= dict.fromkeys(spelled, dtype)
+    return (json.dumps(content | MARK, indent=2) + "\n").encode()
+
+
+def _main_dtype(tensors: Sequence[_Tensor]) -> str:
+    return str(max(tensors, key=lambda tensor: tensor.num_bytes).dtype).removeprefix("torch.")
+
+
+def _ending_with(settings: bytes, end_id: int | None) -> bytes:
+    """Return a JSON file with `end_id` among the tokens that end a text."""
+    content = json.loads(settings)
+    ends = content.get("eos_token_id")
+    ends = [] if ends is None else ends if isinstance(ends, list) else [ends]
+    if end_id is None or end_id in ends:
+        return settings
+    return (json.dumps(content | {"eos_token_id": [*ends, end_id]}, indent=2) + "\n").encode()
 
 
 def _index_json(shards: Mapping[str, Sequence[_Tensor]]) -> bytes:
@@ -444,32 +452,24 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data
 
 
-def _tokenizer_files(tokenizer: str, end_id: int | None) -> dict[str, bytes]:
-    """Return the files of a tokenizer by name; those that stand beside it go along, else a minimal tokenizer_config."""
-    if tokenizer == "bytes":
+def _complete(files: Mapping[str, bytes], tokenizer: str, end_id: int | None) -> dict[str, bytes]:
+    """Return the files of a tokenizer with a minimal tokenizer_config.json, if they have none; of `bytes` nothing."""
+    if tokenizer == "bytes" and not files:
         return {}
-    path = Path(tokenizer).expanduser()
     try:
-        files = {"tokenizer.json": path.read_bytes()}
-        for name in TOKENIZER_FILES[1:]:
-            if path.name == "tokenizer.json" and path.with_name(name).is_file():
-                files[name] = path.with_name(name).read_bytes()
-        content = json.loads(files["tokenizer.json"])
+        content = json.loads(files[TOKENIZER])
         vocab = content["model"]["vocab"]
         ids = {token["content"]: token["id"] for token in content.get("added_tokens", ())}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise setting_error("tokenizer", tokenizer, f"is no Hugging Face tokenizer.json ({error!r})") from error
-    if "tokenizer_config.json" not in files:
-        ids = (vocab if isinstance(vocab, dict) else {}) | ids
-        end = next((text for text, number in ids.items() if number == end_id), None)
-        files["tokenizer_config.json"] = _json(
-            {
-                "tokenizer_class": "PreTrainedTokenizerFast",
-                "clean_up_tokenization_spaces": False,
-                **({"eos_token": end} if end is not None else {}),
-            }
-        )
-    return files
+    ids = (vocab if isinstance(vocab, dict) else {}) | ids
+    end = next((text for text, number in ids.items() if number == end_id), None)
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        **({"eos_token": end} if end is not None else {}),
+    }
+    return {"tokenizer_config.json": _json(settings), **files}
 
 
 def _make_room(folder: Path, overwrite: bool, setting: str) -> None:
@@ -477,7 +477,8 @@ def _make_room(folder: Path, overwrite: bool, setting: str) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for entry in folder.iterdir():
-            if entry.name.endswith(PARTIAL) and _is_ours(entry.name[1:].removesuffix(PARTIAL)):
+            name = entry.name[1:].removesuffix(PARTIAL).replace("_templates-", "_templates/")
+            if entry.name.endswith(PARTIAL) and _is_ours(name):
                 entry.unlink()  # of an export that was killed
     except OSError as error:
         raise setting_error(setting, folder, f"cannot be made ({error.strerror})") from error
@@ -496,9 +497,8 @@ def _make_room(folder: Path, overwrite: bool, setting: str) -> None:
 
 def _is_ours(name: str) -> bool:
     """Return whether an export writes files of that name."""
-    return name in (WEIGHTS, INDEX, CONFIG, "generation_config.json", *TOKENIZER_FILES) or fnmatch(
-        name, "model-?????-of-?????.safetensors"
-    )
+    is_shard = fnmatch(name, "model-?????-of-?????.safetensors")
+    return is_shard or name in (WEIGHTS, INDEX, CONFIG, GENERATION) or is_tokenizer_file(name)
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +13,19 @@ import torch
 from torch import nn
 
 from trainer.checkpoint.source import StoredWeights, find_checkpoint, is_checkpoint
-from trainer.config import RunConfig, config_from_yaml
+from trainer.checkpoint.tree import join
+from trainer.config import RunConfig, config_from_yaml, told_by_yaml
 from trainer.distributed.channel import Channel
-from trainer.errors import setting_error
-from trainer.files import find_folder
-from trainer.huggingface import SafetensorsFolder, model_config_of
+from trainer.errors import say, setting_error
+from trainer.huggingface import SafetensorsFolder
 from trainer.materialize import materialize
+from trainer.origin import Origin, read_folder, read_tokenizer
+from trainer.pretrained import CONFIG, is_folder_of_weights, model_config_of, told_by_folder
 from trainer.recipe import Recipe, all_recipes
 from trainer.weights import WeightSource, fill
+
+ORIGIN = "origin"
+"""The part of a run's state that holds what came with the model."""
 
 _PLAIN = (".pt", ".pth", ".safetensors")
 
@@ -70,6 +75,7 @@ class PlainFile:
 
 def settle_path(path: str | os.PathLike[str]) -> str:
     """Return the one thing that a path to weights means now: of a run its newest checkpoint."""
+    path = os.fspath(path).removeprefix("file://")
     if Path(path).suffix in _PLAIN or _is_hugging_face(path):
         return os.fspath(path)
     return str(find_checkpoint(path))
@@ -80,32 +86,76 @@ def open_weights(path: str | os.PathLike[str], config: RunConfig) -> WeightSourc
 
     `path`: a checkpoint, a run's folder (its newest), a folder of safetensors, or one file of whole tensors.
 
-    Raises UserError if there are none, TrainingFailed if they are damaged.
+    Raises UserError if there are none, or if they are of a model with other fields (`checkpoint.allow_changes` names
+    those that may differ); TrainingFailed if they are damaged.
     """
     if Path(path).suffix in _PLAIN:
         return PlainFile(Path(path), "train.init_from")
+    source: SafetensorsFolder | StoredWeights
     if _is_hugging_face(path):
-        return SafetensorsFolder(Path(path), config.recipe, config.model, setting="train.init_from")
-    return StoredWeights(find_checkpoint(path))
+        told = told_by_folder(os.fspath(path), config.recipe, "train.init_from")
+        source = SafetensorsFolder(Path(path), config.recipe, config.model, setting="train.init_from")
+    else:
+        source = StoredWeights(find_checkpoint(path))
+        told = told_by_yaml(source.config_yaml, config.recipe.name, f"{source.place}/config.yaml")
+    if told is not None:
+        told.check(config.model, config.checkpoint.allow_changes)
+    return source
 
 
-def load_initial_weights(model: nn.Module, config: RunConfig, channel: Channel) -> None:
-    """Fill the model from `train.init_from`: the weights alone.  Raises UserError, on all ranks alike.  Collective."""
+def origin_of(source: WeightSource) -> Origin:
+    """Return what came with the weights of `source`: what stands beside them, or what a checkpoint has of it."""
+    origin = Origin()
+    if isinstance(source, SafetensorsFolder):
+        origin.files = read_folder(source.description)
+    elif isinstance(source, StoredWeights) and ORIGIN in source.parts:
+        keys = [key for key in source.layout if key.startswith(f"{ORIGIN}.")]
+        origin.load_state_dict(join(source.parts[ORIGIN], {key: source.read_stored(key) for key in keys}))
+    return origin
+
+
+def doubts(path: str) -> str:
+    """Return what cannot be known of the weights at `path`, as a warning; nothing if all is said."""
+    if _is_hugging_face(path) and not (Path(path.removeprefix("file://")) / CONFIG).exists():
+        return f"train.init_from: {path} has no {CONFIG}: what has no tensor, rope_theta say, is as model.* has it"
+    return ""
+
+
+def begin_from(model: nn.Module, origin: Origin, config: RunConfig, channel: Channel) -> None:
+    """Fill the model from `train.init_from`, if it is set: the weights alone; and keep what came with it in `origin`.
+
+    Raises UserError, on all ranks alike, for weights that do not fit.  Collective.
+    """
     given = config.train.init_from
-    path = channel.broadcast(channel.agreed(lambda: settle_path(given) if given and channel.is_main else ""))
-    source = channel.agreed(lambda: open_weights(path, config))
-    channel.agreed(lambda: fill(model, source, setting="train.init_from"))
+    if given is not None:
+        path: str = channel.broadcast(channel.agreed(lambda: settle_path(given) if channel.is_main else ""))
+        source = channel.agreed(lambda: open_weights(path, config))
+        channel.agreed(lambda: fill(model, source, setting="train.init_from"))
+        if channel.is_main and (doubt := doubts(path)):
+            say(f"warning: {doubt}")
+        origin.files = channel.broadcast(channel.agreed(lambda: origin_of(source).files if channel.is_main else {}))
+    keep_tokenizer(origin, config, channel)
+
+
+def keep_tokenizer(origin: Origin, config: RunConfig, channel: Channel) -> None:
+    """Keep the files of the run's own tokenizer, for its export.  Collective."""
+    tokenizer = config.data.tokenizer
+    origin.tokenizer = channel.broadcast(channel.agreed(lambda: read_tokenizer(tokenizer) if channel.is_main else {}))
 
 
 def _is_hugging_face(path: str | os.PathLike[str]) -> bool:
-    folder = find_folder(path)
-    return folder is not None and folder.is_dir() and not is_checkpoint(path) and any(folder.glob("*.safetensors"))
+    return is_folder_of_weights(os.fspath(path)) and not is_checkpoint(path)
 
 
-def load_weights(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> nn.Module:
+def load_weights(
+    path: str | os.PathLike[str], device: torch.device | str = "cpu", allow_import: Collection[str] = ()
+) -> nn.Module:
     """Return the model whose weights are at `path`, whole and unsharded, in evaluation mode.
 
     `path`: a checkpoint, the folder of a run (its newest checkpoint), or a Hugging Face folder of a known model.
+    `allow_import`: modules that may be imported because a checkpoint names them as its model's ("my_models" for
+    model.name=my_models:tiny).  What is imported runs, and a checkpoint may come from anywhere: by default only models
+    that are registered already are built.  Raises UserError for others.
     """
     source: WeightSource
     if _is_hugging_face(path):
@@ -113,7 +163,7 @@ def load_weights(path: str | os.PathLike[str], device: torch.device | str = "cpu
         source = SafetensorsFolder(Path(path), recipe, model_config)
     else:
         source = StoredWeights(find_checkpoint(path))
-        config = config_from_yaml(source.config_yaml)
+        config = config_from_yaml(source.config_yaml, allow_import=allow_import)
         recipe, model_config = config.recipe, config.model
     return build_plain(recipe, model_config, source, torch.device(device))
 

@@ -118,10 +118,21 @@ def moments_of(model: nn.Module, config: OptimSection) -> dict[int, tuple[int, i
     if config.name == "adamw" and _keeps_bfloat16([*decayed, *rest], config):
         own_size = getattr(torch, config.state_dtype).itemsize
     one_each = {id(p) for p in (_matrices(model, decayed) if config.name == "muon" else ())}
-    return {
-        id(p): (1 if config.name == "sgd" or id(p) in one_each else 2, own_size or p.element_size())
-        for p in (*decayed, *rest)
-    }
+    number = {"adamw": 2, "muon": 2, "sgd": int(config.momentum > 0)}[config.name]
+    return {id(p): (1 if id(p) in one_each else number, own_size or p.element_size()) for p in (*decayed, *rest)}
+
+
+def bytes_of_training(model: nn.Module, config: OptimSection) -> tuple[int, int, int]:
+    """Return the bytes on this rank of the weights, of their gradients, and of what the optimizer keeps for them."""
+    moments = moments_of(model, config)
+    weights = gradients = kept = 0
+    for parameter in model.parameters():
+        numel, size = local(parameter).numel(), parameter.element_size()
+        number, size_of_each = moments.get(id(parameter), (0, 0))
+        weights += numel * size
+        gradients += numel * size * parameter.requires_grad
+        kept += numel * number * size_of_each
+    return weights, gradients, kept
 
 
 def _keeps_bfloat16(parameters: list[nn.Parameter], config: OptimSection) -> bool:

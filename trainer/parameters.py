@@ -28,6 +28,11 @@ def count_parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
+def count_trained_parameters(model: nn.Module) -> int:
+    """Return how many of them are trained: those that are not frozen."""
+    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+
+
 def count_matrix_parameters(model: nn.Module) -> int:
     """Return the number of parameters outside embedding tables: those that each token is multiplied with."""
     tables = [m for m in model.modules() if isinstance(m, nn.Embedding)]

@@ -25,7 +25,8 @@ from typing import TextIO
 
 from trainer.data.source import ShardWriter
 from trainer.data.tokenizer import Tokenizer, find_tokenizer
-from trainer.errors import EXIT_FINISHED, nearest, run_command, setting_error
+from trainer.errors import EXIT_FINISHED, nearest, run_command, setting_error, tell
+from trainer.printable import printable
 
 SUFFIXES = (".txt", ".jsonl", ".txt.gz", ".jsonl.gz")
 
@@ -49,7 +50,7 @@ def _prepare(options: argparse.Namespace) -> int:
         shard_tokens=options.shard_tokens,
         overwrite=options.overwrite,
     )
-    print(report)
+    tell(report)
     return EXIT_FINISHED
 
 
@@ -178,7 +179,8 @@ def _tokenize(files: Sequence[Path], text_key: str, holdout: float, train: _Shar
             if sys.stderr.isatty() and time.monotonic() > shown_at + 1:
                 shown_at = time.monotonic()
                 num_bytes = train.num_bytes + held_out.num_bytes
-                print(f"\r{number:,} documents, {num_bytes / 1e6:,.0f} MB  {path}", end="\x1b[K", file=sys.stderr)
+                shown = f"{number:,} documents, {num_bytes / 1e6:,.0f} MB  {printable(str(path))}"
+                print(f"\r{shown}", end="\x1b[K", file=sys.stderr)
     if sys.stderr.isatty():
         print(end="\r\x1b[K", file=sys.stderr)
     return lowest
@@ -236,7 +238,7 @@ def _read_pieces(path: Path, text_key: str) -> Iterator[tuple[str, bool]]:
                     yield text, False
                 yield "", True
     except UnicodeDecodeError as error:
-        raise setting_error("INPUT", path, f"is not UTF-8 ({error.reason})", "a file in UTF-8") from error
+        raise setting_error("INPUT", path, f"is not UTF-8 ({error.reason})", fix="convert it to UTF-8") from error
     except (OSError, EOFError, zlib.error) as error:
         raise setting_error("INPUT", path, f"cannot be read ({getattr(error, 'strerror', None) or error})") from error
 

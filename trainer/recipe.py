@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import math
+import os
 import pkgutil
-from collections.abc import Callable, Mapping, Sequence
+import sys
+import traceback
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar, cast
@@ -121,9 +125,28 @@ class Recipe:
 def declare(default: Any, meaning: str, **limits: Any) -> Any:
     """Return the dataclass field of one configuration key: its default, what `--help` says, and its limits.
 
-    Limits of numbers: `at_least`, `above`, `at_most`, `below`.
+    Limits of numbers: `at_least`, `above`, `at_most`, `below`.  `aliases` are other names of values, which an error
+    takes for what was meant: {"gpu": "cuda"}.  With `free=True` a model's field is of training alone, as dropout is: it
+    may be set to another value than the one that the weights of `train.init_from` come with.
     """
     return field(default=default, metadata={"meaning": meaning, **limits})
+
+
+def check_number(key: str, value: Any, number: float, limits: Mapping[str, Any]) -> None:
+    """Raise UserError unless `number`, which is `value` or in it, is finite and within the limits of `declare`."""
+    if isinstance(number, int) and not -(2**63) <= number < 2**63:
+        raise setting_error(key, "(a number of more than 63 bits)", "must be a number that a machine can hold")
+    if not math.isfinite(number):
+        raise setting_error(key, value, "must be finite", limits.get("at_least", 0))
+    for word, broken in (
+        ("at_least", lambda bound: number < bound),
+        ("at_most", lambda bound: number > bound),
+        ("above", lambda bound: number <= bound),
+        ("below", lambda bound: number >= bound),
+    ):
+        if word in limits and broken(limits[word]):
+            inside = limits[word] if word in ("at_least", "at_most") and value == number else None
+            raise setting_error(key, value, f"must be {word.replace('_', ' ')} {limits[word]}", inside)
 
 
 _registry: dict[str, Recipe] = {}
@@ -135,29 +158,50 @@ def register(recipe: Recipe) -> Recipe:
     return recipe
 
 
-def find_recipe(name: str) -> Recipe:
+def find_recipe(name: str, may_import: Collection[str] | None = None) -> Recipe:
     """Return the recipe that `model.name` asks for: a registered name, or "package.module:name".
 
     The second form imports the module first, which is how a model from outside this package is used from the
-    command line.  Raises UserError if there is none.
+    command line.  `may_import`: the modules, with all that is in them, that may be imported for it; None for any, where
+    the name is the user's own.  What has been imported already may be used.  Raises UserError if there is none.
     """
     module_name, colon, registered = name.partition(":")
     if colon:
-        try:
-            importlib.import_module(module_name)
-        except (
-            ImportError,
-            ValueError,
-            TypeError,
-            SyntaxError,
-        ) as error:  # also no name, or no code
-            raise setting_error("model.name", name, f"cannot import {module_name!r} ({error})") from error
-        name = registered
+        _check_allowed(name, module_name, may_import)
+        return _find_in_module(name, module_name, registered)
     if name not in _registry:
         load_recipes()
     if name not in _registry:
         raise choice_error("model.name", name, sorted(_registry), "a registered model:")
     return _registry[name]
+
+
+def _find_in_module(name: str, module_name: str, registered: str) -> Recipe:
+    before = set(_registry)
+    _import_module(module_name, "model.name", name)
+    if registered not in _registry:
+        made_there = [found for found, recipe in _registry.items() if recipe.config.__module__ == module_name]
+        own = sorted({*made_there, *(set(_registry) - before)})
+        load_recipes()
+    if registered not in _registry:
+        if not own:
+            rule = f"{module_name!r} registers no model of that name"
+            raise setting_error("model.name", name, rule, fix="call trainer.register(Recipe(...)) in that module")
+        raise choice_error(
+            "model.name", name, [f"{module_name}:{found}" for found in own], f"one that {module_name!r} registers:"
+        )
+    return _registry[registered]
+
+
+def _check_allowed(name: str, module: str, may_import: Collection[str] | None) -> None:
+    if may_import is None or module in sys.modules:
+        return
+    if not any(module == allowed or module.startswith(f"{allowed}.") for allowed in may_import):
+        rule = (
+            f"a checkpoint says so, and to import {module!r} runs its code: only where you allow it\n"
+            f"  if you trust it: --allow-import {module}, or in Python allow_import=[{module!r}]"
+        )
+        raise setting_error("model.name", name, rule)
 
 
 def all_recipes() -> list[Recipe]:
@@ -182,16 +226,31 @@ def resolve(path: str, setting: str) -> Any:
     module_name, colon, attribute = path.partition(":")
     if not (module_name and colon and attribute):
         raise setting_error(setting, path, "must have the form package.module:name")
-    try:
-        module = importlib.import_module(module_name)
-    except (ImportError, ValueError, TypeError, SyntaxError) as error:
-        raise setting_error(setting, path, f"cannot import {module_name!r} ({error})") from error
+    module = _import_module(module_name, setting, path)
     if not hasattr(module, attribute):
         best = nearest(attribute, [name for name in vars(module) if not name.startswith("_")])
-        raise setting_error(
-            setting, path, f"{module_name!r} has no {attribute!r}", f"{module_name}:{best}" if best else None
-        )
+        rule = f"{module_name!r} has no {attribute!r}"
+        raise setting_error(setting, path, rule, meant=f"{module_name}:{best}" if best else None)
     return getattr(module, attribute)
+
+
+def look_in_working_folder() -> None:
+    """Have modules of a user's own found in the working folder, as `python -m` does and console scripts do not."""
+    if not {"", os.getcwd()} & set(sys.path):
+        sys.path.append(os.getcwd())
+
+
+def _import_module(module_name: str, setting: str, value: str) -> Any:
+    """Return the module.  Raises UserError that says where its own code fails, whatever it raises."""
+    try:
+        return importlib.import_module(module_name)
+    except Exception as error:
+        machinery = (__file__, importlib.__file__)
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename not in machinery]
+        own = [frame for frame in frames if not frame.filename.startswith("<frozen")]
+        where = f", in {own[-1].filename}, line {own[-1].lineno}" if own else ""
+        rule = f"cannot import {module_name!r} ({type(error).__name__}: {error}{where})"
+        raise setting_error(setting, value, rule) from error
 
 
 def _with_name(config: type, name: str) -> type:

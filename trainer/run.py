@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import json
 import os
 import signal
 import sys
@@ -18,12 +17,14 @@ import time
 import traceback
 import uuid
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from trainer import stop, usage
-from trainer.config import RunConfig, check_config, load_config
+from trainer.clock import uptime
+from trainer.config import RunConfig, check_config, least_mesh, load_config
+from trainer.deaths import find_killed
 from trainer.environment import (
     LAUNCHER,
     SPAWNED_BY_US,
@@ -47,6 +48,13 @@ from trainer.errors import (
     setting_error,
     tell,
 )
+from trainer.lifecycle.folder import note_end, read_status
+from trainer.metrics.record import last_step
+from trainer.needs import check_needs, likely_device
+from trainer.recipe import look_in_working_folder
+
+_MAX_PROCESSES = 1024
+"""More than any machine has room for."""
 
 _REPORT_S = 2.0
 """How long a rank that is not the first waits before it leaves with a user's mistake, for the first to report it."""
@@ -73,8 +81,7 @@ def parse(argv: Sequence[str]) -> Arguments:
         if argument in flags:
             continue
         if argument.startswith("-"):
-            best = nearest(argument, flags) or "--help"
-            raise UserError(f"{argument}: no such option\n  nearest legal option: {best}")
+            raise UserError(f"{argument}: no such option\n  {_instead_of(argument, flags)}")
         if key in ("recipe", "nproc") and equals:
             if key in named:
                 raise setting_error(key, value, f"is given twice (first as {named[key]!r}); give it once")
@@ -90,17 +97,30 @@ def parse(argv: Sequence[str]) -> Arguments:
     )
 
 
+def _instead_of(option: str, flags: Collection[str]) -> str:
+    """Return what is to be said of an option that there is none of."""
+    name = option.lstrip("-")
+    if name.partition("=")[0] in ("recipe", "nproc"):
+        return f"did you mean {name if '=' in name else f'{name}=...'}?"
+    if "=" in name or "." in name:
+        return f"to fix: keys are written without dashes, as {name if '=' in name else f'{name}=...'}"
+    best = nearest(name, [flag.lstrip("-") for flag in flags])
+    return f"did you mean --{best}?" if best else "to fix: see --help"
+
+
 def _parse_nproc(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise setting_error("nproc", text, "must be a number of processes, at least 1", 1)
+    rule = f"must be a number of processes, from 1 to {_MAX_PROCESSES}"
+    if not text.isdecimal() or len(text) > 9:
+        raise setting_error("nproc", text, rule, example=1)
+    if not 1 <= int(text) <= _MAX_PROCESSES:
+        raise setting_error("nproc", text, rule, min(max(1, int(text)), _MAX_PROCESSES))
     return int(text)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run what the command line asks for.  Returns the exit code; prints a user's mistake once, without traceback."""
-    began = time.time()
-    if not {"", os.getcwd()} & set(sys.path):
-        sys.path.append(os.getcwd())  # where a user's own recipes are; `python -m` has put it there already
+    began = uptime()
+    look_in_working_folder()
     limit_spinning()
     stop.catch_signals_early()
     env, trains = Environment(), False
@@ -119,10 +139,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = load_config(arguments.recipe, arguments.overrides)
         if env.launcher != "nproc":  # whose parent has done so
             stop.note_stale_notice(config.run_dir)
+        spawns = _spawns(arguments.nproc, env)
         if arguments.wants_config:
+            _check_as_printed(config, arguments.nproc, env)
             tell(config.to_yaml(), end="")
             return EXIT_FINISHED
-        spawns = _spawns(arguments.nproc, env)
         _check(config, arguments.nproc or 1, env, spawns)
         trains = True
     except UserError as error:
@@ -142,22 +163,39 @@ def _spawns(nproc: int | None, env: Environment) -> bool:
 
 
 def _check(config: RunConfig, nproc: int, env: Environment, spawns: bool) -> None:
-    """Find what can be found without torch: rules between fields, and data that cannot be read."""
-    from trainer.data.source import open_source
-
-    world_size, local_size = (nproc, nproc) if spawns else (env.world_size, env.local_world_size)
-    check_config(config, world_size, local_size)
-    if config.recipe.trainer is None and env.rank == 0:
-        open_source(config.data, config.vocab_size, "train")
-        open_source(config.data, config.vocab_size, "eval")
-    if config.train.float8 != "none":
-        from trainer.float8 import check_float8_installed
-
-        check_float8_installed(config.train.float8)
+    """Find what can be found wrong before anything is started."""
+    _check_without_torch(config, *((nproc, nproc) if spawns else (env.world_size, env.local_world_size)), env)
     if spawns and (config.fsdp.wrap != "block" or isinstance(config.fsdp.reshard_after_forward, list)):
         from trainer.shard import check_sharding
 
         check_sharding(config)  # needs torch and the model's structure, so only where a setting speaks of it
+
+
+def _check_without_torch(config: RunConfig, world_size: int, local_world_size: int, env: Environment) -> None:
+    """Find rules between fields that are broken, libraries and compilers that are missing, data that cannot be read."""
+    from trainer.data.source import open_source
+
+    check_config(config, world_size, local_world_size)
+    check_needs(config, likely_device(config.run.device))
+    if config.recipe.trainer is None and env.rank == 0:
+        open_source(config.data, config.vocab_size, "train")
+        open_source(config.data, config.vocab_size, "eval")
+
+
+def _check_as_printed(config: RunConfig, nproc: int | None, env: Environment) -> None:
+    """Check a configuration that is printed: it may be for ranks that are elsewhere, and its data still to come.
+
+    Where neither a launcher nor `nproc` says how many ranks there are, they are the fewest that it can mean.
+    """
+    if config.data.source == "tokens" and not config.data.path:
+        config = replace(config, data=replace(config.data, source="synthetic", eval_path=None))
+    if nproc is None and not env.is_distributed:
+        least = least_mesh(config)
+        config = replace(config, log=replace(config.log, profile_ranks=(0,)))
+        _check_without_torch(config, least.num_ranks, least.shard, env)
+    else:
+        num_ranks = nproc or env.world_size
+        _check_without_torch(config, num_ranks, env.local_world_size if env.is_distributed else num_ranks, env)
 
 
 def _report(error: UserError | TrainingFailed, env: Environment, exit_code: int = EXIT_USER_ERROR) -> int:
@@ -184,6 +222,7 @@ def _ignore_termination() -> None:
 def _train(config: RunConfig) -> int:
     """Train in this process, as one rank of however many there are."""
     with without_collecting():
+        from trainer.plan.forecast import is_out_of_memory
         from trainer.trainer import Trainer
 
         gc.freeze()  # what has been imported is not looked through again: a full collection took 0.3 s
@@ -203,9 +242,22 @@ def _train(config: RunConfig) -> int:
         return _report(error, find_environment(), EXIT_FAILED)
     except BaseException as error:
         first = trainer.world.first_failure if trainer is not None else None
-        if first is None and not isinstance(error, PeerFailed):
+        if is_out_of_memory(error):
+            if text := _out_of_memory(error, config, is_built=trainer is not None):
+                say(text)
+        elif first is None and not isinstance(error, PeerFailed):
             say(traceback.format_exc().rstrip())
         return EXIT_FAILED
+
+
+def _out_of_memory(error: BaseException, config: RunConfig, is_built: bool) -> str:
+    """Return what is said last of a full memory; nothing where another rank says it."""
+    if is_built:
+        return "\n".join(getattr(error, "__notes__", []))
+    return (
+        f"{traceback.format_exc().rstrip()}\nout of memory while the model was built\n"
+        f"  python -m trainer.plan shows what a rank needs, and what would fit (run.name={config.run.name})"
+    )
 
 
 def _spawn(arguments: Arguments, config: RunConfig) -> int:
@@ -235,7 +287,7 @@ def _spawn(arguments: Arguments, config: RunConfig) -> int:
         signals_to_handle=",".join(number.name for number in stop.caught_signals()),
     )
     command = ["-m", "trainer.run", f"recipe={arguments.recipe}", *arguments.overrides]
-    before = _status_on_record(config)
+    before = read_status(config.run_dir)
 
     def interrupt(number: int, frame: object) -> NoReturn:
         raise SignalException(f"asked to stop by {signal.Signals(number).name}", signal.Signals(number))
@@ -248,23 +300,25 @@ def _spawn(arguments: Arguments, config: RunConfig) -> int:
         elastic_launch(launch, sys.executable)(*command)
     except ChildFailedError as error:
         codes = {failure.exitcode for failure in error.failures.values()}
+        if killed := find_killed(error.failures):
+            _note_end(config, before, killed)
         return next((code for code in (EXIT_USER_ERROR, EXIT_STOPPED) if code in codes), EXIT_FAILED)
     except SignalException:
         # The launcher has only seen its workers go: what they achieved is on record.
-        status = _status_on_record(config)
+        status = read_status(config.run_dir)
         if status == before:
             return EXIT_STOPPED  # before the first update
-        return EXIT_FAILED if status.get("exit_code") is None else int(status["exit_code"])
+        if status.get("exit_code") is None:
+            _note_end(config, before, "the run was asked to stop, and its ranks have gone without a word")
+            return EXIT_FAILED
+        return int(status["exit_code"])
     return EXIT_FINISHED
 
 
-def _status_on_record(config: RunConfig) -> dict[str, Any]:
-    """Return what `status.json` holds, empty if there is none."""
-    try:
-        status = json.loads((config.run_dir / "status.json").read_text())
-    except (OSError, ValueError):
-        return {}
-    return status if isinstance(status, dict) else {}
+def _note_end(config: RunConfig, before: Mapping[str, Any], reason: str) -> None:
+    """Say, and leave in `status.json`, how the ranks ended where they could not say it themselves."""
+    say(f"error: {reason}")
+    note_end(config.run_dir, before, last_step(config.run_dir / "metrics.jsonl"), reason)
 
 
 def leave(exit_code: int) -> NoReturn:

@@ -24,6 +24,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fully_shard as fully_shard_module
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from trainer.config import AUTO, FsdpSection, RunConfig, budget_of
@@ -180,7 +181,7 @@ def _check_units(model: nn.Module, units: list[ShardUnit], source: str) -> None:
             together = tuple(name.rpartition(".")[0] for name in group)
             raise UserError(
                 f"{source}: {' and '.join(map(repr, group))} are one parameter but would be in different units "
-                f"({where}), where FSDP parts them\n  nearest legal value: one unit of both modules, {together}"
+                f"({where}), where FSDP parts them\n  to fix: list one unit of both modules, {together}"
             )
 
 
@@ -223,6 +224,7 @@ def apply_sharding(model: nn.Module, recipe: Recipe, config: RunConfig, mesh: De
     policy = _precision(config)
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if config.fsdp.cpu_offload else OffloadPolicy()
     shard = partial(fully_shard, mesh=mesh, offload_policy=offload)
+    own_outputs((*(module for unit in units for module in unit.modules), model))
     with _shared_reshard_meshes():
         for unit, after_forward in sorted(zip(units, reshard, strict=True), key=lambda pair: -pair[0].depth):
             modules = unit.modules[0] if len(unit.modules) == 1 else list(unit.modules)
@@ -348,6 +350,31 @@ def _recomputed(forward: Callable[..., Any], context: dict[str, Any]) -> Callabl
         return checkpoint(forward, *args, use_reentrant=False, **context, **kwargs)
 
     return recomputed
+
+
+def own_outputs(modules: Iterable[nn.Module]) -> None:
+    """Have units hand on no view.  To be called before they are sharded, so that these hooks run before FSDP's.
+
+    FSDP hangs the gather of the backward pass on a unit's output.  Whoever writes into that output in place would take
+    the hook off it if it is a view, as the output of `nn.Linear` with a bias is.
+    """
+    hook: Callable[..., Any] = torch._dynamo.disable(_own_output)  # as FSDP's own are
+    for module in modules:
+        module.register_forward_hook(hook)
+
+
+def _own_output(module: nn.Module, inputs: Any, output: Any) -> Any:
+    """Return `output` with tensors of their own for views: copies, but for a plain layer, which keeps no other name."""
+    if not torch.is_grad_enabled():
+        return output
+    is_plain = type(module).forward is nn.Linear.forward and "forward" not in vars(module)
+
+    def own(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor._base is None or not tensor.requires_grad:
+            return tensor
+        return torch.ops.aten._unsafe_view(tensor, tensor.shape) if is_plain else tensor.clone()
+
+    return tree_map_only(torch.Tensor, own, output)
 
 
 def _precision(config: RunConfig) -> Callable[..., MixedPrecisionPolicy]:

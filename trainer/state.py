@@ -7,6 +7,7 @@ is an error at the first save.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,10 +21,14 @@ from torch.distributed.tensor import DTensor
 from trainer.checkpoint.layout import Stored
 from trainer.checkpoint.store import Stateful, tensor_differences
 from trainer.data.loader import TrainLoader
+from trainer.distributed.channel import Channel
 from trainer.errors import UserError
 from trainer.guard import RandomState, SkipCounter
 from trainer.optim import Optimizer
 from trainer.parameters import local, tied_names
+
+BEYOND_BELIEF = 2.0**64
+"""A magnitude that no weight is trained to: its square is not finite in float32, so that no loss is."""
 
 
 class TrainState:
@@ -37,7 +42,7 @@ class TrainState:
         self.tokens = 0
         self.eval_pending = False
         """True if the evaluation of this step was abandoned: `fit` repeats it after the next start."""
-        self.model, self.random = model, random_state
+        self.model, self.random, self.skips = model, random_state, skips
         names = {id(p): clean_name(name) for name, p in model.named_parameters()}
         self.parts: dict[str, Stateful] = {
             "model": ModelState(model),
@@ -50,8 +55,13 @@ class TrainState:
         self._frozen: dict[int, list[tuple[object, list[float]]]] = {}
 
     @property
-    def weights(self) -> frozenset[str]:
-        return frozenset(f"model.{clean_name(name)}" for name, _ in self.model.named_parameters())
+    def weights(self) -> dict[str, float]:
+        named = self.model.named_parameters()
+        return {f"model.{clean_name(name)}": BEYOND_BELIEF if p.requires_grad else math.inf for name, p in named}
+
+    @property
+    def num_skipped(self) -> int:
+        return self.skips.in_a_row
 
     def add(self, name: str, part: Any, per_rank: bool = False) -> None:
         """Resume `part` too, under `name`: something with `state_dict` and `load_state_dict`, or a random generator.
@@ -65,9 +75,10 @@ class TrainState:
         where = self.rank_parts if per_rank else self.parts
         where[name] = part if per_rank and _is_stateful(part) else _as_part(part)
 
-    def add_loaders(self, loader: object, eval_loader: object) -> None:
-        """Resume the training data's position; what evaluation reads needs none."""
+    def add_loaders(self, loader: object, eval_loader: object, channel: Channel) -> None:
+        """Resume the training data's position; what evaluation reads needs none.  Collective."""
         if isinstance(loader, TrainLoader):
+            loader.fingerprint = channel.broadcast(loader.fingerprint)
             self.add("loader", loader)
         elif hasattr(loader, "state_dict"):
             self.add("loader", loader, per_rank=True)

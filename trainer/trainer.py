@@ -22,8 +22,9 @@ from trainer.data.loader import Batch, EvalLoader, TrainLoader
 from trainer.data.source import open_source
 from trainer.distributed.ballot import Ballot
 from trainer.distributed.world import World
+from trainer.flops import flops_per_token
 from trainer.guard import GarbageCollection, RandomState, SkipCounter, seed_everything
-from trainer.inference import load_initial_weights, load_weights
+from trainer.inference import ORIGIN, begin_from, keep_tokenizer, load_weights
 from trainer.lifecycle.folder import RunFolder
 from trainer.lifecycle.lifecycle import Lifecycle
 from trainer.lifecycle.phases import watch_phases
@@ -34,12 +35,13 @@ from trainer.lifecycle.summary import device_name, mesh_sizes, show_result, star
 from trainer.lifecycle.watchdog import Watchdog
 from trainer.loss import count_targets, find_loss
 from trainer.materialize import materialize
-from trainer.metrics.accounts import Accounts, Update, flops_per_token
+from trainer.metrics.accounts import Accounts, Update
 from trainer.metrics.fanout import Metrics
 from trainer.metrics.profile import Profile
 from trainer.metrics.record import Record
-from trainer.optim import Optimizer, Schedule, build_optimizer
-from trainer.parameters import count_parameters, local, tied_names
+from trainer.optim import Optimizer, Schedule, build_optimizer, bytes_of_training
+from trainer.origin import Origin
+from trainer.parameters import count_parameters, count_trained_parameters, tied_names
 from trainer.plan.forecast import Forecast, resolve_auto
 from trainer.plan.show import choice_text
 from trainer.shard import ShardUnit, apply_sharding, clip_grad_norm, evaluating, gradient_sync
@@ -88,8 +90,11 @@ class Trainer:
         self.metrics = Metrics(config, world.is_main)
         random_state = RandomState(config.run.seed, world.rank)
         self.state = TrainState(self, self.model, self.optimizer, self.skips, random_state)
-        self.state.add_loaders(self.loader, self.eval_loader)
+        self.state.add_loaders(self.loader, self.eval_loader, world)
         self.state.add("metrics", self.metrics)
+        self.origin = Origin()
+        """What came with the model: the files beside the weights that training started from, and its tokenizer's."""
+        self.state.add(ORIGIN, self.origin)
 
         choice = choice_text(self.plan_choice) if self.plan_choice else ""
         self.folder = RunFolder(config, world.is_main, choice)
@@ -97,16 +102,16 @@ class Trainer:
         watch_phases(self.watchdog, self.model, self.optimizer.parts)
         self.profile = Profile(config, world.rank, world.device, self.metrics, self.watchdog)
         place = world.agreed(lambda: find_place(config.checkpoint.dir or self.folder.path / "checkpoints"))
-        origin = Facts(config.to_yaml(), mesh_sizes(self.mesh), world.env.job, world.env.num_restarts)
-        self.checkpoints = Checkpoints(place, world, Settings.of(config.checkpoint), origin)
+        facts = Facts(config.on_record().to_yaml(), mesh_sizes(self.mesh), world.env.job, world.env.num_restarts)
+        self.checkpoints = Checkpoints(place, world, Settings.of(config.checkpoint), facts)
 
         self.ballot = Ballot(world)
         observers = (self.checkpoints, self.profile, self.watchdog, self.forecast)
         self.accounts = Accounts(config, world, self.metrics, self.skips, self.schedule, self.watchdog, observers)
         self.resume = Resume(config, world, self.checkpoints, self.folder, self.metrics)
         saves = RunSaves(world, self.folder, self.resume, self.accounts, self.watchdog, self.metrics)
-        num_bytes = 3 * sum(local(p).numel() * p.element_size() for p in self.model.parameters())
-        self.saver = Saver(self.checkpoints, config.checkpoint, self.ballot, saves, num_bytes)
+        weights, _, kept = bytes_of_training(self.model, config.optim)
+        self.saver = Saver(self.checkpoints, config.checkpoint, self.ballot, saves, weights + kept)
         self.lifecycle = Lifecycle(
             config,
             world,
@@ -181,7 +186,7 @@ class Trainer:
     @property
     def flops_per_token(self) -> float:
         """Model FLOPs of forward and backward for one token, recomputation not counted."""
-        return flops_per_token(self.config, self.model)
+        return flops_per_token(self.recipe, self.config.model, self.model, self.config.data.seq_len)
 
     # -- the step ------------------------------------------------------------------------------------------------
 
@@ -310,6 +315,7 @@ class Trainer:
             "world_size": self.world.size,
             "mesh": mesh_sizes(self.mesh),
             "parameters": count_parameters(self.model),
+            "trainable_parameters": count_trained_parameters(self.model),
             "torch": torch.__version__,
             "device": device_name(self.world.device),
             "resumed_step": self.resume.step,
@@ -350,14 +356,17 @@ class Trainer:
             if found is not None:
                 self.accounts.discard()
                 self.saver.loaded(self.state, self.resume.is_own)
+                if any(line.startswith("data.tokenizer:") for line in self.resume.changed):
+                    keep_tokenizer(self.origin, self.config, self.world)
                 self.lifecycle.restore()
-            elif self.lifecycle.phase == "built" and self.config.train.init_from is not None:
-                load_initial_weights(self.model, self.config, self.world)
+            elif self.lifecycle.phase == "built":
+                begin_from(self.model, self.origin, self.config, self.world)
         return self.resume.step
 
     def finish(self) -> int:
         """Evaluate if due, save for good, and record how the run ended.  Returns the exit code."""
         if not self.lifecycle.is_running:
+            self.skips.check_end(self.state.step)
             return self.lifecycle.end_without_work(self.resume.step, self.checkpoints.clean)
         if self.config.eval.every and self.accounts.evaluated_step != self.state.step and not self.stopping:
             self._evaluate()
@@ -365,6 +374,7 @@ class Trainer:
         if self.state.step > 0 or not self.stopping:
             self.saver.save_at_the_end(self.state)
         if not self.stopping:
+            self.skips.check_end(self.state.step)
             show_result(self.config, self.world, self.model, self.metrics)
         return self.lifecycle.end()
 
@@ -379,6 +389,8 @@ class Trainer:
         self.saver.finish()
         if self.lifecycle.is_running:
             self.accounts.settle()
+            if self.state.step >= self.config.train.steps:
+                self.skips.check_end(self.state.step)
 
     def close_loader(self) -> None:
         """Stop the loader's worker processes."""

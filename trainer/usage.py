@@ -10,10 +10,10 @@ from trainer.recipe import all_recipes
 USAGE = """\
 usage: python -m trainer.run recipe=NAME [section.key=value ...] [nproc=N]
 
-  recipe=NAME          one of the recipes below, or a path ending in .yaml
+  recipe=NAME          one of the recipes below, a path ending in .yaml, or the folder of a run
   section.key=value    overrides one value, written as in YAML; text is taken as it stands
   nproc=N              starts N local worker processes; without it, one, or those of torchrun or srun
-  --print-config       prints the resolved configuration as YAML and exits
+  --print-config       checks the resolved configuration, prints it as YAML and exits
   --help               prints this and exits
 """
 

@@ -44,21 +44,44 @@ FIELDS = {
 """Our fields, and what each is called in config.json and taken for if it is missing there."""
 
 
+ALIASES = {
+    "n_embd": "hidden_size",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_positions": "max_position_embeddings",
+}
+"""Other names under which transformers finds entries of config.json."""
+
+
 def config(config: GPT2Config) -> dict[str, Any]:
     """Return config.json's entries."""
+    on_embeddings, on_attention, _ = config.dropouts
     shape = {theirs: getattr(config, ours) for ours, (theirs, _) in FIELDS.items()}
-    return shape | {"embd_pdrop": config.dropout, "attn_pdrop": config.dropout}
+    return shape | {"embd_pdrop": on_embeddings, "attn_pdrop": on_attention}
 
 
 def model_fields(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of `GPT2Config` for what config.json says; of its three dropouts, the residual one.
+    """Return the fields of `GPT2Config` for what config.json says.
 
-    Raises UserError for a feed-forward that is not four times as wide as the model.
+    Raises UserError for a feed-forward that is not four times as wide as the model, and for two names of one entry that
+    say two things.
     """
-    fields = {ours: content.get(theirs, absent) for ours, (theirs, absent) in FIELDS.items()}
+    fields = {ours: _entry(content, theirs, absent) for ours, (theirs, absent) in FIELDS.items()}
     if content.get("n_inner") not in (None, 4 * fields["dim"]):
         raise UserError(f"n_inner={content['n_inner']}: must be 4 x n_embd, or null, in this recipe")
+    for ours, theirs in (("embedding_dropout", "embd_pdrop"), ("attention_dropout", "attn_pdrop")):
+        own = content.get(theirs, 0.1)
+        if own is None:
+            raise UserError(f"{theirs}=null: must be a number")
+        fields[ours] = own if own != fields["dropout"] else None
     return fields
+
+
+def _entry(content: Mapping[str, Any], name: str, absent: Any) -> Any:
+    found = [content[key] for key in (name, ALIASES.get(name, name)) if key in content]
+    if any(other != found[0] for other in found[1:]):
+        raise UserError(f"{ALIASES[name]}={found[1]}: is another name of {name}, which is {found[0]}")
+    return found[0] if found else absent
 
 
 HUGGINGFACE = HuggingFace(

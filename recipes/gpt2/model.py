@@ -19,7 +19,8 @@ class Attention(nn.Module):
 
     def __init__(self, config: GPT2Config) -> None:
         super().__init__()
-        self.num_heads, self.dropout = config.num_heads, config.dropout
+        self.num_heads = config.num_heads
+        _, self.dropout, _ = config.dropouts
         self.qkv = Linear(config.dim, 3 * config.dim, std=config.init_std, bias=True)
         self.out = Linear(config.dim, config.dim, std=config.init_std / math.sqrt(2 * config.num_layers), bias=True)
 
@@ -57,7 +58,8 @@ class GPT2(nn.Module):
         self.config = config
         self.wte = Embedding(config.vocab_size, config.dim, std=config.init_std)
         self.wpe = Embedding(config.max_seq_len, config.dim, std=config.init_std)
-        self.dropout = nn.Dropout(config.dropout)
+        on_embeddings, _, _ = config.dropouts
+        self.dropout = nn.Dropout(on_embeddings)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         norm = nn.LayerNorm(config.dim, eps=config.norm_eps)
         self.head = Head(norm, config.dim, config.vocab_size, std=config.init_std)

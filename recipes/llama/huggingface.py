@@ -76,21 +76,34 @@ def model_fields(content: Mapping[str, Any]) -> dict[str, Any]:
         "tie_word_embeddings": False,
         "initializer_range": 0.02,
     }
-    given = absent | {key: value for key, value in content.items() if value is not None}
+    given = absent | {key: value for key, value in content.items() if value is not None or key in _NEVER_NULL}
     fields = {ours: given[theirs] for ours, theirs in FIELDS.items()}
     if "head_dim" in given and given["head_dim"] * fields["num_heads"] != fields["dim"]:
         raise UserError(f"head_dim={given['head_dim']}: must be hidden_size / num_attention_heads in this recipe")
+    return fields | _rope_fields(given, fields["max_seq_len"])
 
-    rope = content.get("rope_scaling") or content.get("rope_parameters") or {}
+
+def _rope_fields(given: Mapping[str, Any], max_seq_len: int) -> dict[str, Any]:
+    """Return the fields of the rotary embedding, which of several spellings transformers takes when they disagree."""
+    key = "rope_scaling" if given.get("rope_scaling") else "rope_parameters"
+    rope = given.get(key) or {}
+    if not isinstance(rope, Mapping) or any(isinstance(value, Mapping) for value in rope.values()):
+        raise UserError(f"{key}={rope}: must be the entries of one rotary embedding, the same for all layers")
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "llama3"):
         raise UserError(f"rope_type={kind}: this recipe has only default and llama3")
     if (rope.get("partial_rotary_factor") or given.get("partial_rotary_factor", 1.0)) != 1.0:
         raise UserError("partial_rotary_factor: this recipe turns whole heads")
+    fields = {"rope_theta": rope.get("rope_theta", given.get("rope_theta", 10000.0))}
     if kind == "llama3":
-        original = {"original_max_position_embeddings": fields["max_seq_len"]}
-        fields |= {ours: (original | rope)[theirs] for ours, theirs in SCALING.items()}
-    return fields | {"rope_theta": float(rope.get("rope_theta", given.get("rope_theta", 10000.0)))}
+        original = "original_max_position_embeddings"
+        scaling = {original: max_seq_len, **rope, **({original: given[original]} if original in given else {})}
+        fields |= {ours: scaling[theirs] for ours, theirs in SCALING.items()}
+    return fields
+
+
+_NEVER_NULL = ("max_position_embeddings", "rms_norm_eps", "tie_word_embeddings", "initializer_range", "rope_theta")
+"""Entries of config.json that may be missing, and then have a default, which null does not stand for."""
 
 
 HUGGINGFACE = HuggingFace(
@@ -99,7 +112,7 @@ HUGGINGFACE = HuggingFace(
     names=NAMES,
     config=config,
     model_fields=model_fields,
-    fixed={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
+    fixed={"hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0, "mlp_bias": False},
     prefix="model.",
     ignored=["model.layers.*.self_attn.rotary_emb.inv_freq"],
 )

@@ -14,15 +14,19 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from trainer.checkpoint.blocks import BlockReader, Blocks, Damaged, checksum_of, crc32
-from trainer.checkpoint.place import COMMIT, Place
+from trainer.checkpoint.place import COMMIT, Place, split_parent
 from trainer.errors import UserError
 
 FORMAT_VERSION = 2
+PREFIX = "step_"
+_NAME = re.compile(rf"{PREFIX}(\d{{8,}})")
+INDEX = ".metadata"
 BLOCKS = ".blocks.json"
 """What the checksums of a data file are kept in: its name with this in place of `.distcp`."""
 
@@ -44,12 +48,35 @@ class Manifest:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     @property
+    def num_skipped(self) -> int:
+        """How many updates had been skipped in a row when it was saved: while there are any, nobody knows whether the
+        weights are good.
+        """
+        return int(self.extra.get("num_skipped", 0))
+
+    @property
+    def due(self) -> Sequence[int]:
+        """The updates after which a save was due that this checkpoint stands for, where it was made later."""
+        return tuple(self.extra.get("due", ()))
+
+    @property
     def num_bytes(self) -> int:
         return sum(size for size, _ in self.files.values())
 
     def to_json(self) -> str:
         content = asdict(self)
         return json.dumps({**content, "sha256": _digest(content)}, indent=1)
+
+
+def name_of(step: int) -> str:
+    """Return the name of the folder with the checkpoint of a step."""
+    return f"{PREFIX}{step:08d}"
+
+
+def step_in(name: str) -> int | None:
+    """Return the step that a folder's name speaks of; None if it is no checkpoint's."""
+    found = _NAME.fullmatch(name)
+    return int(found.group(1)) if found else None
 
 
 def _digest(content: Mapping[str, Any]) -> str:
@@ -59,7 +86,8 @@ def _digest(content: Mapping[str, Any]) -> str:
 def read_manifest(place: Place) -> Manifest:
     """Return the manifest of the checkpoint at `place`.
 
-    Raises Damaged if it is not as it was written, FileNotFoundError if there is none, UserError for another format.
+    Raises Damaged if it is not as it was written, or the folder's name is that of another step; FileNotFoundError if
+    there is none, UserError for another format.
     """
     try:
         content = json.loads(place.read(COMMIT))
@@ -71,7 +99,10 @@ def read_manifest(place: Place) -> Manifest:
     except (ValueError, KeyError, AttributeError, TypeError, UnicodeDecodeError) as error:
         raise Damaged(f"{place}/{COMMIT}: {error}") from error
     check_format(place, content.get("format_version"))
-    return Manifest(**content)
+    manifest, named = Manifest(**content), step_in(split_parent(str(place))[1])
+    if named not in (None, manifest.step):
+        raise Damaged(f"{place}: holds the checkpoint of step {manifest.step}; {name_of(manifest.step)} is its name")
+    return manifest
 
 
 def check_format(place: Place, version: object) -> None:
@@ -131,10 +162,12 @@ def find_damage(place: Place, manifest: Manifest, depth: str, share: int = 0, nu
     """Return what is wrong with the files of one share, a line for each; nothing if all is well.
 
     depth: `sizes` looks at sizes only; `frames` at all bytes but those of tensors (which `read_tensors` checks as it
-    reads them); `full` at all.  `share` of `num_shares`: so that ranks divide the work.
+    reads them); `full` at all.  `share` of `num_shares`: so that ranks divide the work.  The index for torch's own
+    tools is not looked at (see `find_index_damage`): nothing here depends on it.
     """
     damage = []
-    for number, (name, (size, _)) in enumerate(sorted(manifest.files.items())):
+    needed = sorted((name, size) for name, (size, _) in manifest.files.items() if name != INDEX)
+    for number, (name, size) in enumerate(needed):
         if number % num_shares != share:
             continue
         try:
@@ -144,6 +177,15 @@ def find_damage(place: Place, manifest: Manifest, depth: str, share: int = 0, nu
         except OSError as error:
             damage.append(f"{place}/{name}: {_reason(error)}")
     return damage
+
+
+def find_index_damage(place: Place, manifest: Manifest) -> str:
+    """Return what is wrong with the index for torch's own tools; empty if nothing is."""
+    try:
+        read_file(place, manifest, INDEX)
+    except Damaged as error:
+        return str(error)
+    return ""
 
 
 def _check_file(place: Place, manifest: Manifest, name: str, size: int, depth: str) -> None:

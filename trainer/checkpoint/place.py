@@ -16,13 +16,16 @@ from typing import Any, Protocol
 
 from trainer.errors import UserError
 from trainer.files import find_folder, sync_folder
+from trainer.printable import mask_credentials
 
 COMMIT = "manifest.json"
 """The file without which a folder holds no checkpoint."""
-DAMAGED, SUPERSEDED = "damaged", "superseded"
+DAMAGED, SUPERSEDED, DOUBTFUL = "damaged", "superseded", "doubtful"
 """Why a checkpoint was set aside."""
-_ASIDE = (f"{DAMAGED}-", f"{SUPERSEDED}-")
+_ASIDE = (f"{DAMAGED}-", f"{SUPERSEDED}-", f"{DOUBTFUL}-")
 _WRITING, _REMOVED, _REPLACED = ".writing-", ".removed-", ".replaced-"
+_UNFINISHED = ".unfinished"
+"""In an object store, the file that lies in a folder while it is written, and while it is deleted."""
 
 
 class Source(Protocol):
@@ -112,8 +115,16 @@ def find_place(path: str | os.PathLike[str]) -> Place:
     try:
         system, root = fsspec.core.url_to_fs(text)
     except (ImportError, ValueError) as error:
-        raise UserError(f"{text}: {error}") from error
+        raise UserError(mask_credentials(f"{text}: {error}")) from error
     return RemotePlace(system, root.rstrip("/"), text.rstrip("/"))
+
+
+def is_same_place(one: str, other: str) -> bool:
+    """Return whether two paths or URLs name the same place, by way of links too."""
+    here, there = find_folder(one), find_folder(other)
+    if here is None or there is None:
+        return one.rstrip("/") == other.rstrip("/")
+    return os.path.realpath(here) == os.path.realpath(there)
 
 
 class LocalPlace:
@@ -294,10 +305,18 @@ class RemotePlace:
         for aside in self._aside_in(name):
             self._move_out(name, aside)
         self.delete(self.retire(name))
+        self._mark(name)
         return name
 
     def publish(self, unpublished: str, name: str) -> None:
-        """Nothing: the manifest, written last, has done it."""
+        """Take the mark away: the manifest, written last, has done the rest."""
+        with contextlib.suppress(FileNotFoundError):
+            self.system.rm(f"{self.root}/{name}/{_UNFINISHED}")
+
+    def _mark(self, name: str) -> None:
+        """Say of a folder that it is ours to delete.  One without a manifest may be somebody's, half copied here."""
+        self._make_folder(f"{self.root}/{name}")
+        self.system.pipe_file(f"{self.root}/{name}/{_UNFINISHED}", b"")
 
     def set_aside(self, name: str, why: str) -> None:
         """Rename the manifest alone: an object store has to copy what it moves.  `begin` does, if it has to."""
@@ -325,7 +344,8 @@ class RemotePlace:
         self.system.mv(f"{source}/{marker}", f"{self.root}/{aside}/{marker}")
 
     def retire(self, name: str) -> str:
-        with contextlib.suppress(FileNotFoundError):
+        if COMMIT in (self / name).names():
+            self._mark(name)  # killed before all of it is deleted, the rest still is
             self.system.rm(f"{self.root}/{name}/{COMMIT}")
         return name
 
@@ -337,8 +357,10 @@ class RemotePlace:
         """Nothing: a checkpoint is never moved, only what was set aside is."""
 
     def clean(self, prefix: str) -> list[str]:
-        folders = [name for name in self.names() if name.startswith(prefix)]
-        leftovers = [name for name in folders if not any(file.endswith(COMMIT) for file in (self / name).names())]
+        files = {name: (self / name).names() for name in self.names() if name.startswith(prefix)}
+        leftovers = [
+            name for name, own in files.items() if _UNFINISHED in own and not any(f.endswith(COMMIT) for f in own)
+        ]
         for name in leftovers:
             self.delete(name)
         return leftovers

@@ -8,8 +8,9 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
 
+from trainer.checkpoint.manifest import name_of
 from trainer.checkpoint.schedule import SaveSchedule
-from trainer.checkpoint.store import PREFIX, Checkpoints, Savable, SaveResult
+from trainer.checkpoint.store import Checkpoints, Savable, SaveResult
 from trainer.config import CheckpointSection
 from trainer.distributed.ballot import Ballot
 from trainer.errors import TrainingFailed
@@ -24,6 +25,9 @@ class Resumable(Savable, Protocol):
 
 class SaveListener(Protocol):
     """Told how saves go."""
+
+    def settle(self) -> None:
+        """Find out whether the steps so far were skipped, as far as that is still open."""
 
     def prepare(self, state: Resumable) -> None:
         """A save is about to begin.  Collective."""
@@ -74,8 +78,15 @@ class Saver:
         return self.schedule.is_due(step, self._may_retry.anyone)
 
     def try_save(self, state: Resumable) -> None:
-        """Save as `fit` does: a failure is counted, not raised, until there are too many in a row."""
+        """Save as `fit` does: a failure is counted, not raised, until there are too many in a row.
+
+        While steps are skipped there is nothing good to save: the first one that counts makes up for it.
+        """
         if self._checkpoints.in_flight and self._config.when_busy == "skip":
+            return
+        self._listener.settle()
+        if state.num_skipped:
+            self.schedule.postpone()
             return
         self.finish()
         if self._is_saved(state) and not self.schedule.num_failures:
@@ -91,7 +102,7 @@ class Saver:
         self._start(state, background)
         if not background and (error := self._collect(warns=False).error):
             raise TrainingFailed(error)
-        path = str(self._checkpoints.place / f"{PREFIX}{state.step:08d}")
+        path = str(self._checkpoints.place / name_of(state.step))
         return path if find_folder(path) is None else Path(path)
 
     def collect(self) -> None:
@@ -128,6 +139,11 @@ class Saver:
         """Give the save in flight time to end, for a rank that is about to leave.  Not collective."""
         self._checkpoints.wait(timeout_s)
 
+    def doubt(self, since: int | None) -> None:
+        """Set aside what was saved after step `since`, from which on every step had to be skipped.  Not collective."""
+        if since is not None and (done := self._checkpoints.doubt(since)):
+            self._listener.warn(done)
+
     def wait_for_deleting(self) -> None:
         """Wait some time until pruned checkpoints are gone.  Not collective."""
         self._checkpoints.wait_for_deleting()
@@ -140,7 +156,7 @@ class Saver:
         self._started = (state.step, state.eval_pending)
         self._listener.began(lambda: self._checkpoints.stage)
         with self._listener.waiting():
-            self._checkpoints.start(state, background)
+            self._checkpoints.start(state, background, self.schedule.begin(state.step))
 
     def _collect(self, warns: bool = True) -> SaveResult:
         """Take the result of the save in flight, the same on all ranks, and report it.
@@ -161,7 +177,7 @@ class Saver:
             if warns:
                 self._listener.warn(f"checkpoint not saved, training goes on: {result.error} ({count})")
             return result
-        self.schedule.succeeded()
+        self.schedule.succeeded(result.step)
         self.longest_s = max(self.longest_s, result.total_s)
         self._saved = self._started
         if result.warning:

@@ -19,6 +19,8 @@ class SaveSchedule:
         self.num_failures = 0
         """Failed saves in a row."""
         self._retry_at = 0.0
+        self._is_postponed = False
+        self._owed: list[int] = []
 
     def may_retry(self) -> bool:
         """Return whether a failed save may be tried again by now."""
@@ -26,14 +28,27 @@ class SaveSchedule:
 
     def is_due(self, step: int, may_retry: bool) -> bool:
         """Return whether to save after update `step`.  `may_retry` is rank 0's."""
+        falls_due = self.every > 0 and step % self.every == 0
+        if falls_due:
+            self._owed.append(step)
         if self.num_failures:
             return may_retry
-        return self.every > 0 and step % self.every == 0
+        return falls_due or self._is_postponed
+
+    def postpone(self) -> None:
+        """Put the save that is due off to the next update: this is no state to keep."""
+        self._is_postponed = True
+
+    def begin(self, step: int) -> list[int]:
+        """Note that a save begins, of update `step`; returns the updates whose saves it makes up for."""
+        self._is_postponed = False
+        return [due for due in self._owed if due < step]
 
     def failed(self) -> None:
         pause = min(self.FIRST_PAUSE_S * 2**self.num_failures, self.LONGEST_PAUSE_S)
         self.num_failures += 1
         self._retry_at = self._clock() + pause
 
-    def succeeded(self) -> None:
+    def succeeded(self, step: int) -> None:
         self.num_failures = 0
+        self._owed = [due for due in self._owed if due > step]

@@ -9,13 +9,15 @@ from collections.abc import Mapping
 import torch
 
 from trainer.checkpoint.blocks import Damaged
+from trainer.checkpoint.keeping import newest_step
 from trainer.checkpoint.layout import layout_from_json
-from trainer.checkpoint.manifest import find_damage, read_blocks, read_file, read_manifest
+from trainer.checkpoint.manifest import PREFIX, find_damage, name_of, read_blocks, read_file, read_manifest
 from trainer.checkpoint.place import COMMIT, Place, find_place
-from trainer.checkpoint.store import PREFIX, list_steps
 from trainer.checkpoint.tensors import read_rows
-from trainer.config import config_from_yaml
+from trainer.config import stored_value
 from trainer.errors import TrainingFailed, UserError
+from trainer.printable import is_masked
+from trainer.relocate import CONFIG, moved_along
 
 
 class StoredWeights:
@@ -74,23 +76,29 @@ def find_checkpoints(path: str | os.PathLike[str]) -> Place:
 
 
 def find_checkpoint(path: str | os.PathLike[str]) -> Place:
-    """Return the checkpoint that `path` means: one itself, or the newest of a run's folder.  Raises UserError.
+    """Return the checkpoint that `path` means: one itself, or the newest of a run's folder (one that was saved while
+    updates were skipped only if there is no other).  Raises UserError.
 
-    One itself may be damaged: whoever reads it finds out.
+    It may be damaged: whoever reads it finds out.
     """
     if is_checkpoint(path):
         return find_place(path)
     folder = find_checkpoints(path)
-    steps = list_steps(folder)
-    if not steps:
+    step = newest_step(folder)
+    if step is None:
         raise UserError(f"{path}: holds no checkpoint")
-    return folder / f"{PREFIX}{steps[-1]:08d}"
+    return folder / name_of(step)
 
 
 def _elsewhere(run: Place) -> list[Place]:
     """Return the folder that the configuration of a run names for its checkpoints, if it names one."""
     try:
-        stored = config_from_yaml(run.read("config.yaml").decode()).checkpoint.dir
-    except (OSError, UserError):  # no run's folder, or of a recipe that is not known here
+        text = run.read(CONFIG).decode(errors="replace")
+        stored, run_dir = stored_value(text, "checkpoint.dir"), stored_value(text, "run.dir")
+    except (OSError, UserError):  # no run's folder
         return []
-    return [find_place(stored)] if stored else []
+    if is_masked(stored):
+        raise UserError(f"{run}: its checkpoints are at {stored}, whose credentials are not kept; give that URL, whole")
+    if not (isinstance(stored, str) and stored and isinstance(run_dir, str)):
+        return []
+    return [find_place(moved_along(stored, run_dir, str(run)))]

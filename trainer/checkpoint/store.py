@@ -18,12 +18,13 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
 from hashlib import sha256
+from itertools import chain
 from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 import safetensors.torch
@@ -31,17 +32,21 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from trainer.checkpoint.blocks import Damaged, checksum_of, crc32
+from trainer.checkpoint.keeping import Keeping, list_steps
 from trainer.checkpoint.layout import Layout, Stored, Written, layout_from_json, layout_of, layout_to_json
 from trainer.checkpoint.manifest import (
+    INDEX,
+    PREFIX,
     Manifest,
     blocks_name,
     check_format,
     find_damage,
+    name_of,
     read_blocks,
     read_file,
     read_manifest,
 )
-from trainer.checkpoint.place import COMMIT, DAMAGED, Place
+from trainer.checkpoint.place import COMMIT, DAMAGED, DOUBTFUL, Place
 from trainer.checkpoint.tensors import SavePlans, Staging, read_tensors, write_tensors
 from trainer.checkpoint.tree import join, split
 from trainer.config import CheckpointSection
@@ -51,8 +56,6 @@ from trainer.errors import TrainingFailed, UserError, choice_error
 
 Result = TypeVar("Result")
 
-PREFIX = "step_"
-_NAME = re.compile(r"step_(\d{8,})")
 _DELETING_S = 60.0
 _WAITING = "waiting for the other ranks"
 _FREE_MARGIN = 1.02
@@ -84,6 +87,15 @@ class Strict(Protocol):
 
 
 @runtime_checkable
+class Dependent(Protocol):
+    """A part that means something only beside what no checkpoint holds, as a position does in its data."""
+
+    def changes_outside(self, plain: Mapping[str, Any], allowed: Collection[str]) -> tuple[list[str], list[str]]:
+        """Return a line for each change of that since `plain` was stored: those that forbid to go on, those to tell."""
+        ...
+
+
+@runtime_checkable
 class Restartable(Protocol):
     """A rank's own part that can be made anew, where what is stored is for another number of ranks."""
 
@@ -100,8 +112,16 @@ class Savable(Protocol):
     """Each rank's own: restored where the number of ranks is the same, otherwise made anew if it is Restartable."""
 
     @property
-    def weights(self) -> frozenset[str]:
-        """Keys of the parameters: such must be finite to be published."""
+    def weights(self) -> Mapping[str, float]:
+        """Keys of the parameters, which must be finite to be published, and magnitudes that no value may reach."""
+        ...
+
+    @property
+    def num_skipped(self) -> int:
+        """How many updates have been skipped in a row: while there are any, nobody knows whether the weights are good.
+
+        The same on all ranks.
+        """
         ...
 
     def check_complete(self) -> None:
@@ -172,6 +192,10 @@ class _Snapshot:
     """Copies, on the CPU, of what is this rank's own."""
     digests: dict[str, tuple[int, int]]
     """Checksums, by part, of what must be the same on all ranks: plain values, and tensors that are not sharded."""
+    weights: Mapping[str, float]
+    num_skipped: int
+    due: Sequence[int] = ()
+    """The updates whose saves this one makes up for."""
     unlike: list[str] = field(default_factory=list)
     """Keys of plain tensors of which each rank stores its own values."""
 
@@ -191,6 +215,8 @@ class Found:
 
     path: str
     manifest: Manifest
+    config_yaml: str
+    """The configuration that it was written with."""
     damaged: Mapping[str, list[str]] = field(default_factory=dict)
     """What is wrong with each, by its name."""
     warnings: Sequence[str] = ()
@@ -212,6 +238,7 @@ class Checkpoints:
         self._channel, self._results = self._open_channel(), self._open_channel()
         self._plans = SavePlans(world)
         self._staging = Staging(world.device)
+        self._keeping = Keeping(place, settings.keep_last, settings.keep_every)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=_step_back)
         self._in_flight: Future[SaveResult] | None = None
         self.makes_way = False
@@ -266,9 +293,9 @@ class Checkpoints:
 
         self.world.agreed(collect)
 
-    def start(self, state: Savable, background: bool) -> None:
+    def start(self, state: Savable, background: bool, due: Sequence[int] = ()) -> None:
         """Begin to save `state` as it is now.  In the background, training stands still for a copy only; otherwise the
-        state must not change before `take`, which has the result.
+        state must not change before `take`, which has the result.  `due`: the updates whose saves it makes up for.
 
         No save may be in flight.  Raises UserError for state that cannot be saved at all.
         Collectives: one gather of small messages; the first time, those of planning.
@@ -280,6 +307,7 @@ class Checkpoints:
         try:
             state.check_complete()
             snapshot = _collect(state, self.world.size)
+            snapshot.due = due
         except (TypeError, UserError) as error:
             mistake = str(error)
         except Exception as error:
@@ -308,7 +336,7 @@ class Checkpoints:
             except Exception as error:
                 failure = f"cannot copy the state: {_describe(error)}"
         blocked_s = time.perf_counter() - started if background else None
-        self._in_flight = self._thread.submit(self._save, snapshot, tensors, failure, state.weights, started, blocked_s)
+        self._in_flight = self._thread.submit(self._save, snapshot, tensors, failure, state, started, blocked_s)
 
     def _keep_own(self, state: Savable, snapshot: _Snapshot, parts: list[str]) -> None:
         """Put the plain tensors that ranks hold different values of into what is stored of each rank.
@@ -375,12 +403,12 @@ class Checkpoints:
         snapshot: _Snapshot,
         tensors: Mapping[str, torch.Tensor],
         error: str,
-        weights: frozenset[str],
+        state: Savable,
         started: float,
         blocked_s: float | None,
     ) -> SaveResult:
         """Write and publish.  The same steps on all ranks, whatever fails where."""
-        final = f"{PREFIX}{snapshot.step:08d}"
+        final = name_of(snapshot.step)
         outcome, lost_ranks, folder = ("", 0), False, self.place / final
         try:
             (all_bytes,) = self._channel.sum([self._plans.num_bytes])
@@ -389,7 +417,7 @@ class Checkpoints:
             if not failed:
                 written = None
                 if not error:
-                    own = (self.place / unpublished, snapshot, tensors, weights)
+                    own = (self.place / unpublished, snapshot, tensors)
                     written, error = self._at(f"writing {folder}", lambda: self._write_own(*own))
                 reports = self._channel.gather((error, written))
                 failed = _joined(report[0] for report in reports)
@@ -402,7 +430,9 @@ class Checkpoints:
             lost_ranks = True
         failed, num_bytes = outcome
         total_s = time.perf_counter() - started
-        warning = "" if failed else self._at(f"pruning {self.place}", lambda: self._prune(keep=final))
+        # Saved in doubt, or in doubt by now: what is older may be all that is good.
+        is_in_doubt = snapshot.num_skipped > 0 or state.num_skipped > 0
+        warning = "" if failed or is_in_doubt else self._at(f"pruning {self.place}", self._prune)
         path = f"{self.place}/{final}"
         if failed:
             failed = f"{path}: {failed}"
@@ -424,7 +454,7 @@ class Checkpoints:
 
     def _failed(self, step: int, error: str, started: float) -> SaveResult:
         elapsed = time.perf_counter() - started
-        path = f"{self.place}/{PREFIX}{step:08d}"
+        path = f"{self.place}/{name_of(step)}"
         return SaveResult(step, path, 0, elapsed, elapsed, f"{path}: {error}")
 
     def _begin(self, final: str, all_bytes: int) -> tuple[str, str]:
@@ -441,13 +471,13 @@ class Checkpoints:
             return "", f"rank 0: {_describe(error)}"
 
     def _write_own(
-        self, folder: Place, snapshot: _Snapshot, tensors: Mapping[str, torch.Tensor], weights: frozenset[str]
+        self, folder: Place, snapshot: _Snapshot, tensors: Mapping[str, torch.Tensor]
     ) -> tuple[dict[str, Any] | None, str]:
         """Write what is this rank's.  Returns what rank 0 must know of it, or an error."""
         rank = self.world.rank
         try:
             files = {}
-            written = write_tensors(folder, rank, self._plans.boxes, tensors, weights, self._rest)
+            written = write_tensors(folder, rank, self._plans.boxes, tensors, snapshot.weights, self._rest)
             if written is not None:
                 files[written.file] = (written.num_bytes, checksum_of(written.blocks))
                 listed = json.dumps(written.blocks, separators=(",", ":")).encode()
@@ -474,6 +504,7 @@ class Checkpoints:
             except Exception as error:
                 failed = f"rank 0: {_describe(error)}"
             else:
+                self._keeping.note(manifest)
                 return "", manifest.num_bytes
         self._discard(unpublished)
         return failed, 0
@@ -493,7 +524,7 @@ class Checkpoints:
             layout = layout_of(self._plans.planned, self._chunks_by_rank.values())
             self._layout_files = {
                 "layout.json": layout_to_json(layout).encode(),
-                ".metadata": pickled_metadata(layout, snapshot.paths),
+                INDEX: pickled_metadata(layout, snapshot.paths),
             }
         common = {
             **self._layout_files,
@@ -513,7 +544,12 @@ class Checkpoints:
             created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             config_sha256=sha256(common["config.yaml"]).hexdigest(),
             files=files,
-            extra={"job": self.facts.job, "restarts": self.facts.restarts},
+            extra={
+                "job": self.facts.job,
+                "restarts": self.facts.restarts,
+                "num_skipped": snapshot.num_skipped,
+                "due": list(snapshot.due),
+            },
         )
         _write_files(folder, {COMMIT: manifest.to_json().encode()})
         return manifest
@@ -524,7 +560,7 @@ class Checkpoints:
         except Exception:  # the storage that failed may fail here too; what is left is cleaned at the next start
             return
 
-    def _prune(self, keep: str) -> str:
+    def _prune(self) -> str:
         """Rank 0: take away the checkpoints that are no longer kept.  Returns what went wrong: the save itself has not.
 
         Their names go at once, their bytes in the background: to unlink gigabytes takes a while.
@@ -533,15 +569,7 @@ class Checkpoints:
             return ""
         earlier, self._warning = self._warning, ""
         try:
-            steps = self.steps()
-            last = steps[-self.settings.keep_last :] if self.settings.keep_last else steps
-            every = self.settings.keep_every
-            names = {step: f"{PREFIX}{step:08d}" for step in steps if step not in last}
-            retired = [
-                self.place.retire(name)
-                for step, name in names.items()
-                if name != keep and not (every and step % every == 0)
-            ]
+            retired = [self.place.retire(name) for name in self._keeping.obsolete()]
         except Exception as error:
             return f"cannot remove checkpoints that are no longer kept: {_describe(error)}"
         if retired:
@@ -564,7 +592,7 @@ class Checkpoints:
     def newest_origin(self) -> Facts | None:
         """Return what the newest checkpoint says that can say it; None if none can.  Not collective."""
         for step in reversed(self.steps()):
-            place = self.place / f"{PREFIX}{step:08d}"
+            place = self.place / name_of(step)
             try:
                 manifest = read_manifest(place)
                 stored = read_file(place, manifest, "config.yaml").decode()
@@ -586,20 +614,22 @@ class Checkpoints:
         """Restore `state` from the newest good checkpoint; None if there is none at all.
 
         `careful`: look at every byte before anything is overwritten, for a state that is worth something.
-        Damaged ones are left where they are until a good one is found, then set aside under another name.
+        Damaged ones are left where they are until a good one is found, then set aside under another name.  One that was
+        saved while updates were skipped is taken if there is no other.
 
         Raises UserError if the configuration or the state does not fit; TrainingFailed if none is good.
         """
         names = self.world.broadcast(self.world.agreed(self._candidates))
         damaged: dict[str, list[str]] = {}
-        for name in names:
-            place = self.place / name
-            found, damage = self._load(place, state, compare, allowed, careful)
-            if found is None:
+        put_off: dict[str, int] = {}
+        for name in chain.from_iterable((names, put_off)):  # the latter last, once all of them are known
+            found, damage = self._try(name, put_off, state, compare, allowed, careful)
+            if damage:
                 damaged[name] = damage
-                continue
-            self.world.agreed(lambda: self._set_aside(damaged))
-            return dataclasses.replace(found, damaged=damaged)
+            if found is not None:
+                self.world.agreed(lambda: self._set_aside(damaged, DAMAGED))
+                notes = _notes_on(put_off, found.manifest.step)
+                return dataclasses.replace(found, damaged=damaged, warnings=[*found.warnings, *notes])
         if damaged:
             listed = "\n".join(f"  {line}" for lines in damaged.values() for line in lines)
             raise TrainingFailed(
@@ -608,6 +638,25 @@ class Checkpoints:
             )
         return None
 
+    def _try(
+        self,
+        name: str,
+        put_off: dict[str, int],
+        state: Savable,
+        compare: Compare,
+        allowed: frozenset[str],
+        careful: bool,
+    ) -> tuple[Found | None, list[str]]:
+        """Return what `_load` does, or nothing for one that is put off: it is noted, with how many were skipped."""
+        place = self.place / name
+        manifest, problem = self._manifest(place)
+        if manifest is None:
+            return None, [problem]
+        if manifest.num_skipped and name not in put_off:
+            put_off[name] = manifest.num_skipped
+            return None, []
+        return self._load(place, manifest, state, compare, allowed, careful)
+
     def load(self, place: Place, state: Savable, compare: Compare, allowed: frozenset[str], careful: bool) -> Found:
         """Restore `state` from the checkpoint at `place`, on any mesh.
 
@@ -615,16 +664,35 @@ class Checkpoints:
 
         Raises UserError if there is no checkpoint, or it does not fit; TrainingFailed if it is damaged.
         """
-        found, damage = self._load(place, state, compare, allowed, careful)
+        manifest, problem = self._manifest(place)
+        found, damage = None, [problem]
+        if manifest is not None:
+            found, damage = self._load(place, manifest, state, compare, allowed, careful)
         if found is None:
             listed = "\n".join(f"  {line}" for line in damage)
             raise TrainingFailed(f"the checkpoint {place} is damaged:\n{listed}")
         return found
 
-    def _set_aside(self, names: Iterable[str]) -> None:
+    def _set_aside(self, names: Iterable[str], why: str) -> None:
         if self.world.is_main:
             for name in names:
-                self.place.set_aside(name, DAMAGED)
+                self.place.set_aside(name, why)
+
+    def doubt(self, since: int) -> str:
+        """Set aside what was saved from update `since` on, after which every update had to be skipped: the next start
+        tries the one before, if there is one, and that only once.  Returns what was done, or went wrong, in words.
+
+        Not collective: for rank 0 of a run that has failed.
+        """
+        if not self.world.is_main or (self.in_flight and not self.is_written):
+            return ""
+        try:
+            names = self._keeping.in_doubt(since)
+            self._set_aside(names, DOUBTFUL)
+        except Exception as error:  # the storage is away, too: what is in doubt stays where it is
+            return f"cannot set aside what was saved after step {since}: {_describe(error)}"
+        done = ", ".join(f"{name} was set aside as {DOUBTFUL}-{name}" for name in names)
+        return done and f"every update since has failed: {done}; the same command goes on from the checkpoint before"
 
     @property
     def is_empty(self) -> bool:
@@ -635,15 +703,23 @@ class Checkpoints:
         if not self.world.is_main:
             return []
         self.place.recover()
-        return [f"{PREFIX}{step:08d}" for step in reversed(self.steps())]
+        return [name_of(step) for step in reversed(self.steps())]
+
+    def _manifest(self, place: Place) -> tuple[Manifest | None, str]:
+        """Return the manifest, on all ranks; None, and what is wrong with it, if it is damaged."""
+        manifest, problem = self.world.broadcast(self.world.agreed(lambda: _open(place, self.world.is_main)))
+        return manifest, problem
 
     def _load(
-        self, place: Place, state: Savable, compare: Compare, allowed: frozenset[str], careful: bool
+        self,
+        place: Place,
+        manifest: Manifest,
+        state: Savable,
+        compare: Compare,
+        allowed: frozenset[str],
+        careful: bool,
     ) -> tuple[Found | None, list[str]]:
         """Restore from `place`.  Returns what was found; or None, and what is damaged."""
-        manifest, problem = self.world.broadcast(self.world.agreed(lambda: _open(place, self.world.is_main)))
-        if manifest is None:
-            return None, [problem]
         depth = "sizes" if not self.settings.checksums else "full" if careful else "frames"
         _, damage = self._attempt(lambda: _look_for_damage(place, manifest, depth, self.world))
         if damage:
@@ -654,17 +730,14 @@ class Checkpoints:
         document, layout = stored.document, stored.layout
         different, changed = self.world.agreed(lambda: compare(stored.config_yaml))
         is_same_size = stored.own is not None
-        unfit, left_out = self.world.agreed(lambda: _differences(state, document, layout, allowed, is_same_size))
-        if different or unfit:
-            lines = [*different, *unfit, _advice(different, unfit)]
-            raise UserError(f"cannot resume from {place}:\n" + "\n".join(f"  {line}" for line in lines))
+        fit = (state, document, layout, allowed, is_same_size)
+        left_out, warnings = self.world.agreed(lambda: _check_fit(place, different, *fit))
         targets = self.world.agreed(lambda: _targets(state, layout, left_out))
         _, damage = self._attempt(lambda: self._read(place, manifest, layout, targets))
         if damage:
             return None, damage
         self.world.agreed(lambda: _apply(state, document, targets, stored.own, left_out))
         state.step = manifest.step
-        warnings = []
         if not is_same_size:
             for part in state.rank_parts.values():
                 if isinstance(part, Restartable):
@@ -672,7 +745,7 @@ class Checkpoints:
             if document.get("unlike"):
                 keys = ", ".join(document["unlike"])
                 warnings.append(f"each of {manifest.world_size} ranks had values of its own, rank 0's are used: {keys}")
-        return Found(str(place), manifest, warnings=warnings, changed=changed), []
+        return Found(str(place), manifest, stored.config_yaml, warnings=warnings, changed=changed), []
 
     def _read(self, place: Place, manifest: Manifest, layout: Layout, targets: Mapping[str, torch.Tensor]) -> None:
         blocks = read_blocks(place, manifest)
@@ -694,14 +767,15 @@ class Checkpoints:
 # ---------------------------------------------------------------------------------------------------------------
 
 
-def list_steps(place: Place) -> list[int]:
-    """Return the steps of the checkpoints in `place`, oldest first: whole or damaged, but published."""
-    steps = []
-    for name in place.names():
-        found = _NAME.fullmatch(name)
-        if found and place.is_published(name):
-            steps.append(int(found.group(1)))
-    return sorted(steps)
+def _notes_on(put_off: Mapping[str, int], taken: int) -> list[str]:
+    """Return what is to be said of checkpoints from inside a streak of skipped updates, where one was looked at."""
+    if name_of(taken) in put_off:
+        return [f"was saved while updates were skipped ({put_off[name_of(taken)]} in a row); there is no other"]
+    return [
+        f"is taken instead of {name}, which was saved while updates were skipped ({number} in a row): that is moved "
+        "aside, and gone on from only where checkpoint.resume names it"
+        for name, number in put_off.items()
+    ]
 
 
 def _open(place: Place, is_main: bool) -> tuple[Manifest | None, str]:
@@ -769,7 +843,9 @@ def _collect(state: Savable, num_ranks: int) -> _Snapshot:
         for name, part in state.rank_parts.items():
             own_plain[name], found = split(part.state_dict(), (name,))
             own_tensors |= {".".join(path): _copy_of(tensor) for path, tensor in found.items()}
-    return _Snapshot(state.step, tensors, paths, plain, own_plain, own_tensors, digests)
+    return _Snapshot(
+        state.step, tensors, paths, plain, own_plain, own_tensors, digests, state.weights, state.num_skipped
+    )
 
 
 def _copy_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -831,6 +907,32 @@ def _within(layout: Layout, name: str) -> dict[str, Stored]:
     return {key.removeprefix(f"{name}."): stored for key, stored in layout.items() if key.startswith(f"{name}.")}
 
 
+def _check_fit(
+    place: Place,
+    different: list[str],
+    state: Savable,
+    document: Mapping[str, Any],
+    layout: Layout,
+    allowed: frozenset[str],
+    is_same_size: bool,
+) -> tuple[set[str], list[str]]:
+    """Return the parts that stay as they are because that is allowed, and what is to be told.
+
+    Raises UserError with all that does not fit, `different` among it.
+    """
+    unfit, left_out = _differences(state, document, layout, allowed, is_same_size)
+    told: list[str] = []
+    for name, part in state.parts.items():
+        if isinstance(part, Dependent) and name in document["parts"] and f"state.{name}" not in allowed:
+            changed, remarks = part.changes_outside(document["parts"][name], allowed)
+            unfit += changed
+            told += remarks
+    if different or unfit:
+        lines = [*different, *unfit, _advice(different, unfit)]
+        raise UserError(f"cannot resume from {place}:\n" + "\n".join(f"  {line}" for line in lines))
+    return left_out, told
+
+
 def _differences(
     state: Savable, document: Mapping[str, Any], layout: Layout, allowed: frozenset[str], is_same_size: bool
 ) -> tuple[list[str], set[str]]:
@@ -846,7 +948,7 @@ def _differences(
     for name, part in [*state.parts.items(), *state.rank_parts.items()]:
         unfit: list[str] = []
         if name not in (parts if name in state.parts else rank_parts):
-            unfit = [_other_state(name, "not in the checkpoint")]
+            unfit = [] if getattr(part, "may_be_absent", False) else [_other_state(name, "not in the checkpoint")]
         elif name in state.rank_parts:
             if not is_same_size and not isinstance(part, Restartable):
                 unfit = [_other_state(name, "each rank's own, of another number of ranks")]
@@ -960,13 +1062,24 @@ def _rank_file(rank: int) -> str:
 
 
 def _write_files(folder: Place, contents: Mapping[str, bytes]) -> dict[str, tuple[int, int]]:
+    """Write small files, and look at each again: storage may say that all is well and keep a part.
+
+    Returns their sizes and checksums.  Raises OSError.
+    """
     for name, data in contents.items():
         file = folder.create(name)
         try:
             file.write(data)
         finally:
             file.close()
+        kept = folder.read(name)
+        if kept != data:
+            raise OSError(f"{folder}/{name}: the storage has kept {_part(kept, data)}, and reported no error")
     return {name: (len(data), crc32(data)) for name, data in contents.items()}
+
+
+def _part(kept: bytes, data: bytes) -> str:
+    return f"{len(kept)} of {len(data)} bytes" if len(kept) != len(data) else "other bytes"
 
 
 def _done(result: SaveResult) -> Future[SaveResult]:

@@ -125,14 +125,14 @@ def write_tensors(
     rank: int,
     boxes: Sequence[Box],
     tensors: Tensors,
-    must_be_finite: frozenset[str],
+    limits: Mapping[str, float],
     rest: Callable[[float], None] | None = None,
 ) -> Written | None:
     """Write this rank's chunks into one file and flush it to disk; None if it has none.  No collective.
 
     `tensors` are staged copies, or the live ones (then each is copied as it is written).  `rest` is called after each
     block with the seconds that it took.  Raises ValueError for a
-    weight that is not finite, OSError.
+    weight that is not finite, or reaches its limit in magnitude; OSError.
     """
     if not boxes:
         return None
@@ -150,7 +150,7 @@ def write_tensors(
                 if scratch.nbytes < part.nbytes:
                     scratch = np.empty(part.nbytes, dtype=np.uint8)
                 part = _views(scratch, {box.key: part})[box.key].copy_(part)
-            look = _finite_check(box.key, part.dtype) if box.key in must_be_finite else None
+            look = _sanity_check(box.key, part.dtype, limits[box.key]) if box.key in limits else None
             chunks.append((box.key, _write_chunk(writer, name, box, part, look)))
     finally:
         torch.serialization.set_crc32_options(has_own_checksums)
@@ -210,27 +210,30 @@ _EXPONENTS = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00}
 _FLOATS = {torch.float32: np.float32, torch.float64: np.float64}
 
 
-def _finite_check(key: str, dtype: torch.dtype) -> Callable[[memoryview], None] | None:
-    """Return what looks at the bytes of a weight and raises ValueError if a value is not finite; None for integers.
+def _sanity_check(key: str, dtype: torch.dtype, limit: float) -> Callable[[memoryview], None] | None:
+    """Return what looks at the bytes of a weight and raises ValueError if a value is not finite, or reaches `limit` in
+    magnitude; None for integers.
 
     By numpy, in the thread that writes: torch's own would start OpenMP threads beside those of the training step.
     """
 
-    def demand(is_finite: bool) -> None:
-        if not is_finite:
+    def look(part: memoryview) -> None:
+        largest = _largest(part, dtype)
+        if not np.isfinite(largest):
             raise ValueError(f"{key} holds values that are not finite; such weights are never published")
+        if largest >= limit:
+            raise ValueError(f"{key} holds values of {largest:.1e}, beyond belief; such weights are never published")
 
-    def look_at_floats(part: memoryview) -> None:
-        values = np.frombuffer(part, dtype=_FLOATS[dtype])
-        demand(bool(np.isfinite(values.max()) and np.isfinite(values.min())))
+    return look if dtype in _FLOATS or dtype in _EXPONENTS else None
 
-    def look_at_bits(part: memoryview) -> None:
-        mask = _EXPONENTS[dtype]  # all ones in the exponent: infinite, or not a number
-        demand(int((np.frombuffer(part, dtype=np.uint16) & mask).max()) < mask)
 
+def _largest(part: memoryview, dtype: torch.dtype) -> float:
+    """Return the largest magnitude, of the narrow dtypes the power of two below it; of what is not finite, that."""
     if dtype in _FLOATS:
-        return look_at_floats
-    return look_at_bits if dtype in _EXPONENTS else None
+        values = np.frombuffer(part, dtype=_FLOATS[dtype])
+        return float(np.maximum(values.max(), -values.min()))
+    exponent = int((np.frombuffer(part, dtype=np.uint16) & _EXPONENTS[dtype]).max())
+    return torch.tensor(exponent, dtype=torch.int16).view(dtype).item()
 
 
 # ---------------------------------------------------------------------------------------------------------------

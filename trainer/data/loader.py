@@ -2,7 +2,8 @@
 
 Training counts positions in an endless run of samples (see `order`).  Update u takes the positions from u * G on,
 G the global batch size; of these each data-parallel rank takes a contiguous share, cut into micro-batches.  So all that
-is resumed is one integer, the number of samples that finished updates have consumed, and it holds on any mesh.
+is resumed is one integer, the number of samples that finished updates have consumed, and it holds on any mesh.  With it
+goes a fingerprint of the data: in others it would be a place in another order.
 
 Knows ranks as numbers; calls no collective.
 """
@@ -13,7 +14,7 @@ import atexit
 import signal
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from itertools import islice
 from typing import Any, TypeAlias
 
@@ -25,8 +26,10 @@ from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from trainer.config import RunConfig
+from trainer.data.fingerprint import Fingerprint
 from trainer.data.order import sample_at
-from trainer.data.source import Source
+from trainer.data.source import ShardError, Source
+from trainer.errors import TrainingFailed, UserError
 from trainer.stop import STOP_SIGNALS
 
 Batch: TypeAlias = "dict[str, Tensor]"
@@ -74,6 +77,8 @@ class TrainLoader:
         self._dp_rank, self._share = dp_rank, global_batch_size // num_dp_ranks
         self._num_workers, self._pin_memory = num_workers, pin_memory
         self._samples = 0
+        self.fingerprint = _fingerprint_of(source)
+        """Of the data, kept with the position; the same on all ranks."""
         self._num_handed_out = 0
         self._batches: Any = None
         if num_workers:
@@ -90,9 +95,11 @@ class TrainLoader:
         return self._samples
 
     @property
-    def order(self) -> tuple[int, int, int]:
-        """What the order from here on depends on, the same on all ranks: position, number of samples, seed."""
-        return self._samples, len(self.source), self._seed
+    def order(self) -> tuple[int, int, int, str]:
+        """What this rank reads from here on depends on, the same on all ranks: position, number of samples, seed, and
+        a digest of the data.
+        """
+        return self._samples, len(self.source), self._seed, _fingerprint_of(self.source).content
 
     def next_samples(self, of_all_ranks: bool = False) -> NDArray[np.int64]:
         """Return the indices of the samples that this rank, or all of them in turn, will read for the next update."""
@@ -107,18 +114,24 @@ class TrainLoader:
     def __next__(self) -> Batch:
         if self._batches is None:
             self._batches = iter(self._open())
-        batch: Batch = next(self._batches)
+        batch = _whole(next(self._batches))
         self._num_handed_out += 1
         if self._num_handed_out == self.micro_batches_per_update:
             self._num_handed_out = 0
             self._samples += self._global_batch_size
         return batch
 
-    def state_dict(self) -> dict[str, int]:
-        """Return the position: the same on every rank."""
-        return {"samples": self._samples}
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position, and which data it is one in: the same on every rank."""
+        return {"samples": self._samples, "data": self.fingerprint.to_state()}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def changes_outside(self, plain: Mapping[str, Any], allowed: Collection[str]) -> tuple[list[str], list[str]]:
+        """Return how the data differ from those of a stored state: what forbids to go on, and what is only told."""
+        if "data" not in plain:
+            return [], ["does not say on which data it was trained: whether they have changed since cannot be told"]
+        return self.fingerprint.changes(plain["data"], allowed)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from the position of `state`."""
         self.close()
         self._samples = int(state["samples"])
@@ -135,7 +148,7 @@ class TrainLoader:
             if worker.is_alive():
                 worker.kill()  # they ignore SIGTERM, which is all that the clean-up sends
 
-    def _open(self) -> StatefulDataLoader[Batch]:
+    def _open(self) -> StatefulDataLoader[Batch | TrainingFailed]:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # torchdata 0.11 on torch 2.13
             return StatefulDataLoader(
@@ -161,6 +174,13 @@ class TrainLoader:
             indices = sample_at(start + positions, len(self.source), self._seed)
             yield from indices.reshape(-1, self._micro_batch_size)
             start += num_updates * self._global_batch_size
+
+
+def _fingerprint_of(source: Source) -> Fingerprint:
+    try:
+        return source.fingerprint
+    except ShardError as error:
+        raise UserError(f"the data cannot be read: {error}") from error
 
 
 class EvalLoader:
@@ -203,7 +223,7 @@ class EvalLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         for indices in self._sample_indices():
-            yield self._batches.__getitems__(indices)
+            yield _whole(self._batches.__getitems__(indices))
 
     def _sample_indices(self) -> NDArray[np.int64]:
         """Return this rank's indices, a row for each micro-batch: ranks take micro-batches in turn."""
@@ -213,18 +233,42 @@ class EvalLoader:
         return indices.reshape(self._shape)[:, self._dp_rank]
 
 
-class _Batches(Dataset[Batch]):
-    """Whole micro-batches by the indices of their samples: what `StatefulDataLoader` asks of a dataset."""
+class _Batches(Dataset["Batch | TrainingFailed"]):
+    """Whole micro-batches by the indices of their samples: what `StatefulDataLoader` asks of a dataset.
+
+    In place of one that cannot be had stands why: an exception of a worker's would arrive with its traceback for text.
+    """
 
     def __init__(self, source: Source) -> None:
         self._source = source
 
-    def __getitems__(self, indices: NDArray[np.int64]) -> Batch:
-        tokens, targets = self._source.batch(indices)
+    def __getitems__(self, indices: NDArray[np.int64]) -> Batch | TrainingFailed:
+        try:
+            tokens, targets = self._source.batch(indices)
+        except ShardError as error:
+            return TrainingFailed(str(error))
+        if not self._source.checks_ids and (found := _find_beyond(self._source.vocab_size, indices, tokens, targets)):
+            return TrainingFailed(found)
         return {"tokens": torch.from_numpy(tokens), "targets": torch.from_numpy(targets)}
 
 
-def _as_it_is(batch: Batch) -> Batch:
+def _whole(batch: Batch | TrainingFailed) -> Batch:
+    if isinstance(batch, TrainingFailed):
+        raise batch
+    return batch
+
+
+def _find_beyond(limit: int, indices: NDArray[np.int64], *batch: NDArray[np.int64]) -> str:
+    """Return what to say of the first id that is beyond the vocabulary; nothing if none is."""
+    for ids in batch:
+        if ids.max(initial=0) >= limit:
+            row, position = np.argwhere(ids >= limit)[0]
+            rule = f"ids must be below {limit}, the size of the vocabulary"
+            return f"sample {indices[row]} holds the id {ids[row, position]}: {rule}"
+    return ""
+
+
+def _as_it_is(batch: Batch | TrainingFailed) -> Batch | TrainingFailed:
     return batch
 
 

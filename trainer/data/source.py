@@ -16,6 +16,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import dataclasses
+import errno
 import glob
 import gzip
 import hashlib
@@ -37,7 +38,10 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 import numpy as np
 from numpy.typing import NDArray
 
+from trainer.data.descriptors import SHARD_FILES, Version
+from trainer.data.fingerprint import Fingerprint
 from trainer.data.tokenizer import Tokenizer, find_tokenizer
+from trainer.environment import file_limit
 from trainer.errors import nearest, setting_error
 
 if TYPE_CHECKING:
@@ -56,12 +60,14 @@ class Source(ABC):
     vocab_size: every token id is below it.
     tokenizer: the name of the tokenizer that made the tokens; None for those that no text stands behind.
     bytes_per_token: bytes of raw text for each target, when every sample is read once; None without text.
+    checks_ids: whether `batch` sees to it that no id is beyond the vocabulary; else the loader does.
     """
 
     seq_len: int
     vocab_size: int
     tokenizer: str | None = None
     bytes_per_token: float | None = None
+    checks_ids: bool = False
 
     @abstractmethod
     def __len__(self) -> int:
@@ -73,6 +79,14 @@ class Source(ABC):
 
         Targets that count for nothing are IGNORE.  Index -1 gives a sample whose targets are all ignored.
         """
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        """Which samples there are, kept with a run's position in them: a run does not go on in others unasked.
+
+        By default their number alone.  `content` may be any text that changes with them.
+        """
+        return Fingerprint(len(self))
 
     def bits_per_byte(self, loss: float) -> float | None:
         """Return the bits for each byte of raw text that a mean `loss` (nats a target) amounts to, or None."""
@@ -131,7 +145,7 @@ class Part(Source):
 
     def __init__(self, whole: Source, start: int, stop: int) -> None:
         self.seq_len, self.vocab_size, self.tokenizer = whole.seq_len, whole.vocab_size, whole.tokenizer
-        self.bytes_per_token = whole.bytes_per_token
+        self.bytes_per_token, self.checks_ids = whole.bytes_per_token, whole.checks_ids
         self._whole, self._start, self._length = whole, start, stop - start
 
     def __len__(self) -> int:
@@ -141,6 +155,11 @@ class Part(Source):
         """Return tokens and targets of the samples at `indices`; see `Source.batch`."""
         assert np.size(indices) == 0 or np.max(indices) < self._length, (indices, self._length)
         return self._whole.batch(np.where(np.asarray(indices) < 0, -1, np.asarray(indices) + self._start))
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        """That of the whole, with the number of these samples."""
+        return dataclasses.replace(self._whole.fingerprint, num_samples=len(self))
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -187,6 +206,10 @@ SUFFIXES = (".bin", ".idx", ".json")
 """The files of a shard, metadata last."""
 
 
+_NUM_PLACES, _PLACE = 64, 2048
+"""How many places a fingerprint looks at, and how many tokens at each."""
+
+
 class ShardError(Exception):
     """A token shard is missing, damaged, or of another kind than it should be; says which and why."""
 
@@ -213,22 +236,39 @@ class ShardInfo:
 class Shard:
     """A token shard that has been checked against its metadata.
 
-    Files are mapped when they are first read, by whichever process reads them: a Shard can be sent to another one.
+    Its files are opened when they are read, by whichever process reads them: a Shard can be sent to another one.
     Raises ShardError.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.info = _read_info(path.with_suffix(".json"))
-        itemsize = np.dtype(self.info.dtype).itemsize
-        _check_size(path, self.info.num_tokens * itemsize)
+        self._file = _check_size(path, self.info.num_tokens * self.dtype.itemsize)
         _check_size(path.with_suffix(".idx"), (self.info.num_documents + 1) * 8)
 
-    @cached_property
-    def tokens(self) -> NDArray[np.unsignedinteger[Any]]:
-        """All tokens, mapped into memory."""
-        dtype = np.dtype(self.info.dtype).newbyteorder("<")
-        return np.asarray(np.memmap(self.path, dtype=dtype, mode="r"))  # asarray: slices of a memmap are slow
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """That of its tokens: unsigned, little-endian."""
+        return np.dtype(self.info.dtype).newbyteorder("<")
+
+    def read(self, start: int, count: int) -> NDArray[np.unsignedinteger[Any]]:
+        """Return `count` tokens from `start` on.  Raises ShardError if they are no longer there."""
+        found = np.empty(count, self.dtype)
+        self.read_into(found, start)
+        return found
+
+    def read_into(self, found: NDArray[np.unsignedinteger[Any]], start: int) -> None:
+        """Fill an array of the shard's dtype, in one piece, with tokens from `start` on.  Raises ShardError."""
+        offset = start * found.itemsize
+        try:
+            count = SHARD_FILES.read_into(found, self._file, offset)
+        except OSError as error:
+            raise ShardError(f"{self.path} cannot be read ({_reason(error)})") from error
+        if count < found.nbytes:
+            size, expected = offset + count, self.info.num_tokens * found.itemsize
+            with contextlib.suppress(OSError):
+                size = self.path.stat().st_size
+            raise ShardError(f"{self.path} has been cut short: it has {size} bytes, its metadata say {expected}")
 
     def read_offsets(self) -> NDArray[np.int64]:
         """Return where each document starts, and where the last one ends."""
@@ -236,9 +276,6 @@ class Shard:
         if offsets[0] != 0 or offsets[-1] != self.info.num_tokens or np.any(np.diff(offsets) < 0):
             raise ShardError(f"{self.path.with_suffix('.idx')} is damaged: its documents do not make up the tokens")
         return offsets
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"path": self.path, "info": self.info}
 
 
 class ShardWriter:
@@ -255,16 +292,24 @@ class ShardWriter:
         self._files = {suffix: open(self._temporary(suffix), "wb") for suffix in SUFFIXES}  # noqa: SIM115
         self._files[".idx"].write(bytes(8))
         self.num_tokens = self.num_documents = self.num_bytes = 0
+        self._has_begun = False
 
     def write(self, ids: NDArray[np.integer[Any]], num_bytes: int) -> None:
         """Append tokens to the current document; `num_bytes` is the size of the text that they stand for."""
-        self._files[".bin"].write(ids.astype(self._dtype.newbyteorder("<"), copy=False).tobytes())
-        self.num_tokens += len(ids)
+        if not self._has_begun:
+            self._has_begun = True
+            self._append(np.array(self._tokenizer.start_ids, dtype=self._dtype))
+        self._append(ids)
         self.num_bytes += num_bytes
 
+    def _append(self, ids: NDArray[np.integer[Any]]) -> None:
+        self._files[".bin"].write(ids.astype(self._dtype.newbyteorder("<"), copy=False).tobytes())
+        self.num_tokens += len(ids)
+
     def end_document(self) -> None:
-        """End the current document: append the tokenizer's end token."""
-        self.write(np.array([self._tokenizer.end_id]), num_bytes=0)
+        """End the current document, which may be empty, as its tokenizer does."""
+        self.write(np.array(self._tokenizer.end_ids, dtype=self._dtype), num_bytes=0)
+        self._has_begun = False
         self.num_documents += 1
         self._files[".idx"].write(self.num_tokens.to_bytes(8, "little"))
 
@@ -308,10 +353,13 @@ class TokenSource(Source):
     first token is no target.  Where a window ends early, the rest is end tokens whose targets are ignored.
     """
 
+    checks_ids = True
+
     def __init__(self, shards: Sequence[Shard], seq_len: int, pack: bool) -> None:
         info = shards[0].info
         self.seq_len, self.vocab_size, self.tokenizer = seq_len, info.vocab_size, info.tokenizer
-        self._shards, self._padding = list(shards), info.end_id
+        self._shards, self._padding, self._dtype = list(shards), info.end_id, shards[0].dtype
+        self._may_be_beyond = info.vocab_size <= np.iinfo(self._dtype).max
         self._shard_starts: list[int] = np.cumsum([0, *(shard.info.num_tokens for shard in shards)]).tolist()
         # Windows lie in segments: documents, or all there is.
         self._segment_starts = self._find_documents() if not pack else np.array([0, self._shard_starts[-1]])
@@ -329,14 +377,33 @@ class TokenSource(Source):
         indices = np.asarray(indices, dtype=np.int64)
         assert indices.size == 0 or -1 <= indices.min() <= indices.max() < len(self), (indices, len(self))
         starts, counts = self._find_windows(indices)
-        windows = np.empty((len(indices), self.seq_len + 1), dtype=np.int64)
+        windows = np.empty((len(indices), self.seq_len + 1), self._dtype)
         for row, (start, count) in enumerate(zip(starts.tolist(), counts.tolist(), strict=True)):
-            windows[row, : count + 1] = self._read(start, count + 1)
-        tokens, targets = windows[:, :-1].copy(), windows[:, 1:].copy()
+            try:
+                self._read(windows[row, : count + 1], start)
+            except ShardError as error:
+                raise ShardError(f"sample {indices[row]} cannot be read: {error}") from error
+            if count < self.seq_len:
+                windows[row, count + 1 :] = self._padding
+        if self._may_be_beyond and windows.max(initial=0) >= self.vocab_size:
+            raise ShardError(self._beyond(windows, indices, starts))
+        tokens, targets = windows[:, :-1].astype(np.int64), windows[:, 1:].astype(np.int64)
         if np.any(counts < self.seq_len):
             is_padding = np.arange(self.seq_len) >= counts[:, None]
             tokens[is_padding], targets[is_padding] = self._padding, IGNORE
         return tokens, targets
+
+    def _beyond(
+        self, windows: NDArray[np.unsignedinteger[Any]], indices: NDArray[np.int64], starts: NDArray[np.int64]
+    ) -> str:
+        """Return what to say of the first id that is beyond the vocabulary."""
+        row, position = (int(place) for place in np.argwhere(windows >= self.vocab_size)[0])
+        number, first = self._locate(int(starts[row]) + position)
+        place = f"token {first} of {self._shards[number].path}"
+        return (
+            f"sample {indices[row]} holds the id {windows[row, position]}, {place}: "
+            f"ids must be below {self.vocab_size}, the size of the vocabulary; the shard is damaged, make it again"
+        )
 
     def _find_windows(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the first token and the number of targets of each window; none for index -1."""
@@ -346,15 +413,26 @@ class TokenSource(Source):
         counts = np.minimum(self.seq_len, self._segment_starts[segments + 1] - 1 - starts)
         return starts, np.where(indices < 0, 0, counts)
 
-    def _read(self, start: int, count: int) -> NDArray[np.unsignedinteger[Any]]:
-        """Return `count` tokens of the stream from `start` on: a view, unless they lie in several shards."""
+    @cached_property
+    def fingerprint(self) -> Fingerprint:
+        """What the shards say of themselves, and the content of some places in each.  Raises ShardError."""
+        content = _sample_content(self._shards)
+        return Fingerprint(len(self), len(self._shards), self._shard_starts[-1], content)
+
+    def _locate(self, start: int) -> tuple[int, int]:
+        """Return the shard that a token of the stream lies in, and its place there."""
         number = bisect.bisect_right(self._shard_starts, start) - 1
-        start -= self._shard_starts[number]
-        found = self._shards[number].tokens[start : start + count]
-        while len(found) < count:
-            number += 1
-            found = np.concatenate([found, self._shards[number].tokens[: count - len(found)]])
-        return found
+        return number, start - self._shard_starts[number]
+
+    def _read(self, found: NDArray[np.unsignedinteger[Any]], start: int) -> None:
+        """Fill an array with tokens of the stream from `start` on, which may lie in several shards."""
+        number, first = self._locate(start)
+        filled = 0
+        while filled < len(found):
+            shard = self._shards[number]
+            count = min(len(found) - filled, shard.info.num_tokens - first)
+            shard.read_into(found[filled : filled + count], first)
+            filled, number, first = filled + count, number + 1, 0
 
     def _find_documents(self) -> NDArray[np.int64]:
         starts = [
@@ -362,6 +440,23 @@ class TokenSource(Source):
             for shard, first in zip(self._shards, self._shard_starts[:-1], strict=True)
         ]
         return np.concatenate([*starts, self._shard_starts[-1:]])
+
+
+def _sample_content(shards: Sequence[Shard]) -> str:
+    """Return a digest of 64 places, spread over the shards with one in each at least, and of their sizes.
+
+    Whatever changes in the middle of a document moves what comes after it, so that one place in each is its end.
+    """
+    digest = hashlib.blake2b(digest_size=8)
+    num_places = max(1, _NUM_PLACES // len(shards))
+    for shard in shards:
+        info = shard.info
+        digest.update(f"{info.num_tokens} {info.num_documents} {info.num_bytes};".encode())
+        count = min(info.num_tokens, _PLACE)
+        last = info.num_tokens - count
+        for start in sorted({last - last * place // num_places for place in range(num_places)}):
+            digest.update(shard.read(start, count).tobytes())
+    return digest.hexdigest()
 
 
 def _open_shards(data: DataSection, split: Split) -> TokenSource:
@@ -387,7 +482,8 @@ def _open_shards(data: DataSection, split: Split) -> TokenSource:
                 )
         return TokenSource(shards, data.seq_len, data.pack)
     except ShardError as error:
-        raise setting_error(key, setting, str(error), "shards as `python -m trainer.prepare` writes them") from error
+        fix = "make shards from text with python -m trainer.prepare"
+        raise setting_error(key, setting, str(error), fix=fix) from error
 
 
 def _find_paths(key: str, setting: str | None) -> list[Path]:
@@ -396,14 +492,16 @@ def _find_paths(key: str, setting: str | None) -> list[Path]:
         raise setting_error(key, setting, "data.source=tokens needs the path or glob of token shards")
     pattern = os.path.expanduser(setting)
     if os.path.isdir(pattern):
-        raise setting_error(key, setting, "is a folder; name the shards in it", os.path.join(setting, "*.bin"))
+        rule = "is a folder; name the shards in it"
+        raise setting_error(key, setting, rule, example=os.path.join(setting, "*.bin"))
     names = [pattern] if os.path.isfile(pattern) else glob.glob(pattern, recursive=True)
     paths = sorted(Path(name) for name in names if name.endswith(".bin"))
     if paths:
         return paths
     rule = "matches no token shard, whose name ends in .bin" if names else "no such file, and no glob that matches one"
     there = sorted(glob.glob(os.path.join(glob.escape(os.path.dirname(pattern)), "*.bin")))
-    raise setting_error(key, setting, rule, nearest(pattern, there) or next(iter(there), None))
+    meant = nearest(pattern, there)
+    raise setting_error(key, setting, rule, meant=meant, example=None if meant else next(iter(there), None))
 
 
 def _read_info(path: Path) -> ShardInfo:
@@ -424,14 +522,21 @@ def _read_info(path: Path) -> ShardInfo:
     return info
 
 
-def _check_size(path: Path, num_bytes: int) -> None:
+def _check_size(path: Path, num_bytes: int) -> Version:
+    """Return the file as it is now.  Raises ShardError unless it has as many bytes."""
     try:
         with open(path, "rb") as file:  # opened, not only looked at: it must be readable
-            found = file.seek(0, os.SEEK_END)
+            found = os.fstat(file.fileno())
     except OSError as error:
         raise ShardError(f"{path} cannot be read ({error.strerror})") from error
-    if found != num_bytes:
-        raise ShardError(f"{path} has {found} bytes, its metadata say {num_bytes}")
+    if found.st_size != num_bytes:
+        raise ShardError(f"{path} has {found.st_size} bytes, its metadata say {num_bytes}")
+    return str(path), found.st_ino, found.st_mtime_ns
+
+
+def _reason(error: OSError) -> str:
+    limit = f"; `ulimit -n` is {file_limit()}" if error.errno in (errno.EMFILE, errno.ENFILE) else ""
+    return f"{error.strerror}{limit}"
 
 
 def _find_dtype(vocab_size: int) -> str:
@@ -489,7 +594,7 @@ class StdlibCorpus:
             else:
                 return Shard(folder / name)
         rule = f"tokenized text cannot be kept there ({failure})" if failure else "no folder to keep tokenized text in"
-        raise setting_error("data.cache_dir", cache_dir, rule, "a folder that you can write to")
+        raise setting_error("data.cache_dir", cache_dir, rule, fix="name a folder that you can write to")
 
     def _walk(self) -> Iterator[str]:
         for folder, subfolders, names in os.walk(self._folder):

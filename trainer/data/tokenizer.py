@@ -13,22 +13,34 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.errors import setting_error
+from trainer.data.surroundings import added_ids, configured_end
+from trainer.errors import nearest, setting_error
 
 END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>")
-"""Names under which a tokenizer file may hold its end-of-document token, in the order in which they are tried."""
+"""Names under which a tokenizer file that stands alone may hold its end-of-document token, in the order in which they
+are tried: where nothing says which it is."""
+
+_RULES = "text is text"
+"""Changes with what is made of the same file, so that no tokens of before are taken for those of now."""
 
 
 class Tokenizer(Protocol):
     """What turns text into ids below `vocab_size`, and back.
 
     name: the same for two tokenizers exactly if they give the same ids; kept with the tokens that it made.
-    end_id: the id that ends a document.  `encode` never adds it.
+    end_id: the id that ends a document.
+    start_ids, end_ids: all that stands before a document, and behind it.  `encode` adds none of them.
     """
 
     name: str
     vocab_size: int
     end_id: int
+
+    @property
+    def start_ids(self) -> tuple[int, ...]: ...
+
+    @property
+    def end_ids(self) -> tuple[int, ...]: ...
 
     def encode(self, text: str | bytes) -> NDArray[np.integer[Any]]:
         """Return the ids of `text`, one dimension."""
@@ -45,6 +57,12 @@ class ByteTokenizer:
     name = "bytes"
     vocab_size = 257
     end_id = 256
+    start_ids = ()
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """The one id that ends a document."""
+        return (self.end_id,)
 
     def encode(self, text: str | bytes) -> NDArray[np.integer[Any]]:
         """Return the bytes of `text`, as uint8; of a str, those of its UTF-8 form."""
@@ -58,6 +76,10 @@ class ByteTokenizer:
 
 class FileTokenizer:
     """A Hugging Face `tokenizer.json`, read with the `tokenizers` library (the extra `hf`).
+
+    Text is text: what spells a special token in it does not become one.  A document begins and ends with what the
+    tokenizer's post-processor adds, and ends with its end-of-document token: that of the files beside it (see
+    `surroundings`), else the last that the post-processor adds, else one of END_OF_DOCUMENT.
 
     `key` is the setting that errors name.  Raises UserError if the library or the file is missing, the file is no
     tokenizer, or it has no end-of-document token.
@@ -78,14 +100,30 @@ class FileTokenizer:
         except Exception as error:  # `tokenizers` raises bare Exception for a file that it does not understand
             rule = f"is no Hugging Face tokenizer.json ({error})"
             raise setting_error(key, path, rule, "bytes") from error
+        self._tokenizer.encode_special_tokens = True
+        self._tokenizer.no_truncation()  # to the length of some model's input, which a file may have been saved with
+        self._tokenizer.no_padding()
         ids: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
-        end = next((ids[name] for name in END_OF_DOCUMENT if name in ids), None)
-        if end is None:
-            rule = f"has no token that ends a document; it must hold one of {', '.join(END_OF_DOCUMENT)}"
-            raise setting_error(key, path, rule, "bytes")
-        self.name = f"{Path(path).stem}:{hashlib.sha256(content).hexdigest()[:16]}"
         self.vocab_size = max(ids.values()) + 1  # ids may have gaps, so that their number is not enough
-        self.end_id = end
+        self.start_ids, behind = added_ids(self._tokenizer)
+        self.end_id = self._find_end(Path(path).expanduser(), ids, behind, key)
+        self.end_ids = behind if self.end_id in behind else (*behind, self.end_id)
+        made = repr((_RULES, self.start_ids, self.end_ids, self.end_id)).encode()
+        self.name = f"{Path(path).stem}:{hashlib.sha256(content + made).hexdigest()[:16]}"
+
+    def _find_end(self, path: Path, ids: dict[str, int], behind: tuple[int, ...], key: str) -> int:
+        end = configured_end(path, ids, key)
+        if end is None and behind:
+            end = behind[-1]
+        if end is None:
+            end = next((ids[name] for name in END_OF_DOCUMENT if name in ids), None)
+        if end is None:
+            named = ", ".join(END_OF_DOCUMENT)
+            rule = (
+                f"has no token that ends a document: tokenizer_config.json beside it names none, nor is one of {named}"
+            )
+            raise setting_error(key, path, f"{rule} in it", "bytes")
+        return end
 
     def encode(self, text: str | bytes) -> NDArray[np.integer[Any]]:
         """Return the ids of `text`, without special tokens; what is no valid UTF-8 becomes U+FFFD first."""
@@ -106,5 +144,8 @@ def find_tokenizer(setting: str, key: str = "data.tokenizer") -> Tokenizer:
     if setting == "bytes":
         return ByteTokenizer()
     if not Path(setting).expanduser().is_file():
-        raise setting_error(key, setting, "must be bytes, or the path of a Hugging Face tokenizer.json", "bytes")
+        rule = "must be bytes, or the path of a Hugging Face tokenizer.json"
+        fix = "fetch the tokenizer.json of that model, and give its path"
+        meant = nearest(setting, ["bytes"])
+        raise setting_error(key, setting, rule, meant=meant, fix="" if meant else fix)
     return FileTokenizer(setting, key)

@@ -20,6 +20,7 @@ from torch.distributed import HashStore, PrefixStore, Store
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trainer.config import MeshShape, RunConfig
+from trainer.deaths import find_dead, is_lost_connection, this_process
 from trainer.distributed.channel import Channel, Messages
 from trainer.distributed.failure import FAILURE, FailureListener, FailureWatch
 from trainer.distributed.rendezvous import begin_together, meet_in_a_store
@@ -29,6 +30,7 @@ from trainer.environment import (
     find_environment,
     follow_parent,
     keep_freed_memory,
+    raise_file_limit,
 )
 from trainer.errors import PeerFailed, say, setting_error
 
@@ -56,6 +58,8 @@ class World(Channel):
         torch.set_num_threads(config.run.threads or max(1, _num_cores() // self.env.local_world_size))
         if self.device.type == "cpu":
             keep_freed_memory()
+        if (advice := raise_file_limit()) and self.env.rank == 0:
+            say(f"warning: {advice}")
         self._store: Store | None = None
         if self.owns_group:
             if self.device.type == "cuda":
@@ -67,6 +71,7 @@ class World(Channel):
         self.first_failure: str | None = None
         """What failed first, if that was another rank; known after `announce_failure`."""
         self.failures: list[FailureListener] = []
+        self._processes = self.gather(this_process())
         self._watch = None
         if self._store is not None:
             messages = Messages(self._store, config.run.timeout_s)
@@ -162,12 +167,20 @@ class World(Channel):
             self._watch.stop(wait=False)
         is_about_another = isinstance(error, PeerFailed)
         message = str(error) if is_about_another else f"rank {self.rank}: {type(error).__name__}: {error}"
+        dead = find_dead(self._processes, _DEATH_S) if is_lost_connection(error) else ""
         try:
-            first = Messages(self._store, _ANSWER_S).compare_set(FAILURE, "", message)
+            first = Messages(self._store, _ANSWER_S).compare_set(FAILURE, "", dead or message)
         except RuntimeError:  # the process that keeps the store has gone
-            return self.first_failure
+            first = self.first_failure or dead or message
+        if first == dead:
+            self._report_once(dead)
         self.first_failure = None if first == message else first
         return self.first_failure
+
+    def _report_once(self, dead: str) -> None:
+        """Say who has died, on one of the ranks that have seen it, unless the launcher does."""
+        if self.env.launcher != "nproc":
+            self.once("death", lambda: say(f"error: {dead}"))
 
     def remember_failure(self) -> None:
         """Keep what another rank has announced while there is somebody to ask: rank 0, which may keep the store, leaves
@@ -188,6 +201,9 @@ class World(Channel):
 
 _openings = itertools.count()
 """Numbers the process groups that this process opens, one after another: each has its own names in the store."""
+
+_DEATH_S = 1.0
+"""Seconds in which a rank whose connections are closed is dead."""
 
 _ONCE_S = 30.0
 """Seconds that ranks wait for one of them to do something for all."""

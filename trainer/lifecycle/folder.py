@@ -13,12 +13,18 @@ import socket
 import threading
 import time
 import uuid
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from trainer.config import RunConfig
 from trainer.errors import EXIT_FAILED, UserError, say, setting_error
 from trainer.files import find_folder, write_and_sync, write_atomically
+from trainer.printable import mask_credentials
+from trainer.relocate import CONFIG
+
+RECORD = ("metrics.jsonl", "metrics_superseded.jsonl", "tensorboard", "wandb", "profile")
+"""What a run that begins anew leaves behind, beside its checkpoints."""
 
 
 class RunFolder:
@@ -38,17 +44,22 @@ class RunFolder:
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
 
+    @property
+    def before(self) -> str | None:
+        """What `config.yaml` holds: until `begin`, of the attempt before; None if there is none."""
+        try:
+            return (self.path / CONFIG).read_text()
+        except (OSError, UnicodeDecodeError):
+            return None
+
     def own(self) -> None:
         """Make the folder this run's.  Raises UserError if another run that is alive owns it, or it cannot be used."""
         if not self.is_main:
             return
         legal = {"run.dir": f"runs/{self.config.run.name}", "checkpoint.dir": None}
         for owner in self._owners:
-            try:
+            with _usable(owner.setting, owner.folder, legal[owner.setting]):
                 owner.acquire()
-            except OSError as error:
-                rule = f"cannot be used ({error.strerror})"
-                raise setting_error(owner.setting, owner.folder, rule, legal[owner.setting]) from error
         self._is_owned = True
 
     def release(self) -> None:
@@ -58,20 +69,31 @@ class RunFolder:
             for owner in reversed(self._owners):
                 owner.release()
 
+    def using(self, work: Callable[[], object]) -> None:
+        """Do something of the start in this folder.  Raises UserError if it cannot be used: its disk is full, say."""
+        with _usable("run.dir", self.path, f"runs/{self.config.run.name}"):
+            work()
+
     def begin(self) -> None:
         """Write `config.yaml`."""
         if self.is_main:
             comment = "".join(f"# {line}\n" for line in self._comment.splitlines())
-            write_atomically(self.path / "config.yaml", comment + self.config.to_yaml())
+            write_atomically(self.path / CONFIG, comment + self.config.on_record().to_yaml())
 
     def set_aside(self, *names: str) -> Path | None:
-        """Move what the new attempt leaves behind into a folder `previous_NNN`: never deleted.  Returns the folder."""
+        """Move what the new attempt leaves behind into a folder `previous_NNN`: never deleted.  Returns the folder.
+
+        Where the metrics go, a copy goes along of what the new attempt is going to overwrite.
+        """
         existing = [self.path / name for name in names if (self.path / name).exists()]
         if not existing:
             return None
         taken = [path.name.removeprefix("previous_") for path in self.path.glob("previous_*")]
         aside = self.path / f"previous_{1 + max((int(n) for n in taken if n.isdecimal()), default=0):03d}"
         aside.mkdir()
+        for name in (CONFIG, "status.json") if self.metrics in existing else ():
+            with contextlib.suppress(FileNotFoundError):
+                shutil.copy2(self.path / name, aside / name)
         for path in existing:
             shutil.move(path, aside / path.name)
         return aside
@@ -82,11 +104,7 @@ class RunFolder:
         Only of a run that owns the folder: another's word stays as it is.
         """
         if self._is_owned:
-            status = {"state": state, "exit_code": exit_code, "step": step, "reason": reason}
-            try:
-                write_atomically(self.path / "status.json", json.dumps(status) + "\n")
-            except OSError as error:  # a full disk must not hide what the run has to say
-                say(f"warning: {self.path}/status.json cannot be written: {error}")
+            write_status(self.path, {"state": state, "exit_code": exit_code, "step": step, "reason": reason})
 
     def has_finished(self) -> bool:
         """Return whether `status.json` says so."""
@@ -100,6 +118,56 @@ class RunFolder:
         for name in ("config.yaml", "status.json", "metrics.jsonl"):
             for partial in self.path.glob(f".{name}.*"):
                 partial.unlink()
+
+
+@contextlib.contextmanager
+def _usable(setting: str, folder: Path, legal: str | None) -> Iterator[None]:
+    """Turn what the file system refuses into a mistake in where things are to be: which file, and why."""
+    try:
+        yield
+    except OSError as error:
+        where = f": {error.filename}" if error.filename not in (None, str(folder)) else ""
+        raise setting_error(setting, folder, f"cannot be used ({error.strerror or error}{where})", legal) from error
+
+
+_PAUSES_S = (0.2, 1.0)
+"""Before each further try to say how a run stands: storage may be away for a moment."""
+
+
+def write_status(run_dir: Path, status: Mapping[str, Any]) -> None:
+    """Write `status.json`.  Where that cannot be it is said: a full disk must not hide what the run has to say."""
+    text = json.dumps({**status, "reason": mask_credentials(str(status["reason"]))}) + "\n"
+    for pause_s in (*_PAUSES_S, None):
+        try:
+            write_atomically(run_dir / "status.json", text)
+            return
+        except OSError as error:
+            if pause_s is None:
+                say(f"warning: {run_dir}/status.json cannot be written: {error}")
+            else:
+                time.sleep(pause_s)
+
+
+def read_status(run_dir: Path) -> dict[str, Any]:
+    """Return what `status.json` holds, empty if there is none."""
+    try:
+        status = json.loads((run_dir / "status.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return status if isinstance(status, dict) else {}
+
+
+def note_end(run_dir: Path, before: Mapping[str, Any], reached: int, reason: str) -> None:
+    """Have `status.json` say how the run ended: for a launcher that has seen all its ranks go.
+
+    `reached` is the last step on record, `before` what it held when they were started: what an attempt before has said
+    stays, but for `running`; and so does all if another run that is alive owns the folder.
+    """
+    status = read_status(run_dir)
+    failed_now = status.get("state") == "failed" and status != before
+    if (status.get("state") == "running" or failed_now) and not is_owned(run_dir):
+        step = status.get("step") if failed_now else reached
+        write_status(run_dir, {"state": "failed", "exit_code": EXIT_FAILED, "step": step, "reason": reason})
 
 
 class Owner:
@@ -116,7 +184,7 @@ class Owner:
     def __init__(self, folder: Path, setting: str) -> None:
         self.folder, self.path, self.setting = folder, folder / self.NAME, setting
         self._own = {**_this_process(), "token": uuid.uuid4().hex}
-        self._made_folder = False
+        self._made: list[Path] = []
         self._stopped = threading.Event()
         self._beat: threading.Thread | None = None
 
@@ -127,11 +195,12 @@ class Owner:
         """
         if self._beat is not None:
             return
-        self._made_folder = not self.folder.exists()
+        self._made = [folder for folder in (self.folder, *self.folder.parents) if not folder.exists()]
         self.folder.mkdir(parents=True, exist_ok=True)
+        self._own |= _this_folder(self.folder)
         mine = self.folder / f"{self.NAME}.{self._own['token']}"
-        write_and_sync(mine, json.dumps(self._own))
         try:
+            write_and_sync(mine, json.dumps(self._own))
             while not _link(mine, self.path):
                 self._wait_for_death(mine)
         finally:
@@ -149,8 +218,8 @@ class Owner:
         with contextlib.suppress(OSError):  # a folder that can no longer be written: the next run finds us gone
             if self._read() == self._own:
                 self.path.unlink(missing_ok=True)
-            if self._made_folder:
-                self.folder.rmdir()  # unless it was of use
+            for folder in self._made:
+                folder.rmdir()  # unless it was of use
 
     def _clean(self) -> None:
         """Remove what claimants that were killed have left, but nothing of one that is alive."""
@@ -189,7 +258,7 @@ class Owner:
             return True
         if owner is not None and _where(owner) == _where(self._own):
             is_self = owner["pid"] == self._own["pid"]
-            return is_self or _start_of(owner["pid"]) != owner["started"]
+            return is_self or _is_copied(owner, self.folder) or _start_of(owner["pid"]) != owner["started"]
         if owner is not None and owner["job"] and owner["job"] == self._own["job"]:
             return bool(owner["restarts"] < self._own["restarts"])  # Slurm has requeued it: its processes have gone
         os.utime(mine)
@@ -225,7 +294,7 @@ def is_owned(folder: Path) -> bool:
     path = folder / Owner.NAME
     owner = _parse(path)
     if owner is not None and _where(owner) == _where(_this_process()):
-        return bool(_start_of(owner["pid"]) == owner["started"])
+        return _start_of(owner["pid"]) == owner["started"] and not _is_copied(owner, folder)
     try:
         return time.time() - path.stat().st_mtime < Owner.STALE_S
     except OSError:
@@ -266,6 +335,15 @@ def _this_process() -> dict[str, Any]:
         "restarts": int(os.environ.get("SLURM_RESTART_COUNT", "0") or 0),
         "since": time.strftime("%Y-%m-%d %H:%M:%S"),
     }
+
+
+def _this_folder(folder: Path) -> dict[str, Any]:
+    return {"folder": str(folder.resolve()), "inode": folder.stat().st_ino}
+
+
+def _is_copied(owner: dict[str, Any], folder: Path) -> bool:
+    """Return whether the file came with a copy of a run's folder: its owner, on this machine, has another one."""
+    return all(name in owner and owner[name] != value for name, value in _this_folder(folder).items())
 
 
 def _where(owner: dict[str, Any]) -> tuple[Any, ...]:

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal, Protocol
 
 from trainer.checkpoint.saver import Saver
@@ -112,8 +113,9 @@ class Lifecycle:
         facts: the start block on the console.  record: fields of the start record.  notes: what else to say.
         Collective; the folder is owned already.
         """
-        self._world.agreed(self._folder.begin)
-        self._world.agreed(lambda: self._metrics.open(self._folder.metrics, record["resumed_step"] or 0))
+        opening = (self._folder.metrics, record["resumed_step"] or 0)
+        for work in (self._folder.begin, lambda: self._metrics.open(*opening)):
+            self._world.agreed(partial(self._folder.using, work))
         self._metrics.wandb_id = self._world.broadcast(self._metrics.wandb_id)
         self._enter("begin")
         self._watch_for_a_stop()
@@ -122,8 +124,12 @@ class Lifecycle:
         self._metrics.start(facts)
         for note in notes():
             self._metrics.say(note)
-        began = take_start() or time.time() - (time.monotonic() - self._started)
-        self._metrics.write(Record(kind="start", **record, started=began, **self._metrics.before))
+        self._metrics.write(Record(kind="start", **record, started=self._began_at(), **self._metrics.before))
+
+    def _began_at(self) -> float:
+        """Return when the command began, or this Trainer, in seconds since 1970."""
+        clock, command = self._metrics.clock, take_start()
+        return clock.now() - (time.monotonic() - self._started) if command is None else clock.at(command)
 
     def end(self) -> int:
         """End in order: stopped on request, or finished.  Returns the exit code.  Collective."""
@@ -131,7 +137,8 @@ class Lifecycle:
             reasons = self._world.gather(self.stop.reason(self._stopping_s()))
             reason = next((reason for reason in reasons if reason), "asked to stop")
             step = self._progress.step
-            self._metrics.say(f"stopped ({reason}) at step {step}; the same command continues from there", "yellow")
+            there = "the last good checkpoint: steps were being skipped" if self._accounts.in_streak else "there"
+            self._metrics.say(f"stopped ({reason}) at step {step}; the same command continues from {there}", "yellow")
             self._end("stopped", EXIT_STOPPED, reason)
             return EXIT_STOPPED
         self._end("finished", EXIT_FINISHED, "train.steps reached")
@@ -154,6 +161,7 @@ class Lifecycle:
         self._forecast.explain(error)
         first = self._world.announce_failure(error)
         self._saver.wait(self._config.run.timeout_s)  # the save in flight is good: let it end
+        self._saver.doubt(self._accounts.good_until)
         if isinstance(error, UserError) and self.phase in ("built", "restored"):
             self._folder.release()
             return

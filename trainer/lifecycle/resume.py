@@ -5,16 +5,20 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
-from trainer.checkpoint.place import SUPERSEDED, find_place
+from trainer.checkpoint.manifest import name_of
+from trainer.checkpoint.place import SUPERSEDED, find_place, is_same_place
 from trainer.checkpoint.source import find_checkpoint
-from trainer.checkpoint.store import PREFIX, Checkpoints, Found, Savable
+from trainer.checkpoint.store import Checkpoints, Found, Savable
 from trainer.config import RunConfig, compare_configs, stored_value
 from trainer.distributed.world import World
-from trainer.lifecycle.folder import RunFolder
+from trainer.lifecycle.folder import RECORD, RunFolder
+from trainer.lifecycle.history import History
 from trainer.metrics.fanout import Metrics
 from trainer.metrics.sinks import warn
+from trainer.printable import mask_credentials
 
 
 class Resume:
@@ -28,6 +32,7 @@ class Resume:
     ) -> None:
         self._config, self._world = config, world
         self._checkpoints, self._folder, self._metrics = checkpoints, folder, metrics
+        self.history = History(folder)
         self.step: int | None = None
         """Step of the checkpoint loaded last; None for a fresh start."""
         self.is_own = False
@@ -43,12 +48,14 @@ class Resume:
 
         Raises UserError for a checkpoint that does not fit, with every difference; TrainingFailed if none is good.
         """
+        self._world.agreed(self.history.check_place)
         found = self._find(state, str(path) if path is not None else None, is_running)
         if found is None:
             return None
         self.step, self.changed = state.step, list(found.changed)
-        self.is_own = found.path == f"{self._checkpoints.place}/{PREFIX}{found.manifest.step:08d}"
-        if not self.is_own:
+        own_path = f"{self._checkpoints.place}/{name_of(found.manifest.step)}"
+        self.is_own = self._world.broadcast(is_same_place(found.path, own_path))
+        if not self.is_own or self._world.broadcast(self.history.is_copied(found)):
             self._metrics.wandb_id = None  # the other run's
         self._has_gone_back = is_running
         if self._world.is_main:
@@ -60,17 +67,20 @@ class Resume:
         if path is None and self._is_restart(resume):
             resume = "auto"
         allowed = frozenset(self._config.checkpoint.allow_changes)
-        if allowed & {"optim.name", "state.model"}:
+        if allowed & {"optim", "optim.name", "state.model"}:
             allowed |= {"state.optimizer"}  # starts without moments if the stored ones do not fit
         how = (state, lambda stored: compare_configs(self._config, stored), allowed, is_running)
         if resume == "none":
             return None
         if resume == "auto":
             is_empty = self._world.broadcast(self._checkpoints.is_empty)
-            return None if is_empty else self._checkpoints.restore(*how)
+            found = None if is_empty else self._checkpoints.restore(*how)
+            if self.step is None and not is_running:
+                self._world.agreed(lambda: self.history.check(found))
+            return found
         # Rank 0 decides which: a run still training elsewhere has another newest checkpoint a moment later.
-        found = self._world.agreed(lambda: str(find_checkpoint(resume)) if self._world.is_main else "")
-        return self._checkpoints.load(find_place(self._world.broadcast(found)), *how)
+        named = self._world.agreed(lambda: str(find_checkpoint(resume)) if self._world.is_main else "")
+        return self._checkpoints.load(find_place(self._world.broadcast(named)), *how)
 
     @contextmanager
     def timed(self) -> Iterator[None]:
@@ -92,7 +102,7 @@ class Resume:
 
         def is_of_the_same_start() -> bool:
             newest = self._checkpoints.newest_origin() if self._world.is_main else None
-            if newest is None or stored_value(newest.config_yaml, "checkpoint.resume") != resume:
+            if newest is None or stored_value(newest.config_yaml, "checkpoint.resume") != mask_credentials(resume):
                 return False
             env = self._world.env
             is_same_job = newest.job != "" and newest.job == env.job
@@ -117,22 +127,28 @@ class Resume:
         """Move aside what this attempt does not continue from, and remove what killed attempts left half written.
 
         Asked to start anew (`checkpoint.resume=none`) or from an older checkpoint, the run supersedes the checkpoints
-        past it, which `auto` would otherwise resume from.
+        past it, which `auto` would otherwise resume from.  Continuing from elsewhere, it supersedes all that are here,
+        and their metrics.
         """
-        self._world.agreed(lambda: self._supersede(is_running) if self._world.is_main else None)
+        work = partial(self._folder.using, lambda: self._supersede(is_running))
+        self._world.agreed(lambda: work() if self._world.is_main else None)
 
     def _supersede(self, is_running: bool) -> None:
         self._checkpoints.clean()
         self._folder.clean()
-        step = -1 if self.step is None else self.step
-        later = [f"{PREFIX}{later:08d}" for later in self._checkpoints.steps() if later > step]
+        begins = not is_running and (self.step is None or not self.is_own)
+        step = -1 if begins or self.step is None else self.step
+        later = [name_of(later) for later in self._checkpoints.steps() if later > step]
+        has_past = bool(later)
         if self._config.checkpoint.dir is not None:
             for name in later:
                 self._checkpoints.place.set_aside(name, SUPERSEDED)
             later = []
-        starts_anew = self._config.checkpoint.resume == "none" and self.step is None
-        metrics = ["metrics.jsonl"] if starts_anew and not is_running else []
-        self._folder.set_aside(*(f"checkpoints/{name}" for name in later), *metrics)
+        is_asked = self._config.checkpoint.resume == "none" and self.step is None
+        record = RECORD if begins and (is_asked or has_past) else ()
+        self._folder.set_aside(*(f"checkpoints/{name}" for name in later), *record)
+        if not is_running:
+            self.history.leave_identity()
 
 
 def _report(found: Found) -> None:

@@ -26,6 +26,9 @@ class RunSaves:
         self._world, self._folder, self._resume = world, folder, resume
         self._accounts, self._watchdog, self._metrics = accounts, watchdog, metrics
 
+    def settle(self) -> None:
+        self._accounts.settle()
+
     def prepare(self, state: Resumable) -> None:
         self._world.agreed(self._folder.own)
         self._resume.confirm(state.step)

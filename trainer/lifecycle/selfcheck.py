@@ -36,6 +36,7 @@ from trainer.distributed.channel import Channel
 from trainer.distributed.world import World
 from trainer.errors import TrainingFailed, UserError
 from trainer.metrics.sinks import warn
+from trainer.needs import check_needs
 from trainer.parameters import tied_names
 from trainer.shard import reshard
 
@@ -80,10 +81,12 @@ def check_same_run(channel: Channel, config: RunConfig, owner: type, exempt: Ite
 def check_shape(world: World, config: RunConfig) -> MeshShape:
     """Return the mesh's shape on this number of ranks.
 
-    Raises UserError, on all ranks alike, for settings that do not fit it; warns where it is badly placed.
+    Raises UserError, on all ranks alike, for settings that do not fit it, or that need what is not installed; warns
+    where it is badly placed.
     """
     local_world_size = world.env.local_world_size
     shape = world.agreed(lambda: check_config(config, world.size, local_world_size))
+    world.agreed(lambda: check_needs(config, world.device.type))
     if world.is_main and (advice := shape.advice(local_world_size)):
         warn(advice)
     return shape
@@ -170,8 +173,9 @@ class _Report:
     """Of what its parameters are, which must be the same on all ranks."""
     pieces: NDArray[np.int64]
     """A row for each parameter: start, length, checksum."""
-    order: tuple[int, int, int] | None
-    """Where in the data it stands: position, number of samples, seed; None if that is not checked."""
+    order: tuple[int, int, int, str] | None
+    """Where in the data it stands: position, number of samples, seed, and a digest of the data; None if that is not
+    checked."""
     samples: NDArray[np.int64] | None
     """What it reads for the next update."""
 
@@ -375,11 +379,12 @@ def _compare_data(reports: Sequence[_Report], loader: object) -> Iterator[str]:
         yield f"all ranks: read {first} samples for the next update; expected: {expected.size}"
 
 
-def _order(order: tuple[int, int, int] | None) -> str:
+def _order(order: tuple[int, int, int, str] | None) -> str:
     if order is None:
         return "data in no order that is known"
-    position, num_samples, seed = order
-    return f"from position {position} of an order of {num_samples} samples with seed {seed}"
+    position, num_samples, seed, content = order
+    data = f", content {content}" if content else ""
+    return f"from position {position} of an order of {num_samples} samples with seed {seed}{data}"
 
 
 def _some(samples: NDArray[np.int64]) -> str:

@@ -45,8 +45,11 @@ def find_late(standings: Sequence[Standing]) -> list[Standing]:
 
 
 def is_stuck(standings: Sequence[Standing]) -> bool:
-    """Return whether it is a save that does not end, so that nobody needs to wait for it."""
-    return any(standing.phase == "save" and not standing.within for standing in find_late(standings))
+    """Return whether a save in flight cannot end, so that nobody needs to wait for it: it is what took too long, or a
+    rank whose part of it is missing does not answer.
+    """
+    late = find_late(standings)
+    return any(not standing.answers or (standing.phase == "save" and not standing.within) for standing in late)
 
 
 def reason_of(why: str, standings: Sequence[Standing]) -> str:

@@ -14,7 +14,8 @@ from trainer.data.tokenizer import find_tokenizer
 from trainer.distributed.world import REPLICATE, SHARD, World
 from trainer.metrics.console import readable_bytes, readable_count
 from trainer.metrics.fanout import Metrics
-from trainer.parameters import count_parameters, local
+from trainer.optim import bytes_of_training
+from trainer.parameters import count_parameters, count_trained_parameters
 from trainer.sample import write_sample
 from trainer.shard import evaluating
 
@@ -41,15 +42,16 @@ def start_facts(
     """Return the start block: the run, its model, mesh, memory, plan, step and data, each in one line."""
     axes = zip(mesh.mesh_dim_names or (SHARD,), mesh.shape, strict=True)
     batch, micro_batch = config.train.global_batch_size, int(config.train.micro_batch_size)
-    weights = sum(local(p).numel() * p.element_size() for p in model.parameters())
-    moments = {"adamw": 2, "sgd": 1, "muon": 1}[config.optim.name]
+    num_parameters, num_trained = count_parameters(model), count_trained_parameters(model)
+    trained = "" if num_trained == num_parameters else f", {readable_count(num_trained)} of them trained"
+    held = sum(bytes_of_training(model, config.optim))
     resumed = "" if resumed_step is None else f"  (resumed at step {resumed_step})"
     return {
         "run": f"{config.run.name} in {config.run.dir}{resumed}",
-        "model": f"{config.model.name}, {readable_count(count_parameters(model))} parameters, "
+        "model": f"{config.model.name}, {readable_count(num_parameters)} parameters{trained}, "
         f"{num_units} FSDP units and the root",
         "mesh": " x ".join(f"{name} {size}" for name, size in axes) + f" on {device_name(world.device)}",
-        "memory": f"{readable_bytes(weights * (2 + moments))} a rank for weights, gradients and optimizer",
+        "memory": f"{readable_bytes(held)} per rank for weights, gradients and optimizer",
         "plan": plan,
         "update": f"{readable_count(batch * config.data.seq_len)} tokens: {batch} x {config.data.seq_len}, "
         f"{batch // (world.size * micro_batch)} micro-batches of {micro_batch} on each of {world.size} ranks",
@@ -68,7 +70,7 @@ def show_result(config: RunConfig, world: World, model: nn.Module, metrics: Metr
     if text:
         metrics.say(f"gzip -9 on the same held-out text: {gzip_bits_per_byte(text):.4f} bits/byte", "green")
     tokenizer = find_tokenizer(config.data.tokenizer)
-    prompt = tokenizer.encode("def ").tolist()
+    prompt = [*tokenizer.start_ids, *tokenizer.encode("def ").tolist()]
     with evaluating(model):
         tokens = write_sample(model, world, prompt, config.log.sample_tokens, config.data.seq_len)
     metrics.say("\na sample that the model wrote:\n", "bold")

@@ -19,13 +19,13 @@ from trainer.config import RunConfig
 from trainer.data.source import Source
 from trainer.distributed.world import World
 from trainer.errors import TrainingFailed
+from trainer.flops import flops_per_token
 from trainer.guard import SkipCounter
 from trainer.metrics.fanout import Metrics
 from trainer.metrics.meter import Meter, peak_flops, peak_memory_gib
 from trainer.metrics.observer import Phases, StepObserver
 from trainer.metrics.record import Record
 from trainer.optim import Schedule
-from trainer.parameters import count_matrix_parameters
 from trainer.transfer import Numbers
 
 
@@ -178,6 +178,16 @@ class Accounts:
             self.productive_s += seconds * (not update.skipped)
             self._skips.count(update.loss, update.grad_norm, step)
 
+    @property
+    def in_streak(self) -> bool:
+        """True if the last steps were skipped."""
+        return self._skips.in_a_row > 0
+
+    @property
+    def good_until(self) -> int | None:
+        """The last step that counted, once there have been too many skipped ones since."""
+        return self._skips.failed_since
+
     def discard(self) -> None:
         """Forget the pending update: an earlier checkpoint was loaded."""
         self.pending = None
@@ -225,11 +235,6 @@ class Accounts:
         if peak is None:
             return None
         tokens = self._config.train.global_batch_size * self._config.data.seq_len
-        return flops_per_token(self._config, model) * tokens / step_s / (peak * self._world.size)
-
-
-def flops_per_token(config: RunConfig, model: nn.Module) -> float:
-    """Return the model FLOPs of forward and backward for one token, recomputation not counted."""
-    if config.recipe.flops is not None:
-        return config.recipe.flops(config.model, config.data.seq_len)
-    return 6.0 * count_matrix_parameters(model)
+        config = self._config
+        flops = flops_per_token(config.recipe, config.model, model, config.data.seq_len)
+        return flops * tokens / step_s / (peak * self._world.size)

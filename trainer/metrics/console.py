@@ -20,6 +20,7 @@ from rich.text import Text
 from trainer.metrics.breakdown import KINDS
 from trainer.metrics.outlet import Outlet
 from trainer.metrics.record import Record
+from trainer.printable import printable
 
 
 class ConsoleSink:
@@ -35,6 +36,7 @@ class ConsoleSink:
 
     def start(self, facts: Mapping[str, str]) -> None:
         """Print the start block."""
+        facts = {printable(name): printable(value) for name, value in facts.items()}
         if not self.console.is_terminal:
             for name, value in facts.items():
                 self.console.print(Text(f"{name:>12}  {value}"))
@@ -72,7 +74,7 @@ class ConsoleSink:
             self._outlet.close()
 
     def _print(self, text: str, style: str = "") -> None:
-        self.console.print(Text(text, style=style))
+        self.console.print(Text(printable(text), style=style))
 
     def _train(self, record: Record) -> None:
         self._step_s = record.step_s

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from trainer.clock import Clock
 from trainer.config import RunConfig
 from trainer.metrics.console import ConsoleSink
 from trainer.metrics.goodput import Ledger
@@ -20,11 +20,13 @@ class Metrics:
 
     def __init__(self, config: RunConfig, is_main: bool) -> None:
         self._config = config
+        self.clock = Clock()
         self.console = ConsoleSink(config.train.steps) if is_main else None
         self._sinks: list[Sink] = []
         self._ledger = Ledger()
         self.before: dict[str, Any] = {}
-        """What the start record says of the attempts before: how many steps are lost, where the time went."""
+        """What the start record says of the attempts before (how many steps are lost, where the time went) and of how
+        this one tells the time."""
         self.longest_save_s = 0.0
         """Of the attempts before; 0 where there was none, and on all ranks but the first."""
         self.wandb_id: str | None = None
@@ -42,7 +44,8 @@ class Metrics:
             return
         file = JsonLines(path, resumed_step)
         before = dataclasses.asdict(file.before) if file.before.num_attempts else None
-        self.before = {"lost_steps": file.lost_steps, "before": before}
+        clock = {"boot": self.clock.boot, "booted": self.clock.booted}
+        self.before = {"lost_steps": file.lost_steps, "before": before, **clock}
         self.longest_save_s = file.longest_save_s
         self._sinks = [file, self.console]
         if self._config.log.tensorboard:
@@ -61,7 +64,7 @@ class Metrics:
     def write(self, record: Record) -> Record:
         """Hand the record to all sinks, with the `time` (seconds since 1970); returns it without."""
         if self._sinks:
-            stamped = Record(**record, time=time.time())
+            stamped = Record(**record, time=self.clock.now())
             self._ledger.add(stamped)
             for sink in self._sinks:
                 sink.write(stamped)
@@ -69,7 +72,7 @@ class Metrics:
 
     def totals(self) -> dict[str, Any]:
         """Return where the time of the run went, over all its attempts: the additional fields of an end record."""
-        self._ledger.add(Record(time=time.time()))
+        self._ledger.add(Record(time=self.clock.now()))
         return self._ledger.total().fields()
 
     def start(self, facts: Mapping[str, str]) -> None:

@@ -38,6 +38,10 @@ class Goodput:
     """Updates done again after a crash: from the checkpoint to the last step on record."""
     until: float = 0.0
     """When the last record was written, in seconds since 1970."""
+    boot: str = ""
+    """Which start of which machine the last attempt ran in, if that is known."""
+    booted: float = 0.0
+    """When that was, by the clock of the attempt."""
 
     @property
     def other_s(self) -> float:
@@ -63,7 +67,7 @@ class Goodput:
 
 
 PARTS = ("update_s", "lost_s", "start_s", "load_s", "save_s", "eval_s", "between_s")
-_FIELDS = frozenset(field.name for field in dataclasses.fields(Goodput))
+_NUMBERS = frozenset(field.name for field in dataclasses.fields(Goodput)) - {"boot"}
 
 
 class Ledger:
@@ -92,7 +96,7 @@ class Ledger:
             return
         if time:
             total.wall_s += max(0.0, time - total.until) if total.until else 0.0
-            total.until = max(total.until, time)
+            total.until = time  # earlier than before where the clock was set back: what follows counts all the same
         if kind == "train":
             self._train(record)
         elif kind == "eval":
@@ -107,19 +111,22 @@ class Ledger:
     def _start(self, record: Mapping[str, Any], time: float) -> None:
         before = record.get("before")
         if isinstance(before, dict):
-            self._total = Goodput(**{name: _number(before, name) for name in _FIELDS if name in before})  # type: ignore[arg-type]
+            numbers = {name: _number(before, name) for name in _NUMBERS if name in before}
+            self._total = Goodput(**numbers, boot=str(before.get("boot") or ""))  # type: ignore[arg-type]
             self._total.num_attempts = int(self._total.num_attempts)
             self._total.lost_steps = int(self._total.lost_steps)
         total = self._total
         started, load_s = _number(record, "started") or time, _number(record, "load_s")
         if total.until and not self._has_finished:
-            total.between_s += max(0.0, started - total.until)
-            total.wall_s += max(0.0, started - total.until)
+            between_s = _between_s(total, record, started)
+            total.between_s += between_s
+            total.wall_s += between_s
         total.num_attempts += 1
         total.load_s += load_s
         total.start_s += max(0.0, time - started - load_s)
         total.wall_s += max(0.0, time - started)
-        total.until = max(total.until, time)
+        total.until = time or total.until
+        total.boot, total.booted = str(record.get("boot") or ""), _number(record, "booted")
         self.reached = self._counted_to = int(_number(record, "resumed_step"))
         self._skipped = int(_number(record, "skipped"))
         self._has_finished = False
@@ -153,6 +160,16 @@ class Ledger:
             lost_s=self._total.lost_s + undone_s,
             lost_steps=self._total.lost_steps + self.lost_steps,
         )
+
+
+def _between_s(before: Goodput, start: Mapping[str, Any], started: float) -> float:
+    """Return the seconds from the last record of an attempt to the start of the next process.
+
+    On the same machine, not started anew meanwhile, it does not matter how its clock was set in between.
+    """
+    is_same = before.boot != "" and before.boot == start.get("boot")
+    was_set_s = _number(start, "booted") - before.booted if is_same else 0.0
+    return max(0.0, started - before.until - was_set_s)
 
 
 def find_goodput(records: Iterable[Mapping[str, Any]]) -> Goodput:

@@ -47,12 +47,40 @@ class Record(Mapping[str, Any]):
 
 
 def read_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the lines that hold a record, as they stand and read; the last may be half a line, of a killed process."""
+    """Yield the lines that hold a record, as they stand and read."""
+    for line, record in read_lines(path):
+        if record is not None:
+            yield line, record
+
+
+def read_kinds(path: Path, *kinds: str) -> Iterator[dict[str, Any]]:
+    """Yield the records of these kinds alone; other lines, most of a file, are not parsed."""
     with open(path, errors="replace") as file:
         for line in file:
-            try:
-                record = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(record, dict):
-                yield line if line.endswith("\n") else line + "\n", record
+            if any(f'"{kind}"' in line for kind in kinds):
+                record = _parse(line)
+                if record is not None and record.get("kind") in kinds:
+                    yield record
+
+
+def read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any] | None]]:
+    """Yield every line as it stands and read; None for what is no record: half a line, of a killed process."""
+    with open(path, errors="replace") as file:
+        for line in file:
+            yield line if line.endswith("\n") else line + "\n", _parse(line)
+
+
+def last_step(path: Path) -> int:
+    """Return the last step that any line of a file speaks of; 0 if there is none, or no file."""
+    if not path.is_file():
+        return 0
+    steps = (record.get("step") for _, record in read_lines(path) if record is not None)
+    return max((step for step in steps if isinstance(step, int)), default=0)
+
+
+def _parse(line: str) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) else None

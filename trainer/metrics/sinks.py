@@ -9,6 +9,7 @@ import math
 import os
 import queue
 import signal
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,9 +17,10 @@ from typing import Any, Protocol
 
 from trainer.config import RunConfig
 from trainer.errors import say, setting_error
-from trainer.files import write_atomically
+from trainer.files import append_and_sync, write_atomically
 from trainer.metrics.goodput import Ledger
-from trainer.metrics.record import Record, read_records
+from trainer.metrics.record import Record, read_lines
+from trainer.printable import mask_credentials
 
 
 class Sink(Protocol):
@@ -31,9 +33,9 @@ class Sink(Protocol):
 class JsonLines:
     """`metrics.jsonl`: one JSON object a line, appended and flushed.
 
-    A resumed run first drops the lines past its checkpoint that it is going to write again (`_MADE_ANEW`); the
-    file is written anew and renamed, so that a crash leaves the old or the new one.  `lost_steps` and `before` keep
-    account of what is dropped.
+    A resumed run first drops the lines past its checkpoint that it is going to write again (`_MADE_ANEW`).  They go to
+    the end of `metrics_superseded.jsonl`; then the file is written anew and renamed, so that a crash leaves the old or
+    the new one.  `lost_steps` and `before` keep account of what is dropped.
     """
 
     def __init__(self, path: Path, resumed_step: int) -> None:
@@ -44,11 +46,14 @@ class JsonLines:
     def _open_past(self, step: int) -> io.RawIOBase:
         ledger = Ledger(step)
         if self._path.exists():
-            kept = []
-            for line, record in read_records(self._path):
-                ledger.add(record)
-                if _stays(record, step):
-                    kept.append(line)
+            kept: list[str] = []
+            dropped: list[str] = []
+            for line, record in read_lines(self._path):
+                if record is not None:
+                    ledger.add(record)
+                stays = record is not None and _stays(record, step)
+                (kept if stays else dropped).append(line)
+            self._keep_superseded("".join(dropped))
             write_atomically(self._path, "".join(kept))
         self.lost_steps, self.before = ledger.lost_steps, ledger.total()
         self.longest_save_s = ledger.longest_save_s
@@ -56,10 +61,20 @@ class JsonLines:
 
     def go_back(self, step: int) -> None:
         """Drop the lines past `step`, in mid-run.  Raises OSError if they cannot be; then all is as it was."""
+        kept, dropped = b"", b""
+        for line in self._unwritten.splitlines(keepends=True):
+            if _stays(json.loads(line), step):
+                kept += line
+            else:
+                dropped += line
+        self._keep_superseded(dropped.decode())
         before, self._file = self._file, self._open_past(step)
         before.close()
-        lines = self._unwritten.splitlines(keepends=True)
-        self._unwritten = b"".join(line for line in lines if _stays(json.loads(line), step))
+        self._unwritten = kept
+
+    def _keep_superseded(self, lines: str) -> None:
+        if lines:
+            append_and_sync(self._path.with_name(SUPERSEDED), lines)
 
     def write(self, record: Record) -> None:
         """Append the record.  A disk that is full, or away, is no reason to stop training: it is tried again."""
@@ -77,6 +92,9 @@ class JsonLines:
             warn(f"{self._path}: {self._unwritten.count(b'}')} lines could not be written")
         self._file.close()
 
+
+SUPERSEDED = "metrics_superseded.jsonl"
+"""What a resume has taken out of the metrics, because it was going to be written again: nothing is lost."""
 
 _MADE_ANEW = ("train", "eval", "profile")
 
@@ -184,7 +202,13 @@ class WandB:
     def _start(self) -> Any:
         import wandb
 
-        settings = wandb.Settings(init_timeout=60, finish_timeout=self.FINISH_S, console="off", silent=True)
+        settings = wandb.Settings(
+            init_timeout=60,
+            finish_timeout=self.FINISH_S,
+            console="off",
+            silent=True,
+            x_disable_meta=any(mask_credentials(word) != word for word in sys.argv),  # the command line is part of it
+        )
         run = wandb.init(
             project=self._config.log.wandb_project,
             name=self._config.run.name,

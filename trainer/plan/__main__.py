@@ -13,8 +13,9 @@
   --calibrate        measure this machine first; later plans for such devices use it; under torchrun or srun it
                      measures the links between the ranks, too
 
-Every key of trainer.run may be overridden.  Exit code 2 for a mistake in what was asked, or if nothing fits that `auto`
-could choose.  torch.compile is planned as if it were off.
+Every key of trainer.run may be overridden.  Exit code 2 for a mistake in what was asked; 3 if it does not fit, or
+nothing that `auto` could choose does: the plan, of what needs least, is printed all the same.  torch.compile is planned
+as if it were off.
 """
 
 from __future__ import annotations
@@ -27,12 +28,13 @@ from pathlib import Path
 
 from trainer.config import RunConfig, check_config, find_mesh_shape, load_config
 from trainer.environment import find_environment
-from trainer.errors import EXIT_FINISHED, UserError, nearest, run_command, setting_error, tell
+from trainer.errors import EXIT_DOES_NOT_FIT, EXIT_FINISHED, UserError, nearest, run_command, say, setting_error, tell
 from trainer.plan.calibrate import calibrate
 from trainer.plan.machine import Machine, find_machine
-from trainer.plan.plan import make_plan, planned
-from trainer.plan.search import asks_for_auto, settle
-from trainer.plan.show import draw, print_plan, to_json
+from trainer.plan.plan import Plan, make_plan, planned
+from trainer.plan.search import Choice, NothingFits, asks_for_auto, settle
+from trainer.plan.show import draw, print_plan, remedies_text, to_json
+from trainer.recipe import look_in_working_folder
 from trainer.shard import check_sharding
 
 
@@ -53,6 +55,7 @@ class _Asked:
 
 def command_line(argv: Sequence[str] | None = None) -> int:
     """Run what the command line asks for.  Returns the exit code."""
+    look_in_working_folder()
     arguments = list(sys.argv[1:] if argv is None else argv)
     if "--help" in arguments or "-h" in arguments:
         tell(__doc__ or "")
@@ -76,16 +79,29 @@ def _plan(arguments: list[str]) -> int:
     mesh = check_config(config, num_ranks, min(num_ranks, machine.rates.ranks_per_node))
     check_sharding(config)
     if advice := mesh.advice(min(num_ranks, machine.rates.ranks_per_node)):
-        print(f"warning: {advice}", file=sys.stderr)
-    choice = settle(config, mesh, machine) if asks_for_auto(config) else None
+        say(f"warning: {advice}")
+    try:
+        choice = settle(config, mesh, machine) if asks_for_auto(config) else None
+    except NothingFits as error:
+        _show(error.plan, None, asked)
+        say(f"error: {error}")
+        return EXIT_DOES_NOT_FIT
     plan = choice.plan if choice else make_plan(config, mesh, machine)
+    _show(plan, choice, asked)
+    if plan.fits:
+        return EXIT_FINISHED
+    if not asked.as_json:
+        tell(remedies_text(plan))
+    return EXIT_DOES_NOT_FIT
+
+
+def _show(plan: Plan, choice: Choice | None, asked: _Asked) -> None:
     if asked.as_json:
-        print(json.dumps(to_json(plan, choice)))
+        tell(json.dumps(to_json(plan, choice)))
     else:
         print_plan(plan, choice)
     if asked.picture is not None:
         draw(plan, asked.picture)
-    return EXIT_FINISHED
 
 
 def _num_ranks(config: RunConfig, machine: Machine) -> int:
@@ -145,7 +161,7 @@ def _number(key: str, text: str, kind: type[int] | type[float]) -> float:
         value = 0
     if not 0 < value < float("inf"):
         rule = "must be a whole number above 0" if kind is int else "must be a number above 0"
-        raise setting_error(key, text, rule, {"memory_gib": 80, "network_gbps": 400}.get(key, 8))
+        raise setting_error(key, text, rule, example={"memory_gib": 80, "network_gbps": 400}.get(key, 8))
     return value
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-import sys
+import traceback
 from collections import deque
 from dataclasses import replace
 from functools import cached_property
@@ -13,7 +13,7 @@ import torch
 
 from trainer.config import MeshShape, RunConfig
 from trainer.distributed.world import World
-from trainer.errors import UserError
+from trainer.errors import UserError, say
 from trainer.metrics.meter import peak_memory_gib
 from trainer.plan.machine import GIB, Machine, find_machine
 from trainer.plan.plan import Plan, make_plan
@@ -141,30 +141,64 @@ class Forecast:
         return words
 
     def explain(self, error: BaseException) -> None:
-        """Print, for an error that says that memory is full, what was planned and what would fit: on one rank."""
-        if _is_out_of_memory(error):
-            self._world.once("explain", lambda: print(self._explanation(), file=sys.stderr, flush=True))
+        """Note on an error that says that memory is full what was planned and, last, what would fit: on one rank.
 
-    def _explanation(self) -> str:
+        A note stands below the traceback, where there is one (before Python 3.11 it is printed at once).  On every
+        rank with such an error the traceback goes to a file in the run's folder.
+        """
+        if is_out_of_memory(error):
+            kept = self._keep_traceback(error)
+            self._world.once("explain", lambda: getattr(error, "add_note", say)(self._explanation(error, kept)))
+
+    def _keep_traceback(self, error: BaseException) -> str:
+        path = self._config.run_dir / f"traceback_rank{self._world.rank}.txt"
+        try:
+            path.write_text("".join(traceback.format_exception(error)))
+        except OSError:  # no folder yet, or a full disk: then it is printed
+            say("".join(traceback.format_exception(error)).rstrip())
+            return "above"
+        return f"in {path}"
+
+    def _explanation(self, error: BaseException, kept: str) -> str:
+        rank = f"rank {self._world.rank}: " if self._world.size > 1 else ""
+        lines = [f"out of memory: {rank}{_first_line(error)}", f"(the traceback is {kept})"]
         if self.plan is None:
-            return f"out of memory (no plan: {self.why_not})"
-        lines = ["out of memory"]
+            return "\n".join([*lines, f"there is no plan to compare with: {self.why_not}"])
         if self._world.device.type == "cuda":
             allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
             lines.append(
                 f"live now: {allocated / GIB:.2f} GiB in tensors, {reserved / GIB:.2f} GiB held by the allocator"
             )
         lines.append(memory_text(self.plan))
-        # It did not fit, whatever the plan says: what would is to need a tenth less.
-        budget = min(self.plan.machine.budget_bytes, (1 - _MISS) * self.plan.memory.peak.total)
-        found = remedies(replace(self.plan, machine=self.plan.machine.with_budget(budget)))
-        return "\n".join([*lines, *(found or ["no single change of settings would do; see python -m trainer.plan"])])
+        if self.plan.fits:
+            memory_gib = self.plan.machine.memory_gib
+            lines.append(f"of {memory_gib:.2f} GiB there was less than that: others use them, or a limit is set")
+        return "\n".join([*lines, *self._remedies(self.plan)])
+
+    def _remedies(self, plan: Plan) -> list[str]:
+        """Return what would have fitted; whatever the plan says this did not, so that it is to need a tenth less."""
+        budget = min(plan.machine.budget_bytes, (1 - _MISS) * plan.memory.peak.total)
+        try:
+            found = remedies(replace(plan, machine=plan.machine.with_budget(budget)))
+        except (MemoryError, RuntimeError):  # there is not even that much
+            found = []
+        return found or ["no single change of settings would do; see python -m trainer.plan"]
 
 
 def _percent(found: float, planned: float) -> str:
     return f"{100 * (found / planned - 1):+.0f} %" if math.isfinite(found / planned) else ""
 
 
-def _is_out_of_memory(error: BaseException) -> bool:
-    text = str(error)
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in text
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__
+
+
+_FULL = ("can't allocate memory", "not enough memory", "Cannot allocate memory", "std::bad_alloc")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error says that memory is full, on a device or on the host."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, (RuntimeError, OSError)) and any(words in str(error) for words in _FULL)

@@ -78,10 +78,7 @@ class Plan:
     @property
     def flops(self) -> float:
         """Model FLOPs of one update, all ranks together, recomputation not counted."""
-        recipe = self.config.recipe
-        if recipe.flops is not None:
-            return recipe.flops(self.config.model, self.config.data.seq_len) * self.tokens
-        return 6.0 * self.trace.matrix_numel * self.tokens
+        return self.probe.flops_per_token * self.tokens
 
     @property
     def mfu(self) -> float | None:

@@ -23,9 +23,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from trainer.config import RunConfig
 from trainer.errors import UserError, setting_error
+from trainer.flops import flops_per_token
 from trainer.loss import find_loss
 from trainer.optim import moments_of
-from trainer.parameters import count_matrix_parameters, tied_names
+from trainer.parameters import tied_names
 from trainer.plan.kernels import use_gpu_kernels
 from trainer.plan.recorder import MemoryMeter, Recorder
 from trainer.plan.repetition import Repetition, without_block_marks
@@ -37,6 +38,7 @@ from trainer.shard import (
     find_blocks,
     find_units,
     kept_by_budget,
+    own_outputs,
 )
 
 
@@ -50,6 +52,12 @@ class Probe:
             self._model = config.recipe.build_model(config.model)
         apply_weights_dtype(self._model, config.train.weights_dtype)
         self._traces: dict[tuple[int, int | str], Trace] = {}
+
+    @property
+    def flops_per_token(self) -> float:
+        """Model FLOPs of forward and backward for one token, recomputation not counted."""
+        config = self.config
+        return flops_per_token(config.recipe, config.model, self._model, config.data.seq_len)
 
     def trace(self, micro_batch_size: int, checkpointing: int | str) -> Trace:
         """Return the trace with units as `fsdp.wrap` says.
@@ -105,6 +113,7 @@ def _trace(
         batch = {name: torch.zeros(shape, dtype=torch.int64) for name in ("tokens", "targets")}
         meter = MemoryMeter(model, batch.values())
         recorder = Recorder(meter, compute_dtype)
+        own_outputs((*(module for unit in units for module in unit.modules), model))
         repetition.attach(recorder)
         for number, unit in enumerate(units):
             if not repetition.leaves_out(unit.modules):
@@ -118,7 +127,7 @@ def _trace(
             recorder.mark("end", len(units))
     events = tuple(without_block_marks(repetition.repeated(recorder.events)))
     facts = _without_unused(facts, repetition.like(meter.unused(model)))
-    return Trace(events, facts, buffer_bytes, 2 * 8 * math.prod(shape), count_matrix_parameters(model))
+    return Trace(events, facts, buffer_bytes, 2 * 8 * math.prod(shape))
 
 
 def _unit_facts(

@@ -26,6 +26,14 @@ _MAX_UNITS = 16
 """Units up to which single ones are changed; in deeper models one of many makes no difference."""
 
 
+class NothingFits(UserError):
+    """No choice for what is `auto` fits; `plan` is the one that needs least."""
+
+    def __init__(self, message: str, plan: Plan) -> None:
+        super().__init__(message)
+        self.plan = plan
+
+
 @dataclass(frozen=True)
 class Choice:
     """What `auto` has settled, and what came next."""
@@ -56,7 +64,7 @@ def asks_for_auto(config: RunConfig) -> bool:
 def settle(config: RunConfig, mesh: MeshShape, machine: Machine) -> Choice:
     """Return the fastest choice for what is `auto` in `config` that fits `machine`.
 
-    Raises UserError, with what would fit, if nothing does.
+    Raises NothingFits, with what would fit, if nothing does.
     """
     return _Search(config, mesh, machine).best()
 
@@ -80,7 +88,7 @@ class _Search:
                     break
         if not fitting:
             assert smallest is not None
-            raise UserError(self._nothing_fits(smallest))
+            raise NothingFits(self._nothing_fits(smallest), smallest)
         fitting += self._improved(min(fitting, key=lambda plan: plan.time.total_s))
         fastest_s = min(plan.time.total_s for plan in fitting)
         near = [plan for plan in fitting if plan.time.total_s <= (1 + _GAIN) * fastest_s]
@@ -246,7 +254,7 @@ def _changes(plan: Plan) -> Iterator[tuple[str, RunConfig, MeshShape]]:
     if fsdp.accumulate == "unsharded" and plan.num_micro_batches > 1:
         shards = replace(config, fsdp=replace(fsdp, accumulate="sharded"))
         yield "fsdp.accumulate=sharded", shards, mesh
-    for factor in (2, 4, 8, 16, 32, 64):
+    for factor in (2, 4, 8, 16, 32, 64, 128, 256):
         larger = MeshShape(mesh.replicate, mesh.shard * factor)
         at_a_time = larger.num_ranks * int(train.micro_batch_size)
         batch = -(-train.global_batch_size // at_a_time) * at_a_time

@@ -45,8 +45,13 @@ def print_plan(plan: Plan, choice: Choice | None = None, console: Console | None
         console.print()
         console.print(Text(title, style="bold"))
         console.print(table)
-    for line in [*_left_out(plan), *([] if plan.fits else remedies(plan))]:
+    for line in _left_out(plan):
         console.print(Text(line))
+
+
+def remedies_text(plan: Plan) -> str:
+    """Return what would make a plan fit that does not, in lines."""
+    return "\n".join(remedies(plan) or ["no single change of settings would make it fit"])
 
 
 def _left_out(plan: Plan) -> list[str]:
@@ -65,8 +70,8 @@ def _left_out(plan: Plan) -> list[str]:
 
 
 def memory_text(plan: Plan) -> str:
-    """Return what a rank needs at the peak, by kind, as plain text."""
-    return _as_text(*_memory_table(plan))
+    """Return what a rank needs at the peak, by kind, as plain text; whether that fits is not said."""
+    return _as_text(f"{_peak_text(plan)}, as planned", _memory_table(plan)[1])
 
 
 def choice_text(choice: Choice) -> str:
@@ -103,9 +108,12 @@ def _choice_table(choice: Choice) -> tuple[str, Table]:
     return f"auto: {choice.num_candidates} candidates", table
 
 
+def _peak_text(plan: Plan) -> str:
+    return f"memory of a rank at the peak, in the {plan.memory.peak.place}: {plan.needed_gib:.2f} GiB"
+
+
 def _memory_table(plan: Plan) -> tuple[str, Table]:
-    verdict = "fits" if plan.fits else "DOES NOT FIT"
-    title = f"memory of a rank at the peak, in the {plan.memory.peak.place}: {plan.needed_gib:.2f} GiB, {verdict}"
+    title = f"{_peak_text(plan)}, {'fits' if plan.fits else 'DOES NOT FIT'}"
     table = _table("kind")
     table.add_column("GiB", justify="right")
     for kind, gib in memory_by_kind(plan).items():

@@ -99,8 +99,6 @@ class Trace:
     """Buffers of the model, which lie in memory all the time."""
     input_bytes: int
     """Tokens and targets of the micro-batch."""
-    matrix_numel: int
-    """Parameters that a token is multiplied with: all but the embedding tables."""
 
     @property
     def root(self) -> int:

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainer.errors import EXIT_FINISHED, EXIT_USER_ERROR, UserError, say, setting_error
+from trainer.errors import EXIT_FINISHED, EXIT_USER_ERROR, UserError, say, setting_error, tell
 from trainer.report.charts import draw_png
 from trainer.report.page import facts_of, write_comparison, write_page
 from trainer.report.story import read_run
@@ -28,7 +28,7 @@ def command_line(argv: Sequence[str] | None = None) -> int:
     chosen = parser.parse_args(argv)
     try:
         for path in write_report([Path(folder) for folder in chosen.run_dirs], chosen.out and Path(chosen.out)):
-            print(path)
+            tell(str(path))
     except UserError as error:
         say(f"error: {error}")
         return EXIT_USER_ERROR
@@ -50,7 +50,7 @@ def write_report(folders: Sequence[Path], out: Path | None = None) -> tuple[Path
         _write(picture, draw_png(runs, title, facts_of(one) if one else ""))
     except OSError as error:
         rule = f"cannot be written ({error.strerror})"
-        raise setting_error("--out", page, rule, "./report.html, or another path that is yours") from error
+        raise setting_error("--out", page, rule, fix="name a path that you can write to") from error
     return page, picture
 
 

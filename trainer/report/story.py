@@ -21,6 +21,7 @@ from trainer.errors import UserError, nearest, setting_error
 from trainer.lifecycle.folder import is_owned
 from trainer.metrics.goodput import Goodput, Ledger
 from trainer.metrics.record import read_records
+from trainer.printable import mask_credentials
 
 Column = NDArray[np.float64]
 
@@ -164,7 +165,7 @@ def _close_attempt(attempts: Sequence[Attempt], ledger: Ledger, start: Mapping[s
 def _state(folder: Path, attempts: Sequence[Attempt]) -> tuple[str, str]:
     try:
         status = json.loads((folder / "status.json").read_text())
-        state, reason = str(status["state"]), str(status.get("reason") or "")
+        state, reason = str(status["state"]), mask_credentials(str(status.get("reason") or ""))
     except (OSError, ValueError, KeyError, TypeError):
         return (attempts[-1].ended if attempts else "") or "unknown", ""
     if state == "running" and not is_owned(folder):
@@ -175,7 +176,7 @@ def _state(folder: Path, attempts: Sequence[Attempt]) -> tuple[str, str]:
 def _read_config(path: Path) -> tuple[str, Mapping[str, Any]]:
     """Return the text of `config.yaml` and its values, as far as they can be read."""
     try:
-        text = path.read_text(errors="replace")
+        text = mask_credentials(path.read_text(errors="replace"))  # of runs that still kept them
     except OSError:
         return "", {}
     try:

@@ -1,0 +1,56 @@
+"""What a position in the data depends on: a fingerprint, kept with the position, of which samples there are.
+
+A position says how many samples of an order have been trained on, and another number of samples has another order; in
+other data the same place holds other text.  Names, folders and times do not matter: data that were moved are the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+_NAME_OTHER_DATA = frozenset({"data", "data.path", "data.source", "data.tokenizer"})
+_CUT_OTHERWISE = frozenset({"data.seq_len", "data.pack", "data.holdout", "data.eval_path"})
+"""Keys that are allowed to change and thereby allow other data, or other samples of the same data."""
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """Which samples there are: the same on all ranks, whatever the order in which they are asked for.
+
+    `content` is a digest of some of what the samples are made of, or of all of it; empty where that is not known.
+    """
+
+    num_samples: int
+    num_shards: int = 0
+    num_tokens: int = 0
+    content: str = ""
+
+    def to_state(self) -> dict[str, Any]:
+        """Return what is kept in a checkpoint."""
+        return dataclasses.asdict(self)
+
+    def changes(self, stored: Mapping[str, Any], allowed: Collection[str]) -> tuple[list[str], list[str]]:
+        """Compare with what `to_state` had returned.  Returns a line for a change that forbids to go on, or for one
+        that `allowed`, keys and sections of the configuration, lets pass.
+        """
+        before = Fingerprint(**{each.name: stored[each.name] for each in dataclasses.fields(Fingerprint)})
+        if before == self:
+            return [], []
+        is_same_data = dataclasses.replace(before, num_samples=self.num_samples) == self
+        if is_same_data and not _CUT_OTHERWISE.isdisjoint(allowed):
+            return [], []  # the configuration's own difference, which is told
+        if is_same_data or not self.num_shards or not before.num_shards:
+            mine, theirs = f"{self.num_samples} samples", f"{before.num_samples} samples"
+        else:
+            mine, theirs = self._size(), before._size()
+        now = "as many now with other content" if mine == theirs else f"{mine} now"
+        line = f"data: {theirs} in the checkpoint, {now}; its position in them is one in another order now"
+        if not _NAME_OTHER_DATA.isdisjoint(allowed):
+            return [], [f"{line}, as it was allowed"]
+        return [f"{line} (allow it: checkpoint.allow_changes=[data])"], []
+
+    def _size(self) -> str:
+        return f"{self.num_shards} shard{'' if self.num_shards == 1 else 's'} of {self.num_tokens} tokens"

@@ -1,0 +1,41 @@
+"""How many floating-point operations a model needs for a token: those of the model, whatever is computed again."""
+
+from __future__ import annotations
+
+from itertools import takewhile
+from typing import Any
+
+from torch import nn
+
+from trainer.parameters import count_matrix_parameters
+from trainer.recipe import Recipe
+from trainer.shard import find_blocks
+
+
+def flops_per_token(recipe: Recipe, model_config: Any, model: nn.Module, seq_len: int) -> float:
+    """Return the model FLOPs of forward and backward for one token: 6 for each weight in a matrix, and attention's.
+
+    A frozen weight has no gradient, so it costs 4; what lies below the first trained parameter is not gone back to, so
+    it costs 2 a weight, and a third of its attention.  Below is what comes first in the order of `model.parameters()`.
+    Source: Chowdhery et al. 2022, arXiv:2204.02311, appendix B.
+    """
+    total = recipe.flops(model_config, seq_len) if recipe.flops else 6.0 * count_matrix_parameters(model)
+    if all(parameter.requires_grad for parameter in model.parameters()):
+        return total
+    matrices = _matrices(model, with_tied_tables=recipe.flops is not None)
+    below = {id(p) for p in takewhile(lambda parameter: not parameter.requires_grad, model.parameters())}
+    frozen = sum(p.numel() for p in matrices if not p.requires_grad)
+    not_gone_back = sum(p.numel() for p in matrices if id(p) in below)
+    attention = max(0.0, total - 6.0 * sum(p.numel() for p in matrices))
+    blocks = find_blocks(model, recipe)
+    blocks_below = [block for block in blocks if all(id(p) in below for p in block.parameters())]
+    attention_below = attention * len(blocks_below) / max(1, len(blocks))
+    return total - 2.0 * frozen - 2.0 * not_gone_back - 2.0 / 3.0 * attention_below
+
+
+def _matrices(model: nn.Module, with_tied_tables: bool) -> list[nn.Parameter]:
+    """Return the matrices that tokens are multiplied with; a table of embeddings is one only if a head shares it."""
+    tables = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
+    others = {id(p) for m in model.modules() if not isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
+    counted = others if with_tied_tables else others - tables
+    return [p for p in model.parameters() if id(p) in counted and p.ndim >= 2]

@@ -1,0 +1,149 @@
+"""What the record in a run's folder says, against what is found there: nothing it speaks of may be missing unnoticed.
+
+A run that had checkpoints does not begin anew because they are gone, and a copy of a run leaves those of the original
+alone.  Read before anything is written; rank 0 alone looks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainer.checkpoint.keeping import list_steps
+from trainer.checkpoint.manifest import name_of
+from trainer.checkpoint.place import find_place, is_same_place
+from trainer.checkpoint.store import Found
+from trainer.config import stored_value
+from trainer.errors import UserError, setting_error
+from trainer.lifecycle.folder import RunFolder
+from trainer.metrics.record import read_kinds
+from trainer.metrics.sinks import warn
+from trainer.printable import mask_credentials
+from trainer.relocate import is_another_run, shared_place
+
+METRICS, STATUS = "metrics.jsonl", "status.json"
+
+
+@dataclass(frozen=True)
+class Past:
+    """What the attempts before have done, as their record says."""
+
+    saved: int | None = None
+    """The step of the newest checkpoint that was published, or gone on from; None if there never was one."""
+    witness: str = ""
+    """The file that says so."""
+
+
+def read_past(folder: Path) -> Past:
+    """Return what the record in a run's folder says; nothing where there is none."""
+    past = Past()
+    with contextlib.suppress(OSError):
+        for record in read_kinds(folder / METRICS, "start", "checkpoint"):
+            if record["kind"] == "start":  # what it did not go on from was gone by then, or is left behind
+                past = Past(_step(record.get("resumed_step")), METRICS)
+            else:
+                past = Past(max(past.saved or 0, _step(record.get("step")) or 0), METRICS)
+    status = _read_status(folder)
+    step = _step(status.get("step"))
+    # Ended in order, or begun at a step: that was saved.  A loop of one's own ends as "closed", saved or not.
+    is_saved = status.get("state") in ("finished", "stopped", "running") and status.get("reason") != "closed"
+    if past.saved is None and step and is_saved:
+        return Past(step, STATUS)
+    return past
+
+
+def _step(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _read_status(folder: Path) -> dict[str, Any]:
+    try:
+        status = json.loads((folder / STATUS).read_text())
+    except (OSError, ValueError):
+        return {}
+    return status if isinstance(status, dict) else {}
+
+
+class History:
+    """The past of the run in a folder, whose checkpoints are now looked for in `place`."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder, self._config = folder, folder.config
+        self.place = self._config.checkpoint.dir or str(folder.path / "checkpoints")
+
+    def check_place(self) -> None:
+        """Raise UserError if this folder is a copy, and its checkpoints would be those of the original."""
+        if not self._folder.is_main or not (origin := self._copied_from()):
+            return
+        kept = stored_value(self._folder.before or "", "checkpoint.dir")
+        if is_same_place(str(mask_credentials(self.place)), str(kept) if kept else f"{origin}/checkpoints"):
+            rule = shared_place(origin, self.place, str(self._folder.path))
+            raise setting_error("checkpoint.dir", self._config.checkpoint.dir, rule)
+
+    def check(self, found: Found | None) -> None:
+        """Raise UserError if the run had checkpoints and there is none; warn if the newest of them is not there.
+
+        `found` is what the run goes on from by itself.
+        """
+        if not self._folder.is_main:
+            return
+        past = read_past(self._folder.path)
+        if past.saved is None:
+            return
+        if found is None:
+            raise UserError(self._nothing_found(past))
+        missing = name_of(past.saved)
+        if found.manifest.step < past.saved and missing not in found.damaged and not self._is_aside(missing):
+            warn(
+                f"{past.witness} speaks of a checkpoint of step {past.saved}, but the newest in {self.place} is of "
+                f"step {found.manifest.step}: the run goes on from there"
+            )
+
+    def _is_aside(self, name: str) -> bool:
+        """Return whether the run itself has taken this checkpoint out of the way."""
+        aside = [path.name for path in self._folder.path.glob(f"previous_*/{name}")]
+        return any(name in one for one in [*aside, *find_place(self.place).names_aside()])
+
+    def is_copied(self, found: Found) -> bool:
+        """Return whether the checkpoint was written by another run, which is still there."""
+        return _is_another(stored_value(found.config_yaml, "run.dir"), self._folder.path)
+
+    def leave_identity(self) -> None:
+        """Of a copy: leave behind what makes the original one run in Weights & Biases."""
+        if self._folder.is_main and self._copied_from():
+            self._folder.set_aside("wandb")
+
+    def _copied_from(self) -> str | None:
+        """Return the folder of the run that this one is a copy of; None if it is none."""
+        stored = stored_value(self._folder.before or "", "run.dir")
+        return str(stored) if _is_another(stored, self._folder.path) else None
+
+    def _nothing_found(self, past: Past) -> str:
+        lines = [
+            f"checkpoint.resume=auto: there is no checkpoint in {self.place}, but this run had one",
+            f"{past.witness} in {self._folder.path} speaks of one of step {past.saved}",
+            *self._seen_elsewhere(),
+            "if they lie elsewhere, or on a disk that is not mounted: mount it, or checkpoint.dir=WHERE",
+            "to go on from a certain one: checkpoint.resume=PATH",
+            "to begin anew: checkpoint.resume=none, which moves what is here into a folder previous_NNN",
+            "to leave this run as it is: run.name=NAME",
+        ]
+        return "\n  ".join(lines)
+
+    def _seen_elsewhere(self) -> Iterator[str]:
+        run = self._folder.path
+        before = stored_value(self._folder.before or "", "checkpoint.dir")
+        if before and not is_same_place(str(before), self.place):
+            yield f"the attempt before kept them in checkpoint.dir={before}"
+        for folder in (run / "checkpoints", run, *sorted(run.glob("previous_*"))):
+            steps = [] if is_same_place(str(folder), self.place) else list_steps(find_place(folder))
+            if steps:
+                yield f"{folder} holds one of step {steps[-1]}"
+
+
+def _is_another(stored_dir: object, here: Path) -> bool:
+    return isinstance(stored_dir, str) and is_another_run(stored_dir, here)

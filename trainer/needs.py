@@ -1,0 +1,74 @@
+"""What a configuration needs of the machine: libraries that come separately, and compilers.
+
+Looked for before anything is built, so that what is missing is one message.  Imports no torch.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+from trainer.config import RunConfig
+from trainer.errors import setting_error
+
+
+def check_needs(config: RunConfig, device_type: str) -> None:
+    """Raise UserError for a library or a compiler that is not there, on a device of type `cpu` or `cuda`."""
+    if config.log.tensorboard and not _is_installed("tensorboard"):
+        rule = "TensorBoard is not installed"
+        raise setting_error("log.tensorboard", True, rule, fix="pip install 'meshtrainer[tensorboard]', or false")
+    check_float8_installed(config.train.float8)
+    if config.train.compile:
+        _check_compilers("train.compile", True, device_type, "train.compile=false")
+    for key, dtype in (
+        ("train.weights_dtype", config.train.weights_dtype),
+        ("optim.state_dtype", config.optim.state_dtype),
+    ):
+        # Of these the update is one compiled kernel.
+        if dtype == "bfloat16" and device_type == "cuda" and not config.fsdp.cpu_offload:
+            _check_compilers(key, dtype, device_type, f"{key}=float32")
+
+
+def check_float8_installed(setting: str) -> None:
+    """Raise UserError if `train.float8` asks for what torchao brings, and it is not there."""
+    if setting != "none" and not _is_installed("torchao"):
+        rule = "float8 needs the library `torchao`: pip install 'meshtrainer[float8]'"
+        raise setting_error("train.float8", setting, rule, "none")
+
+
+def likely_device(asked: str) -> str:
+    """Return the type of device that `run.device` will mean here, as far as can be told without torch."""
+    if asked != "auto":
+        return asked
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", os.environ.get("HIP_VISIBLE_DEVICES"))
+    has_gpu = any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists()
+    return "cuda" if has_gpu and visible not in ("", "-1") else "cpu"
+
+
+def _check_compilers(key: str, value: object, device_type: str, instead: str) -> None:
+    """Raise UserError unless torch.compile finds what it makes kernels with: Triton on a GPU, C++ on a CPU."""
+    if device_type == "cuda" and not _is_installed("triton"):
+        rule = "needs Triton, which comes with torch's CUDA builds"
+        raise setting_error(key, value, rule, fix=f"pip install triton, or {instead}")
+    language, variable, known = (
+        ("C", "CC", ("gcc", "clang"))
+        if device_type == "cuda"
+        else ("C++", "CXX", ("clang++",) if sys.platform == "darwin" else ("g++",))
+    )
+    asked = shlex.split(os.environ.get(variable, ""))[:1]
+    names = asked or known
+    if not any(shutil.which(name) for name in names):
+        rule = f"needs a {language} compiler, and {' and '.join(names)} {'are' if len(names) > 1 else 'is'} not on PATH"
+        fix = f"install one (apt install g++), name it in {variable}, or {instead}"
+        raise setting_error(key, value, rule, fix=fix)
+
+
+def _is_installed(library: str) -> bool:
+    try:
+        return importlib.util.find_spec(library) is not None
+    except ValueError:  # what is imported already, and says nothing of itself
+        return library in sys.modules

@@ -1,0 +1,196 @@
+"""What the source of weights says of its model: config.json of a Hugging Face folder, read as a recipe's fields.
+
+Read before anything is built: equal shapes with another `rope_theta` or number of heads are another model.  Knows no
+tensor and imports no torch; how an entry is called, and which are possible, is the recipe's to tell (`Recipe.hf`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import types
+import typing
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainer.errors import UserError, setting_error
+from trainer.recipe import HuggingFace, Recipe, all_recipes, check_number
+
+CONFIG = "config.json"
+
+_NOT_READ = {
+    "quantization_config": "weights that are stored quantised are not read here; convert them first",
+    "compression_config": "weights that are stored compressed are not read here; convert them first",
+    "auto_map": "says that the network is code of its own, which is not run here",
+}
+"""Entries of config.json that say of any model that a recipe does not build it."""
+
+
+def find_huggingface(recipe: Recipe) -> HuggingFace:
+    """Return what the recipe says of Hugging Face's world.  Raises UserError if it says nothing."""
+    if recipe.hf is None:
+        raise UserError(
+            f"recipe {recipe.name!r} does not say what its model is called in Hugging Face's world: give it "
+            "hf=HuggingFace(model_type=..., architecture=..., names=..., config=..., model_fields=...), as "
+            "trainer.recipe.HuggingFace describes; recipes/llama/huggingface.py is an example"
+        )
+    return recipe.hf
+
+
+def is_folder_of_weights(path: str | Path) -> bool:
+    """Return whether `path` is a folder as Hugging Face has it, and neither a run's nor a checkpoint."""
+    folder = Path(str(path).removeprefix("file://"))
+    return folder.is_dir() and ((folder / CONFIG).is_file() or any(folder.glob("*.safetensors")))
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# What it says
+
+
+@dataclass(frozen=True)
+class Told:
+    """The fields of a model's configuration that the source of its weights tells, and where it does."""
+
+    where: str
+    fields: Mapping[str, Any]
+
+    def check(self, model_config: Any, allowed: Iterable[str]) -> None:
+        """Raise UserError with every field that is another in `model_config`.
+
+        May be: what is free (see `free_fields`, with `allowed`), and what has no such field.
+        """
+        free = free_fields(type(model_config), allowed)
+        own = {field.name for field in dataclasses.fields(model_config)} - free
+        wrong = {
+            f"model.{name}": (getattr(model_config, name), value)
+            for name, value in self.fields.items()
+            if name in own and _lists(getattr(model_config, name)) != _lists(value)
+        }
+        if wrong:
+            lines = [
+                str(setting_error(key, found, f"{self.where} says {_shown(value)}", value))
+                for key, (found, value) in wrong.items()
+            ]
+            allow = f"  to differ on purpose: checkpoint.allow_changes=[{','.join(wrong)}]"
+            raise UserError("\n".join([*lines, allow]))
+
+
+def free_fields(model: type, allowed: Iterable[str]) -> set[str]:
+    """Return the fields of a model's configuration that need not be what the source of its weights says.
+
+    Those are the ones declared `free`, which are of training alone, and those of the keys `allowed`.
+    """
+    allowed = set(allowed)
+    return {f.name for f in dataclasses.fields(model) if f.metadata.get("free") or f"model.{f.name}" in allowed}
+
+
+def told_by_folder(folder: str | Path, recipe: Recipe, setting: str) -> Told | None:
+    """Return what a folder says of the model in it, in the fields of `recipe`; None if it has no config.json.
+
+    Raises UserError that begins with `setting` if config.json is broken, or says what the recipe cannot build; or,
+    naming `model.name`, if it is for another one.
+    """
+    path = Path(str(folder).removeprefix("file://"))
+    if not (path / CONFIG).exists():
+        return None
+    content = _read(path, setting)
+    hf = find_huggingface(recipe)
+    if content["model_type"] != hf.model_type:
+        able = [other.name for other in all_recipes() if other.hf and other.hf.model_type == content["model_type"]]
+        rule = f"{path / CONFIG}: model_type={content['model_type']}, which this is not for"
+        raise setting_error("model.name", recipe.name, rule, able[0] if able else None)
+    return Told(str(path / CONFIG), _fields_of(content, recipe, path, setting))
+
+
+def model_config_of(folder: str | Path, recipes: Sequence[Recipe], setting: str = "path") -> tuple[Recipe, Any]:
+    """Return which of `recipes` builds the model in `folder`, and the configuration that it needs for it.
+
+    Raises UserError that begins with `setting` if config.json is missing or broken, or describes a model that none of
+    the recipes builds, or several.
+    """
+    path = Path(folder).expanduser()
+    content = _read(path, setting)
+    model_type = content["model_type"]
+    able = [recipe for recipe in recipes if recipe.hf and recipe.hf.model_type == model_type]
+    if len(able) != 1:
+        known = sorted({recipe.hf.model_type for recipe in recipes if recipe.hf})
+        rule = (
+            f"is for the recipes {', '.join(recipe.name for recipe in able)}; name one with model.name"
+            if able
+            else f"has no recipe; those here are for {', '.join(known) or 'nothing'}"
+        )
+        raise setting_error(setting, folder, f"{CONFIG}: model_type={model_type} {rule}")
+    (recipe,) = able
+    return recipe, recipe.config(**_fields_of(content, recipe, path, setting))
+
+
+def _read(folder: Path, setting: str) -> dict[str, Any]:
+    try:
+        content = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        content["model_type"]
+    except OSError as error:
+        raise setting_error(setting, folder, f"{CONFIG}: cannot be read ({error.strerror})") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise setting_error(setting, folder, f"{CONFIG}: describes no model ({error!r})") from error
+    return dict(content)
+
+
+def _fields_of(content: Mapping[str, Any], recipe: Recipe, folder: Path, setting: str) -> dict[str, Any]:
+    try:
+        return fields_of(content, recipe)
+    except UserError as error:
+        raise setting_error(setting, folder, f"{CONFIG}: {error}") from error
+
+
+def fields_of(content: Mapping[str, Any], recipe: Recipe) -> dict[str, Any]:
+    """Return the fields of the recipe's configuration for what config.json says, checked as those of a user are.
+
+    Raises UserError that names the entry for what the recipe cannot build.
+    """
+    hf = find_huggingface(recipe)
+    for key, rule in _NOT_READ.items():
+        if content.get(key):
+            raise UserError(f"{key}: {rule}")
+    for key, value in hf.fixed.items():
+        if content.get(key, value) != value:
+            raise UserError(f"{key}={content[key]!r}: recipe {recipe.name!r} has {value!r} and nothing else")
+    try:
+        fields = dict(hf.model_fields(content))
+    except KeyError as error:
+        raise UserError(f"has no {error.args[0]!r}") from error
+    except (TypeError, ValueError, AttributeError) as error:
+        raise UserError(f"cannot be read as recipe {recipe.name!r} ({error})") from error
+    hints = typing.get_type_hints(recipe.config)
+    declared = {field.name: field for field in dataclasses.fields(recipe.config)}
+    for name, value in fields.items():
+        fields[name] = value = _typed(f"model.{name}", value, hints[name])
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            check_number(f"model.{name}", value, value, declared[name].metadata)
+    if recipe.check:
+        recipe.check(recipe.config(**fields))
+    return fields
+
+
+def _typed(key: str, value: Any, hint: Any) -> Any:
+    """Return a value of config.json as the field's type has it.  Raises UserError for one of another type."""
+    options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    if not set(options) <= {int, float, bool, str, type(None)}:
+        return value  # a type of the recipe's own
+    if isinstance(value, int) and not isinstance(value, bool) and float in options and int not in options:
+        return float(value)
+    if type(value) not in options:
+        names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
+        raise UserError(f"{key}={value!r}: must be {' or '.join(names[option] for option in options)}")
+    return value
+
+
+def _lists(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _lists(item) for key, item in value.items()}
+    return [_lists(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def _shown(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else "null" if value is None else str(value)
