@@ -88,13 +88,13 @@ class Run:
         forecast = SimpleNamespace(result=dict, misses=list, explain=lambda error: None)
         collaborators: list[Any] = [kept, metrics, watchdog, accounts, saver, forecast]
         world: Any = self.world
-        self.life = Lifecycle(config, world, self.progress, self.ballot, *collaborators, started=0.0)
+        self.life = Lifecycle(config, world, self.progress, self.ballot, *collaborators, loader=None, started=0.0)
 
     def say(self, text: str) -> None:
         self.said.append(text)
 
     def begin(self) -> None:
-        self.life.begin({}, {"resumed_step": None}, list)
+        self.life.begin({}, {"resumed_step": None}, [])
         self.said.clear()
 
 
@@ -122,7 +122,7 @@ def test_a_run_that_ended_does_not_begin_again(run: Run) -> None:
 def test_the_start_is_recorded_before_anything_is_trained(run: Run) -> None:
     run.life.restore()
     assert run.life.phase == "restored"
-    run.life.begin({}, {"resumed_step": 3}, lambda: ["a note"])
+    run.life.begin({}, {"resumed_step": 3}, ["a note"])
     assert run.said == ["config.yaml", "open metrics", "status running None", "start block", "a note", "record start"]
     assert run.life.is_running
 

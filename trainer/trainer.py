@@ -31,7 +31,7 @@ from trainer.lifecycle.phases import watch_phases
 from trainer.lifecycle.resume import Resume
 from trainer.lifecycle.saves import RunSaves
 from trainer.lifecycle.selfcheck import check_same_run, check_shape, check_start
-from trainer.lifecycle.summary import device_name, mesh_sizes, show_result, start_facts
+from trainer.lifecycle.summary import device_name, mesh_sizes, show_result, start_facts, start_notes
 from trainer.lifecycle.watchdog import Watchdog
 from trainer.loss import count_targets, find_loss
 from trainer.materialize import materialize
@@ -123,9 +123,9 @@ class Trainer:
             self.accounts,
             self.saver,
             self.forecast,
+            self.loader,
             started,
         )
-        self.lifecycle.closers.append(self.close_loader)
 
     # -- build ---------------------------------------------------------------------------------------------------
 
@@ -322,17 +322,10 @@ class Trainer:
             "load_s": self.resume.seconds,
             "skipped": self.skips.total,
         }
-        self.lifecycle.begin(start_facts(*shown), record, self._notes)
+        choice = choice_text(self.plan_choice) if self.plan_choice else ""
+        notes = start_notes(choice, self.profile.advice(self.state.step), self.resume.changed)
+        self.lifecycle.begin(start_facts(*shown), record, notes)
         self.ballot.cast()  # a stop requested during the start gets no step, which may compile for minutes
-
-    def _notes(self) -> list[str]:
-        """Return what there is to say at the start beside the start block."""
-        changed = "\n".join(["configuration changed since:", *(f"  {line}" for line in self.resume.changed)])
-        return [
-            *([choice_text(self.plan_choice)] if self.plan_choice else []),
-            *([advice] if (advice := self.profile.advice(self.state.step)) else []),
-            *([changed] if self.resume.changed else []),
-        ]
 
     def save_checkpoint(self, wait: bool = False) -> Path | str:
         """Save the state as it is; return the checkpoint's folder or URL, or where it will be.  Collective.
@@ -392,12 +385,6 @@ class Trainer:
             if self.state.step >= self.config.train.steps:
                 self.skips.check_end(self.state.step)
 
-    def close_loader(self) -> None:
-        """Stop the loader's worker processes."""
-        close = getattr(self.loader, "close", None)
-        if callable(close):
-            close()
-
     def exempt_from_selfcheck(self) -> Iterable[str]:
         """Return what `run.selfcheck` skips: patterns of parameter names ("adapter.*"), configuration keys and source
         files that may differ between ranks, and "data" for the samples; nothing by default.
@@ -406,5 +393,9 @@ class Trainer:
 
     @property
     def stopping(self) -> bool:
-        """True on all ranks alike once any of them was asked to stop: the current step is the last."""
+        """True on all ranks alike once any of them was asked to stop: the current step is the last; may be set."""
         return self.lifecycle.stopping
+
+    @stopping.setter
+    def stopping(self, stopping: bool) -> None:
+        self.lifecycle.stopping = stopping

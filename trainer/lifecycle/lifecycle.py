@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal, Protocol
@@ -74,18 +74,17 @@ class Lifecycle:
         accounts: Accounts,
         saver: Saver,
         forecast: Forecast,
+        loader: object,
         started: float,
     ) -> None:
         self._config, self._world, self._progress = config, world, progress
         self._folder, self._metrics, self._watchdog = folder, metrics, watchdog
         self._accounts, self._saver, self._forecast = accounts, saver, forecast
-        self._started = started
+        self._loader, self._started = loader, started
         self._earlier_error = sys.exc_info()[1]  # one that is being handled already
         self.phase: Phase = "built"
         self.stopping = False
         """True on all ranks alike once any of them was asked to stop: the current step is the last."""
-        self.closers: list[Callable[[], None]] = []
-        """Called when the run ends, for what holds processes of its own."""
         self.stop = find_stop_request()
         if world.is_main:
             self.stop.on_ask, self.stop.on_second_interrupt = answer_at_once, self._quit
@@ -107,7 +106,7 @@ class Lifecycle:
         """A checkpoint was loaded."""
         self._enter("restore")
 
-    def begin(self, facts: Mapping[str, str], record: Mapping[str, Any], notes: Callable[[], list[str]]) -> None:
+    def begin(self, facts: Mapping[str, str], record: Mapping[str, Any], notes: Sequence[str]) -> None:
         """Write config.yaml, open the metrics and write the start record; from here on the run counts as running.
 
         facts: the start block on the console.  record: fields of the start record.  notes: what else to say.
@@ -122,7 +121,7 @@ class Lifecycle:
         self._saver.longest_s = max(self._saver.longest_s, self._metrics.longest_save_s)
         self._folder.write_status("running", None, self._progress.step, "")
         self._metrics.start(facts)
-        for note in notes():
+        for note in notes:
             self._metrics.say(note)
         self._metrics.write(Record(kind="start", **record, started=self._began_at(), **self._metrics.before))
 
@@ -185,8 +184,9 @@ class Lifecycle:
 
     def _release(self) -> None:
         self._folder.release()
-        for close in self.closers:
-            close()
+        close = getattr(self._loader, "close", None)
+        if callable(close):
+            close()  # it may have worker processes
 
     # -- around a loop -------------------------------------------------------------------------------------------
 

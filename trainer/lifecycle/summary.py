@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -57,6 +57,12 @@ def start_facts(
         f"{batch // (world.size * micro_batch)} micro-batches of {micro_batch} on each of {world.size} ranks",
         "data": f"{config.data.source}, {config.train.steps} updates",
     }
+
+
+def start_notes(choice: str, advice: str, changed: Sequence[str]) -> list[str]:
+    """Return what else there is to say at the start: the plan's choice, the profile's advice, changed settings."""
+    lines = ["configuration changed since:", *(f"  {line}" for line in changed)]
+    return [note for note in (choice, advice, "\n".join(lines) if changed else "") if note]
 
 
 def show_result(config: RunConfig, world: World, model: nn.Module, metrics: Metrics) -> None:
