@@ -577,7 +577,7 @@ DEFECTS: list[Defect] = [
         "stored-may-import",
         "stored-is-data",
         "trainer/config.py",
-        "return _build(_read_stored(text, origin), {}, Path(origin), allow_import)",
+        "return _build(_read_stored(text, origin), {}, Path(origin), may_import=allow_import)",
         "return _build(_read_stored(text, origin), {}, Path(origin))",
     ),
     Defect(
