@@ -196,7 +196,7 @@ def test_absurd_numbers_are_refused_in_one_message(argument: str, capsys: pytest
     assert len(said.splitlines()) <= 2
 
 
-@pytest.mark.parametrize("script", ["run", "plan", "checkpoints", "export"])
+@pytest.mark.parametrize("script", ["run", "plan", "export"])
 def test_console_scripts_look_for_recipes_in_the_working_folder(
     script: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -208,11 +208,11 @@ def test_console_scripts_look_for_recipes_in_the_working_folder(
     if script == "run":
         assert run.main([SMALL, f"model.name={name}:none"]) == 2
     else:
-        from trainer import checkpoints, export
+        from trainer import export
         from trainer.plan import __main__ as plan
 
-        commands = {"plan": plan.command_line, "checkpoints": checkpoints.command_line, "export": export.command_line}
-        arguments = {"plan": [SMALL, f"model.name={name}:none"], "checkpoints": ["nowhere"], "export": ["nowhere", "x"]}
+        commands = {"plan": plan.command_line, "export": export.command_line}
+        arguments = {"plan": [SMALL, f"model.name={name}:none"], "export": ["nowhere", "x"]}
         assert commands[script](arguments[script]) == 2
     assert "cannot import" not in capsys.readouterr().err
     assert importlib.util.find_spec(name) is not None

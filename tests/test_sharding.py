@@ -506,6 +506,7 @@ def test_units_that_return_views_may_be_added_to_in_place(tmp_path: Path) -> Non
     assert losses("viewing_in_place") == losses("viewing")
 
 
+@pytest.mark.slow
 def test_a_tied_table_is_one_parameter(tmp_path: Path) -> None:
     config = load_config("gpt2", GPT2)
     model = plain_model(config)

@@ -17,7 +17,7 @@ def printable(text: str) -> str:
     return mask_credentials(_CONTROL.sub("", _LONE.sub("\ufffd", _SEQUENCE.sub("", text))))
 
 
-_STRING = r"(?:\x1b[\]PX^_]|[\x90\x98\x9d-\x9f])[^\x07\x1b\x9c\n]*(?:\x07|\x1b\\|\x9c)"
+_STRING = r"(?:\x1b[\]PX^_]|[\x90\x98\x9d-\x9f])[^\x07\x1b\x80-\x9f\n]*(?:\x07|\x1b\\|\x9c)"
 _SEQUENCE = re.compile(rf"{_STRING}|(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]|\x1b(?:[!-/][0-~]|[0-OQ-WYZ\\`-~])")
 """Control sequences of ECMA-48, 7-bit and 8-bit (C1): commands with a text (a title, say), CSI, and short ones."""
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -50,15 +50,16 @@ def is_masked(value: object) -> bool:
     return isinstance(value, str) and _MASKED.search(value) is not None
 
 
-_URL = re.compile(r"[A-Za-z][\w+.-]*://(?:[^\s/?#<>]*@)?[^\s'\"<>]*")
-_WHOLE = re.compile(r"[A-Za-z][\w+.-]*://.*", re.DOTALL)
+# The name of a scheme is short: a long word is not looked through again from each of its letters.
+_URL = re.compile(r"[A-Za-z][\w+.-]{0,30}://(?:[^\s/?#<>]*@)?[^\s'\"<>]*")
+_WHOLE = re.compile(r"[A-Za-z][\w+.-]{0,30}://.*", re.DOTALL)
 
 _PASSWORD = re.compile(r"(://[^\s/:@?#\[]*:)(?!\d*(?:[/?#]|$))(?:[^/?#]*@|[^@]*@)")
 """In scheme://user:password@host; what is a port has digits alone.  A password may hold a slash that is not encoded."""
 _USER = re.compile(r"(https?://)[^\s/:@?#]+@", re.IGNORECASE)
 """Of the web, a user without a password is a token."""
 _NAMED = re.compile(
-    r"([?&;#](?:[\w.-]*(?:token|secret|signature|passw(?:or)?d|passphrase|credential|api-?key|access-?key(?:-?id)?)"
+    r"([?&;#](?:[\w.-]*(?:token|secret|signature|passw(?:or)?d|passphrase|credential|api-?key|access[-_]?key(?:[-_]?id)?)"
     r"|(?:[\w.-]*[-_.])?(?:key|sig|pwd|pass|auth|authorization|jwt|sas))=)[^&;#]*",
     re.IGNORECASE,
 )

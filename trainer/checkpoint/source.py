@@ -99,6 +99,6 @@ def _elsewhere(run: Place) -> list[Place]:
         return []
     if is_masked(stored):
         raise UserError(f"{run}: its checkpoints are at {stored}, whose credentials are not kept; give that URL, whole")
-    if not (isinstance(stored, str) and stored and isinstance(run_dir, str)):
+    if not (isinstance(stored, str) and stored):
         return []
-    return [find_place(moved_along(stored, run_dir, str(run)))]
+    return [find_place(moved_along(stored, str(run_dir or run), str(run)))]
