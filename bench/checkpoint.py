@@ -26,7 +26,7 @@ import torch.distributed as dist
 from bench.record import emit, show
 from tests.ranks import run_ranks
 from trainer import Trainer, load_config
-from trainer.parameters import local
+from trainer.model.parameters import local
 
 
 def overrides(options: dict[str, Any], folder: str) -> list[str]:

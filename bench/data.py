@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.record import REPOSITORY, emit, show
-from trainer.environment import limit_spinning
+from trainer.distributed.environment import limit_spinning
 
 WORKERS = (0, 2)
 MICRO_BATCH, GLOBAL_BATCH = 2, 8

@@ -7,7 +7,7 @@ code is 1.  Then each row trains in a process of its own.  A row that runs out o
 like any other.  A step is timed by events on the device; of the steps after the warm-up the median is taken.
 
 MFU counts the recipe's model FLOPs (6 a weight in a matrix, causal attention once, nothing that is recomputed) against
-the dense bf16 peak of the device's data sheet (trainer/devices.py).
+the dense bf16 peak of the device's data sheet (trainer/metrics/devices.py).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.record import REPOSITORY, emit, show
-from trainer.environment import limit_spinning
+from trainer.distributed.environment import limit_spinning
 
 
 @dataclass(frozen=True)

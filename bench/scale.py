@@ -200,8 +200,8 @@ def build_alone(config: RunConfig, device: str) -> tuple[Update, list[float]]:
     import torch
 
     from trainer.loss import find_loss
-    from trainer.materialize import materialize
-    from trainer.shard import apply_weights_dtype, find_blocks
+    from trainer.model.materialize import materialize
+    from trainer.model.shard import apply_weights_dtype, find_blocks
 
     with torch.device("meta"):
         model = config.recipe.build_model(config.model)
@@ -236,9 +236,9 @@ def build_rank(config: RunConfig, device: str, num_ranks: int) -> tuple[Update, 
 
     from trainer import Trainer
     from trainer.loss import find_loss
-    from trainer.materialize import materialize
-    from trainer.optim import Schedule, build_optimizer
-    from trainer.shard import apply_sharding
+    from trainer.model.materialize import materialize
+    from trainer.model.shard import apply_sharding
+    from trainer.optim.optimizer import Schedule, build_optimizer
 
     dist.init_process_group("fake", rank=0, world_size=num_ranks, store=FakeStore())  # type: ignore[no-untyped-call]
     mesh = init_device_mesh(device, (num_ranks,), mesh_dim_names=("shard",))

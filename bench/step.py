@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.record import emit, show
-from trainer.environment import limit_spinning
+from trainer.distributed.environment import limit_spinning
 from trainer.errors import nearest, run_command, setting_error
 
 TRAINER, HANDWRITTEN = "trainer", "handwritten"
@@ -202,7 +202,7 @@ def prepare(folder: Path, overrides: Sequence[str], warmup: int, steps: int) -> 
     from trainer.data.order import sample_at
     from trainer.data.source import StdlibCorpus, open_source
     from trainer.data.tokenizer import find_tokenizer
-    from trainer.materialize import materialize
+    from trainer.model.materialize import materialize
 
     overrides = [*COMMON, *overrides, f"train.steps={warmup + steps}", "run.name=bench"]
     config = load_config("llama_small", overrides)

@@ -15,7 +15,7 @@ import pytest
 from tests.budget import TIERS, Budget, seconds_on_record, tier_of
 from tests.forked import fork_server, kill_what_is_left
 from tests.runs import four, one, two
-from trainer.environment import limit_spinning
+from trainer.distributed.environment import limit_spinning
 
 __all__ = ["four", "one", "two"]
 

@@ -16,7 +16,7 @@ from tests.forked import REPOSITORY
 from tests.ranks import FRESH, run_command
 from tests.runs import Shared
 from trainer import Trainer, UserError, load_config, run
-from trainer.needs import check_needs
+from trainer.config.needs import check_needs
 
 SMALL = "recipe=llama_small"
 

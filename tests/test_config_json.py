@@ -15,10 +15,10 @@ from torch import nn
 from tests.test_huggingface import GPT2, LLAMA, Memory, build, load_there
 from tests.test_pretrained import config_of, trained
 from trainer import Trainer, UserError, load_weights
+from trainer.config.pretrained import fields_of
 from trainer.export import command_line as main
-from trainer.huggingface import export
-from trainer.pretrained import fields_of
 from trainer.recipe import all_recipes
+from trainer.weights.huggingface import export
 
 ABSENT = object()
 """Takes an entry out of config.json."""

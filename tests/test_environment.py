@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from trainer import UserError
-from trainer.environment import (
+from trainer.distributed.environment import (
     SPAWNED_BY_US,
     Environment,
     export_slurm_rendezvous,

@@ -110,7 +110,7 @@ def make_loader(config: Any) -> Any:
 
 def plain_loop(config: Any) -> list[float]:
     """Train as a script of one's own would: no FSDP, no trainer, whole batches, plain cross-entropy and AdamW."""
-    from trainer.materialize import materialize
+    from trainer.model.materialize import materialize
 
     with torch.device("meta"):
         model = config.recipe.build_model(config.model)

@@ -43,7 +43,7 @@ from trainer import Trainer, load_config, load_weights
 from trainer.checkpoint.manifest import INDEX, find_damage, read_manifest
 from trainer.checkpoint.place import find_place
 from trainer.errors import TrainingFailed, UserError
-from trainer.parameters import local
+from trainer.model.parameters import local
 
 EVERY, STEPS = 2, 8
 RUN = [
@@ -423,7 +423,7 @@ def damage_and_load(source: Path, folder: Path, count: int, seed: int, of_rank: 
     """
     import torch.distributed as dist
 
-    from trainer.environment import find_environment
+    from trainer.distributed.environment import find_environment
 
     env = find_environment()
     if env.is_distributed and not dist.is_initialized():

@@ -16,9 +16,9 @@ from tests.ranks import run_ranks, run_tiny, tiny_overrides
 from tests.test_plan import run_plan
 from trainer import RunConfig, Trainer, UserError, load_config
 from trainer.config import check_config
-from trainer.float8 import apply_float8
-from trainer.parameters import local
-from trainer.shard import find_blocks
+from trainer.model.float8 import apply_float8
+from trainer.model.parameters import local
+from trainer.model.shard import find_blocks
 
 HAS_TORCHAO = importlib.util.find_spec("torchao") is not None
 needs_torchao = pytest.mark.skipif(not HAS_TORCHAO, reason="needs torchao")
@@ -123,7 +123,7 @@ def train(folder: Path, runs: list[list[str]]) -> list[dict[str, Any]]:
 
     dist.init_process_group("gloo")
     found = []
-    with mock.patch("trainer.shard.apply_float8", functools.partial(apply_float8, emulates=True)):
+    with mock.patch("trainer.model.shard.apply_float8", functools.partial(apply_float8, emulates=True)):
         for number, own in enumerate(runs):
             trainer = Trainer(tiny(folder / str(number), "train.steps=10", *own))
             before = {name: local(p).detach().clone() for name, p in trainer.model.named_parameters()}

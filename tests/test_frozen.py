@@ -16,9 +16,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.test_huggingface import GPT2, LLAMA, TINY, build
 from tests.tiny import fit, tiny_config
 from trainer import Recipe, RunConfig, Trainer
-from trainer.flops import flops_per_token
-from trainer.optim import bytes_of_training
-from trainer.parameters import local
+from trainer.model.flops import flops_per_token
+from trainer.model.parameters import local
+from trainer.optim.optimizer import bytes_of_training
 
 SEQ_LEN = 24
 

@@ -23,11 +23,11 @@ from torch import nn
 
 from tests.ranks import run_ranks
 from trainer import Recipe, UserError, weights
-from trainer.huggingface import SafetensorsFolder, export
-from trainer.materialize import materialize
-from trainer.pretrained import model_config_of
+from trainer.config.pretrained import model_config_of
+from trainer.model.materialize import materialize
 from trainer.recipe import HuggingFace, Transposed, all_recipes, find_recipe
-from trainer.weights import WeightSource, fill, full_state_dict, named_weights, own_rows
+from trainer.weights.access import WeightSource, fill, full_state_dict, named_weights, own_rows
+from trainer.weights.huggingface import SafetensorsFolder, export
 
 LLAMA, GPT2 = find_recipe("llama"), find_recipe("gpt2")
 TINY = LLAMA.config(vocab_size=263, dim=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=64)
@@ -375,7 +375,7 @@ SHARDED = {name: MODELS[name] for name in ("llama", "llama tied", "gpt2")} | {"o
 def sharded(recipe: Recipe, model_config: Any, mesh: Any) -> nn.Module:
     """Return the model as the trainer shards it, with weights of another seed."""
     from trainer import load_config
-    from trainer.shard import apply_sharding
+    from trainer.model.shard import apply_sharding
 
     config = load_config("llama_small", ["fsdp.param_dtype=float32"])
     with torch.device("meta"):

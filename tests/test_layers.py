@@ -12,9 +12,14 @@ import pytest
 from tests.forked import REPOSITORY
 
 DOORS = {
-    "safetensors": ["trainer/huggingface.py", "trainer/checkpoint/", "trainer/inference.py", "trainer/export.py"],
+    "safetensors": [
+        "trainer/weights/huggingface.py",
+        "trainer/checkpoint/",
+        "trainer/weights/inference.py",
+        "trainer/export.py",
+    ],
     "omegaconf": ["trainer/config.py"],
-    "fully_shard": ["trainer/shard.py"],
+    "fully_shard": ["trainer/model/shard.py"],
     "torch.distributed.checkpoint": ["trainer/checkpoint/"],
     "init_process_group": ["trainer/distributed/world.py"],
     "init_device_mesh": ["trainer/distributed/world.py"],

@@ -20,7 +20,7 @@ def build(overrides: list[str], num_steps: int) -> tuple[float, int, list[float]
     from itertools import islice
 
     from trainer import Trainer
-    from trainer.parameters import count_parameters
+    from trainer.model.parameters import count_parameters
 
     trainer = Trainer(load_config("llama3_1b", overrides))
     built = peak_gib()
@@ -30,7 +30,7 @@ def build(overrides: list[str], num_steps: int) -> tuple[float, int, list[float]
 def build_small(folder: Path) -> tuple[float, float]:
     """Build a model of some 90 M parameters; return by how much memory has grown at its peak, and its size, in MiB."""
     from trainer import Trainer
-    from trainer.parameters import count_parameters
+    from trainer.model.parameters import count_parameters
 
     Trainer(load_config("llama_small", tiny_overrides(f"run.dir={folder}"))).close()  # what the first one imports
     wide = ["model.dim=1024", "model.num_heads=8", "model.num_kv_heads=8", "model.ffn_dim=4096", "model.num_layers=4"]

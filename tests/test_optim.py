@@ -14,7 +14,7 @@ from torch import nn
 from tests.ranks import run_ranks, tiny_overrides
 from trainer import RunConfig, Trainer, UserError, load_config
 from trainer.config import OptimSection, ScheduleSection, TrainSection
-from trainer.optim import Optimizer, Schedule, build_optimizer
+from trainer.optim.optimizer import Optimizer, Schedule, build_optimizer
 
 # ---------------------------------------------------------------------------------------------------------------
 # Schedules

@@ -13,10 +13,10 @@ from tests.ranks import run_ranks, tiny_overrides
 from tests.test_plan import config_of
 from trainer import Trainer, UserError, load_config
 from trainer.config import MeshShape, check_config
+from trainer.model.recompute import choose_kept
+from trainer.model.shard import check_sharding
 from trainer.plan.machine import find_machine
 from trainer.plan.plan import make_plan
-from trainer.recompute import choose_kept
-from trainer.shard import check_sharding
 
 
 class Block(nn.Module):

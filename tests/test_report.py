@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from tests.faults import Fault, start
-from trainer.environment import SPAWNED_BY_US, STARTED, note_start, take_start
+from trainer.distributed.environment import SPAWNED_BY_US, STARTED, note_start, take_start
 from trainer.metrics.goodput import Goodput, Ledger, find_goodput
 from trainer.metrics.record import Record
 from trainer.metrics.sinks import JsonLines

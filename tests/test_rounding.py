@@ -18,14 +18,14 @@ from tests.ranks import run_ranks, tiny_overrides
 from tests.test_exactness import assert_equal_tensors, load_tensors
 from tests.test_plan import config_of
 from trainer import RunConfig, Trainer, UserError, load_config
-from trainer.adamw import FusedAdamW, RoundingAdamW, _compiled_update, _numbers, _update_by_pieces
 from trainer.config import OptimSection, check_config
 from trainer.export import export_checkpoint
-from trainer.optim import build_optimizer
-from trainer.parameters import local
+from trainer.model.parameters import local
+from trainer.optim.adamw import FusedAdamW, RoundingAdamW, _compiled_update, _numbers, _update_by_pieces
+from trainer.optim.optimizer import build_optimizer
+from trainer.optim.rounding import keys_of, random_bits, round_stochastically
 from trainer.plan.machine import find_machine
 from trainer.plan.plan import make_plan
-from trainer.rounding import keys_of, random_bits, round_stochastically
 
 # ---------------------------------------------------------------------------------------------------------------
 # Rounding
@@ -112,7 +112,7 @@ def own_adamw(model: nn.Module, state_dtype: torch.dtype, stochastic: bool = Tru
 
 def test_random_bits_are_for_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """As of a shard along another dimension than the first, which cannot say which rows it holds."""
-    monkeypatch.setattr("trainer.adamw.own_rows", lambda parameter: None)
+    monkeypatch.setattr("trainer.optim.adamw.own_rows", lambda parameter: None)
     model = small_model(torch.bfloat16)
     with pytest.raises(UserError, match=r"rounding=stochastic: 0\.weight is not split .*\n.*rounding=nearest"):
         own_adamw(model, torch.bfloat16)

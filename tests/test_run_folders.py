@@ -23,9 +23,9 @@ from tests.ranks import merged, tiny_overrides
 from tests.tiny import BATCH
 from trainer import Trainer, load_config
 from trainer.checkpoint.place import find_place
+from trainer.config.relocate import moved_along
 from trainer.errors import UserError
 from trainer.lifecycle.folder import Owner, _start_of, is_owned
-from trainer.relocate import moved_along
 
 TINY = tiny_overrides(
     "model.num_kv_heads=2",

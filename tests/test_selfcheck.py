@@ -19,7 +19,7 @@ from tests.ranks import run_command, run_ranks, tiny_overrides
 from trainer import RunConfig, Trainer, load_config, selfcheck
 from trainer.config import MeshShape
 from trainer.data.loader import TrainLoader
-from trainer.parameters import local
+from trainer.model.parameters import local
 
 ON_2_X_2 = ["mesh.replicate=2", "mesh.shard=2"]
 

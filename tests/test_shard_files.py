@@ -26,7 +26,7 @@ from trainer.data import descriptors
 from trainer.data import source as source_module
 from trainer.data.loader import EvalLoader, TrainLoader
 from trainer.data.source import Shard, Source, TokenSource, open_source
-from trainer.environment import raise_file_limit
+from trainer.distributed.environment import raise_file_limit
 from trainer.errors import TrainingFailed
 
 

@@ -24,10 +24,10 @@ from tests.ranks import run_ranks, tiny_overrides
 from trainer import Recipe, RunConfig, Trainer, UserError, load_config, register
 from trainer.data.loader import TrainLoader
 from trainer.data.source import open_source
-from trainer.materialize import materialize
-from trainer.optim import Schedule, build_optimizer
-from trainer.parameters import count_parameters
-from trainer.shard import ShardUnit, clip_grad_norm, find_units, gradient_sync
+from trainer.model.materialize import materialize
+from trainer.model.parameters import count_parameters
+from trainer.model.shard import ShardUnit, clip_grad_norm, find_units, gradient_sync
+from trainer.optim.optimizer import Schedule, build_optimizer
 
 LLAMA = tiny_overrides("data.source=synthetic", "model.vocab_size=264", "train.steps=10")
 ODD_LLAMA = tiny_overrides("data.source=synthetic", "model.vocab_size=263", "train.steps=10")

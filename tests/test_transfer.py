@@ -18,10 +18,10 @@ from tests.test_custom_loops import lines, of
 from trainer import Trainer, load_config
 from trainer.config import OptimSection
 from trainer.data.loader import Batch
+from trainer.data.transfer import Numbers, ahead
 from trainer.errors import TrainingFailed
 from trainer.metrics.record import Record
-from trainer.optim import build_optimizer
-from trainer.transfer import Numbers, ahead
+from trainer.optim.optimizer import build_optimizer
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 DEVICES = ["cpu", pytest.param("cuda", marks=needs_gpu)]

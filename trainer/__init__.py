@@ -10,18 +10,18 @@ import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.environment import without_collecting
+from trainer.distributed.environment import without_collecting
 
 if TYPE_CHECKING:
     from trainer.config import RunConfig as RunConfig
     from trainer.config import load_config as load_config
     from trainer.errors import UserError as UserError
-    from trainer.inference import load_weights as load_weights
     from trainer.recipe import HuggingFace as HuggingFace
     from trainer.recipe import Recipe as Recipe
     from trainer.recipe import Transposed as Transposed
     from trainer.recipe import register as register
     from trainer.trainer import Trainer as Trainer
+    from trainer.weights.inference import load_weights as load_weights
 
 __version__ = "0.1.0"
 __all__ = [

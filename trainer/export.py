@@ -23,10 +23,10 @@ from trainer.checkpoint.source import StoredWeights, find_checkpoint
 from trainer.config import config_from_yaml
 from trainer.data.tokenizer import find_tokenizer
 from trainer.errors import EXIT_FINISHED, UserError, run_command, tell
-from trainer.huggingface import export
-from trainer.inference import build_plain, origin_of
-from trainer.origin import TOKENIZER, Origin
 from trainer.recipe import look_in_working_folder
+from trainer.weights.huggingface import export
+from trainer.weights.inference import build_plain, origin_of
+from trainer.weights.origin import TOKENIZER, Origin
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

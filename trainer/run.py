@@ -22,10 +22,10 @@ from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from trainer import stop, usage
-from trainer.clock import uptime
 from trainer.config import RunConfig, check_config, least_mesh, load_config
-from trainer.deaths import find_killed
-from trainer.environment import (
+from trainer.config.needs import check_needs, likely_device
+from trainer.distributed.deaths import find_killed
+from trainer.distributed.environment import (
     LAUNCHER,
     SPAWNED_BY_US,
     Environment,
@@ -49,8 +49,8 @@ from trainer.errors import (
     tell,
 )
 from trainer.lifecycle.folder import note_end, read_status
+from trainer.metrics.clock import uptime
 from trainer.metrics.record import last_step
-from trainer.needs import check_needs, likely_device
 from trainer.recipe import look_in_working_folder
 
 _MAX_PROCESSES = 1024
@@ -166,7 +166,7 @@ def _check(config: RunConfig, nproc: int, env: Environment, spawns: bool) -> Non
     """Find what can be found wrong before anything is started."""
     _check_without_torch(config, *((nproc, nproc) if spawns else (env.world_size, env.local_world_size)), env)
     if spawns and (config.fsdp.wrap != "block" or isinstance(config.fsdp.reshard_after_forward, list)):
-        from trainer.shard import check_sharding
+        from trainer.model.shard import check_sharding
 
         check_sharding(config)  # needs torch and the model's structure, so only where a setting speaks of it
 

@@ -23,9 +23,9 @@ from trainer.checkpoint.store import Stateful, tensor_differences
 from trainer.data.loader import TrainLoader
 from trainer.distributed.channel import Channel
 from trainer.errors import UserError
-from trainer.guard import RandomState, SkipCounter
-from trainer.optim import Optimizer
-from trainer.parameters import local, tied_names
+from trainer.lifecycle.guard import RandomState, SkipCounter
+from trainer.model.parameters import local, tied_names
+from trainer.optim.optimizer import Optimizer
 
 BEYOND_BELIEF = 2.0**64
 """A magnitude that no weight is trained to: its square is not finite in float32, so that no loss is."""

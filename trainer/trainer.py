@@ -20,12 +20,11 @@ from trainer.checkpoint.store import Checkpoints, Facts, Settings
 from trainer.config import RunConfig
 from trainer.data.loader import Batch, EvalLoader, TrainLoader
 from trainer.data.source import open_source
+from trainer.data.transfer import ahead
 from trainer.distributed.ballot import Ballot
 from trainer.distributed.world import World
-from trainer.flops import flops_per_token
-from trainer.guard import GarbageCollection, RandomState, SkipCounter, seed_everything
-from trainer.inference import ORIGIN, begin_from, keep_tokenizer, load_weights
 from trainer.lifecycle.folder import RunFolder
+from trainer.lifecycle.guard import GarbageCollection, RandomState, SkipCounter, seed_everything
 from trainer.lifecycle.lifecycle import Lifecycle
 from trainer.lifecycle.phases import watch_phases
 from trainer.lifecycle.resume import Resume
@@ -34,19 +33,20 @@ from trainer.lifecycle.selfcheck import check_same_run, check_shape, check_start
 from trainer.lifecycle.summary import device_name, mesh_sizes, show_result, start_facts, start_notes
 from trainer.lifecycle.watchdog import Watchdog
 from trainer.loss import count_targets, find_loss
-from trainer.materialize import materialize
 from trainer.metrics.accounts import Accounts, Update
 from trainer.metrics.fanout import Metrics
 from trainer.metrics.profile import Profile
 from trainer.metrics.record import Record
-from trainer.optim import Optimizer, Schedule, build_optimizer, bytes_of_training
-from trainer.origin import Origin
-from trainer.parameters import count_parameters, count_trained_parameters, tied_names
+from trainer.model.flops import flops_per_token
+from trainer.model.materialize import materialize
+from trainer.model.parameters import count_parameters, count_trained_parameters, tied_names
+from trainer.model.shard import ShardUnit, apply_sharding, clip_grad_norm, evaluating, gradient_sync
+from trainer.optim.optimizer import Optimizer, Schedule, build_optimizer, bytes_of_training
 from trainer.plan.forecast import Forecast, resolve_auto
 from trainer.plan.show import choice_text
-from trainer.shard import ShardUnit, apply_sharding, clip_grad_norm, evaluating, gradient_sync
 from trainer.state import TrainState
-from trainer.transfer import ahead
+from trainer.weights.inference import ORIGIN, begin_from, keep_tokenizer, load_weights
+from trainer.weights.origin import Origin
 
 
 class Trainer:

@@ -24,7 +24,7 @@ from trainer.checkpoint.blocks import BlockReader, Blocks, BlockWriter, Damaged
 from trainer.checkpoint.layout import Box, Chunk, Layout, Part, Planned, Stored, Tensors, Written
 from trainer.checkpoint.place import Place
 from trainer.distributed.channel import Channel
-from trainer.parameters import local
+from trainer.model.parameters import local
 
 
 def signature_of(tensors: Tensors) -> tuple[Any, ...]:

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 from numpy.typing import NDArray
 
-from trainer.environment import file_limit
+from trainer.distributed.environment import file_limit
 
 Version: TypeAlias = "tuple[str, int, int]"
 """A file as somebody has seen it: its path, and what tells it from another of that name (inode, time of change)."""

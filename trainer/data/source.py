@@ -41,7 +41,7 @@ from numpy.typing import NDArray
 from trainer.data.descriptors import SHARD_FILES, Version
 from trainer.data.fingerprint import Fingerprint
 from trainer.data.tokenizer import Tokenizer, find_tokenizer
-from trainer.environment import file_limit
+from trainer.distributed.environment import file_limit
 from trainer.errors import nearest, setting_error
 
 if TYPE_CHECKING:

@@ -20,11 +20,9 @@ from torch.distributed import HashStore, PrefixStore, Store
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trainer.config import MeshShape, RunConfig
-from trainer.deaths import find_dead, is_lost_connection, this_process
 from trainer.distributed.channel import Channel, Messages
-from trainer.distributed.failure import FAILURE, FailureListener, FailureWatch
-from trainer.distributed.rendezvous import begin_together, meet_in_a_store
-from trainer.environment import (
+from trainer.distributed.deaths import find_dead, is_lost_connection, this_process
+from trainer.distributed.environment import (
     Environment,
     export_slurm_rendezvous,
     find_environment,
@@ -32,6 +30,8 @@ from trainer.environment import (
     keep_freed_memory,
     raise_file_limit,
 )
+from trainer.distributed.failure import FAILURE, FailureListener, FailureWatch
+from trainer.distributed.rendezvous import begin_together, meet_in_a_store
 from trainer.errors import PeerFailed, say, setting_error
 
 REPLICATE, SHARD = "replicate", "shard"

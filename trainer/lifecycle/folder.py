@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import RunConfig
+from trainer.config.relocate import CONFIG
 from trainer.errors import EXIT_FAILED, UserError, say, setting_error
 from trainer.files import find_folder, write_and_sync, write_atomically
 from trainer.printable import mask_credentials
-from trainer.relocate import CONFIG
 
 RECORD = ("metrics.jsonl", "metrics_superseded.jsonl", "tensorboard", "wandb", "profile")
 """What a run that begins anew leaves behind, beside its checkpoints."""

@@ -18,12 +18,12 @@ from trainer.checkpoint.manifest import name_of
 from trainer.checkpoint.place import find_place, is_same_place
 from trainer.checkpoint.store import Found
 from trainer.config import stored_value
+from trainer.config.relocate import is_another_run, shared_place
 from trainer.errors import UserError, setting_error
 from trainer.lifecycle.folder import RunFolder
 from trainer.metrics.record import read_kinds
 from trainer.metrics.sinks import warn
 from trainer.printable import mask_credentials
-from trainer.relocate import is_another_run, shared_place
 
 METRICS, STATUS = "metrics.jsonl", "status.json"
 

@@ -20,8 +20,8 @@ from typing import Any, Literal, Protocol
 from trainer.checkpoint.saver import Saver
 from trainer.config import RunConfig, find_deadline
 from trainer.distributed.ballot import Ballot
+from trainer.distributed.environment import take_start
 from trainer.distributed.world import World
-from trainer.environment import take_start
 from trainer.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_USER_ERROR, UserError
 from trainer.lifecycle.folder import RunFolder
 from trainer.lifecycle.watchdog import Watchdog

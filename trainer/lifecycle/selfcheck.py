@@ -31,14 +31,14 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from trainer.config import MeshShape, RunConfig, check_config
+from trainer.config.needs import check_needs
 from trainer.data.loader import TrainLoader
 from trainer.distributed.channel import Channel
 from trainer.distributed.world import World
 from trainer.errors import TrainingFailed, UserError
 from trainer.metrics.sinks import warn
-from trainer.needs import check_needs
-from trainer.parameters import tied_names
-from trainer.shard import reshard
+from trainer.model.parameters import tied_names
+from trainer.model.shard import reshard
 
 DATA = "data"
 """What a Trainer lists in `exempt_from_selfcheck` to have the share of the samples left alone."""

@@ -14,10 +14,10 @@ from trainer.data.tokenizer import find_tokenizer
 from trainer.distributed.world import REPLICATE, SHARD, World
 from trainer.metrics.console import readable_bytes, readable_count
 from trainer.metrics.fanout import Metrics
-from trainer.optim import bytes_of_training
-from trainer.parameters import count_parameters, count_trained_parameters
-from trainer.sample import write_sample
-from trainer.shard import evaluating
+from trainer.model.parameters import count_parameters, count_trained_parameters
+from trainer.model.sample import write_sample
+from trainer.model.shard import evaluating
+from trainer.optim.optimizer import bytes_of_training
 
 
 def mesh_sizes(mesh: DeviceMesh) -> dict[str, int]:

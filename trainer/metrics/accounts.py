@@ -17,16 +17,16 @@ from torch import nn
 
 from trainer.config import RunConfig
 from trainer.data.source import Source
+from trainer.data.transfer import Numbers
 from trainer.distributed.world import World
 from trainer.errors import TrainingFailed
-from trainer.flops import flops_per_token
-from trainer.guard import SkipCounter
+from trainer.lifecycle.guard import SkipCounter
 from trainer.metrics.fanout import Metrics
 from trainer.metrics.meter import Meter, peak_flops, peak_memory_gib
 from trainer.metrics.observer import Phases, StepObserver
 from trainer.metrics.record import Record
-from trainer.optim import Schedule
-from trainer.transfer import Numbers
+from trainer.model.flops import flops_per_token
+from trainer.optim.optimizer import Schedule
 
 
 class Update:

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trainer.clock import Clock
 from trainer.config import RunConfig
+from trainer.metrics.clock import Clock
 from trainer.metrics.console import ConsoleSink
 from trainer.metrics.goodput import Ledger
 from trainer.metrics.record import Record

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from trainer.devices import find_device
+from trainer.metrics.devices import find_device
 
 
 def peak_flops(device: torch.device) -> float | None:

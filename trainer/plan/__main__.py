@@ -27,15 +27,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.config import RunConfig, check_config, find_mesh_shape, load_config
-from trainer.environment import find_environment
+from trainer.distributed.environment import find_environment
 from trainer.errors import EXIT_DOES_NOT_FIT, EXIT_FINISHED, UserError, nearest, run_command, say, setting_error, tell
+from trainer.model.shard import check_sharding
 from trainer.plan.calibrate import calibrate
 from trainer.plan.machine import Machine, find_machine
 from trainer.plan.plan import Plan, make_plan, planned
 from trainer.plan.search import Choice, NothingFits, asks_for_auto, settle
 from trainer.plan.show import draw, print_plan, remedies_text, to_json
 from trainer.recipe import look_in_working_folder
-from trainer.shard import check_sharding
 
 
 @dataclass

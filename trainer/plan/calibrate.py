@@ -17,8 +17,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from trainer.config import MeshShape, RunConfig
+from trainer.distributed.environment import find_environment
 from trainer.distributed.world import REPLICATE, SHARD, World
-from trainer.environment import find_environment
 from trainer.errors import setting_error
 from trainer.plan.machine import write_calibration
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from trainer.devices import DEVICES, Device, find_device
 from trainer.errors import UserError, choice_error, setting_error
+from trainer.metrics.devices import DEVICES, Device, find_device
 from trainer.plan.clock import Rates
 
 GIB = 2**30

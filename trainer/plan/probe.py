@@ -23,15 +23,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from trainer.config import RunConfig
 from trainer.errors import UserError, setting_error
-from trainer.flops import flops_per_token
 from trainer.loss import find_loss
-from trainer.optim import moments_of
-from trainer.parameters import tied_names
-from trainer.plan.kernels import use_gpu_kernels
-from trainer.plan.recorder import MemoryMeter, Recorder
-from trainer.plan.repetition import Repetition, without_block_marks
-from trainer.plan.trace import ParameterFacts, Trace, UnitFacts
-from trainer.shard import (
+from trainer.model.flops import flops_per_token
+from trainer.model.parameters import tied_names
+from trainer.model.shard import (
     ShardUnit,
     apply_activation_checkpointing,
     apply_weights_dtype,
@@ -40,6 +35,11 @@ from trainer.shard import (
     kept_by_budget,
     own_outputs,
 )
+from trainer.optim.optimizer import moments_of
+from trainer.plan.kernels import use_gpu_kernels
+from trainer.plan.recorder import MemoryMeter, Recorder
+from trainer.plan.repetition import Repetition, without_block_marks
+from trainer.plan.trace import ParameterFacts, Trace, UnitFacts
 
 
 class Probe:

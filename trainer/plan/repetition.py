@@ -12,10 +12,10 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
-from trainer.parameters import tied_names
+from trainer.model.parameters import tied_names
+from trainer.model.shard import ShardUnit
 from trainer.plan.recorder import Recorder
 from trainer.plan.trace import Event, Mark, Segment
-from trainer.shard import ShardUnit
 
 _LONGEST_PERIOD = 16
 

@@ -14,10 +14,10 @@ from functools import cached_property
 
 from trainer.config import AUTO, MeshShape, RunConfig
 from trainer.errors import UserError
+from trainer.model.shard import checkpointing_choices
 from trainer.plan.machine import Machine
 from trainer.plan.plan import Plan, make_plan
 from trainer.plan.probe import Probe
-from trainer.shard import checkpointing_choices
 
 _GAIN = 0.005
 """Share of the step's time that is not worth any memory: of choices that near the fastest, the smallest is taken."""

@@ -19,12 +19,12 @@ from typing import Any, BinaryIO
 import torch
 from safetensors import SafetensorError, safe_open
 
+from trainer.config.pretrained import CONFIG, fields_of, find_huggingface
 from trainer.errors import UserError, setting_error
 from trainer.files import sync_folder
-from trainer.origin import GENERATION, TOKENIZER, Origin, is_tokenizer_file, read_tokenizer
-from trainer.pretrained import CONFIG, fields_of, find_huggingface
 from trainer.recipe import Recipe, Transposed
-from trainer.weights import WeightSource, find_weights, named_weights, row_blocks
+from trainer.weights.access import WeightSource, find_weights, named_weights, row_blocks
+from trainer.weights.origin import GENERATION, TOKENIZER, Origin, is_tokenizer_file, read_tokenizer
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 

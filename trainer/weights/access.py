@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from trainer.errors import UserError
-from trainer.parameters import local, tied_names
+from trainer.model.parameters import local, tied_names
 
 BLOCK_BYTES = 64 * 2**20
 """How much of a tensor is read at a time, where it need not be whole."""

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from trainer.errors import UserError
-from trainer.parameters import local, seed_of, tied_names
+from trainer.model.parameters import local, seed_of, tied_names
 
 
 def materialize(

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from trainer.config.pretrained import CONFIG
 from trainer.errors import setting_error
-from trainer.pretrained import CONFIG
 
 GENERATION = "generation_config.json"
 TOKENIZER = "tokenizer.json"

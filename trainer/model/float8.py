@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from trainer.config.needs import check_float8_installed
 from trainer.errors import setting_error
-from trainer.needs import check_float8_installed
 
 _MULTIPLE = 16
 """Both sizes of a matrix that the kernel multiplies are multiples of it (torch._scaled_mm)."""

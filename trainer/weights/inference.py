@@ -15,14 +15,14 @@ from torch import nn
 from trainer.checkpoint.source import StoredWeights, find_checkpoint, is_checkpoint
 from trainer.checkpoint.tree import join
 from trainer.config import RunConfig, config_from_yaml, told_by_yaml
+from trainer.config.pretrained import CONFIG, is_folder_of_weights, model_config_of, told_by_folder
 from trainer.distributed.channel import Channel
 from trainer.errors import say, setting_error
-from trainer.huggingface import SafetensorsFolder
-from trainer.materialize import materialize
-from trainer.origin import Origin, read_folder, read_tokenizer
-from trainer.pretrained import CONFIG, is_folder_of_weights, model_config_of, told_by_folder
+from trainer.model.materialize import materialize
 from trainer.recipe import Recipe, all_recipes
-from trainer.weights import WeightSource, fill
+from trainer.weights.access import WeightSource, fill
+from trainer.weights.huggingface import SafetensorsFolder
+from trainer.weights.origin import Origin, read_folder, read_tokenizer
 
 ORIGIN = "origin"
 """The part of a run's state that holds what came with the model."""

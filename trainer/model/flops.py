@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import nn
 
-from trainer.parameters import count_matrix_parameters
+from trainer.model.parameters import count_matrix_parameters
+from trainer.model.shard import find_blocks
 from trainer.recipe import Recipe
-from trainer.shard import find_blocks
 
 
 def flops_per_token(recipe: Recipe, model_config: Any, model: nn.Module, seq_len: int) -> float:

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.adamw import FusedAdamW, RoundingAdamW
 from trainer.config import OptimSection, RunConfig, ScheduleSection
 from trainer.errors import setting_error
-from trainer.parameters import local
+from trainer.model.parameters import local
+from trainer.optim.adamw import FusedAdamW, RoundingAdamW
 
 
 class Optimizer:

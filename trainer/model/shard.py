@@ -29,10 +29,10 @@ from torch.utils.checkpoint import checkpoint
 
 from trainer.config import AUTO, FsdpSection, RunConfig, budget_of
 from trainer.errors import UserError, nearest, setting_error
-from trainer.float8 import apply_float8
-from trainer.parameters import local, tied_names
+from trainer.model.float8 import apply_float8
+from trainer.model.parameters import local, tied_names
+from trainer.model.recompute import Place, choose_kept, keep_all_costly, keeping
 from trainer.recipe import Recipe, Unit, resolve
-from trainer.recompute import Place, choose_kept, keep_all_costly, keeping
 
 # ---------------------------------------------------------------------------------------------------------------
 # Units

@@ -1,0 +1,61 @@
+"""The configuration: one typed, frozen tree, and the rules that its values obey.
+
+Defaults < recipe YAML < command line.  Imports no torch, so that `--help` is quick and a mistake is reported before
+anything is spawned.
+"""
+
+from __future__ import annotations
+
+from trainer.config.changes import compare_configs, compare_stored, stored_value
+from trainer.config.load import (
+    config_from_yaml,
+    declared_keys,
+    description,
+    load_config,
+    read_yaml,
+    recipe_files,
+    told_by_yaml,
+    type_name,
+)
+from trainer.config.mesh import MeshShape, find_mesh_shape, least_mesh
+from trainer.config.rules import budget_of, check_config, find_deadline
+from trainer.config.schema import (
+    AUTO,
+    CheckpointSection,
+    DataSection,
+    FsdpSection,
+    MeshSection,
+    OptimSection,
+    RunConfig,
+    ScheduleSection,
+    TrainSection,
+)
+
+__all__ = [
+    "AUTO",
+    "CheckpointSection",
+    "DataSection",
+    "FsdpSection",
+    "MeshSection",
+    "MeshShape",
+    "OptimSection",
+    "RunConfig",
+    "ScheduleSection",
+    "TrainSection",
+    "budget_of",
+    "check_config",
+    "compare_configs",
+    "compare_stored",
+    "config_from_yaml",
+    "declared_keys",
+    "description",
+    "find_deadline",
+    "find_mesh_shape",
+    "least_mesh",
+    "load_config",
+    "read_yaml",
+    "recipe_files",
+    "stored_value",
+    "told_by_yaml",
+    "type_name",
+]

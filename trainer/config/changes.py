@@ -1,0 +1,96 @@
+"""What may change when a run is resumed, and what a stored configuration holds."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from trainer.config.load import (
+    read_stored,
+)
+from trainer.config.schema import (
+    RunConfig,
+    plain_lists,
+)
+from trainer.errors import UserError
+
+_FIXED_ON_RESUME = (
+    "model.",
+    "data.",
+    "optim.name",
+    "optim.state_dtype",
+    "train.global_batch_size",
+    "train.weights_dtype",
+    "run.seed",
+)
+_FREE_ON_RESUME = ("data.num_workers", "data.cache_dir")
+_OF_THE_ATTEMPT = ("run.name", "run.dir", "checkpoint.", "log.")
+"""What changes nothing that is trained: nobody is told."""
+
+
+def stored_value(stored_yaml: str, key: str) -> object:
+    """Return one value of a configuration that `to_yaml` has written, None if it lacks the key, or is none."""
+    section, _, name = key.partition(".")
+    try:
+        return _stored_section(read_stored(stored_yaml), section).get(name)
+    except UserError:
+        return None
+
+
+def _stored_section(stored: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    section = stored.get(name)
+    return section if isinstance(section, dict) else {}
+
+
+def compare_stored(before_yaml: str, after_yaml: str) -> list[str]:
+    """Return a line "section.key: before -> after" for each difference of two stored configurations.
+
+    A key that one of them lacks had its default there.  Nothing is imported: of a model whose fields one of them lacks
+    there is nothing to compare.
+    """
+    before, after = read_stored(before_yaml, "the first"), read_stored(after_yaml, "the second")
+    defaults, lines = RunConfig(), []
+    for section in dataclasses.fields(RunConfig):
+        old, new = (_stored_section(stored, section.name) for stored in (before, after))
+        for name in dict.fromkeys([*new, *old]):
+            other = new.get(name, old.get(name))
+            default = _default_of(getattr(defaults, section.name), name, other)
+            was, now = old.get(name, default), new.get(name, default)
+            if was != now:
+                lines.append(f"{section.name}.{name}: {was} -> {now}")
+    return lines
+
+
+def _default_of(section: Any, name: str, otherwise: Any) -> Any:
+    """Return what a key of a section is if nobody sets it; `otherwise` where that is nothing, or found out later."""
+    fields = dataclasses.fields(section) if section is not None else ()
+    declared = next((each for each in fields if each.name == name), None)
+    if declared is None:
+        return otherwise
+    if declared.default_factory is not dataclasses.MISSING:
+        return plain_lists(declared.default_factory())
+    return otherwise if declared.default in (dataclasses.MISSING, None) else plain_lists(declared.default)
+
+
+def compare_configs(config: RunConfig, stored_yaml: str) -> tuple[list[str], list[str]]:
+    """Compare with the configuration that a checkpoint was written with.
+
+    Returns two lists of lines "key: before in the checkpoint, now now": what would silently change the training and is
+    not named in `checkpoint.allow_changes`, and what may change.
+    """
+    stored = read_stored(stored_yaml)
+    refused: list[str] = []
+    free: list[str] = []
+    for section, values in config.to_dict().items():
+        for name, value in values.items():
+            key = f"{section}.{name}"
+            # A checkpoint of before there was such a key: it meant what is the default now.
+            before = _stored_section(stored, section).get(name, _default_of(getattr(config, section), name, value))
+            if before == value or key.startswith(_OF_THE_ATTEMPT):
+                continue
+            fixed = key.startswith(_FIXED_ON_RESUME) and key not in _FREE_ON_RESUME
+            line = f"{key}: {before} in the checkpoint, {value} now"
+            is_allowed = not {key, section}.isdisjoint(config.checkpoint.allow_changes)
+            (refused if fixed and not is_allowed else free).append(line)
+    return refused, free

@@ -1,0 +1,379 @@
+"""Reads a configuration: defaults < recipe YAML < command line.  OmegaConf stops at this door."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import re
+import types
+import typing
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from trainer.config.pretrained import Told, free_fields, is_folder_of_weights, told_by_folder
+from trainer.config.relocate import CONFIG, settle
+from trainer.config.schema import (
+    DataSection,
+    RunConfig,
+)
+from trainer.errors import UserError, choice_error, nearest, setting_error
+from trainer.printable import is_masked, masked
+from trainer.recipe import Recipe, check_number, find_recipe, load_recipes
+
+
+def load_config(recipe: str, overrides: Sequence[str] = ()) -> RunConfig:
+    """Return the configuration of `recipe` with `key=value` overrides.
+
+    `recipe` is a name in conf/, a path ending in .yaml, or the folder of a run: its `config.yaml`.  What a run has
+    written means that run, where its folder is now, unless `run.dir` or `run.name` is among the overrides.
+
+    The model's fields are those of what `train.init_from` names, where that says what its model is: those of the recipe
+    yield to it, and those of `overrides` must agree with it.
+
+    Raises UserError for an unknown recipe or key, a key given twice, a wrong type, or a value outside its limits.
+    Rules that need the number of ranks are those of `check_config`.
+    """
+    path, assignments = find_recipe_file(recipe), _split_overrides(overrides)
+    values = read_yaml(path)
+    for key, value in _leaves(values, path):
+        if key not in assignments and any(is_masked(item) for item in (value if isinstance(value, list) else [value])):
+            rule = f"its credentials are not kept (in {path}); give it whole, on the command line"
+            raise setting_error(key, value, rule)
+    return _build(settle(values, path, assignments), assignments, path, follows=True)
+
+
+def config_from_yaml(text: str, origin: str = "config.yaml", allow_import: Collection[str] = ()) -> RunConfig:
+    """Return the configuration that a checkpoint holds, as `to_yaml` has written it.
+
+    Nothing that it names is imported, but for the modules (and what is in them) of `allow_import`: it may come from
+    anywhere.  Raises UserError, as `load_config` does.
+    """
+    return _build(read_stored(text, origin), {}, Path(origin), may_import=allow_import)
+
+
+def read_stored(text: str, origin: str = "config.yaml") -> dict[str, Any]:
+    """Return what a stored configuration holds, by section, as it stands: nothing in it is looked up or imported.
+
+    Credentials that it may still hold, from before they were masked, are masked.
+    """
+    try:
+        tree = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
+    except (YAMLError, OmegaConfBaseException, ValueError) as error:
+        raise UserError(f"{origin}: is no configuration ({error})") from error
+    if not isinstance(tree, dict):
+        raise UserError(f"{origin}: is no configuration")
+    return {str(key): masked(value) for key, value in tree.items()}
+
+
+def _build(
+    tree_of_values: Mapping[str, Any],
+    assignments: Mapping[str, str],
+    path: Path,
+    follows: bool = False,
+    may_import: Collection[str] | None = None,
+) -> RunConfig:
+    """Return the configuration of a tree and assignments; with `follows`, with the model of `train.init_from`.
+
+    Modules that the tree names are imported, or, with `may_import`, those alone.
+    """
+    values = dict(_leaves(tree_of_values, path))
+
+    name = assignments.get("model.name", values.get("model.name"))
+    if name != values.get("model.name"):  # another model: the fields in the recipe file are not its
+        values = {key: value for key, value in values.items() if not key.startswith("model.")}
+    if name is None:
+        load_recipes()
+        raise setting_error("model.name", None, f"{path} must name a registered model", example="llama")
+    schema = RunConfig(model=find_recipe(str(name), may_import).config)
+    tree = OmegaConf.structured(schema)
+    for node in (tree, *(tree[f.name] for f in dataclasses.fields(RunConfig))):
+        OmegaConf.set_readonly(node, False)
+
+    legal = dict(_declared_keys(schema))
+    for key, value in values.items():
+        _assign(tree, legal, key, value, f" (in {path})")
+    for key, text in assignments.items():
+        if key in legal:
+            _assign(tree, legal, key, _parse(key, text, legal[key].type), "")
+        else:
+            _assign(tree, legal, key, text, "")
+    try:
+        told = _told_by(tree.train.init_from, find_recipe(str(name))) if follows else None
+        if told is not None:
+            _follow(tree, schema.model, legal, told, values, assignments)
+        config = OmegaConf.to_object(tree)
+    except OmegaConfBaseException as error:
+        raise UserError(f"{error.full_key}: {str(error).splitlines()[0]}") from error
+    assert isinstance(config, RunConfig)
+    _check_limits(config)
+    if told is not None:
+        told.check(config.model, config.checkpoint.allow_changes)
+    run_name = config.run.name or path.stem
+    # A name on the command line is of another run than the one whose folder the recipe file names.
+    is_named = bool(assignments.get("run.name")) and not assignments.get("run.dir")
+    folder = "" if is_named else config.run.dir
+    run = dataclasses.replace(config.run, name=run_name, dir=folder or f"runs/{run_name}")
+    return dataclasses.replace(config, run=run, data=_resolve_holdout(config))
+
+
+def _told_by(source: str | None, recipe: Recipe) -> Told | None:
+    """Return what the source of the first weights says of its model; None if it says nothing, or not yet."""
+    if source is None:
+        return None
+    if is_folder_of_weights(source):
+        return told_by_folder(source, recipe, "train.init_from")
+    stored = Path(source.removeprefix("file://")) / "config.yaml"  # of a run, or of one checkpoint
+    try:
+        return told_by_yaml(stored.read_text(), recipe.name, str(stored)) if stored.is_file() else None
+    except OSError as error:
+        raise setting_error("train.init_from", source, f"{stored.name} cannot be read ({error.strerror})") from error
+
+
+def told_by_yaml(text: str, name: str, where: str) -> Told | None:
+    """Return what a configuration that `to_yaml` has written says of the model; None if it is not of recipe `name`.
+
+    Nothing that it names is imported.
+    """
+    try:
+        tree = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
+    except (YAMLError, OmegaConfBaseException, ValueError) as error:
+        raise UserError(f"train.init_from: {where}: is no configuration ({error})") from error
+    fields = tree.get("model") if isinstance(tree, dict) else None
+    if not isinstance(fields, dict) or str(fields.pop("name", None)).rpartition(":")[2] != name:
+        return None
+    if "${" in str(fields):
+        raise UserError(f"train.init_from: {where}: its model section refers to what stands elsewhere")
+    return Told(where, {str(field): value for field, value in fields.items()})
+
+
+def _follow(
+    tree: Any,
+    model: type,
+    legal: Mapping[str, dataclasses.Field[Any]],
+    told: Told,
+    values: Mapping[str, Any],
+    assignments: Mapping[str, str],
+) -> None:
+    """Let the model's fields be as told, but those given on the command line, and free ones that are given at all."""
+    free = free_fields(model, tree.checkpoint.allow_changes)
+    for name, value in told.fields.items():
+        key = f"model.{name}"
+        if key in legal and key not in assignments and not (name in free and key in values):
+            _assign(tree, legal, key, value, f" (in {told.where})")
+
+
+def _resolve_holdout(config: RunConfig) -> DataSection:
+    """Settle `data.holdout`, so that it is on record: what is trained on must not change when a run is resumed."""
+    data = config.data
+    evaluates = data.source == "tokens" and config.eval.every > 0 and data.eval_path is None
+    return dataclasses.replace(data, holdout=0.01 if evaluates else 0.0) if data.holdout is None else data
+
+
+def find_recipe_file(recipe: str) -> Path:
+    """Return the YAML file of a recipe, or of a run's folder.  Raises UserError that names the nearest recipe."""
+    if recipe.endswith((".yaml", ".yml")) and not Path(recipe).is_dir():
+        path = Path(recipe)
+        if not path.is_file():
+            raise setting_error("recipe", recipe, "no such file", meant=nearest(path.stem, recipe_files()))
+        return path
+    files = recipe_files()
+    if recipe in files:
+        return files[recipe]
+    if Path(recipe).is_dir() and not (Path(recipe) / CONFIG).is_file():
+        raise setting_error("recipe", recipe, f"is a folder, but not of a run: there is no {CONFIG} in it")
+    if Path(recipe).is_dir():
+        return Path(recipe) / CONFIG
+    kinds = "a path ending in .yaml, the folder of a run, or one of"
+    if os.sep in recipe:
+        raise setting_error("recipe", recipe, f"must be {kinds} {', '.join(sorted(files))}")
+    raise choice_error("recipe", recipe, sorted(files), kinds)
+
+
+def recipe_files() -> dict[str, Path]:
+    """Return the recipes that come with the package, by name."""
+    folder = Path(str(resources.files("trainer.conf")))
+    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+
+
+def description(path: Path) -> str:
+    """Return the first line of a recipe file: what the recipe is for."""
+    first = path.read_text().partition("\n")[0]
+    return first.lstrip("# ").strip()
+
+
+def declared_keys(model: type | None = None) -> dict[str, dataclasses.Field[Any]]:
+    """Return every key that may be set, with its field: type, default, and meaning in `metadata`."""
+    return dict(_declared_keys(RunConfig(model=model)))
+
+
+def _declared_keys(schema: RunConfig) -> Iterator[tuple[str, dataclasses.Field[Any]]]:
+    for section in dataclasses.fields(RunConfig):
+        owner = schema.model if section.name == "model" else type(getattr(schema, section.name))
+        if owner is None:
+            continue
+        hints = typing.get_type_hints(owner)
+        for item in dataclasses.fields(owner):
+            item.type = hints[item.name]
+            yield f"{section.name}.{item.name}", item
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Return what a YAML file holds, by section, unchecked.  Raises UserError if it cannot be read."""
+    try:
+        tree = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+    except YAMLError as error:
+        where = getattr(error, "problem_mark", None)
+        line = f", line {where.line + 1}" if where else ""
+        raise setting_error("recipe", path, f"is not valid YAML{line}: {getattr(error, 'problem', error)}") from error
+    except (OSError, UnicodeDecodeError, OmegaConfBaseException) as error:
+        raise setting_error("recipe", path, f"cannot be read: {error}") from error
+    if not isinstance(tree, dict):
+        raise setting_error("recipe", path, "must hold sections such as `train:` with keys below them")
+    return {str(key): value for key, value in tree.items()}
+
+
+def _leaves(tree: Mapping[str, Any], path: Path) -> Iterator[tuple[str, Any]]:
+    sections = [f.name for f in dataclasses.fields(RunConfig)]
+    for section, values in tree.items():
+        if section not in sections:
+            best = nearest(section, sections)
+            raise setting_error(section, "...", f"no such section (in {path})", fix=f"write `{best}:`" if best else "")
+        if values is None:
+            continue
+        if not isinstance(values, Mapping):
+            raise setting_error(section, values, f"a section holds keys, not a value (in {path})")
+        for key, value in values.items():
+            yield f"{section}.{key}", value
+
+
+def _split_overrides(overrides: Sequence[str]) -> dict[str, str]:
+    assignments: dict[str, str] = {}
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not equals or not key:
+            raise UserError(f"{override!r}: an override has the form section.key=value")
+        if key in assignments:
+            raise setting_error(key, text, f"is given twice (first as {assignments[key]!r}); give it once")
+        assignments[key] = text
+    return assignments
+
+
+def _parse(key: str, text: str, hint: Any) -> Any:
+    """Return the value of a command-line override: text keys as they stand, all others as in YAML."""
+    options = _options(hint)
+    if type(None) in options and text in ("null", "~", ""):
+        return None
+    if all(option is str or typing.get_origin(option) is Literal or option is type(None) for option in options):
+        return text
+    try:
+        return OmegaConf.to_container(OmegaConf.create(f"value: {text}"), resolve=False)["value"]  # type: ignore[index, call-overload]
+    except (YAMLError, OmegaConfBaseException, ValueError) as error:
+        raise setting_error(key, text, "is not a valid YAML value") from error
+
+
+def _options(hint: Any) -> tuple[Any, ...]:
+    return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+
+
+def _assign(tree: Any, legal: Mapping[str, dataclasses.Field[Any]], key: str, value: Any, where: str) -> None:
+    if key not in legal:
+        same_name = [known for known in legal if known.partition(".")[2] == key.rpartition(".")[2]]
+        best = same_name[0] if same_name else nearest(key, legal)
+        shown = f"{best}={value}" if best else None
+        raise UserError(
+            f"{key}={value}: no such key{where}" + (f"\n  did you mean {shown}?" if shown else "\n  see --help")
+        )
+    hint = legal[key].type
+    choices = [choice for option in _options(hint) for choice in typing.get_args(option) if isinstance(choice, str)]
+    _refuse_resolvers(key, value, where)
+    if value is False and "off" in choices:  # YAML 1.1 reads a bare `off` as a boolean
+        value = "off"
+    try:
+        OmegaConf.update(tree, key, value, merge=False)
+    except (OmegaConfBaseException, ValueError, TypeError, OverflowError) as error:
+        if choices:
+            raise choice_error(key, value, choices, aliases=legal[key].metadata.get("aliases")) from error
+        rule = f"must be {type_name(hint)}{where}"
+        meant = legal[key].metadata.get("aliases", {}).get(str(value).lower())
+        if meant is not None:
+            raise setting_error(key, value, rule, meant=meant) from error
+        raise setting_error(key, value, rule, **_advice_of_type(value, hint, legal[key])) from error
+
+
+_OTHER_KEY = re.compile(r"(?<!\\)\$\{[\w.\[\]]+\}")
+"""The one form of interpolation that there is: the value of another key."""
+
+
+def _refuse_resolvers(key: str, value: Any, where: str) -> None:
+    """Raise UserError for what OmegaConf would compute or read from the environment: a configuration is data."""
+    if isinstance(value, (list, tuple, Mapping)):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            _refuse_resolvers(key, item, where)
+    elif isinstance(value, str) and "${" in _OTHER_KEY.sub("", value):
+        rule = f"of what begins with ${{ only another key's value, ${{section.key}}, can be used{where}; no resolvers"
+        raise setting_error(key, value, rule)
+
+
+def type_name(hint: Any) -> str:
+    """Return the type of a key in words."""
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
+    if typing.get_origin(hint) is Literal:
+        return " or ".join(map(str, typing.get_args(hint)))
+    if typing.get_origin(hint) is list:
+        return f"a list of {type_name(typing.get_args(hint)[0])}"
+    if typing.get_origin(hint) is tuple:
+        items = typing.get_args(hint)
+        return f"a list of {'' if Ellipsis in items else f'{len(items)} x '}{type_name(items[0])}"
+    options = _options(hint)
+    if len(options) > 1:
+        return " or ".join(type_name(option) for option in options)
+    return names.get(hint, getattr(hint, "__name__", str(hint)))
+
+
+_SWITCHES = {
+    **dict.fromkeys(("y", "t", "1", "enable", "enabled"), True),
+    **dict.fromkeys(("n", "f", "0", "disable", "disabled", "none"), False),
+}
+
+
+def _advice_of_type(value: Any, hint: Any, key: dataclasses.Field[Any]) -> dict[str, Any]:
+    """Return what `setting_error` is to say of a value that is not of the key's type, by the argument's name."""
+    options = _options(hint)
+    if int in options and isinstance(value, (float, bool)) and math.isfinite(value):
+        return {"legal": max(round(value), key.metadata.get("at_least", -math.inf))}
+    if bool in options:
+        meant = _SWITCHES.get(str(value).lower(), nearest(value, ("true", "false")))
+        return {"meant": bool(value) if isinstance(value, int) else meant}
+    default = None if key.default is dataclasses.MISSING else key.default
+    for items in (typing.get_args(option) for option in options if typing.get_origin(option) is tuple):
+        given = value if isinstance(value, list) else [value]
+        numbers = [
+            round(n) if items[0] is int else n for n in given if isinstance(n, (int, float)) and abs(n) < math.inf
+        ]
+        if numbers:
+            rest = list(default or numbers[-1:] * len(items))[len(numbers) :]
+            return {"legal": numbers if Ellipsis in items else (numbers + rest)[: len(items)]}
+    if float in options or int in options:
+        digits = "".join(char for char in str(value) if char.isdigit() or char in "+-.e")
+        try:
+            number = float(digits)
+            return {"meant": number if float in options else int(number)}
+        except (ValueError, OverflowError):
+            return {"example": default}
+    return {"example": default}
+
+
+def _check_limits(config: RunConfig) -> None:
+    for key, item in _declared_keys(dataclasses.replace(config, model=type(config.model))):
+        section, _, name = key.partition(".")
+        value = getattr(getattr(config, section), name)
+        for number in value if isinstance(value, tuple) else (value,):
+            if isinstance(number, (int, float)) and not isinstance(number, bool):
+                check_number(key, value, number, item.metadata)

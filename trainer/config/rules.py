@@ -1,0 +1,266 @@
+"""The rules that values obey together, or on a number of ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import re
+import time
+from collections.abc import Mapping
+from datetime import datetime, timedelta
+from pathlib import Path
+
+from trainer.config.load import (
+    declared_keys,
+)
+from trainer.config.mesh import MeshShape, divisor, find_mesh_shape
+from trainer.config.relocate import CONFIG
+from trainer.config.schema import (
+    AUTO,
+    RunConfig,
+)
+from trainer.errors import choice_error, nearest, setting_error
+
+
+def check_config(config: RunConfig, world_size: int, local_world_size: int) -> MeshShape:
+    """Check every rule between fields, before anything is built.  Returns the mesh's shape.
+
+    Raises UserError that names one setting, the rule that it breaks, and the nearest legal value.
+    """
+    shape = find_mesh_shape(config.mesh, world_size, local_world_size)
+    _check_batch(config, shape)
+    _check_reshard(config, shape)
+    _check_forms(config)
+    _check_data(config)
+    _check_profile(config, shape)
+    if config.recipe.check is not None:
+        config.recipe.check(config.model)
+    return shape
+
+
+def _check_batch(config: RunConfig, shape: MeshShape) -> None:
+    batch, micro = config.train.global_batch_size, config.train.micro_batch_size
+    if isinstance(micro, (str, bool)) and micro != AUTO:
+        raise setting_error("train.micro_batch_size", micro, "must be a whole number, or auto", AUTO)
+    micro = 1 if micro == AUTO else int(micro)
+    if batch % (shape.num_ranks * micro) == 0:
+        return
+    ranks = f"{shape.num_ranks} data-parallel ranks" if shape.num_ranks > 1 else "1 data-parallel rank"
+    rule = (
+        f"must be {ranks} x train.micro_batch_size={micro} x a whole number of accumulation steps, "
+        f"so a multiple of {shape.num_ranks * micro}"
+    )
+    legal = max(1, round(batch / (shape.num_ranks * micro))) * shape.num_ranks * micro
+    raise setting_error("train.global_batch_size", batch, rule, legal)
+
+
+def _check_reshard(config: RunConfig, shape: MeshShape) -> None:
+    key, value = "fsdp.reshard_after_forward", config.fsdp.reshard_after_forward
+    entries = value if isinstance(value, list) else [value]
+    words = ["always", "never"] if isinstance(value, list) else ["default", "always", "never", AUTO]
+    for entry in entries:
+        if isinstance(entry, bool):
+            rule = "takes always or never, not true or false"
+            raise setting_error(key, value, rule, meant="always" if entry else "never")
+        if isinstance(entry, str) and entry not in words:
+            best = nearest(entry, words)
+            fixed = [best if item == entry else item for item in entries] if isinstance(value, list) else best
+            rule = f"must be {', '.join(words)} or a number of ranks"
+            raise setting_error(key, value, rule, meant=fixed if best else None)
+        if isinstance(entry, int) and (entry < 1 or shape.shard % entry):
+            best = divisor(entry, shape.shard)
+            fixed = [best if item == entry else item for item in entries] if isinstance(value, list) else best
+            raise setting_error(key, value, f"a number of ranks must divide the shard axis, {shape.shard}", fixed)
+
+
+def _check_forms(config: RunConfig) -> None:
+    """Check what each key must look like; these rules need no other key, or only one of their own section."""
+    for check in (
+        _check_activation_checkpoint,
+        _check_dtypes,
+        _check_float8,
+        _check_wrap,
+        _check_resume,
+        _check_deadline,
+        _check_init_from,
+        _check_name,
+        _check_allowed_changes,
+        _check_places,
+    ):
+        check(config)
+
+
+def _check_activation_checkpoint(config: RunConfig) -> None:
+    checkpointing, key = config.train.activation_checkpoint, "train.activation_checkpoint"
+    words = ["none", "full", "selective", AUTO]
+    if isinstance(checkpointing, str) and checkpointing.startswith("budget:"):
+        share = budget_of(checkpointing)
+        if share is None or not 0 <= share <= 1:
+            rule = "budget:<share> takes a number from 0 to 1"
+            closest = 0.5 if share is None or math.isnan(share) else min(1.0, max(0.0, share))
+            raise setting_error(key, checkpointing, rule, f"budget:{closest:g}")
+    elif isinstance(checkpointing, str) and checkpointing not in words:
+        raise choice_error(key, checkpointing, words, "a whole number, budget:<share>, or one of")
+    if isinstance(checkpointing, (int, bool)) and (isinstance(checkpointing, bool) or checkpointing < 1):
+        raise setting_error(key, checkpointing, "every n-th block: n is at least 1", "none")
+
+
+def _check_dtypes(config: RunConfig) -> None:
+    optim = config.optim
+    for key, dtype in (("train.weights_dtype", config.train.weights_dtype), ("optim.state_dtype", optim.state_dtype)):
+        if dtype == "bfloat16" and optim.name != "adamw":
+            rule = f"only optim.name=adamw computes in float32 and rounds; {optim.name} would lose small updates"
+            raise setting_error(key, dtype, rule, "float32")
+
+
+def _check_wrap(config: RunConfig) -> None:
+    wrap = config.fsdp.wrap
+    if wrap.startswith("size:"):
+        size = wrap.removeprefix("size:").replace("_", "")
+        if not size.isdecimal() or int(size) < 1:
+            rule = "size:<parameters> takes a whole number above 0"
+            raise setting_error("fsdp.wrap", wrap, rule, example="size:100000000")
+    elif wrap != "block" and ":" not in wrap:
+        rule = "must be block, size:<parameters>, or package.module:function"
+        raise setting_error("fsdp.wrap", wrap, rule, meant=nearest(wrap, ["block"]))
+
+
+def _check_resume(config: RunConfig) -> None:
+    resume = config.checkpoint.resume
+    if resume not in ("auto", "none") and "://" not in resume and not Path(resume).is_dir():
+        rule = "must be auto, none, or a folder (a checkpoint's, or a run's)"
+        raise setting_error("checkpoint.resume", resume, rule, example="auto")
+
+
+def _check_deadline(config: RunConfig) -> None:
+    if config.run.deadline is not None and (deadline := find_deadline(config)) is not None and deadline <= time.time():
+        tomorrow = (datetime.now() + timedelta(days=1)).strftime("%Y-%m-%dT18:00")
+        raise setting_error("run.deadline", config.run.deadline, "has passed already", example=tomorrow)
+
+
+def _check_init_from(config: RunConfig) -> None:
+    start = config.train.init_from
+    if start is not None and "://" not in start and not Path(start).exists():
+        rule = "must be a checkpoint, a run.dir, a folder of safetensors, or a file (.pt, .safetensors) of weights"
+        own = config.run_dir / CONFIG
+        advice = f"recipe={own} train.init_from=null goes on with the run, which needs it no more"
+        raise setting_error("train.init_from", start, f"{rule}; {advice}" if own.is_file() else rule)
+
+
+def _check_name(config: RunConfig) -> None:
+    name = config.run.name
+    if name in (".", "..") or not re.fullmatch(r"[^/\\\x00-\x1f\x7f-\x9f\ud800-\udfff]+", name):
+        legal_name = re.sub(r"[/\\\x00-\x1f\x7f-\x9f\ud800-\udfff]+", "-", name).strip(".-") or "run"
+        rule = "must be the name of a folder, without slashes and control characters"
+        raise setting_error("run.name", name, rule, legal_name)
+
+
+def _check_allowed_changes(config: RunConfig) -> None:
+    legal = [*declared_keys(type(config.model)), *(section.name for section in dataclasses.fields(RunConfig))]
+    unknown = [key for key in config.checkpoint.allow_changes if key not in legal and not key.startswith("state.")]
+    if unknown:
+        best = nearest(unknown[0], legal)
+        raise setting_error("checkpoint.allow_changes", list(unknown), "no such key", meant=best and [best])
+
+
+def _check_places(config: RunConfig) -> None:
+    if "://" in config.run.dir:
+        rule = "must be a folder; for checkpoints elsewhere there is checkpoint.dir"
+        raise setting_error("run.dir", config.run.dir, rule, example=f"runs/{config.run.name}")
+    _check_folder("run.dir", config.run.dir, f"runs/{config.run.name}")
+    _check_kinds(config)
+    if config.checkpoint.dir is not None:
+        _check_folder("checkpoint.dir", config.checkpoint.dir, None)
+
+
+def _check_float8(config: RunConfig) -> None:
+    train, key = config.train, "train.float8"
+    if train.float8 == "none":
+        return
+    if config.fsdp.param_dtype != "bfloat16":
+        rule = f"is for layers that compute in bfloat16, not with fsdp.param_dtype={config.fsdp.param_dtype}"
+        raise setting_error(key, train.float8, rule, "none")
+    if budget_of(train.activation_checkpoint) is not None:
+        rule = f"a budget does not count products in float8 (train.float8={train.float8})"
+        raise setting_error("train.activation_checkpoint", train.activation_checkpoint, rule, "selective")
+    if isinstance(train.micro_batch_size, int) and train.micro_batch_size * config.data.seq_len % 16:
+        tokens = f"train.micro_batch_size={train.micro_batch_size} x data.seq_len={config.data.seq_len} tokens"
+        raise setting_error(key, train.float8, f"{tokens} of a forward pass must be a multiple of 16", "none")
+
+
+def budget_of(checkpointing: int | str) -> float | None:
+    """Return the share of `train.activation_checkpoint=budget:<share>`, None for its other forms."""
+    if not isinstance(checkpointing, str) or not checkpointing.startswith("budget:"):
+        return None
+    try:
+        return float(checkpointing.removeprefix("budget:"))
+    except ValueError:
+        return None
+
+
+def find_deadline(config: RunConfig, env: Mapping[str, str] = os.environ) -> float | None:
+    """Return when the run must have stopped, in seconds since 1970, or None: `run.deadline`, or the Slurm job's end."""
+    text = config.run.deadline
+    if text is None:
+        end = env.get("SLURM_JOB_END_TIME", "")
+        return float(end) if end.isdecimal() else None
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except (ValueError, OverflowError) as error:
+        today = datetime.now().strftime("%Y-%m-%dT18:00")
+        raise setting_error("run.deadline", text, "must be a time in ISO 8601", example=today) from error
+
+
+_FILES = ("config.yaml", "status.json", "metrics.jsonl", "notice")
+_FOLDERS = ("checkpoints", "tensorboard", "wandb", "profile")
+"""What a run keeps in its folder, by kind."""
+
+
+def _check_kinds(config: RunConfig) -> None:
+    """Raise UserError if a folder lies where the run keeps a file, or a file where it keeps a folder."""
+    wrong = [f"{config.run_dir / name} is a folder" for name in _FILES if (config.run_dir / name).is_dir()]
+    wrong += [f"{config.run_dir / name} is no folder" for name in _FOLDERS if (config.run_dir / name).is_file()]
+    if wrong:
+        rule = f"{wrong[0]}, and a run keeps something else there: move it away, or take another run.dir"
+        raise setting_error("run.dir", config.run.dir, rule)
+
+
+def _check_folder(key: str, value: str, legal: str | None) -> None:
+    if "://" in value.removeprefix("file://"):
+        return
+    folder = Path(value.removeprefix("file://")).absolute()
+    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    if not existing.is_dir():
+        raise setting_error(key, value, f"{existing} is not a folder", example=legal)
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise setting_error(key, value, f"{existing} cannot be written", example=legal)
+
+
+def _check_data(config: RunConfig) -> None:
+    data = config.data
+    longest = getattr(config.model, "max_seq_len", None)
+    if longest is not None and data.seq_len > longest:
+        raise setting_error("data.seq_len", data.seq_len, f"is longer than model.max_seq_len={longest}", longest)
+    if data.source == "tokens" and not data.path:
+        rule = "data.source=tokens needs the path or glob of token shards"
+        raise setting_error("data.path", data.path, rule, fix="python -m trainer.prepare makes them from text")
+    if data.source != "tokens":
+        for key in ("path", "eval_path"):
+            if getattr(data, key):
+                rule = f"data.source={data.source} reads no file; a path goes with data.source=tokens"
+                raise setting_error(f"data.{key}", getattr(data, key), rule, None)
+    if data.source == "tokens" and config.eval.every and not data.eval_path and not data.holdout:
+        rule = "with data.holdout=0 and no data.eval_path there is nothing to evaluate on"
+        raise setting_error("eval.every", config.eval.every, rule, 0)
+
+
+def _check_profile(config: RunConfig, shape: MeshShape) -> None:
+    steps, ranks, num_ranks = config.log.profile_steps, config.log.profile_ranks, shape.num_ranks
+    if steps is not None and not 1 <= steps[0] <= steps[1]:
+        rule = "must be the first and the last update to profile, counted from 1"
+        raise setting_error("log.profile_steps", steps, rule, sorted(max(1, step) for step in steps))
+    if any(not 0 <= rank < num_ranks for rank in ranks):
+        rule = f"must be ranks of this run, 0 to {num_ranks - 1}"
+        legal = sorted({min(max(0, rank), num_ranks - 1) for rank in ranks})
+        raise setting_error("log.profile_ranks", ranks, rule, legal)

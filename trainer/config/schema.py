@@ -1,0 +1,333 @@
+"""The configuration as one typed, frozen tree: every key with its type, default and meaning."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from omegaconf import OmegaConf
+
+from trainer.printable import masked
+from trainer.recipe import Recipe, declare, find_recipe
+
+WEEK_S = 7 * 24 * 3600.0
+"""The longest time limit: what waits for ranks counts milliseconds in 32 bits, and three of these."""
+
+MAX_SIZE = 2**31 - 1
+"""The largest count of what becomes a size of a tensor."""
+
+_DTYPES = {
+    **dict.fromkeys(("bf16", "torch.bfloat16"), "bfloat16"),
+    **dict.fromkeys(("fp32", "f32", "float", "full", "torch.float32"), "float32"),
+}
+"""What dtypes are called elsewhere."""
+
+AUTO = "auto"
+"""The value of the keys that the planner settles, before anything is built."""
+
+
+@dataclass(frozen=True)
+class RunSection:
+    """Which run this is."""
+
+    name: str = declare("", "name of the run; empty: the recipe's name")
+    dir: str = declare("", "folder of the run; empty: runs/<name>")
+    seed: int = declare(0, "seed of the initial weights and of everything random in training", at_least=0)
+    device: Literal["auto", "cpu", "cuda"] = declare(
+        "auto",
+        "where to train; auto: cuda where there is a GPU",
+        aliases=dict.fromkeys(("gpu", "nvidia", "rocm", "hip", "cuda:0"), "cuda"),
+    )
+    threads: int = declare(
+        0, "CPU threads of each rank; 0: an equal share of this process's cores", at_least=0, at_most=1024
+    )
+    timeout_s: float = declare(600.0, "seconds after which a collective counts as failed", above=0, at_most=WEEK_S)
+    step_timeout_s: float = declare(
+        0.0,
+        "seconds without progress in an update: the run ends, naming the rank; 0: timeout_s / 2",
+        at_least=0,
+        at_most=WEEK_S,
+    )
+    first_step_timeout_s: float = declare(
+        0.0,
+        "the same for the first update, and a batch of an evaluation; 0: 3 x timeout_s",
+        at_least=0,
+        at_most=WEEK_S,
+    )
+    memory_gib: float | None = declare(
+        None, "memory of a device, which the planner's auto may use; null: what it has", above=0
+    )
+    selfcheck: bool = declare(
+        True, "before the first update, see on all ranks that sharding, replicas, data and code are as they should be"
+    )
+    deadline: str | None = declare(
+        None, "when to be through with stopping, as 2026-01-31T18:00 (local) or with +01:00; null: the Slurm job's end"
+    )
+
+    @property
+    def first_step_limit_s(self) -> float:
+        return self.first_step_timeout_s or 3 * self.timeout_s
+
+    @property
+    def step_limit_s(self) -> float:
+        return self.step_timeout_s or self.timeout_s / 2
+
+
+@dataclass(frozen=True)
+class MeshSection:
+    """How the ranks are arranged: `replicate` x `shard` (HSDP), or only `shard` where replicate is 1."""
+
+    replicate: int = declare(1, "number of replicas of the sharded model; -1: all remaining ranks")
+    shard: int | str = declare(-1, "ranks that share one copy; -1: all remaining ranks; node: the ranks of one node")
+
+
+@dataclass(frozen=True)
+class FsdpSection:
+    """How the model is sharded (torch.distributed.fsdp.fully_shard)."""
+
+    wrap: str = declare("block", "units: block (the recipe's), size:<parameters>, or package.module:function")
+    reshard_after_forward: int | str | list[int | str] = declare(
+        "default",
+        "default (units reshard, root does not), always, never, a number of ranks to reshard to, a list with one of "
+        "always, never, a number for each unit in the order of the forward pass, or auto (the planner's choice)",
+        aliases={"true": "always", "false": "never"},
+    )
+    param_dtype: Literal["float32", "bfloat16"] = declare(
+        "float32", "dtype of unsharded parameters and of compute", aliases=_DTYPES
+    )
+    reduce_dtype: Literal["float32", "bfloat16"] = declare(
+        "float32", "dtype in which gradients are reduced", aliases=_DTYPES
+    )
+    output_dtype: Literal["float32", "bfloat16"] | None = declare(
+        None, "dtype of the outputs; null: as computed", aliases=_DTYPES
+    )
+    accumulate: Literal["unsharded", "sharded"] = declare(
+        "unsharded",
+        "gradients between micro-batches: unsharded are reduced once an update; sharded after each micro-batch, which "
+        "takes no memory for a whole model's gradients",
+    )
+    reshard_after_backward: bool = declare(
+        True, "free gathered parameters after each micro-batch's backward; false: keep them until the update's last"
+    )
+    cpu_offload: bool = declare(False, "keep parameters, gradients and optimizer state in host memory")
+    prefetch_forward: int = declare(0, "units gathered ahead in forward; 0: FSDP's own overlap", at_least=0)
+    prefetch_backward: int = declare(0, "units gathered ahead in backward; 0: FSDP's own overlap (one)", at_least=0)
+
+
+@dataclass(frozen=True)
+class DataSection:
+    """What the model is trained on."""
+
+    source: Literal["stdlib", "synthetic", "tokens"] = declare(
+        "stdlib", "stdlib: this Python's own source text; synthetic: generated; tokens: shards from trainer.prepare"
+    )
+    path: str | None = declare(None, "source=tokens: a token shard or a glob of several")
+    eval_path: str | None = declare(None, "source=tokens: a shard or glob to evaluate on")
+    holdout: float | None = declare(
+        None,
+        "source=tokens without eval_path: share of the samples, the last, kept for evaluation; null: 0.01 with "
+        "eval.every, else 0",
+        at_least=0,
+        below=1,
+    )
+    seq_len: int = declare(256, "tokens of one sequence", at_least=1, at_most=MAX_SIZE)
+    tokenizer: str = declare("bytes", "bytes, or the path of a Hugging Face tokenizer.json")
+    pack: bool = declare(True, "true: sequences run across documents; false: one document a sequence, the rest ignored")
+    num_workers: int = declare(
+        0, "processes that prepare batches on each rank; 0: the rank itself", at_least=0, at_most=256
+    )
+    seed: int = declare(0, "seed of the order of the samples", at_least=0)
+    cache_dir: str | None = declare(None, "where tokenized text is kept; null: the user's cache folder")
+
+
+@dataclass(frozen=True)
+class OptimSection:
+    """The optimizer."""
+
+    name: Literal["adamw", "sgd", "muon"] = declare("adamw", "muon: torch's, for matrices; AdamW for the rest")
+    lr: float = declare(3e-4, "peak learning rate", at_least=0)
+    betas: tuple[float, float] = declare((0.9, 0.95), "decay rates of AdamW's two averages", at_least=0, below=1)
+    eps: float = declare(1e-8, "AdamW's epsilon", above=0)
+    momentum: float = declare(0.95, "momentum of sgd and muon", at_least=0, below=1)
+    weight_decay: float = declare(0.1, "decoupled weight decay", at_least=0)
+    decay_all: bool = declare(False, "decay norms, biases and embeddings too")
+    state_dtype: Literal["float32", "bfloat16"] = declare("float32", "dtype of AdamW's two averages", aliases=_DTYPES)
+    rounding: Literal["stochastic", "nearest"] = declare(
+        "stochastic", "how AdamW rounds bfloat16 weights and averages; nearest loses small updates"
+    )
+    max_grad_norm: float | None = declare(1.0, "gradients are scaled down to this global norm; null: never", above=0)
+
+
+@dataclass(frozen=True)
+class ScheduleSection:
+    """The learning rate over the run: a linear warmup, then the named shape."""
+
+    name: Literal["cosine", "linear", "wsd", "constant"] = declare("cosine", "shape after warmup")
+    warmup_steps: int = declare(0, "updates of linear warmup", at_least=0)
+    min_lr_ratio: float = declare(0.1, "learning rate at the end, as a share of the peak", at_least=0, at_most=1)
+    decay_ratio: float = declare(0.2, "wsd: share of the run that decays, at its end", at_least=0, at_most=1)
+
+
+@dataclass(frozen=True)
+class TrainSection:
+    """The training loop."""
+
+    steps: int = declare(1000, "optimizer updates", at_least=0)
+    global_batch_size: int = declare(8, "sequences of one update, over all ranks", at_least=1, at_most=MAX_SIZE)
+    micro_batch_size: int | str = declare(
+        1, "sequences of one forward on one rank; auto: the planner's", at_least=1, at_most=MAX_SIZE
+    )
+    activation_checkpoint: int | str = declare(
+        "none",
+        "none, full, selective (keeps matmuls and attention), budget:<share> (keeps of these what costs most, up to "
+        "this share of a block's activations), n: every n-th block in full, or auto",
+    )
+    compile: bool = declare(False, "torch.compile each block")
+    float8: Literal["none", "tensorwise", "rowwise"] = declare(
+        "none",
+        "matrix products of the blocks' linear layers in float8, scaled by the tensor or, finer, by the row; needs "
+        "torchao and is fast with train.compile",
+    )
+    weights_dtype: Literal["float32", "bfloat16"] = declare(
+        "float32",
+        "dtype in which weights and their gradients are kept, sharded: float32 (master weights), or bfloat16, which "
+        "takes half the memory (optim.rounding)",
+        aliases=_DTYPES,
+    )
+    init_from: str | None = declare(
+        None, "weights to start from, with a fresh optimizer: a checkpoint, a run.dir, a folder of safetensors, a file"
+    )
+    max_skipped_updates: int = declare(10, "non-finite updates in a row after which the run fails", at_least=1)
+
+
+@dataclass(frozen=True)
+class EvalSection:
+    """Evaluation on held-out data."""
+
+    every: int = declare(0, "updates between evaluations (one more at the end); 0: never", at_least=0)
+    steps: int = declare(
+        0, "batches of one evaluation, each the size of a global batch; 0: all that is held out", at_least=0
+    )
+
+    def due(self, step: int) -> bool:
+        """Return whether to evaluate after step `step`."""
+        return self.every > 0 and step % self.every == 0
+
+
+@dataclass(frozen=True)
+class CheckpointSection:
+    """Saving and resuming."""
+
+    every: int = declare(0, "updates between checkpoints; 0: only at the end", at_least=0)
+    mode: Literal["async", "sync"] = declare(
+        "async", "async: training waits for a copy in memory, which is written meanwhile; sync: until all is on disk"
+    )
+    dir: str | None = declare(
+        None, "where checkpoints lie: a folder, or a URL (s3://...) of this run alone; null: run.dir"
+    )
+    keep_last: int = declare(2, "newest checkpoints that are kept; 0: all", at_least=0)
+    keep_every: int = declare(0, "checkpoints of every n-th update are kept for good; 0: none", at_least=0)
+    timeout_s: float = declare(
+        3600.0, "seconds after which a save is stuck: the run ends, naming the rank", above=0, at_most=WEEK_S
+    )
+    when_busy: Literal["wait", "skip"] = declare("wait", "a save is due while one is in flight: wait for it, or skip")
+    max_failures: int = declare(
+        10, "failed saves in a row after which the run fails; each is tried again after a pause", at_least=1
+    )
+    verify: Literal["full", "sizes"] = declare("full", "what is checked before loading: all checksums, or sizes only")
+    resume: str = declare("auto", "auto: the newest good checkpoint; none: start anew; or where one is, or a run")
+    allow_changes: tuple[str, ...] = declare((), "what may differ from the checkpoint: keys, sections, state.<name>")
+
+    def due(self, step: int) -> bool:
+        """Return whether to save after step `step`."""
+        return self.every > 0 and step % self.every == 0
+
+
+@dataclass(frozen=True)
+class LogSection:
+    """What is reported, and where."""
+
+    every: int = declare(10, "updates between lines", at_least=1)
+    wandb: Literal["off", "offline", "online"] = declare(
+        "off",
+        "Weights & Biases",
+        aliases={
+            **dict.fromkeys(("true", "yes", "on", "1", "enabled"), "online"),
+            **dict.fromkeys(("false", "no", "0", "disabled", "none"), "off"),
+        },
+    )
+    wandb_project: str = declare("meshtrainer", "project in Weights & Biases")
+    tensorboard: bool = declare(False, "write TensorBoard events to run.dir/tensorboard")
+    sample_tokens: int = declare(0, "tokens of the sample that the model writes at the end; 0: none", at_least=0)
+    profile_steps: tuple[int, int] | None = declare(
+        None, "first and last update to profile, as [10,13]: a trace for Perfetto in run.dir/profile; null: none"
+    )
+    profile_ranks: tuple[int, ...] = declare((0,), "ranks that write a profile; rank 0 always does")
+
+    def due(self, step: int) -> bool:
+        """Return whether step `step` is written as a line."""
+        return step % self.every == 0
+
+    def profiles(self, step: int) -> bool:
+        """Return whether step `step` is profiled, on whatever ranks."""
+        first, last = self.profile_steps or (0, -1)
+        return first <= step <= last
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Everything that a run is told.  `model` is the recipe's own dataclass, with a `name` beside its fields."""
+
+    run: RunSection = field(default_factory=RunSection)
+    model: Any = None
+    mesh: MeshSection = field(default_factory=MeshSection)
+    fsdp: FsdpSection = field(default_factory=FsdpSection)
+    data: DataSection = field(default_factory=DataSection)
+    optim: OptimSection = field(default_factory=OptimSection)
+    schedule: ScheduleSection = field(default_factory=ScheduleSection)
+    train: TrainSection = field(default_factory=TrainSection)
+    eval: EvalSection = field(default_factory=EvalSection)
+    checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
+    log: LogSection = field(default_factory=LogSection)
+
+    @property
+    def recipe(self) -> Recipe:
+        return find_recipe(self.model.name)
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.run.dir).absolute()
+
+    @property
+    def vocab_size(self) -> int | None:
+        """Size of the model's vocabulary, or None for a model whose configuration has no such field."""
+        return getattr(self.model, "vocab_size", None)
+
+    def on_record(self) -> RunConfig:
+        """Return it as a run writes it down: its folders mean the same from wherever it is read."""
+        kept = self.checkpoint.dir
+        if kept is not None and "://" not in kept:
+            kept = str(Path(kept).absolute())
+        run = dataclasses.replace(self.run, dir=str(self.run_dir))
+        return dataclasses.replace(self, run=run, checkpoint=dataclasses.replace(self.checkpoint, dir=kept))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the tree as plain dictionaries, lists and scalars, to be kept: credentials in URLs are masked."""
+        plain = OmegaConf.to_container(OmegaConf.create(masked(plain_lists(dataclasses.asdict(self)))))
+        assert isinstance(plain, dict)
+        return {str(section): values for section, values in plain.items()}
+
+    def to_yaml(self) -> str:
+        """Return the tree as YAML: a valid recipe file, but for credentials in URLs, which are masked."""
+        plain = self.to_dict()
+        plain["model"] = {"name": self.model.name, **plain["model"]}
+        return OmegaConf.to_yaml(OmegaConf.create(plain))
+
+
+def plain_lists(tree: Any) -> Any:
+    """Return the tree with lists for tuples: YAML has one kind of sequence."""
+    if isinstance(tree, dict):
+        return {key: plain_lists(value) for key, value in tree.items()}
+    return [plain_lists(item) for item in tree] if isinstance(tree, (list, tuple)) else tree

@@ -1,0 +1,1 @@
+"""The model as it is trained: units, sharding, initial weights, activation checkpointing, parameters."""
