@@ -200,7 +200,8 @@ def prepare(folder: Path, overrides: Sequence[str], warmup: int, steps: int) -> 
 
     from trainer import load_config
     from trainer.data.order import sample_at
-    from trainer.data.source import StdlibCorpus, open_source
+    from trainer.data.source import open_source
+    from trainer.data.stdlib import StdlibCorpus
     from trainer.data.tokenizer import find_tokenizer
     from trainer.model.materialize import materialize
 

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from trainer import Trainer
-from trainer.lifecycle.guard import GarbageCollection
+from trainer.lifecycle.garbage import GarbageCollection
 from trainer.loss import cross_entropy
 
 

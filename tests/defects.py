@@ -44,7 +44,7 @@ class Defect:
 
 
 DEFECTS: list[Defect] = [
-    Defect("not-looked-at-again", "cut-short", "trainer/checkpoint/store.py", "if kept != data:", "if not data:"),
+    Defect("not-looked-at-again", "cut-short", "trainer/checkpoint/place.py", "if kept != data:", "if not data:"),
     Defect(
         "name-taken-at-its-word",
         "damage",
@@ -78,7 +78,7 @@ DEFECTS: list[Defect] = [
     Defect(
         "aliases-forgotten",
         "mistakes-advice",
-        "trainer/config.py",
+        "trainer/config/load.py",
         'raise choice_error(key, value, choices, aliases=legal[key].metadata.get("aliases")) from error',
         "raise choice_error(key, value, choices) from error",
     ),
@@ -285,14 +285,14 @@ DEFECTS: list[Defect] = [
     Defect(
         "resumed-one-late",
         "resume-exact",
-        "trainer/checkpoint/store.py",
+        "trainer/checkpoint/reader.py",
         "state.step = manifest.step",
         "state.step = manifest.step + 1",
     ),
     Defect(
         "dropout-repeats",
         "resume-exact",
-        "trainer/lifecycle/guard.py",
+        "trainer/metrics/skips.py",
         'torch.set_rng_state(state["torch"])',
         "torch.manual_seed(self._seed)",
     ),
@@ -306,7 +306,7 @@ DEFECTS: list[Defect] = [
     Defect(
         "batch-may-change",
         "resume-rules",
-        "trainer/config.py",
+        "trainer/config/changes.py",
         '    "train.global_batch_size",',
         '    "train.micro_batch_size",',
     ),
@@ -327,7 +327,7 @@ DEFECTS: list[Defect] = [
     Defect(
         "damaged-left-there",
         "damage",
-        "trainer/checkpoint/store.py",
+        "trainer/checkpoint/reader.py",
         "self.world.agreed(lambda: self._set_aside(damaged, DAMAGED))",
         "self.world.agreed(lambda: self._set_aside((), DAMAGED))",
     ),
@@ -390,7 +390,7 @@ DEFECTS: list[Defect] = [
     Defect(
         "shape-of-the-recipe-kept",
         "source-says-what-it-is",
-        "trainer/config.py",
+        "trainer/config/load.py",
         "if key in legal and key not in assignments and not (name in free and key in values):",
         "if key in legal and key not in assignments and key not in values:",
     ),
@@ -576,23 +576,23 @@ DEFECTS: list[Defect] = [
     Defect(
         "stored-may-import",
         "stored-is-data",
-        "trainer/config.py",
-        "return _build(_read_stored(text, origin), {}, Path(origin), may_import=allow_import)",
-        "return _build(_read_stored(text, origin), {}, Path(origin))",
+        "trainer/config/load.py",
+        "return _build(read_stored(text, origin), {}, Path(origin), may_import=allow_import)",
+        "return _build(read_stored(text, origin), {}, Path(origin))",
     ),
     Defect(
         "escaped-resolver",
         "stored-is-data",
-        "trainer/config.py",
+        "trainer/config/load.py",
         r'_OTHER_KEY = re.compile(r"(?<!\\)\$\{[\w.\[\]]+\}")',
         r'_OTHER_KEY = re.compile(r"\$\{[^:]+\}")',
     ),
     Defect(
         "credentials-kept",
         "secrets",
-        "trainer/config.py",
-        "OmegaConf.create(masked(_lists(dataclasses.asdict(self))))",
-        "OmegaConf.create(_lists(dataclasses.asdict(self)))",
+        "trainer/config/schema.py",
+        "OmegaConf.create(masked(plain_lists(dataclasses.asdict(self))))",
+        "OmegaConf.create(plain_lists(dataclasses.asdict(self)))",
     ),
     Defect(
         "sample-obeyed",

@@ -21,11 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import trainer.checkpoint.place
+import trainer.checkpoint.reader
 import trainer.checkpoint.store
 from tests.forked import Forked, start_run
 from tests.ranks import Ran
 from trainer import Trainer
 from trainer.checkpoint.place import LocalPlace
+from trainer.checkpoint.reader import Reader
 from trainer.checkpoint.store import Checkpoints
 from trainer.checkpoint.tensors import Staging
 from trainer.distributed.channel import Channel
@@ -108,7 +110,7 @@ def _install(fault: Fault) -> None:
     Checkpoints.take = noted_take  # type: ignore[method-assign]
     for owner, attribute in ((os, "fsync"), (os, "preadv"), (Channel, "gather"), (Channel, "broadcast")):
         _wrap(owner, attribute, lambda attribute=attribute: _event(attribute))
-    for owner, attribute in ((Staging, "copy"), (trainer.checkpoint.store, "_collect")):
+    for owner, attribute in ((Staging, "copy"), (trainer.checkpoint.store, "collect")):
         _wrap(owner, attribute, lambda attribute=attribute: _event(attribute), _event)
     for owner, attribute, phase in (
         (Checkpoints, "start", "collect"),
@@ -116,8 +118,8 @@ def _install(fault: Fault) -> None:
         (LocalPlace, "publish", "publish"),
         (Checkpoints, "_prune", "prune"),
         (Checkpoints, "_delete", "prune"),
-        (Checkpoints, "restore", "load"),
-        (Checkpoints, "load", "load"),
+        (Reader, "restore", "load"),
+        (Reader, "load", "load"),
         (Trainer, "start", "start"),
     ):
         _in_phase(owner, attribute, phase)
@@ -130,16 +132,16 @@ def _install(fault: Fault) -> None:
 
 
 _PLACES: dict[str, tuple[Any, str]] = {
-    "collect": (trainer.checkpoint.store, "_collect"),
+    "collect": (trainer.checkpoint.store, "collect"),
     "stage": (Staging, "copy"),
     "begin": (LocalPlace, "begin"),
     "write": (trainer.checkpoint.store, "write_tensors"),
-    "write_files": (trainer.checkpoint.store, "_write_files"),
+    "write_files": (trainer.checkpoint.store, "write_files"),
     "finish": (Checkpoints, "_write_common"),
     "publish": (LocalPlace, "publish"),
     "prune": (LocalPlace, "retire"),
     "delete": (LocalPlace, "delete"),
-    "load": (trainer.checkpoint.store, "read_tensors"),
+    "load": (trainer.checkpoint.reader, "read_tensors"),
 }
 """Functions that can fail or hang, by what they do."""
 

@@ -13,7 +13,7 @@ import pytest
 from tests.test_data import write_tokenizer
 from tests.test_prepare import run, write_jsonl
 from trainer import prepare
-from trainer.data.source import Shard
+from trainer.data.shards import Shard
 from trainer.data.tokenizer import ByteTokenizer, find_tokenizer
 from trainer.errors import UserError
 

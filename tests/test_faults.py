@@ -595,11 +595,11 @@ def test_what_storage_has_cut_short_is_not_published(
             patch.setattr(type(place), "create", cut_short)
             with pytest.raises(TrainingFailed, match=re.escape(f"/{name}: ")):
                 own.save_checkpoint(wait=True)
-        assert own.checkpoints.steps() == [1], name
+        assert own.checkpoints.reader.steps() == [1], name
     assert find_damage(place / "step_00000001", read_manifest(place / "step_00000001"), "full") == []
     own.save_checkpoint(wait=True)
     own.close()
-    assert own.checkpoints.steps() == [1, 2 + len(FILES)]
+    assert own.checkpoints.reader.steps() == [1, 2 + len(FILES)]
 
 
 @pytest.mark.slow

@@ -12,13 +12,8 @@ import pytest
 from tests.forked import REPOSITORY
 
 DOORS = {
-    "safetensors": [
-        "trainer/weights/huggingface.py",
-        "trainer/checkpoint/",
-        "trainer/weights/inference.py",
-        "trainer/export.py",
-    ],
-    "omegaconf": ["trainer/config.py"],
+    "safetensors": ["trainer/weights/", "trainer/checkpoint/", "trainer/export.py"],
+    "omegaconf": ["trainer/config/"],
     "fully_shard": ["trainer/model/shard.py"],
     "torch.distributed.checkpoint": ["trainer/checkpoint/"],
     "init_process_group": ["trainer/distributed/world.py"],

@@ -17,7 +17,8 @@ import pytest
 from tests.test_data import write_tokenizer
 from trainer import prepare
 from trainer.config import DataSection
-from trainer.data.source import IGNORE, Shard, open_source
+from trainer.data.shards import Shard
+from trainer.data.source import IGNORE, open_source
 from trainer.data.tokenizer import find_tokenizer
 
 
@@ -203,7 +204,7 @@ def test_a_disk_that_is_full(tmp_path: Path, capsys: Any, monkeypatch: Any) -> N
     def fail(_: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("trainer.data.source.os.fsync", fail)
+    monkeypatch.setattr("trainer.data.shards.os.fsync", fail)
     assert run(write_jsonl(tmp_path / "a.jsonl", ["x"]), "--out", tmp_path / "out" / "name") == 2
     assert "cannot be written (No space left on device)" in capsys.readouterr().err
     assert not list((tmp_path / "out").iterdir())

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
 
-from trainer.data.source import ShardWriter
+from trainer.data.shards import ShardWriter
 from trainer.data.tokenizer import Tokenizer, find_tokenizer
 from trainer.errors import EXIT_FINISHED, nearest, run_command, setting_error, tell
 from trainer.printable import printable

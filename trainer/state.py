@@ -18,12 +18,14 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from trainer.checkpoint.contents import Stateful
+from trainer.checkpoint.fit import tensor_differences
 from trainer.checkpoint.layout import Stored
-from trainer.checkpoint.store import Stateful, tensor_differences
 from trainer.data.loader import TrainLoader
 from trainer.distributed.channel import Channel
+from trainer.distributed.random_state import RandomState
 from trainer.errors import UserError
-from trainer.lifecycle.guard import RandomState, SkipCounter
+from trainer.metrics.skips import SkipCounter
 from trainer.model.parameters import local, tied_names
 from trainer.optim.optimizer import Optimizer
 

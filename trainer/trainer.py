@@ -14,17 +14,19 @@ from pathlib import Path
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from trainer.checkpoint.contents import Facts
 from trainer.checkpoint.place import find_place
 from trainer.checkpoint.saver import Saver
-from trainer.checkpoint.store import Checkpoints, Facts, Settings
+from trainer.checkpoint.store import Checkpoints, Settings
 from trainer.config import RunConfig
 from trainer.data.loader import Batch, EvalLoader, TrainLoader
 from trainer.data.source import open_source
 from trainer.data.transfer import ahead
 from trainer.distributed.ballot import Ballot
+from trainer.distributed.random_state import RandomState, seed_everything
 from trainer.distributed.world import World
 from trainer.lifecycle.folder import RunFolder
-from trainer.lifecycle.guard import GarbageCollection, RandomState, SkipCounter, seed_everything
+from trainer.lifecycle.garbage import GarbageCollection
 from trainer.lifecycle.lifecycle import Lifecycle
 from trainer.lifecycle.phases import watch_phases
 from trainer.lifecycle.resume import Resume
@@ -37,6 +39,7 @@ from trainer.metrics.accounts import Accounts, Update
 from trainer.metrics.fanout import Metrics
 from trainer.metrics.profile import Profile
 from trainer.metrics.record import Record
+from trainer.metrics.skips import SkipCounter
 from trainer.model.flops import flops_per_token
 from trainer.model.materialize import materialize
 from trainer.model.parameters import count_parameters, count_trained_parameters, tied_names

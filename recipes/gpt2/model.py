@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from trainer.recipes._layers import Embedding, Head, Linear, merge_heads, split_heads
-from trainer.recipes.gpt2 import GPT2Config
+from trainer.recipes.gpt2.config import GPT2Config
 
 
 class Attention(nn.Module):

@@ -9,7 +9,7 @@ from trainer.errors import UserError
 from trainer.recipe import HuggingFace
 
 if TYPE_CHECKING:
-    from trainer.recipes.llama import LlamaConfig
+    from trainer.recipes.llama.config import LlamaConfig
 
 NAMES = {
     "tok_embeddings.weight": "model.embed_tokens.weight",

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from trainer.recipes._layers import Embedding, Head, Linear, merge_heads, split_heads
-from trainer.recipes.llama import LlamaConfig
+from trainer.recipes.llama.config import LlamaConfig
 
 
 class Rope(nn.Module):

@@ -207,3 +207,8 @@ def _check_file(place: Place, manifest: Manifest, name: str, size: int, depth: s
 
 def _reason(error: OSError) -> str:
     return "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read ({error})"
+
+
+def rank_file(rank: int) -> str:
+    """Return the name of the file with what is a rank's own."""
+    return f"ranks/{rank:05d}.safetensors"

@@ -8,9 +8,10 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
 
+from trainer.checkpoint.contents import Savable
 from trainer.checkpoint.manifest import name_of
 from trainer.checkpoint.schedule import SaveSchedule
-from trainer.checkpoint.store import Checkpoints, Savable, SaveResult
+from trainer.checkpoint.store import Checkpoints, SaveResult
 from trainer.config import CheckpointSection
 from trainer.distributed.ballot import Ballot
 from trainer.errors import TrainingFailed

@@ -28,7 +28,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from trainer.config import RunConfig
 from trainer.data.fingerprint import Fingerprint
 from trainer.data.order import sample_at
-from trainer.data.source import ShardError, Source
+from trainer.data.shards import ShardError
+from trainer.data.source import Source
 from trainer.errors import TrainingFailed, UserError
 from trainer.stop import STOP_SIGNALS
 

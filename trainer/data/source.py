@@ -14,34 +14,25 @@ Token shards are three files side by side:
 from __future__ import annotations
 
 import bisect
-import contextlib
 import dataclasses
-import errno
 import glob
-import gzip
 import hashlib
-import json
 import math
 import os
 import re
-import secrets
-import sys
-import sysconfig
-import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.data.descriptors import SHARD_FILES, Version
 from trainer.data.fingerprint import Fingerprint
-from trainer.data.tokenizer import Tokenizer, find_tokenizer
-from trainer.distributed.environment import file_limit
+from trainer.data.shards import Shard, ShardError
+from trainer.data.stdlib import Split, StdlibCorpus
+from trainer.data.tokenizer import find_tokenizer
 from trainer.errors import nearest, setting_error
 
 if TYPE_CHECKING:
@@ -49,8 +40,6 @@ if TYPE_CHECKING:
 
 IGNORE = -100
 """The target that counts for nothing: what `torch.nn.functional.cross_entropy` ignores unless told otherwise."""
-
-Split: TypeAlias = Literal["train", "eval"]
 
 
 class Source(ABC):
@@ -162,10 +151,6 @@ class Part(Source):
         return dataclasses.replace(self._whole.fingerprint, num_samples=len(self))
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# Generated
-
-
 class SyntheticSource(Source):
     """Random patterns of 4 to 32 tokens, each repeated until its sample is full: a model learns to copy.
 
@@ -198,151 +183,8 @@ class SyntheticSource(Source):
         return (draws[1 : 1 + period] % self.vocab_size).astype(np.int64)
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# Token shards
-
-
-SUFFIXES = (".bin", ".idx", ".json")
-"""The files of a shard, metadata last."""
-
-
 _NUM_PLACES, _PLACE = 64, 2048
 """How many places a fingerprint looks at, and how many tokens at each."""
-
-
-class ShardError(Exception):
-    """A token shard is missing, damaged, or of another kind than it should be; says which and why."""
-
-
-@dataclass(frozen=True)
-class ShardInfo:
-    """What NAME.json says about a token shard.  `num_bytes` counts the raw text, `end_id` ends each document."""
-
-    dtype: str
-    vocab_size: int
-    tokenizer: str
-    end_id: int
-    num_tokens: int
-    num_documents: int
-    num_bytes: int
-    format: int = 1
-
-    @property
-    def kind(self) -> tuple[str, int, str, int]:
-        """What shards that are read together must share."""
-        return self.dtype, self.vocab_size, self.tokenizer, self.end_id
-
-
-class Shard:
-    """A token shard that has been checked against its metadata.
-
-    Its files are opened when they are read, by whichever process reads them: a Shard can be sent to another one.
-    Raises ShardError.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.info = _read_info(path.with_suffix(".json"))
-        self._file = _check_size(path, self.info.num_tokens * self.dtype.itemsize)
-        _check_size(path.with_suffix(".idx"), (self.info.num_documents + 1) * 8)
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """That of its tokens: unsigned, little-endian."""
-        return np.dtype(self.info.dtype).newbyteorder("<")
-
-    def read(self, start: int, count: int) -> NDArray[np.unsignedinteger[Any]]:
-        """Return `count` tokens from `start` on.  Raises ShardError if they are no longer there."""
-        found = np.empty(count, self.dtype)
-        self.read_into(found, start)
-        return found
-
-    def read_into(self, found: NDArray[np.unsignedinteger[Any]], start: int) -> None:
-        """Fill an array of the shard's dtype, in one piece, with tokens from `start` on.  Raises ShardError."""
-        offset = start * found.itemsize
-        try:
-            count = SHARD_FILES.read_into(found, self._file, offset)
-        except OSError as error:
-            raise ShardError(f"{self.path} cannot be read ({_reason(error)})") from error
-        if count < found.nbytes:
-            size, expected = offset + count, self.info.num_tokens * found.itemsize
-            with contextlib.suppress(OSError):
-                size = self.path.stat().st_size
-            raise ShardError(f"{self.path} has been cut short: it has {size} bytes, its metadata say {expected}")
-
-    def read_offsets(self) -> NDArray[np.int64]:
-        """Return where each document starts, and where the last one ends."""
-        offsets = np.fromfile(self.path.with_suffix(".idx"), dtype="<u8").astype(np.int64)
-        if offsets[0] != 0 or offsets[-1] != self.info.num_tokens or np.any(np.diff(offsets) < 0):
-            raise ShardError(f"{self.path.with_suffix('.idx')} is damaged: its documents do not make up the tokens")
-        return offsets
-
-
-class ShardWriter:
-    """Writes one token shard, in constant memory.
-
-    Until `publish` nothing stands under the shard's names.  Processes that write the same shard do not disturb each
-    other.
-    """
-
-    def __init__(self, path: Path, tokenizer: Tokenizer) -> None:
-        self.path, self._tokenizer = path, tokenizer
-        self._dtype = np.dtype(_find_dtype(tokenizer.vocab_size))
-        self._attempt = f"{os.getpid()}-{secrets.token_hex(4)}.tmp"
-        self._files = {suffix: open(self._temporary(suffix), "wb") for suffix in SUFFIXES}  # noqa: SIM115
-        self._files[".idx"].write(bytes(8))
-        self.num_tokens = self.num_documents = self.num_bytes = 0
-        self._has_begun = False
-
-    def write(self, ids: NDArray[np.integer[Any]], num_bytes: int) -> None:
-        """Append tokens to the current document; `num_bytes` is the size of the text that they stand for."""
-        if not self._has_begun:
-            self._has_begun = True
-            self._append(np.array(self._tokenizer.start_ids, dtype=self._dtype))
-        self._append(ids)
-        self.num_bytes += num_bytes
-
-    def _append(self, ids: NDArray[np.integer[Any]]) -> None:
-        self._files[".bin"].write(ids.astype(self._dtype.newbyteorder("<"), copy=False).tobytes())
-        self.num_tokens += len(ids)
-
-    def end_document(self) -> None:
-        """End the current document, which may be empty, as its tokenizer does."""
-        self.write(np.array(self._tokenizer.end_ids, dtype=self._dtype), num_bytes=0)
-        self._has_begun = False
-        self.num_documents += 1
-        self._files[".idx"].write(self.num_tokens.to_bytes(8, "little"))
-
-    def close(self) -> None:
-        """Bring everything to disk, still under temporary names."""
-        info = ShardInfo(
-            dtype=self._dtype.name,
-            vocab_size=self._tokenizer.vocab_size,
-            tokenizer=self._tokenizer.name,
-            end_id=self._tokenizer.end_id,
-            num_tokens=self.num_tokens,
-            num_documents=self.num_documents,
-            num_bytes=self.num_bytes,
-        )
-        self._files[".json"].write(json.dumps(dataclasses.asdict(info), indent=1).encode() + b"\n")
-        for file in self._files.values():
-            file.flush()
-            os.fsync(file.fileno())
-            file.close()
-
-    def publish(self) -> None:
-        """Rename the files to their own names, metadata last: without it a shard is refused."""
-        for suffix in SUFFIXES:
-            os.replace(self._temporary(suffix), self.path.with_suffix(suffix))
-
-    def discard(self) -> None:
-        """Remove what has not been published."""
-        for suffix, file in self._files.items():
-            file.close()
-            self._temporary(suffix).unlink(missing_ok=True)
-
-    def _temporary(self, suffix: str) -> Path:
-        return self.path.with_name(f".{self.path.stem}{suffix}.{self._attempt}")
 
 
 class TokenSource(Source):
@@ -502,154 +344,3 @@ def _find_paths(key: str, setting: str | None) -> list[Path]:
     there = sorted(glob.glob(os.path.join(glob.escape(os.path.dirname(pattern)), "*.bin")))
     meant = nearest(pattern, there)
     raise setting_error(key, setting, rule, meant=meant, example=None if meant else next(iter(there), None))
-
-
-def _read_info(path: Path) -> ShardInfo:
-    try:
-        info = ShardInfo(**json.loads(path.read_bytes()))
-    except OSError as error:
-        raise ShardError(f"the metadata {path} cannot be read ({error.strerror})") from error
-    except (ValueError, TypeError) as error:
-        raise ShardError(f"{path} is no metadata of a token shard ({error})") from error
-    for declared in dataclasses.fields(ShardInfo):
-        value = getattr(info, declared.name)
-        if type(value).__name__ != declared.type:
-            raise ShardError(f"{path} is damaged: {declared.name} is {value!r}")
-    if info.format != ShardInfo.format:
-        raise ShardError(f"{path} has format {info.format}, this version reads format {ShardInfo.format}")
-    if info.dtype != _find_dtype(info.vocab_size) or info.num_tokens < 1 or info.num_documents < 1:
-        raise ShardError(f"{path} is damaged: {info}")
-    return info
-
-
-def _check_size(path: Path, num_bytes: int) -> Version:
-    """Return the file as it is now.  Raises ShardError unless it has as many bytes."""
-    try:
-        with open(path, "rb") as file:  # opened, not only looked at: it must be readable
-            found = os.fstat(file.fileno())
-    except OSError as error:
-        raise ShardError(f"{path} cannot be read ({error.strerror})") from error
-    if found.st_size != num_bytes:
-        raise ShardError(f"{path} has {found.st_size} bytes, its metadata say {num_bytes}")
-    return str(path), found.st_ino, found.st_mtime_ns
-
-
-def _reason(error: OSError) -> str:
-    limit = f"; `ulimit -n` is {file_limit()}" if error.errno in (errno.EMFILE, errno.ENFILE) else ""
-    return f"{error.strerror}{limit}"
-
-
-def _find_dtype(vocab_size: int) -> str:
-    return "uint8" if vocab_size <= 2**8 else "uint16" if vocab_size <= 2**16 else "uint32"
-
-
-# ---------------------------------------------------------------------------------------------------------------
-# The standard library
-
-
-class StdlibCorpus:
-    """This Python's own source text: there wherever Python is, and the same for all ranks.
-
-    Without its tests, and without what is generated: tables of encodings and the texts of `help()`.  About one file in
-    twenty is held out, by a hash of its name.
-    """
-
-    _LEFT_OUT = frozenset(
-        ["test", "tests", "idle_test", "encodings", "pydoc_data", "site-packages", "dist-packages", "__pycache__"]
-    )
-
-    def __init__(self, folder: Path | None = None) -> None:
-        self._folder = folder or Path(sysconfig.get_path("stdlib"))
-        self._names = sorted(self._walk())
-        if not all(self._find_names(split) for split in ("train", "eval")):
-            rule = f"this Python has no source files of its standard library in {self._folder}"
-            raise setting_error("data.source", "stdlib", rule, "synthetic")
-
-    def documents(self, split: Split) -> list[bytes]:
-        """Return the files of one split as they are, in the order of their names."""
-        try:
-            return [(self._folder / name).read_bytes() for name in self._find_names(split)]
-        except OSError as error:
-            rule = f"{error.filename} cannot be read ({error.strerror})"
-            raise setting_error("data.source", "stdlib", rule, "synthetic") from error
-
-    def shard(self, split: Split, tokenizer: Tokenizer, cache_dir: str | None) -> Shard:
-        """Return the tokens of one split, a document a file: from the cache if it has them, else made and kept there.
-
-        Any number of processes may do this at once.  Raises UserError if there is no folder to write to.
-        """
-        name = f"stdlib-{self._fingerprint(tokenizer)}-{split}.bin"
-        folders = _find_cache_folders(cache_dir)
-        for folder in folders:
-            with contextlib.suppress(ShardError):  # absent, or cut short by whatever befell the disk: made again
-                return Shard(folder / name)
-        failure: OSError | None = None
-        documents = self.documents(split)
-        for folder in folders:
-            try:
-                folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-                _write_shard(folder / name, tokenizer, documents)
-            except OSError as error:
-                failure = error
-            else:
-                return Shard(folder / name)
-        rule = f"tokenized text cannot be kept there ({failure})" if failure else "no folder to keep tokenized text in"
-        raise setting_error("data.cache_dir", cache_dir, rule, fix="name a folder that you can write to")
-
-    def _walk(self) -> Iterator[str]:
-        for folder, subfolders, names in os.walk(self._folder):
-            subfolders[:] = [name for name in subfolders if name not in self._LEFT_OUT]
-            for name in names:
-                if name.endswith(".py"):
-                    yield Path(folder, name).relative_to(self._folder).as_posix()
-
-    def _find_names(self, split: Split) -> list[str]:
-        return [name for name in self._names if _is_held_out(name) == (split == "eval")]
-
-    def _fingerprint(self, tokenizer: Tokenizer) -> str:
-        """Return a digest of all that the tokens depend on, without reading the files."""
-        stats = [(name, (self._folder / name).stat()) for name in self._names]
-        files = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
-        content = json.dumps([ShardInfo.format, sys.version, str(self._folder), tokenizer.name, files])
-        return hashlib.sha256(content.encode()).hexdigest()[:16]
-
-
-def _is_held_out(name: str) -> bool:
-    return hashlib.sha256(name.encode()).digest()[0] % 20 == 0
-
-
-def _write_shard(path: Path, tokenizer: Tokenizer, documents: Sequence[bytes]) -> None:
-    writer = ShardWriter(path, tokenizer)
-    try:
-        for text in documents:
-            writer.write(tokenizer.encode(text), len(text))
-            writer.end_document()
-        writer.close()
-        writer.publish()
-    finally:
-        writer.discard()
-
-
-def _find_cache_folders(setting: str | None) -> list[Path]:
-    """Return where tokenized text may be kept, best first.  What the user names is the only place."""
-    if setting is not None:
-        return [Path(setting).expanduser()]
-    folders = []
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    if os.path.isabs(base):
-        folders.append(Path(base, "meshtrainer"))
-    user = os.getuid() if hasattr(os, "getuid") else 0
-    shared = Path(tempfile.gettempdir(), f"meshtrainer-{user}")
-    if not os.path.lexists(shared) or (shared.lstat().st_uid == user and not shared.is_symlink()):
-        folders.append(shared)  # unless somebody else has put something there
-    return folders
-
-
-def held_out_text(data: DataSection) -> bytes | None:
-    """Return the raw text that is held out, to compare a model with other compressors; None unless it is stdlib's."""
-    return b"".join(StdlibCorpus().documents("eval")) if data.source == "stdlib" else None
-
-
-def gzip_bits_per_byte(text: bytes) -> float:
-    """Return what `gzip -9` needs for each byte of `text`, in bits."""
-    return 8 * len(gzip.compress(text, 9, mtime=0)) / len(text)

@@ -16,7 +16,7 @@ from typing import Any
 from trainer.checkpoint.keeping import list_steps
 from trainer.checkpoint.manifest import name_of
 from trainer.checkpoint.place import find_place, is_same_place
-from trainer.checkpoint.store import Found
+from trainer.checkpoint.reader import Found
 from trainer.config import stored_value
 from trainer.config.relocate import is_another_run, shared_place
 from trainer.errors import UserError, setting_error

@@ -8,10 +8,12 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+from trainer.checkpoint.contents import Savable
 from trainer.checkpoint.manifest import name_of
 from trainer.checkpoint.place import SUPERSEDED, find_place, is_same_place
+from trainer.checkpoint.reader import Found
 from trainer.checkpoint.source import find_checkpoint
-from trainer.checkpoint.store import Checkpoints, Found, Savable
+from trainer.checkpoint.store import Checkpoints
 from trainer.config import RunConfig, compare_configs, stored_value
 from trainer.distributed.world import World
 from trainer.lifecycle.folder import RECORD, RunFolder
@@ -73,14 +75,14 @@ class Resume:
         if resume == "none":
             return None
         if resume == "auto":
-            is_empty = self._world.broadcast(self._checkpoints.is_empty)
-            found = None if is_empty else self._checkpoints.restore(*how)
+            is_empty = self._world.broadcast(self._checkpoints.reader.is_empty)
+            found = None if is_empty else self._checkpoints.reader.restore(*how)
             if self.step is None and not is_running:
                 self._world.agreed(lambda: self.history.check(found))
             return found
         # Rank 0 decides which: a run still training elsewhere has another newest checkpoint a moment later.
         named = self._world.agreed(lambda: str(find_checkpoint(resume)) if self._world.is_main else "")
-        return self._checkpoints.load(find_place(self._world.broadcast(named)), *how)
+        return self._checkpoints.reader.load(find_place(self._world.broadcast(named)), *how)
 
     @contextmanager
     def timed(self) -> Iterator[None]:
@@ -101,7 +103,7 @@ class Resume:
             return False
 
         def is_of_the_same_start() -> bool:
-            newest = self._checkpoints.newest_origin() if self._world.is_main else None
+            newest = self._checkpoints.reader.newest_origin() if self._world.is_main else None
             if newest is None or stored_value(newest.config_yaml, "checkpoint.resume") != mask_credentials(resume):
                 return False
             env = self._world.env
@@ -138,7 +140,7 @@ class Resume:
         self._folder.clean()
         begins = not is_running and (self.step is None or not self.is_own)
         step = -1 if begins or self.step is None else self.step
-        later = [name_of(later) for later in self._checkpoints.steps() if later > step]
+        later = [name_of(later) for later in self._checkpoints.reader.steps() if later > step]
         has_past = bool(later)
         if self._config.checkpoint.dir is not None:
             for name in later:

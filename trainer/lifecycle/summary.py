@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from trainer.config import RunConfig
-from trainer.data.source import gzip_bits_per_byte, held_out_text
+from trainer.data.stdlib import gzip_bits_per_byte, held_out_text
 from trainer.data.tokenizer import find_tokenizer
 from trainer.distributed.world import REPLICATE, SHARD, World
 from trainer.metrics.console import readable_bytes, readable_count

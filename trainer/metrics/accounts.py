@@ -20,11 +20,11 @@ from trainer.data.source import Source
 from trainer.data.transfer import Numbers
 from trainer.distributed.world import World
 from trainer.errors import TrainingFailed
-from trainer.lifecycle.guard import SkipCounter
 from trainer.metrics.fanout import Metrics
 from trainer.metrics.meter import Meter, peak_flops, peak_memory_gib
 from trainer.metrics.observer import Phases, StepObserver
 from trainer.metrics.record import Record
+from trainer.metrics.skips import SkipCounter
 from trainer.model.flops import flops_per_token
 from trainer.optim.optimizer import Schedule
 

@@ -7,7 +7,7 @@ from collections import defaultdict
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 
 def tied_names(model: nn.Module) -> list[list[str]]:
@@ -43,3 +43,22 @@ def count_matrix_parameters(model: nn.Module) -> int:
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's shard of a DTensor, or the tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def own_rows(tensor: torch.Tensor) -> tuple[int, int] | None:
+    """Return which rows of dimension 0 this rank holds, as (start, stop); None if it is split in any other way.
+
+    A dimension is split as `torch.chunk` does: the last ranks may have fewer rows, or none.
+    """
+    num_rows = tensor.shape[0] if tensor.ndim else 1
+    if not isinstance(tensor, DTensor):
+        return 0, num_rows
+    split = [axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+    if not split:
+        return 0, num_rows
+    placement = tensor.placements[split[0]]
+    if len(split) > 1 or type(placement) is not Shard or placement.dim != 0:
+        return None
+    rows_a_rank = -(-num_rows // tensor.device_mesh.size(split[0]))
+    start = min(num_rows, tensor.device_mesh.get_local_rank(split[0]) * rows_a_rank)
+    return start, min(num_rows, start + rows_a_rank)

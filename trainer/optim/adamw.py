@@ -18,9 +18,8 @@ from typing import Any
 import torch
 
 from trainer.errors import setting_error
-from trainer.model.parameters import local, seed_of
+from trainer.model.parameters import local, own_rows, seed_of
 from trainer.optim.rounding import keys_of, mix, random_bits, round_stochastically
-from trainer.weights.access import own_rows
 
 _PIECE = 2**16
 """Elements that are updated at a time without a compiler: their temporaries fit a cache."""

@@ -12,10 +12,10 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from trainer.errors import UserError
-from trainer.model.parameters import local, tied_names
+from trainer.model.parameters import local, own_rows, tied_names
 
 BLOCK_BYTES = 64 * 2**20
 """How much of a tensor is read at a time, where it need not be whole."""
@@ -123,25 +123,6 @@ def named_weights(model: nn.Module) -> dict[str, torch.Tensor]:
     """
     state = model.state_dict(keep_vars=True)
     return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
-
-
-def own_rows(tensor: torch.Tensor) -> tuple[int, int] | None:
-    """Return which rows of dimension 0 this rank holds, as (start, stop); None if it is split in any other way.
-
-    A dimension is split as `torch.chunk` does: the last ranks may have fewer rows, or none.
-    """
-    num_rows = tensor.shape[0] if tensor.ndim else 1
-    if not isinstance(tensor, DTensor):
-        return 0, num_rows
-    split = [axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()]
-    if not split:
-        return 0, num_rows
-    placement = tensor.placements[split[0]]
-    if len(split) > 1 or type(placement) is not Shard or placement.dim != 0:
-        return None
-    rows_a_rank = -(-num_rows // tensor.device_mesh.size(split[0]))
-    start = min(num_rows, tensor.device_mesh.get_local_rank(split[0]) * rows_a_rank)
-    return start, min(num_rows, start + rows_a_rank)
 
 
 def row_blocks(shape: Sequence[int], dtype: torch.dtype, start: int, stop: int) -> Iterator[tuple[int, int]]:

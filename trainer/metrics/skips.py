@@ -1,13 +1,8 @@
-"""What protects a run: updates that are not finite, random states, the garbage collector."""
+"""Counts steps that were skipped because loss or gradient was not finite."""
 
 from __future__ import annotations
 
-import gc
-import random
-from typing import Any
-
 import numpy as np
-import torch
 
 from trainer.errors import TrainingFailed
 
@@ -56,60 +51,3 @@ class SkipCounter:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.total, self.in_a_row = state["total"], state["in_a_row"]
-
-
-def seed_everything(seed: int, rank: int, step: int = 0) -> None:
-    """Seed Python, numpy and torch with a value of this rank's own (dropout differs between ranks)."""
-    mixed = int(np.random.SeedSequence([seed, rank, step] if step else [seed, rank]).generate_state(1)[0])
-    random.seed(mixed)
-    np.random.seed(mixed)
-    torch.manual_seed(mixed)
-
-
-class RandomState:
-    """The random states of this rank, as one resumable thing."""
-
-    def __init__(self, seed: int, rank: int) -> None:
-        self._seed, self._rank = seed, rank
-
-    def restart(self, step: int) -> None:
-        """Begin anew at `step`, where there is no state of this rank: not with the noise of the first steps again."""
-        seed_everything(self._seed, self._rank, step)
-
-    def state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = {
-            "python": random.getstate(),
-            "numpy": np.random.get_state(),
-            "torch": torch.get_rng_state(),
-        }
-        if torch.cuda.is_available():
-            state["cuda"] = torch.cuda.get_rng_state()
-        return state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        random.setstate(state["python"])
-        np.random.set_state(state["numpy"])
-        torch.set_rng_state(state["torch"])
-        if "cuda" in state and torch.cuda.is_available():
-            torch.cuda.set_rng_state(state["cuda"])
-
-
-class GarbageCollection:
-    """Collects on all ranks at the same steps: a collection at a random moment on one rank holds up all others."""
-
-    def __init__(self, every: int = 100, full_every: int = 1000) -> None:
-        self.every, self.full_every = every, full_every
-
-    def __enter__(self) -> GarbageCollection:
-        gc.collect()
-        gc.disable()
-        return self
-
-    def after(self, step: int) -> None:
-        if step % self.full_every == 0:
-            gc.collect()
-        elif step % self.every == 0:
-            gc.collect(1)
-
-    def __exit__(self, *exception: object) -> None:
-        gc.enable()

@@ -1,0 +1,45 @@
+"""The shape of a GPT-2, and the rules that it obeys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trainer.errors import setting_error
+from trainer.recipe import declare
+
+
+@dataclass(frozen=True)
+class GPT2Config:
+    """Shape of a GPT-2."""
+
+    vocab_size: int = declare(50257, "size of the vocabulary", at_least=1, at_most=2**31 - 1)
+    dim: int = declare(768, "width of the residual stream", at_least=1, at_most=2**20)
+    num_layers: int = declare(12, "transformer blocks", at_least=1, at_most=2**16)
+    num_heads: int = declare(12, "attention heads", at_least=1)
+    max_seq_len: int = declare(1024, "number of learned positions", at_least=1, at_most=2**31 - 1)
+    dropout: float = declare(
+        0.0, "dropout on both residual branches, and where the next two say nothing", at_least=0, below=1, free=True
+    )
+    embedding_dropout: float | None = declare(
+        None, "dropout on embeddings; null: model.dropout", at_least=0, below=1, free=True
+    )
+    attention_dropout: float | None = declare(
+        None, "dropout on attention's weights; null: model.dropout", at_least=0, below=1, free=True
+    )
+    norm_eps: float = declare(1e-5, "epsilon of LayerNorm", above=0)
+    init_std: float = declare(0.02, "standard deviation of the initial weights", above=0)
+
+    @property
+    def dropouts(self) -> tuple[float, float, float]:
+        """The shares that are dropped of embeddings, of attention's weights, and of both residual branches."""
+        own = (self.embedding_dropout, self.attention_dropout)
+        on_embeddings, on_attention = (self.dropout if share is None else share for share in own)
+        return on_embeddings, on_attention, self.dropout
+
+
+def check(config: GPT2Config) -> None:
+    """Check the rules between the shape's fields.  Raises UserError."""
+    if config.dim % config.num_heads:
+        legal = [n for n in range(1, config.dim + 1) if config.dim % n == 0]
+        best = min(legal, key=lambda n: abs(n - config.num_heads))
+        raise setting_error("model.num_heads", config.num_heads, f"must divide model.dim={config.dim}", best)

@@ -1,0 +1,50 @@
+"""The shape of a Llama, and the rules that it obeys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trainer.errors import setting_error
+from trainer.recipe import declare
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    """Shape of a Llama."""
+
+    vocab_size: int = declare(257, "size of the vocabulary", at_least=1, at_most=2**31 - 1)
+    dim: int = declare(192, "width of the residual stream", at_least=1, at_most=2**20)
+    num_layers: int = declare(4, "transformer blocks", at_least=1, at_most=2**16)
+    num_heads: int = declare(6, "query heads", at_least=1)
+    num_kv_heads: int = declare(2, "key and value heads (grouped-query attention)", at_least=1)
+    ffn_dim: int = declare(512, "width inside the feed-forward", at_least=1, at_most=2**24)
+    max_seq_len: int = declare(131072, "longest sequence the positions are made for", at_least=1)
+    rope_theta: float = declare(500000.0, "base of the rotary frequencies", above=0)
+    rope_factor: float = declare(
+        1.0, "Llama 3.1's frequency scaling: how far the context is stretched; 1: none", at_least=1
+    )
+    rope_low_freq: float = declare(1.0, "wavelengths above original length / this are stretched in full", above=0)
+    rope_high_freq: float = declare(4.0, "wavelengths below original length / this are left alone", above=0)
+    rope_original_len: int = declare(8192, "context length before stretching", at_least=1)
+    norm_eps: float = declare(1e-5, "epsilon of RMSNorm", above=0)
+    tie_embeddings: bool = declare(False, "embedding and output head share their weights")
+    init_std: float = declare(0.02, "standard deviation of the initial weights", above=0)
+
+
+def check(config: LlamaConfig) -> None:
+    """Check the rules between the shape's fields.  Raises UserError."""
+    if config.dim % config.num_heads or config.dim // config.num_heads % 2:
+        legal = [n for n in range(1, config.dim + 1) if config.dim % n == 0 and config.dim // n % 2 == 0]
+        best = min(legal, key=lambda n: abs(n - config.num_heads)) if legal else None
+        rule = f"must divide model.dim={config.dim} into heads of even size (RoPE turns pairs)"
+        if best is None:
+            raise setting_error("model.dim", config.dim, "must be even (RoPE turns pairs)", config.dim + 1)
+        raise setting_error("model.num_heads", config.num_heads, rule, best)
+    if config.num_heads % config.num_kv_heads:
+        legal = [n for n in range(1, config.num_heads + 1) if config.num_heads % n == 0]
+        best = min(legal, key=lambda n: abs(n - config.num_kv_heads))
+        rule = f"must divide model.num_heads={config.num_heads}: each key head serves as many query heads"
+        raise setting_error("model.num_kv_heads", config.num_kv_heads, rule, best)
+    if config.rope_factor != 1.0 and config.rope_low_freq >= config.rope_high_freq:
+        rule = f"must be below model.rope_high_freq={config.rope_high_freq}: what lies between them is blended"
+        raise setting_error("model.rope_low_freq", config.rope_low_freq, rule, config.rope_high_freq / 4)

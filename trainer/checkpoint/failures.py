@@ -1,0 +1,25 @@
+"""How failures of a save or a load are put into words, one message for all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trainer.checkpoint.blocks import Damaged
+from trainer.errors import UserError
+
+
+def describe(error: BaseException) -> str:
+    """Return what an error says, with its kind unless that is one of ours."""
+    text = str(error) or repr(error)
+    return text if isinstance(error, (UserError, Damaged)) else f"{type(error).__name__}: {text}"
+
+
+def joined(errors: Any) -> str:
+    """Return one message for what failed on any rank, with the ranks that say so; empty if nothing did."""
+    ranks: dict[str, list[int]] = {}
+    for rank, error in enumerate(errors):
+        if error:
+            ranks.setdefault(error, []).append(rank)
+    return "; ".join(
+        f"rank{'s' if len(who) > 1 else ''} {', '.join(map(str, who))}: {error}" for error, who in ranks.items()
+    )

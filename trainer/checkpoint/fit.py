@@ -1,0 +1,197 @@
+"""Whether a stored state fits the one that is to be restored, with every difference; and putting it in."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch.distributed.tensor import DTensor
+
+from trainer.checkpoint.contents import Dependent, Restartable, Savable, Stateful, Strict
+from trainer.checkpoint.layout import Layout, Stored, layout_from_json
+from trainer.checkpoint.manifest import (
+    Manifest,
+    rank_file,
+    read_file,
+)
+from trainer.checkpoint.place import Place
+from trainer.checkpoint.tree import join, split
+from trainer.distributed.world import World
+from trainer.errors import UserError, choice_error
+
+_OFFER = re.compile(r"allow it: checkpoint\.allow_changes=\[([^\]]+)\]")
+
+
+class StoredState:
+    """What of a checkpoint is no tensor: read, and checked as it is."""
+
+    def __init__(self, place: Place, manifest: Manifest, world: World) -> None:
+        self.document: dict[str, Any] = json.loads(read_file(place, manifest, "state.json"))
+        self.layout = layout_from_json(read_file(place, manifest, "layout.json"))
+        self.config_yaml = read_file(place, manifest, "config.yaml").decode()
+        is_same_size = manifest.world_size == world.size
+        self.own = read_file(place, manifest, rank_file(world.rank)) if is_same_size else None
+
+
+def find_targets(state: Savable, layout: Layout, left_out: set[str]) -> dict[str, torch.Tensor]:
+    """Return where each stored tensor is to be read: into the live state where it has such a tensor."""
+    targets: dict[str, torch.Tensor] = {}
+    with torch.no_grad():
+        for name, part in state.parts.items():
+            if name in left_out:
+                continue
+            stored = _within(layout, name)
+            if isinstance(part, Strict):
+                part.prepare(stored)
+            _, live = split(part.state_dict(), (name,))
+            by_key = {".".join(path): tensor for path, tensor in live.items()}
+            for key in stored:
+                full = f"{name}.{key}"
+                tensor = by_key.get(full)
+                if tensor is None or tuple(tensor.shape) != stored[key].shape:
+                    tensor = torch.empty(stored[key].shape, dtype=stored[key].dtype)
+                targets[full] = tensor.detach()
+    return targets
+
+
+def _within(layout: Layout, name: str) -> dict[str, Stored]:
+    return {key.removeprefix(f"{name}."): stored for key, stored in layout.items() if key.startswith(f"{name}.")}
+
+
+def check_fit(
+    place: Place,
+    different: list[str],
+    state: Savable,
+    document: Mapping[str, Any],
+    layout: Layout,
+    allowed: frozenset[str],
+    is_same_size: bool,
+) -> tuple[set[str], list[str]]:
+    """Return the parts that stay as they are because that is allowed, and what is to be told.
+
+    Raises UserError with all that does not fit, `different` among it.
+    """
+    unfit, left_out = find_differences(state, document, layout, allowed, is_same_size)
+    told: list[str] = []
+    for name, part in state.parts.items():
+        if isinstance(part, Dependent) and name in document["parts"] and f"state.{name}" not in allowed:
+            changed, remarks = part.changes_outside(document["parts"][name], allowed)
+            unfit += changed
+            told += remarks
+    if different or unfit:
+        lines = [*different, *unfit, advice_on(different, unfit)]
+        raise UserError(f"cannot resume from {place}:\n" + "\n".join(f"  {line}" for line in lines))
+    return left_out, told
+
+
+def find_differences(
+    state: Savable, document: Mapping[str, Any], layout: Layout, allowed: frozenset[str], is_same_size: bool
+) -> tuple[list[str], set[str]]:
+    """Return a line for everything that does not fit, and the parts that stay as they are because that is allowed."""
+    # The first checkpoints of this format did not list the ranks' parts.
+    parts, rank_parts = document["parts"], document.get("rank_parts", list(state.rank_parts))
+    known = {*state.parts, *state.rank_parts, *parts, *rank_parts}
+    for named in allowed:
+        if named.startswith("state.") and named.removeprefix("state.") not in known:
+            raise choice_error("checkpoint.allow_changes", named, [f"state.{name}" for name in sorted(known)])
+    lines: list[str] = []
+    left_out = set()
+    for name, part in [*state.parts.items(), *state.rank_parts.items()]:
+        unfit: list[str] = []
+        if name not in (parts if name in state.parts else rank_parts):
+            unfit = [] if getattr(part, "may_be_absent", False) else [_other_state(name, "not in the checkpoint")]
+        elif name in state.rank_parts:
+            if not is_same_size and not isinstance(part, Restartable):
+                unfit = [_other_state(name, "each rank's own, of another number of ranks")]
+        elif isinstance(part, Strict):
+            unfit = part.differences(parts[name], _within(layout, name))
+        else:
+            unfit = _sharded_differences(name, part, layout)
+        if unfit and f"state.{name}" in allowed:
+            left_out.add(name)
+        else:
+            lines += unfit
+    for name in [*parts, *rank_parts]:
+        if name not in {*state.parts, *state.rank_parts} and f"state.{name}" not in allowed:
+            lines.append(_other_state(name, "only in the checkpoint"))
+    return lines, left_out
+
+
+def advice_on(different: list[str], unfit: list[str]) -> str:
+    """Return what to do about a checkpoint that was refused."""
+    keys = [line.partition(":")[0] for line in different] + [part for line in unfit for part in _OFFER.findall(line)]
+    if len(keys) < len(different) + len(unfit):
+        return (
+            "take another run.dir; train.init_from starts one with the weights of a checkpoint, where they fit the "
+            "model.  checkpoint.allow_changes=[state.<name>] leaves one kind of state as it is made anew"
+        )
+    return f"restore it, take another run.dir, or allow it: checkpoint.allow_changes=[{','.join(keys)}]"
+
+
+def _other_state(name: str, where: str) -> str:
+    return f"state {name!r}: {where} (allow it: checkpoint.allow_changes=[state.{name}])"
+
+
+def _sharded_differences(name: str, part: Stateful, layout: Layout) -> list[str]:
+    with torch.no_grad():
+        _, live = split(part.state_dict(), (name,))
+    lines = []
+    for path, tensor in live.items():
+        stored = layout.get(".".join(path))
+        if isinstance(tensor, DTensor) and stored is not None and tuple(tensor.shape) != stored.shape:
+            lines.append(
+                f"{'.'.join(path)}: shape {_shape(stored.shape)} in the checkpoint, {_shape(tensor.shape)} now"
+            )
+    return lines
+
+
+def tensor_differences(own: Mapping[str, torch.Tensor], stored: Mapping[str, Stored]) -> Iterator[str]:
+    """Yield a line for each difference in keys, shapes and dtypes, both ways."""
+    for key in [*own, *(key for key in stored if key not in own)]:
+        if key not in stored:
+            yield f"{key}: {_shape(own[key].shape)}, not in the checkpoint"
+        elif key not in own:
+            yield f"{key}: {_shape(stored[key].shape)}, only in the checkpoint"
+        else:
+            before, now = stored[key], own[key]
+            if before.shape != tuple(now.shape):
+                yield f"{key}: shape {_shape(before.shape)} in the checkpoint, {_shape(now.shape)} now"
+            if before.dtype != now.dtype:
+                yield f"{key}: dtype {_dtype(before.dtype)} in the checkpoint, {_dtype(now.dtype)} now"
+
+
+def _shape(shape: Any) -> str:
+    return "x".join(map(str, shape)) or "scalar"
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def apply(
+    state: Savable,
+    document: Mapping[str, Any],
+    targets: Mapping[str, torch.Tensor],
+    own: bytes | None,
+    left_out: set[str],
+) -> None:
+    """Hand every part what is its own.  Only now, when all has been read and checked."""
+    plain, tensors = ({}, {}) if own is None else read_own(own)
+    unlike = {key: tensors[key] for key in document.get("unlike", []) if key in tensors}
+    with torch.no_grad():
+        for name, part in state.parts.items():
+            if name in document["parts"] and name not in left_out:
+                part.load_state_dict(join(document["parts"][name], {**targets, **unlike}))
+        for name, part in state.rank_parts.items():
+            if name in plain and name not in left_out:
+                part.load_state_dict(join(plain[name], tensors))
+
+
+def read_own(own: bytes) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Return the plain values and the tensors in a file of what is a rank's own."""
+    header = json.loads(own[8 : 8 + int.from_bytes(own[:8], "little")])
+    return json.loads(header["__metadata__"]["state"]), safetensors.torch.load(own)

@@ -1,0 +1,257 @@
+"""Which checkpoints there are, and how one is taken up again.
+
+Nothing is trusted.  Manifest, sizes and checksums are checked, in parallel across ranks; a damaged checkpoint is named
+and the one before it tried.  All ranks take the same one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import TypeVar
+
+import torch
+
+from trainer.checkpoint.blocks import Damaged
+from trainer.checkpoint.contents import Facts, Restartable, Savable
+from trainer.checkpoint.failures import describe
+from trainer.checkpoint.fit import StoredState, apply, check_fit, find_targets
+from trainer.checkpoint.keeping import list_steps
+from trainer.checkpoint.layout import Layout
+from trainer.checkpoint.manifest import (
+    Manifest,
+    check_format,
+    find_damage,
+    name_of,
+    read_blocks,
+    read_file,
+    read_manifest,
+)
+from trainer.checkpoint.place import COMMIT, DAMAGED, Place
+from trainer.checkpoint.tensors import read_tensors
+from trainer.distributed.world import World
+from trainer.errors import TrainingFailed, UserError
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint that was taken up, and those newer ones that could not be."""
+
+    path: str
+    manifest: Manifest
+    config_yaml: str
+    """The configuration that it was written with."""
+    damaged: Mapping[str, list[str]] = field(default_factory=dict)
+    """What is wrong with each, by its name."""
+    warnings: Sequence[str] = ()
+    """What could not be taken up as it was."""
+    changed: Sequence[str] = ()
+    """Settings that differ, and may."""
+
+
+Compare = Callable[[str], tuple[list[str], list[str]]]
+"""Compares with the configuration that a checkpoint was written with, given as YAML; returns the differences that
+forbid resuming from it and those that do not, one line each.  Has no side effects."""
+
+
+class Reader:
+    """The checkpoints that are there, and how one is restored.  Methods are collective unless they say otherwise."""
+
+    def __init__(self, place: Place, world: World, checksums: bool) -> None:
+        self.place, self.world, self._checksums = place, world, checksums
+
+    def steps(self) -> list[int]:
+        """Return the steps of the published checkpoints, oldest first, as this rank sees them.  Not collective."""
+        return list_steps(self.place)
+
+    def newest_origin(self) -> Facts | None:
+        """Return what the newest checkpoint says that can say it; None if none can.  Not collective."""
+        for step in reversed(self.steps()):
+            place = self.place / name_of(step)
+            try:
+                manifest = read_manifest(place)
+                stored = read_file(place, manifest, "config.yaml").decode()
+            except (Damaged, FileNotFoundError, UserError):
+                continue
+            started = manifest.extra
+            return Facts(stored, manifest.mesh, str(started.get("job", "")), int(started.get("restarts", 0)))
+        return None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing at all, as this rank sees it.  Not collective."""
+        return not self.place.names()
+
+    def restore(self, state: Savable, compare: Compare, allowed: frozenset[str], careful: bool) -> Found | None:
+        """Restore `state` from the newest good checkpoint; None if there is none at all.
+
+        `careful`: look at every byte before anything is overwritten, for a state that is worth something.
+        Damaged ones are left where they are until a good one is found, then set aside under another name.  One that was
+        saved while updates were skipped is taken if there is no other.
+
+        Raises UserError if the configuration or the state does not fit; TrainingFailed if none is good.
+        """
+        names = self.world.broadcast(self.world.agreed(self._candidates))
+        damaged: dict[str, list[str]] = {}
+        put_off: dict[str, int] = {}
+        for name in chain.from_iterable((names, put_off)):  # the latter last, once all of them are known
+            found, damage = self._try(name, put_off, state, compare, allowed, careful)
+            if damage:
+                damaged[name] = damage
+            if found is not None:
+                self.world.agreed(lambda: self._set_aside(damaged, DAMAGED))
+                notes = _notes_on(put_off, found.manifest.step)
+                return dataclasses.replace(found, damaged=damaged, warnings=[*found.warnings, *notes])
+        if damaged:
+            listed = "\n".join(f"  {line}" for lines in damaged.values() for line in lines)
+            raise TrainingFailed(
+                f"none of the {len(damaged)} checkpoints in {self.place} is good:\n{listed}\n"
+                "  They are left as they are.  checkpoint.resume=none starts anew and moves them aside"
+            )
+        return None
+
+    def _try(
+        self,
+        name: str,
+        put_off: dict[str, int],
+        state: Savable,
+        compare: Compare,
+        allowed: frozenset[str],
+        careful: bool,
+    ) -> tuple[Found | None, list[str]]:
+        """Return what `_load` does, or nothing for one that is put off: it is noted, with how many were skipped."""
+        place = self.place / name
+        manifest, problem = self._manifest(place)
+        if manifest is None:
+            return None, [problem]
+        if manifest.num_skipped and name not in put_off:
+            put_off[name] = manifest.num_skipped
+            return None, []
+        return self._load(place, manifest, state, compare, allowed, careful)
+
+    def load(self, place: Place, state: Savable, compare: Compare, allowed: frozenset[str], careful: bool) -> Found:
+        """Restore `state` from the checkpoint at `place`, on any mesh.
+
+        `careful`: look at every byte before anything is overwritten, for a state that is worth something.
+
+        Raises UserError if there is no checkpoint, or it does not fit; TrainingFailed if it is damaged.
+        """
+        manifest, problem = self._manifest(place)
+        found, damage = None, [problem]
+        if manifest is not None:
+            found, damage = self._load(place, manifest, state, compare, allowed, careful)
+        if found is None:
+            listed = "\n".join(f"  {line}" for line in damage)
+            raise TrainingFailed(f"the checkpoint {place} is damaged:\n{listed}")
+        return found
+
+    def _set_aside(self, names: Iterable[str], why: str) -> None:
+        if self.world.is_main:
+            for name in names:
+                self.place.set_aside(name, why)
+
+    def _candidates(self) -> list[str]:
+        if not self.world.is_main:
+            return []
+        self.place.recover()
+        return [name_of(step) for step in reversed(self.steps())]
+
+    def _manifest(self, place: Place) -> tuple[Manifest | None, str]:
+        """Return the manifest, on all ranks; None, and what is wrong with it, if it is damaged."""
+        manifest, problem = self.world.broadcast(self.world.agreed(lambda: _open(place, self.world.is_main)))
+        return manifest, problem
+
+    def _load(
+        self,
+        place: Place,
+        manifest: Manifest,
+        state: Savable,
+        compare: Compare,
+        allowed: frozenset[str],
+        careful: bool,
+    ) -> tuple[Found | None, list[str]]:
+        """Restore from `place`.  Returns what was found; or None, and what is damaged."""
+        depth = "sizes" if not self._checksums else "full" if careful else "frames"
+        _, damage = self._attempt(lambda: _look_for_damage(place, manifest, depth, self.world))
+        if damage:
+            return None, damage
+        stored, damage = self._attempt(lambda: StoredState(place, manifest, self.world))
+        if stored is None or damage:
+            return None, damage
+        document, layout = stored.document, stored.layout
+        different, changed = self.world.agreed(lambda: compare(stored.config_yaml))
+        is_same_size = stored.own is not None
+        fit = (state, document, layout, allowed, is_same_size)
+        left_out, warnings = self.world.agreed(lambda: check_fit(place, different, *fit))
+        targets = self.world.agreed(lambda: find_targets(state, layout, left_out))
+        _, damage = self._attempt(lambda: self._read(place, manifest, layout, targets))
+        if damage:
+            return None, damage
+        self.world.agreed(lambda: apply(state, document, targets, stored.own, left_out))
+        state.step = manifest.step
+        if not is_same_size:
+            for part in state.rank_parts.values():
+                if isinstance(part, Restartable):
+                    part.restart(manifest.step)
+            if document.get("unlike"):
+                keys = ", ".join(document["unlike"])
+                warnings.append(f"each of {manifest.world_size} ranks had values of its own, rank 0's are used: {keys}")
+        return Found(str(place), manifest, stored.config_yaml, warnings=warnings, changed=changed), []
+
+    def _read(self, place: Place, manifest: Manifest, layout: Layout, targets: Mapping[str, torch.Tensor]) -> None:
+        blocks = read_blocks(place, manifest)
+        read_tensors(place, layout, blocks, targets, check=self._checksums)
+
+    def _attempt(self, work: Callable[[], Result]) -> tuple[Result | None, list[str]]:
+        """Return what `work` returns on this rank, and on all ranks alike a line for all that is damaged on any."""
+        result, damage = None, ""
+        try:
+            result = work()
+        except Damaged as error:
+            damage = str(error)
+        except OSError as error:
+            damage = f"rank {self.world.rank}: {describe(error)}"
+        lines = [line for text in self.world.gather(damage) for line in text.splitlines()]
+        return result, list(dict.fromkeys(lines))
+
+
+def _notes_on(put_off: Mapping[str, int], taken: int) -> list[str]:
+    """Return what is to be said of checkpoints from inside a streak of skipped updates, where one was looked at."""
+    if name_of(taken) in put_off:
+        return [f"was saved while updates were skipped ({put_off[name_of(taken)]} in a row); there is no other"]
+    return [
+        f"is taken instead of {name}, which was saved while updates were skipped ({number} in a row): that is moved "
+        "aside, and gone on from only where checkpoint.resume names it"
+        for name, number in put_off.items()
+    ]
+
+
+def _open(place: Place, is_main: bool) -> tuple[Manifest | None, str]:
+    """Rank 0: read the manifest.  Returns None and the reason if it is damaged."""
+    if not is_main:
+        return None, ""
+    try:
+        return read_manifest(place), ""
+    except Damaged as error:
+        return None, str(error)
+    except FileNotFoundError:
+        try:
+            version = json.loads(place.read("state.json")).get("format_version")
+        except (OSError, ValueError, AttributeError):
+            version = None
+        if version is not None:  # before there were manifests
+            check_format(place, version)
+        return None, f"{place}/{COMMIT}: is missing"
+    except OSError as error:
+        return None, f"{place}/{COMMIT}: {describe(error)}"
+
+
+def _look_for_damage(place: Place, manifest: Manifest, depth: str, world: World) -> None:
+    damage = find_damage(place, manifest, depth, world.rank, world.size)
+    if damage:
+        raise Damaged("\n".join(damage))

@@ -1,0 +1,203 @@
+"""Token shards: their files, written and read."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import json
+import os
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainer.data.descriptors import SHARD_FILES, Version
+from trainer.data.tokenizer import Tokenizer
+from trainer.distributed.environment import file_limit
+
+if TYPE_CHECKING:
+    pass
+
+SUFFIXES = (".bin", ".idx", ".json")
+"""The files of a shard, metadata last."""
+
+
+class ShardError(Exception):
+    """A token shard is missing, damaged, or of another kind than it should be; says which and why."""
+
+
+@dataclass(frozen=True)
+class ShardInfo:
+    """What NAME.json says about a token shard.  `num_bytes` counts the raw text, `end_id` ends each document."""
+
+    dtype: str
+    vocab_size: int
+    tokenizer: str
+    end_id: int
+    num_tokens: int
+    num_documents: int
+    num_bytes: int
+    format: int = 1
+
+    @property
+    def kind(self) -> tuple[str, int, str, int]:
+        """What shards that are read together must share."""
+        return self.dtype, self.vocab_size, self.tokenizer, self.end_id
+
+
+class Shard:
+    """A token shard that has been checked against its metadata.
+
+    Its files are opened when they are read, by whichever process reads them: a Shard can be sent to another one.
+    Raises ShardError.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.info = read_info(path.with_suffix(".json"))
+        self._file = check_size(path, self.info.num_tokens * self.dtype.itemsize)
+        check_size(path.with_suffix(".idx"), (self.info.num_documents + 1) * 8)
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """That of its tokens: unsigned, little-endian."""
+        return np.dtype(self.info.dtype).newbyteorder("<")
+
+    def read(self, start: int, count: int) -> NDArray[np.unsignedinteger[Any]]:
+        """Return `count` tokens from `start` on.  Raises ShardError if they are no longer there."""
+        found = np.empty(count, self.dtype)
+        self.read_into(found, start)
+        return found
+
+    def read_into(self, found: NDArray[np.unsignedinteger[Any]], start: int) -> None:
+        """Fill an array of the shard's dtype, in one piece, with tokens from `start` on.  Raises ShardError."""
+        offset = start * found.itemsize
+        try:
+            count = SHARD_FILES.read_into(found, self._file, offset)
+        except OSError as error:
+            raise ShardError(f"{self.path} cannot be read ({reason(error)})") from error
+        if count < found.nbytes:
+            size, expected = offset + count, self.info.num_tokens * found.itemsize
+            with contextlib.suppress(OSError):
+                size = self.path.stat().st_size
+            raise ShardError(f"{self.path} has been cut short: it has {size} bytes, its metadata say {expected}")
+
+    def read_offsets(self) -> NDArray[np.int64]:
+        """Return where each document starts, and where the last one ends."""
+        offsets = np.fromfile(self.path.with_suffix(".idx"), dtype="<u8").astype(np.int64)
+        if offsets[0] != 0 or offsets[-1] != self.info.num_tokens or np.any(np.diff(offsets) < 0):
+            raise ShardError(f"{self.path.with_suffix('.idx')} is damaged: its documents do not make up the tokens")
+        return offsets
+
+
+class ShardWriter:
+    """Writes one token shard, in constant memory.
+
+    Until `publish` nothing stands under the shard's names.  Processes that write the same shard do not disturb each
+    other.
+    """
+
+    def __init__(self, path: Path, tokenizer: Tokenizer) -> None:
+        self.path, self._tokenizer = path, tokenizer
+        self._dtype = np.dtype(find_dtype(tokenizer.vocab_size))
+        self._attempt = f"{os.getpid()}-{secrets.token_hex(4)}.tmp"
+        self._files = {suffix: open(self._temporary(suffix), "wb") for suffix in SUFFIXES}  # noqa: SIM115
+        self._files[".idx"].write(bytes(8))
+        self.num_tokens = self.num_documents = self.num_bytes = 0
+        self._has_begun = False
+
+    def write(self, ids: NDArray[np.integer[Any]], num_bytes: int) -> None:
+        """Append tokens to the current document; `num_bytes` is the size of the text that they stand for."""
+        if not self._has_begun:
+            self._has_begun = True
+            self._append(np.array(self._tokenizer.start_ids, dtype=self._dtype))
+        self._append(ids)
+        self.num_bytes += num_bytes
+
+    def _append(self, ids: NDArray[np.integer[Any]]) -> None:
+        self._files[".bin"].write(ids.astype(self._dtype.newbyteorder("<"), copy=False).tobytes())
+        self.num_tokens += len(ids)
+
+    def end_document(self) -> None:
+        """End the current document, which may be empty, as its tokenizer does."""
+        self.write(np.array(self._tokenizer.end_ids, dtype=self._dtype), num_bytes=0)
+        self._has_begun = False
+        self.num_documents += 1
+        self._files[".idx"].write(self.num_tokens.to_bytes(8, "little"))
+
+    def close(self) -> None:
+        """Bring everything to disk, still under temporary names."""
+        info = ShardInfo(
+            dtype=self._dtype.name,
+            vocab_size=self._tokenizer.vocab_size,
+            tokenizer=self._tokenizer.name,
+            end_id=self._tokenizer.end_id,
+            num_tokens=self.num_tokens,
+            num_documents=self.num_documents,
+            num_bytes=self.num_bytes,
+        )
+        self._files[".json"].write(json.dumps(dataclasses.asdict(info), indent=1).encode() + b"\n")
+        for file in self._files.values():
+            file.flush()
+            os.fsync(file.fileno())
+            file.close()
+
+    def publish(self) -> None:
+        """Rename the files to their own names, metadata last: without it a shard is refused."""
+        for suffix in SUFFIXES:
+            os.replace(self._temporary(suffix), self.path.with_suffix(suffix))
+
+    def discard(self) -> None:
+        """Remove what has not been published."""
+        for suffix, file in self._files.items():
+            file.close()
+            self._temporary(suffix).unlink(missing_ok=True)
+
+    def _temporary(self, suffix: str) -> Path:
+        return self.path.with_name(f".{self.path.stem}{suffix}.{self._attempt}")
+
+
+def read_info(path: Path) -> ShardInfo:
+    """Return what a shard's metadata say.  Raises ShardError."""
+    try:
+        info = ShardInfo(**json.loads(path.read_bytes()))
+    except OSError as error:
+        raise ShardError(f"the metadata {path} cannot be read ({error.strerror})") from error
+    except (ValueError, TypeError) as error:
+        raise ShardError(f"{path} is no metadata of a token shard ({error})") from error
+    for declared in dataclasses.fields(ShardInfo):
+        value = getattr(info, declared.name)
+        if type(value).__name__ != declared.type:
+            raise ShardError(f"{path} is damaged: {declared.name} is {value!r}")
+    if info.format != ShardInfo.format:
+        raise ShardError(f"{path} has format {info.format}, this version reads format {ShardInfo.format}")
+    if info.dtype != find_dtype(info.vocab_size) or info.num_tokens < 1 or info.num_documents < 1:
+        raise ShardError(f"{path} is damaged: {info}")
+    return info
+
+
+def check_size(path: Path, num_bytes: int) -> Version:
+    """Return the file as it is now.  Raises ShardError unless it has as many bytes."""
+    try:
+        with open(path, "rb") as file:  # opened, not only looked at: it must be readable
+            found = os.fstat(file.fileno())
+    except OSError as error:
+        raise ShardError(f"{path} cannot be read ({error.strerror})") from error
+    if found.st_size != num_bytes:
+        raise ShardError(f"{path} has {found.st_size} bytes, its metadata say {num_bytes}")
+    return str(path), found.st_ino, found.st_mtime_ns
+
+
+def reason(error: OSError) -> str:
+    """Return why the system refuses, with the limit if that is why."""
+    limit = f"; `ulimit -n` is {file_limit()}" if error.errno in (errno.EMFILE, errno.ENFILE) else ""
+    return f"{error.strerror}{limit}"
+
+
+def find_dtype(vocab_size: int) -> str:
+    """Return the smallest dtype that holds every id."""
+    return "uint8" if vocab_size <= 2**8 else "uint16" if vocab_size <= 2**16 else "uint32"

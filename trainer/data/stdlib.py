@@ -1,0 +1,132 @@
+"""The source text of this Python's standard library, as data that is there wherever Python is."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import hashlib
+import json
+import os
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+from trainer.data.shards import Shard, ShardError, ShardInfo, ShardWriter
+from trainer.data.tokenizer import Tokenizer
+from trainer.errors import setting_error
+
+if TYPE_CHECKING:
+    from trainer.config import DataSection
+
+Split: TypeAlias = Literal["train", "eval"]
+
+
+class StdlibCorpus:
+    """This Python's own source text: there wherever Python is, and the same for all ranks.
+
+    Without its tests, and without what is generated: tables of encodings and the texts of `help()`.  About one file in
+    twenty is held out, by a hash of its name.
+    """
+
+    _LEFT_OUT = frozenset(
+        ["test", "tests", "idle_test", "encodings", "pydoc_data", "site-packages", "dist-packages", "__pycache__"]
+    )
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self._folder = folder or Path(sysconfig.get_path("stdlib"))
+        self._names = sorted(self._walk())
+        if not all(self._find_names(split) for split in ("train", "eval")):
+            rule = f"this Python has no source files of its standard library in {self._folder}"
+            raise setting_error("data.source", "stdlib", rule, "synthetic")
+
+    def documents(self, split: Split) -> list[bytes]:
+        """Return the files of one split as they are, in the order of their names."""
+        try:
+            return [(self._folder / name).read_bytes() for name in self._find_names(split)]
+        except OSError as error:
+            rule = f"{error.filename} cannot be read ({error.strerror})"
+            raise setting_error("data.source", "stdlib", rule, "synthetic") from error
+
+    def shard(self, split: Split, tokenizer: Tokenizer, cache_dir: str | None) -> Shard:
+        """Return the tokens of one split, a document a file: from the cache if it has them, else made and kept there.
+
+        Any number of processes may do this at once.  Raises UserError if there is no folder to write to.
+        """
+        name = f"stdlib-{self._fingerprint(tokenizer)}-{split}.bin"
+        folders = _find_cache_folders(cache_dir)
+        for folder in folders:
+            with contextlib.suppress(ShardError):  # absent, or cut short by whatever befell the disk: made again
+                return Shard(folder / name)
+        failure: OSError | None = None
+        documents = self.documents(split)
+        for folder in folders:
+            try:
+                folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+                _write_shard(folder / name, tokenizer, documents)
+            except OSError as error:
+                failure = error
+            else:
+                return Shard(folder / name)
+        rule = f"tokenized text cannot be kept there ({failure})" if failure else "no folder to keep tokenized text in"
+        raise setting_error("data.cache_dir", cache_dir, rule, fix="name a folder that you can write to")
+
+    def _walk(self) -> Iterator[str]:
+        for folder, subfolders, names in os.walk(self._folder):
+            subfolders[:] = [name for name in subfolders if name not in self._LEFT_OUT]
+            for name in names:
+                if name.endswith(".py"):
+                    yield Path(folder, name).relative_to(self._folder).as_posix()
+
+    def _find_names(self, split: Split) -> list[str]:
+        return [name for name in self._names if _is_held_out(name) == (split == "eval")]
+
+    def _fingerprint(self, tokenizer: Tokenizer) -> str:
+        """Return a digest of all that the tokens depend on, without reading the files."""
+        stats = [(name, (self._folder / name).stat()) for name in self._names]
+        files = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
+        content = json.dumps([ShardInfo.format, sys.version, str(self._folder), tokenizer.name, files])
+        return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+
+def _is_held_out(name: str) -> bool:
+    return hashlib.sha256(name.encode()).digest()[0] % 20 == 0
+
+
+def _write_shard(path: Path, tokenizer: Tokenizer, documents: Sequence[bytes]) -> None:
+    writer = ShardWriter(path, tokenizer)
+    try:
+        for text in documents:
+            writer.write(tokenizer.encode(text), len(text))
+            writer.end_document()
+        writer.close()
+        writer.publish()
+    finally:
+        writer.discard()
+
+
+def _find_cache_folders(setting: str | None) -> list[Path]:
+    """Return where tokenized text may be kept, best first.  What the user names is the only place."""
+    if setting is not None:
+        return [Path(setting).expanduser()]
+    folders = []
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    if os.path.isabs(base):
+        folders.append(Path(base, "meshtrainer"))
+    user = os.getuid() if hasattr(os, "getuid") else 0
+    shared = Path(tempfile.gettempdir(), f"meshtrainer-{user}")
+    if not os.path.lexists(shared) or (shared.lstat().st_uid == user and not shared.is_symlink()):
+        folders.append(shared)  # unless somebody else has put something there
+    return folders
+
+
+def held_out_text(data: DataSection) -> bytes | None:
+    """Return the raw text that is held out, to compare a model with other compressors; None unless it is stdlib's."""
+    return b"".join(StdlibCorpus().documents("eval")) if data.source == "stdlib" else None
+
+
+def gzip_bits_per_byte(text: bytes) -> float:
+    """Return what `gzip -9` needs for each byte of `text`, in bits."""
+    return 8 * len(gzip.compress(text, 9, mtime=0)) / len(text)
