@@ -201,7 +201,8 @@ def build_alone(config: RunConfig, device: str) -> tuple[Update, list[float]]:
 
     from trainer.loss import find_loss
     from trainer.model.materialize import materialize
-    from trainer.model.shard import apply_weights_dtype, find_blocks
+    from trainer.model.shard import apply_weights_dtype
+    from trainer.model.units import find_blocks
 
     with torch.device("meta"):
         model = config.recipe.build_model(config.model)

@@ -44,7 +44,7 @@ class Defect:
 
 
 DEFECTS: list[Defect] = [
-    Defect("not-looked-at-again", "cut-short", "trainer/checkpoint/place.py", "if kept != data:", "if not data:"),
+    Defect("not-looked-at-again", "cut-short", "trainer/checkpoint/small_files.py", "if kept != data:", "if not data:"),
     Defect(
         "name-taken-at-its-word",
         "damage",
@@ -141,14 +141,14 @@ DEFECTS: list[Defect] = [
     Defect(
         "norm-over-replicas",
         "clipping",
-        "trainer/model/shard.py",
+        "trainer/model/gradients.py",
         "dist.all_reduce(squares, group=mesh.get_group(mesh.ndim - 1))",
         "dist.all_reduce(squares, group=mesh.get_group(0))",
     ),
     Defect(
         "reduced-each-time",
         "collectives",
-        "trainer/model/shard.py",
+        "trainer/model/gradients.py",
         'module.set_requires_gradient_sync(enabled or fsdp.accumulate == "sharded", recurse=False)',
         "module.set_requires_gradient_sync(True, recurse=False)",
     ),
@@ -292,7 +292,7 @@ DEFECTS: list[Defect] = [
     Defect(
         "dropout-repeats",
         "resume-exact",
-        "trainer/metrics/skips.py",
+        "trainer/distributed/random_state.py",
         'torch.set_rng_state(state["torch"])',
         "torch.manual_seed(self._seed)",
     ),
@@ -376,7 +376,7 @@ DEFECTS: list[Defect] = [
     Defect(
         "rows-rounded-down",
         "from-hugging-face",
-        "trainer/weights/access.py",
+        "trainer/model/parameters.py",
         "rows_a_rank = -(-num_rows // tensor.device_mesh.size(split[0]))",
         "rows_a_rank = num_rows // tensor.device_mesh.size(split[0])",
     ),

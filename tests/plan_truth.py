@@ -22,8 +22,9 @@ from torch.utils._pytree import tree_leaves
 
 from trainer.config import MeshShape, RunConfig
 from trainer.loss import find_loss
+from trainer.model.gradients import gradient_sync
 from trainer.model.parameters import local
-from trainer.model.shard import apply_sharding, gradient_sync
+from trainer.model.shard import apply_sharding
 from trainer.plan.communication import Collective
 
 

@@ -18,7 +18,7 @@ from trainer import Trainer, UserError, load_weights
 from trainer.config.pretrained import fields_of
 from trainer.export import command_line as main
 from trainer.recipe import all_recipes
-from trainer.weights.huggingface import export
+from trainer.weights.exporting import export
 
 ABSENT = object()
 """Takes an entry out of config.json."""

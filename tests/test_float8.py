@@ -18,7 +18,7 @@ from trainer import RunConfig, Trainer, UserError, load_config
 from trainer.config import check_config
 from trainer.model.float8 import apply_float8
 from trainer.model.parameters import local
-from trainer.model.shard import find_blocks
+from trainer.model.units import find_blocks
 
 HAS_TORCHAO = importlib.util.find_spec("torchao") is not None
 needs_torchao = pytest.mark.skipif(not HAS_TORCHAO, reason="needs torchao")

@@ -27,7 +27,8 @@ from trainer.config.pretrained import model_config_of
 from trainer.model.materialize import materialize
 from trainer.recipe import HuggingFace, Transposed, all_recipes, find_recipe
 from trainer.weights.access import WeightSource, fill, full_state_dict, named_weights, own_rows
-from trainer.weights.huggingface import SafetensorsFolder, export
+from trainer.weights.exporting import export
+from trainer.weights.huggingface import SafetensorsFolder
 
 LLAMA, GPT2 = find_recipe("llama"), find_recipe("gpt2")
 TINY = LLAMA.config(vocab_size=263, dim=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=64)

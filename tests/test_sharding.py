@@ -24,9 +24,10 @@ from tests.ranks import run_ranks, tiny_overrides
 from trainer import Recipe, RunConfig, Trainer, UserError, load_config, register
 from trainer.data.loader import TrainLoader
 from trainer.data.source import open_source
+from trainer.model.gradients import clip_grad_norm, gradient_sync
 from trainer.model.materialize import materialize
 from trainer.model.parameters import count_parameters
-from trainer.model.shard import ShardUnit, clip_grad_norm, find_units, gradient_sync
+from trainer.model.units import ShardUnit, find_units
 from trainer.optim.optimizer import Schedule, build_optimizer
 
 LLAMA = tiny_overrides("data.source=synthetic", "model.vocab_size=264", "train.steps=10")

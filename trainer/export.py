@@ -24,7 +24,7 @@ from trainer.config import config_from_yaml
 from trainer.data.tokenizer import find_tokenizer
 from trainer.errors import EXIT_FINISHED, UserError, run_command, tell
 from trainer.recipe import look_in_working_folder
-from trainer.weights.huggingface import export
+from trainer.weights.exporting import export
 from trainer.weights.inference import build_plain, origin_of
 from trainer.weights.origin import TOKENIZER, Origin
 

@@ -19,7 +19,7 @@ import uuid
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from trainer import stop, usage
 from trainer.config import RunConfig, check_config, least_mesh, load_config
@@ -52,6 +52,9 @@ from trainer.lifecycle.folder import note_end, read_status
 from trainer.metrics.clock import uptime
 from trainer.metrics.record import last_step
 from trainer.recipe import look_in_working_folder
+
+if TYPE_CHECKING:
+    from torch.distributed.launcher.api import LaunchConfig
 
 _MAX_PROCESSES = 1024
 """More than any machine has room for."""
@@ -266,7 +269,7 @@ def _spawn(arguments: Arguments, config: RunConfig) -> int:
 
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    from torch.distributed.launcher.api import elastic_launch
 
     for name in ("torch.distributed.elastic", "torch.distributed.launcher"):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # the workers report for themselves
@@ -274,18 +277,7 @@ def _spawn(arguments: Arguments, config: RunConfig) -> int:
     os.environ[LAUNCHER] = str(os.getpid())
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # each rank sets its own share once it knows it
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")  # a save may take longer than the 30 s before a kill
-    launch = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=arguments.nproc or 1,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        max_restarts=0,
-        monitor_interval=0.1,
-        # Unhandled, SIGUSR1 kills it and orphans the ranks; what nohup has had ignored it would catch.
-        signals_to_handle=",".join(number.name for number in stop.caught_signals()),
-    )
+    launch = _launch_config(arguments.nproc or 1)
     command = ["-m", "trainer.run", f"recipe={arguments.recipe}", *arguments.overrides]
     before = read_status(config.run_dir)
 
@@ -313,6 +305,23 @@ def _spawn(arguments: Arguments, config: RunConfig) -> int:
             return EXIT_FAILED
         return int(status["exit_code"])
     return EXIT_FINISHED
+
+
+def _launch_config(nproc: int) -> LaunchConfig:
+    from torch.distributed.launcher.api import LaunchConfig
+
+    return LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=nproc,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        monitor_interval=0.1,
+        # Unhandled, SIGUSR1 kills it and orphans the ranks; what nohup has had ignored it would catch.
+        signals_to_handle=",".join(number.name for number in stop.caught_signals()),
+    )
 
 
 def _note_end(config: RunConfig, before: Mapping[str, Any], reason: str) -> None:

@@ -41,9 +41,11 @@ from trainer.metrics.profile import Profile
 from trainer.metrics.record import Record
 from trainer.metrics.skips import SkipCounter
 from trainer.model.flops import flops_per_token
+from trainer.model.gradients import clip_grad_norm, evaluating, gradient_sync
 from trainer.model.materialize import materialize
 from trainer.model.parameters import count_parameters, count_trained_parameters, tied_names
-from trainer.model.shard import ShardUnit, apply_sharding, clip_grad_norm, evaluating, gradient_sync
+from trainer.model.shard import apply_sharding
+from trainer.model.units import ShardUnit
 from trainer.optim.optimizer import Optimizer, Schedule, build_optimizer, bytes_of_training
 from trainer.plan.forecast import Forecast, resolve_auto
 from trainer.plan.show import choice_text

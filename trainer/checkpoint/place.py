@@ -11,11 +11,9 @@ import contextlib
 import os
 import shutil
 import uuid
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from trainer.checkpoint.blocks import crc32
 from trainer.errors import UserError
 from trainer.files import find_folder, sync_folder
 from trainer.printable import mask_credentials
@@ -386,37 +384,3 @@ def split_parent(path: str | os.PathLike[str]) -> tuple[str, str]:
     """Return the folder that a path or URL is in, and its name there."""
     parent, _, name = os.fspath(path).rstrip("/").rpartition("/")
     return parent or ("/" if os.fspath(path).startswith("/") else "."), name
-
-
-def check_visible(folder: Place, name: str, size: int, rank: int) -> None:
-    """Raise OSError unless rank 0 sees what another rank has written."""
-    try:
-        found = folder.size(name)
-    except FileNotFoundError:
-        raise OSError(
-            f"{folder}/{name}, which rank {rank} has written, is not seen by rank 0: checkpoints need a place that all "
-            "nodes share (run.dir, or checkpoint.dir)"
-        ) from None
-    if found != size:
-        raise OSError(f"{folder}/{name}: rank {rank} has written {size} bytes, rank 0 sees {found}")
-
-
-def write_files(folder: Place, contents: Mapping[str, bytes]) -> dict[str, tuple[int, int]]:
-    """Write small files, and look at each again: storage may say that all is well and keep a part.
-
-    Returns their sizes and checksums.  Raises OSError.
-    """
-    for name, data in contents.items():
-        file = folder.create(name)
-        try:
-            file.write(data)
-        finally:
-            file.close()
-        kept = folder.read(name)
-        if kept != data:
-            raise OSError(f"{folder}/{name}: the storage has kept {_part(kept, data)}, and reported no error")
-    return {name: (len(data), crc32(data)) for name, data in contents.items()}
-
-
-def _part(kept: bytes, data: bytes) -> str:
-    return f"{len(kept)} of {len(data)} bytes" if len(kept) != len(data) else "other bytes"

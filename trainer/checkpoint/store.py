@@ -37,8 +37,9 @@ from trainer.checkpoint.manifest import (
     name_of,
     rank_file,
 )
-from trainer.checkpoint.place import COMMIT, DOUBTFUL, Place, check_visible, write_files
+from trainer.checkpoint.place import COMMIT, DOUBTFUL, Place
 from trainer.checkpoint.reader import Reader
+from trainer.checkpoint.small_files import check_visible, write_files
 from trainer.checkpoint.tensors import SavePlans, Staging, write_tensors
 from trainer.config import CheckpointSection
 from trainer.distributed.channel import Channel
@@ -348,7 +349,8 @@ class Checkpoints:
             else:
                 self._keeping.note(manifest)
                 return "", manifest.num_bytes
-        self._discard(unpublished)
+        with contextlib.suppress(Exception):  # the storage that failed may fail here too: cleaned at the next start
+            self.place.delete(unpublished)
         return failed, 0
 
     def _note_chunks(self, reports: list[Any]) -> None:
@@ -395,12 +397,6 @@ class Checkpoints:
         )
         write_files(folder, {COMMIT: manifest.to_json().encode()})
         return manifest
-
-    def _discard(self, unpublished: str) -> None:
-        try:
-            self.place.delete(unpublished)
-        except Exception:  # the storage that failed may fail here too; what is left is cleaned at the next start
-            return
 
     def _prune(self) -> str:
         """Rank 0: take away the checkpoints that are no longer kept.  Returns what went wrong: the save itself has not.

@@ -37,8 +37,8 @@ from trainer.distributed.channel import Channel
 from trainer.distributed.world import World
 from trainer.errors import TrainingFailed, UserError
 from trainer.metrics.sinks import warn
+from trainer.model.gradients import reshard
 from trainer.model.parameters import tied_names
-from trainer.model.shard import reshard
 
 DATA = "data"
 """What a Trainer lists in `exempt_from_selfcheck` to have the share of the samples left alone."""

@@ -14,9 +14,9 @@ from trainer.data.tokenizer import find_tokenizer
 from trainer.distributed.world import REPLICATE, SHARD, World
 from trainer.metrics.console import readable_bytes, readable_count
 from trainer.metrics.fanout import Metrics
+from trainer.model.gradients import evaluating
 from trainer.model.parameters import count_parameters, count_trained_parameters
 from trainer.model.sample import write_sample
-from trainer.model.shard import evaluating
 from trainer.optim.optimizer import bytes_of_training
 
 

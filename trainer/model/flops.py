@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from trainer.model.parameters import count_matrix_parameters
-from trainer.model.shard import find_blocks
+from trainer.model.units import find_blocks
 from trainer.recipe import Recipe
 
 

@@ -1,202 +1,32 @@
 """What is done to a model once: activation checkpointing, compilation, `fully_shard` bottom-up, prefetching.
 
-After that the training step needs to know none of it.  Here too is what the step asks of a sharded model: when
-gradients are reduced, and their global norm.  `fully_shard` is called nowhere else.
+After that the training step needs to know none of it.  `fully_shard` is called nowhere else.
 
 Source: FSDP2, https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 """
 
 from __future__ import annotations
 
-import fnmatch
-import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
-from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
 import torch._dynamo  # the first hook of FSDP2 would import it otherwise, in the midst of building
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fully_shard as fully_shard_module
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from trainer.config import AUTO, FsdpSection, RunConfig, budget_of
-from trainer.errors import UserError, nearest, setting_error
+from trainer.errors import UserError, setting_error
 from trainer.model.float8 import apply_float8
-from trainer.model.parameters import local, tied_names
 from trainer.model.recompute import Place, choose_kept, keep_all_costly, keeping
-from trainer.recipe import Recipe, Unit, resolve
-
-# ---------------------------------------------------------------------------------------------------------------
-# Units
-
-
-@dataclass(frozen=True)
-class ShardUnit:
-    """Modules whose parameters FSDP gathers together, with their dotted names."""
-
-    names: tuple[str, ...]
-    modules: tuple[nn.Module, ...]
-
-    def __str__(self) -> str:
-        return " + ".join(self.names)
-
-    @property
-    def depth(self) -> int:
-        return max(name.count(".") for name in self.names)
-
-    @property
-    def fsdp_module(self) -> FSDPModule:
-        module = self.modules[0]
-        assert isinstance(module, FSDPModule)
-        return module
-
-
-def find_units(model: nn.Module, recipe: Recipe, wrap: str = "block") -> list[ShardUnit]:
-    """Return the units that `fsdp.wrap` asks for, in the order of the forward pass, the root left out.
-
-    Raises UserError for names that the model does not have, and for units that would part tied parameters.
-    """
-    if wrap.startswith("size:"):
-        return _units_by_size(model, int(wrap.removeprefix("size:").replace("_", "")))
-    if wrap == "block":
-        listed = recipe.units(model) if callable(recipe.units) else recipe.units
-        source = f"recipe {recipe.name!r}: units"
-    else:
-        listed = _units_by_function(model, resolve(wrap, "fsdp.wrap"))
-        source = f"fsdp.wrap={wrap}"
-    units = [unit for entry in listed for unit in _resolve_unit(model, entry, source)]
-    _check_units(model, units, source)
-    return units
-
-
-def find_blocks(model: nn.Module, recipe: Recipe) -> list[nn.Module]:
-    """Return the model's repeated blocks: the recipe's units that are elements of a list of modules.
-
-    Activation checkpointing and compilation work on these, whatever FSDP's own units are.
-    """
-    repeated = {
-        id(child)
-        for parent in model.modules()
-        if isinstance(parent, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
-        for child in parent.children()
-    }
-    units = find_units(model, recipe)
-    return [unit.modules[0] for unit in units if len(unit.modules) == 1 and id(unit.modules[0]) in repeated]
-
-
-def _resolve_unit(model: nn.Module, entry: Unit, source: str) -> Iterator[ShardUnit]:
-    names = {id(module): name for name, module in model.named_modules()}
-    by_name = dict(model.named_modules())
-    if isinstance(entry, (tuple, list)):
-        parts = [part for item in entry for part in _resolve_unit(model, item, source)]
-        yield ShardUnit(
-            tuple(name for part in parts for name in part.names),
-            tuple(module for part in parts for module in part.modules),
-        )
-    elif isinstance(entry, nn.Module):
-        if id(entry) not in names:
-            raise UserError(f"{source}: {type(entry).__name__} is not a submodule of the model")
-        yield ShardUnit((names[id(entry)],), (entry,))
-    elif isinstance(entry, str):
-        # `*` stands for one part of a name: "layers.*" means the blocks, not what is inside them.
-        found = [n for n in by_name if n.count(".") == entry.count(".") and fnmatch.fnmatchcase(n, entry)]
-        if not found:
-            wildcards = [f"{name.rpartition('.')[0]}.*" for name in by_name if "." in name]
-            best = nearest(entry, [*wildcards, *filter(None, by_name)])
-            raise UserError(f"{source}: the model has no module {entry!r}" + (f"; nearest: {best!r}" if best else ""))
-        for name in found:
-            yield ShardUnit((name,), (by_name[name],))
-    else:
-        raise UserError(f"{source}: a unit is a module, a name, or a tuple of those, not {type(entry).__name__}")
-
-
-def _units_by_function(model: nn.Module, function: Callable[[nn.Module], Any]) -> Sequence[Unit]:
-    """Return what the user's function lists; or, if it answers true or false, the modules for which it is true.
-
-    The second form is FSDP1's `lambda_auto_wrap_policy`.
-    """
-    try:
-        answer = function(model)
-    except Exception as error:
-        raise UserError(f"fsdp.wrap: {function.__qualname__} fails: {type(error).__name__}: {error}") from error
-    if isinstance(answer, bool):
-        return [module for name, module in model.named_modules() if name and function(module)]
-    if not isinstance(answer, Iterable):
-        rule = f"must return units or a truth value, not {type(answer).__name__}"
-        raise UserError(f"fsdp.wrap: {function.__qualname__} {rule}")
-    return list(answer)
-
-
-def _units_by_size(model: nn.Module, min_parameters: int) -> list[ShardUnit]:
-    """Return the smallest subtrees with at least `min_parameters` that no smaller unit holds.
-
-    FSDP1's `size_based_auto_wrap_policy`.  A module that shares a parameter with the outside is left to a larger one.
-    """
-    ties = tied_names(model)
-    chosen: list[ShardUnit] = []
-
-    def visit(name: str, module: nn.Module) -> int:
-        """Return the parameters below `module` that no unit holds yet."""
-        inside = [
-            visit(f"{name}.{child_name}" if name else child_name, child)
-            for child_name, child in module.named_children()
-        ]
-        count = sum(inside) + sum(p.numel() for p in module.parameters(recurse=False))
-        within = [[n.startswith(f"{name}.") for n in group] for group in ties]
-        parts_a_tie = any(any(group) and not all(group) for group in within)
-        is_container = isinstance(module, (nn.ModuleList, nn.ModuleDict))
-        if name and count >= min_parameters and not parts_a_tie and not is_container:
-            chosen.append(ShardUnit((name,), (module,)))
-            return 0
-        return count
-
-    visit("", model)
-    order = {name: position for position, (name, _) in enumerate(model.named_modules())}
-    return sorted(chosen, key=lambda unit: order[unit.names[0]])
-
-
-def _check_units(model: nn.Module, units: list[ShardUnit], source: str) -> None:
-    owner: dict[str, ShardUnit] = {}
-    for unit in units:
-        for name in unit.names:
-            if not name:
-                raise UserError(f"{source}: the whole model is no unit; the root is sharded in any case")
-            if name in owner:
-                raise UserError(f"{source}: {name!r} is in two units")
-            owner[name] = unit
-    for group in tied_names(model):
-        homes = {id(_owner_of(name, owner)): _owner_of(name, owner) for name in group}
-        if len(homes) > 1:
-            where = ", ".join(
-                f"{name!r} in {home or 'the root'}" for name, home in zip(group, homes.values(), strict=False)
-            )
-            together = tuple(name.rpartition(".")[0] for name in group)
-            raise UserError(
-                f"{source}: {' and '.join(map(repr, group))} are one parameter but would be in different units "
-                f"({where}), where FSDP parts them\n  to fix: list one unit of both modules, {together}"
-            )
-
-
-def _owner_of(parameter_name: str, owner: dict[str, ShardUnit]) -> ShardUnit | None:
-    """Return the innermost unit that holds the parameter, or None for the root."""
-    name = parameter_name
-    while name:
-        name = name.rpartition(".")[0]
-        if name in owner:
-            return owner[name]
-    return None
-
-
-# ---------------------------------------------------------------------------------------------------------------
-# Applying
+from trainer.model.units import ShardUnit, find_blocks, find_units
+from trainer.recipe import Recipe
 
 
 def apply_sharding(model: nn.Module, recipe: Recipe, config: RunConfig, mesh: DeviceMesh) -> list[ShardUnit]:
@@ -428,85 +258,3 @@ def _set_prefetch(units: Sequence[ShardUnit], fsdp: FsdpSection) -> None:
     ):
         for position, module in enumerate(order if depth else ()):
             getattr(module, name)(order[position + 1 : position + 1 + depth])
-
-
-# ---------------------------------------------------------------------------------------------------------------
-# In the step
-
-
-@contextmanager
-def gradient_sync(model: nn.Module, enabled: bool, fsdp: FsdpSection | None = None) -> Iterator[None]:
-    """Reduce gradients in this backward pass, or let them accumulate until the one that does.
-
-    The reduce-scatter over `shard` and the all-reduce over `replicate` both run in the enabled pass alone, and all
-    gradients of the model lie unsharded on each rank in between; with `fsdp.accumulate=sharded` the reduce-scatter runs
-    in every pass, and only shards lie there.
-    """
-    assert isinstance(model, FSDPModule)
-    fsdp = fsdp or FsdpSection()
-    # Not `set_is_last_backward` as well: it keeps FSDP from forgetting the order of the forward pass, and each further
-    # micro-batch then gathers the last unit of the one before, for nothing.
-    for module in _fsdp_modules(model):
-        module.set_requires_gradient_sync(enabled or fsdp.accumulate == "sharded", recurse=False)
-        module.set_requires_all_reduce(enabled, recurse=False)
-        module.set_reshard_after_backward(enabled or fsdp.reshard_after_backward, recurse=False)
-    yield
-
-
-def reshard(model: nn.Module) -> None:
-    """Free what a forward pass without a backward pass has left gathered."""
-    for module in _fsdp_modules(model):
-        module.reshard()
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Run forward passes alone inside the block: no gradients, evaluation mode; then free what they left gathered."""
-    model.eval()
-    with torch.no_grad():
-        yield
-    reshard(model)
-    model.train()
-
-
-_found: WeakKeyDictionary[nn.Module, list[ReferenceType[FSDPModule]]] = WeakKeyDictionary()
-
-
-def _fsdp_modules(model: nn.Module) -> list[FSDPModule]:
-    """Return the modules that `fully_shard` was called on; looked for once, as a walk of a large model takes long."""
-    if model not in _found:
-        _found[model] = [ref(module) for module in model.modules() if isinstance(module, FSDPModule)]
-    return [module for reference in _found[model] if (module := reference()) is not None]
-
-
-@torch.no_grad()
-def gradient_norm(gradients: list[torch.Tensor], mesh: DeviceMesh) -> torch.Tensor:
-    """Return the 2-norm of all gradients over all ranks: a scalar, the same on every rank.
-
-    `gradients` are this rank's shards.  One all-reduce of a scalar over the `shard` axis; replicas hold equal shards.
-    A value that is not finite on any rank makes the norm so on every rank of its replica group, and, the gradients
-    having been reduced, on all.
-    """
-    device = torch.device(mesh.device_type)
-    dtype = functools.reduce(torch.promote_types, {gradient.dtype for gradient in gradients}, torch.float32)
-    squares = torch.stack(torch._foreach_norm(gradients, 2.0, dtype)).to(device).square().sum()
-    if mesh.size(mesh.ndim - 1) > 1:
-        dist.all_reduce(squares, group=mesh.get_group(mesh.ndim - 1))
-    return squares.sqrt()
-
-
-@torch.no_grad()
-def clip_grad_norm(model: nn.Module, mesh: DeviceMesh, max_norm: float | None) -> torch.Tensor:
-    """Scale all gradients so that their global norm is at most `max_norm`; return the norm before that.
-
-    One all-reduce of a scalar over the `shard` axis, and no host synchronisation.  Works on the local shards: going
-    through DTensor costs a dispatch for every parameter.
-    """
-    gradients = [local(p.grad) for p in model.parameters() if p.grad is not None]
-    if not gradients:
-        raise UserError("loss: no parameter received a gradient; the loss must depend on a trainable parameter")
-    norm = gradient_norm(gradients, mesh)
-    if max_norm is not None:
-        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        torch._foreach_mul_(gradients, scale.to(gradients[0].device))
-    return norm

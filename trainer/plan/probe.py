@@ -26,15 +26,8 @@ from trainer.errors import UserError, setting_error
 from trainer.loss import find_loss
 from trainer.model.flops import flops_per_token
 from trainer.model.parameters import tied_names
-from trainer.model.shard import (
-    ShardUnit,
-    apply_activation_checkpointing,
-    apply_weights_dtype,
-    find_blocks,
-    find_units,
-    kept_by_budget,
-    own_outputs,
-)
+from trainer.model.shard import apply_activation_checkpointing, apply_weights_dtype, kept_by_budget, own_outputs
+from trainer.model.units import ShardUnit, find_blocks, find_units
 from trainer.optim.optimizer import moments_of
 from trainer.plan.kernels import use_gpu_kernels
 from trainer.plan.recorder import MemoryMeter, Recorder

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 from trainer.model.parameters import tied_names
-from trainer.model.shard import ShardUnit
+from trainer.model.units import ShardUnit
 from trainer.plan.recorder import Recorder
 from trainer.plan.trace import Event, Mark, Segment
 

@@ -1,0 +1,172 @@
+"""Units: what FSDP gathers together, as a recipe lists it, by size, or by a function of your own."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from trainer.errors import UserError, nearest
+from trainer.model.parameters import tied_names
+from trainer.recipe import Recipe, Unit, resolve
+
+
+@dataclass(frozen=True)
+class ShardUnit:
+    """Modules whose parameters FSDP gathers together, with their dotted names."""
+
+    names: tuple[str, ...]
+    modules: tuple[nn.Module, ...]
+
+    def __str__(self) -> str:
+        return " + ".join(self.names)
+
+    @property
+    def depth(self) -> int:
+        return max(name.count(".") for name in self.names)
+
+    @property
+    def fsdp_module(self) -> FSDPModule:
+        module = self.modules[0]
+        assert isinstance(module, FSDPModule)
+        return module
+
+
+def find_units(model: nn.Module, recipe: Recipe, wrap: str = "block") -> list[ShardUnit]:
+    """Return the units that `fsdp.wrap` asks for, in the order of the forward pass, the root left out.
+
+    Raises UserError for names that the model does not have, and for units that would part tied parameters.
+    """
+    if wrap.startswith("size:"):
+        return _units_by_size(model, int(wrap.removeprefix("size:").replace("_", "")))
+    if wrap == "block":
+        listed = recipe.units(model) if callable(recipe.units) else recipe.units
+        source = f"recipe {recipe.name!r}: units"
+    else:
+        listed = _units_by_function(model, resolve(wrap, "fsdp.wrap"))
+        source = f"fsdp.wrap={wrap}"
+    units = [unit for entry in listed for unit in _resolve_unit(model, entry, source)]
+    _check_units(model, units, source)
+    return units
+
+
+def find_blocks(model: nn.Module, recipe: Recipe) -> list[nn.Module]:
+    """Return the model's repeated blocks: the recipe's units that are elements of a list of modules.
+
+    Activation checkpointing and compilation work on these, whatever FSDP's own units are.
+    """
+    repeated = {
+        id(child)
+        for parent in model.modules()
+        if isinstance(parent, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
+        for child in parent.children()
+    }
+    units = find_units(model, recipe)
+    return [unit.modules[0] for unit in units if len(unit.modules) == 1 and id(unit.modules[0]) in repeated]
+
+
+def _resolve_unit(model: nn.Module, entry: Unit, source: str) -> Iterator[ShardUnit]:
+    names = {id(module): name for name, module in model.named_modules()}
+    by_name = dict(model.named_modules())
+    if isinstance(entry, (tuple, list)):
+        parts = [part for item in entry for part in _resolve_unit(model, item, source)]
+        yield ShardUnit(
+            tuple(name for part in parts for name in part.names),
+            tuple(module for part in parts for module in part.modules),
+        )
+    elif isinstance(entry, nn.Module):
+        if id(entry) not in names:
+            raise UserError(f"{source}: {type(entry).__name__} is not a submodule of the model")
+        yield ShardUnit((names[id(entry)],), (entry,))
+    elif isinstance(entry, str):
+        # `*` stands for one part of a name: "layers.*" means the blocks, not what is inside them.
+        found = [n for n in by_name if n.count(".") == entry.count(".") and fnmatch.fnmatchcase(n, entry)]
+        if not found:
+            wildcards = [f"{name.rpartition('.')[0]}.*" for name in by_name if "." in name]
+            best = nearest(entry, [*wildcards, *filter(None, by_name)])
+            raise UserError(f"{source}: the model has no module {entry!r}" + (f"; nearest: {best!r}" if best else ""))
+        for name in found:
+            yield ShardUnit((name,), (by_name[name],))
+    else:
+        raise UserError(f"{source}: a unit is a module, a name, or a tuple of those, not {type(entry).__name__}")
+
+
+def _units_by_function(model: nn.Module, function: Callable[[nn.Module], Any]) -> Sequence[Unit]:
+    """Return what the user's function lists; or, if it answers true or false, the modules for which it is true.
+
+    The second form is FSDP1's `lambda_auto_wrap_policy`.
+    """
+    try:
+        answer = function(model)
+    except Exception as error:
+        raise UserError(f"fsdp.wrap: {function.__qualname__} fails: {type(error).__name__}: {error}") from error
+    if isinstance(answer, bool):
+        return [module for name, module in model.named_modules() if name and function(module)]
+    if not isinstance(answer, Iterable):
+        rule = f"must return units or a truth value, not {type(answer).__name__}"
+        raise UserError(f"fsdp.wrap: {function.__qualname__} {rule}")
+    return list(answer)
+
+
+def _units_by_size(model: nn.Module, min_parameters: int) -> list[ShardUnit]:
+    """Return the smallest subtrees with at least `min_parameters` that no smaller unit holds.
+
+    FSDP1's `size_based_auto_wrap_policy`.  A module that shares a parameter with the outside is left to a larger one.
+    """
+    ties = tied_names(model)
+    chosen: list[ShardUnit] = []
+
+    def visit(name: str, module: nn.Module) -> int:
+        """Return the parameters below `module` that no unit holds yet."""
+        inside = [
+            visit(f"{name}.{child_name}" if name else child_name, child)
+            for child_name, child in module.named_children()
+        ]
+        count = sum(inside) + sum(p.numel() for p in module.parameters(recurse=False))
+        within = [[n.startswith(f"{name}.") for n in group] for group in ties]
+        parts_a_tie = any(any(group) and not all(group) for group in within)
+        is_container = isinstance(module, (nn.ModuleList, nn.ModuleDict))
+        if name and count >= min_parameters and not parts_a_tie and not is_container:
+            chosen.append(ShardUnit((name,), (module,)))
+            return 0
+        return count
+
+    visit("", model)
+    order = {name: position for position, (name, _) in enumerate(model.named_modules())}
+    return sorted(chosen, key=lambda unit: order[unit.names[0]])
+
+
+def _check_units(model: nn.Module, units: list[ShardUnit], source: str) -> None:
+    owner: dict[str, ShardUnit] = {}
+    for unit in units:
+        for name in unit.names:
+            if not name:
+                raise UserError(f"{source}: the whole model is no unit; the root is sharded in any case")
+            if name in owner:
+                raise UserError(f"{source}: {name!r} is in two units")
+            owner[name] = unit
+    for group in tied_names(model):
+        homes = {id(_owner_of(name, owner)): _owner_of(name, owner) for name in group}
+        if len(homes) > 1:
+            where = ", ".join(
+                f"{name!r} in {home or 'the root'}" for name, home in zip(group, homes.values(), strict=False)
+            )
+            together = tuple(name.rpartition(".")[0] for name in group)
+            raise UserError(
+                f"{source}: {' and '.join(map(repr, group))} are one parameter but would be in different units "
+                f"({where}), where FSDP parts them\n  to fix: list one unit of both modules, {together}"
+            )
+
+
+def _owner_of(parameter_name: str, owner: dict[str, ShardUnit]) -> ShardUnit | None:
+    """Return the innermost unit that holds the parameter, or None for the root."""
+    name = parameter_name
+    while name:
+        name = name.rpartition(".")[0]
+        if name in owner:
+            return owner[name]
+    return None

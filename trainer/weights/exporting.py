@@ -1,0 +1,320 @@
+"""Writes a folder that transformers loads: safetensors, config.json, and what came with the model."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from trainer.config.pretrained import CONFIG, fields_of, find_huggingface
+from trainer.errors import UserError, setting_error
+from trainer.files import sync_folder
+from trainer.recipe import Recipe
+from trainer.weights.access import WeightSource, find_weights, named_weights, row_blocks
+from trainer.weights.huggingface import DTYPE_NAMES, INDEX, WEIGHTS, Names
+from trainer.weights.origin import GENERATION, TOKENIZER, Origin, is_tokenizer_file, read_tokenizer
+
+PARTIAL = ".partial"
+"""Ends the name of a file that is being written; a dot begins it."""
+
+MARK = {"exported_by": "meshtrainer"}
+"""Stands in config.json, so that a later export knows that it may replace the folder's files."""
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """One tensor to be written: its name here and there, its shape here, and its dtype there."""
+
+    name: str
+    theirs: str
+    transposed: bool
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+def export(
+    source: WeightSource,
+    recipe: Recipe,
+    model_config: Any,
+    folder: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = 5 * 10**9,
+    tokenizer: str = "bytes",
+    end_id: int | None = None,
+    origin: Origin | None = None,
+    overwrite: bool = False,
+    setting: str = "folder",
+) -> list[Path]:
+    """Write the weights of `source` to `folder` as Hugging Face's libraries read them, and return the files.
+
+    Floating-point weights are stored as `dtype`, or as they are.  A model of more than `max_shard_bytes` is split into
+    files of at most that (or one tensor) and an index.  Tied weights are stored once.  `tokenizer` is "bytes", which
+    has no files, or the path of a tokenizer.json, copied with what stands beside it; `end_id` is the id that ends a
+    document.  `origin` are the files that came with the model: they stay as they are, to the byte, and so do entries of
+    config.json that the model has no part in.  Only where it was trained with another tokenizer than came with it, that
+    one goes along, and `end_id` ends a text beside what did before.
+
+    Memory: a few blocks of `weights.BLOCK_BYTES`, whatever the model's size.  One process, no collectives.
+
+    Everything is first written under other names; the weights, or their index, are renamed last, so that a folder
+    left by a crash is not taken for a model.  Raises UserError, named `setting` where it is about the folder, if that
+    holds anything but an earlier export that may be replaced (`overwrite`), if the recipe has no names for Hugging
+    Face, or if the weights do not fit the model.
+    """
+    path = Path(folder).expanduser()
+    names = Names(recipe, model_config)
+    tensors = _list_tensors(source, recipe, model_config, names, dtype)
+    shards = _split(tensors, max_shard_bytes)
+    texts = _texts(recipe, model_config, tensors, end_id, tokenizer, origin or Origin())
+    index = {INDEX: _index_json(shards)} if len(shards) > 1 else {}
+
+    _make_room(path, overwrite, setting)
+    partial = {name: path / f".{name.replace('/', '-')}{PARTIAL}" for name in (*texts, *shards, *index)}
+    try:
+        for name, text in (texts | index).items():
+            with _synced(partial[name]) as file:
+                file.write(text)
+        for name, shard in shards.items():
+            with _synced(partial[name]) as file:
+                _write_safetensors(file, shard, source)
+    except BaseException:
+        for unfinished in partial.values():
+            unfinished.unlink(missing_ok=True)
+        raise
+    for earlier in [file for file in path.glob("**/*") if _is_ours(str(file.relative_to(path)))]:
+        if earlier.name != CONFIG:
+            earlier.unlink()
+    sync_folder(path)
+    for name in partial:
+        (path / name).parent.mkdir(exist_ok=True)
+        os.replace(partial[name], path / name)
+    sync_folder(path)
+    return [path / name for name in partial]
+
+
+def _list_tensors(
+    source: WeightSource, recipe: Recipe, model_config: Any, names: Names, dtype: torch.dtype | None
+) -> list[_Tensor]:
+    """Return what is to be written, in the model's order.  Raises UserError if the source or the names do not fit."""
+    with torch.device("meta"):
+        model = recipe.build_model(model_config)
+    shapes = {name: tuple(weight.shape) for name, weight in named_weights(model).items()}
+    dtypes = source.dtypes
+    tensors, nameless = [], []
+    for name, stored in find_weights(model, source, f"recipe {recipe.name!r}").items():
+        theirs = names.theirs(name)
+        if theirs is None:
+            nameless.append(name)
+            continue
+        kept = dtypes[stored]
+        stored_dtype = dtype if dtype is not None and kept.is_floating_point else kept
+        tensors.append(_Tensor(stored, *theirs, shapes[name], stored_dtype))
+    if nameless:
+        raise UserError(f"recipe {recipe.name!r}: hf.names lacks {', '.join(nameless)}")
+    return tensors
+
+
+def _split(tensors: Sequence[_Tensor], max_bytes: int) -> dict[str, list[_Tensor]]:
+    """Return the files to write and the tensors of each, in the model's order."""
+    shards: list[list[_Tensor]] = [[]]
+    for tensor in tensors:
+        if shards[-1] and sum(other.num_bytes for other in shards[-1]) + tensor.num_bytes > max_bytes:
+            shards.append([])
+        shards[-1].append(tensor)
+    if len(shards) == 1:
+        return {WEIGHTS: shards[0]}
+    return {f"model-{k:05d}-of-{len(shards):05d}.safetensors": shard for k, shard in enumerate(shards, start=1)}
+
+
+def _texts(
+    recipe: Recipe,
+    model_config: Any,
+    tensors: Sequence[_Tensor],
+    end_id: int | None,
+    tokenizer: str,
+    origin: Origin,
+) -> dict[str, bytes]:
+    """Return the files beside the weights by name: as they came with the model, where they did."""
+    own = origin.tokenizer or read_tokenizer(tokenizer)
+    came = origin.files
+    if not came:
+        texts = {CONFIG: _config_json(recipe, model_config, tensors, end_id)} | _complete(own, tokenizer, end_id)
+        return texts if end_id is None else texts | {GENERATION: _json({"eos_token_id": end_id})}
+    has_another = bool(own) and own[TOKENIZER] != came.get(TOKENIZER, own[TOKENIZER])
+    kept = {name: data for name, data in came.items() if not (has_another and is_tokenizer_file(name))}
+    if TOKENIZER not in kept:
+        kept = _complete(own, tokenizer, end_id) | kept
+    if has_another:
+        kept |= {name: _ending_with(kept[name], end_id) for name in (CONFIG, GENERATION) if name in kept}
+    if CONFIG not in kept:
+        return {CONFIG: _config_json(recipe, model_config, tensors, end_id), **kept}
+    return kept | {CONFIG: _config_that_came(kept[CONFIG], recipe, model_config, tensors)}
+
+
+def _config_json(recipe: Recipe, model_config: Any, tensors: Sequence[_Tensor], end_id: int | None) -> bytes:
+    hf, dtype = find_huggingface(recipe), _main_dtype(tensors)
+    return _json(
+        {
+            # Without these, transformers takes those of the models that it knows.
+            **{"bos_token_id": None, "eos_token_id": end_id, "pad_token_id": None},
+            **hf.fixed,
+            **hf.config(model_config),
+            **{"architectures": [hf.architecture], "model_type": hf.model_type},
+            **{"dtype": dtype, "torch_dtype": dtype},  # as transformers 5 and 4 call it
+            **MARK,
+        }
+    )
+
+
+def _config_that_came(came: bytes, recipe: Recipe, model_config: Any, tensors: Sequence[_Tensor]) -> bytes:
+    """Return config.json as it came with the model, with no entry changed but those that are no longer true."""
+    hf, content, dtype = find_huggingface(recipe), json.loads(came), _main_dtype(tensors)
+    try:
+        is_true = all(getattr(model_config, name) == value for name, value in fields_of(content, recipe).items())
+    except UserError:
+        is_true = False
+    if not is_true:
+        content |= {**hf.fixed, **hf.config(model_config), "model_type": hf.model_type}
+    if hf.architecture not in (content.get("architectures") or ()):
+        content["architectures"] = [hf.architecture]
+    spelled = [key for key in ("dtype", "torch_dtype") if key in content] or ["dtype", "torch_dtype"]
+    content |= dict.fromkeys(spelled, dtype)
+    return (json.dumps(content | MARK, indent=2) + "\n").encode()
+
+
+def _main_dtype(tensors: Sequence[_Tensor]) -> str:
+    return str(max(tensors, key=lambda tensor: tensor.num_bytes).dtype).removeprefix("torch.")
+
+
+def _ending_with(settings: bytes, end_id: int | None) -> bytes:
+    """Return a JSON file with `end_id` among the tokens that end a text."""
+    content = json.loads(settings)
+    ends = content.get("eos_token_id")
+    ends = [] if ends is None else ends if isinstance(ends, list) else [ends]
+    if end_id is None or end_id in ends:
+        return settings
+    return (json.dumps(content | {"eos_token_id": [*ends, end_id]}, indent=2) + "\n").encode()
+
+
+def _index_json(shards: Mapping[str, Sequence[_Tensor]]) -> bytes:
+    total = sum(tensor.num_bytes for shard in shards.values() for tensor in shard)
+    weight_map = {tensor.theirs: file for file, shard in shards.items() for tensor in shard}
+    return _json({"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def _write_safetensors(file: BinaryIO, tensors: Sequence[_Tensor], source: WeightSource) -> None:
+    """Write one file: the header's length in 8 bytes, the header, and the tensors one behind the other."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    # Widest elements first: each then starts at a multiple of its own size, which readers may rely on.
+    ordered = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
+    end = 0
+    for tensor in ordered:
+        start, end = end, end + tensor.num_bytes
+        shape = tensor.shape[::-1] if tensor.transposed else tensor.shape
+        header[tensor.theirs] = {
+            "dtype": DTYPE_NAMES[tensor.dtype],
+            "shape": list(shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    file.write(len(text).to_bytes(8, "little") + text)
+    data = file.tell()
+    for tensor in ordered:
+        _write_tensor(file, data + header[tensor.theirs]["data_offsets"][0], tensor, source)
+
+
+def _write_tensor(file: BinaryIO, position: int, tensor: _Tensor, source: WeightSource) -> None:
+    num_rows = tensor.shape[0] if tensor.shape else 1
+    widest = max(source.dtypes[tensor.name], tensor.dtype, key=lambda dtype: dtype.itemsize)
+    for start, stop in row_blocks(tensor.shape, widest, 0, num_rows):
+        if tensor.transposed:
+            # A block of our rows is a piece of every row there.
+            pieces = source.read(tensor.name, start, stop).to(tensor.dtype).t().contiguous()
+            for row in range(len(pieces)):
+                file.seek(position + (row * num_rows + start) * tensor.dtype.itemsize)
+                file.write(_bytes(pieces[row]))
+            del pieces  # or the next block is read beside it
+        else:
+            file.write(_bytes(source.read(tensor.name, start, stop).to(tensor.dtype)))
+    file.seek(position + tensor.num_bytes)
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    # Not `reshape`: the one element of a contiguous tensor may have any stride, and then is not viewed as bytes.
+    flat = tensor.detach().contiguous().as_strided((tensor.numel(),), (1,))
+    return flat.view(torch.uint8).numpy().data
+
+
+def _complete(files: Mapping[str, bytes], tokenizer: str, end_id: int | None) -> dict[str, bytes]:
+    """Return the files of a tokenizer with a minimal tokenizer_config.json, if they have none; of `bytes` nothing."""
+    if tokenizer == "bytes" and not files:
+        return {}
+    try:
+        content = json.loads(files[TOKENIZER])
+        vocab = content["model"]["vocab"]
+        ids = {token["content"]: token["id"] for token in content.get("added_tokens", ())}
+    except (ValueError, KeyError, TypeError) as error:
+        raise setting_error("tokenizer", tokenizer, f"is no Hugging Face tokenizer.json ({error!r})") from error
+    ids = (vocab if isinstance(vocab, dict) else {}) | ids
+    end = next((text for text, number in ids.items() if number == end_id), None)
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        **({"eos_token": end} if end is not None else {}),
+    }
+    return {"tokenizer_config.json": _json(settings), **files}
+
+
+def _make_room(folder: Path, overwrite: bool, setting: str) -> None:
+    """Make `folder`, or see that an export may go there: nothing is in it, or an earlier one that is to be replaced."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for entry in folder.iterdir():
+            name = entry.name[1:].removesuffix(PARTIAL).replace("_templates-", "_templates/")
+            if entry.name.endswith(PARTIAL) and _is_ours(name):
+                entry.unlink()  # of an export that was killed
+    except OSError as error:
+        raise setting_error(setting, folder, f"cannot be made ({error.strerror})") from error
+    if not any(folder.iterdir()):
+        return
+    try:
+        content = json.loads((folder / CONFIG).read_text())
+        is_export = MARK.items() <= content.items()
+    except (OSError, ValueError, AttributeError):
+        is_export = False
+    if not is_export:
+        raise setting_error(setting, folder, "holds files that are no earlier export; name a new or empty folder")
+    if not overwrite:
+        raise setting_error(setting, folder, "holds an earlier export; name a new folder, or ask to overwrite it")
+
+
+def _is_ours(name: str) -> bool:
+    """Return whether an export writes files of that name."""
+    is_shard = fnmatch(name, "model-?????-of-?????.safetensors")
+    return is_shard or name in (WEIGHTS, INDEX, CONFIG, GENERATION) or is_tokenizer_file(name)
+
+
+@contextmanager
+def _synced(path: Path) -> Iterator[BinaryIO]:
+    """Open a file for writing, and flush it to disk at the end."""
+    with open(path, "wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _json(content: Mapping[str, Any]) -> bytes:
+    return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
