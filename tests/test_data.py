@@ -25,7 +25,7 @@ import pytest
 import torch
 
 from trainer.config import DataSection
-from trainer.data import source as source_module
+from trainer.data import stdlib as stdlib_module
 from trainer.data.loader import EvalLoader, TrainLoader
 from trainer.data.order import sample_at
 from trainer.data.shards import Shard, ShardWriter
@@ -470,9 +470,9 @@ def small_stdlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir()
     for number in range(60):
         (folder / f"m{number}.py").write_text(f"x = {number}\n")
-    monkeypatch.setattr(source_module.sysconfig, "get_path", lambda _: str(folder))
+    monkeypatch.setattr(stdlib_module.sysconfig, "get_path", lambda _: str(folder))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(source_module.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(stdlib_module.tempfile, "gettempdir", lambda: str(tmp_path))
     return folder
 
 

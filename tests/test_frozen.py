@@ -85,7 +85,7 @@ def test_the_start_block_says_what_is_trained(tmp_path: Path, capsys: pytest.Cap
     assert start["trainable_parameters"] == trained < start["parameters"]
     assert re.search(rf"parameters, {trained / 1000:.2f} ?k of them trained", said), said
     weights = 4 * start["parameters"]
-    found = re.search(r"memory\s+([\d.]+) KiB a rank for weights, gradients and optimizer", said)
+    found = re.search(r"memory\s+([\d.]+) KiB per rank for weights, gradients and optimizer", said)
     assert found, said
     assert float(found[1]) == pytest.approx((weights + 3 * 4 * trained) / 1024, abs=0.01)
 

@@ -22,10 +22,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from tests.ranks import run_ranks
-from trainer import Recipe, UserError, weights
+from trainer import Recipe, UserError
 from trainer.config.pretrained import model_config_of
 from trainer.model.materialize import materialize
 from trainer.recipe import HuggingFace, Transposed, all_recipes, find_recipe
+from trainer.weights import access as weights
 from trainer.weights.access import WeightSource, fill, full_state_dict, named_weights, own_rows
 from trainer.weights.exporting import export
 from trainer.weights.huggingface import SafetensorsFolder

@@ -44,7 +44,7 @@ _HOMES = {
     "Transposed": "recipe",
     "UserError": "errors",
     "load_config": "config",
-    "load_weights": "inference",
+    "load_weights": "weights.inference",
     "register": "recipe",
 }
 

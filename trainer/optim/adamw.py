@@ -5,7 +5,7 @@ rounds what it stores: stochastically, or to the nearest.  The random bits depen
 number of the update and the element's place in the whole parameter.  Knows no model and no mesh: a shard says itself
 which rows of its parameter it holds.
 
-Sources: Loshchilov and Hutter 2019, arXiv:1711.05101; `trainer.rounding`.
+Sources: Loshchilov and Hutter 2019, arXiv:1711.05101; `trainer.optim.rounding`.
 """
 
 from __future__ import annotations
