@@ -230,7 +230,7 @@ def test_what_training_does_not_change_is_exported_byte_for_byte(tokenizer: bool
     source.rename(tmp_path / "gone")
     goes_on = [f"run.dir={first}", "train.steps=2", "train.init_from=null"]
     trainer = Trainer(load_config(str(first / "config.yaml"), goes_on))
-    assert (trainer.fit(), trainer.resumed_step) == (0, 1)
+    assert (trainer.fit(), trainer.resume.step) == (0, 1)
     trainer.close()
     assert main([str(first / "checkpoints" / "step_00000002"), str(tmp_path / "out")]) == 0
     assert_all_but_weights_survive(before, tmp_path / "out")
@@ -260,7 +260,7 @@ def test_what_came_with_a_model_survives_other_ranks(tmp_path: Path) -> None:
     assert ran.exit_code == 0, ran.stderr
     shutil.rmtree(source)
     trainer = Trainer(load_config(str(tmp_path / "run" / "config.yaml"), ["train.steps=2", "train.init_from=null"]))
-    assert (trainer.fit(), trainer.resumed_step) == (0, 1)
+    assert (trainer.fit(), trainer.resume.step) == (0, 1)
     trainer.close()
     for step in (1, 2):
         assert main([str(tmp_path / "run" / "checkpoints" / f"step_0000000{step}"), str(tmp_path / f"out{step}")]) == 0
