@@ -685,12 +685,12 @@ def test_what_nobody_fills_is_named(missing: str) -> None:
     """A float left as allocated may look right by chance, an integer always does."""
     rest = [name for name in ALL if name != missing]
     model = on_meta(lambda: nn.Sequential(nn.Linear(2, 2), Parts(rest)))
-    with pytest.raises(UserError, match=rf"nobody filled 1\.{missing}:"):
+    with pytest.raises(UserError, match=rf"uninitialized: 1\.{missing}:"):
         fill(model)
 
 
 def test_all_that_nobody_fills_is_named_at_once() -> None:
-    with pytest.raises(UserError, match=r"nobody filled a\.weight, a\.table, b\.counts: "):
+    with pytest.raises(UserError, match=r"uninitialized: a\.weight, a\.table, b\.counts: "):
         fill(on_meta(lambda: nn.ModuleDict({"a": Parts(["scale", "counts"]), "b": Parts(ALL[:3])})))
     assert isinstance(fill(on_meta(lambda: Parts(ALL))), Parts)
 
@@ -701,7 +701,7 @@ def test_half_of_a_tensor_is_not_enough() -> None:
             nn.init.zeros_(self.weight[:1])
             nn.init.zeros_(self.bias)
 
-    with pytest.raises(UserError, match="nobody filled weight:"):
+    with pytest.raises(UserError, match="uninitialized: weight:"):
         fill(on_meta(lambda: Half(2, 2)))
 
 

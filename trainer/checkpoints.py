@@ -89,7 +89,7 @@ def _entry(place: Place, name: str, verify: bool) -> Entry:
 
 @dataclass
 class Change:
-    """How one tensor differs between two checkpoints."""
+    """The difference of one tensor between two checkpoints."""
 
     key: str
     before: str

@@ -42,7 +42,7 @@ _LONGEST = 500
 
 
 def say(text: str) -> None:
-    """Print on stderr, without credentials and what a terminal would obey, whoever reads it: where nobody does any
+    """Print on stderr, without credentials and what a terminal would obey, whatever reads it: where nothing does any
     more, because who started this process has died, what follows must still be done.
     """
     with contextlib.suppress(OSError):

@@ -1,6 +1,6 @@
-"""What of a text may be shown and kept: no credentials, and nothing that a terminal would obey.
+"""Makes text safe to show and keep: without credentials and terminal control sequences.
 
-Whoever writes to a terminal, a log or a file that others read asks here.  Knows nothing of the rest.
+Everything that is written to a terminal, a log or a file that others read asks here.  Knows nothing of the rest.
 """
 
 from __future__ import annotations

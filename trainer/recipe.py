@@ -48,7 +48,7 @@ class Transposed(str):
 
 @dataclass(frozen=True)
 class HuggingFace:
-    """What a recipe's model is in Hugging Face's world: which of their models, and how its parts are called there.
+    """The Hugging Face counterpart of a recipe's model: which of their models it is, and the names of its parts there.
 
     model_type, architecture: of their model, for example "llama" and "LlamaForCausalLM".
     names: our name of each parameter (and persistent buffer) and theirs: {"layers.*.wq.weight":

@@ -65,7 +65,7 @@ _REPORT_S = 2.0
 
 @dataclass(frozen=True)
 class Arguments:
-    """What stands on the command line."""
+    """The arguments of the command line."""
 
     recipe: str | None
     overrides: list[str]
@@ -336,7 +336,7 @@ def leave(exit_code: int) -> NoReturn:
     Process groups that are still alive when the interpreter takes itself apart abort it: 13 of 16 finished runs died
     with "terminate called without an active exception".
     """
-    with contextlib.suppress(OSError):  # nobody reads it any more
+    with contextlib.suppress(OSError):  # it is not read any more
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(exit_code)

@@ -34,7 +34,7 @@ BEYOND_BELIEF = 2.0**64
 
 
 class TrainState:
-    """Where a run stands: counters, weights, optimizer, position in the data, random states."""
+    """The state of a run: counters, weights, optimizer, position in the data, random states."""
 
     def __init__(
         self, owner: object, model: nn.Module, optimizer: Optimizer, skips: SkipCounter, random_state: RandomState
@@ -103,7 +103,7 @@ class TrainState:
         self._known += things
 
     def check_complete(self) -> None:
-        """Raise UserError if an attribute of the owner, a Trainer, has state that nobody has added.
+        """Raise UserError if an attribute of the owner, a Trainer, has state that was not added.
 
         A module without a trainable parameter is no state (a frozen teacher) until it is seen to change (an average).
         """

@@ -34,10 +34,10 @@ _STALE = "MESHTRAINER_STALE_NOTICE"
 
 
 class StopRequest:
-    """Whether this process was asked to stop, and by what.
+    """A request to stop this process: whether there is one, and its reason.
 
-    Signals are caught in the main thread only: elsewhere (Ray Train) somebody else owns them.  A second SIGINT ends the
-    process at once.
+    Signals are caught in the main thread only: under Ray Train they belong to Ray.  A second SIGINT ends the process
+    at once.
     """
 
     POLL_S = 1.0
@@ -53,7 +53,7 @@ class StopRequest:
         self.at_once = False
         """After a failure elsewhere a SIGTERM ends this process: it may be waiting in a collective for ever."""
         self.on_ask: Callable[[], None] | None = None
-        """Called once, in the handler of the first signal: whoever asked is answered at once."""
+        """Called once, in the handler of the first signal: the request is answered at once."""
         self.is_answered = False
         self.on_second_interrupt: Callable[[], None] | None = None
         """Called before a second Ctrl-C ends the process."""

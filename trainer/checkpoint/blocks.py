@@ -32,7 +32,7 @@ Blocks = Sequence[Sequence[int]]
 
 
 class Damaged(Exception):
-    """What is stored is not what was written.  The message names the file."""
+    """Stored bytes differ from those that were written.  The message names the file."""
 
 
 class BlockWriter:
@@ -40,7 +40,7 @@ class BlockWriter:
 
     Large writes (the bytes of tensors) become blocks of their own, so that a tensor begins where a block does; what is
     small in between is gathered into one.  `rest` is called after each large block with the seconds that it took:
-    whoever writes beside other work may pause there.
+    a writer beside other work may pause there.
     """
 
     LARGE = 4096

@@ -1,4 +1,4 @@
-"""What a checkpoint holds: the parts of a state, by how they are stored, and their values at one moment."""
+"""Contents of a checkpoint: the parts of a state, by how they are stored, and their values at one moment."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trainer.errors import UserError
 
 
 class Stateful(Protocol):
-    """What can be saved and restored."""
+    """A part of the state: it can be saved and restored."""
 
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
@@ -59,7 +59,7 @@ class Restartable(Protocol):
 
 
 class Savable(Protocol):
-    """What a checkpoint holds, by how it is stored."""
+    """A whole state, its parts grouped by how they are stored."""
 
     step: int
     parts: dict[str, Stateful]
@@ -74,20 +74,20 @@ class Savable(Protocol):
 
     @property
     def num_skipped(self) -> int:
-        """How many updates have been skipped in a row: while there are any, nobody knows whether the weights are good.
+        """Number of steps skipped in a row; above 0 the weights may be bad.
 
         The same on all ranks.
         """
         ...
 
     def check_complete(self) -> None:
-        """Raise UserError if there is state that nobody has listed here."""
+        """Raise UserError if there is state that is not listed here."""
         ...
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What a checkpoint says about the run that wrote it."""
+    """The run that wrote a checkpoint: its configuration, mesh and job."""
 
     config_yaml: str
     mesh: Mapping[str, int]

@@ -1,4 +1,4 @@
-"""What torch.distributed.checkpoint (DCP) does: it plans which rank writes what and who reads which part, and it has
+"""The part of torch.distributed.checkpoint (DCP): it plans which rank writes what and who reads which part, and it has
 metadata of its own, by which torch's tools read our files.
 
 Imported when the first checkpoint is saved or loaded: some 70 modules, 2.5 MiB and 0.05 s that a step has no use for.
@@ -117,7 +117,7 @@ def _metadata(layout: Layout) -> Metadata:
 
 
 class PartReader(Protocol):
-    """What fills parts of tensors from files."""
+    """Fills parts of tensors from files."""
 
     def read_parts(self, parts: list[Part]) -> None: ...
 

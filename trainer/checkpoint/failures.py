@@ -1,4 +1,4 @@
-"""How failures of a save or a load are put into words, one message for all ranks."""
+"""Puts failures of a save or a load into words, one message for all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a stored state fits the one that is to be restored, with every difference; and putting it in."""
+"""Compares a stored state with the one to restore, names every difference, and applies it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _OFFER = re.compile(r"allow it: checkpoint\.allow_changes=\[([^\]]+)\]")
 
 
 class StoredState:
-    """What of a checkpoint is no tensor: read, and checked as it is."""
+    """The plain part of a checkpoint, everything but tensors; checked as it is read."""
 
     def __init__(self, place: Place, manifest: Manifest, world: World) -> None:
         self.document: dict[str, Any] = json.loads(read_file(place, manifest, "state.json"))

@@ -1,4 +1,4 @@
-"""Which of the published checkpoints are kept, and which of them count as good.
+"""Retention: decides which published checkpoints are kept, and which of them count as good.
 
 One that was saved while updates were skipped, one that is damaged or lies under another step's name does not count:
 it takes no other's place.
@@ -23,8 +23,8 @@ def list_steps(place: Place) -> list[int]:
 def newest_step(place: Place) -> int | None:
     """Return the step to take of the checkpoints in `place`; None if there is none.
 
-    The newest one, but one that was saved while updates were skipped only if all were.  It may be damaged: whoever
-    reads it finds out.
+    The newest one, but one that was saved while updates were skipped only if all were.  It may be damaged:
+    reading it will tell.
     """
     steps = list_steps(place)
     settled = (step for step in reversed(steps) if not _num_skipped(place / name_of(step)))

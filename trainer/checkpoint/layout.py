@@ -1,4 +1,4 @@
-"""What is stored where: the chunks of every tensor, as a line of JSON each.
+"""Layout of a checkpoint: the chunks of every tensor, as a line of JSON each.
 
 DCP's own metadata says the same as a pickle, of which one flipped bit took 20 GB of memory.
 """
@@ -52,7 +52,7 @@ Layout = dict[str, Stored]
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank reads: a box of a chunk, by its place in the chunk, and the tensor where it belongs."""
+    """One read of a rank: a box of a chunk, by its place in the chunk, and the tensor where it belongs."""
 
     chunk: Chunk
     dtype: torch.dtype
@@ -63,7 +63,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Box:
-    """What one rank writes of one tensor."""
+    """The part of one tensor that one rank writes."""
 
     key: str
     offsets: tuple[int, ...]
@@ -82,7 +82,7 @@ class Planned:
 
 @dataclass
 class Written:
-    """What one rank has written: its chunks by the tensor's key, and the checksums of its file."""
+    """The result of one rank's writing: its chunks by the tensor's key, and the checksums of its file."""
 
     file: str
     blocks: Blocks

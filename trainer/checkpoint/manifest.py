@@ -33,7 +33,7 @@ BLOCKS = ".blocks.json"
 
 @dataclass(frozen=True)
 class Manifest:
-    """What one checkpoint consists of."""
+    """The files of one checkpoint, with sizes and checksums."""
 
     step: int
     world_size: int
@@ -49,7 +49,7 @@ class Manifest:
 
     @property
     def num_skipped(self) -> int:
-        """How many updates had been skipped in a row when it was saved: while there are any, nobody knows whether the
+        """Number of steps skipped in a row when it was saved: above 0 it is not known whether the
         weights are good.
         """
         return int(self.extra.get("num_skipped", 0))

@@ -1,4 +1,4 @@
-"""Where checkpoints lie: a folder of this machine's file system, or a URL that fsspec knows (s3://, gs://, memory://).
+"""Places for checkpoints: a folder of this machine's file system, or a URL that fsspec knows (s3://, gs://, memory://).
 
 The two differ in how something comes to be there whole or not at all.  A folder is written under another name, flushed
 to disk and renamed.  An object store has no rename: there the manifest, written last, is the commit, and without it
@@ -268,7 +268,7 @@ class RemotePlace:
         return RemotePlace(self.system, f"{self.root}/{name}", f"{self.url}/{name}")
 
     def names(self) -> list[str]:
-        self.system.invalidate_cache()  # somebody else may have written since
+        self.system.invalidate_cache()  # another process may have written since
         try:
             found = self.system.ls(self.root, detail=False)
         except FileNotFoundError:
@@ -314,7 +314,7 @@ class RemotePlace:
             self.system.rm(f"{self.root}/{name}/{_UNFINISHED}")
 
     def _mark(self, name: str) -> None:
-        """Say of a folder that it is ours to delete.  One without a manifest may be somebody's, half copied here."""
+        """Say of a folder that it is ours to delete.  One without a manifest may be a user's, half copied here."""
         self._make_folder(f"{self.root}/{name}")
         self.system.pipe_file(f"{self.root}/{name}/{_UNFINISHED}", b"")
 

@@ -1,4 +1,4 @@
-"""Which checkpoints there are, and how one is taken up again.
+"""Finds checkpoints and restores from one.
 
 Nothing is trusted.  Manifest, sizes and checksums are checked, in parallel across ranks; a damaged checkpoint is named
 and the one before it tried.  All ranks take the same one.
@@ -84,7 +84,7 @@ class Reader:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing at all, as this rank sees it.  Not collective."""
+        """True if there is nothing at all, as this rank sees it.  Not collective."""
         return not self.place.names()
 
     def restore(self, state: Savable, compare: Compare, allowed: frozenset[str], careful: bool) -> Found | None:

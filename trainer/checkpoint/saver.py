@@ -50,7 +50,7 @@ class Saver:
     """Saves a state at intervals, on request and at the end.  All methods are collective unless they say otherwise.
 
     With `checkpoint.mode=async` one save at most is in flight; the ballot of each step tells when it has ended on every
-    rank, so that collecting its result waits for nobody.
+    rank, so that collecting its result never waits.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Saver:
         return path if find_folder(path) is None else Path(path)
 
     def collect(self) -> None:
-        """Collect the result of the save in flight if it has ended on every rank; waits for nobody."""
+        """Collect the result of the save in flight if it has ended on every rank; never waits."""
         if self._checkpoints.in_flight and (self._is_written.everyone or self._is_overdue.anyone):
             self._collect()
 

@@ -1,4 +1,4 @@
-"""How one more checkpoint gets to its place, and which of them are kept.
+"""Saves checkpoints: collects, writes, verifies, publishes and prunes.
 
 The state is collected and copied while training stands still; a thread of its own then writes, on all ranks at once,
 and talks on a channel of its own.  Every rank writes its file and flushes it to disk; rank 0 sees that nothing is
@@ -56,7 +56,7 @@ _FREE_MARGIN = 1.02
 
 @dataclass(frozen=True)
 class Settings:
-    """How checkpoints are kept."""
+    """Settings of saving and retention."""
 
     keep_last: int = 2
     keep_every: int = 0
@@ -68,14 +68,14 @@ class Settings:
     def of(cls, section: CheckpointSection) -> Settings:
         """Return those of a configuration.
 
-        The watchdog ends the run before the timeout given here, unless the process group belongs to somebody else.
+        The watchdog ends the run before the timeout given here, unless the process group is not ours.
         """
         return cls(section.keep_last, section.keep_every, section.verify == "full", 1.2 * section.timeout_s + 30.0)
 
 
 @dataclass(frozen=True)
 class SaveResult:
-    """How one save went; the same on all ranks but for the times."""
+    """The outcome of one save; the same on all ranks but for the times."""
 
     step: int
     path: str
@@ -126,21 +126,21 @@ class Checkpoints:
 
     @property
     def in_flight(self) -> bool:
-        """Whether a save has begun whose result has not been taken."""
+        """True if a save has begun whose result has not been taken."""
         return self._in_flight is not None
 
     @property
     def is_written(self) -> bool:
-        """Whether the save in flight has come to its end on this rank."""
+        """True if the save in flight has ended on this rank."""
         return self._in_flight is not None and self._in_flight.done()
 
     @property
     def is_overdue(self) -> bool:
-        """Whether the save in flight has taken longer than it may, on this rank."""
+        """True if the save in flight has exceeded its time limit on this rank."""
         return self.in_flight and not self.is_written and time.monotonic() > self._overdue_at
 
     def _open_channel(self) -> Channel:
-        # Whoever waits here waits for storage: longer than for anything else that ranks say to each other.
+        # This waits for storage: longer than for anything else that ranks say to each other.
         return self.world.open_channel(timedelta(seconds=2 * self.settings.timeout_s))
 
     def check(self, state: Savable) -> None:
@@ -207,7 +207,7 @@ class Checkpoints:
         """
         future = self._in_flight
         assert future is not None
-        self.makes_way = False  # for whoever waits here
+        self.makes_way = False  # training waits here
         try:
             result = future.result(max(0.0, self._overdue_at - time.monotonic()))
         except NotYet:
@@ -232,7 +232,7 @@ class Checkpoints:
         self.makes_way = False
         if future is not None:
             with contextlib.suppress(NotYet):
-                future.exception(timeout_s)  # whoever takes the result raises it
+                future.exception(timeout_s)  # taking the result raises it
 
     def wait_for_deleting(self) -> None:
         """Wait until what was pruned is gone, for some time: what is left is cleaned at the next start."""

@@ -36,7 +36,7 @@ def signature_of(tensors: Tensors) -> tuple[Any, ...]:
 
 
 class SavePlans:
-    """Which chunks each rank writes: planned once, then the same until the tensors change."""
+    """The chunks that each rank writes: planned once, then the same until the tensors change."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel

@@ -1,4 +1,4 @@
-"""What may change when a run is resumed, and what a stored configuration holds."""
+"""Compares configurations: the settings that may change when a run is resumed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _FIXED_ON_RESUME = (
 )
 _FREE_ON_RESUME = ("data.num_workers", "data.cache_dir")
 _OF_THE_ATTEMPT = ("run.name", "run.dir", "checkpoint.", "log.")
-"""What changes nothing that is trained: nobody is told."""
+"""Keys that do not affect training; not reported when they differ."""
 
 
 def stored_value(stored_yaml: str, key: str) -> object:
@@ -63,7 +63,7 @@ def compare_stored(before_yaml: str, after_yaml: str) -> list[str]:
 
 
 def _default_of(section: Any, name: str, otherwise: Any) -> Any:
-    """Return what a key of a section is if nobody sets it; `otherwise` where that is nothing, or found out later."""
+    """Return what a key of a section is if it is not set; `otherwise` where that is nothing, or found out later."""
     fields = dataclasses.fields(section) if section is not None else ()
     declared = next((each for each in fields if each.name == name), None)
     if declared is None:

@@ -1,4 +1,4 @@
-"""What the source of weights says of its model: config.json of a Hugging Face folder, read as a recipe's fields.
+"""The model that a source of weights describes: config.json of a Hugging Face folder, read as a recipe's fields.
 
 Read before anything is built: equal shapes with another `rope_theta` or number of heads are another model.  Knows no
 tensor and imports no torch; how an entry is called, and which are possible, is the recipe's to tell (`Recipe.hf`).

@@ -30,7 +30,7 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class RunSection:
-    """Which run this is."""
+    """Identity and environment of the run."""
 
     name: str = declare("", "name of the run; empty: the recipe's name")
     dir: str = declare("", "folder of the run; empty: runs/<name>")
@@ -77,7 +77,7 @@ class RunSection:
 
 @dataclass(frozen=True)
 class MeshSection:
-    """How the ranks are arranged: `replicate` x `shard` (HSDP), or only `shard` where replicate is 1."""
+    """The device mesh: `replicate` x `shard` (HSDP), or only `shard` where replicate is 1."""
 
     replicate: int = declare(1, "number of replicas of the sharded model; -1: all remaining ranks")
     shard: int | str = declare(-1, "ranks that share one copy; -1: all remaining ranks; node: the ranks of one node")
@@ -85,7 +85,7 @@ class MeshSection:
 
 @dataclass(frozen=True)
 class FsdpSection:
-    """How the model is sharded (torch.distributed.fsdp.fully_shard)."""
+    """Sharding of the model (torch.distributed.fsdp.fully_shard)."""
 
     wrap: str = declare("block", "units: block (the recipe's), size:<parameters>, or package.module:function")
     reshard_after_forward: int | str | list[int | str] = declare(
@@ -118,7 +118,7 @@ class FsdpSection:
 
 @dataclass(frozen=True)
 class DataSection:
-    """What the model is trained on."""
+    """The training data."""
 
     source: Literal["stdlib", "synthetic", "tokens"] = declare(
         "stdlib", "stdlib: this Python's own source text; synthetic: generated; tokens: shards from trainer.prepare"
@@ -247,7 +247,7 @@ class CheckpointSection:
 
 @dataclass(frozen=True)
 class LogSection:
-    """What is reported, and where."""
+    """Logging: to the console, files, TensorBoard and Weights & Biases."""
 
     every: int = declare(10, "updates between lines", at_least=1)
     wandb: Literal["off", "offline", "online"] = declare(

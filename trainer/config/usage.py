@@ -1,4 +1,4 @@
-"""What `--help` says: usage, recipes, and every key with type, default and meaning.  Imports no torch."""
+"""The text of `--help`: usage, recipes, and every key with type, default and meaning.  Imports no torch."""
 
 from __future__ import annotations
 

@@ -17,14 +17,14 @@ from numpy.typing import NDArray
 from trainer.distributed.environment import file_limit
 
 Version: TypeAlias = "tuple[str, int, int]"
-"""A file as somebody has seen it: its path, and what tells it from another of that name (inode, time of change)."""
+"""A version of a file: its path, and what tells it from another of that name (inode, time of change)."""
 
 MOST = 128
 """Descriptors that are kept open, for all files together."""
 
 
 class _Descriptor:
-    """An open file, closed with its last user: whoever still reads from it when it leaves the cache."""
+    """An open file, closed with its last user, which may still read from it when it leaves the cache."""
 
     number = -1
 
@@ -63,7 +63,7 @@ class Descriptors:
         return count
 
     def close(self) -> None:
-        """Close all files that nobody is reading from at the moment."""
+        """Close all files that are not being read from at the moment."""
         with self._lock:
             self._open.clear()
 

@@ -1,4 +1,4 @@
-"""What a position in the data depends on: a fingerprint, kept with the position, of which samples there are.
+"""Fingerprint of the data, kept with the position in them: identifies the samples that the position counts.
 
 A position says how many samples of an order have been trained on, and another number of samples has another order; in
 other data the same place holds other text.  Names, folders and times do not matter: data that were moved are the same.
@@ -18,7 +18,7 @@ _CUT_OTHERWISE = frozenset({"data.seq_len", "data.pack", "data.holdout", "data.e
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Which samples there are: the same on all ranks, whatever the order in which they are asked for.
+    """Identifies the samples of a source: the same on all ranks, whatever the order in which they are asked for.
 
     `content` is a digest of some of what the samples are made of, or of all of it; empty where that is not known.
     """

@@ -87,17 +87,17 @@ class TrainLoader:
 
     @property
     def micro_batches_per_update(self) -> int:
-        """How many micro-batches of this rank make up an update."""
+        """Micro-batches per step on this rank."""
         return self._share // self._micro_batch_size
 
     @property
     def samples(self) -> int:
-        """How many samples, of all ranks, the finished updates have consumed."""
+        """Samples, over all ranks, that the finished steps have consumed."""
         return self._samples
 
     @property
     def order(self) -> tuple[int, int, int, str]:
-        """What this rank reads from here on depends on, the same on all ranks: position, number of samples, seed, and
+        """The inputs of the order from here on, the same on all ranks: position, number of samples, seed, and
         a digest of the data.
         """
         return self._samples, len(self.source), self._seed, _fingerprint_of(self.source).content

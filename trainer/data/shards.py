@@ -32,7 +32,7 @@ class ShardError(Exception):
 
 @dataclass(frozen=True)
 class ShardInfo:
-    """What NAME.json says about a token shard.  `num_bytes` counts the raw text, `end_id` ends each document."""
+    """The metadata of a token shard, NAME.json.  `num_bytes` counts the raw text, `end_id` ends each document."""
 
     dtype: str
     vocab_size: int
@@ -45,7 +45,7 @@ class ShardInfo:
 
     @property
     def kind(self) -> tuple[str, int, str, int]:
-        """What shards that are read together must share."""
+        """The properties that shards read together must share."""
         return self.dtype, self.vocab_size, self.tokenizer, self.end_id
 
 

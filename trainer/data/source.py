@@ -71,7 +71,7 @@ class Source(ABC):
 
     @property
     def fingerprint(self) -> Fingerprint:
-        """Which samples there are, kept with a run's position in them: a run does not go on in others unasked.
+        """Identifies the samples, kept with a run's position in them: a run does not continue in others unasked.
 
         By default their number alone.  `content` may be any text that changes with them.
         """
@@ -257,7 +257,7 @@ class TokenSource(Source):
 
     @cached_property
     def fingerprint(self) -> Fingerprint:
-        """What the shards say of themselves, and the content of some places in each.  Raises ShardError."""
+        """Covers the shards' metadata and the content of some places in each.  Raises ShardError."""
         content = _sample_content(self._shards)
         return Fingerprint(len(self), len(self._shards), self._shard_starts[-1], content)
 

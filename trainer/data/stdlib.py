@@ -118,7 +118,7 @@ def _find_cache_folders(setting: str | None) -> list[Path]:
     user = os.getuid() if hasattr(os, "getuid") else 0
     shared = Path(tempfile.gettempdir(), f"meshtrainer-{user}")
     if not os.path.lexists(shared) or (shared.lstat().st_uid == user and not shared.is_symlink()):
-        folders.append(shared)  # unless somebody else has put something there
+        folders.append(shared)  # unless another user has put something there
     return folders
 
 

@@ -1,4 +1,4 @@
-"""What stands around a document of a Hugging Face tokenizer: the ids that begin it, and those that end it.
+"""The special tokens around a document, as a Hugging Face tokenizer adds them: those that begin it and end it.
 
 Its post-processor says what it adds itself.  Which token ends a text stands in the configuration files beside
 tokenizer.json, and nowhere in it.

@@ -25,7 +25,7 @@ _RULES = "text is text"
 
 
 class Tokenizer(Protocol):
-    """What turns text into ids below `vocab_size`, and back.
+    """Turns text into ids below `vocab_size`, and back.
 
     name: the same for two tokenizers exactly if they give the same ids; kept with the tokens that it made.
     end_id: the id that ends a document.

@@ -17,7 +17,7 @@ Result = TypeVar("Result")
 
 
 class Channel:
-    """What ranks say to each other on one gloo group: small messages that never wait for the device.
+    """Small messages between the ranks of one gloo group, messages that never wait for the device.
 
     Every method is a collective of the group's ranks; two threads need two channels.
     """

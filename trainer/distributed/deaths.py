@@ -1,4 +1,4 @@
-"""Which rank has died, and of what.
+"""Finds out which rank has died, and of which signal.
 
 What is left of a rank that was killed is a closed connection: the others fail with whatever their network says of that.
 Who started it learns how it ended, and the ranks beside it on its machine can see that it has gone.
@@ -23,7 +23,7 @@ _MOST = 4
 
 
 class End(Protocol):
-    """How a worker ended, as its launcher has seen it."""
+    """The end of a worker, as its launcher has seen it."""
 
     pid: int
     exitcode: int
@@ -107,5 +107,5 @@ def _death_of(rank: int, pid: int) -> str:
         return ""
     if fields[0] not in ("Z", "X"):
         return ""
-    status = int(fields[49])  # as of wait(2): nobody has asked for it yet
+    status = int(fields[49])  # as of wait(2): it has not been asked for yet
     return describe_end(rank, pid, -(status & 0x7F) or status >> 8)

@@ -1,4 +1,4 @@
-"""Which process this is, among how many: read from whatever launched it.
+"""Rank and world size of this process, read from whatever launched it.
 
 Knows the variables of torchrun and Slurm and nothing else; imports no torch, so that a mistake in the
 configuration can be reported within a moment and before anything is spawned.
@@ -57,7 +57,7 @@ class Environment:
 
     @property
     def has_a_parent(self) -> bool:
-        """Whether the process that started this one lives as long as the run: variables alone may be set by hand."""
+        """True if the process that started this one lives as long as the run: variables alone may be set by hand."""
         return self.launcher in ("nproc", "srun") or (
             self.launcher == "torchrun" and "TORCHELASTIC_RUN_ID" in os.environ
         )

@@ -72,7 +72,7 @@ class FailureWatch(threading.Thread):
             return self._messages.get(FAILURE)
         if self._parent is None or os.getppid() == self._parent:
             return ""
-        orphaned = f"rank {self._rank}: the process that started it has died"  # nobody would start or end us
+        orphaned = f"rank {self._rank}: the process that started it has died"  # nothing would start or end us
         say(f"error: {orphaned}; this rank ends")
         return self._messages.compare_set(FAILURE, "", orphaned)
 

@@ -24,7 +24,7 @@ def meet_in_a_store(timeout: timedelta) -> tuple[Store, int, int]:
     """Return the store where all ranks meet, this rank, and their number; one store for the life of the process.
 
     Group names start again with each opening: in a store that still holds those of the one before, ranks read
-    addresses that nobody listens to, and hang.
+    addresses that are not listened to, and hang.
     """
     found: list[tuple[Store, int, int]] = []
     errors: list[BaseException] = []

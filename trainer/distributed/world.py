@@ -81,16 +81,16 @@ class World(Channel):
 
     @property
     def messages(self) -> Messages | None:
-        """Where ranks leave messages without a collective; None if there is one rank, or the group is not ours."""
+        """The store for messages without a collective; None if there is one rank, or the group is not ours."""
         return None if self._store is None else Messages(self._store, _ANSWER_S)
 
     def set_timeout(self, timeout_s: float) -> None:
-        """Give every process group that this rank is in another timeout; in a group of somebody else's, only our own.
+        """Give the process groups of this rank another timeout: all of them, or only those made here if a user opened them.
 
         The start and the first update compile and allocate, and have a longer one.
         """
         before, self.timeout = self.timeout, timedelta(seconds=timeout_s)
-        # All of them, because integer resharding opens some that nobody else knows of; but for those of somebody who
+        # All of them, because integer resharding opens some that are known nowhere else; but for those whose owner
         # has chosen another timeout.
         groups = list(dist.distributed_c10d._world.pg_map) if self.owns_group else self._groups
         for group in set(groups) - self._with_own_timeout:
@@ -183,7 +183,7 @@ class World(Channel):
             self.once("death", lambda: say(f"error: {dead}"))
 
     def remember_failure(self) -> None:
-        """Keep what another rank has announced while there is somebody to ask: rank 0, which may keep the store, leaves
+        """Keep what another rank has announced while it can still be read: rank 0, which may keep the store, leaves
         first, and what this rank's main thread hangs in then fails for a reason that is not the run's.
         """
         if self._store is not None:
@@ -209,7 +209,7 @@ _ONCE_S = 30.0
 """Seconds that ranks wait for one of them to do something for all."""
 
 _DEFAULT_TIMEOUTS = (timedelta(minutes=30), timedelta(minutes=10))
-"""What torch gives a group for which nobody has chosen: gloo and NCCL."""
+"""What torch gives a group by default: gloo and NCCL."""
 
 
 def _set_timeout(timeout: timedelta, group: dist.ProcessGroup) -> None:
@@ -245,7 +245,7 @@ def _record_collectives(folder: Path) -> None:
 
 
 def _joined_environment(env: Environment) -> Environment:
-    """Return the environment of a rank in a process group that somebody else has opened."""
+    """Return the environment of a rank in a process group that was opened elsewhere."""
     rank, size = dist.get_rank(), dist.get_world_size()
     return Environment(
         launcher="joined",

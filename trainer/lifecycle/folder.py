@@ -28,7 +28,7 @@ RECORD = ("metrics.jsonl", "metrics_superseded.jsonl", "tensorboard", "wandb", "
 
 
 class RunFolder:
-    """What a run leaves in `run.dir`, apart from metrics and checkpoints."""
+    """The folder `run.dir`: everything in it but metrics and checkpoints."""
 
     def __init__(self, config: RunConfig, is_main: bool, comment: str = "") -> None:
         """`comment` is put above the configuration in `config.yaml`."""
@@ -46,7 +46,7 @@ class RunFolder:
 
     @property
     def before(self) -> str | None:
-        """What `config.yaml` holds: until `begin`, of the attempt before; None if there is none."""
+        """Content of `config.yaml`: until `begin`, that of the attempt before; None if there is none."""
         try:
             return (self.path / CONFIG).read_text()
         except (OSError, UnicodeDecodeError):
@@ -171,7 +171,7 @@ def note_end(run_dir: Path, before: Mapping[str, Any], reached: int, reason: str
 
 
 class Owner:
-    """Which process a run's folder belongs to: one at a time, on any node, and never a dead one for long.
+    """The process that owns a run's folder: one at a time, on any node, and never a dead one for long.
 
     A file `.owner.json` names it.  On the same machine the process is looked for; on another (or on this one before it
     was last started: host names are not unique) its heartbeat is, the file's modification time, compared with that of
@@ -234,7 +234,7 @@ class Owner:
         while not self._is_dead(owner, mine):
             is_remote = owner is None or _where(owner) != _where(self._own)
             if not is_remote or self._last_beat() != first_beat:
-                who = "somebody" if owner is None else f"process {owner.get('pid')} on {owner.get('host')}"
+                who = "a process" if owner is None else f"process {owner.get('pid')} on {owner.get('host')}"
                 job = f", Slurm job {owner['job']}" if owner and owner.get("job") else ""
                 since = f" since {owner['since']}" if owner and owner.get("since") else ""
                 raise UserError(
@@ -248,7 +248,7 @@ class Owner:
             os.rename(self.path, moved)
         except FileNotFoundError:
             return
-        if _parse(moved) != owner:  # somebody else was quicker: it is alive
+        if _parse(moved) != owner:  # another process was quicker: it is alive
             _link(moved, self.path)
         moved.unlink()
 

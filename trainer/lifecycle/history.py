@@ -1,4 +1,4 @@
-"""What the record in a run's folder says, against what is found there: nothing it speaks of may be missing unnoticed.
+"""Compares the record in a run's folder with its checkpoints: nothing that it mentions may be missing unnoticed.
 
 A run that had checkpoints does not begin anew because they are gone, and a copy of a run leaves those of the original
 alone.  Read before anything is written; rank 0 alone looks.
@@ -30,7 +30,7 @@ METRICS, STATUS = "metrics.jsonl", "status.json"
 
 @dataclass(frozen=True)
 class Past:
-    """What the attempts before have done, as their record says."""
+    """The progress of earlier attempts, as their record says."""
 
     saved: int | None = None
     """The step of the newest checkpoint that was published, or gone on from; None if there never was one."""

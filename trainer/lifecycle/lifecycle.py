@@ -50,7 +50,7 @@ TRANSITIONS: Mapping[tuple[Phase, Event], Phase] = {
 
 
 class Progress(Protocol):
-    """Where the run stands."""
+    """The counters of a run."""
 
     step: int
 

@@ -1,4 +1,4 @@
-"""What happens around each save of a run: before it, while training waits for it, and after it."""
+"""Work around each save of a run: before it, while training waits for it, and after it."""
 
 from __future__ import annotations
 

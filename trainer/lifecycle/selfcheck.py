@@ -128,7 +128,7 @@ def _file_of(module: str) -> str | None:
         return None  # a built-in, or typed in by hand
     try:
         spec = importlib.util.find_spec(module)
-    except ModuleNotFoundError:  # whoever builds the model will say so
+    except ModuleNotFoundError:  # building the model will say so
         return None
     return spec.origin if spec is not None else None
 
@@ -151,7 +151,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class _Piece:
-    """What this rank holds of one parameter: `length` of `total` along one dim, from `start` on."""
+    """This rank's part of one parameter: `length` of `total` along one dim, from `start` on."""
 
     name: str
     facts: str
@@ -166,7 +166,7 @@ class _Piece:
 
 @dataclass(frozen=True)
 class _Report:
-    """What one rank tells the others: small, whatever the model."""
+    """The report of one rank to the others: small, whatever the model."""
 
     problems: list[str]
     digest: int
@@ -263,7 +263,7 @@ def _examine(name: str, parameter: nn.Parameter, mesh: DeviceMesh, world_size: i
         return f"{name} is on the meta device; expected: filled with values", None
     if not isinstance(parameter, DTensor):
         if wanted and world_size > 1:
-            return f"{name} is not sharded, so that nobody reduces its gradient; expected: {_asked_for(mesh)}", None
+            return f"{name} is not sharded, so that its gradient is not reduced; expected: {_asked_for(mesh)}", None
         return "", _Piece(name, f"{facts}, whole", parameter, 0, 1, 1, world_size)
     *outer, last = parameter.placements
     if parameter.device_mesh != mesh or outer != [Replicate()] * len(outer) or not isinstance(last, Shard):

@@ -10,7 +10,7 @@ _MAX_ROWS = 32
 
 @dataclass(frozen=True)
 class Standing:
-    """Where one rank stands."""
+    """The status of one rank."""
 
     rank: int
     phase: str
@@ -21,7 +21,7 @@ class Standing:
     marks: int
     """How many phases it has entered since the update began."""
     waits: bool
-    """Whether it is in a collective, so that somebody else holds it up."""
+    """Whether it is in a collective, so that another rank holds it up."""
     within: bool = False
     """Whether it is in a save, an evaluation or the writing of a profile, which may take longer than an update, and has
     not taken too long."""
@@ -45,7 +45,7 @@ def find_late(standings: Sequence[Standing]) -> list[Standing]:
 
 
 def is_stuck(standings: Sequence[Standing]) -> bool:
-    """Return whether a save in flight cannot end, so that nobody needs to wait for it: it is what took too long, or a
+    """Return whether a save in flight cannot end, so that no rank needs to wait for it: it is what took too long, or a
     rank whose part of it is missing does not answer.
     """
     late = find_late(standings)

@@ -1,4 +1,4 @@
-"""What a run says of itself at its start and end."""
+"""The start block and the closing summary of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rank holds the others up: every rank notes what it is doing, and a thread looks at the clock.
+"""Watchdog: names the rank that holds the others up.  Every rank notes its phase; a thread watches the clock.
 
 When an update, a save or an evaluation makes no progress for too long, all ranks say through the store (never by a
 collective: some are waiting in one) which phase they are in and where in the code.  Rank 0 prints one table, names
@@ -12,8 +12,8 @@ that wait meanwhile for one of these wait as long.  What a loop of the user's ow
 has the start; but ranks that wait for that in an update of theirs have one.
 
 Out of reach: a process that never lets go of Python's lock, or is stopped.  It is named, because it does not answer; if
-it is rank 0, nobody prints the table, and the others end by themselves.  In a process group that somebody else has
-opened there is no store to talk through: each rank reports on itself alone, and ending is left to the opener.
+it is rank 0, there is no table, and the others end by themselves.  In a process group that was
+opened elsewhere there is no store to talk through: each rank reports on itself alone, and ending is left to the opener.
 
 Knows no model by name and calls no collective.
 """
@@ -208,8 +208,8 @@ class Watchdog:
     def _report(self, why: str) -> None:
         """Say where this rank stands; on rank 0, print where all of them do, and end, which the others do then.
 
-        Returns if whoever is late has good reason to be: the limit that has passed begins again.  And in a process
-        group of somebody else's.
+        Returns if the late ranks have good reason to be: the limit that has passed begins again.  And in a process
+        group that is not ours.
         """
         store, rank = self._world.messages, self._world.rank
         if store is None:

@@ -1,4 +1,4 @@
-"""What the time of profiled updates went into, from spans of time: kernels, operators, collectives, phases.
+"""Breakdown of the time of profiled steps, from spans: kernels, operators, collectives, phases.
 
 At each moment of an update one thing counts, the first of `KINDS` that is under way.  So communication counts where no
 kernel hides it, waiting for data where the device has nothing to do, and the host has what is left.  On a CPU, where
@@ -188,7 +188,7 @@ _LAUNCHES = ("cuda_runtime", "cuda_driver")
 
 @dataclass
 class Timeline:
-    """What a trace says of the updates: where each began and ended on the training thread, and what went on."""
+    """The steps in a trace: where each began and ended on the training thread, and what went on."""
 
     updates: list[Span] = field(default_factory=list)
     """Named by their numbers, of kind `host`, on the training thread's lane."""

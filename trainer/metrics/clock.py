@@ -1,4 +1,4 @@
-"""What time it is in a run: seconds since 1970, and no correction of the machine's clock disturbs them.
+"""The clock of a run: seconds since 1970, undisturbed by corrections of the machine's clock.
 
 An attempt asks that clock once.  From then on it counts by one that only goes forward, and says when the machine was
 started, so that the next attempt on it knows how much later it is, whatever the clock was set to meanwhile.

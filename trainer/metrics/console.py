@@ -1,4 +1,4 @@
-"""What a person sees: a block at the start, a line an interval, a status bar on a terminal, the end.
+"""Console output: a block at the start, a line per interval, a status bar on a terminal, the end.
 
 On a terminal rich draws it; in a log file every line is plain text.
 """

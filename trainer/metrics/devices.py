@@ -1,4 +1,4 @@
-"""What the usual accelerators can do, by their makers' data sheets.  Imports no torch.
+"""Data sheets of the usual accelerators.  Imports no torch.
 
 A sheet says what the chip could do at most; what a kernel reaches of it is the planner's business.
 """

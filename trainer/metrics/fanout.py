@@ -1,4 +1,4 @@
-"""One place to hand a record to, whoever wants it."""
+"""Sends each record to every sink."""
 
 from __future__ import annotations
 

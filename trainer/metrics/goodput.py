@@ -16,7 +16,7 @@ from typing import Any
 
 @dataclass
 class Goodput:
-    """Where the wall time of a run has gone.  What no part names (logging, the last save's wait) is `other_s`."""
+    """The wall time of a run by its parts.  Time that no part names (logging, the last save's wait) is `other_s`."""
 
     wall_s: float = 0.0
     """From the start of the first process to the last record, without the time after an attempt that had finished."""

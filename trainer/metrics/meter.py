@@ -1,4 +1,4 @@
-"""Where the time of a step goes, and how fast it is."""
+"""Meters the time of a step and its rate."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Meter:
 
     @property
     def is_profiled(self) -> bool:
-        """Whether the means are those of updates under a profiler."""
+        """True if the means are those of profiled steps."""
         return bool(self.profiled) and not self.num_updates
 
     def leave_out(self, seconds: float) -> None:

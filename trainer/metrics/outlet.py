@@ -89,7 +89,7 @@ class Outlet(io.TextIOBase):
 
 
 def _may_block(stream: TextIO) -> bool:
-    """Whether a write may wait for a reader: not that to a file, nor to what stands in for a stream."""
+    """True if a write may wait for a reader: not to a file, nor to a substitute for a stream."""
     try:
         return not stat.S_ISREG(os.fstat(stream.fileno()).st_mode)
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Where records go: a file, Weights & Biases, TensorBoard.  The console has a room of its own."""
+"""Sinks for records: a file, Weights & Biases, TensorBoard.  The console has a room of its own."""
 
 from __future__ import annotations
 

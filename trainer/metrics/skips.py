@@ -41,7 +41,7 @@ class SkipCounter:
             last = "the last update was" if self.in_a_row == 1 else f"the last {self.in_a_row} updates were"
             raise TrainingFailed(
                 f"step {step}: the run has come to train.steps, but {last} skipped, since loss or gradient was not "
-                "finite: nobody knows whether the weights are good.  The checkpoint of this step is gone on from only "
+                "finite: the weights may be bad.  The checkpoint of this step is gone on from only "
                 "where checkpoint.resume names it, or there is no other.  With a higher train.steps the same command "
                 "trains past it"
             )

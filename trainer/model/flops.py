@@ -1,4 +1,4 @@
-"""How many floating-point operations a model needs for a token: those of the model, whatever is computed again."""
+"""Model FLOPs per token, recomputation not counted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the step asks of a sharded model: when gradients are reduced, their global norm, evaluation without them."""
+"""The step's view of a sharded model: when gradients are reduced, their global norm, evaluation without them."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def materialize(
     parameters are filled once, by the first module that owns them.  `device` is where the values are computed;
     parameters end on the CPU if `cpu_offload`.
 
-    Raises UserError that names every parameter and buffer that nobody filled (on all ranks alike: each rank sees
+    Raises UserError that names every parameter and buffer that was not filled (on all ranks alike: each rank sees
     whole tensors).
     """
     on_meta = {name for name, tensor in _tensors(model) if tensor.is_meta}
@@ -52,7 +52,7 @@ def materialize(
             unfilled += _fill(module, module_name, fresh, seed_of(seed, module_name), scratch, init or _reset)
     if unfilled:
         raise UserError(
-            f"nobody filled {', '.join(unfilled)}: after a model is built on the meta device, each module that owns a "
+            f"uninitialized: {', '.join(unfilled)}: after a model is built on the meta device, each module that owns a "
             "parameter or buffer must fill all of it in `reset_parameters()` (or in the recipe's `init`)"
         )
 

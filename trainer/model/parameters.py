@@ -1,4 +1,4 @@
-"""What several rooms ask of parameters: which names are one parameter, and which part of it is here."""
+"""Facts about parameters: which names are one parameter, and which part of it is here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which operators of a block are kept for its backward pass, and which are run again: by kind, or by a memory budget.
+"""Selective activation checkpointing: keeps some operators' results and recomputes others, by kind or memory budget.
 
 With a budget the operators that cost most to run again for each byte are kept, as many as fit.  What they cost and what
 a block would keep on its own is found by one forward pass on tensors without values, so that every rank, the planner
@@ -90,7 +90,7 @@ class _Operator:
 
 @dataclass
 class _Block:
-    """What one forward pass of a block has shown."""
+    """Facts of one forward pass of a block."""
 
     operators: list[_Operator] = field(default_factory=list)
     saved: dict[int, torch.Tensor] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""What is done to a model once: activation checkpointing, compilation, `fully_shard` bottom-up, prefetching.
+"""Prepares a model once: activation checkpointing, compilation, `fully_shard` bottom-up, prefetching.
 
 After that the training step needs to know none of it.  `fully_shard` is called nowhere else.
 
@@ -185,8 +185,8 @@ def _recomputed(forward: Callable[..., Any], context: dict[str, Any]) -> Callabl
 def own_outputs(modules: Iterable[nn.Module]) -> None:
     """Have units hand on no view.  To be called before they are sharded, so that these hooks run before FSDP's.
 
-    FSDP hangs the gather of the backward pass on a unit's output.  Whoever writes into that output in place would take
-    the hook off it if it is a view, as the output of `nn.Linear` with a bias is.
+    FSDP hangs the gather of the backward pass on a unit's output.  Code that writes into that output in place would
+    take the hook off it if it is a view, as the output of `nn.Linear` with a bias is.
     """
     hook: Callable[..., Any] = torch._dynamo.disable(_own_output)  # as FSDP's own are
     for module in modules:

@@ -40,7 +40,7 @@ from trainer.recipe import look_in_working_folder
 
 @dataclass
 class _Asked:
-    """What the command line asks for beside the run's own keys."""
+    """Options of the command line beside the run's own keys."""
 
     recipe: str | None = None
     device: str = "auto"

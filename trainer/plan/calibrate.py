@@ -1,4 +1,4 @@
-"""What the machine at hand reaches: measured once, kept in the user's cache, used by every plan for such a device.
+"""Calibration: the rates of this machine, measured once and kept in the user's cache for every plan.
 
 One process measures a device; under torchrun or srun, all ranks together measure the links between them as well.
 """

@@ -1,4 +1,4 @@
-"""How long a step takes: kernels on one stream, collectives on three others, each waiting where FSDP2 lets it wait.
+"""The time of a step: kernels on one stream, collectives on three others, each waiting where FSDP2 lets it wait.
 
 The host is taken to be ahead of the device; what it needs at least is reported beside it.  Reference for the streams:
 torch.distributed.fsdp, FSDPCommContext and the notes there; for collectives: Patarasuk and Yuan 2009, "Bandwidth
@@ -17,7 +17,7 @@ from trainer.plan.trace import Segment, Trace
 
 @dataclass(frozen=True)
 class Rates:
-    """What a machine reaches: FLOP/s by the bytes of an element, bytes/s, seconds.  Measured, or shares of a sheet."""
+    """Rates of a machine: FLOP/s by the bytes of an element, bytes/s, seconds.  Measured, or shares of a sheet."""
 
     matmul: dict[int, float]
     attention: dict[int, float]

@@ -1,4 +1,4 @@
-"""What a step sends: collectives by kind, axis and size, as FSDP2 issues them.
+"""Communication of a step: collectives by kind, axis and size, as FSDP2 issues them.
 
 Sizes are of the whole tensor: what an all-gather makes, what a reduce-scatter takes, what an all-reduce works on.
 """

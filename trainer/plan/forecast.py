@@ -63,7 +63,7 @@ def machine_of(config: RunConfig, world: World) -> Machine:
 
 
 class Forecast:
-    """What a run's plan says, and how it turns out.  Calls no collective; planned when it is first asked for."""
+    """A run's plan, compared with the measurements.  Calls no collective; planned when it is first asked for."""
 
     def __init__(self, config: RunConfig, mesh: MeshShape, world: World) -> None:
         self._config, self._mesh, self._world = config, mesh, world

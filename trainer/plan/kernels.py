@@ -1,4 +1,4 @@
-"""What an operator costs, and which kernels a GPU runs where a CPU runs others.
+"""The cost of operators, and which kernels a GPU runs where a CPU runs others.
 
 A plan made on a laptop is for GPUs, whose fused kernels keep less than the CPU's: `use_gpu_kernels` stands in for them
 while a model is probed.  Knows no model and no device's speed.
@@ -23,7 +23,7 @@ aten = torch.ops.aten
 
 
 class Work(NamedTuple):
-    """What one kernel has to do: floating-point operations, and bytes that it reads and writes."""
+    """The work of one kernel: floating-point operations, and bytes that it reads and writes."""
 
     kind: str
     """matmul, attention, or memory (all that is as fast as the memory is)."""
@@ -78,7 +78,7 @@ def _attention_flops(packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 class _FusedRmsNorm(torch.autograd.Function):
-    """What the GPU's kernel keeps: its input, and one number a row."""
+    """Keeps what the GPU's kernel does: its input, and one number a row."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, num_dims: int) -> torch.Tensor:

@@ -68,7 +68,7 @@ def find_machine(
     """Return the machine called `device`: `cpu`, a data sheet's name, or `auto`, the GPU that is here, or `default`.
 
     What `--calibrate` has measured on such a device takes the place of the sheet's shares.  `network_gbps` is what one
-    rank has to other nodes, in Gbit/s.  Raises UserError for a device that nobody knows.
+    rank has to other nodes, in Gbit/s.  Raises UserError for an unknown device.
     """
     is_here = device == "auto" and torch.cuda.is_available()
     if device == "auto":

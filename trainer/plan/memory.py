@@ -1,4 +1,4 @@
-"""How much memory a rank needs, when it needs most, and of what kind that is."""
+"""Memory per rank: the peak, the moment of the peak, and the kinds of memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainer.plan.trace import Segment, Trace
 
 @dataclass(frozen=True)
 class Moment:
-    """What lies in memory at one moment of a step: bytes by kind, and where the step is."""
+    """Memory at one moment of a step: bytes by kind, and the place in the step."""
 
     place: str
     by_kind: dict[Kind, int]

@@ -25,7 +25,7 @@ _SIZES = {"float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True)
 class Plan:
-    """What is known of a run before it starts.  Everything is of the rank that needs most, rank 0."""
+    """A plan: estimates of a run before it starts.  Everything is of the rank that needs most, rank 0."""
 
     config: RunConfig
     mesh: MeshShape
@@ -59,7 +59,7 @@ class Plan:
 
     @property
     def needed_gib(self) -> float:
-        """What a device must have: with the allocator's share and what driver and communicators take."""
+        """Memory that a device must have, with the allocator's share and what driver and communicators take."""
         return self.peak_gib * (1 + self.machine.allocator_share) + self.machine.reserved_gib
 
     @property

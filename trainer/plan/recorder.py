@@ -17,7 +17,7 @@ from trainer.plan.trace import Event, Mark, Segment
 
 
 class MemoryMeter(TorchDispatchMode):
-    """Counts the bytes of the storages that operators make, until nobody refers to them any more."""
+    """Counts the bytes of the storages that operators make, until they are freed."""
 
     def __init__(self, model: nn.Module, inputs: Iterable[torch.Tensor]) -> None:
         super().__init__()

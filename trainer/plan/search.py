@@ -36,7 +36,7 @@ class NothingFits(UserError):
 
 @dataclass(frozen=True)
 class Choice:
-    """What `auto` has settled, and what came next."""
+    """The settings that `auto` resolved to, and the runners-up."""
 
     plan: Plan
     runners_up: tuple[Plan, ...]

@@ -33,7 +33,7 @@ Operation = Literal["all_gather", "reduce_scatter", "all_reduce"]
 
 @dataclass(frozen=True)
 class Layout:
-    """How the units lie on the mesh: `replicate` x `shard` ranks, and what FSDP is told about each unit.
+    """Layout of the units on the mesh: `replicate` x `shard` ranks, and what FSDP is told about each unit.
 
     `reshard` has one entry a unit and then the root's: False, True, or the number of ranks to reshard to.
     """
@@ -370,7 +370,7 @@ class Step:
         self.watcher.free("unsharded gradients", num_bytes)
 
     def _end(self, is_last: bool) -> None:
-        """What FSDP does when autograd is through: it reduces what is left, the root's parameters first."""
+        """Do what FSDP does once autograd has finished: it reduces what is left, the root's parameters first."""
         for group in (self._groups[-1], *self._groups[:-1]):
             self._post_backward(group, is_last)
             group.phase = "idle"

@@ -41,7 +41,7 @@ class ParameterFacts:
 
 @dataclass(frozen=True)
 class UnitFacts:
-    """What FSDP gathers together: its name, and the parameters that no unit inside it holds."""
+    """A unit, gathered as a whole: its name, and the parameters that no unit inside it holds."""
 
     name: str
     parameters: tuple[ParameterFacts, ...]
@@ -53,7 +53,7 @@ class UnitFacts:
 
 @dataclass(frozen=True)
 class Segment:
-    """What happens between two marks, in bytes above what was there at its start, and the kernels that run."""
+    """A segment between two marks, in bytes above what was there at its start, and the kernels that run."""
 
     peak: int = 0
     """At most, activations, temporaries and gradients together."""

@@ -1,4 +1,4 @@
-"""What a run's folder tells: its attempts, its curves, how it stands.
+"""The story of a run from its folder: its attempts, its curves, how it stands.
 
 Trusts nothing to be complete: the run may be going on, or have been killed in the middle of a line.
 """
@@ -64,7 +64,7 @@ class Run:
     """`train.steps`, where `config.yaml` tells it."""
     config_yaml: str
     state: str
-    """As in `status.json`; `killed` where that says `running` but nobody is there."""
+    """As in `status.json`; `killed` where that says `running` but the process is gone."""
     reason: str
     train: dict[str, Column]
     """Columns of the `train` lines, in the order of steps; NaN for null."""
@@ -212,7 +212,7 @@ _MOST = {"started": 1e11, "time": 1e11}
 
 
 def _number(record: Mapping[str, Any], name: str) -> float:
-    """Return a field that ought to be a number; 0 for anything else, whoever has written it."""
+    """Return a field that ought to be a number; 0 for anything else."""
     value = _value(record.get(name))
     return value if 0 <= value < _MOST.get(name, 1e18) else 0.0
 

@@ -22,7 +22,7 @@ BLOCK_BYTES = 64 * 2**20
 
 
 class WeightSource(Protocol):
-    """What weights can be read from, under the names that our model has for them; needs no process group.
+    """A source of weights, under the names that our model has for them; needs no process group.
 
     description: where it is, for messages.
     shapes, dtypes: of every tensor that it has, by name.  Of names that are tied it may have one or all.

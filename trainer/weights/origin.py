@@ -1,4 +1,4 @@
-"""What a model comes with besides its weights: the small files of the folder that training started from.
+"""Files that a model comes with besides its weights: the small files of the folder that training started from.
 
 Its tokenizer, chat template, generation settings and config.json are none of training's business, and an export must
 have them as they were, though it be made when that folder has long gone.  So they are part of a run's state.
