@@ -85,7 +85,7 @@ class World(Channel):
         return None if self._store is None else Messages(self._store, _ANSWER_S)
 
     def set_timeout(self, timeout_s: float) -> None:
-        """Give the process groups of this rank another timeout: all of them, or only those made here if a user opened them.
+        """Give the process groups of this rank another timeout: all, or only those made here if a user opened them.
 
         The start and the first update compile and allocate, and have a longer one.
         """
