@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
-import torch._dynamo  # the first hook of FSDP2 would import it otherwise, in the midst of building
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh

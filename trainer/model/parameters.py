@@ -62,3 +62,8 @@ def own_rows(tensor: torch.Tensor) -> tuple[int, int] | None:
     rows_a_rank = -(-num_rows // tensor.device_mesh.size(split[0]))
     start = min(num_rows, tensor.device_mesh.get_local_rank(split[0]) * rows_a_rank)
     return start, min(num_rows, start + rows_a_rank)
+
+
+def storage_id(storage: torch.UntypedStorage) -> int:
+    """Return a number that two storages share if they are one; it may be used again once the storage is freed."""
+    return storage._cdata

@@ -25,15 +25,23 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import sdpa_flop
 
+from trainer.model.parameters import storage_id
+
 _aten = torch.ops.aten
+
+ATTENTION = (
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+)
+"""Names of the attention kernels: which one runs depends on the device.  Each has a `_backward`."""
+
 _KINDS = {
     _aten.mm.default: "matmul",
     _aten.addmm.default: "matmul",
     _aten.bmm.default: "batched matmul",
-    _aten._scaled_dot_product_flash_attention.default: "attention",
-    _aten._scaled_dot_product_flash_attention_for_cpu.default: "attention",
-    _aten._scaled_dot_product_efficient_attention.default: "attention",
-    _aten._scaled_dot_product_cudnn_attention.default: "attention",
+    **{getattr(_aten, name).default: "attention" for name in ATTENTION},
 }
 """The operators that cost more than they write.  Which of the attention kernels runs depends on the device."""
 
@@ -120,7 +128,7 @@ def choose_kept(
             for name, p in model.named_parameters()
         }
         fake |= {name: torch.empty(buffer.shape, dtype=buffer.dtype) for name, buffer in model.named_buffers()}
-        known = {tensor.untyped_storage()._cdata for tensor in fake.values()}
+        known = {storage_id(tensor.untyped_storage()) for tensor in fake.values()}
         own = [vars(block).get("forward") for block in blocks]
         try:
             for block in blocks:
@@ -150,11 +158,11 @@ def _watched(forward: Callable[..., Any], block: _Block, known: set[int]) -> Cal
 
     def run(*args: Any, **kwargs: Any) -> Any:
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        inputs = {tensor.untyped_storage()._cdata for tensor in given}
+        inputs = {storage_id(tensor.untyped_storage()) for tensor in given}
         block.operators, block.saved, block.num_needed = [], {}, 0
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
-            storage = tensor.untyped_storage()._cdata
+            storage = storage_id(tensor.untyped_storage())
             block.num_needed = len(block.operators)
             if storage not in inputs and storage not in known:
                 block.saved[storage] = tensor

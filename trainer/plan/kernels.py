@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop
 
 from trainer.loss import as_on_a_gpu
+from trainer.model.recompute import ATTENTION
 
 aten = torch.ops.aten
 
@@ -37,16 +38,7 @@ NOTHING = Work("memory", 0, 0, 0)
 
 _FREE = {aten.detach.default, aten.empty.memory_format, aten.new_empty.default, aten.new_empty_strided.default}
 
-_ATTENTION = {
-    aten._scaled_dot_product_flash_attention,
-    aten._scaled_dot_product_flash_attention_backward,
-    aten._scaled_dot_product_flash_attention_for_cpu,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward,
-    aten._scaled_dot_product_efficient_attention,
-    aten._scaled_dot_product_efficient_attention_backward,
-    aten._scaled_dot_product_cudnn_attention,
-    aten._scaled_dot_product_cudnn_attention_backward,
-}
+_ATTENTION = {getattr(aten, f"{name}{way}") for name in ATTENTION for way in ("", "_backward")}
 
 
 def work_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Work:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
+from trainer.model.parameters import storage_id
 from trainer.plan.kernels import Work, work_of
 from trainer.plan.trace import Event, Mark, Segment
 
@@ -26,7 +27,7 @@ class MemoryMeter(TorchDispatchMode):
         self._gradients = self._start_gradients = self._peak_accumulating = 0
         self._work: Counter[Work] = Counter()
         self._not_counted = {
-            tensor.untyped_storage()._cdata
+            storage_id(tensor.untyped_storage())
             for tensor in (*model.parameters(), *model.buffers(), *inputs)
             if not tensor.is_meta
         }
@@ -50,7 +51,7 @@ class MemoryMeter(TorchDispatchMode):
         return result
 
     def _note(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
+        key = storage_id(storage)
         if key not in self._known and key not in self._not_counted:
             size = storage.nbytes()
             self._known[key] = weakref.ref(storage, lambda _: self._forget(key, size))
