@@ -33,10 +33,10 @@ PRIVATE: dict[str, Callable[[], object]] = {
     "_cdata": lambda: isinstance(torch.ones(1).untyped_storage()._cdata, int),
     "_version": lambda: torch.ones(1)._version == 0,
     "_base": lambda: torch.ones(4).view(2, 2)._base is not None,
-    "_foreach_add_": lambda: torch._foreach_add_([torch.ones(1)], 1) is None,
-    "_foreach_mul_": lambda: torch._foreach_mul_([torch.ones(1)], torch.ones(())) is None,
+    "_foreach_add_": lambda: _is_in_place(lambda ones: torch._foreach_add_(ones, 1), 2),
+    "_foreach_mul_": lambda: _is_in_place(lambda ones: torch._foreach_mul_(ones, torch.full((), 3.0)), 3),
     "_foreach_norm": lambda: torch._foreach_norm([torch.ones(4)], 2.0, torch.float32)[0] == 2,
-    "_foreach_sub_": lambda: torch._foreach_sub_([torch.ones(1)], [torch.ones(())]) is None,
+    "_foreach_sub_": lambda: _is_in_place(lambda ones: torch._foreach_sub_(ones, [torch.ones(())]), 0),
     "_scaled_dot_product_flash_attention": lambda: _has_backward("flash_attention"),
     "_scaled_dot_product_flash_attention_for_cpu": lambda: _has_backward("flash_attention_for_cpu"),
     "_scaled_dot_product_efficient_attention": lambda: _has_backward("efficient_attention"),
@@ -92,6 +92,12 @@ def _takes(function: Callable[..., object], *parameters: str) -> bool:
     return list(inspect.signature(function).parameters)[: len(parameters)] == list(parameters) or (
         inspect.signature(function).parameters.keys() >= set(parameters)
     )
+
+
+def _is_in_place(work: Callable[[list[torch.Tensor]], object], value: float) -> bool:
+    ones = [torch.ones(1)]
+    work(ones)
+    return ones[0].item() == value
 
 
 def _has_backward(name: str) -> bool:
