@@ -56,7 +56,7 @@ DEFECTS: list[Defect] = [
     Defect(
         "save-postponed-for-good",
         "streaks",
-        "trainer/checkpoint/schedule.py",
+        "trainer/checkpoint/saver.py",
         "return falls_due or self._is_postponed",
         "return falls_due",
     ),
