@@ -4,7 +4,7 @@
 
 First a rank's loader alone, with and without worker processes: tokens for each second of CPU time, of the rank and its
 workers together, and for each second of wall time.  Then llama_small trains on the same source, and its metrics say how
-long an update waited (`data_s`).  Loaders and runs take turns.
+long a step waited (`data_s`).  Loaders and runs take turns.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def _cpu_s(workers: list[int]) -> float:
 
 
 def train(case: Case, folder: Path, steps: int, name: str) -> dict[str, float]:
-    """Train llama_small on the source.  Returns how long an update took and how long it waited, without the first."""
+    """Train llama_small on the source.  Returns how long a step took and how long it waited, without the first."""
     run_dir = folder / name
     command = [
         *(sys.executable, "-m", "trainer.run", "recipe=llama_small", *case.overrides(folder), f"run.dir={run_dir}"),

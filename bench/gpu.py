@@ -49,7 +49,7 @@ class Row:
 
 
 def sequences(number: int) -> tuple[str, str]:
-    """Return the overrides for an update of one micro-batch of so many sequences."""
+    """Return the overrides for a step of one micro-batch of so many sequences."""
     return f"train.global_batch_size={number}", f"train.micro_batch_size={number}"
 
 
@@ -114,7 +114,7 @@ WARMUP, STEPS = 5, 10
 
 CHECK_STEPS, FIRST_TOLERANCE, TOLERANCE = 10, 1e-5, 1e-3
 """Steps of llama_small, and the largest relative difference of the first loss and of all: of the same fp32 sums in
-another order, which updates make larger.  A wrong mask or gradient is off by more than a hundredth."""
+another order, which steps make larger.  A wrong mask or gradient is off by more than a hundredth."""
 
 
 # ---------------------------------------------------------------------------------------------------------------

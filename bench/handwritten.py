@@ -98,7 +98,7 @@ def build_optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimiz
 
 
 def lr_factor(settings: Settings, step: int) -> float:
-    """Linear warmup, then a cosine; the first update is 1."""
+    """Linear warmup, then a cosine; the first step is 1."""
     if step <= settings.warmup_steps:
         return step / settings.warmup_steps
     progress = (step - settings.warmup_steps) / max(1, settings.steps - settings.warmup_steps)

@@ -53,7 +53,7 @@ class Measured(Trainer):
         self.window = window
         self.marks: list[Mark] = []
         self.records: list[Record] = []
-        """Of each update; a loss is read after the last: to read it is to wait for the device."""
+        """Of each step; a loss is read after the last: to read it is to wait for the device."""
         self.first_step_s = 0.0
 
     def on_step(self, record: Record) -> None:

@@ -3,7 +3,7 @@
     python -m bench.scale [--recipe llama3_8b] [--ranks 8 64 512] [--device cpu|cuda] [key=value ...]
 
 A fake process group says that there are so many ranks; nothing travels.  `host`: the time that Python and the
-dispatcher take to ask for all that one update needs, in the Trainer's own `train_step`.  The host must stay ahead of
+dispatcher take to ask for all that one step needs, in the Trainer's own `train_step`.  The host must stay ahead of
 the device, or the device waits.  For that the device's work is taken away: the model has all its blocks and tensors but
 is narrow, sequences are short, and collectives and FSDP's copies around them return at once.  What is left of kernels
 on a CPU counts as the host's.
@@ -74,7 +74,7 @@ def main() -> int:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
     parser.add_argument("--full", action="store_true", help="the model at its real width (a GPU)")
-    parser.add_argument("--steps", type=int, default=20, help="measured updates")
+    parser.add_argument("--steps", type=int, default=20, help="measured steps")
     parser.add_argument("--rounds", type=int, default=3, help="processes for each row, in turns")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("overrides", nargs="*", metavar="key=value")
@@ -120,7 +120,7 @@ def cells(variants: Sequence[str], ranks: Sequence[int]) -> list[tuple[str, int]
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Build one rank of a job, or a model alone, and let it make updates."""
+    """Build one rank of a job, or a model alone, and let it make steps."""
     (num_ranks,), (variant,) = args.ranks, args.variants
     import torch
 
@@ -156,9 +156,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 def take_times(
     update: Callable[[], None], marks: list[float], steps: int, synchronize: Callable[[], None]
 ) -> list[dict[str, float]]:
-    """Return the seconds of each update and of its parts; no garbage is collected meanwhile.
+    """Return the seconds of each step and of its parts; no garbage is collected meanwhile.
 
-    `marks`: where the update notes the ends of its forward and of its backward pass.
+    `marks`: where the step notes the ends of its forward and of its backward pass.
     """
     gc.collect()
     gc.disable()
@@ -193,7 +193,7 @@ def peak_gib(device: str) -> float:
 
 
 def build_alone(config: RunConfig, device: str) -> tuple[Update, list[float]]:
-    """Return an update of the model as it is, and where it marks the time.
+    """Return a step of the model as it is, and where it marks the time.
 
     Its blocks are compiled as the Trainer's are, its parameters have the dtype that FSDP would gather them in.
     """

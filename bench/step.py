@@ -148,7 +148,7 @@ def _train_with_trainer(side: str, job: dict[str, Any], watch: Watch, folder: Pa
 
     base: type[Trainer] = getattr(variants, VARIANTS[side]) if side in VARIANTS else Trainer
     records: list[Record] = []
-    """Of each update; a loss is read after the last: to read it is to wait for the device."""
+    """Of each step; a loss is read after the last: to read it is to wait for the device."""
 
     class Measured(base):
         """Is measured; leaves out the checkpoint at the end, which the hand-written side has not."""

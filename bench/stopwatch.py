@@ -58,7 +58,7 @@ METHODS = {
         "Trainer.build_eval_loader": "data",
         "Trainer._checkpoints": "checkpoints, folder, metrics",
         "Trainer.load_checkpoint": "checkpoints, folder, metrics",
-        "Trainer.train_step": "first update",
+        "Trainer.train_step": "first step",
     },
     "trainer.lifecycle.folder": {"RunFolder.begin": "checkpoints, folder, metrics"},
     "trainer.metrics.fanout": {"Metrics.open": "checkpoints, folder, metrics"},
@@ -174,7 +174,7 @@ def _launched() -> float:
 
 
 def main(path: str, arguments: list[str]) -> int:
-    """Run the command line; leaves the times in `path` once the first update is on record."""
+    """Run the command line; leaves the times in `path` once the first step is on record."""
     stopwatch = Stopwatch()
     gc.callbacks.append(stopwatch.on_collection)
 

@@ -26,7 +26,7 @@ class WholeLoss(Trainer):
 
 
 class ForeachAdamW(Trainer):
-    """Updates with torch's other AdamW, a kernel for each operation, on the parameters as they are: DTensors."""
+    """Steps with torch's other AdamW, a kernel for each operation, on the parameters as they are: DTensors."""
 
     def build_optimizer(self) -> torch.optim.Optimizer:
         built = super().build_optimizer()

@@ -50,7 +50,7 @@ class Fault:
     number: int = -1
     """Which event of the phase, or of all in an empty one."""
     at_step: int = -1
-    """Instead of at an event: after this update."""
+    """Instead of at an event: after this step."""
     then: str = ""
     """What happens at `at_step`, if not a kill: `raise`, or the name of a signal that the rank sends itself."""
     fail: str = ""
@@ -68,9 +68,9 @@ class Fault:
     poison_step: int = -1
     """The step after which a weight becomes not a number."""
     step_s: float = 0.0
-    """How much longer every update takes."""
+    """How much longer every step takes."""
     commands: dict[str, str] = field(default_factory=dict)
-    """Shell commands, by the update after which the rank runs them."""
+    """Shell commands, by the step after which the rank runs them."""
     log: str = ""
     """A folder in which every rank lists its events."""
 

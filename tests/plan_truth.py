@@ -45,7 +45,7 @@ def fake_model(config: RunConfig, shape: MeshShape) -> Iterator[tuple[nn.Module,
 
 
 def update(model: nn.Module, config: RunConfig, num_micro_batches: int) -> None:
-    """Do the forward and backward passes of one update."""
+    """Do the forward and backward passes of one step."""
     loss_of = find_loss(model)
     for number in range(num_micro_batches):
         shape = (int(config.train.micro_batch_size), config.data.seq_len)
@@ -55,7 +55,7 @@ def update(model: nn.Module, config: RunConfig, num_micro_batches: int) -> None:
 
 
 def tracked_peak(config: RunConfig, shape: MeshShape, num_micro_batches: int = 1) -> int:
-    """Return the peak of the second update's forward and backward by torch's FSDPMemTracker, in bytes.
+    """Return the peak of the second step's forward and backward by torch's FSDPMemTracker, in bytes.
 
     The optimizer's tensors are added: the tracker takes them for whole parameters.  It counts one micro-batch only.
     """
@@ -124,7 +124,7 @@ class StorageMeter(TorchDispatchMode):
 
 
 def metered_peak(config: RunConfig, shape: MeshShape, num_micro_batches: int = 1) -> int:
-    """Return the peak of the second update's forward and backward by the storages that are alive, in bytes."""
+    """Return the peak of the second step's forward and backward by the storages that are alive, in bytes."""
     with fake_model(config, shape) as (model, _):
         meter = StorageMeter()
         with meter.running():

@@ -1,4 +1,4 @@
-"""A trainer whose rank MESHTRAINER_TEST_RANK falls asleep for ever, in the third update, in MESHTRAINER_TEST_PLACE."""
+"""A trainer whose rank MESHTRAINER_TEST_RANK falls asleep for ever, in the third step, in MESHTRAINER_TEST_PLACE."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def test_startup() -> None:
     by_kind = {run["kind"]: run for run in runs}
     assert set(by_kind) == {"first step", "stopwatch", "--help"}
     parts = by_kind["stopwatch"]["parts"]
-    assert {"model", "data", "first update", "planner's forecast", "self-check", f"{IMPORT}torch"} <= set(parts)
+    assert {"model", "data", "first step", "planner's forecast", "self-check", f"{IMPORT}torch"} <= set(parts)
     assert sum(times[0] for times in parts.values()) == pytest.approx(by_kind["stopwatch"]["cpu_s"])
     assert "| --help |" in printed
 

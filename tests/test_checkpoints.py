@@ -153,7 +153,7 @@ SMALL_GPT2 = ["model.name=gpt2", "model.vocab_size=263", "model.dim=32", "model.
     ids=["dropout", "an epoch's end"],
 )
 def test_resumes_bit_equal(overrides: list[str], tmp_path: Path) -> None:
-    (tmp_path / "plain.txt").write_text("".join(map(str, range(500))))  # fewer samples than four updates take
+    (tmp_path / "plain.txt").write_text("".join(map(str, range(500))))  # fewer samples than four steps take
     assert prepare([str(tmp_path / "plain.txt"), "--out", str(tmp_path / "shard")]) == 0
     shard = str(tmp_path / "shard-*.bin")
     base = [item for item in tiny_overrides() if not (item.startswith("model.") and "model.name=gpt2" in overrides)]

@@ -177,7 +177,7 @@ def test_build_loader(tmp_path: Path) -> None:
     fit(first)
     second = OwnLoader(tiny_config(tmp_path, "train.steps=5"))
     fit(second)
-    assert first.seen == [1, 2, 3, 4, 5, 6], "two micro-batches an update"
+    assert first.seen == [1, 2, 3, 4, 5, 6], "two micro-batches a step"
     assert second.seen == [7, 8, 9, 10], "it goes on where it was"
 
 
@@ -365,7 +365,7 @@ def test_closing_after_a_loop_closes_what_takes_the_records(tmp_path: Path) -> N
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run of 4 updates with a checkpoint at each."""
+    """The folder of a run of 4 steps with a checkpoint at each."""
     folder = tmp_path_factory.mktemp("source")
     fit(Trainer(tiny_config(folder, "checkpoint.every=1", "checkpoint.keep_last=0")))
     return folder
@@ -518,7 +518,7 @@ def test_what_fit_returns(tmp_path: Path) -> None:
     assert stopped.fit() == 75
     stopped.close()
     assert (status(tmp_path)["state"], status(tmp_path)["exit_code"], status(tmp_path)["step"]) == ("stopped", 75, 3)
-    assert (tmp_path / "checkpoints" / "step_00000003").is_dir(), "the update in hand was the last"
+    assert (tmp_path / "checkpoints" / "step_00000003").is_dir(), "the step in hand was the last"
     assert handlers == [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)]
     for expected in ("finished", "nothing to do"):
         before = (tmp_path / "metrics.jsonl").read_bytes()

@@ -133,7 +133,7 @@ def test_a_position_does_not_depend_on_what_is_asked_with_it() -> None:
 
 
 def take(loader: TrainLoader, num_updates: int) -> np.ndarray:
-    """Return the samples of some updates, shape (updates, samples of this rank in an update)."""
+    """Return the samples of some steps, shape (steps, samples of this rank in a step)."""
     count = num_updates * loader.micro_batches_per_update
     rows = [next(loader)["tokens"][:, 0].numpy() for _ in range(count)]
     return np.concatenate(rows).reshape(num_updates, -1)

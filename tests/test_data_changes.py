@@ -176,7 +176,7 @@ def test_the_state_stays_small_and_readable_by_those_who_know_the_position_alone
 
 
 class OtherPython(StdlibCorpus):
-    """The standard library of a Python after an update, with other source text and other times."""
+    """The standard library of a Python after a step, with other source text and other times."""
 
     texts = (b"x = 1\n" * 500, b"y = 2\n" * 500)
 

@@ -61,7 +61,7 @@ RUN = [
     f"checkpoint.every={EVERY}",
     "checkpoint.keep_last=2",
 ]
-"""A run of a fraction of a second, which saves at updates 2, 4, 6 and 8."""
+"""A run of a fraction of a second, which saves at steps 2, 4, 6 and 8."""
 
 
 def with_(*overrides: str, base: Iterable[str] = tuple(RUN)) -> list[str]:
@@ -123,7 +123,7 @@ class Kind:
     mode: str = "async"
     ranks: int = 1
     setup: str = "fresh"
-    """fresh; resumed: from update 4, with checkpoints of 2 and 4; damaged: so, but that of 4 has one wrong bit; anew:
+    """fresh; resumed: from step 4, with checkpoints of 2 and 4; damaged: so, but that of 4 has one wrong bit; anew:
     from nothing, with the checkpoints of another attempt there; repeating: publishes every step twice."""
 
     @property
@@ -162,7 +162,7 @@ class KillCampaign:
         self._before = self._make_resumable()
 
     def _make_resumable(self) -> dict[int, Path]:
-        """Return, by number of ranks, the folder of a run that was killed at update 5."""
+        """Return, by number of ranks, the folder of a run that was killed at step 5."""
         found = {}
         for ranks in (1, 2):
             found[ranks] = self.folder / f"killed-{ranks}"
@@ -238,9 +238,9 @@ class KillCampaign:
                 wrong.append(f"went on from {resumed}, published were {published}")
             bound = EVERY if kind.mode == "sync" else 2 * EVERY  # at most the save in flight is lost with what follows
             if kind.setup != "damaged" and trained - (resumed or 0) > bound:
-                wrong.append(f"lost {trained - (resumed or 0)} updates")
+                wrong.append(f"lost {trained - (resumed or 0)} steps")
         if of("train", folder, "step") != list(range(1, STEPS + 1)):
-            wrong.append(f"metrics.jsonl has the updates {of('train', folder, 'step')}")
+            wrong.append(f"metrics.jsonl has the steps {of('train', folder, 'step')}")
         elif of("train", folder, "loss") != of("train", plain, "loss"):
             wrong.append("the losses differ from those of the undisturbed run")
         final = f"checkpoints/step_{STEPS:08d}"
@@ -399,7 +399,7 @@ def load_newest(folder: Path, *overrides: str) -> tuple[int | None, str]:
 
 @pytest.fixture(scope="module")
 def three(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run on one rank with checkpoints of updates 2, 4 and 6."""
+    """The folder of a run on one rank with checkpoints of steps 2, 4 and 6."""
     folder = tmp_path_factory.mktemp("three") / "run"
     started = start(folder, *with_("model.name=tests.own_recipes:mlp", "train.steps=6", "checkpoint.keep_last=0"))
     assert started.wait() == [0], started.stderr
@@ -1114,7 +1114,7 @@ def test_a_lock_of_another_host_that_beat_a_moment_ago(tmp_path: Path) -> None:
 
 
 def save_in_background(folder: Path, meshes: list[tuple[str, ...]]) -> list[str]:
-    """Save at update 3 asynchronously while three more are made, and synchronously; return what differs."""
+    """Save at step 3 asynchronously while three more are made, and synchronously; return what differs."""
     import torch.distributed as dist
 
     import trainer.checkpoint.place as place_module
@@ -1167,7 +1167,7 @@ def test_what_is_saved_in_the_background_is_the_state_of_that_moment(ranks: int,
 def grow(folder: Path, saves: int) -> tuple[float, float, list[float]]:
     """Save again and again in the background.  Returns in MiB a staged copy, and the memory: before, then at each.
 
-    Training alone comes and goes by 180 MiB, with gradients: before is the most of ten updates.
+    Training alone comes and goes by 180 MiB, with gradients: before is the most of ten steps.
     """
 
     def resident_mib() -> float:

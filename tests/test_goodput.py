@@ -25,7 +25,7 @@ def train(step: int, time: float, **fields: Any) -> dict[str, Any]:
 
 
 def test_lines_of_saving_between_those_of_training_cost_no_update() -> None:
-    """Every tenth update has a line, every 25th is saved."""
+    """Every tenth step has a line, every 25th is saved."""
     records: Lines = [start(100.0)]
     for step in range(1, 101):
         if step % 10 == 0 or step == 1:

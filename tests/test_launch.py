@@ -159,7 +159,7 @@ CAMPAIGN = [pytest.param(*case, marks=pytest.mark.campaign) for case in ((0, 3),
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("updates", "attempts"), [*CAMPAIGN, (2, 3), (3, None)])
+@pytest.mark.parametrize(("steps", "attempts"), [*CAMPAIGN, (2, 3), (3, None)])
 def test_one_update_at_a_time_is_no_progress(updates: int, attempts: int | None, stubs: Stubs, tmp_path: Path) -> None:
     """A job whose notice comes as soon as it has begun: it would be requeued for ever."""
     for number in range(attempts or 5):
@@ -167,7 +167,7 @@ def test_one_update_at_a_time_is_no_progress(updates: int, attempts: int | None,
         is_last = number + 1 == attempts
         assert ran.returncode == is_last, ran.stderr + ran.stdout
         assert len(stubs.called("scontrol")) == number + 1 - is_last
-    assert ("fewer than 3 updates in each of 3 attempts in a row" in ran.stdout) == (attempts is not None)
+    assert ("fewer than 3 steps in each of 3 attempts in a row" in ran.stdout) == (attempts is not None)
     if attempts:
         again = batch(stubs, tmp_path / "run", "exit 0", attempts)
         assert (again.returncode, len(stubs.called("srun"))) == (1, attempts), "nor does it begin if Slurm requeues it"

@@ -66,7 +66,7 @@ def of(kind: str, found: list[dict[str, Any]], field: str) -> list[Any]:
 
 
 class NeverFinite(Trainer):
-    """Has a loss that is not a number in its second update."""
+    """Has a loss that is not a number in its second step."""
 
     def loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         return super().loss(batch) * (math.nan if self.state.step == 1 else 1.0)
@@ -80,7 +80,7 @@ EVERY_3 = ["log.every=3", "eval.every=3", "checkpoint.every=3", "checkpoint.keep
 
 @pytest.fixture(scope="module")
 def resumed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]], list[dict[str, Any]]]:
-    """A run of 8 updates, then again from its checkpoint at 3, as after a crash that left half a line."""
+    """A run of 8 steps, then again from its checkpoint at 3, as after a crash that left half a line."""
     folder = tmp_path_factory.mktemp("metrics") / "run"
     before = fit(folder, "train.steps=8", *EVERY_3)
     for step in (6, 8):
@@ -189,7 +189,7 @@ def test_lines_are_there_as_soon_as_they_are_written(tmp_path: Path) -> None:
 
 def test_an_update_that_is_not_finite(tmp_path: Path) -> None:
     found = fit(tmp_path, "train.steps=4", kind=NeverFinite)
-    assert of("train", found, "step") == [1, 2, 3, 4], "a skipped update advances the step"
+    assert of("train", found, "step") == [1, 2, 3, 4], "a skipped step advances the step"
     assert [loss is None for loss in of("train", found, "loss")] == [False, True, False, False]
     assert [norm is None for norm in of("train", found, "grad_norm")] == [False, True, False, False]
     assert "NaN" not in (tmp_path / "metrics.jsonl").read_text()
@@ -216,7 +216,7 @@ def test_records_of_steps_have_all_fields_between_lines_too(tmp_path: Path) -> N
 def test_rates_and_bytes_are_those_of_all_ranks(two: Shared) -> None:
     for line in two.ran.metrics:
         if line["kind"] == "train":
-            assert line["tokens_per_s"] * line["step_s"] == pytest.approx(8 * 32), "targets of one update"
+            assert line["tokens_per_s"] * line["step_s"] == pytest.approx(8 * 32), "targets of one step"
         if line["kind"] == "checkpoint":
             folder = two.ran.folder / "checkpoints" / f"step_{line['step']:08d}"
             files = [path for path in folder.rglob("*") if path.is_file() and path.name != "manifest.json"]

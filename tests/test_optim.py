@@ -24,7 +24,7 @@ SHAPES = ["cosine", "linear", "wsd", "constant"]
 
 
 def schedule(name: Any, warmup: int = 0, steps: int = 10, decay: float = 0.2) -> Callable[[int], float]:
-    """Return the learning rate as a function of the update, from 1 on."""
+    """Return the learning rate as a function of the step, from 1 on."""
     shape = ScheduleSection(name, warmup_steps=warmup, min_lr_ratio=FLOOR, decay_ratio=decay)
     return Schedule(RunConfig(optim=OptimSection(lr=PEAK), schedule=shape, train=TrainSection(steps=steps))).lr
 
@@ -176,7 +176,7 @@ STEPS = 8
 
 
 class OneBatch:
-    """The same four sequences in every update, so that any optimizer that works learns them by heart."""
+    """The same four sequences in every step, so that any optimizer that works learns them by heart."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         stream = torch.randint(32, (4, 17), generator=torch.Generator().manual_seed(0))

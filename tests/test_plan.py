@@ -36,7 +36,7 @@ MIXED = "fsdp.reshard_after_forward=[always,always,8,8,2,never,never,never]"
 
 
 def config_of(recipe: str, *overrides: str, shape: MeshShape, micro_batches: int = 1) -> RunConfig:
-    """Return a configuration whose update has so many micro-batches on each rank of `shape`."""
+    """Return a configuration whose step has so many micro-batches on each rank of `shape`."""
     config = planned(load_config(recipe, overrides))
     micro = config.train.micro_batch_size
     batch = shape.num_ranks * (1 if micro == AUTO else int(micro)) * micro_batches
@@ -180,7 +180,7 @@ def test_the_largest_micro_batch_may_need_the_least() -> None:
 
 
 def measure(overrides: list[str]) -> tuple[int, Counter[tuple[str, int, int]]]:
-    """Train three updates of a real run; return the peak of tensors and the collectives of the third."""
+    """Train three steps of a real run; return the peak of tensors and the collectives of the third."""
     trainer = Trainer(load_config("llama_small", overrides))
     meter, log = StorageMeter(), CollectiveLog()
     batches = iter(trainer.loader)

@@ -72,7 +72,7 @@ def test_twenty_preemptions(more: list[str], tmp_path: Path) -> None:
     assert ended.train("loss") == alone.train("loss")
     assert evaluations(ended) == evaluations(alone)
     starts = [line for line in ended.metrics if line["kind"] == "start"]
-    print(f"{len(codes)} preemptions, {len(starts) - 1} of them after the first update had begun")
+    print(f"{len(codes)} preemptions, {len(starts) - 1} of them after the first step had begun")
 
 
 def evaluations(ran: Ran) -> dict[int, float]:

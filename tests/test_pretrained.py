@@ -44,7 +44,7 @@ def config_of(source: Path | str, *overrides: str, recipe: str = "llama_small") 
 
 
 def trained(source: Path | str, folder: Path, *overrides: str, recipe: str = "llama_small") -> Path:
-    """Train one update from `source` and return the run's folder."""
+    """Train one step from `source` and return the run's folder."""
     trainer = Trainer(config_of(source, f"run.dir={folder}", *overrides, recipe=recipe))
     assert trainer.fit() == 0
     trainer.close()

@@ -81,7 +81,7 @@ def test_updates_that_are_not_finite_are_skipped_on_all_ranks(tmp_path: Path) ->
 def test_too_many_updates_that_are_not_finite_end_the_run(tmp_path: Path) -> None:
     ran = run_command(tmp_path / "run", *MLP, OWN + "mlp_nonfinite", "nproc=2", "train.max_skipped_updates=2")
     assert ran.exit_code == 1
-    assert ran.stderr.count("not finite in 2 updates in a row") == 1
+    assert ran.stderr.count("not finite in 2 steps in a row") == 1
     assert "Traceback" not in ran.stderr
     assert ran.status["state"] == "failed"
 

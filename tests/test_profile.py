@@ -1,4 +1,4 @@
-"""Profiles of chosen updates: what their time went into, the trace that Perfetto reads, and that all else stays."""
+"""Profiles of chosen steps: what their time went into, the trace that Perfetto reads, and that all else stays."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_nothing_but_the_host() -> None:
 
 
 def test_an_update_lasts_until_its_kernels_have_ended() -> None:
-    """The host is ahead: it has launched both updates by 20, the device is through with them at 110."""
+    """The host is ahead: it has launched both steps by 20, the device is through with them at 110."""
     kernels = [span(MATMUL, 2, 60, launched=1), span(OTHER, 60, 110, launched=15), span(MATMUL, 110, 900, launched=25)]
     updates = extend_to_device([update(0, 10), update(10, 20)], kernels)
     assert [(found.start_us, found.end_us) for found in updates] == [(0, 60), (60, 110)]
@@ -197,7 +197,7 @@ def event(category: str, name: str, start: float, end: float, tid: int = MAIN, *
 
 
 def cuda_trace() -> list[dict[str, Any]]:
-    """An update of 100 us on the host, whose kernels run until 140, then 20 us of evaluation and another update."""
+    """A step of 100 us on the host, whose kernels run until 140, then 20 us of evaluation and another step."""
     return [
         {"ph": "M", "name": "process_name", "pid": 1, "tid": 0, "ts": 0.0, "args": {"name": "python"}},
         event("user_annotation", "ProfilerStep#4", 0, 100),
@@ -223,7 +223,7 @@ def cuda_trace() -> list[dict[str, Any]]:
 
 
 def test_a_trace_of_a_gpu() -> None:
-    """Update 4 is 0 to 140, update 5 is 160 to 200: 180 us.  The evaluation between them is no part of either."""
+    """Update 4 is 0 to 140, step 5 is 160 to 200: 180 us.  The evaluation between them is no part of either."""
     timeline = Timeline.of(cuda_trace())
     assert [found.name for found in timeline.updates] == ["4", "5"]
     assert timeline.shares() == shares(
@@ -237,7 +237,7 @@ def test_a_trace_of_a_gpu() -> None:
 
 
 def test_a_trace_of_a_cpu() -> None:
-    """The thread waits in no operator while gloo works; another thread's operators are not the update's."""
+    """The thread waits in no operator while gloo works; another thread's operators are not the step's."""
     timeline = Timeline.of(
         [
             event("user_annotation", "ProfilerStep#1", 0, 100),
@@ -303,7 +303,7 @@ def test_a_trace_that_is_cut_off_is_not_taken_for_one(text: str) -> None:
 
 
 def test_updates_under_a_profiler_are_left_out_of_the_means(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is 100 s by the clock, and has been for 7 s: an update of 1 s, one of 5 s under a profiler, one of 1 s."""
+    """It is 100 s by the clock, and has been for 7 s: a step of 1 s, one of 5 s under a profiler, one of 1 s."""
     monkeypatch.setattr("trainer.metrics.meter.time", SimpleNamespace(perf_counter=lambda: 100.0))
     meter = Meter(started=93.0)
     meter.count(0.1, 100)
@@ -391,7 +391,7 @@ def test_perfetto_can_open_the_trace(profiled: Path) -> None:
 
 
 def test_the_trace_names_updates_and_their_phases(profiled: Path) -> None:
-    """An evaluation and a save lie between the profiled updates, two micro-batches in each."""
+    """An evaluation and a save lie between the profiled steps, two micro-batches in each."""
     events = read_trace(profiled / "profile" / "trace_3-5_rank0.json.gz")
     timeline = Timeline.of(events)
     assert [update.name for update in timeline.updates] == ["3", "4", "5"]
@@ -445,7 +445,7 @@ def test_other_readers_of_metrics_are_not_led_astray(profiled: Path, tmp_path: P
     sink.close()
     kept = lines(tmp_path)
     assert sink.lost_steps == 4
-    assert of("profile", kept) == [], "it is made anew, as the updates are"
+    assert of("profile", kept) == [], "it is made anew, as the steps are"
     assert [line["step"] for line in of("train", kept)] == [1, 2, 3, 4]
 
 
@@ -493,7 +493,7 @@ def capture(monkeypatch: pytest.MonkeyPatch) -> list[torch.profiler.profile]:
 
 @pytest.mark.slow
 def test_shares_against_torchs_own_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """llama_small itself.  Of torch's events those within an update; the table knows nothing of updates.
+    """llama_small itself.  Of torch's events those within a step; the table knows nothing of steps.
 
     Both read the same recording, so that it does not matter how long what took.
     """
@@ -541,7 +541,7 @@ COLLECTIVES = ("all_gather_single", "reduce_scatter_single", "all_gather_into_te
 
 
 def train_with_a_stop_watch(folder: Path) -> dict[int, float]:
-    """Train llama_small on this rank; return the seconds that each profiled update was in collectives, by the clock."""
+    """Train llama_small on this rank; return the seconds that each profiled step was in collectives, by the clock."""
     spent_s: dict[int, float] = Counter()
     is_inside = False
 
@@ -583,7 +583,7 @@ PHASES = ("data", "forward", "backward", "reduce", "optimizer")
 def test_two_ranks(tmp_path: Path) -> None:
     """A thread that calls a collective waits in it.  The trace has the same without the calls' way in and out.
 
-    In the median of five updates: a rank that is not let run for a moment spoils that update alone.
+    In the median of five steps: a rank that is not let run for a moment spoils that step alone.
     """
     spent_s = run_ranks(2, train_with_a_stop_watch, tmp_path)
     assert files(tmp_path) == ["trace_3-7_rank0.json.gz", "trace_3-7_rank1.json.gz"]
@@ -619,19 +619,19 @@ def test_a_run_that_ends_in_between(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_run_that_is_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Between the updates it takes the rest of them; past them nothing, and it says so."""
+    """Between the steps it takes the rest of them; past them nothing, and it says so."""
     fit(tmp_path, "train.steps=4")
     found = fit(tmp_path, "train.steps=6")
     assert files(tmp_path) == ["trace_3-4_rank0.json.gz", "trace_5-5_rank0.json.gz"]
     assert [(line["first_step"], line["step"]) for line in of("profile", found)] == [(3, 4), (5, 5)]
     capsys.readouterr()
     assert len(of("profile", fit(tmp_path, "train.steps=8"))) == 2
-    assert "log.profile_steps=[3,5]: no profile, the run is past these updates" in capsys.readouterr().out
+    assert "log.profile_steps=[3,5]: no profile, the run is past these steps" in capsys.readouterr().out
 
 
 def test_a_run_too_short_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fit(tmp_path, "train.steps=2")
-    assert "log.profile_steps=[3,5]: no profile, the run ends before, with update 2" in capsys.readouterr().out
+    assert "log.profile_steps=[3,5]: no profile, the run ends before, with step 2" in capsys.readouterr().out
     assert not (tmp_path / "profile").exists()
 
 
@@ -677,7 +677,7 @@ def test_a_failure_leaves_what_there_was(tmp_path: Path) -> None:
     assert files(tmp_path) == ["trace_3-4_rank0.json.gz"]
     assert updates_in(tmp_path / "profile" / files(tmp_path)[0]) == [3, 4]
     (record,) = of("profile", lines(tmp_path))
-    assert record["step"] == 3, "the last update that was through"
+    assert record["step"] == 3, "the last step that was through"
     assert not torch.autograd.profiler._is_profiler_enabled
 
 
@@ -783,7 +783,7 @@ def test_other_ranks_wait_for_the_writing(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_from_the_command_line(tmp_path: Path) -> None:
-    """Two ranks, accumulation, a save and an evaluation between the profiled updates, and the line for a person."""
+    """Two ranks, accumulation, a save and an evaluation between the profiled steps, and the line for a person."""
     ran = run_tiny(tmp_path / "run", "nproc=2", "train.steps=5", "log.profile_steps=[2,4]", "checkpoint.every=3",
                    "eval.every=3", "eval.steps=1", "data.source=synthetic", "run.threads=1")  # fmt: skip
     (record,) = of("profile", ran.metrics)
@@ -854,4 +854,4 @@ def test_a_record_without_shares_is_shown(capsys: pytest.CaptureFixture[str]) ->
 
     none = dict.fromkeys(KINDS)
     ConsoleSink(5).write(Record(kind="profile", step=5, first_step=3, update_s=0.5, trace="t.gz", memory=None, **none))
-    assert "profiled steps 3 to 5, 0.5 s an update under the profiler; t.gz" in capsys.readouterr().out
+    assert "profiled steps 3 to 5, 0.5 s a step under the profiler; t.gz" in capsys.readouterr().out

@@ -57,7 +57,7 @@ ONE_ATTEMPT = [
     {"kind": "checkpoint", "step": 4, "blocked_s": 0.5, "total_s": 2.0, "bytes": 9, "time": 1018.0},
     train_line(6, 1020.0),
 ]
-"""6 updates of a second each: 20 s in all, of it 6 starting, 4 loading, 3 evaluating, 0.5 saving, 0.5 unnamed."""
+"""6 steps of a second each: 20 s in all, of it 6 starting, 4 loading, 3 evaluating, 0.5 saving, 0.5 unnamed."""
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -169,7 +169,7 @@ def test_the_start_is_the_commands_and_is_taken_once() -> None:
 
 @pytest.mark.slow
 def test_a_run_that_is_killed_and_resumed(tmp_path: Path) -> None:
-    """Killed after update 5 with a checkpoint at 3: 4 and 5 are lost, on record in the file and in the report."""
+    """Killed after step 5 with a checkpoint at 3: 4 and 5 are lost, on record in the file and in the report."""
     folder = tmp_path / "run"
     arguments = ["recipe=llama_small", "model.name=tests.own_recipes:mlp_faulty", "data.source=synthetic"]
     arguments += ["data.seq_len=16", "train.global_batch_size=4", "train.micro_batch_size=1", "train.steps=8"]
@@ -309,8 +309,8 @@ def test_what_a_run_says_is_escaped(tmp_path: Path) -> None:
     ],
     ids=[
         "start",
-        "one update",
-        "only an update",
+        "one step",
+        "only a step",
         "no start",
         "end",
         "unknown",

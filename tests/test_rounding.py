@@ -141,7 +141,7 @@ def test_without_anything_to_round_it_is_torchs_adamw() -> None:
 
 
 def test_a_step_is_left_out_where_torchs_fused_optimizers_leave_it_out() -> None:
-    """And counts for nothing: the bits of the next one are those of an update in its place."""
+    """And counts for nothing: the bits of the next one are those of a step in its place."""
     results = []
     for bad in (False, True):
         model = small_model(torch.bfloat16)
@@ -188,7 +188,7 @@ def matrices(device: str) -> list[torch.Tensor]:
 
 
 def update_both_ways(device: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return what an update makes of the same matrices in pieces on the CPU, and compiled on `device`."""
+    """Return what a step makes of the same matrices in pieces on the CPU, and compiled on `device`."""
     group = {"lr": 1e-2, "betas": (0.9, 0.999), "weight_decay": 0.1, "eps": 1e-8}
     place = torch.tensor((7, 5, 0, 0), dtype=torch.int32)
     plain, compiled = matrices("cpu"), matrices(device)
@@ -230,7 +230,7 @@ def tiny(folder: Path, *overrides: str) -> RunConfig:
 
 
 def step_with_equal_gradients(folder: Path, meshes: list[list[str]]) -> list[tuple[list[torch.Tensor], bool]]:
-    """Do five updates with gradients drawn from a seed, on each mesh; return all weights, whole."""
+    """Do five steps with gradients drawn from a seed, on each mesh; return all weights, whole."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
@@ -318,7 +318,7 @@ def test_resume_is_bit_equal(ranks: int, overrides: list[str], tmp_path: Path) -
 
 @pytest.fixture(scope="module")
 def final_losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
-    """The mean loss of the last 20 of 150 updates on Python's own source, by what is kept in which dtype."""
+    """The mean loss of the last 20 of 150 steps on Python's own source, by what is kept in which dtype."""
     kept = {
         "float32": ["fsdp.param_dtype=bfloat16"],
         "stochastic": ALL_BFLOAT16,
@@ -334,7 +334,7 @@ def final_losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
 
 @pytest.mark.campaign
 def test_training_is_as_good_as_with_master_weights(final_losses: dict[str, float]) -> None:
-    """And visibly worse where small updates are lost."""
+    """And visibly worse where small steps are lost."""
     print(final_losses)
     assert final_losses["stochastic"] == pytest.approx(final_losses["float32"], rel=5e-3)
     assert final_losses["nearest"] > 1.02 * final_losses["float32"]
@@ -364,7 +364,7 @@ def test_losses_on_every_mesh(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run of 4 updates, all in bfloat16."""
+    """The folder of a run of 4 steps, all in bfloat16."""
     folder = tmp_path_factory.mktemp("run") / "run"
     train(tiny(folder, *ALL_BFLOAT16, "train.steps=4"))
     return folder

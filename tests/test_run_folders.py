@@ -39,7 +39,7 @@ TINY = tiny_overrides(
     "checkpoint.keep_last=0",
 )
 STEPS, MORE = 4, 6
-"""What the original trains, with a checkpoint each two updates, and how far it is to go then."""
+"""What the original trains, with a checkpoint each two steps, and how far it is to go then."""
 
 Start = tuple[str, list[str]]
 """A recipe and overrides."""
@@ -377,7 +377,7 @@ def test_killed_before_its_first_checkpoint_it_begins_again_by_itself(tmp_path: 
     run = tmp_path / "run"
     options = merged(TINY, ["recipe=llama_small", f"run.dir={run}", "train.steps=1000000", "checkpoint.every=0"])
     first = start_run(options, tmp_path)
-    wait_until(lambda: (run / "metrics.jsonl").is_file() and len(records(run, "train")) >= 3, "three updates")
+    wait_until(lambda: (run / "metrics.jsonl").is_file() and len(records(run, "train")) >= 3, "three steps")
     os.kill(first.processes[0].pid, signal.SIGKILL)
     first.wait()
     before = metrics_lines(contents(run))
@@ -394,7 +394,7 @@ def test_a_loop_that_never_saved_begins_again(tmp_path: Path) -> None:
         trainer = Trainer(config)
         assert [record.step for record in trainer.steps()] == [1, 2]
         trainer.close()
-    assert len(metrics_lines(contents(tmp_path))) == 8  # start, two updates and end, of each
+    assert len(metrics_lines(contents(tmp_path))) == 8  # start, two steps and end, of each
 
 
 def wandb_ids(folder: Path) -> set[str]:

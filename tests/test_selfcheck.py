@@ -1,4 +1,4 @@
-"""The self-check before the first update: each thing that can be wrong is found and named, on all ranks alike."""
+"""The self-check before the first step: each thing that can be wrong is found and named, on all ranks alike."""
 
 from __future__ import annotations
 
@@ -219,7 +219,7 @@ WRONG: dict[str, tuple[Case, str]] = {
         (RankTwoOff, ON_2_X_2),
         "UserError: self-check: the ranks were not started alike\n  run.seed: 0 on ranks 0, 1, 3; 7 on rank 2\n",
     ),
-    "data": ((SameData, ON_2_X_2), "for the next update, of which rank 0 reads some too; expected: ["),
+    "data": ((SameData, ON_2_X_2), "for the next step, of which rank 0 reads some too; expected: ["),
     "order": ((OtherOrder, []), "rank 2: reads from position 0 of an order of"),
 }
 

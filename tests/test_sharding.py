@@ -1,4 +1,4 @@
-"""What sharding does to a model: which collectives an update runs, what the units are, and that the numbers stay."""
+"""What sharding does to a model: which collectives a step runs, what the units are, and that the numbers stay."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def plain_losses(config: RunConfig, num_steps: int = 10) -> list[float]:
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# Collectives of an update
+# Collectives of a step
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ def counted(trainer: CountingTrainer) -> Iterator[tuple[Counter[Call], list[int]
 
 
 def collectives_of_each(runs: list[list[str]]) -> list[dict[str, Any]]:
-    """Return, for each run, the collectives of its second update and the sizes of its units, the root's last."""
+    """Return, for each run, the collectives of its second step and the sizes of its units, the root's last."""
     open_group()
     found = []
     for overrides in runs:
@@ -206,7 +206,7 @@ RESHARD: dict[str, tuple[list[str | int], str]] = {
 def expected_calls(
     units: Sequence[str | int], sizes: Sequence[int], mesh: tuple[int, int], num_micro_batches: int
 ) -> Counter[Call]:
-    """Return the collectives of one update: those of `GATHERS`, and one reduction a unit, in the last backward pass."""
+    """Return the collectives of one step: those of `GATHERS`, and one reduction a unit, in the last backward pass."""
     replicate, shard = mesh
     calls: Counter[Call] = Counter()
     last = num_micro_batches - 1

@@ -127,7 +127,7 @@ def test_each_signal_stops_a_run(number: signal.Signals, tmp_path: Path) -> None
 
 @pytest.mark.campaign
 def test_the_end_of_the_job_stops_the_run(tmp_path: Path) -> None:
-    """It has stopped, saved and left before the end, but not long before: it reserves 5 s, two updates and a save."""
+    """It has stopped, saved and left before the end, but not long before: it reserves 5 s, two steps and a save."""
     end = int(time.time()) + 45
     local = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(end))
     ran = ended(start(tmp_path / "run", f"run.deadline={local}"), tmp_path / "run", timeout_s=120)
@@ -203,7 +203,7 @@ def test_a_signal_ends_an_evaluation(tmp_path: Path) -> None:
 
 
 def test_a_deadline_that_has_passed_is_a_mistake(tmp_path: Path) -> None:
-    """Or a job that is started again and again would make one update each time."""
+    """Or a job that is started again and again would make one step each time."""
     ran = run_tiny(tmp_path / "run", "train.steps=5", "run.deadline=2020-01-01", ends=2)
     assert "run.deadline=2020-01-01: has passed already" in ran.stderr
 
@@ -280,7 +280,7 @@ def _answers(port: int) -> bool:
 
 
 def test_the_last_evaluation_is_made_up_for(tmp_path: Path) -> None:
-    """The last update was saved before it: what is owed is saved too."""
+    """The last step was saved before it: what is owed is saved too."""
     own = [*SLOW, "train.steps=4", "checkpoint.every=4", "eval.every=3", "eval.steps=3", "log.every=1"]
     gate = Gate(tmp_path / "gate", "evaluation 4")
     run = start_forked(tmp_path / "run", *tiny_overrides(*own), env=gate.variables)

@@ -1,4 +1,4 @@
-"""While updates are skipped nobody knows whether the weights are good: what was saved before is kept and used."""
+"""While steps are skipped nobody knows whether the weights are good: what was saved before is kept and used."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OWN = ["checkpoint.every=2", "train.steps=12", "checkpoint.mode=sync"]
 
 
 class Skipping(Trainer):
-    """Skips the updates `skipped`, asks to stop after `stops_at`, and spoils its weights after `spoils_at`."""
+    """Skips the steps `skipped`, asks to stop after `stops_at`, and spoils its weights after `spoils_at`."""
 
     skipped: range = range(0)
     stops_at = spoils_at = -1
@@ -77,7 +77,7 @@ def resumed(folder: Path) -> list[int | None]:
 @pytest.mark.parametrize("mode", ["sync", pytest.param("async", marks=pytest.mark.campaign)])
 def test_a_streak_pushes_no_good_checkpoint_out(mode: str, tmp_path: Path) -> None:
     """And the run goes on from the last good one, as if nothing had been."""
-    with pytest.raises(TrainingFailed, match=r"not finite in 6 updates in a row"):
+    with pytest.raises(TrainingFailed, match=r"not finite in 6 steps in a row"):
         run(tmp_path, f"checkpoint.mode={mode}", "train.max_skipped_updates=6", skipped=range(6, 99))
     assert saved(tmp_path) == ["02", "04"]
     assert run(tmp_path) == 0
@@ -158,13 +158,13 @@ def test_where_there_is_no_other_it_is_gone_on_from(tmp_path: Path, capsys: pyte
     assert saved(tmp_path) == ["06"]
     assert run(tmp_path, "checkpoint.every=0", skipped=range(6, 8)) == 0
     assert resumed(tmp_path) == [None, 6]
-    assert "while updates were skipped" in capsys.readouterr().err
+    assert "while steps were skipped" in capsys.readouterr().err
     assert losses(tmp_path).items() == losses(tmp_path / "whole").items()
 
 
 @pytest.mark.slow
 def test_a_run_does_not_end_well_in_a_streak(tmp_path: Path) -> None:
-    match = r"the last 2 updates were skipped.*higher train.steps"
+    match = r"the last 2 steps were skipped.*higher train.steps"
     with pytest.raises(TrainingFailed, match=match):
         run(tmp_path, "checkpoint.every=0", skipped=range(11, 13))
     assert json.loads((tmp_path / "status.json").read_text())["state"] == "failed"
@@ -181,7 +181,7 @@ def test_a_loop_of_ones_own_does_not_end_well_in_a_streak(tmp_path: Path) -> Non
     own.accounts.reads_late = True
     for record in own.steps():
         assert record.step <= 12
-    with pytest.raises(TrainingFailed, match="the last update was skipped"):
+    with pytest.raises(TrainingFailed, match="the last step was skipped"):
         own.close()
     assert json.loads((tmp_path / "status.json").read_text())["state"] == "failed"
 
@@ -209,7 +209,7 @@ def test_a_streak_that_begins_before_a_save_has_ended(tmp_path: Path, monkeypatc
     with pytest.raises(TrainingFailed):
         own.fit()
     own.close()
-    assert saved(tmp_path) == ["doubtful-04", "02"], "of its weights nothing is known but that no update was possible"
+    assert saved(tmp_path) == ["doubtful-04", "02"], "of its weights nothing is known but that no step was possible"
     assert run(tmp_path) == 0
     assert resumed(tmp_path) == [None, 2]
 
@@ -238,7 +238,7 @@ def test_the_newest_of_a_run_is_the_newest_good_one(tmp_path: Path, capsys: pyte
     assert load_weights(tmp_path) is not None
     capsys.readouterr()
     assert command_line([str(tmp_path)]) == 0
-    assert "step_00000006: was saved while updates were skipped (2 in a row)" in capsys.readouterr().out
+    assert "step_00000006: was saved while steps were skipped (2 in a row)" in capsys.readouterr().out
     assert command_line([str(tmp_path), "--json"]) == 0
     assert [entry["num_skipped"] for entry in json.loads(capsys.readouterr().out)] == [0, 0, 2]
     shutil.rmtree(tmp_path / "checkpoints" / "step_00000002")

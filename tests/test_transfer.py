@@ -1,4 +1,4 @@
-"""The step asks the device for nothing: what is not finite is skipped there, and numbers are read one update later."""
+"""The step asks the device for nothing: what is not finite is skipped there, and numbers are read one step later."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ STEPS = {
     "bfloat16 weights and states": ["train.weights_dtype=bfloat16", "optim.state_dtype=bfloat16"],
     "bfloat16 states, to the nearest": ["optim.state_dtype=bfloat16", "optim.rounding=nearest"],
 }
-"""Ways to do an update in which the host has nothing to wait for.  `fsdp.cpu_offload` is none of them: there the host
-does the update, and first needs the gradients and whether they are finite."""
+"""Ways to do a step in which the host has nothing to wait for.  `fsdp.cpu_offload` is none of them: there the host
+does the step, and first needs the gradients and whether they are finite."""
 
 
 @pytest.mark.parametrize("overrides", STEPS.values(), ids=STEPS)
@@ -126,7 +126,7 @@ def test_an_update_that_is_not_finite_leaves_no_trace(name: str, device: str) ->
 
 
 class NotFinite(Trainer):
-    """Its third and fourth updates are not finite."""
+    """Its third and fourth steps are not finite."""
 
     saves_at = -1
 
@@ -140,7 +140,7 @@ class NotFinite(Trainer):
 
 @pytest.mark.parametrize("reads_late", [False, True])
 def test_skipped_updates_are_counted(reads_late: bool, tmp_path: Path) -> None:
-    """As on a GPU, where they are looked at one update later: nothing is left out, whatever is saved or logged."""
+    """As on a GPU, where they are looked at one step later: nothing is left out, whatever is saved or logged."""
     config = load_config(
         "llama_small",
         tiny_overrides(
@@ -153,7 +153,7 @@ def test_skipped_updates_are_counted(reads_late: bool, tmp_path: Path) -> None:
     assert trainer.fit() == 0
     assert (trainer.skips.total, trainer.skips.in_a_row) == (2, 0)
     trainer.load_checkpoint(tmp_path / "checkpoints" / "step_00000003")
-    assert (trainer.skips.total, trainer.skips.in_a_row) == (1, 1), "the update that was pending when it was saved"
+    assert (trainer.skips.total, trainer.skips.in_a_row) == (1, 1), "the step that was pending when it was saved"
     trainer.close()
     found = lines(tmp_path)
     assert of("train", found, "step") == [1, 4, 6]
@@ -183,7 +183,7 @@ def test_closing_a_run_that_has_failed_looks_at_nothing(tmp_path: Path) -> None:
     trainer.accounts.reads_late = True
     with pytest.raises(ArithmeticError):
         trainer.fit()
-    assert trainer.accounts.pending is not None, "an update too many, that nobody has looked at"
+    assert trainer.accounts.pending is not None, "a step too many, that nobody has looked at"
     trainer.close()
     assert [line["reason"] for line in lines(tmp_path) if line["kind"] == "end"] == ["failed"]
 
@@ -193,14 +193,14 @@ def test_too_many_skipped_updates_end_the_run(reads_late: bool, tmp_path: Path) 
     overrides = ["train.steps=6", "log.every=6", "train.max_skipped_updates=2", f"run.dir={tmp_path}"]
     trainer = NotFinite(load_config("llama_small", tiny_overrides(*overrides)))
     trainer.accounts.reads_late = reads_late
-    with pytest.raises(TrainingFailed, match=r"step 4: .* not finite in 2 updates in a row"):
+    with pytest.raises(TrainingFailed, match=r"step 4: .* not finite in 2 steps in a row"):
         trainer.fit()
     assert trainer.state.step == (5 if reads_late else 4)
     trainer.close()
 
 
 class Slow(Numbers):
-    """Numbers of a device that takes 50 ms for an update."""
+    """Numbers of a device that takes 50 ms for a step."""
 
     def read(self) -> list[float]:
         if not self.waited_s:

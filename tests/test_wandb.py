@@ -27,7 +27,7 @@ PATIENCE_S = 3.0
 MORE_S = 60.0
 """What a run may take from its last record to its end: 15 s for Weights & Biases, and more on a busy machine.
 
-Before that its client is waited for nowhere, and how long the updates take depends on what else the machine does.
+Before that its client is waited for nowhere, and how long the steps take depends on what else the machine does.
 """
 MODEL = ["model.name=tests.slow_trainer:slow_llama", "model.vocab_size=257", "model.num_kv_heads=2", "run.threads=1"]
 COMMAND = ("-m", "trainer.run", "recipe=llama_small")

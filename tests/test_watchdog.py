@@ -48,7 +48,7 @@ PLACES = {
     "data": ("data", "__iter__"),
     "forward": ("forward", "loss"),
     "backward": ("backward", "<lambda>"),
-    "on_step": ("between updates", "on_step"),
+    "on_step": ("between steps", "on_step"),
     "evaluate": ("evaluate", "loss"),
     "save": ("save", "state_dict"),
     "writing": ("save", "write_tensors"),
@@ -120,7 +120,7 @@ def test_one_rank_alone_is_watched_too(tmp_path: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.campaign
 def test_an_ordinary_run_with_long_evaluations_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each evaluation takes 12 s, two batches of 6; an update may take 10, and so may a batch of an evaluation."""
+    """Each evaluation takes 12 s, two batches of 6; a step may take 10, and so may a batch of an evaluation."""
     monkeypatch.setenv("MESHTRAINER_TEST_EVAL_S", "6")
     more = ["run.step_timeout_s=10", "run.first_step_timeout_s=10", "checkpoint.timeout_s=10"]
     more += ["eval.every=3", "eval.steps=1", "checkpoint.every=1"]
@@ -175,7 +175,7 @@ def test_the_phases_of_an_update_note_themselves(dog: Watchdog) -> None:
     with dog.during("evaluate"), torch.no_grad():
         model(torch.ones(2, 3))
     each = ["forward", "backward", "reduce"]
-    assert seen == ["data", *each, *each, "optimizer", "between updates", "evaluate", "between updates"]
+    assert seen == ["data", *each, *each, "optimizer", "between steps", "evaluate", "between steps"]
 
 
 def test_limits(dog: Watchdog, monkeypatch: pytest.MonkeyPatch) -> None:

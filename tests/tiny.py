@@ -24,7 +24,7 @@ _OWN = [
 
 
 def tiny_config(folder: Path, *overrides: str) -> RunConfig:
-    """Return the configuration of a run in `folder`: two micro-batches an update on one rank."""
+    """Return the configuration of a run in `folder`: two micro-batches a step on one rank."""
     return load_config("llama_small", tiny_overrides(*merged(_OWN, overrides), f"run.dir={folder}"))
 
 

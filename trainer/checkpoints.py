@@ -49,12 +49,12 @@ class Entry:
     """`whole` (manifest and sizes are right), `verified` (all checksums too), `damaged` or `set aside`."""
     damage: tuple[str, ...] = ()
     num_skipped: int = 0
-    """How many updates had been skipped in a row when it was saved: such a one is not gone on from by itself."""
+    """How many steps had been skipped in a row when it was saved: such a one is not gone on from by itself."""
     notes: tuple[str, ...] = ()
     """What else there is to know of it."""
 
 
-_IN_A_STREAK = "{}: was saved while updates were skipped ({} in a row); gone on from by name, or if there is no other"
+_IN_A_STREAK = "{}: was saved while steps were skipped ({} in a row); gone on from by name, or if there is no other"
 
 
 def list_checkpoints(place: Place, verify: bool = False) -> list[Entry]:

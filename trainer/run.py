@@ -299,7 +299,7 @@ def _spawn(arguments: Arguments, config: RunConfig) -> int:
         # The launcher has only seen its workers go: what they achieved is on record.
         status = read_status(config.run_dir)
         if status == before:
-            return EXIT_STOPPED  # before the first update
+            return EXIT_STOPPED  # before the first step
         if status.get("exit_code") is None:
             _note_end(config, before, "the run was asked to stop, and its ranks have gone without a word")
             return EXIT_FAILED

@@ -322,7 +322,7 @@ class OptimizerState:
         return lines
 
     def may_differ(self, key: str) -> bool:
-        """Nothing may: all ranks make the same update."""
+        """Nothing may: all ranks make the same step."""
         return False
 
     def prepare(self, stored: Mapping[str, Stored]) -> None:

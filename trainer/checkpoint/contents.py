@@ -113,7 +113,7 @@ class Snapshot:
     weights: Mapping[str, float]
     num_skipped: int
     due: Sequence[int] = ()
-    """The updates whose saves this one makes up for."""
+    """The steps whose saves this one makes up for."""
     unlike: list[str] = field(default_factory=list)
     """Keys of plain tensors of which each rank stores its own values."""
 

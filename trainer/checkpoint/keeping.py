@@ -1,6 +1,6 @@
 """Retention: decides which published checkpoints are kept, and which of them count as good.
 
-One that was saved while updates were skipped, one that is damaged or lies under another step's name does not count:
+One that was saved while steps were skipped, one that is damaged or lies under another step's name does not count:
 it takes no other's place.
 """
 
@@ -23,7 +23,7 @@ def list_steps(place: Place) -> list[int]:
 def newest_step(place: Place) -> int | None:
     """Return the step to take of the checkpoints in `place`; None if there is none.
 
-    The newest one, but one that was saved while updates were skipped only if all were.  It may be damaged:
+    The newest one, but one that was saved while steps were skipped only if all were.  It may be damaged:
     reading it will tell.
     """
     steps = list_steps(place)
@@ -48,7 +48,7 @@ class Keeping:
     """Says which checkpoints are obsolete.  For rank 0 alone; what it has to know of each it reads once.
 
     keep_last: how many good ones are kept, the newest; 0: all.  keep_every: those that stand for a multiple of so many
-    updates are kept for good; 0: none.
+    steps are kept for good; 0: none.
     """
 
     def __init__(self, place: Place, keep_last: int, keep_every: int) -> None:
@@ -68,7 +68,7 @@ class Keeping:
         return [name_of(step) for step in steps if step < last[-1] and not self._is_kept_for_good(step)]
 
     def in_doubt(self, since: int) -> list[str]:
-        """Return the names of the good ones from update `since` on, which was the last before all failed.
+        """Return the names of the good ones from step `since` on, which was the last before all failed.
 
         None if there is no good one before, to go on from instead.  None that has been in doubt before: then the same
         has come again from an older one, and it is not the checkpoint's fault.

@@ -56,7 +56,7 @@ class Manifest:
 
     @property
     def due(self) -> Sequence[int]:
-        """The updates after which a save was due that this checkpoint stands for, where it was made later."""
+        """The steps after which a save was due that this checkpoint stands for, where it was made later."""
         return tuple(self.extra.get("due", ()))
 
     @property
@@ -110,7 +110,7 @@ def check_format(place: Place, version: object) -> None:
     if version == FORMAT_VERSION:
         return
     if isinstance(version, int) and version > FORMAT_VERSION:
-        advice = "update meshtrainer"
+        advice = "step meshtrainer"
     else:
         advice = (
             "its index is a pickle without a checksum, which is not read here.  To go on from its weights:\n"

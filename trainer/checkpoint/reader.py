@@ -92,7 +92,7 @@ class Reader:
 
         `careful`: look at every byte before anything is overwritten, for a state that is worth something.
         Damaged ones are left where they are until a good one is found, then set aside under another name.  One that was
-        saved while updates were skipped is taken if there is no other.
+        saved while steps were skipped is taken if there is no other.
 
         Raises UserError if the configuration or the state does not fit; TrainingFailed if none is good.
         """
@@ -221,11 +221,11 @@ class Reader:
 
 
 def _notes_on(put_off: Mapping[str, int], taken: int) -> list[str]:
-    """Return what is to be said of checkpoints from inside a streak of skipped updates, where one was looked at."""
+    """Return what is to be said of checkpoints from inside a streak of skipped steps, where one was looked at."""
     if name_of(taken) in put_off:
-        return [f"was saved while updates were skipped ({put_off[name_of(taken)]} in a row); there is no other"]
+        return [f"was saved while steps were skipped ({put_off[name_of(taken)]} in a row); there is no other"]
     return [
-        f"is taken instead of {name}, which was saved while updates were skipped ({number} in a row): that is moved "
+        f"is taken instead of {name}, which was saved while steps were skipped ({number} in a row): that is moved "
         "aside, and gone on from only where checkpoint.resume names it"
         for name, number in put_off.items()
     ]

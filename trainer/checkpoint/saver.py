@@ -46,7 +46,7 @@ class SaveListener(Protocol):
 
 
 class SaveSchedule:
-    """Every so many updates; after a failure as soon as a pause has passed, twice as long after each further one.
+    """Every so many steps; after a failure as soon as a pause has passed, twice as long after each further one.
 
     All ranks ask alike.  Only rank 0 looks at the clock: `may_retry` is its word, which the step's message carries.
     """
@@ -66,7 +66,7 @@ class SaveSchedule:
         return self.num_failures > 0 and self._clock() >= self._retry_at
 
     def is_due(self, step: int, may_retry: bool) -> bool:
-        """Return whether to save after update `step`.  `may_retry` is rank 0's."""
+        """Return whether to save after step `step`.  `may_retry` is rank 0's."""
         falls_due = self.every > 0 and step % self.every == 0
         if falls_due:
             self._owed.append(step)
@@ -75,11 +75,11 @@ class SaveSchedule:
         return falls_due or self._is_postponed
 
     def postpone(self) -> None:
-        """Put the save that is due off to the next update: this is no state to keep."""
+        """Put the save that is due off to the next step: this is no state to keep."""
         self._is_postponed = True
 
     def begin(self, step: int) -> list[int]:
-        """Note that a save begins, of update `step`; returns the updates whose saves it makes up for."""
+        """Note that a save begins, of step `step`; returns the steps whose saves it makes up for."""
         self._is_postponed = False
         return [due for due in self._owed if due < step]
 

@@ -77,7 +77,7 @@ def find_checkpoints(path: str | os.PathLike[str]) -> Place:
 
 def find_checkpoint(path: str | os.PathLike[str]) -> Place:
     """Return the checkpoint that `path` means: one itself, or the newest of a run's folder (one that was saved while
-    updates were skipped only if there is no other).  Raises UserError.
+    steps were skipped only if there is no other).  Raises UserError.
 
     It may be damaged: reading it will tell.
     """

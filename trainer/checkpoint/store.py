@@ -106,7 +106,7 @@ class Checkpoints:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=_step_back)
         self._in_flight: Future[SaveResult] | None = None
         self.makes_way = False
-        """True while an update is made on the CPU, where writing in the background takes its memory bandwidth."""
+        """True while a step is made on the CPU, where writing in the background takes its memory bandwidth."""
         self._overdue_at = 0.0
         self.stage = _WAITING
         """What the save in flight is about, in words."""
@@ -157,7 +157,7 @@ class Checkpoints:
 
     def start(self, state: Savable, background: bool, due: Sequence[int] = ()) -> None:
         """Begin to save `state` as it is now.  In the background, training stands still for a copy only; otherwise the
-        state must not change before `take`, which has the result.  `due`: the updates whose saves it makes up for.
+        state must not change before `take`, which has the result.  `due`: the steps whose saves it makes up for.
 
         No save may be in flight.  Raises UserError for state that cannot be saved at all.
         Collectives: one gather of small messages; the first time, those of planning.
@@ -284,7 +284,7 @@ class Checkpoints:
         return SaveResult(snapshot.step, path, num_bytes, blocked_s, total_s, failed, warning, lost)
 
     def _rest(self, worked_s: float) -> None:
-        """Let the update in hand have the memory and the caches that writing takes from it, for as long again."""
+        """Let the step in hand have the memory and the caches that writing takes from it, for as long again."""
         if self.makes_way:
             time.sleep(worked_s)
 
@@ -428,7 +428,7 @@ class Checkpoints:
             self.place.clean(PREFIX)
 
     def doubt(self, since: int) -> str:
-        """Set aside what was saved from update `since` on, after which every update had to be skipped: the next start
+        """Set aside what was saved from step `since` on, after which every step had to be skipped: the next start
         tries the one before, if there is one, and that only once.  Returns what was done, or went wrong, in words.
 
         Not collective: for rank 0 of a run that has failed.
@@ -442,7 +442,7 @@ class Checkpoints:
         except Exception as error:  # the storage is away, too: what is in doubt stays where it is
             return f"cannot set aside what was saved after step {since}: {describe(error)}"
         done = ", ".join(f"{name} was set aside as {DOUBTFUL}-{name}" for name in names)
-        return done and f"every update since has failed: {done}; the same command goes on from the checkpoint before"
+        return done and f"every step since has failed: {done}; the same command goes on from the checkpoint before"
 
 
 def _step_back() -> None:

@@ -28,7 +28,7 @@ def check_needs(config: RunConfig, device_type: str) -> None:
         ("train.weights_dtype", config.train.weights_dtype),
         ("optim.state_dtype", config.optim.state_dtype),
     ):
-        # Of these the update is one compiled kernel.
+        # Of these the step is one compiled kernel.
         if dtype == "bfloat16" and device_type == "cuda" and not config.fsdp.cpu_offload:
             _check_compilers(key, dtype, device_type, f"{key}=float32")
 

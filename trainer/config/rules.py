@@ -110,7 +110,7 @@ def _check_dtypes(config: RunConfig) -> None:
     optim = config.optim
     for key, dtype in (("train.weights_dtype", config.train.weights_dtype), ("optim.state_dtype", optim.state_dtype)):
         if dtype == "bfloat16" and optim.name != "adamw":
-            rule = f"only optim.name=adamw computes in float32 and rounds; {optim.name} would lose small updates"
+            rule = f"only optim.name=adamw computes in float32 and rounds; {optim.name} would lose small steps"
             raise setting_error(key, dtype, rule, "float32")
 
 
@@ -258,7 +258,7 @@ def _check_data(config: RunConfig) -> None:
 def _check_profile(config: RunConfig, shape: MeshShape) -> None:
     steps, ranks, num_ranks = config.log.profile_steps, config.log.profile_ranks, shape.num_ranks
     if steps is not None and not 1 <= steps[0] <= steps[1]:
-        rule = "must be the first and the last update to profile, counted from 1"
+        rule = "must be the first and the last step to profile, counted from 1"
         raise setting_error("log.profile_steps", steps, rule, sorted(max(1, step) for step in steps))
     if any(not 0 <= rank < num_ranks for rank in ranks):
         rule = f"must be ranks of this run, 0 to {num_ranks - 1}"

@@ -46,13 +46,13 @@ class RunSection:
     timeout_s: float = declare(600.0, "seconds after which a collective counts as failed", above=0, at_most=WEEK_S)
     step_timeout_s: float = declare(
         0.0,
-        "seconds without progress in an update: the run ends, naming the rank; 0: timeout_s / 2",
+        "seconds without progress in a step: the run ends, naming the rank; 0: timeout_s / 2",
         at_least=0,
         at_most=WEEK_S,
     )
     first_step_timeout_s: float = declare(
         0.0,
-        "the same for the first update, and a batch of an evaluation; 0: 3 x timeout_s",
+        "the same for the first step, and a batch of an evaluation; 0: 3 x timeout_s",
         at_least=0,
         at_most=WEEK_S,
     )
@@ -60,7 +60,7 @@ class RunSection:
         None, "memory of a device, which the planner's auto may use; null: what it has", above=0
     )
     selfcheck: bool = declare(
-        True, "before the first update, see on all ranks that sharding, replicas, data and code are as they should be"
+        True, "before the first step, see on all ranks that sharding, replicas, data and code are as they should be"
     )
     deadline: str | None = declare(
         None, "when to be through with stopping, as 2026-01-31T18:00 (local) or with +01:00; null: the Slurm job's end"
@@ -105,11 +105,11 @@ class FsdpSection:
     )
     accumulate: Literal["unsharded", "sharded"] = declare(
         "unsharded",
-        "gradients between micro-batches: unsharded are reduced once an update; sharded after each micro-batch, which "
+        "gradients between micro-batches: unsharded are reduced once a step; sharded after each micro-batch, which "
         "takes no memory for a whole model's gradients",
     )
     reshard_after_backward: bool = declare(
-        True, "free gathered parameters after each micro-batch's backward; false: keep them until the update's last"
+        True, "free gathered parameters after each micro-batch's backward; false: keep them until the step's last"
     )
     cpu_offload: bool = declare(False, "keep parameters, gradients and optimizer state in host memory")
     prefetch_forward: int = declare(0, "units gathered ahead in forward; 0: FSDP's own overlap", at_least=0)
@@ -155,7 +155,7 @@ class OptimSection:
     decay_all: bool = declare(False, "decay norms, biases and embeddings too")
     state_dtype: Literal["float32", "bfloat16"] = declare("float32", "dtype of AdamW's two averages", aliases=_DTYPES)
     rounding: Literal["stochastic", "nearest"] = declare(
-        "stochastic", "how AdamW rounds bfloat16 weights and averages; nearest loses small updates"
+        "stochastic", "how AdamW rounds bfloat16 weights and averages; nearest loses small steps"
     )
     max_grad_norm: float | None = declare(1.0, "gradients are scaled down to this global norm; null: never", above=0)
 
@@ -165,7 +165,7 @@ class ScheduleSection:
     """The learning rate over the run: a linear warmup, then the named shape."""
 
     name: Literal["cosine", "linear", "wsd", "constant"] = declare("cosine", "shape after warmup")
-    warmup_steps: int = declare(0, "updates of linear warmup", at_least=0)
+    warmup_steps: int = declare(0, "steps of linear warmup", at_least=0)
     min_lr_ratio: float = declare(0.1, "learning rate at the end, as a share of the peak", at_least=0, at_most=1)
     decay_ratio: float = declare(0.2, "wsd: share of the run that decays, at its end", at_least=0, at_most=1)
 
@@ -174,8 +174,8 @@ class ScheduleSection:
 class TrainSection:
     """The training loop."""
 
-    steps: int = declare(1000, "optimizer updates", at_least=0)
-    global_batch_size: int = declare(8, "sequences of one update, over all ranks", at_least=1, at_most=MAX_SIZE)
+    steps: int = declare(1000, "optimizer steps", at_least=0)
+    global_batch_size: int = declare(8, "sequences of one step, over all ranks", at_least=1, at_most=MAX_SIZE)
     micro_batch_size: int | str = declare(
         1, "sequences of one forward on one rank; auto: the planner's", at_least=1, at_most=MAX_SIZE
     )
@@ -199,14 +199,14 @@ class TrainSection:
     init_from: str | None = declare(
         None, "weights to start from, with a fresh optimizer: a checkpoint, a run.dir, a folder of safetensors, a file"
     )
-    max_skipped_updates: int = declare(10, "non-finite updates in a row after which the run fails", at_least=1)
+    max_skipped_updates: int = declare(10, "non-finite steps in a row after which the run fails", at_least=1)
 
 
 @dataclass(frozen=True)
 class EvalSection:
     """Evaluation on held-out data."""
 
-    every: int = declare(0, "updates between evaluations (one more at the end); 0: never", at_least=0)
+    every: int = declare(0, "steps between evaluations (one more at the end); 0: never", at_least=0)
     steps: int = declare(
         0, "batches of one evaluation, each the size of a global batch; 0: all that is held out", at_least=0
     )
@@ -220,7 +220,7 @@ class EvalSection:
 class CheckpointSection:
     """Saving and resuming."""
 
-    every: int = declare(0, "updates between checkpoints; 0: only at the end", at_least=0)
+    every: int = declare(0, "steps between checkpoints; 0: only at the end", at_least=0)
     mode: Literal["async", "sync"] = declare(
         "async", "async: training waits for a copy in memory, which is written meanwhile; sync: until all is on disk"
     )
@@ -228,7 +228,7 @@ class CheckpointSection:
         None, "where checkpoints lie: a folder, or a URL (s3://...) of this run alone; null: run.dir"
     )
     keep_last: int = declare(2, "newest checkpoints that are kept; 0: all", at_least=0)
-    keep_every: int = declare(0, "checkpoints of every n-th update are kept for good; 0: none", at_least=0)
+    keep_every: int = declare(0, "checkpoints of every n-th step are kept for good; 0: none", at_least=0)
     timeout_s: float = declare(
         3600.0, "seconds after which a save is stuck: the run ends, naming the rank", above=0, at_most=WEEK_S
     )
@@ -249,7 +249,7 @@ class CheckpointSection:
 class LogSection:
     """Logging: to the console, files, TensorBoard and Weights & Biases."""
 
-    every: int = declare(10, "updates between lines", at_least=1)
+    every: int = declare(10, "steps between lines", at_least=1)
     wandb: Literal["off", "offline", "online"] = declare(
         "off",
         "Weights & Biases",
@@ -262,7 +262,7 @@ class LogSection:
     tensorboard: bool = declare(False, "write TensorBoard events to run.dir/tensorboard")
     sample_tokens: int = declare(0, "tokens of the sample that the model writes at the end; 0: none", at_least=0)
     profile_steps: tuple[int, int] | None = declare(
-        None, "first and last update to profile, as [10,13]: a trace for Perfetto in run.dir/profile; null: none"
+        None, "first and last step to profile, as [10,13]: a trace for Perfetto in run.dir/profile; null: none"
     )
     profile_ranks: tuple[int, ...] = declare((0,), "ranks that write a profile; rank 0 always does")
 

@@ -2,7 +2,7 @@
 
 Training counts positions in an endless run of samples (see `order`).  Update u takes the positions from u * G on,
 G the global batch size; of these each data-parallel rank takes a contiguous share, cut into micro-batches.  So all that
-is resumed is one integer, the number of samples that finished updates have consumed, and it holds on any mesh.  With it
+is resumed is one integer, the number of samples that finished steps have consumed, and it holds on any mesh.  With it
 goes a fingerprint of the data: in others it would be a place in another order.
 
 Knows ranks as numbers; calls no collective.
@@ -40,8 +40,8 @@ Batch: TypeAlias = "dict[str, Tensor]"
 class TrainLoader:
     """An iterator over this rank's micro-batches, without an end.
 
-    Its state moves on when the last micro-batch of an update has been handed out, however far workers have read
-    ahead: saved between two updates, it is exact.  It loads on another number of ranks or workers, with another
+    Its state moves on when the last micro-batch of a step has been handed out, however far workers have read
+    ahead: saved between two steps, it is exact.  It loads on another number of ranks or workers, with another
     micro-batch, and even with another global batch.  The global random generators stay as they are.
     """
 
@@ -103,7 +103,7 @@ class TrainLoader:
         return self._samples, len(self.source), self._seed, _fingerprint_of(self.source).content
 
     def next_samples(self, of_all_ranks: bool = False) -> NDArray[np.int64]:
-        """Return the indices of the samples that this rank, or all of them in turn, will read for the next update."""
+        """Return the indices of the samples that this rank, or all of them in turn, will read for the next step."""
         if of_all_ranks:
             positions = self._samples + np.arange(self._global_batch_size)
             return sample_at(positions, len(self.source), self._seed)
@@ -140,7 +140,7 @@ class TrainLoader:
     def close(self) -> None:
         """End the workers, if there are any; those that do not answer within seconds are killed.
 
-        The loader stays usable: the next micro-batch is the first one of the update that is not finished.
+        The loader stays usable: the next micro-batch is the first one of the step that is not finished.
         """
         workers = getattr(self._batches, "_workers", [])
         self._batches = None  # the last reference: the iterator's own clean-up runs here
@@ -166,7 +166,7 @@ class TrainLoader:
             )
 
     def _sample_indices(self) -> Iterator[NDArray[np.int64]]:
-        """Yield the indices of one micro-batch after the other; many updates are computed at a time, which is cheap."""
+        """Yield the indices of one micro-batch after the other; many steps are computed at a time, which is cheap."""
         num_updates = max(1, 4096 // self._share)
         start = self._samples
         updates = np.arange(num_updates)[:, None] * self._global_batch_size

@@ -1,7 +1,7 @@
 """Transfers between host and device beside the step: batches ahead of their use, a few numbers behind it.
 
-The host never waits for the device in a step; it reads what an update came to once the next one is queued.  So the
-device has always work to do, and the host is one update ahead of it at most.  Knows no model.
+The host never waits for the device in a step; it reads what a step came to once the next one is queued.  So the
+device has always work to do, and the host is one step ahead of it at most.  Knows no model.
 """
 
 from __future__ import annotations

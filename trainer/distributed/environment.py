@@ -144,10 +144,10 @@ def limit_spinning(env: MutableMapping[str, str] = os.environ) -> None:
 
 
 def keep_freed_memory(env: MutableMapping[str, str] = os.environ) -> None:
-    """Have malloc keep what is freed for the next update, unless told otherwise.  glibc only; does nothing elsewhere.
+    """Have malloc keep what is freed for the next step, unless told otherwise.  glibc only; does nothing elsewhere.
 
-    Otherwise it gives memory back and asks for it again in every update, and the kernel clears each page anew.  Where
-    the page cache takes those pages meanwhile, as while a checkpoint is written, updates took 1.28 to 1.43 times as
+    Otherwise it gives memory back and asks for it again in every step, and the kernel clears each page anew.  Where
+    the page cache takes those pages meanwhile, as while a checkpoint is written, steps took 1.28 to 1.43 times as
     long; with this, 0.92 to 1.29 (206 M parameters, one thread).
     """
     if {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"} & set(env):

@@ -87,7 +87,7 @@ class World(Channel):
     def set_timeout(self, timeout_s: float) -> None:
         """Give the process groups of this rank another timeout: all, or only those made here if a user opened them.
 
-        The start and the first update compile and allocate, and have a longer one.
+        The start and the first step compile and allocate, and have a longer one.
         """
         before, self.timeout = self.timeout, timedelta(seconds=timeout_s)
         # All of them, because integer resharding opens some that are known nowhere else; but for those whose owner

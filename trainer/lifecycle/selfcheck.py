@@ -1,4 +1,4 @@
-"""Is this run set up as it was asked to be?  Asked once, before the first update, of all ranks together.
+"""Is this run set up as it was asked to be?  Asked once, before the first step, of all ranks together.
 
 What goes wrong here goes wrong without a word later: a parameter that FSDP never saw trains on each rank by itself,
 replicas that differ once differ for ever, samples that two ranks read count twice.
@@ -177,7 +177,7 @@ class _Report:
     """Where in the data it stands: position, number of samples, seed, and a digest of the data; None if that is not
     checked."""
     samples: NDArray[np.int64] | None
-    """What it reads for the next update."""
+    """What it reads for the next step."""
 
 
 def check_start(
@@ -192,7 +192,7 @@ def check_start(
 
     Every trainable parameter must be sharded over the last axis of `mesh` and replicated over the one before; the
     pieces must make up the whole; replicas (and frozen parameters that are whole on every rank) must be equal bit for
-    bit; `ties`, groups of names, must still be one parameter; and what the ranks read for the next update must be the
+    bit; `ties`, groups of names, must still be one parameter; and what the ranks read for the next step must be the
     global batch, each sample once, in order.  `exempt`: patterns of parameter names to pass over, and `DATA`.
 
     Reads each replicated parameter once; two gathers, of 24 bytes for each parameter and 8 for each sample.
@@ -373,10 +373,10 @@ def _compare_data(reports: Sequence[_Report], loader: object) -> Iterator[str]:
         if not np.array_equal(own, share):
             others = sorted({owner[sample] for sample in own.tolist() if sample in owner})
             shared = f", of which {_ranks(others)} reads some too" if others else ""
-            yield f"rank {rank}: reads samples {_some(own)} for the next update{shared}; expected: {_some(share)}"
+            yield f"rank {rank}: reads samples {_some(own)} for the next step{shared}; expected: {_some(share)}"
         owner = dict.fromkeys(own.tolist(), rank) | owner
     if first != expected.size:
-        yield f"all ranks: read {first} samples for the next update; expected: {expected.size}"
+        yield f"all ranks: read {first} samples for the next step; expected: {expected.size}"
 
 
 def _order(order: tuple[int, int, int, str] | None) -> str:

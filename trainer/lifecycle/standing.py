@@ -17,13 +17,13 @@ class Standing:
     phase_s: float
     """How long it has been in the phase."""
     step: int
-    """Of the update in hand, or of the last one."""
+    """Of the step in hand, or of the last one."""
     marks: int
-    """How many phases it has entered since the update began."""
+    """How many phases it has entered since the step began."""
     waits: bool
     """Whether it is in a collective, so that another rank holds it up."""
     within: bool = False
-    """Whether it is in a save, an evaluation or the writing of a profile, which may take longer than an update, and has
+    """Whether it is in a save, an evaluation or the writing of a profile, which may take longer than a step, and has
     not taken too long."""
     answers: bool = True
     stack: list[str] = field(default_factory=list)

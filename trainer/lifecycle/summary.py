@@ -53,9 +53,9 @@ def start_facts(
         "mesh": " x ".join(f"{name} {size}" for name, size in axes) + f" on {device_name(world.device)}",
         "memory": f"{readable_bytes(held)} per rank for weights, gradients and optimizer",
         "plan": plan,
-        "update": f"{readable_count(batch * config.data.seq_len)} tokens: {batch} x {config.data.seq_len}, "
+        "step": f"{readable_count(batch * config.data.seq_len)} tokens: {batch} x {config.data.seq_len}, "
         f"{batch // (world.size * micro_batch)} micro-batches of {micro_batch} on each of {world.size} ranks",
-        "data": f"{config.data.source}, {config.train.steps} updates",
+        "data": f"{config.data.source}, {config.train.steps} steps",
     }
 
 

@@ -1,15 +1,15 @@
 """Watchdog: names the rank that holds the others up.  Every rank notes its phase; a thread watches the clock.
 
-When an update, a save or an evaluation makes no progress for too long, all ranks say through the store (never by a
+When a step, a save or an evaluation makes no progress for too long, all ranks say through the store (never by a
 collective: some are waiting in one) which phase they are in and where in the code.  Rank 0 prints one table, names
 those that the others wait for, and the run ends as failed on all ranks.
 
-What the limits cover: `run.step_timeout_s` one update, from asking for its data to its log line; the first one, which
+What the limits cover: `run.step_timeout_s` one step, from asking for its data to its log line; the first one, which
 compiles and allocates, has `run.first_step_timeout_s`, and so has in an evaluation the time between two forward passes,
 and a profile that is begun or written.
 `checkpoint.timeout_s` covers what training waits for in a save, and a save in the background from its beginning; ranks
-that wait meanwhile for one of these wait as long.  What a loop of the user's own does between updates has no limit, nor
-has the start; but ranks that wait for that in an update of theirs have one.
+that wait meanwhile for one of these wait as long.  What a loop of the user's own does between steps has no limit, nor
+has the start; but ranks that wait for that in a step of theirs have one.
 
 Out of reach: a process that never lets go of Python's lock, or is stopped.  It is named, because it does not answer; if
 it is rank 0, there is no table, and the others end by themselves.  In a process group that was
@@ -90,14 +90,14 @@ class Watchdog:
     def end_step(self, step: int, seconds: float, is_profiled: bool) -> None:
         """End a step.  After the first all collectives get the ordinary timeout."""
         self._armed = None
-        self.enter("between updates")
+        self.enter("between steps")
         self._num_updates += 1
         if self._num_updates == 1:
             self._world.set_timeout(self._limits.timeout_s)
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """Be in a phase outside the update, with its own limit, inside the block."""
+        """Be in a phase outside the step, with its own limit, inside the block."""
         before, self._armed = (self.phase, self._armed), None
         self.enter(phase)
         if phase == "save":

@@ -96,7 +96,7 @@ class Accounts:
         self.evaluated_step: int | None = None
         """Step of the last evaluation."""
         self.pending: tuple[Update, int, float] | None = None
-        """The update whose numbers have not been read yet, its step, and its seconds."""
+        """The step whose numbers have not been read yet, its step, and its seconds."""
         self.restart()
 
     def restart(self) -> None:
@@ -149,7 +149,7 @@ class Accounts:
         return record
 
     def _close(self, update: Update, step: int, at_once: bool) -> None:
-        """Take an update into the means, and note how many seconds it took.
+        """Take a step into the means, and note how many seconds it took.
 
         They end when the device has finished it or, unless `at_once`, the one before it: from step to step the same.
         """
@@ -169,7 +169,7 @@ class Accounts:
         self._num_steps += 1
 
     def settle(self) -> None:
-        """Read the numbers of the pending update and count it as good or skipped; waits for the device.
+        """Read the numbers of the pending step and count it as good or skipped; waits for the device.
 
         Raises TrainingFailed, on all ranks alike, after too many skipped steps in a row.
         """
@@ -189,7 +189,7 @@ class Accounts:
         return self._skips.failed_since
 
     def discard(self) -> None:
-        """Forget the pending update: an earlier checkpoint was loaded."""
+        """Forget the pending step: an earlier checkpoint was loaded."""
         self.pending = None
 
     @contextmanager

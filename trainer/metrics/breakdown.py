@@ -1,6 +1,6 @@
 """Breakdown of the time of profiled steps, from spans: kernels, operators, collectives, phases.
 
-At each moment of an update one thing counts, the first of `KINDS` that is under way.  So communication counts where no
+At each moment of a step one thing counts, the first of `KINDS` that is under way.  So communication counts where no
 kernel hides it, waiting for data where the device has nothing to do, and the host has what is left.  On a CPU, where
 operators are the kernels, an operator's time is its own, without that of operators inside it.
 
@@ -18,15 +18,15 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 KINDS = ("matmul", "attention", "other_kernels", "exposed_communication", "data", "host")
-"""What the time of an update can go into; of several at the same moment, the first counts."""
+"""What the time of a step can go into; of several at the same moment, the first counts."""
 
 MATMUL, ATTENTION, OTHER, COMMUNICATION, DATA, HOST = KINDS
 
 STEP = "ProfilerStep#"
-"""What the range of an update is called, its number behind: other readers of traces look for this name, too."""
+"""What the range of a step is called, its number behind: other readers of traces look for this name, too."""
 
 PHASE = "phase"
-"""Category of the events that say which phase of the update the rank is in."""
+"""Category of the events that say which phase of the step the rank is in."""
 
 
 class Span(NamedTuple):
@@ -47,9 +47,9 @@ class Span(NamedTuple):
 
 
 def find_shares(spans: Iterable[Span], updates: Iterable[Span]) -> dict[str, float]:
-    """Return the share of each of `KINDS` in the time of the updates; together they are 1.
+    """Return the share of each of `KINDS` in the time of the steps; together they are 1.
 
-    Spans may overlap, on one lane or on several; what lies outside the updates does not count.
+    Spans may overlap, on one lane or on several; what lies outside the steps does not count.
     """
     lasting = [(span, KINDS.index(span.kind)) for span in spans] + [(update, len(KINDS)) for update in updates]
     edges = sorted(
@@ -99,7 +99,7 @@ def cut_to_own_time(spans: Iterable[Span]) -> list[Span]:
 
 
 def extend_to_device(updates: Iterable[Span], kernels: Sequence[Span]) -> list[Span]:
-    """Return the updates as the device sees them, which may be behind the host: each until its last kernel has ended.
+    """Return the steps as the device sees them, which may be behind the host: each until its last kernel has ended.
 
     Each begins where the one before has ended, or later, with the host.
     """
@@ -230,7 +230,7 @@ class Timeline:
         return own
 
     def shares(self) -> dict[str, float]:
-        """Return the share of each of `KINDS` in the time of the updates; together they are 1.
+        """Return the share of each of `KINDS` in the time of the steps; together they are 1.
 
         With kernels of a device: by what runs there, the host's phases and gloo where nothing does.  Without: by the
         training thread's own time in each operator; where it is in none while gloo works, it waits for that.

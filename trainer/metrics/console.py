@@ -101,8 +101,8 @@ class ConsoleSink:
 
 
 def _shares(record: Record) -> str:
-    """Return what the time of an update went into, as the profile has found."""
-    update = f"{record.update_s:.3g} s an update under the profiler"
+    """Return what the time of a step went into, as the profile has found."""
+    update = f"{record.update_s:.3g} s a step under the profiler"
     if record.host is None:
         return f"{update}; {record.trace}"
     shares = ", ".join(f"{kind.replace('_', ' ')} {100 * record[kind]:.1f} %" for kind in KINDS)

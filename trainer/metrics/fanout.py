@@ -56,7 +56,7 @@ class Metrics:
             self._sinks.append(sink)
 
     def go_back(self, step: int) -> None:
-        """Drop what stands in the file of the updates past `step`: they are made anew.  Other sinks show them twice."""
+        """Drop what stands in the file of the steps past `step`: they are made anew.  Other sinks show them twice."""
         for sink in self._sinks:
             if isinstance(sink, JsonLines):
                 sink.go_back(step)

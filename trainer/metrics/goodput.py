@@ -1,7 +1,7 @@
-"""Goodput: the share of a run's wall time that went into updates that count, over all its attempts, and the rest of it.
+"""Goodput: the share of a run's wall time that went into steps that count, over all its attempts, and the rest of it.
 
 Knows records and nothing else: what is said here follows from `metrics.jsonl`, whether an attempt wrote its end or was
-killed.  A killed attempt is known up to its last line: updates past it are neither seen nor counted as lost, and their
+killed.  A killed attempt is known up to its last line: steps past it are neither seen nor counted as lost, and their
 time is part of the gap before the next attempt.
 """
 
@@ -21,11 +21,11 @@ class Goodput:
     wall_s: float = 0.0
     """From the start of the first process to the last record, without the time after an attempt that had finished."""
     update_s: float = 0.0
-    """In updates whose result is part of the run."""
+    """In steps whose result is part of the run."""
     lost_s: float = 0.0
-    """In updates that were done again after a crash, or skipped because they were not finite."""
+    """In steps that were done again after a crash, or skipped because they were not finite."""
     start_s: float = 0.0
-    """From the start of a process to its first update, loading excluded."""
+    """From the start of a process to its first step, loading excluded."""
     load_s: float = 0.0
     """Restoring from checkpoints, or reading initial weights."""
     save_s: float = 0.0
@@ -35,7 +35,7 @@ class Goodput:
     """From the last record of an attempt to the start of the next process: waiting, and what was not on record."""
     num_attempts: int = 0
     lost_steps: int = 0
-    """Updates done again after a crash: from the checkpoint to the last step on record."""
+    """Steps done again after a crash: from the checkpoint to the last step on record."""
     until: float = 0.0
     """When the last record was written, in seconds since 1970."""
     boot: str = ""
@@ -49,7 +49,7 @@ class Goodput:
 
     @property
     def share(self) -> float | None:
-        """The share of wall time in updates that count; None for a file without time stamps."""
+        """The share of wall time in steps that count; None for a file without time stamps."""
         return min(1.0, self.update_s / self.wall_s) if self.wall_s > 0 else None
 
     @property
@@ -132,7 +132,7 @@ class Ledger:
         self._has_finished = False
 
     def _train(self, record: Mapping[str, Any]) -> None:
-        """Count the updates since the line before; `step_s` is their mean."""
+        """Count the steps since the line before; `step_s` is their mean."""
         step, step_s = int(_number(record, "step")), _number(record, "step_s")
         start = self._counted_to  # not `reached`: a checkpoint's line may stand between two of training
         num_updates = max(0, step - start)

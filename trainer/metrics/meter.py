@@ -30,14 +30,14 @@ def peak_memory_gib(device: torch.device) -> float:
 
 @dataclass
 class Meter:
-    """Means of time and rate over the updates since the last reading."""
+    """Means of time and rate over the steps since the last reading."""
 
     started: float = field(default_factory=time.perf_counter)
     data_s: float = 0.0
     num_tokens: int = 0
     num_updates: int = 0
     profiled: list[tuple[float, float, int]] = field(default_factory=list)
-    """Seconds, seconds waiting for data, and tokens of each update under a profiler."""
+    """Seconds, seconds waiting for data, and tokens of each step under a profiler."""
 
     def count(self, data_s: float, num_tokens: int) -> None:
         self.data_s += data_s
@@ -45,7 +45,7 @@ class Meter:
         self.num_updates += 1
 
     def count_profiled(self, seconds: float, data_s: float, num_tokens: int) -> None:
-        """Count an update that a profiler has slowed down: in the means only if there is no other."""
+        """Count a step that a profiler has slowed down: in the means only if there is no other."""
         self.leave_out(seconds)
         self.profiled.append((seconds, data_s, num_tokens))
 
@@ -59,7 +59,7 @@ class Meter:
         self.started += seconds
 
     def read(self) -> tuple[float, float, float]:
-        """Return (seconds an update, seconds of it waiting for data, target tokens a second) so far."""
+        """Return (seconds a step, seconds of it waiting for data, target tokens a second) so far."""
         elapsed, data_s, num_tokens = time.perf_counter() - self.started, self.data_s, self.num_tokens
         updates = max(1, self.num_updates)
         if self.is_profiled:

@@ -1,7 +1,7 @@
-"""Profiles: a trace of some updates that Perfetto opens, on CUDA a snapshot of memory, and what the time went into.
+"""Profiles: a trace of some steps that Perfetto opens, on CUDA a snapshot of memory, and what the time went into.
 
 The files are for https://ui.perfetto.dev and https://pytorch.org/memory_viz.  To what torch's profiler records, a trace
-adds a range for each update, and a row with its phases, which may begin on one thread and end on another.
+adds a range for each step, and a row with its phases, which may begin on one thread and end on another.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _ROW = 2**31 - 1
 
 
 class Profile:
-    """Profiles the updates of `log.profile_steps` on rank 0 and those of `log.profile_ranks`, between enter and exit.
+    """Profiles the steps of `log.profile_steps` on rank 0 and those of `log.profile_ranks`, between enter and exit.
 
-    In all other updates, and on other ranks, it does nothing.  It calls no collective: while a profile is written, the
-    other ranks wait in their next one.  Files are named by their updates and rank, and are whole or not there; one that
+    In all other steps, and on other ranks, it does nothing.  It calls no collective: while a profile is written, the
+    other ranks wait in their next one.  Files are named by their steps and rank, and are whole or not there; one that
     cannot be written is no reason to stop training.  However training ends, what was recorded is written, but for the
     trace after an error on CUDA: the device may never be through with what it was given.
     """
@@ -51,9 +51,9 @@ class Profile:
             return ""
         asked = f"log.profile_steps=[{self._first},{self._last}]"
         if step >= self._last:
-            return f"{asked}: no profile, the run is past these updates"
+            return f"{asked}: no profile, the run is past these steps"
         if self._first > self._config.train.steps:
-            return f"{asked}: no profile, the run ends before, with update {self._config.train.steps}"
+            return f"{asked}: no profile, the run ends before, with step {self._config.train.steps}"
         return f"{asked}: a trace alone; memory is recorded on CUDA" if self._device.type != "cuda" else ""
 
     def __enter__(self) -> Profile:
@@ -120,7 +120,7 @@ class _Recording:
         self.thread = threading.get_ident()
         self._device, self._on_cuda = device, device.type == "cuda"
         self._begun: dict[int, float] = {}
-        """When each update began, in microseconds of this process's clock."""
+        """When each step began, in microseconds of this process's clock."""
         self._num_ended = 0
         self._range: torch.profiler.record_function | None = None
         self._phases: list[tuple[float, str]] = []
@@ -151,7 +151,7 @@ class _Recording:
             self._range = None
 
     def write(self, folder: Path, rank: int, has_failed: bool) -> Record | None:
-        """End the recording and write its files; returns the record, or None if no update was through.
+        """End the recording and write its files; returns the record, or None if no step was through.
 
         Raises OSError, RuntimeError or ValueError if a file cannot be made; none is left half written.
         """
@@ -210,9 +210,9 @@ class _Recording:
         return timeline
 
     def _row_of_phases(self, timeline: Timeline) -> list[dict[str, Any]]:
-        """Return the events of the phases, their times in the trace's clock: that of the updates' ranges.
+        """Return the events of the phases, their times in the trace's clock: that of the steps' ranges.
 
-        An update's range begins a moment before this process's clock is read, the first one a long moment.
+        A step's range begins a moment before this process's clock is read, the first one a long moment.
         """
         updates = timeline.updates
         shift_us = max(update.start_us - self._begun[int(update.name)] for update in updates) if updates else 0.0
@@ -222,7 +222,7 @@ class _Recording:
             {"ph": "M", "name": "thread_sort_index", **where, "args": {"sort_index": -1}},
         ]
         for (start_us, phase), (end_us, _) in zip(self._phases, self._phases[1:], strict=False):
-            if phase != "between updates":
+            if phase != "between steps":
                 times = {"ts": round(start_us + shift_us, 3), "dur": round(end_us - start_us, 3)}
                 events.append({"ph": "X", "cat": PHASE, "name": phase, **where, **times})
         return events

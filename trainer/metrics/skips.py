@@ -8,17 +8,17 @@ from trainer.errors import TrainingFailed
 
 
 class SkipCounter:
-    """Counts updates that were skipped because loss or gradient was not finite."""
+    """Counts steps that were skipped because loss or gradient was not finite."""
 
     def __init__(self, max_in_a_row: int) -> None:
         self.max_in_a_row = max_in_a_row
         self.total = 0
         self.in_a_row = 0
         self.failed_since: int | None = None
-        """The last update that counted, once there have been too many since."""
+        """The last step that counted, once there have been too many since."""
 
     def count(self, loss: float, grad_norm: float, step: int) -> None:
-        """Count an update, skipped if either value is not finite; they are the same on every rank.
+        """Count a step, skipped if either value is not finite; they are the same on every rank.
 
         Raises TrainingFailed after too many in a row.
         """
@@ -30,15 +30,15 @@ class SkipCounter:
         if self.in_a_row >= self.max_in_a_row:
             self.failed_since = step - self.in_a_row
             raise TrainingFailed(
-                f"step {step}: loss or gradient was not finite in {self.in_a_row} updates in a row (loss {loss}, "
+                f"step {step}: loss or gradient was not finite in {self.in_a_row} steps in a row (loss {loss}, "
                 f"gradient norm {grad_norm}); train.max_skipped_updates={self.max_in_a_row}.  All of them were "
                 "skipped.  Usual remedies: a lower optim.lr, more schedule.warmup_steps, a smaller optim.max_grad_norm"
             )
 
     def check_end(self, step: int) -> None:
-        """Raise TrainingFailed if a run that ends with update `step` ends in a streak of skipped ones."""
+        """Raise TrainingFailed if a run that ends with step `step` ends in a streak of skipped ones."""
         if self.in_a_row:
-            last = "the last update was" if self.in_a_row == 1 else f"the last {self.in_a_row} updates were"
+            last = "the last step was" if self.in_a_row == 1 else f"the last {self.in_a_row} steps were"
             raise TrainingFailed(
                 f"step {step}: the run has come to train.steps, but {last} skipped, since loss or gradient was not "
                 "finite: the weights may be bad.  The checkpoint of this step is gone on from only "

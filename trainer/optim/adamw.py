@@ -2,7 +2,7 @@
 
 The latter computes in float32, one parameter (or a piece of one) at a time, so that nothing is ever there twice, and
 rounds what it stores: stochastically, or to the nearest.  The random bits depend on the seed, the parameter's name, the
-number of the update and the element's place in the whole parameter.  Knows no model and no mesh: a shard says itself
+number of the step and the element's place in the whole parameter.  Knows no model and no mesh: a shard says itself
 which rows of its parameter it holds.
 
 Sources: Loshchilov and Hutter 2019, arXiv:1711.05101; `trainer.optim.rounding`.
@@ -28,7 +28,7 @@ _PIECE = 2**16
 class FusedAdamW(torch.optim.AdamW):
     """Torch's AdamW, fused, on the local shards: it works element by element, so that no rank needs another's.
 
-    Given DTensors, torch finds out for each of four tensors a parameter how it is sharded, in every update.
+    Given DTensors, torch finds out for each of four tensors a parameter how it is sharded, in every step.
     """
 
     algorithm = "AdamW"
@@ -44,8 +44,8 @@ class FusedAdamW(torch.optim.AdamW):
 class RoundingAdamW(torch.optim.Optimizer):
     """torch's AdamW, with parameters of any floating dtype, and moments of `state_dtype`.
 
-    The moments have torch's names; the number of updates is a float32 on the parameter's device (`capturable`), and
-    nothing here waits for the device.  As with torch's fused optimizers, an update is left out if the attribute
+    The moments have torch's names; the number of steps is a float32 on the parameter's device (`capturable`), and
+    nothing here waits for the device.  As with torch's fused optimizers, a step is left out if the attribute
     `found_inf`, a scalar tensor, is 1.
 
     names: of each parameter, by its id.  seed: of the rounding.  stochastic: round so, or else to the nearest.
@@ -76,7 +76,7 @@ class RoundingAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Do one update of all parameters that have a gradient.  No collective."""
+        """Do one step of all parameters that have a gradient.  No collective."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -132,7 +132,7 @@ def _place(parameter: torch.Tensor, name: str, seed: int) -> tuple[int, int]:
 
 
 def _numbers(group: Mapping[str, Any], steps: torch.Tensor, found_inf: torch.Tensor | None) -> torch.Tensor:
-    """Return what the update of each parameter multiplies with: float32 of shape (P, 8), computed where the steps are.
+    """Return what the step of each parameter multiplies with: float32 of shape (P, 8), computed where the steps are.
 
     Padded to 8, so that each row begins at a multiple of 16 bytes, as compiled kernels want it.
     """

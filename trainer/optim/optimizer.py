@@ -192,7 +192,7 @@ class Schedule:
         self.shape: ScheduleSection = config.schedule
 
     def lr(self, step: int) -> float:
-        """Return the learning rate of update `step`, the first being 1."""
+        """Return the learning rate of step `step`, the first being 1."""
         shape, warmup = self.shape, self.shape.warmup_steps
         if step <= warmup:
             return self.peak * step / warmup

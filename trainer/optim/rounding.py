@@ -1,6 +1,6 @@
 """Stochastic rounding to bfloat16, from random bits that a mesh cannot change.
 
-A bfloat16 has 8 bits: an update of less than half the distance to the next one, some 1/500 of the weight, is lost when
+A bfloat16 has 8 bits: a step of less than half the distance to the next one, some 1/500 of the weight, is lost when
 it is rounded to the nearest.  Rounded up or down at random, with the probability that makes the mean exact, it is kept
 on average.  The bits are those of a hash of where an element is and when, not of a generator with a state: every rank
 draws for its own elements what any other rank would have drawn for them, and a resumed run draws what the first one
@@ -35,7 +35,7 @@ def _shifted(words: torch.Tensor, by: int) -> torch.Tensor:
 
 
 def keys_of(seeds: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
-    """Return the key of each parameter's bits: int32, from its seed (int32) and the number of the update."""
+    """Return the key of each parameter's bits: int32, from its seed (int32) and the number of the step."""
     return mix(mix(seeds) + steps.to(torch.int32) * _GOLDEN)
 
 

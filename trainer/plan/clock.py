@@ -61,7 +61,7 @@ class Rates:
 
 @dataclass(frozen=True)
 class StepTime:
-    """The seconds of one update, and where they go."""
+    """The seconds of one step, and where they go."""
 
     total_s: float
     compute_s: float
@@ -158,12 +158,12 @@ class _Clock:
 
 
 def time_of(trace: Trace, layout: Layout, num_micro_batches: int, rates: Rates) -> StepTime:
-    """Return the time of one update."""
+    """Return the time of one step."""
     clock = _Clock(layout, rates)
     Step(trace, layout, num_micro_batches, clock).run()
     parameters = [p for unit in trace.units for p in unit.parameters if p.is_trained]
     shards = [(p, p.numel / layout.shard) for p in parameters]
-    # Clipping reads gradients twice and writes them once; the update reads weight and gradient, writes the weight, and
+    # Clipping reads gradients twice and writes them once; the step reads weight and gradient, writes the weight, and
     # does both with each moment.
     optimizer_s = sum(
         3 * numel * p.element_size / rates.memory

@@ -56,7 +56,7 @@ _NORM_BYTES, _LOSS_BYTES, _MESSAGE_BYTES = 4, 4, 5 * 8
 
 
 def collectives_of(trace: Trace, layout: Layout, num_micro_batches: int) -> Counter[Collective]:
-    """Return how often an update issues each kind of collective.
+    """Return how often a step issues each kind of collective.
 
     With FSDP's go three small all-reduces of the training step: the message in which the ranks agree (through host
     memory), the squared norm of the gradients over the shard axis, and the loss over all ranks.  What Muon sends to

@@ -91,7 +91,7 @@ class Forecast:
 
     @property
     def step_s(self) -> float | None:
-        """Seconds of an update; None where neither a data sheet nor a measurement says how fast the device is."""
+        """Seconds of a step; None where neither a data sheet nor a measurement says how fast the device is."""
         if self.plan is None:
             return None
         machine = self.plan.machine

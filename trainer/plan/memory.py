@@ -23,7 +23,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class Memory:
-    """The memory of one rank over one update, from the second on, in bytes of tensors."""
+    """The memory of one rank over one step, from the second on, in bytes of tensors."""
 
     peak: Moment
     curve: tuple[Moment, ...]
@@ -96,14 +96,14 @@ class _MemoryWatcher:
 
 
 def memory_of(trace: Trace, layout: Layout, num_micro_batches: int, draws: bool = False) -> Memory:
-    """Return the memory of a rank over one update on `layout`; with all of its moments, if it `draws`."""
+    """Return the memory of a rank over one step on `layout`; with all of its moments, if it `draws`."""
     watcher = _MemoryWatcher(trace, at_rest(trace, layout), draws)
     Step(trace, layout, num_micro_batches, watcher).run()
     return Memory(watcher.peak, tuple(watcher.curve))
 
 
 def at_rest(trace: Trace, layout: Layout) -> dict[Kind, int]:
-    """Return what lies in a rank's device memory between two updates."""
+    """Return what lies in a rank's device memory between two steps."""
     kinds: dict[Kind, int] = {"buffers and inputs": trace.buffer_bytes + trace.input_bytes}
     if layout.cpu_offload:
         return kinds

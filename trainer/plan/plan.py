@@ -72,12 +72,12 @@ class Plan:
 
     @property
     def tokens(self) -> int:
-        """Tokens of one update, all ranks together."""
+        """Tokens of one step, all ranks together."""
         return self.config.train.global_batch_size * self.config.data.seq_len
 
     @property
     def flops(self) -> float:
-        """Model FLOPs of one update, all ranks together, recomputation not counted."""
+        """Model FLOPs of one step, all ranks together, recomputation not counted."""
         return self.probe.flops_per_token * self.tokens
 
     @property
@@ -88,7 +88,7 @@ class Plan:
 
     @property
     def run_s(self) -> float:
-        """Seconds of all updates, evaluation and saving left out."""
+        """Seconds of all steps, evaluation and saving left out."""
         return self.time.total_s * self.config.train.steps
 
     @property

@@ -1,4 +1,4 @@
-"""One update as FSDP2 makes it: what is gathered, reduced, allocated and freed, in order.
+"""One step as FSDP2 makes it: what is gathered, reduced, allocated and freed, in order.
 
 Follows torch.distributed.fsdp's own state machine, event by event, over a `Trace`: no process group, no tensor, no
 device.  What a caller wants to know of it, memory or time, it reads off by being a `Watcher`.  The rank is the one
@@ -53,7 +53,7 @@ class Layout:
     accumulates_shards: bool = False
     """Whether gradients are reduced after each micro-batch (`fsdp.accumulate=sharded`)."""
     reshard_after_backward: bool = True
-    """Whether each micro-batch gathers anew; the last one of an update always leaves shards."""
+    """Whether each micro-batch gathers anew; the last one of a step always leaves shards."""
 
     @property
     def num_ranks(self) -> int:
@@ -144,7 +144,7 @@ class _Group:
 
 
 class Step:
-    """One update of `num_micro_batches` over `trace`; `run` tells the watcher of it."""
+    """One step of `num_micro_batches` over `trace`; `run` tells the watcher of it."""
 
     def __init__(self, trace: Trace, layout: Layout, num_micro_batches: int, watcher: Watcher) -> None:
         self.trace, self.layout, self.watcher = trace, layout, watcher

@@ -40,8 +40,8 @@ the colour-blind can tell apart."""
 SERIES = ("blue", "red", "green", "pink", "orange", "sky", "olive", "black")
 """Colours of the runs that are compared."""
 PARTS = {
-    "update_s": ("updates that count", "blue"),
-    "lost_s": ("updates lost or skipped", "red"),
+    "update_s": ("steps that count", "blue"),
+    "lost_s": ("steps lost or skipped", "red"),
     "eval_s": ("evaluation", "green"),
     "save_s": ("saving", "pink"),
     "load_s": ("loading", "olive"),
@@ -145,7 +145,7 @@ PANELS: dict[str, Callable[[Any, Sequence[Run]], None]] = {
     "gradient norm, before clipping": _draw_grad_norm,
     "learning rate": _draw_lr,
     "target tokens a second": _draw_tokens_per_s,
-    "seconds an update": _draw_step_s,
+    "seconds a step": _draw_step_s,
     "peak memory of a rank, GiB": _draw_memory,
 }
 """What is drawn, by title."""
@@ -246,7 +246,7 @@ def _panel(axes: Any, title: str, runs: Sequence[Run]) -> None:
             _mark_attempts(axes, runs[0])
     else:
         style = {"transform": axes.transAxes, "ha": "center", "va": "center", "color": COLOURS["muted"]}
-        axes.text(0.5, 0.5, "no update on record yet", **style)
+        axes.text(0.5, 0.5, "no step on record yet", **style)
         axes.set_xticks([])
         axes.set_yticks([])
     scale = axes.get_yscale()

@@ -197,7 +197,7 @@ def _key(run: Run) -> str:
         style = "width: 14px; height: 14px; background: var(--red); opacity: .25"
         marks.append(f'<i style="{style}"></i>steps lost in a crash and done again')
     if run.train["step"].size > 800:
-        marks.append("line: mean of a pixel's updates; band: least to most")
+        marks.append("line: mean of a pixel's steps; band: least to most")
     return f'<div class="key">{"".join(f"<span>{mark}</span>" for mark in marks)}</div>' if marks else ""
 
 
