@@ -46,7 +46,8 @@ PACKAGES = {
 """Packages whose import is a part of its own, with all that it imports and that is not listed."""
 
 METHODS = {
-    "trainer.config": {"load_config": "configuration", "check_config": "configuration"},
+    "trainer.config.load": {"load_config": "configuration"},
+    "trainer.config.rules": {"check_config": "configuration"},
     "trainer.data.source": {"open_source": "data"},
     "trainer.distributed.world": {"World.__init__": "process group", "World.mesh_of": "process group"},
     "trainer.lifecycle.selfcheck": {"check_same_run": "self-check", "check_start": "self-check"},
@@ -56,7 +57,7 @@ METHODS = {
         "Trainer.build_optimizer": "optimizer",
         "Trainer.build_loader": "data",
         "Trainer.build_eval_loader": "data",
-        "Trainer._checkpoints": "checkpoints, folder, metrics",
+        "Trainer._set_up_run": "checkpoints, folder, metrics",
         "Trainer.load_checkpoint": "checkpoints, folder, metrics",
         "Trainer.train_step": "first step",
     },

@@ -590,7 +590,7 @@ def test_the_same_command_again_goes_on(tmp_path: Path) -> None:
     run_tiny(tmp_path / "a", "train.steps=2")
     run_tiny(tmp_path / "b", "train.steps=4", f"checkpoint.resume={tmp_path / 'a'}")
     again = run_tiny(tmp_path / "b", "train.steps=5", f"checkpoint.resume={tmp_path / 'a'}")
-    assert "has gone on from there already" in again.stdout
+    assert "has already continued from there" in again.stdout
     starts = [json.loads(line) for line in (tmp_path / "b" / "metrics.jsonl").read_text().splitlines()]
     assert [record["resumed_step"] for record in starts if record["kind"] == "start"] == [2, 4]
 
