@@ -52,7 +52,7 @@ DEFECTS: list[Defect] = [
         "named not in (None, manifest.step)",
         "False",
     ),
-    # -- streaks of skipped steps ------------------------------------------------------------------------------
+    # -- streaks of skipped updates ------------------------------------------------------------------------------
     Defect(
         "save-postponed-for-good",
         "streaks",
@@ -257,8 +257,8 @@ DEFECTS: list[Defect] = [
         "shares-overlap",
         "data-order",
         "trainer/data/loader.py",
-        "steps + self._dp_rank * self._share + np.arange(self._share)",
-        "steps + self._dp_rank * self._micro_batch_size + np.arange(self._share)",
+        "updates + self._dp_rank * self._share + np.arange(self._share)",
+        "updates + self._dp_rank * self._micro_batch_size + np.arange(self._share)",
     ),
     Defect(
         "padding-is-a-target",
