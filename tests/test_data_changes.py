@@ -89,6 +89,7 @@ def test_each_change_of_the_data_is_seen(tmp_path: Path, change: str) -> None:
 REFUSAL = " (allow it: checkpoint.allow_changes=[data])"
 
 
+@pytest.mark.slow
 def test_data_that_have_changed_are_refused(tmp_path: Path, capsys: Any) -> None:
     """And taken up where that is allowed, once: the next checkpoint knows them."""
     path = write(tmp_path / "data", *TEXTS[:3])
@@ -107,6 +108,7 @@ def test_data_that_have_changed_are_refused(tmp_path: Path, capsys: Any) -> None
     assert "warning" not in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_position_is_kept_where_changed_data_are_allowed(tmp_path: Path) -> None:
     path = write(tmp_path / "data", *TEXTS[:3])
     fit(tmp_path / "run", *settings(path))
@@ -118,6 +120,7 @@ def test_a_position_is_kept_where_changed_data_are_allowed(tmp_path: Path) -> No
     trainer.close()
 
 
+@pytest.mark.slow
 def test_the_same_data_elsewhere_are_the_same(tmp_path: Path, capsys: Any) -> None:
     """In another folder, under other names, of another time."""
     path = write(tmp_path / "data", *TEXTS[:3])
@@ -149,6 +152,7 @@ def test_another_cut_of_the_same_data_needs_no_more_than_its_own_key(tmp_path: P
     assert line.startswith("data: 3 shards")
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_before_there_were_fingerprints(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     """It is gone on from, with one warning; and the next one has a fingerprint."""
     path = write(tmp_path / "data", *TEXTS[:3])
@@ -190,6 +194,7 @@ class OtherPython(StdlibCorpus):
         return f"{hash(self.texts)}"
 
 
+@pytest.mark.slow
 def test_another_python_has_another_standard_library(tmp_path: Path, monkeypatch: Any) -> None:
     stdlib = ["data.source=stdlib", "model.vocab_size=257", f"data.cache_dir={tmp_path}/cache"]
     monkeypatch.setattr(source_module, "StdlibCorpus", OtherPython)

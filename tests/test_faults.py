@@ -572,6 +572,7 @@ class CutShort:
         self._sink.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["local", "remote"])
 def test_what_storage_has_cut_short_is_not_published(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -768,6 +769,7 @@ def test_the_disk_of_the_run_itself_is_full_for_a_while(disk: Path, tmp_path: Pa
     assert of("train", run.folder, "step") == list(range(1, 37)), "what could not be written was written later"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", ".owner.json"])
 def test_the_disk_is_full_when_a_run_goes_on(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One message that says where, nothing half-written, and all that was there as it was."""

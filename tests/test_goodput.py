@@ -71,6 +71,7 @@ def test_a_clock_that_was_ahead_on_another_machine() -> None:
     assert (found.wall_s, found.between_s, found.update_s) == (24.0, 0.0, 20.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jump_s", [7200.0, -7200.0])
 def test_a_clock_that_jumps_in_mid_run(jump_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = clocks.time

@@ -146,6 +146,7 @@ def test_a_configuration_made_by_hand_is_compared_too(tmp_path: Path) -> None:
     trainer.close()
 
 
+@pytest.mark.slow
 def test_a_run_says_what_its_model_is_as_a_folder_does(tmp_path: Path) -> None:
     first = trained(folder_of(tmp_path / "source"), tmp_path / "first")
     for source in (first, first / "checkpoints" / "step_00000001"):
@@ -220,6 +221,7 @@ def assert_all_but_weights_survive(before: dict[str, bytes], out: Path, **change
     assert list(content)[: len(told)] == list(told), "in the order that they had"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokenizer", [True, False])
 def test_what_training_does_not_change_is_exported_byte_for_byte(tokenizer: bool, tmp_path: Path) -> None:
     """When the folder has long gone, and after a resume without it."""
@@ -238,6 +240,7 @@ def test_what_training_does_not_change_is_exported_byte_for_byte(tokenizer: bool
     assert_all_but_weights_survive(before, tmp_path / "out", dtype="bfloat16", torch_dtype="bfloat16")
 
 
+@pytest.mark.slow
 def test_what_came_with_a_model_is_handed_on_from_run_to_run(tmp_path: Path) -> None:
     source = chat_folder(tmp_path / "source")
     second = trained(trained(source, tmp_path / "first"), tmp_path / "second")

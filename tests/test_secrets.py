@@ -110,6 +110,7 @@ def name() -> str:
     return f"host-{uuid.uuid4().hex}"
 
 
+@pytest.mark.slow
 def test_credentials_are_used_and_not_kept(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     init = tmp_path / "start"
     fit(init, "train.steps=1")
@@ -196,6 +197,7 @@ def test_a_resume_compares_what_is_kept() -> None:
     assert refused == ["data.path: s3://me:***@host/b.bin in the checkpoint, s3://me:***@host/a.bin now"]
 
 
+@pytest.mark.slow
 def test_the_command_again_goes_on_from_another_run(name: str, tmp_path: Path) -> None:
     """`checkpoint.resume=<URL>` is compared with what is kept, too: the same command goes on where it was."""
     url = url_of(name)

@@ -78,6 +78,7 @@ def name_module(run_dir: Path, name: str) -> Path:
     return checkpoint
 
 
+@pytest.mark.slow
 def test_export_imports_nothing_that_a_checkpoint_names(
     run_dir: Path, evil: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
