@@ -48,6 +48,7 @@ _ALONE = [
     Part("preemptions", ("test_preemptions.py",), 9.0, workers=1),
     Part("ray", ("test_ray.py",), 0.5, workers=1),
     Part("benches", ("test_benches.py",), 3.0, workers=1),
+    Part("moments", ("test_moments.py",), 14.0, workers=1),
 ]
 
 
@@ -57,12 +58,12 @@ def _others() -> tuple[str, ...]:
     return tuple(path.name for path in files if "mark.campaign" in path.read_text())
 
 
-REST = Part("meshes, and all others", _others(), 8.0)
+REST = Part("meshes, and all others", _others(), 13.0)
 PARTS = [
     _ALONE[0],
     REST,
     *_ALONE[1:3],
-    Part("defects", (), 6.0, command=("-m", "tests.defects")),
+    Part("defects", (), 9.0, command=("-m", "tests.defects")),
     *_ALONE[3:],
 ]
 
