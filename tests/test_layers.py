@@ -98,3 +98,13 @@ def test_floors() -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "0 broken" in done.stdout
+
+
+def test_an_installation_has_every_package() -> None:
+    """Each folder with code is a package that pyproject.toml lists: an editable installation would not notice."""
+    block = re.search(r"^packages = \[(.*?)\]", (REPOSITORY / "pyproject.toml").read_text(), re.DOTALL | re.MULTILINE)
+    assert block
+    listed = set(re.findall(r'"([\w.]+)"', block[1]))
+    there = {path.parent.relative_to(REPOSITORY) for path in FILES}
+    names = {".".join(folder.parts if folder.parts[0] == "trainer" else ("trainer", *folder.parts)) for folder in there}
+    assert names == listed - {"trainer.conf"}
