@@ -115,8 +115,9 @@ def test_every_phase_and_event_is_in_the_table() -> None:
 def test_a_run_that_ended_does_not_begin_again(run: Run) -> None:
     run.begin()
     assert run.life.end() == EXIT_FINISHED
-    with pytest.raises(KeyError):
-        run.begin()
+    with pytest.raises(UserError, match="make another Trainer"), run.life.running():
+        run.life.check_may_begin()
+    assert "record end failed" not in run.said, "what it came to stays on record"
 
 
 def test_the_start_is_recorded_before_anything_is_trained(run: Run) -> None:

@@ -112,25 +112,13 @@ class Trainer:
 
         self.ballot = Ballot(world)
         observers = (self.checkpoints, self.profile, self.watchdog, self.forecast)
-        self.accounts = Accounts(config, world, self.metrics, self.skips, self.schedule, self.watchdog, observers)
+        self.accounts = Accounts(config, world, self.metrics, self.skips, self.watchdog, observers)
         self.resume = Resume(config, world, self.checkpoints, self.folder, self.metrics)
         saves = RunSaves(world, self.folder, self.resume, self.accounts, self.watchdog, self.metrics)
         weights, _, kept = bytes_of_training(self.model, config.optim)
         self.saver = Saver(self.checkpoints, config.checkpoint, self.ballot, saves, weights + kept)
-        self.lifecycle = Lifecycle(
-            config,
-            world,
-            self.state,
-            self.ballot,
-            self.folder,
-            self.metrics,
-            self.watchdog,
-            self.accounts,
-            self.saver,
-            self.forecast,
-            self.loader,
-            started,
-        )
+        others = (self.folder, self.metrics, self.watchdog, self.accounts, self.saver, self.forecast)
+        self.lifecycle = Lifecycle(config, world, self.state, self.ballot, *others, self.loader, started)
 
     # -- build ---------------------------------------------------------------------------------------------------
 
@@ -265,7 +253,8 @@ class Trainer:
                     update = self.train_step(micro_batches)
                     self.ballot.ensure_cast()
                     self.state.advance(update.num_targets)
-                    record = self.accounts.record(update, self.state, self.model, is_last=self.stopping)
+                    lr = self.schedule.lr(self.state.step)
+                    record = self.accounts.record(update, self.state, lr, self.flops_per_token, is_last=self.stopping)
                 self.saver.collect()
                 with self.accounts.paused(update):
                     yield record
@@ -310,12 +299,14 @@ class Trainer:
         has_work = self.state.step < self.config.train.steps or self.state.eval_pending
         if self.lifecycle.is_running or not has_work:
             return
+        self.lifecycle.check_may_begin()
         self.world.agreed(self.folder.own)
         if self.config.run.selfcheck:
             check_start(self.world, self.model, self.mesh, self.ties, self.loader, self.exempt_from_selfcheck())
         self.resume.supersede()
         plan = self.forecast.sentence() if self.world.is_main else ""
-        shown = (self.config, self.world, self.mesh, self.model, len(self.units), self.resume.step, plan)
+        sizes = (len(self.units), self.num_micro_batches)
+        shown = (self.config, self.world, self.mesh, self.model, sizes, self.resume.step, plan)
         record = {
             "world_size": self.world.size,
             "mesh": mesh_sizes(self.mesh),

@@ -106,6 +106,11 @@ class Lifecycle:
         """A checkpoint was loaded."""
         self._enter("restore")
 
+    def check_may_begin(self) -> None:
+        """Raise UserError, on all ranks alike, if this run has ended: another Trainer continues it."""
+        if (self.phase, "begin") not in TRANSITIONS:
+            raise UserError(f"this Trainer's run has {self.phase}: make another Trainer, which continues from there")
+
     def begin(self, facts: Mapping[str, str], record: Mapping[str, Any], notes: Sequence[str]) -> None:
         """Write config.yaml, open the metrics and write the start record; from here on the run counts as running.
 
@@ -161,7 +166,7 @@ class Lifecycle:
         first = self._world.announce_failure(error)
         self._saver.wait(self._config.run.timeout_s)  # the save in flight is good: let it end
         self._saver.doubt(self._accounts.good_until)
-        if isinstance(error, UserError) and self.phase in ("built", "restored"):
+        if isinstance(error, UserError) and self.phase != "running":
             self._folder.release()
             return
         exit_code = EXIT_USER_ERROR if isinstance(error, UserError) else EXIT_FAILED

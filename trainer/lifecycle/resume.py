@@ -132,7 +132,9 @@ class Resume:
         past it, which `auto` would otherwise resume from.  Continuing from elsewhere, it supersedes all that are here,
         and their metrics.
         """
-        work = partial(self._folder.using, lambda: self._supersede(is_running))
+        work = partial(self._supersede, is_running)
+        if not is_running:
+            work = partial(self._folder.using, work)
         self._world.agreed(lambda: work() if self._world.is_main else None)
 
     def _supersede(self, is_running: bool) -> None:

@@ -35,11 +35,15 @@ def start_facts(
     world: World,
     mesh: DeviceMesh,
     model: nn.Module,
-    num_units: int,
+    sizes: tuple[int, int],
     resumed_step: int | None,
     plan: str,
 ) -> Mapping[str, str]:
-    """Return the start block: the run, its model, mesh, memory, plan, step and data, each in one line."""
+    """Return the start block: the run, its model, mesh, memory, plan, step and data, each in one line.
+
+    sizes: FSDP units, and micro-batches per step on each rank.
+    """
+    num_units, num_micro_batches = sizes
     axes = zip(mesh.mesh_dim_names or (SHARD,), mesh.shape, strict=True)
     batch, micro_batch = config.train.global_batch_size, int(config.train.micro_batch_size)
     num_parameters, num_trained = count_parameters(model), count_trained_parameters(model)
@@ -54,7 +58,7 @@ def start_facts(
         "memory": f"{readable_bytes(held)} per rank for weights, gradients and optimizer",
         "plan": plan,
         "step": f"{readable_count(batch * config.data.seq_len)} tokens: {batch} x {config.data.seq_len}, "
-        f"{batch // (world.size * micro_batch)} micro-batches of {micro_batch} on each of {world.size} ranks",
+        f"{num_micro_batches} micro-batches of {micro_batch} on each of {world.size} ranks",
         "data": f"{config.data.source}, {config.train.steps} steps",
     }
 

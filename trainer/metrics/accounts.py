@@ -13,7 +13,6 @@ from itertools import islice
 from typing import Any, Protocol
 
 import torch
-from torch import nn
 
 from trainer.config import RunConfig
 from trainer.data.source import Source
@@ -25,8 +24,6 @@ from trainer.metrics.meter import Meter, peak_flops, peak_memory_gib
 from trainer.metrics.observer import Phases, StepObserver
 from trainer.metrics.record import Record
 from trainer.metrics.skips import SkipCounter
-from trainer.model.flops import flops_per_token
-from trainer.optim.optimizer import Schedule
 
 
 class Update:
@@ -81,12 +78,11 @@ class Accounts:
         world: World,
         metrics: Metrics,
         skips: SkipCounter,
-        schedule: Schedule,
         phases: Phases,
         observers: Sequence[StepObserver],
     ) -> None:
         self._config, self._world, self._metrics = config, world, metrics
-        self._skips, self._schedule, self._phases, self._observers = skips, schedule, phases, observers
+        self._skips, self._phases, self._observers = skips, phases, observers
         self.reads_late = world.device.type != "cpu"
         """True if the numbers of a step are read once the next one is queued; the same on all ranks."""
         self.productive_s = 0.0
@@ -118,7 +114,7 @@ class Accounts:
         yield
         with self.paused():
             is_profiled = self._config.log.profiles(step)
-            for observer in self._observers:
+            for observer in reversed(self._observers):
                 observer.end_step(step, self._seconds, is_profiled)
 
     def take(self, batches: Iterator[Any], number: int, step: int) -> list[Any]:
@@ -130,7 +126,7 @@ class Accounts:
         self._phases.enter("forward")
         return taken
 
-    def record(self, update: Update, progress: Progress, model: nn.Module, is_last: bool) -> Record:
+    def record(self, update: Update, progress: Progress, lr: float, flops_per_token: float, is_last: bool) -> Record:
         """Close the step that `progress` has just completed; return its record, written if a line is due.
 
         Collective where a line is due: one small CPU all-reduce.  Raises TrainingFailed, on all ranks alike, after too
@@ -141,7 +137,7 @@ class Accounts:
         self._close(update, step, at_once=is_line or not self.reads_late)
         if is_line:
             (self._memory_gib,) = self._world.max([peak_memory_gib(self._world.device)])
-        record = self._train_record(update, progress, model)
+        record = self._train_record(update, progress, lr, flops_per_token)
         self._metrics.progress(step)
         if is_line:
             self._metrics.write(record)
@@ -202,7 +198,7 @@ class Accounts:
 
     # -- records -------------------------------------------------------------------------------------------------
 
-    def _train_record(self, update: Update, progress: Progress, model: nn.Module) -> Record:
+    def _train_record(self, update: Update, progress: Progress, lr: float, flops_per_token: float) -> Record:
         step_s, data_s, tokens_per_s = self._meter.read()
         before = self._skips.total - (update.skipped if self.pending is None else 0)  # counted late, or already
         return Record(
@@ -210,12 +206,12 @@ class Accounts:
             step=progress.step,
             loss=lambda: update.loss,
             grad_norm=lambda: update.grad_norm,
-            lr=self._schedule.lr(progress.step),
+            lr=lr,
             tokens=progress.tokens,
             tokens_per_s=tokens_per_s,
             step_s=step_s,
             data_s=data_s,
-            mfu=self._mfu(model, step_s),
+            mfu=self._mfu(flops_per_token, step_s),
             peak_memory_gib=self._memory_gib,
             skipped=lambda: before + update.skipped,
             **({"profiled": True} if self._meter.is_profiled else {}),
@@ -229,12 +225,10 @@ class Accounts:
         shown = {} if bits is None else {"bits_per_byte": bits}
         return self._metrics.write(Record(kind="eval", step=step, loss=loss, **shown, eval_s=eval_s))
 
-    def _mfu(self, model: nn.Module, step_s: float) -> float | None:
+    def _mfu(self, flops_per_token: float, step_s: float) -> float | None:
         """Return model FLOPs over the devices' peak (Chowdhery et al. 2022, arXiv:2204.02311, appendix B)."""
         peak = peak_flops(self._world.device)
         if peak is None:
             return None
         tokens = self._config.train.global_batch_size * self._config.data.seq_len
-        config = self._config
-        flops = flops_per_token(config.recipe, config.model, model, config.data.seq_len)
-        return flops * tokens / step_s / (peak * self._world.size)
+        return flops_per_token * tokens / step_s / (peak * self._world.size)
