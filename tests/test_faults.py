@@ -1127,10 +1127,10 @@ def save_in_background(folder: Path, meshes: list[tuple[str, ...]]) -> list[str]
         saved = {}
         for mode in ("sync", "async"):
             own = Trainer(mlp_config(folder / f"{mode}-{number}", f"checkpoint.mode={mode}", *mesh))
-            slow_s = 0.0007 if mode == "async" else 0.0
 
-            def slow(self: Any, data: Any, slow_s: float = slow_s) -> int:
-                time.sleep(slow_s)
+            def slow(self: Any, data: Any, own: Trainer = own, waits: bool = mode == "async") -> int:
+                if waits:
+                    wait_until(lambda: own.state.step > 5, "two more steps")
                 return plain_write(self, data)
 
             place_module._SyncedFile.write = slow  # type: ignore[method-assign]

@@ -19,6 +19,7 @@ from trainer.data.tokenizer import find_tokenizer
 from trainer.export import command_line as main
 from trainer.recipe import Recipe
 from trainer.weights.exporting import export
+from trainer.weights.origin import read_tokenizer
 
 LIKE_TINY = ["data.source=synthetic", "data.seq_len=16", "train.global_batch_size=2", "train.micro_batch_size=2"]
 SOURCE = replace(TINY, **STRETCHED, norm_eps=1e-6, init_std=0.05)
@@ -326,3 +327,9 @@ def test_an_export_over_another_leaves_none_of_its_files(tmp_path: Path) -> None
     assert main([str(trained(chat_folder(tmp_path / "source"), tmp_path / "run")), str(tmp_path / "out")]) == 0
     export(Memory(build(LLAMA, TINY).state_dict()), LLAMA, TINY, tmp_path / "out", overwrite=True)
     assert files_of(tmp_path / "out").keys() == {"config.json"}
+
+
+@pytest.mark.parametrize("name", ["tok.json", "tokenizer.json"])
+def test_a_tokenizer_that_is_gone_is_no_empty_one(name: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="must be bytes, or the path of"):
+        read_tokenizer(str(tmp_path / name))

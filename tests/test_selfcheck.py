@@ -16,9 +16,10 @@ from torch import nn
 
 from tests.budget import machine_scale
 from tests.ranks import run_command, run_ranks, tiny_overrides
-from trainer import RunConfig, Trainer, load_config, selfcheck
+from trainer import RunConfig, Trainer, load_config
 from trainer.config import MeshShape
 from trainer.data.loader import TrainLoader
+from trainer.lifecycle import selfcheck
 from trainer.model.parameters import local
 
 ON_2_X_2 = ["mesh.replicate=2", "mesh.shard=2"]

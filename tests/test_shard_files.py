@@ -20,13 +20,14 @@ import pytest
 from tests.ranks import run_tiny
 from tests.test_data import Numbered, stream_of, take, write_shards
 from tests.tiny import tiny_config
-from trainer import Trainer, environment
+from trainer import Trainer
 from trainer.config import DataSection
 from trainer.data import descriptors
 from trainer.data import source as source_module
 from trainer.data.loader import EvalLoader, TrainLoader
 from trainer.data.shards import Shard
 from trainer.data.source import Source, TokenSource, open_source
+from trainer.distributed import environment
 from trainer.distributed.environment import raise_file_limit
 from trainer.errors import TrainingFailed
 

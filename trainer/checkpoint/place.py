@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from trainer.errors import UserError
 from trainer.files import find_folder, sync_folder
-from trainer.printable import mask_credentials
+from trainer.printable import mask_credentials, masked
 
 COMMIT = "manifest.json"
 """The file without which a folder holds no checkpoint."""
@@ -115,7 +115,7 @@ def find_place(path: str | os.PathLike[str]) -> Place:
     try:
         system, root = fsspec.core.url_to_fs(text)
     except (ImportError, ValueError) as error:
-        raise UserError(mask_credentials(f"{text}: {error}")) from error
+        raise UserError(mask_credentials(f"{masked(text)}: {error}")) from error
     return RemotePlace(system, root.rstrip("/"), text.rstrip("/"))
 
 

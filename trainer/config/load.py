@@ -41,12 +41,12 @@ def load_config(recipe: str, overrides: Sequence[str] = ()) -> RunConfig:
     Rules that need the number of ranks are those of `check_config`.
     """
     path, assignments = find_recipe_file(recipe), _split_overrides(overrides)
-    values = read_yaml(path)
+    values = settle(read_yaml(path), path, assignments)
     for key, value in _leaves(values, path):
         if key not in assignments and any(is_masked(item) for item in (value if isinstance(value, list) else [value])):
             rule = f"its credentials are not kept (in {path}); give it whole, on the command line"
             raise setting_error(key, value, rule)
-    return _build(settle(values, path, assignments), assignments, path, follows=True)
+    return _build(values, assignments, path, follows=True)
 
 
 def config_from_yaml(text: str, origin: str = "config.yaml", allow_import: Collection[str] = ()) -> RunConfig:

@@ -145,7 +145,8 @@ def _check_init_from(config: RunConfig) -> None:
         rule = "must be a checkpoint, a run.dir, a folder of safetensors, or a file (.pt, .safetensors) of weights"
         own = config.run_dir / CONFIG
         advice = f"recipe={own} train.init_from=null goes on with the run, which needs it no more"
-        raise setting_error("train.init_from", start, f"{rule}; {advice}" if own.is_file() else rule)
+        is_saved = own.is_file() and any((config.run_dir / "checkpoints").glob("step_*"))
+        raise setting_error("train.init_from", start, f"{rule}; {advice}" if is_saved else rule)
 
 
 def _check_name(config: RunConfig) -> None:

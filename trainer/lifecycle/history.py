@@ -23,7 +23,7 @@ from trainer.errors import UserError, setting_error
 from trainer.lifecycle.folder import RunFolder
 from trainer.metrics.record import read_kinds
 from trainer.metrics.sinks import warn
-from trainer.printable import mask_credentials
+from trainer.printable import masked
 
 METRICS, STATUS = "metrics.jsonl", "status.json"
 
@@ -80,7 +80,7 @@ class History:
         if not self._folder.is_main or not (origin := self._copied_from()):
             return
         kept = stored_value(self._folder.before or "", "checkpoint.dir")
-        if is_same_place(str(mask_credentials(self.place)), str(kept) if kept else f"{origin}/checkpoints"):
+        if is_same_place(str(masked(self.place)), str(kept) if kept else f"{origin}/checkpoints"):
             rule = shared_place(origin, self.place, str(self._folder.path))
             raise setting_error("checkpoint.dir", self._config.checkpoint.dir, rule)
 
@@ -104,9 +104,10 @@ class History:
             )
 
     def _is_aside(self, name: str) -> bool:
-        """Return whether the run itself has taken this checkpoint out of the way."""
+        """Return whether the run itself has taken this checkpoint out of the way, or has passed it over."""
         aside = [path.name for path in self._folder.path.glob(f"previous_*/{name}")]
-        return any(name in one for one in [*aside, *find_place(self.place).names_aside()])
+        place = find_place(self.place)
+        return place.is_published(name) or any(name in one for one in [*aside, *place.names_aside()])
 
     def is_copied(self, found: Found) -> bool:
         """Return whether the checkpoint was written by another run, which is still there."""

@@ -20,7 +20,7 @@ from trainer.lifecycle.folder import RECORD, RunFolder
 from trainer.lifecycle.history import History
 from trainer.metrics.fanout import Metrics
 from trainer.metrics.sinks import warn
-from trainer.printable import mask_credentials
+from trainer.printable import masked
 
 
 class Resume:
@@ -104,7 +104,7 @@ class Resume:
 
         def is_of_the_same_start() -> bool:
             newest = self._checkpoints.reader.newest_origin() if self._world.is_main else None
-            if newest is None or stored_value(newest.config_yaml, "checkpoint.resume") != mask_credentials(resume):
+            if newest is None or stored_value(newest.config_yaml, "checkpoint.resume") != masked(resume):
                 return False
             env = self._world.env
             is_same_job = newest.job != "" and newest.job == env.job

@@ -87,6 +87,9 @@ def read_tokenizer(setting: str) -> dict[str, bytes]:
     if setting == "bytes":
         return {}
     path = Path(setting).expanduser()
+    if not path.is_file():
+        rule = "must be bytes, or the path of a Hugging Face tokenizer.json"
+        raise setting_error("data.tokenizer", setting, rule, fix="name a file that is there")
     if path.name == TOKENIZER:
         return _read(path.parent, TOKENIZER_FILES, "data.tokenizer")
     (data,) = _read(path.parent, (glob.escape(path.name),), "data.tokenizer").values()
