@@ -48,7 +48,7 @@ _ALONE = [
     Part("preemptions", ("test_preemptions.py",), 9.0, workers=1),
     Part("ray", ("test_ray.py",), 0.5, workers=1),
     Part("benches", ("test_benches.py",), 3.0, workers=1),
-    Part("moments", ("test_moments.py",), 14.0, workers=1),
+    Part("moments", ("test_moments.py",), 25.0, workers=1),
 ]
 
 
