@@ -115,7 +115,7 @@ def test_the_time_limit_and_then_cancelled(limited: tuple[str, Path], cluster: C
     """Cancelled, the ranks save and exit with 75 too; but the job does not come back."""
     job, folder = limited
     wait_until(lambda: cluster.job(job)["Restarts"] != "0", "the requeue", 180)
-    cluster.call("scontrol", "step", f"jobid={job}", "timelimit=30")
+    cluster.call("scontrol", "update", f"jobid={job}", "timelimit=30")
     first, stopped = ends_and_starts(folder)[:2]
     assert (first["resumed_step"], stopped["reason"]) == (None, "stopped")
     wait_for_step(cluster, job, folder, stopped["step"] + 1)
@@ -167,11 +167,11 @@ def test_requeued_by_hand_and_by_a_node_that_goes_down(cluster: Cluster, undistu
     cluster.call("scontrol", "requeue", job)
     wait_for_step(cluster, job, folder, 25)
     node = cluster.call("scontrol", "show", "hostnames", cluster.job(job)["NodeList"]).split()[-1]
-    cluster.call("scontrol", "step", f"nodename={node}", "state=down", "reason=test")
+    cluster.call("scontrol", "update", f"nodename={node}", "state=down", "reason=test")
     try:
         wait_until(lambda: cluster.job(job)["Restarts"] == "2", "the second restart", 120)
     finally:
-        cluster.call("scontrol", "step", f"nodename={node}", "state=resume", check=False)  # unless it has come back
+        cluster.call("scontrol", "update", f"nodename={node}", "state=resume", check=False)  # unless it has come back
     assert_finished(cluster, job, folder, undisturbed, restarts=2)
 
 
