@@ -24,8 +24,8 @@ from tests.test_processes import processes_of, wait_for_step
 from tests.tiny import tiny_config
 from trainer import Trainer, UserError, load_config
 from trainer.config import check_config, find_deadline
+from trainer.distributed.stop import StopRequest
 from trainer.metrics.record import Record
-from trainer.stop import StopRequest
 
 pytestmark = pytest.mark.slow
 

@@ -21,9 +21,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from trainer import stop
 from trainer.config import RunConfig, check_config, least_mesh, load_config, usage
 from trainer.config.needs import check_needs, likely_device
+from trainer.distributed import stop
 from trainer.distributed.deaths import find_killed
 from trainer.distributed.environment import (
     LAUNCHER,

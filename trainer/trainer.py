@@ -32,6 +32,7 @@ from trainer.lifecycle.phases import watch_phases
 from trainer.lifecycle.resume import Resume
 from trainer.lifecycle.saves import RunSaves
 from trainer.lifecycle.selfcheck import check_same_run, check_shape, check_start
+from trainer.lifecycle.state import TrainState
 from trainer.lifecycle.summary import device_name, mesh_sizes, show_result, start_facts, start_notes
 from trainer.lifecycle.watchdog import Watchdog
 from trainer.loss import count_targets, find_loss
@@ -49,7 +50,6 @@ from trainer.model.units import ShardUnit
 from trainer.optim.optimizer import Optimizer, Schedule, build_optimizer, bytes_of_training
 from trainer.plan.forecast import Forecast, resolve_auto
 from trainer.plan.show import choice_text
-from trainer.state import TrainState
 from trainer.weights.inference import ORIGIN, begin_from, keep_tokenizer, load_weights
 from trainer.weights.origin import Origin
 

@@ -30,8 +30,8 @@ from trainer.data.fingerprint import Fingerprint
 from trainer.data.order import sample_at
 from trainer.data.shards import ShardError
 from trainer.data.source import Source
+from trainer.distributed.stop import STOP_SIGNALS
 from trainer.errors import TrainingFailed, UserError
-from trainer.stop import STOP_SIGNALS
 
 Batch: TypeAlias = "dict[str, Tensor]"
 """`tokens` and `targets`, both int64 of shape (micro_batch_size, seq_len)."""

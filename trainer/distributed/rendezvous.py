@@ -12,8 +12,8 @@ from typing import NoReturn
 import torch.distributed as dist
 from torch.distributed import Store
 
+from trainer.distributed.stop import was_asked_early
 from trainer.errors import EXIT_STOPPED, TrainingFailed, say
-from trainer.stop import was_asked_early
 
 _ANSWER_S = 5.0
 """How long rank 0, which may keep the store, waits for the others to have read the decision to stop."""

@@ -21,6 +21,15 @@ from trainer.checkpoint.saver import Saver
 from trainer.config import RunConfig, find_deadline
 from trainer.distributed.ballot import Ballot
 from trainer.distributed.environment import take_start
+from trainer.distributed.stop import (
+    NOTICE,
+    STOPPING,
+    answer_at_once,
+    find_stop_request,
+    identity,
+    show_cursor,
+    take_stale_notice,
+)
 from trainer.distributed.world import World
 from trainer.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_USER_ERROR, UserError
 from trainer.lifecycle.folder import RunFolder
@@ -29,7 +38,6 @@ from trainer.metrics.accounts import Accounts
 from trainer.metrics.fanout import Metrics
 from trainer.metrics.record import Record
 from trainer.plan.forecast import Forecast
-from trainer.stop import NOTICE, STOPPING, answer_at_once, find_stop_request, identity, show_cursor, take_stale_notice
 
 Phase = Literal["built", "restored", "running", "ended"]
 Event = Literal["restore", "begin", "end"]
