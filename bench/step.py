@@ -199,8 +199,8 @@ def prepare(folder: Path, overrides: Sequence[str], warmup: int, steps: int) -> 
     import torch
 
     from trainer import load_config
+    from trainer.data.opening import open_source
     from trainer.data.order import sample_at
-    from trainer.data.source import open_source
     from trainer.data.stdlib import StdlibCorpus
     from trainer.data.tokenizer import find_tokenizer
     from trainer.model.materialize import materialize

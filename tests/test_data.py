@@ -27,9 +27,10 @@ import torch
 from trainer.config import DataSection
 from trainer.data import stdlib as stdlib_module
 from trainer.data.loader import EvalLoader, TrainLoader
+from trainer.data.opening import open_source
 from trainer.data.order import sample_at
 from trainer.data.shards import Shard, ShardWriter
-from trainer.data.source import IGNORE, Source, SyntheticSource, TokenSource, open_source
+from trainer.data.source import IGNORE, Source, SyntheticSource, TokenSource
 from trainer.data.stdlib import StdlibCorpus, gzip_bits_per_byte, held_out_text
 from trainer.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, find_tokenizer
 from trainer.errors import UserError

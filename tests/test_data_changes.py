@@ -23,7 +23,7 @@ from trainer import Trainer, UserError
 from trainer.config import DataSection, compare_configs, load_config
 from trainer.data import source as source_module
 from trainer.data.loader import TrainLoader
-from trainer.data.source import open_source
+from trainer.data.opening import open_source
 from trainer.data.stdlib import StdlibCorpus
 
 TEXTS = [bytes(np.random.default_rng(seed).integers(97, 123, 300).tolist()) for seed in range(6)]

@@ -17,8 +17,9 @@ import pytest
 from tests.test_data import write_tokenizer
 from trainer import prepare
 from trainer.config import DataSection
+from trainer.data.opening import open_source
 from trainer.data.shards import Shard
-from trainer.data.source import IGNORE, open_source
+from trainer.data.source import IGNORE
 from trainer.data.tokenizer import find_tokenizer
 
 

@@ -23,7 +23,7 @@ from torch import nn
 from tests.ranks import run_ranks, tiny_overrides
 from trainer import Recipe, RunConfig, Trainer, UserError, load_config, register
 from trainer.data.loader import TrainLoader
-from trainer.data.source import open_source
+from trainer.data.opening import open_source
 from trainer.model.gradients import clip_grad_norm, gradient_sync
 from trainer.model.materialize import materialize
 from trainer.model.parameters import count_parameters

@@ -176,7 +176,7 @@ def _check(config: RunConfig, nproc: int, env: Environment, spawns: bool) -> Non
 
 def _check_without_torch(config: RunConfig, world_size: int, local_world_size: int, env: Environment) -> None:
     """Find rules between fields that are broken, libraries and compilers that are missing, data that cannot be read."""
-    from trainer.data.source import open_source
+    from trainer.data.opening import open_source
 
     check_config(config, world_size, local_world_size)
     check_needs(config, likely_device(config.run.device))

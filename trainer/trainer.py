@@ -20,7 +20,7 @@ from trainer.checkpoint.saver import Saver
 from trainer.checkpoint.store import Checkpoints, Settings
 from trainer.config import RunConfig
 from trainer.data.loader import Batch, EvalLoader, TrainLoader
-from trainer.data.source import open_source
+from trainer.data.opening import open_source
 from trainer.data.transfer import ahead
 from trainer.distributed.ballot import Ballot
 from trainer.distributed.random_state import RandomState, seed_everything

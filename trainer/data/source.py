@@ -1,8 +1,7 @@
 """Sources: samples by their index.
 
 A sample is `seq_len` tokens and, for each of them, the target: the token that comes next.  Sources know nothing of
-the order in which samples are asked for, of ranks or of batches.  No torch here: opening a source is how the data
-settings are checked, before anything is spawned.
+the order in which samples are asked for, of ranks or of batches.  No torch here.
 
 Token shards are three files side by side:
 
@@ -15,28 +14,19 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import glob
 import hashlib
 import math
-import os
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import cached_property
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from trainer.data.fingerprint import Fingerprint
 from trainer.data.shards import Shard, ShardError
-from trainer.data.stdlib import Split, StdlibCorpus
-from trainer.data.tokenizer import find_tokenizer
-from trainer.errors import nearest, setting_error
-
-if TYPE_CHECKING:
-    from trainer.config import DataSection
+from trainer.data.stdlib import Split
 
 IGNORE = -100
 """The target that counts for nothing: what `torch.nn.functional.cross_entropy` ignores unless told otherwise."""
@@ -80,53 +70,6 @@ class Source(ABC):
     def bits_per_byte(self, loss: float) -> float | None:
         """Return the bits for each byte of raw text that a mean `loss` (nats a target) amounts to, or None."""
         return None if self.bytes_per_token is None else loss / math.log(2) / self.bytes_per_token
-
-
-@overload
-def open_source(data: DataSection, vocab_size: int | None, split: Literal["train"]) -> Source: ...
-
-
-@overload
-def open_source(data: DataSection, vocab_size: int | None, split: Split) -> Source | None: ...
-
-
-def open_source(data: DataSection, vocab_size: int | None, split: Split) -> Source | None:
-    """Return the source that the settings name, or None if they hold nothing out and `split` is `eval`.
-
-    Token shards without `data.eval_path` hold out their last windows, a share of `data.holdout`.
-
-    `vocab_size` is the model's; None if the model has none to compare with.  Raises UserError if the data cannot be
-    read, are too few for one sample, or have ids that the model has no room for.
-    """
-    if data.source == "synthetic":
-        return SyntheticSource(data.seq_len, vocab_size or 256, data.seed, split)
-    if data.source == "stdlib":
-        shard = StdlibCorpus().shard(split, find_tokenizer(data.tokenizer), data.cache_dir)
-        key, setting, source = "data.source", "stdlib", TokenSource([shard], data.seq_len, data.pack)
-    elif split == "eval" and data.eval_path is not None:
-        key, setting, source = "data.eval_path", data.eval_path, _open_shards(data, split)
-    else:
-        key, setting, source = "data.path", data.path or "", _open_shards(data, "train")
-    if source.num_targets < 1:
-        raise setting_error(key, setting, "holds no target: a sample needs two tokens of one document")
-    if split == "train" and data.pack and source.num_targets < data.seq_len:
-        rule = f"one sample needs {data.seq_len + 1} tokens, {key}={setting} holds {source.num_targets + 1}"
-        raise setting_error("data.seq_len", data.seq_len, rule, source.num_targets)
-    if vocab_size is not None and source.vocab_size > vocab_size:
-        rule = f"the ids of {key}={setting} (tokenizer {source.tokenizer}) need at least {source.vocab_size}"
-        raise setting_error("model.vocab_size", vocab_size, rule, source.vocab_size)
-    if data.source == "tokens" and data.eval_path is None:
-        return _part_of(source, data.holdout or 0.0, split)
-    return source
-
-
-def _part_of(source: TokenSource, holdout: float, split: Split) -> Source | None:
-    """Return what is trained on, or what is held out: the last windows, at least one where there are two."""
-    num_held_out = min(len(source) - 1, math.ceil(holdout * len(source)))
-    if not num_held_out:
-        return source if split == "train" else None
-    first = len(source) - num_held_out
-    return Part(source, 0, first) if split == "train" else Part(source, first, len(source))
 
 
 class Part(Source):
@@ -299,48 +242,3 @@ def _sample_content(shards: Sequence[Shard]) -> str:
         for start in sorted({last - last * place // num_places for place in range(num_places)}):
             digest.update(shard.read(start, count).tobytes())
     return digest.hexdigest()
-
-
-def _open_shards(data: DataSection, split: Split) -> TokenSource:
-    """Return the source over the shards that data.path or data.eval_path names.  Raises UserError."""
-    train_paths = _find_paths("data.path", data.path)
-    eval_paths = _find_paths("data.eval_path", data.eval_path) if data.eval_path else []
-    shared = sorted({*train_paths} & {*eval_paths})
-    if shared and data.path != data.eval_path:  # the same setting twice is meant, a glob that reaches too far is not
-        rest = [path for path in train_paths if path not in shared]
-        legal = re.sub(r"\d{5}\.bin$", "?????.bin", str(rest[0])) if rest else None
-        raise setting_error("data.path", data.path, f"takes in {shared[0]}, which data.eval_path holds out", legal)
-    key, setting, paths = ("data.path", data.path, train_paths)
-    if split == "eval":
-        key, setting, paths = ("data.eval_path", data.eval_path, eval_paths)
-    try:
-        shards = [Shard(path) for path in paths]
-        for other in [*shards, *([Shard(train_paths[0])] if split == "eval" else [])]:
-            if other.info.kind != shards[0].info.kind:
-                raise ShardError(
-                    f"shards that go together must be made alike: {shards[0].path} by tokenizer "
-                    f"{shards[0].info.tokenizer} ({shards[0].info.vocab_size} ids, {shards[0].info.dtype}), "
-                    f"{other.path} by {other.info.tokenizer} ({other.info.vocab_size} ids, {other.info.dtype})"
-                )
-        return TokenSource(shards, data.seq_len, data.pack)
-    except ShardError as error:
-        fix = "make shards from text with python -m trainer.prepare"
-        raise setting_error(key, setting, str(error), fix=fix) from error
-
-
-def _find_paths(key: str, setting: str | None) -> list[Path]:
-    """Return the .bin files that a path or glob names, sorted.  Raises UserError if there are none."""
-    if not setting:
-        raise setting_error(key, setting, "data.source=tokens needs the path or glob of token shards")
-    pattern = os.path.expanduser(setting)
-    if os.path.isdir(pattern):
-        rule = "is a folder; name the shards in it"
-        raise setting_error(key, setting, rule, example=os.path.join(setting, "*.bin"))
-    names = [pattern] if os.path.isfile(pattern) else glob.glob(pattern, recursive=True)
-    paths = sorted(Path(name) for name in names if name.endswith(".bin"))
-    if paths:
-        return paths
-    rule = "matches no token shard, whose name ends in .bin" if names else "no such file, and no glob that matches one"
-    there = sorted(glob.glob(os.path.join(glob.escape(os.path.dirname(pattern)), "*.bin")))
-    meant = nearest(pattern, there)
-    raise setting_error(key, setting, rule, meant=meant, example=None if meant else next(iter(there), None))
