@@ -267,11 +267,12 @@ def build_rank(config: RunConfig, device: str, num_ranks: int) -> tuple[Update, 
         mesh=mesh,
         model=model,
         loss=marked_loss,
+        count=partial(Trainer.count, cast(Trainer, None)),
         optimizer=build_optimizer(model, config.optim),
         schedule=Schedule(config),
         state=SimpleNamespace(step=0),
         world=SimpleNamespace(size=mesh.size(), device=torch.device(device), sum_on_device=lambda value: value),
-        ballot=SimpleNamespace(cast=lambda num_targets: num_targets * mesh.size()),
+        ballot=SimpleNamespace(cast=lambda *amounts: [amount * mesh.size() for amount in amounts]),
     )
     return lambda batch: Trainer.train_step(cast(Trainer, rank), [batch]), marks
 

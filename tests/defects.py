@@ -114,8 +114,8 @@ DEFECTS: list[Defect] = [
         "loss-scale",
         "same-losses",
         "trainer/trainer.py",
-        "scale = self.world.size / max(1, num_targets)",
-        "scale = 1.0 / max(1, num_targets)",
+        "scale = self.world.size / (count or 1)",
+        "scale = 1.0 / (count or 1)",
     ),
     Defect(
         "lr-one-late",
@@ -128,8 +128,8 @@ DEFECTS: list[Defect] = [
         "ignored-counted",
         "loss",
         "trainer/trainer.py",
-        'sum(count_targets(batch["targets"]) for batch in micro_batches)',
-        'sum(batch["targets"].numel() for batch in micro_batches)',
+        'return count_targets(batch["targets"])',
+        'return batch["targets"].numel()',
     ),
     Defect(
         "not-clipped",
@@ -170,8 +170,8 @@ DEFECTS: list[Defect] = [
         "filling-evaluated",
         "evaluation",
         "trainer/trainer.py",
-        'num_targets += count_targets(batch["targets"])',
-        'num_targets += batch["targets"].numel()',
+        "count += self.count(batch)",
+        'count += batch["targets"].numel()',
     ),
     # -- the model -----------------------------------------------------------------------------------------------
     Defect(
@@ -213,8 +213,8 @@ DEFECTS: list[Defect] = [
         "chunks-added-in-bf16",
         "loss",
         "trainer/loss.py",
-        "grad_weight_VD = part_VD.float() if grad_weight_VD is None",
-        "grad_weight_VD = part_VD if grad_weight_VD is None",
+        "self.weight_VD = part_VD.float() if self.weight_VD is None",
+        "self.weight_VD = part_VD if self.weight_VD is None",
     ),
     # -- the optimizer -------------------------------------------------------------------------------------------
     Defect(

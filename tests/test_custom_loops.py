@@ -13,13 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from tests.ranks import run_ranks, tiny_overrides
-from trainer import Recipe, RunConfig, Trainer, load_config, register, run
+from trainer import Recipe, RunConfig, Source, Trainer, TrainLoader, UserError, load_config, register, run
 from trainer.config import MeshShape
 from trainer.metrics.record import Record
 from trainer.recipe import find_recipe
@@ -199,6 +200,77 @@ def test_loss(tmp_path: Path, plain: list[dict[str, Any]]) -> None:
     found = fit(DoubleLoss(tiny_config(tmp_path)))
     assert of("train", found, "loss")[0] == 2 * of("train", plain, "loss")[0]
     assert of("train", found, "grad_norm")[0] == pytest.approx(2 * of("train", plain, "grad_norm")[0])
+
+
+class Rows(Trainer):
+    """Counts sequences instead of targets, and logs: a sum, a mean, and what one rank alone knows, now and then."""
+
+    def count(self, batch: Batch) -> float:
+        return len(batch["tokens"])
+
+    def loss(self, batch: Batch) -> torch.Tensor:
+        self.log("rows", len(batch["tokens"]))
+        self.log("mean_rank", torch.tensor(self.world.rank * len(batch["tokens"])), over=len(batch["tokens"]))
+        self.log("of_nothing", 1.0, over=torch.zeros(()))
+        if self.world.rank == self.world.size - 1 and self.state.step == 2 and self.model.training:
+            self.log("rare", torch.ones(1))
+        return super().loss(batch)
+
+
+def train_rows(folder: str) -> None:
+    overrides = ["log.every=2", "eval.every=3", "train.global_batch_size=8", "train.micro_batch_size=2", "eval.steps=1"]
+    fit(Rows(tiny_config(Path(folder), *overrides, "train.steps=5")))
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_what_is_counted_and_logged(ranks: int, tmp_path: Path, plain: list[dict[str, Any]]) -> None:
+    """Summed over steps, micro-batches and ranks, those of an evaluation apart; one rank may know a name alone."""
+    if ranks == 1:
+        train_rows(str(tmp_path))
+    else:
+        run_ranks(ranks, train_rows, str(tmp_path))
+    train = [line for line in lines(tmp_path) if line["kind"] == "train"]
+    held_out = [line for line in lines(tmp_path) if line["kind"] == "eval"]
+    assert [(line["step"], line["rows"]) for line in train] == [(1, 8), (2, 8), (4, 16), (5, 8)]
+    assert [(line["step"], line["rows"]) for line in held_out] == [(3, 8), (5, 8)]
+    assert [line.get("rare") for line in train] == [None, None, 4 / ranks, None]
+    assert all(line["mean_rank"] == (ranks - 1) / 2 and line["of_nothing"] is None for line in train + held_out)
+    assert "rare" not in held_out[0]
+    assert train[0]["loss"] == pytest.approx(16 * of("train", plain, "loss")[0], rel=0.1), "16 targets a sequence"
+    assert [line["tokens"] for line in train] == [8 * 16 * line["step"] for line in train], "targets all the same"
+
+
+def test_a_field_that_there_is_cannot_be_logged(tmp_path: Path) -> None:
+    trainer = Trainer(tiny_config(tmp_path))
+    with pytest.raises(UserError, match="'grad_norm' is a field"):
+        trainer.log("grad_norm", 1.0)
+    trainer.close()
+
+
+class Weighted(Source):
+    """Two tokens a sample, and a weight for each."""
+
+    seq_len, vocab_size = 16, 32
+
+    def __len__(self) -> int:
+        return 64
+
+    def batch(self, indices: Any) -> dict[str, Any]:
+        tokens = np.repeat(indices[:, None] % 32, 16, 1)
+        return {"tokens": tokens, "targets": tokens, "weights": np.asarray(indices, dtype=np.float32)}
+
+
+class OwnEntries(Trainer):
+    def build_loader(self) -> TrainLoader:
+        return TrainLoader.of(Weighted(), self.config, self.world.rank, self.world.size, self.world.device)
+
+    def loss(self, batch: Batch) -> torch.Tensor:
+        assert torch.equal(batch["weights"] % 32, batch["tokens"][:, 0].float())
+        return super().loss(batch)
+
+
+def test_a_source_may_have_further_entries(tmp_path: Path) -> None:
+    assert of("train", fit(OwnEntries(tiny_config(tmp_path))), "step") == [1, 2, 3, 4]
 
 
 class OwnStep(Trainer):

@@ -77,10 +77,13 @@ class Run:
             has_finished=lambda: False,
         )
         watchdog = SimpleNamespace(explain=lambda error: None, stop=lambda: self.say("stop watching"))
-        accounts = SimpleNamespace(productive_s=1.0, step_s=0.0, in_streak=False, good_until=None)
+        accounts = SimpleNamespace(
+            productive_s=1.0, step_s=0.0, in_streak=False, good_until=None, settle=lambda: self.say("settle")
+        )
         saver = SimpleNamespace(
             longest_s=0.0,
             expected_s=0.0,
+            finish=lambda: None,
             wait=lambda seconds: self.say("wait for the save"),
             wait_for_deleting=list,
             doubt=lambda step: None,
@@ -175,7 +178,7 @@ def test_the_other_ranks_are_told_before_anything_is_waited_for(run: Run) -> Non
 
 def test_closing_while_an_exception_propagates_is_a_failure(run: Run) -> None:
     run.begin()
-    with pytest.raises(ZeroDivisionError), closing(SimpleNamespace(close=lambda: run.life.close(list))):
+    with pytest.raises(ZeroDivisionError), closing(SimpleNamespace(close=run.life.close)):
         raise ZeroDivisionError
     assert "record end failed" in run.said
     assert "leave the group" in run.said, "alone, nobody is waited for"
@@ -187,7 +190,7 @@ def test_closing_inside_a_handler_of_an_earlier_error_is_none(tmp_path: Path) ->
     except ZeroDivisionError:
         run = Run(tmp_path)
         run.begin()
-        run.life.close(lambda: run.say("settle"))
+        run.life.close()
         assert sys.exc_info()[1] is not None
     assert run.said[0] == "settle"
     assert "record end stopped" in run.said
@@ -197,7 +200,7 @@ def test_closing_inside_a_handler_of_an_earlier_error_is_none(tmp_path: Path) ->
 def test_closing_twice_ends_once(run: Run) -> None:
     run.begin()
     for _ in range(2):
-        run.life.close(list)
+        run.life.close()
     assert run.said.count("record end stopped") == 1
 
 
@@ -243,7 +246,7 @@ def test_a_ballot_counts_targets_and_answers() -> None:
     all_yes = ballot.ask(lambda: True)
     nobody = ballot.ask(lambda: False, lambda: asked.append("nobody"))
     one = ballot.ask(lambda: False, lambda: asked.append("one"))
-    assert ballot.cast(5) == 35
+    assert ballot.cast(5) == [35]
     assert (all_yes.everyone, all_yes.anyone) == (True, True)
     assert (nobody.everyone, nobody.anyone) == (False, False)
     assert (one.everyone, one.anyone) == (False, True)

@@ -200,6 +200,23 @@ class Logits(nn.Module):
         return self.out(self.table(tokens))
 
 
+@pytest.mark.parametrize("rows", [1, 5, 1000])
+def test_a_loss_for_each_sequence(rows: int) -> None:
+    """With gradients that differ: against PyTorch's own, in fp64."""
+    hidden, weight, targets = inputs()
+    scale = torch.tensor([0.25, -3.0])
+    losses = linear_cross_entropy(hidden, weight, targets, chunk_bytes=rows * ROW_BYTES, reduction="row")
+    gradients = torch.autograd.grad(losses @ scale, (hidden, weight))
+    double = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
+    logits = double[0] @ double[1].T
+    of_tokens = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORE, reduction="none")
+    expected = of_tokens.view(targets.shape).sum(-1)
+    assert losses.shape == (2,)
+    assert error(losses, expected.detach()) < 1e-6
+    for found, right in zip(gradients, torch.autograd.grad(expected @ scale.double(), double), strict=True):
+        assert error(found, right) < 1e-6
+
+
 class OwnLoss(Logits):
     """A model that sums its own loss."""
 
@@ -218,6 +235,23 @@ def test_loss_of_models_with_and_without_targets(kind: type[Logits], factor: int
     loss = find_loss(model)({"tokens": tokens, "targets": targets})
     assert loss.item() == pytest.approx(factor * expected.item(), rel=1e-6)
     assert loss.requires_grad
+
+
+class Moved(Logits):
+    """A model that knows one more entry of a batch."""
+
+    def forward(self, tokens: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(tokens + offsets)
+
+
+def test_a_model_gets_the_entries_that_it_names() -> None:
+    model, (_, _, targets) = Moved(), inputs(ignored="none")
+    tokens, offsets = targets.clamp(max=VOCAB - 2), torch.ones_like(targets)
+    batch = {"tokens": tokens, "targets": targets, "offsets": offsets, "weights": torch.ones(3)}
+    expected = cross_entropy(model(tokens, offsets), targets)
+    assert (
+        find_loss(model)(batch).item() == expected.item() != cross_entropy(model(tokens, 0 * offsets), targets).item()
+    )
 
 
 def test_logits_in_bf16_are_summed_in_fp32() -> None:

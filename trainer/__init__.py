@@ -1,7 +1,6 @@
 """meshtrainer: trains transformers with PyTorch's FSDP2 on a DeviceMesh.
 
-The public names are here: `Trainer`, `Recipe`, `register`, `RunConfig`, `load_config`, `UserError`.
-They are loaded when first used, so that what needs no torch does not import it.
+The public names are here (`__all__`).  They are loaded when first used, so that what needs no torch does not import it.
 """
 
 from __future__ import annotations
@@ -15,7 +14,10 @@ from trainer.distributed.environment import without_collecting
 if TYPE_CHECKING:
     from trainer.config import RunConfig as RunConfig
     from trainer.config import load_config as load_config
+    from trainer.data.loader import TrainLoader as TrainLoader
+    from trainer.data.source import Source as Source
     from trainer.errors import UserError as UserError
+    from trainer.loss import linear_cross_entropy as linear_cross_entropy
     from trainer.recipe import HuggingFace as HuggingFace
     from trainer.recipe import Recipe as Recipe
     from trainer.recipe import Transposed as Transposed
@@ -28,9 +30,12 @@ __all__ = [
     "HuggingFace",
     "Recipe",
     "RunConfig",
+    "Source",
+    "TrainLoader",
     "Trainer",
     "Transposed",
     "UserError",
+    "linear_cross_entropy",
     "load_config",
     "load_weights",
     "register",
@@ -40,9 +45,12 @@ _HOMES = {
     "HuggingFace": "recipe",
     "Recipe": "recipe",
     "RunConfig": "config",
+    "Source": "data.source",
+    "TrainLoader": "data.loader",
     "Trainer": "trainer",
     "Transposed": "recipe",
     "UserError": "errors",
+    "linear_cross_entropy": "loss",
     "load_config": "config",
     "load_weights": "weights.inference",
     "register": "recipe",

@@ -11,11 +11,12 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd.function import once_differentiable
 
 IGNORE = -100
 """Target that does not count (PyTorch's default `ignore_index`)."""
@@ -52,14 +53,22 @@ def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def linear_cross_entropy(
-    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, chunk_bytes: int | None = None
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    chunk_bytes: int | None = None,
+    reduction: Literal["sum", "row"] = "sum",
 ) -> torch.Tensor:
     """Return the summed cross-entropy of `hidden @ weight.T` (..., V) against `targets` (...), in fp32.
 
     Works in equal chunks of at most `chunk_bytes` of fp32 logits: the whole of them, often the peak of a step, never
-    exists.  By default a chunk has 64 MiB, and on a GPU 2048 rows if that is more.  The gradients are computed in the
-    forward pass, while a chunk's logits are there, so that nothing is computed twice; they only support a first
-    derivative.  hidden (..., D), weight (V, D).  After Liger Kernel (arXiv:2410.10989).
+    exists.  By default a chunk has 64 MiB, and on a GPU 2048 rows if that is more.  hidden (..., D), weight (V, D).
+    Gradients support a first derivative only.
+
+    With `reduction="sum"` the result is a scalar, and the gradients are computed in the forward pass, while a chunk's
+    logits are there, so that nothing is computed twice.  After Liger Kernel (arXiv:2410.10989).  With `"row"` it is one
+    sum for each sequence, targets (B, T) to (B,), whose gradients may differ: the backward pass computes the logits
+    again.
     """
     hidden_ND, targets_N = hidden.flatten(0, -2), targets.flatten()
     row_bytes = 4 * weight.shape[0]
@@ -67,8 +76,56 @@ def linear_cross_entropy(
         on_a_gpu = weight.device.type == "cuda" or _plans_for_a_gpu.get()
         chunk_bytes = max(_CHUNK_BYTES, _GPU_CHUNK_ROWS * row_bytes if on_a_gpu else 0)
     num_chunks = max(1, math.ceil(hidden_ND.shape[0] / max(1, chunk_bytes // row_bytes)))
-    loss: torch.Tensor = _LinearCrossEntropy.apply(hidden_ND, weight, targets_N, num_chunks, torch.is_grad_enabled())  # type: ignore[no-untyped-call]
+    arguments = (hidden_ND, weight, targets_N, num_chunks)
+    if reduction == "row":
+        losses_N: torch.Tensor = _LinearCrossEntropyOfTokens.apply(*arguments)  # type: ignore[no-untyped-call]
+        return losses_N.view(targets.shape).sum(-1)
+    loss: torch.Tensor = _LinearCrossEntropy.apply(*arguments, torch.is_grad_enabled())  # type: ignore[no-untyped-call]
     return loss
+
+
+class _Chunk:
+    """Some rows of the product: their log-probabilities, losses, and the gradient of the logits, in their place."""
+
+    def __init__(self, hidden_nD: torch.Tensor, weight_VD: torch.Tensor, targets_n: torch.Tensor) -> None:
+        self._counts_n1 = (targets_n != IGNORE).unsqueeze(1)
+        self._index_n1 = targets_n.unsqueeze(1).where(self._counts_n1, 0)
+        # From here on each pass over (n, V) counts: they are the memory traffic of the loss.
+        self._log_probs_nV = torch.log_softmax(hidden_nD @ weight_VD.T, 1, dtype=torch.float32)
+
+    def losses(self) -> torch.Tensor:
+        """Return the loss of each row (n,), zero where the target does not count."""
+        return -self._log_probs_nV.gather(1, self._index_n1).where(self._counts_n1, 0.0).squeeze(1)
+
+    def take_gradient(self, scale_n1: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return d loss / d logits = softmax - one-hot, times `scale_n1`, zero where the target does not count.
+
+        What the chunk holds is gone afterwards: the products that follow need memory themselves.
+        """
+        probs_nV = self._log_probs_nV.exp_()
+        del self._log_probs_nV
+        probs_nV.scatter_add_(1, self._index_n1, probs_nV.new_full(self._index_n1.shape, -1.0))
+        grad_nV = torch.empty_like(probs_nV, dtype=dtype)
+        return torch.mul(probs_nV, scale_n1.where(self._counts_n1, 0.0), out=grad_nV)
+
+
+class _Gradients:
+    """The gradients of hidden states and weight, from chunk to chunk; None for what needs none."""
+
+    def __init__(self, hidden_ND: torch.Tensor, wants_hidden: bool, wants_weight: bool) -> None:
+        self.hidden_ND = torch.empty_like(hidden_ND) if wants_hidden else None
+        self.weight_VD: torch.Tensor | None = None
+        self.wanted = wants_hidden or wants_weight
+        self._wants_weight = wants_weight
+
+    def add(self, grad_nV: torch.Tensor, hidden_nD: torch.Tensor, weight_VD: torch.Tensor, start: int) -> None:
+        """Add what the rows from `start` on contribute."""
+        if self.hidden_ND is not None:
+            self.hidden_ND[start : start + len(hidden_nD)] = grad_nV @ weight_VD
+        if self._wants_weight:
+            # Sums over chunks in fp32: the weight's gradient has one addend a chunk.
+            part_VD = grad_nV.T @ hidden_nD
+            self.weight_VD = part_VD.float() if self.weight_VD is None else self.weight_VD.add_(part_VD)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -82,32 +139,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
         trains: bool,
     ) -> torch.Tensor:
         rows = max(1, math.ceil(hidden_ND.shape[0] / num_chunks))
-        wants_hidden, wants_weight = (trains and needed for needed in ctx.needs_input_grad[:2])
-        grad_hidden_ND = torch.empty_like(hidden_ND) if wants_hidden else None
-        grad_weight_VD: torch.Tensor | None = None
-        total = hidden_ND.new_zeros((), dtype=torch.float32)
+        gradients = _Gradients(hidden_ND, *(trains and needed for needed in ctx.needs_input_grad[:2]))
+        total, one = hidden_ND.new_zeros((), dtype=torch.float32), hidden_ND.new_ones((), dtype=torch.float32)
         for start in range(0, hidden_ND.shape[0], rows):
-            hidden_nD, targets_n = hidden_ND[start : start + rows], targets_N[start : start + rows]
-            counts_n1 = (targets_n != IGNORE).unsqueeze(1)
-            index_n1 = targets_n.unsqueeze(1).where(counts_n1, 0)
-            # From here on each pass over (n, V) counts: they are the memory traffic of the loss.
-            log_probs_nV = torch.log_softmax(hidden_nD @ weight_VD.T, 1, dtype=torch.float32)
-            total -= log_probs_nV.gather(1, index_n1).where(counts_n1, 0.0).sum()
-            if not (wants_hidden or wants_weight):
-                continue
-            # d loss / d logits = softmax - one-hot, zero where the target does not count.
-            probs_nV = log_probs_nV.exp_()
-            probs_nV.scatter_add_(1, index_n1, probs_nV.new_full(index_n1.shape, -1.0))
-            grad_nV = torch.empty_like(probs_nV, dtype=hidden_ND.dtype)
-            torch.mul(probs_nV, counts_n1, out=grad_nV)
-            del log_probs_nV, probs_nV  # before the products, which need memory themselves
-            if grad_hidden_ND is not None:
-                grad_hidden_ND[start : start + rows] = grad_nV @ weight_VD
-            if wants_weight:
-                # Sums over chunks in fp32: the weight's gradient has one addend a chunk.
-                part_VD = grad_nV.T @ hidden_nD
-                grad_weight_VD = part_VD.float() if grad_weight_VD is None else grad_weight_VD.add_(part_VD)
-        ctx.save_for_backward(grad_hidden_ND, grad_weight_VD)
+            hidden_nD = hidden_ND[start : start + rows]
+            chunk = _Chunk(hidden_nD, weight_VD, targets_N[start : start + rows])
+            total += chunk.losses().sum()
+            if gradients.wanted:
+                gradients.add(chunk.take_gradient(one, hidden_ND.dtype), hidden_nD, weight_VD, start)
+        ctx.save_for_backward(gradients.hidden_ND, gradients.weight_VD)
         ctx.weight_dtype = weight_VD.dtype
         return total
 
@@ -122,11 +162,46 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return grad_hidden_ND, grad_weight_VD, None, None, None
 
 
+class _LinearCrossEntropyOfTokens(torch.autograd.Function):
+    """The losses one by one: what each of their gradients is, only the backward pass knows."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_ND: torch.Tensor, weight_VD: torch.Tensor, targets_N: torch.Tensor, num_chunks: int
+    ) -> torch.Tensor:
+        ctx.save_for_backward(hidden_ND, weight_VD, targets_N)
+        ctx.rows = rows = max(1, math.ceil(hidden_ND.shape[0] / num_chunks))
+        losses_N = hidden_ND.new_empty(targets_N.shape, dtype=torch.float32)
+        for start in range(0, hidden_ND.shape[0], rows):
+            part = slice(start, start + rows)
+            losses_N[part] = _Chunk(hidden_ND[part], weight_VD, targets_N[part]).losses()
+        return losses_N
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        hidden_ND, weight_VD, targets_N = ctx.saved_tensors
+        gradients = _Gradients(hidden_ND, *ctx.needs_input_grad[:2])
+        for start in range(0, hidden_ND.shape[0], ctx.rows):
+            part = slice(start, start + ctx.rows)
+            chunk = _Chunk(hidden_ND[part], weight_VD, targets_N[part])
+            grad_nV = chunk.take_gradient(grad_outputs[0][part].unsqueeze(1), hidden_ND.dtype)
+            gradients.add(grad_nV, hidden_ND[part], weight_VD, start)
+        grad_weight_VD = None if gradients.weight_VD is None else gradients.weight_VD.to(weight_VD.dtype)
+        return gradients.hidden_ND, grad_weight_VD, None, None
+
+
 def find_loss(model: nn.Module) -> Callable[[dict[str, torch.Tensor]], torch.Tensor]:
     """Return the function that maps a batch to the model's summed loss.
 
-    A model whose `forward` takes `targets` sums its own loss; the logits of any other go through `cross_entropy`.
+    The model is called with `tokens`, and with every other entry of the batch that its `forward` names.  One that takes
+    `targets` sums its own loss; the logits of any other go through `cross_entropy`.
     """
-    if "targets" in inspect.signature(model.forward).parameters:
-        return lambda batch: model(batch["tokens"], targets=batch["targets"])
-    return lambda batch: cross_entropy(model(batch["tokens"]), batch["targets"])
+    named = set(inspect.signature(model.forward).parameters)
+
+    def loss(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        others = {name: entry for name, entry in batch.items() if name in named and name != "tokens"}
+        found: torch.Tensor = model(batch["tokens"], **others)
+        return found if "targets" in named else cross_entropy(found, batch["targets"])
+
+    return loss

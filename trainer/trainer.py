@@ -41,6 +41,7 @@ from trainer.metrics.fanout import Metrics
 from trainer.metrics.profile import Profile
 from trainer.metrics.record import Record
 from trainer.metrics.skips import SkipCounter
+from trainer.metrics.tally import Amount
 from trainer.model.flops import flops_per_token
 from trainer.model.gradients import clip_grad_norm, evaluating, gradient_sync
 from trainer.model.materialize import materialize
@@ -184,8 +185,23 @@ class Trainer:
     # -- the step ------------------------------------------------------------------------------------------------
 
     def loss(self, batch: Batch) -> torch.Tensor:
-        """Return this rank's loss summed over the batch's targets; the Trainer scales it."""
+        """Return this rank's loss summed over the batch's targets; the Trainer scales it.
+
+        The model's `forward` gets those entries of the batch that it names.
+        """
         return self._batch_loss(batch)
+
+    def count(self, batch: Batch) -> float:
+        """Return what this batch adds to the number that the summed loss is divided by: targets not ignored."""
+        return count_targets(batch["targets"])
+
+    def log(self, name: str, value: Amount, over: Amount | None = None) -> None:
+        """Add `value` to a field of the next line of metrics: a sum over its steps, their micro-batches and all ranks.
+
+        With `over` the field is the sum of the values over the sum of these: `log("accuracy", num_right, over=num)`.
+        Logged in an evaluation, it goes into that one's line.  The host does not wait for values on a GPU.
+        """
+        self.accounts.log(name, value, over)
 
     def train_step(self, micro_batches: Sequence[Batch]) -> Update:
         """Do one optimizer step.  The loss is the mean over the targets of the whole global batch, on any mesh.
@@ -193,8 +209,9 @@ class Trainer:
         Collectives: one small CPU all-reduce, FSDP's own with one gradient reduction, two scalar all-reduces.  The host
         never waits for the device, unless parameters are offloaded to it.
         """
-        num_targets = self.ballot.cast(sum(count_targets(batch["targets"]) for batch in micro_batches))
-        scale = self.world.size / max(1, num_targets)  # FSDP averages gradients over the ranks
+        counts = [(self.count(batch), count_targets(batch["targets"])) for batch in micro_batches]
+        count, num_targets = self.ballot.cast(*map(sum, zip(*counts, strict=True)))
+        scale = self.world.size / (count or 1)  # FSDP averages gradients over the ranks
         total = torch.zeros((), device=self.world.device)
         for number, batch in enumerate(ahead(micro_batches, self.world.device), start=1):
             with gradient_sync(self.model, number == len(micro_batches), self.config.fsdp):
@@ -202,11 +219,11 @@ class Trainer:
                 (loss * scale).backward()
             total += loss.detach()
         grad_norm = clip_grad_norm(self.model, self.mesh, self.config.optim.max_grad_norm)
-        mean_loss = self.world.sum_on_device(total).double() / max(1, num_targets)
+        mean_loss = self.world.sum_on_device(total).double() / (count or 1)
         self.optimizer.set_lr(self.schedule.lr(self.state.step + 1))
         self.optimizer.step(is_finite=torch.isfinite(mean_loss + grad_norm))
         self.optimizer.zero_grad()
-        return Update(mean_loss, grad_norm, num_targets)
+        return Update(mean_loss, grad_norm, int(num_targets))
 
     # -- the loop ------------------------------------------------------------------------------------------------
 
@@ -219,12 +236,13 @@ class Trainer:
             self.checkpoints.check(self.state)
             self.start()
             if self.state.eval_pending and not self.stopping:
-                with self.watchdog.running():
-                    self._evaluate()
+                with self.watchdog.running(), self.watchdog.during("evaluate"):
+                    self.evaluate()
             for record in self.steps():
                 self.on_step(record)
                 if self.config.eval.due(record.step):
-                    self._evaluate()
+                    with self.watchdog.during("evaluate"):
+                        self.evaluate()
                 if self.saver.due(record.step):
                     self.saver.try_save(self.state)
                 garbage.after(record.step)
@@ -271,24 +289,18 @@ class Trainer:
         if self.eval_loader is None:
             return None
         started = time.perf_counter()
-        total, num_targets = torch.zeros((), device=self.world.device, dtype=torch.float64), 0
-        with evaluating(self.model):
+        total, count = torch.zeros((), device=self.world.device, dtype=torch.float64), 0.0
+        with evaluating(self.model), self.accounts.evaluation():
             for batch in self.eval_loader:
                 self.ballot.cast()
                 if self.stopping:
                     break
-                num_targets += count_targets(batch["targets"])
+                count += self.count(batch)
                 total += self.loss(next(ahead([batch], self.world.device)))
-        self.state.eval_pending = self.stopping
-        if self.stopping:
-            return None
-        loss_sum, all_targets = self.world.sum([float(total), num_targets])
-        eval_s = time.perf_counter() - started
-        return self.accounts.evaluated(self.state.step, loss_sum / max(1, all_targets), self.eval_loader, eval_s)
-
-    def _evaluate(self) -> None:
-        with self.watchdog.during("evaluate"):
-            self.evaluate()
+            self.state.eval_pending = self.stopping
+            if self.stopping:
+                return None
+            return self.accounts.evaluated(self.state.step, total, count, self.eval_loader, started)
 
     # -- start, save, resume, end --------------------------------------------------------------------------------
 
@@ -358,7 +370,8 @@ class Trainer:
             self.skips.check_end(self.state.step)
             return self.lifecycle.end_without_work(self.resume.step, self.checkpoints.clean)
         if self.config.eval.every and self.accounts.evaluated_step != self.state.step and not self.stopping:
-            self._evaluate()
+            with self.watchdog.during("evaluate"):
+                self.evaluate()
         self.saver.finish()
         if self.state.step > 0 or not self.stopping:
             self.saver.save_at_the_end(self.state)
@@ -372,14 +385,7 @@ class Trainer:
 
         Called while an exception propagates (from `finally`), the run has failed, and no rank waits for another.
         """
-        self.lifecycle.close(self._settle)
-
-    def _settle(self) -> None:
-        self.saver.finish()
-        if self.lifecycle.is_running:
-            self.accounts.settle()
-            if self.state.step >= self.config.train.steps:
-                self.skips.check_end(self.state.step)
+        self.lifecycle.close()
 
     def exempt_from_selfcheck(self) -> Iterable[str]:
         """Return what `run.selfcheck` skips: patterns of parameter names ("adapter.*"), configuration keys and source

@@ -29,12 +29,12 @@ from trainer.config import RunConfig
 from trainer.data.fingerprint import Fingerprint
 from trainer.data.order import sample_at
 from trainer.data.shards import ShardError
-from trainer.data.source import Source
+from trainer.data.source import Source, entries
 from trainer.distributed.stop import STOP_SIGNALS
 from trainer.errors import TrainingFailed, UserError
 
 Batch: TypeAlias = "dict[str, Tensor]"
-"""`tokens` and `targets`, both int64 of shape (micro_batch_size, seq_len)."""
+"""`tokens` and `targets`, both int64 of shape (micro_batch_size, seq_len), and what else the source has of each."""
 
 
 class TrainLoader:
@@ -245,12 +245,13 @@ class _Batches(Dataset["Batch | TrainingFailed"]):
 
     def __getitems__(self, indices: NDArray[np.int64]) -> Batch | TrainingFailed:
         try:
-            tokens, targets = self._source.batch(indices)
+            batch = entries(self._source.batch(indices))
         except ShardError as error:
             return TrainingFailed(str(error))
-        if not self._source.checks_ids and (found := _find_beyond(self._source.vocab_size, indices, tokens, targets)):
+        ids = (batch["tokens"], batch["targets"])
+        if not self._source.checks_ids and (found := _find_beyond(self._source.vocab_size, indices, *ids)):
             return TrainingFailed(found)
-        return {"tokens": torch.from_numpy(tokens), "targets": torch.from_numpy(targets)}
+        return {name: torch.from_numpy(entry) for name, entry in batch.items()}
 
 
 def _whole(batch: Batch | TrainingFailed) -> Batch:

@@ -17,9 +17,9 @@ import dataclasses
 import hashlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +30,18 @@ from trainer.data.stdlib import Split
 
 IGNORE = -100
 """The target that counts for nothing: what `torch.nn.functional.cross_entropy` ignores unless told otherwise."""
+
+
+Samples: TypeAlias = "tuple[NDArray[np.int64], NDArray[np.int64]] | Mapping[str, NDArray[Any]]"
+"""Tokens and targets, or these and further entries by their names; the first dimension of each is the samples."""
+
+
+def entries(samples: Samples) -> dict[str, NDArray[Any]]:
+    """Return what a source has given, by names."""
+    if isinstance(samples, Mapping):
+        return dict(samples)
+    tokens, targets = samples
+    return {"tokens": tokens, "targets": targets}
 
 
 class Source(ABC):
@@ -53,10 +65,11 @@ class Source(ABC):
         """Return the number of samples."""
 
     @abstractmethod
-    def batch(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def batch(self, indices: NDArray[np.int64]) -> Samples:
         """Return tokens and targets of the samples at `indices`, each of shape (len(indices), seq_len).
 
-        Targets that count for nothing are IGNORE.  Index -1 gives a sample whose targets are all ignored.
+        Targets that count for nothing are IGNORE.  Index -1 gives a sample whose targets are all ignored.  A mapping
+        may hold more beside `tokens` and `targets`: the model's `forward` gets what it names, `Trainer.loss` all.
         """
 
     @property
@@ -83,8 +96,8 @@ class Part(Source):
     def __len__(self) -> int:
         return self._length
 
-    def batch(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return tokens and targets of the samples at `indices`; see `Source.batch`."""
+    def batch(self, indices: NDArray[np.int64]) -> Samples:
+        """Return the samples at `indices`; see `Source.batch`."""
         assert np.size(indices) == 0 or np.max(indices) < self._length, (indices, self._length)
         return self._whole.batch(np.where(np.asarray(indices) < 0, -1, np.asarray(indices) + self._start))
 

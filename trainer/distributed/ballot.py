@@ -35,7 +35,7 @@ class Question:
 
 
 class Ballot:
-    """Sums the targets of a step over all ranks and answers every question with the same message."""
+    """Sums what a step counts over all ranks, and answers every question with the same message."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -55,13 +55,16 @@ class Ballot:
         """Begin a step, in which one ballot must be cast."""
         self._is_cast = False
 
-    def cast(self, num_targets: int = 0) -> int:
-        """Return the sum of `num_targets` over all ranks; the questions are answered on the way.  One all-reduce."""
-        total, *counts = self._channel.sum([num_targets, *(question.vote() for question in self._questions)])
+    def cast(self, *amounts: float) -> list[float]:
+        """Return the sum of each of `amounts` over all ranks; the questions are answered on the way.  One all-reduce.
+
+        All ranks bring as many amounts.
+        """
+        sums = self._channel.sum([*amounts, *(question.vote() for question in self._questions)])
         self._is_cast = True
-        for question, num_yes in zip(self._questions, counts, strict=True):
+        for question, num_yes in zip(self._questions, sums[len(amounts) :], strict=True):
             question.count(int(num_yes))
-        return int(total)
+        return sums[: len(amounts)]
 
     def ensure_cast(self) -> None:
         """Cast a ballot unless the step has: a train_step of your own need not know of it.  At most one all-reduce."""

@@ -215,11 +215,10 @@ class Lifecycle:
         finally:
             self.stop.uninstall()
 
-    def close(self, settle: Callable[[], None]) -> None:
+    def close(self) -> None:
         """End the run if it is still running, and leave the process group if it is ours.  Collective.
 
-        Called while an exception propagates, the run has failed, and no rank waits for another.  `settle` finishes what
-        is still on its way.
+        Called while an exception propagates, the run has failed, and no rank waits for another.
         """
         error = sys.exc_info()[1]
         if error is not None and error is not self._earlier_error:
@@ -230,7 +229,7 @@ class Lifecycle:
                 self._world.close()
             return
         try:
-            settle()
+            self._settle()
         except BaseException as failure:
             self.fail(failure)
             raise
@@ -241,6 +240,14 @@ class Lifecycle:
         self._watchdog.stop()
         self._release()
         self._world.close()
+
+    def _settle(self) -> None:
+        """Finish what is still on its way: a save, and the numbers of the last step."""
+        self._saver.finish()
+        if self.is_running:
+            self._accounts.settle()
+            if self._progress.step >= self._config.train.steps:
+                self._accounts.check_end(self._progress.step)
 
     # -- requests to stop ----------------------------------------------------------------------------------------
 

@@ -24,13 +24,14 @@ from trainer.metrics.meter import Meter, peak_flops, peak_memory_gib
 from trainer.metrics.observer import Phases, StepObserver
 from trainer.metrics.record import Record
 from trainer.metrics.skips import SkipCounter
+from trainer.metrics.tally import Amount, Tally
 
 
 class Update:
     """The outcome of one optimizer step, the same on all ranks.
 
     Its numbers may still be on their way from the device when the step returns: reading one waits for it.
-    `num_targets` counts the targets of the global batch.
+    `num_targets` counts the targets of the global batch that are not ignored.
     """
 
     def __init__(self, loss: float | torch.Tensor, grad_norm: float | torch.Tensor, num_targets: int) -> None:
@@ -60,6 +61,14 @@ class Update:
     def skipped(self) -> bool:
         """True if loss or gradient was not finite, and the weights were left alone."""
         return not all(map(math.isfinite, self._numbers.read()))
+
+
+_FIELDS = ("kind", "step", "loss", "time")
+_TRAIN_FIELDS = (
+    *_FIELDS,
+    *("grad_norm", "lr", "tokens", "tokens_per_s", "step_s", "data_s", "mfu", "peak_memory_gib", "skipped", "profiled"),
+)
+_EVAL_FIELDS = (*_FIELDS, "bits_per_byte", "eval_s")
 
 
 class Progress(Protocol):
@@ -93,6 +102,7 @@ class Accounts:
         """Step of the last evaluation."""
         self.pending: tuple[Update, int, float] | None = None
         """The step whose numbers have not been read yet, its step, and its seconds."""
+        self._logged, self._logged_aside = Tally(world, _TRAIN_FIELDS), Tally(world, _EVAL_FIELDS)
         self.restart()
 
     def restart(self) -> None:
@@ -129,15 +139,18 @@ class Accounts:
     def record(self, update: Update, progress: Progress, lr: float, flops_per_token: float, is_last: bool) -> Record:
         """Close the step that `progress` has just completed; return its record, written if a line is due.
 
-        Collective where a line is due: one small CPU all-reduce.  Raises TrainingFailed, on all ranks alike, after too
-        many skipped steps in a row.
+        Collective where a line is due: one small CPU all-reduce, and what `Tally.take` says.  Raises TrainingFailed, on
+        all ranks alike, after too many skipped steps in a row.
         """
         step = progress.step
         is_line = step == 1 or self._config.log.due(step) or step == self._config.train.steps or is_last
         self._close(update, step, at_once=is_line or not self.reads_late)
+        logged: dict[str, float | None] = {}
         if is_line:
-            (self._memory_gib,) = self._world.max([peak_memory_gib(self._world.device)])
-        record = self._train_record(update, progress, lr, flops_per_token)
+            mine = (peak_memory_gib(self._world.device), self._logged.has_news)
+            self._memory_gib, has_news = self._world.max(mine)
+            logged = self._logged.take(bool(has_news))
+        record = self._train_record(update, progress, lr, flops_per_token, logged)
         self._metrics.progress(step)
         if is_line:
             self._metrics.write(record)
@@ -184,9 +197,14 @@ class Accounts:
         """The last step that counted, once there have been too many skipped ones since."""
         return self._skips.failed_since
 
+    def check_end(self, step: int) -> None:
+        """Raise TrainingFailed if the run ends at `step` in steps that were skipped."""
+        self._skips.check_end(step)
+
     def discard(self) -> None:
-        """Forget the pending step: an earlier checkpoint was loaded."""
+        """Forget the pending step, and what was logged for the next line: an earlier checkpoint was loaded."""
         self.pending = None
+        self._logged.clear()
 
     @contextmanager
     def paused(self, update: Update | None = None) -> Iterator[None]:
@@ -198,7 +216,28 @@ class Accounts:
 
     # -- records -------------------------------------------------------------------------------------------------
 
-    def _train_record(self, update: Update, progress: Progress, lr: float, flops_per_token: float) -> Record:
+    def log(self, name: str, value: Amount, over: Amount | None) -> None:
+        """Add to a field of the next `train` line; inside `evaluation`, of the next `eval` line."""
+        self._logged.add(name, value, over)
+
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """Keep what is logged inside the block for the record of the evaluation."""
+        self._logged, self._logged_aside = self._logged_aside, self._logged
+        self._logged.clear()  # of an evaluation that was abandoned
+        try:
+            yield
+        finally:
+            self._logged, self._logged_aside = self._logged_aside, self._logged
+
+    def _train_record(
+        self,
+        update: Update,
+        progress: Progress,
+        lr: float,
+        flops_per_token: float,
+        logged: dict[str, float | None],
+    ) -> Record:
         step_s, data_s, tokens_per_s = self._meter.read()
         before = self._skips.total - (update.skipped if self.pending is None else 0)  # counted late, or already
         return Record(
@@ -215,15 +254,23 @@ class Accounts:
             peak_memory_gib=self._memory_gib,
             skipped=lambda: before + update.skipped,
             **({"profiled": True} if self._meter.is_profiled else {}),
+            **logged,
         )
 
-    def evaluated(self, step: int, loss: float, eval_loader: object, eval_s: float) -> Record:
-        """Return the record of an evaluation, and write it."""
+    def evaluated(self, step: int, total: torch.Tensor, count: float, eval_loader: object, started: float) -> Record:
+        """Return the record of an evaluation, and write it; to be called inside `evaluation`.
+
+        total, count: this rank's sum of losses, and what to divide it by.  started: when it began, by `perf_counter`.
+        Collective: one small CPU all-reduce, and what `Tally.take` says.
+        """
         self.evaluated_step = step
+        loss_sum, count_of_all, news = self._world.sum([float(total), count, self._logged.has_news])
+        logged, loss = self._logged.take(news > 0), loss_sum / (count_of_all or 1)
+        eval_s = time.perf_counter() - started
         source = getattr(eval_loader, "source", None)
         bits = source.bits_per_byte(loss) if isinstance(source, Source) else None
         shown = {} if bits is None else {"bits_per_byte": bits}
-        return self._metrics.write(Record(kind="eval", step=step, loss=loss, **shown, eval_s=eval_s))
+        return self._metrics.write(Record(kind="eval", step=step, loss=loss, **shown, eval_s=eval_s, **logged))
 
     def _mfu(self, flops_per_token: float, step_s: float) -> float | None:
         """Return model FLOPs over the devices' peak (Chowdhery et al. 2022, arXiv:2204.02311, appendix B)."""
