@@ -21,8 +21,10 @@ if TYPE_CHECKING:
     from trainer.recipe import HuggingFace as HuggingFace
     from trainer.recipe import Recipe as Recipe
     from trainer.recipe import Transposed as Transposed
+    from trainer.recipe import WeightSource as WeightSource
     from trainer.recipe import register as register
     from trainer.trainer import Trainer as Trainer
+    from trainer.weights.access import fill as fill
     from trainer.weights.inference import load_weights as load_weights
 
 __version__ = "0.1.0"
@@ -35,6 +37,8 @@ __all__ = [
     "Trainer",
     "Transposed",
     "UserError",
+    "WeightSource",
+    "fill",
     "linear_cross_entropy",
     "load_config",
     "load_weights",
@@ -51,6 +55,8 @@ _HOMES = {
     "Transposed": "recipe",
     "UserError": "errors",
     "linear_cross_entropy": "loss",
+    "WeightSource": "recipe",
+    "fill": "weights.access",
     "load_config": "config",
     "load_weights": "weights.inference",
     "register": "recipe",

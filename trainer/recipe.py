@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar, cast
 from trainer.errors import UserError, choice_error, nearest, setting_error
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
 ENTRY_POINTS = "meshtrainer.recipes"
@@ -40,6 +41,28 @@ class SupportsFit(Protocol):
 TrainerType = TypeVar("TrainerType", bound=SupportsFit)
 
 
+class WeightSource(Protocol):
+    """A source of weights, under the names that our model has for them; needs no process group.
+
+    description: where it is, for messages.
+    shapes, dtypes: of every tensor that it has, by name.  Of names that are tied it may have one or all.
+    """
+
+    @property
+    def description(self) -> str: ...
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
+    @property
+    def dtypes(self) -> Mapping[str, torch.dtype]: ...
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """Return rows [start, stop) along dimension 0, on the CPU; of a tensor without dimensions, all of it.
+
+        The tensor may be a view of the source's own memory: it is for reading.
+        """
+        ...
+
+
 class Transposed(str):
     """Hugging Face's name of a matrix that is stored (in, out) there, as GPT-2's are, and is (out, in) here."""
 
@@ -50,11 +73,14 @@ class Transposed(str):
 class HuggingFace:
     """The Hugging Face counterpart of a recipe's model: which of their models it is, and the names of its parts there.
 
-    model_type, architecture: of their model, for example "llama" and "LlamaForCausalLM".
+    model_type, architecture: of their model, for example "llama" and "LlamaForCausalLM"; or, for a recipe that builds
+        models of several types, functions of the model's configuration.
     names: our name of each parameter (and persistent buffer) and theirs: {"layers.*.wq.weight":
         "model.layers.*.self_attn.q_proj.weight"}, where `*` stands for one part, the same on both sides.  A name
         wrapped in `Transposed` is of a matrix stored the other way round.  Or a function of the model's configuration
         that returns those.  Tied parameters are listed under all their names.
+    stored: `stored(model_config, source) -> WeightSource`, or "package.module:function", where names do not say it all:
+        the tensors of their files under their names, made of those of `source`, which has ours.
     config: `config(model_config) -> dict`, what config.json says of the shape.
     model_fields: `model_fields(config_json) -> dict`, the inverse: the fields of our configuration.  Raises UserError
         for a shape that the recipe cannot build.
@@ -64,14 +90,23 @@ class HuggingFace:
     ignored: names (theirs) of what old files hold and no model needs, such as causal masks.
     """
 
-    model_type: str
-    architecture: str
+    model_type: str | Callable[[Any], str]
+    architecture: str | Callable[[Any], str]
     names: Mapping[str, str] | Callable[[Any], Mapping[str, str]]
     config: Callable[[Any], Mapping[str, Any]]
     model_fields: Callable[[Mapping[str, Any]], Mapping[str, Any]]
     fixed: Mapping[str, Any] = field(default_factory=dict)
     prefix: str = ""
     ignored: Sequence[str] = ()
+    stored: Callable[[Any, WeightSource], WeightSource] | str | None = None
+
+    def model_type_of(self, model_config: Any) -> str:
+        """Return what their model is called that this configuration describes."""
+        return self.model_type(model_config) if callable(self.model_type) else self.model_type
+
+    def architecture_of(self, model_config: Any) -> str:
+        """Return the name of their class for the model that this configuration describes."""
+        return self.architecture(model_config) if callable(self.architecture) else self.architecture
 
 
 @dataclass(frozen=True)
@@ -87,8 +122,14 @@ class Recipe:
         for one unit of several modules, or a function of the model that returns those.  What no unit holds belongs
         to the root.
     trainer: the `Trainer` subclass to use, or "package.module:class"; None for `Trainer` itself.
-    init: `init(module)`, called for each submodule that owns parameters or buffers, to fill them; by default the
-        module's own `reset_parameters()`.
+    init: `init(module)` or `init(module, name, model)`, called for each submodule that owns parameters or buffers, to
+        fill them; by default the module's own `reset_parameters()`.
+    resolve: `resolve(config) -> config`, fields that others name: the shape of the model in a folder.  Called once,
+        when a configuration is read from a recipe file and the command line; what it returns is kept in config.yaml.
+    weights: `weights(config) -> WeightSource`, where the first weights are, or None if they are drawn; or
+        "package.module:function".  `train.init_from` goes before it.  The source opens nothing before it is asked:
+        a run that is resumed does not need it.
+    notes: `notes(config, model)`, phrases for the start block's line on the model; or "package.module:function".
     check: `check(config)`, raises `UserError` for fields that do not fit together (see `setting_error`).
     flops: `flops(config, seq_len)`, model FLOPs of forward and backward for one token; by default
         6 x parameters outside embeddings (Kaplan et al. 2020, arXiv:2001.08361).
@@ -100,7 +141,10 @@ class Recipe:
     build: Callable[[Any], nn.Module] | str
     units: Sequence[Unit] | Callable[[nn.Module], Sequence[Unit]] = ()
     trainer: type[SupportsFit] | str | None = None
-    init: Callable[[nn.Module], None] | None = None
+    init: Callable[..., None] | None = None
+    resolve: Callable[[Any], Any] | None = None
+    weights: Callable[[Any], WeightSource | None] | str | None = None
+    notes: Callable[[Any, nn.Module], Sequence[str]] | str | None = None
     check: Callable[[Any], None] | None = None
     flops: Callable[[Any, int], float] | None = None
     hf: HuggingFace | None = None
@@ -112,8 +156,19 @@ class Recipe:
 
     def build_model(self, config: Any) -> nn.Module:
         """Return the network that `config` describes, on the current default device."""
-        build = resolve(self.build, f"recipe {self.name!r}: build") if isinstance(self.build, str) else self.build
-        return build(config)
+        return self._function("build")(config)
+
+    def first_weights(self, config: Any) -> WeightSource | None:
+        """Return where the first weights of the model that `config` describes are; None if they are drawn."""
+        return self._function("weights")(config) if self.weights is not None else None
+
+    def notes_on(self, config: Any, model: nn.Module) -> Sequence[str]:
+        """Return what the start block says of the model besides its size."""
+        return self._function("notes")(config, model) if self.notes is not None else ()
+
+    def _function(self, name: str) -> Callable[..., Any]:
+        function = getattr(self, name)
+        return resolve(function, f"recipe {self.name!r}: {name}") if isinstance(function, str) else function
 
     def trainer_class(self, default: type[TrainerType]) -> type[TrainerType]:
         """Return the Trainer class of this recipe, or `default` if it has none of its own."""

@@ -44,14 +44,13 @@ from trainer.metrics.skips import SkipCounter
 from trainer.metrics.tally import Amount
 from trainer.model.flops import flops_per_token
 from trainer.model.gradients import clip_grad_norm, evaluating, gradient_sync
-from trainer.model.materialize import materialize
 from trainer.model.parameters import count_parameters, count_trained_parameters, tied_names
 from trainer.model.shard import apply_sharding
 from trainer.model.units import ShardUnit
 from trainer.optim.optimizer import Optimizer, Schedule, build_optimizer, bytes_of_training
 from trainer.plan.forecast import Forecast, resolve_auto
 from trainer.plan.show import choice_text
-from trainer.weights.inference import ORIGIN, begin_from, keep_tokenizer, load_weights
+from trainer.weights.inference import ORIGIN, begin_from, give_values, keep_tokenizer, load_weights
 from trainer.weights.origin import Origin
 
 
@@ -146,8 +145,7 @@ class Trainer:
             return model
 
         model = self.world.agreed(build_sharded)
-        arguments = (config.run.seed, self.world.device, recipe.init, config.fsdp.cpu_offload)
-        self.world.agreed(lambda: materialize(model, *arguments))
+        self.world.agreed(lambda: give_values(model, config, self.world.device, is_begun_later=config is self.config))
         return model
 
     def build_optimizer(self) -> Optimizer | torch.optim.Optimizer:

@@ -115,6 +115,8 @@ def _build(
     _check_limits(config)
     if told is not None:
         told.check(config.model, config.checkpoint.allow_changes)
+    if follows and config.recipe.resolve is not None:
+        config = dataclasses.replace(config, model=config.recipe.resolve(config.model))
     run_name = config.run.name or path.stem
     # A name on the command line is of another run than the one whose folder the recipe file names.
     is_named = bool(assignments.get("run.name")) and not assignments.get("run.dir")

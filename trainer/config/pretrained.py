@@ -115,7 +115,8 @@ def model_config_of(folder: str | Path, recipes: Sequence[Recipe], setting: str 
     model_type = content["model_type"]
     able = [recipe for recipe in recipes if recipe.hf and recipe.hf.model_type == model_type]
     if len(able) != 1:
-        known = sorted({recipe.hf.model_type for recipe in recipes if recipe.hf})
+        types = {recipe.hf.model_type for recipe in recipes if recipe.hf}
+        known = sorted(name for name in types if isinstance(name, str))
         rule = (
             f"is for the recipes {', '.join(recipe.name for recipe in able)}; name one with model.name"
             if able

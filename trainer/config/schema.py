@@ -305,6 +305,11 @@ class RunConfig:
         """Size of the model's vocabulary, or None for a model whose configuration has no such field."""
         return getattr(self.model, "vocab_size", None)
 
+    @property
+    def model_path(self) -> str | None:
+        """The Hugging Face folder that the model is from, or None for a model whose configuration has no such field."""
+        return getattr(self.model, "path", None) or None
+
     def on_record(self) -> RunConfig:
         """Return it as a run writes it down: its folders mean the same from wherever it is read."""
         kept = self.checkpoint.dir

@@ -8,6 +8,7 @@ alone.  Knows no recipe by name.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
@@ -23,14 +24,18 @@ def materialize(
     model: nn.Module,
     seed: int,
     device: torch.device,
-    init: Callable[[nn.Module], None] | None = None,
+    init: Callable[..., None] | None = None,
     cpu_offload: bool = False,
+    filled_later: Callable[[str], bool] | None = None,
 ) -> None:
     """Allocate and fill every parameter and buffer of `model` that is on the meta device, in place.
 
-    `init(module)` fills what one module owns itself; by default it calls `module.reset_parameters()`.  Tied
-    parameters are filled once, by the first module that owns them.  `device` is where the values are computed;
-    parameters end on the CPU if `cpu_offload`.
+    `init(module)`, or `init(module, name, model)`, fills what one module owns itself; by default it calls
+    `module.reset_parameters()`.  Tied parameters are filled once, by the first module that owns them.  `device` is
+    where the values are computed; parameters end on the CPU if `cpu_offload`.
+
+    Parameters whose name `filled_later` is true of are not drawn, since they will be read from somewhere: until then
+    they are NaN.  Buffers always are filled.
 
     Raises UserError that names every parameter and buffer that was not filled (on all ranks alike: each rank sees
     whole tensors).
@@ -44,12 +49,14 @@ def materialize(
 
     canonical = {alias: group[0] for group in ties for alias in group}
     unfilled: list[str] = []
-    scratch = _Scratch(device)
+    scratch, fill = _Scratch(device), _initializer(init, model)
     for module_name, module in model.named_modules():
         own = [name for name in _own_names(module_name, module) if name in on_meta]
         fresh = {name for name in own if canonical.get(name, name) == name}
+        if filled_later is not None:
+            fresh -= _left_to_others(module, module_name, fresh, filled_later)
         if fresh:
-            unfilled += _fill(module, module_name, fresh, seed_of(seed, module_name), scratch, init or _reset)
+            unfilled += _fill(module, module_name, fresh, seed_of(seed, module_name), scratch, fill)
     if unfilled:
         raise UserError(
             f"uninitialized: {', '.join(unfilled)}: after a model is built on the meta device, each module that owns a "
@@ -85,6 +92,28 @@ def _tie_again(model: nn.Module, ties: list[list[str]]) -> None:
             model.get_submodule(owner).register_parameter(name, parameter)
 
 
+def _initializer(init: Callable[..., None] | None, model: nn.Module) -> Callable[[nn.Module, str], None]:
+    """Return what fills a module of `model`, which it is given with its name."""
+    if init is None:
+        return lambda module, name: _reset(module)
+    if len(inspect.signature(init).parameters) > 1:
+        return lambda module, name: init(module, name, model)
+    return lambda module, name: init(module)
+
+
+@torch.no_grad()
+def _left_to_others(
+    module: nn.Module, module_name: str, fresh: set[str], filled_later: Callable[[str], bool]
+) -> set[str]:
+    """Return the names of the module's own parameters, of those in `fresh`, that are not drawn; they become NaN."""
+    prefix = f"{module_name}." if module_name else ""
+    own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
+    left = {name for name in own if prefix + name in fresh and filled_later(prefix + name)}
+    for name in left:
+        _poison(local(own[name].detach()))
+    return {prefix + name for name in left}
+
+
 def _reset(module: nn.Module) -> None:
     # torch's MultiheadAttention and Transformer have theirs under a private name.
     reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
@@ -99,13 +128,19 @@ def _fill(
     fresh: set[str],
     seed: int,
     scratch: _Scratch,
-    init: Callable[[nn.Module], None],
+    init: Callable[[nn.Module, str], None],
 ) -> list[str]:
-    """Fill what `module` owns itself.  Returns the names that it left unfilled; only `fresh` parameters are kept."""
+    """Fill what `module` owns itself.  Returns the names that it left unfilled; only `fresh` parameters are kept.
+
+    In place of others there are parameters without values: what is written into them is nowhere, and costs nothing.
+    """
     prefix = f"{module_name}." if module_name else ""
     sharded = dict(module.named_parameters(recurse=False, remove_duplicate=False))
-    for name, whole in scratch.take(sharded).items():
-        module.register_parameter(name, nn.Parameter(_poison(whole), requires_grad=sharded[name].requires_grad))
+    drawn = scratch.take({name: parameter for name, parameter in sharded.items() if prefix + name in fresh})
+    for name, parameter in sharded.items():
+        nowhere = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+        whole = nn.Parameter(_poison(drawn[name]) if name in drawn else nowhere, requires_grad=parameter.requires_grad)
+        module.register_parameter(name, whole)
     for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
         if prefix + name in fresh:
             _poison(buffer)
@@ -113,7 +148,7 @@ def _fill(
     before = {name: id(tensor) for name, tensor in _owned(module)}
 
     with _seeded(seed, scratch.device):
-        init(module)
+        init(module, module_name)
 
     unfilled = []
     for name, tensor in _owned(module):

@@ -6,8 +6,7 @@ knows only that it can ask for rows.  So each rank reads what it keeps, and noth
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -16,36 +15,19 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from trainer.errors import UserError
 from trainer.model.parameters import local, own_rows, tied_names
+from trainer.recipe import WeightSource as WeightSource
 
 BLOCK_BYTES = 64 * 2**20
 """How much of a tensor is read at a time, where it need not be whole."""
 
 
-class WeightSource(Protocol):
-    """A source of weights, under the names that our model has for them; needs no process group.
-
-    description: where it is, for messages.
-    shapes, dtypes: of every tensor that it has, by name.  Of names that are tied it may have one or all.
-    """
-
-    @property
-    def description(self) -> str: ...
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
-    @property
-    def dtypes(self) -> Mapping[str, torch.dtype]: ...
-
-    def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """Return rows [start, stop) along dimension 0, on the CPU; of a tensor without dimensions, all of it.
-
-        The tensor may be a view of the source's own memory: it is for reading.
-        """
-        ...
-
-
 @torch.no_grad()
-def fill(model: nn.Module, source: WeightSource, setting: str) -> None:
+def fill(
+    model: nn.Module, source: WeightSource, setting: str = "weights", only: Callable[[str], bool] | None = None
+) -> None:
     """Copy the weights of `source` into `model`, in place and in the model's own dtypes.
+
+    With `only`, a function of our names, those alone; the source may then have others of the model's, or lack them.
 
     The model has been materialised, and may be sharded: each rank reads its own rows, a block at a time.  (What is
     split along another dimension is read whole.)  Persistent buffers that the source lacks stay as they are.  No
@@ -53,7 +35,7 @@ def fill(model: nn.Module, source: WeightSource, setting: str) -> None:
     `find_weights`); what the source raises while it is read, it may raise on one rank alone.
     """
     here, dtypes = named_weights(model), source.dtypes
-    for name, stored in find_weights(model, source, setting).items():
+    for name, stored in find_weights(model, source, setting, only).items():
         weight = here[name].detach()
         rows = own_rows(weight)
         if rows is None:
@@ -69,8 +51,12 @@ def fill(model: nn.Module, source: WeightSource, setting: str) -> None:
                 local(weight)[start - first : stop - first].copy_(source.read(stored, start, stop))
 
 
-def find_weights(model: nn.Module, source: WeightSource, setting: str) -> dict[str, str]:
+def find_weights(
+    model: nn.Module, source: WeightSource, setting: str, only: Callable[[str], bool] | None = None
+) -> dict[str, str]:
     """Return the names of the model's weights, of those that are tied the first, each with its name in `source`.
+
+    With `only`, of those alone for which it is true.
 
     Raises UserError that begins with `setting` and lists every difference: what either side lacks, what has another
     shape, and what is one tensor here and several there.  Persistent buffers may be missing in the source.
@@ -82,7 +68,8 @@ def find_weights(model: nn.Module, source: WeightSource, setting: str) -> dict[s
     aliases = {alias for group in groups.values() for alias in group[1:]}
     found: dict[str, str] = {}
     missing, parted = [], []
-    for name in [name for name in here if name not in aliases]:
+    wanted = {name for name in here if only is None or only(name)}
+    for name in [name for name in here if name in wanted and name not in aliases]:
         stored = [alias for alias in groups.get(name, [name]) if alias in there]
         if stored:
             found[name] = stored[0]
@@ -97,7 +84,7 @@ def find_weights(model: nn.Module, source: WeightSource, setting: str) -> dict[s
         *(
             f"{name}: {there[name]} there, {shape} here"
             for name, shape in here.items()
-            if there.get(name, shape) != shape
+            if name in wanted and there.get(name, shape) != shape
         ),
         *parted,
     ]

@@ -171,7 +171,7 @@ def _config_json(recipe: Recipe, model_config: Any, tensors: Sequence[_Tensor], 
             **{"bos_token_id": None, "eos_token_id": end_id, "pad_token_id": None},
             **hf.fixed,
             **hf.config(model_config),
-            **{"architectures": [hf.architecture], "model_type": hf.model_type},
+            **{"architectures": [hf.architecture_of(model_config)], "model_type": hf.model_type_of(model_config)},
             **{"dtype": dtype, "torch_dtype": dtype},  # as transformers 5 and 4 call it
             **MARK,
         }
@@ -186,9 +186,9 @@ def _config_that_came(came: bytes, recipe: Recipe, model_config: Any, tensors: S
     except UserError:
         is_true = False
     if not is_true:
-        content |= {**hf.fixed, **hf.config(model_config), "model_type": hf.model_type}
-    if hf.architecture not in (content.get("architectures") or ()):
-        content["architectures"] = [hf.architecture]
+        content |= {**hf.fixed, **hf.config(model_config), "model_type": hf.model_type_of(model_config)}
+    if hf.architecture_of(model_config) not in (content.get("architectures") or ()):
+        content["architectures"] = [hf.architecture_of(model_config)]
     spelled = [key for key in ("dtype", "torch_dtype") if key in content] or ["dtype", "torch_dtype"]
     content |= dict.fromkeys(spelled, dtype)
     return (json.dumps(content | MARK, indent=2) + "\n").encode()

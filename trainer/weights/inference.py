@@ -121,19 +121,38 @@ def doubts(path: str) -> str:
     return ""
 
 
+def give_values(model: nn.Module, config: RunConfig, device: torch.device, is_begun_later: bool) -> None:
+    """Give values to a model on the meta device: drawn, or read from where its recipe says that the weights are.
+
+    With `is_begun_later` they are not read here: `begin_from` will, or a checkpoint has them.
+    """
+    recipe = config.recipe
+    source = recipe.first_weights(config.model)
+    are_read = source is not None or (is_begun_later and config.train.init_from is not None)
+    left_out = (lambda name: True) if are_read else None
+    materialize(model, config.run.seed, device, recipe.init, config.fsdp.cpu_offload, left_out)
+    if source is not None and not is_begun_later:
+        fill(model, source, setting=f"model.name={config.model.name}")
+
+
 def begin_from(model: nn.Module, origin: Origin, config: RunConfig, channel: Channel) -> None:
-    """Fill the model from `train.init_from`, if it is set: the weights alone; and keep what came with it in `origin`.
+    """Fill the model with the first weights, where they are not drawn: those of `train.init_from`, if it is set, else
+    those that its recipe knows of.  Keep what came with them in `origin`.
 
     Raises UserError, on all ranks alike, for weights that do not fit.  Collective.
     """
     given = config.train.init_from
     if given is not None:
         path: str = channel.broadcast(channel.agreed(lambda: settle_path(given) if channel.is_main else ""))
-        source = channel.agreed(lambda: open_weights(path, config))
-        channel.agreed(lambda: fill(model, source, setting="train.init_from"))
+        source: WeightSource | None = channel.agreed(lambda: open_weights(path, config))
         if channel.is_main and (doubt := doubts(path)):
             say(f"warning: {doubt}")
-        origin.files = channel.broadcast(channel.agreed(lambda: origin_of(source).files if channel.is_main else {}))
+    else:
+        source = channel.agreed(lambda: config.recipe.first_weights(config.model))
+    setting = "train.init_from" if given is not None else f"model.name={config.model.name}"
+    channel.agreed(lambda: fill(model, source, setting) if source is not None else None)
+    came = channel.agreed(lambda: _files_of(source, config) if channel.is_main else {})
+    origin.files = channel.broadcast(came)
     keep_tokenizer(origin, config, channel)
 
 
@@ -168,10 +187,16 @@ def load_weights(
     return build_plain(recipe, model_config, source, torch.device(device))
 
 
+def _files_of(source: WeightSource | None, config: RunConfig) -> dict[str, bytes]:
+    """Return the files that the model comes with: those beside its weights, or of the folder that it is from."""
+    files = origin_of(source).files if source is not None else {}
+    return files or (read_folder(config.model_path) if config.model_path else {})
+
+
 def build_plain(recipe: Recipe, model_config: object, source: WeightSource, device: torch.device) -> nn.Module:
     """Return the whole model on one device, filled from `source`."""
     with torch.device("meta"):
         model = recipe.build_model(model_config)
-    materialize(model, 0, device, recipe.init)  # buffers that are stored nowhere, too
+    materialize(model, 0, device, recipe.init, filled_later=lambda name: True)  # buffers may be stored nowhere
     fill(model, source, setting="load_weights")
     return model.eval().requires_grad_(False)
