@@ -23,6 +23,8 @@ DOORS = {
     "rich": ["trainer/metrics/", "trainer/checkpoints.py", "trainer/plan/show.py"],
     "torchdata": ["trainer/data/"],
     "tokenizers": ["trainer/data/", "trainer/prepare.py"],
+    "jinja2": ["trainer/data/chat/template.py"],
+    "pyarrow": ["trainer/data/"],
 }
 """What enters, as a module or as a function's name, and where."""
 

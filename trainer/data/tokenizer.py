@@ -137,15 +137,21 @@ class FileTokenizer:
 
 
 def find_tokenizer(setting: str, key: str = "data.tokenizer") -> Tokenizer:
-    """Return the tokenizer that `setting` names: `bytes`, or the path of a tokenizer.json.
+    """Return the tokenizer that `setting` names: `bytes`, or the path of a tokenizer.json, or the folder of one.
 
     Raises UserError that names `key` if there is none.
     """
     if setting == "bytes":
         return ByteTokenizer()
-    if not Path(setting).expanduser().is_file():
+    if not tokenizer_file(setting).is_file():
         rule = "must be bytes, or the path of a Hugging Face tokenizer.json"
         fix = "fetch the tokenizer.json of that model, and give its path"
         meant = nearest(setting, ["bytes"])
         raise setting_error(key, setting, rule, meant=meant, fix="" if meant else fix)
-    return FileTokenizer(setting, key)
+    return FileTokenizer(str(tokenizer_file(setting)), key)
+
+
+def tokenizer_file(setting: str) -> Path:
+    """Return the file that a path means: itself, or of a folder the tokenizer.json in it."""
+    path = Path(setting).expanduser()
+    return path / "tokenizer.json" if path.is_dir() else path

@@ -1,0 +1,260 @@
+"""Records of files as conversations: messages, ShareGPT, Alpaca, prompt and completion, preference pairs.
+
+Everything here is plain JSON; what is wrong with a record is said with the path to it, `messages[2].role`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from trainer.data.chat.conversation import ROLES, BadChat, Completion, Conversation, Message, Pair, Sample
+from trainer.errors import nearest
+
+_ALIASES = {
+    **dict.fromkeys(("human", "prompter", "customer", "usr"), "user"),
+    **dict.fromkeys(("gpt", "bot", "model", "ai", "chatgpt", "bing", "bard", "assistent"), "assistant"),
+    **dict.fromkeys(("function", "function_response", "observation", "ipython", "tool_response"), "tool"),
+}
+"""What roles are called elsewhere: an error says what was meant, and ShareGPT's files are read by it."""
+
+COLUMNS: dict[str, tuple[str, ...]] = {
+    "messages": ("messages", "tools"),
+    "sharegpt": ("conversations", "system", "tools"),
+    "alpaca": ("instruction", "input", "output", "system", "history"),
+    "prompt_completion": ("prompt", "completion", "tools"),
+    "preference": ("prompt", "chosen", "rejected", "tools"),
+}
+"""What a record of each format may hold."""
+
+_NEEDED = {
+    "preference": {"chosen", "rejected"},
+    "messages": {"messages"},
+    "sharegpt": {"conversations"},
+    "prompt_completion": {"prompt", "completion"},
+    "alpaca": {"instruction", "output"},
+}
+"""What a record of each format must hold; in the order in which `auto` looks for them."""
+
+
+class Format:
+    """Reads records of one format.
+
+    columns: what the file calls them where it has names of its own: {"messages": "dialog"}.
+    """
+
+    def __init__(self, name: str, columns: Mapping[str, str] | None = None) -> None:
+        self.name, self._columns = name, dict(columns or {})
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any], setting: str, columns: Mapping[str, str] | None = None) -> Format:
+        """Return the format that the settings name, or for `auto` the one whose keys the record has."""
+        names = dict(columns or {})
+        if setting != "auto":
+            return cls(setting, names)
+        found = [name for name, needed in _NEEDED.items() if all(names.get(key, key) in record for key in needed)]
+        if not found:
+            rule = f"is in none of the formats {', '.join(_NEEDED)}; its keys: {', '.join(record) or 'none'}"
+            raise BadChat(rule, "data.format", fix="say with data.columns what the file calls them")
+        return cls(found[0], names)
+
+    @property
+    def has_pairs(self) -> bool:
+        return self.name == "preference"
+
+    def read(self, record: Mapping[str, Any]) -> Sample | Pair:
+        """Return what a record holds.  Raises BadChat."""
+        values = {key: record.get(self._columns.get(key, key)) for key in COLUMNS[self.name]}
+        missing = sorted(self._columns.get(key, key) for key in _NEEDED[self.name] if values[key] is None)
+        if missing:
+            rule = f"has no key {missing[0]!r}; its keys: {', '.join(record) or 'none'}"
+            raise BadChat(rule, "data.columns", fix="say what the file calls it, or name its data.format")
+        readers: dict[str, Callable[[Mapping[str, Any]], Sample | Pair]] = {
+            "messages": _read_messages,
+            "sharegpt": _read_sharegpt,
+            "alpaca": _read_alpaca,
+            "prompt_completion": _read_prompt_completion,
+            "preference": _read_preference,
+        }
+        return readers[self.name](values)
+
+
+def _read_messages(values: Mapping[str, Any]) -> Sample:
+    return Conversation(_messages(values["messages"], "messages"), _tools(values["tools"]))
+
+
+def _read_sharegpt(values: Mapping[str, Any]) -> Sample:
+    turns = [
+        _from_sharegpt(turn, f"conversations[{number}]")
+        for number, turn in enumerate(_list(values["conversations"], "conversations"))
+    ]
+    messages = _messages(turns, "conversations", "from", "value")
+    system = [{"role": "system", "content": _text(values["system"], "system")}] if values["system"] else []
+    return Conversation([*system, *messages], _tools(values["tools"]))
+
+
+def _from_sharegpt(turn: Any, place: str) -> Message:
+    role, value = _get(turn, "from", place), _get(turn, "value", place)
+    if role not in ("function_call", "tool_call"):
+        return {"role": _ALIASES.get(str(role), role), "content": value}
+    try:
+        return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": json.loads(value)}]}
+    except (TypeError, ValueError) as error:
+        raise BadChat(f"{place}.value is not JSON, and a call of a tool must be ({error})") from error
+
+
+def _read_alpaca(values: Mapping[str, Any]) -> Sample:
+    texts = {key: _text(values[key], key) for key in ("instruction", "input", "output", "system") if values[key]}
+    for key in ("instruction", "output"):
+        if not texts.get(key, "").strip():
+            raise BadChat(f"{key}={values[key]!r} is empty")
+    asked = "\n\n".join(texts[key] for key in ("instruction", "input") if texts.get(key, "").strip())
+    system = [{"role": "system", "content": texts["system"]}] if texts.get("system") else []
+    past = []
+    for number, turn in enumerate(values["history"] or ()):
+        if not isinstance(turn, list) or len(turn) != 2:
+            raise BadChat(f"history[{number}] must be a question and its answer")
+        past += [{"role": "user", "content": turn[0]}, {"role": "assistant", "content": turn[1]}]
+    last = [{"role": "user", "content": asked}, {"role": "assistant", "content": texts["output"]}]
+    return Conversation(_messages([*system, *past, *last], "messages"))
+
+
+def _read_prompt_completion(values: Mapping[str, Any]) -> Sample:
+    return _answered(values["prompt"], values["completion"], "completion", _tools(values["tools"]))
+
+
+def _read_preference(values: Mapping[str, Any]) -> Pair:
+    prompt, tools = values["prompt"], _tools(values["tools"])
+    chosen, rejected = (_preferred(prompt, values[key], key, tools) for key in ("chosen", "rejected"))
+    if chosen == rejected:
+        raise BadChat("chosen and rejected are the same: there is nothing to prefer")
+    return Pair(chosen, rejected)
+
+
+def _preferred(prompt: Any, answer: Any, key: str, tools: Sequence[Mapping[str, Any]]) -> Sample:
+    if prompt is not None:
+        return _answered(prompt, answer, key, tools)
+    messages = _messages(answer, key)
+    last = max((number for number, message in enumerate(messages) if message["role"] == "user"), default=-1)
+    return Conversation(messages, tools, first=last + 1)
+
+
+def _answered(prompt: Any, answer: Any, key: str, tools: Sequence[Mapping[str, Any]]) -> Sample:
+    """Return a prompt with its answer: both texts, or either of them messages."""
+    if isinstance(prompt, str) and isinstance(answer, str):
+        if not answer.strip():
+            raise BadChat(f"{key}={answer!r} is empty")
+        return Completion(_text(prompt, "prompt"), _text(answer, key))
+    asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else _list(prompt, "prompt")
+    answers = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else _list(answer, key)
+    if isinstance(answer, list) and answers[: len(asked)] == asked:
+        answers = answers[len(asked) :]  # it has been said twice
+    before = _messages(asked, "prompt")
+    return Conversation([*before, *_messages(answers, key)], tools, first=len(before))
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Messages
+
+
+def _messages(value: Any, place: str, role_key: str = "role", content_key: str = "content") -> list[Message]:
+    """Return messages that have a known role each, and content.  Raises BadChat, in the words of the file's format."""
+    messages: list[Message] = []
+    for number, message in enumerate(_list(value, place)):
+        where = f"{place}[{number}]"
+        role, content = _get(message, "role", where, role_key), message.get("content")
+        if role not in ROLES:
+            best = _ALIASES.get(str(role), nearest(role, ROLES))
+            advice = f"nearest: {best}" if best else f"it is one of {', '.join(ROLES)}"
+            raise BadChat(f"{where}.{role_key}={role!r}; {advice}")
+        if content is None and not message.get("tool_calls"):
+            raise BadChat(f"{where} has no {content_key!r}")
+        text = _text_of(content, f"{where}.{content_key}") if content is not None else ""
+        if not text.strip() and not message.get("tool_calls"):
+            raise BadChat(f"{where}.{content_key}={text!r} is empty")
+        _check_weight(message.get("weight"), where)
+        _check_calls(message, where)
+        messages.append({**message, "content": text})
+    return messages
+
+
+def _list(value: Any, place: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise BadChat(f"{place} must be a list of messages, not {_kind(value)}")
+    if not value:
+        raise BadChat(f"{place}=[] holds no message")
+    return value
+
+
+def _get(value: Any, key: str, place: str, shown: str = "") -> Any:
+    if not isinstance(value, Mapping):
+        raise BadChat(f"{place} must be an object, not {_kind(value)}")
+    if value.get(key) is None:
+        meant = nearest(shown or key, value)
+        raise BadChat(f"{place} has no {shown or key!r}" + (f"; did you mean {meant!r}?" if meant else ""))
+    return value[key]
+
+
+def _text_of(content: Any, place: str) -> str:
+    """Return a message's text, which may be in parts.  Raises BadChat for a part that is none, such as an image."""
+    if not isinstance(content, list):
+        return _text(content, place)
+    for number, part in enumerate(content):
+        if not isinstance(part, Mapping) or part.get("type", "text") != "text":
+            kind = part.get("type") if isinstance(part, Mapping) else _kind(part)
+            raise BadChat(f"{place}[{number}].type={kind!r}: only text can be trained on")
+    return "".join(_text(part.get("text"), f"{place}[{number}].text") for number, part in enumerate(content))
+
+
+def _text(value: Any, place: str) -> str:
+    if not isinstance(value, str):
+        raise BadChat(f"{place} must be text, not {_kind(value)}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise BadChat(f"{place} is no Unicode text ({error.reason})") from error
+    return value
+
+
+def _check_weight(weight: Any, place: str) -> None:
+    if weight not in (None, 0, 1):
+        raise BadChat(f"{place}.weight={weight!r} must be 0 or 1", fix="leave it out, or 0 for what is not trained on")
+
+
+def _check_calls(message: Mapping[str, Any], place: str) -> None:
+    """Raise BadChat unless each of a message's tool calls names a function."""
+    calls = message.get("tool_calls") or []
+    if not isinstance(calls, list):
+        raise BadChat(f"{place}.tool_calls must be a list, not {_kind(calls)}")
+    for number, call in enumerate(calls):
+        function = call.get("function", call) if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise BadChat(f"{place}.tool_calls[{number}] names no function")
+
+
+def _tools(value: Any) -> Sequence[Mapping[str, Any]]:
+    """Return the tools of a record: a list of objects, or JSON that spells one."""
+    if isinstance(value, str) and value.strip():
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise BadChat(f"tools is not JSON ({error})") from error
+    if not value:
+        return ()
+    if not isinstance(value, list) or not all(isinstance(tool, Mapping) for tool in value):
+        raise BadChat(f"tools must be a list of objects, not {_kind(value)}")
+    return value
+
+
+def _kind(value: Any) -> str:
+    kinds = {dict: "an object", list: "a list", str: "text", bool: "true or false", int: "a number", float: "a number"}
+    return "null" if value is None else kinds.get(type(value), type(value).__name__)
+
+
+def check_columns(columns: Mapping[str, str], setting: str) -> str | None:
+    """Return the first key of `data.columns` that no format has, or None."""
+    known: Collection[str] = (
+        COLUMNS[setting] if setting in COLUMNS else {key for keys in COLUMNS.values() for key in keys}
+    )
+    return next((key for key in columns if key not in known), None)

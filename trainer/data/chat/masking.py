@@ -1,0 +1,165 @@
+"""Which tokens of a conversation are trained on: what the assistant has written, and the token that ends its turn.
+
+A template does not say which part of its text is whose, unless it has the tag `{% generation %}`.  But it can be asked
+for the text up to where the assistant begins to write (`add_generation_prompt`), and up to where its turn ends.  Where
+both are the beginning of the whole text, what lies between is what the model would have to write there.  Where they are
+not, the template shows a turn in one way while it is written and in another when it is past: the model would be taught
+what it will not see, and no mask mends that.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainer.data.chat.conversation import BadChat, Completion, Conversation, Sample
+from trainer.data.chat.template import ChatTemplate, Rendered
+from trainer.data.chat.tokens import ChatTokenizer
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A conversation's tokens, and for each whether it is trained on: both of shape (number,)."""
+
+    ids: NDArray[np.int64]
+    trained: NDArray[np.bool_]
+
+
+class Encoder:
+    """Turns conversations into tokens that know whether they are trained on.
+
+    train_on: `assistant`, all that it has written; `last`, its last turn; `completion`, what it has written after the
+        last of the user's messages; `all`, every token.
+    """
+
+    def __init__(self, tokenizer: ChatTokenizer, template: ChatTemplate | None, train_on: str) -> None:
+        self.tokenizer, self._template, self._train_on = tokenizer, template, train_on
+
+    def encode(self, sample: Sample) -> Encoded:
+        """Return the tokens of a conversation, or of a completion.  Raises BadChat."""
+        return self._encode_completion(sample) if isinstance(sample, Completion) else self._encode_chat(sample)
+
+    def _encode_completion(self, sample: Completion) -> Encoded:
+        """The two are encoded apart: so the prompt is what it will be when there is nothing behind it yet."""
+        plain = self.tokenizer.plain
+        prompt = np.array([*plain.start_ids, *plain.encode(sample.prompt)], np.int64)
+        completion = np.array([*plain.encode(sample.completion), *plain.end_ids], np.int64)
+        trained = np.arange(len(prompt) + len(completion)) >= (0 if self._train_on == "all" else len(prompt))
+        return Encoded(np.concatenate([prompt, completion]), trained)
+
+    def _encode_chat(self, chat: Conversation) -> Encoded:
+        template = self._template
+        assert template is not None, "opening the source has seen to it that there is one"
+        _check_support(chat, template)
+        quoted = self.tokenizer.quoted
+        chat = replace(chat, messages=quoted(chat.messages), tools=quoted(chat.tools))
+        whole = template.render(chat.messages, chat.tools)
+        _check_whole(chat, whole.text)
+        ids, places = self.tokenizer.encode(whole.text)
+        if self._train_on == "all":
+            return Encoded(ids, np.ones(len(ids), bool))
+        trained = np.zeros(len(ids), bool)
+        for start, end in (span for turn in self._turns(chat) for span in _written(template, chat, whole, turn)):
+            trained |= (places[:, 0] < end) & (places[:, 1] > start)
+        return Encoded(ids, trained)
+
+    def _turns(self, chat: Conversation) -> list[int]:
+        turns = chat.assistant_turns
+        if self._train_on == "last":
+            return turns[-1:]
+        if self._train_on == "completion":
+            asked = max((i for i, message in enumerate(chat.messages) if message["role"] == "user"), default=-1)
+            return [turn for turn in turns if turn > asked]
+        return turns
+
+
+def _check_support(chat: Conversation, template: ChatTemplate) -> None:
+    """Raise BadChat for tools, or calls of tools, that the template would leave out without a word."""
+    if chat.tools and not template.reads_tools:
+        raise BadChat("has tools, for which the chat template has no place", "data.chat_template", fix=_OTHER)
+    calls = [number for number, message in enumerate(chat.messages) if message.get("tool_calls")]
+    if calls and not template.reads_tool_calls:
+        rule = f"messages[{calls[0]}].tool_calls: the chat template has no place for tool calls"
+        raise BadChat(rule, "data.chat_template", fix=_OTHER)
+
+
+_OTHER = "name a .jinja file that has one"
+
+
+def _check_whole(chat: Conversation, text: str) -> None:
+    """Raise BadChat for a message that the template has left out."""
+    for number, message in enumerate(chat.messages):
+        content = message.get("content") or ""
+        if message["role"] != "assistant" and not _is_within(content, text):
+            rule = f"messages[{number}].role={message['role']!r}: the chat template leaves this message out"
+            raise BadChat(rule, "data.chat_template", fix="name a .jinja file that has a place for it")
+
+
+def _is_within(content: str, text: str) -> bool:
+    """Return whether a message is in the text: as it is, within JSON, or with its lines indented."""
+    as_json = json.dumps(content.strip(), ensure_ascii=False)[1:-1]
+    return as_json in text or all(line.strip() in text for line in content.splitlines())
+
+
+def _written(template: ChatTemplate, chat: Conversation, whole: Rendered, turn: int) -> list[tuple[int, int]]:
+    """Return what the assistant has written in a turn, its end of turn included: from, to, in characters of the whole.
+
+    Raises BadChat where the template shows the turn, or what comes before it, otherwise once others follow.
+    """
+    before = template.render(chat.messages[:turn], chat.tools).text
+    until = whole.text
+    if turn + 1 < len(chat.messages):
+        until = template.render(chat.messages[: turn + 1], chat.tools).text
+    end = _end_of_turn(until, chat.messages[turn].get("content") or "", turn)
+    if not whole.text.startswith(until[:end]):
+        raise _differs_later(turn)
+    if template.has_generation:
+        if not whole.text.startswith(before.rstrip()):
+            raise _differs_later(turn)
+        spans = [(start, min(stop, end)) for start, stop in whole.generated if len(before.rstrip()) <= start < end]
+        return [*spans[:-1], (spans[-1][0], end)] if spans else []
+    prompt = template.render(chat.messages[:turn], chat.tools, prompts=True).text
+    if not whole.text.startswith(prompt):
+        raise _begins_otherwise(turn) if whole.text.startswith(before) else _differs_later(turn)
+    return [(len(prompt) + (_header(template, chat, turn, before) if prompt == before else 0), end)]
+
+
+def _end_of_turn(text: str, content: str, turn: int) -> int:
+    """Return where a turn ends that is the last of a text: behind the token that ends it, before white space."""
+    end = len(text.rstrip())
+    if content.strip() and text[:end].endswith(content.rstrip()):
+        end = len(text)  # nothing but white space ends a turn
+        if text.endswith(content):
+            rule = f"messages[{turn}]: the chat template ends this turn with nothing: no model learns to stop from it"
+            raise BadChat(rule, "data.chat_template", fix="end it with a token, such as {{ eos_token }}")
+    return end
+
+
+def _header(template: ChatTemplate, chat: Conversation, turn: int, before: str) -> int:
+    """Return the characters with which a template without a generation prompt begins the assistant's turn.
+
+    White space is no header: it is the assistant's to write.
+    """
+    message = {**chat.messages[turn], "content": _MARK}
+    text = template.render([*chat.messages[:turn], message], chat.tools).text
+    header = text[len(before) : max(len(before), text.find(_MARK))]
+    return len(header) if header.strip() else 0
+
+
+_MARK = "\U000f5151"
+"""A character of the private use area, as content that is found again."""
+
+
+def _differs_later(turn: int) -> BadChat:
+    rule = (
+        f"messages[{turn}]: the chat template shows this turn otherwise once others follow, so that what is trained on "
+    )
+    return BadChat(f"{rule}would not be what the model sees later", "data.train_on", legal="last")
+
+
+def _begins_otherwise(turn: int) -> BadChat:
+    rule = f"messages[{turn}]: the chat template does not begin this turn with what it asks the assistant with"
+    return BadChat(rule, "data.chat_template", fix="mark what is trained on with {% generation %} in a .jinja file")

@@ -1,0 +1,93 @@
+"""Files of chats: JSONL and parquet, a record at a time, each with its place."""
+
+from __future__ import annotations
+
+import glob
+import gzip
+import json
+import os
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+from trainer.errors import nearest, setting_error
+
+SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
+
+
+def find_files(key: str, setting: str) -> list[Path]:
+    """Return the files that a path, folder or glob names, sorted.  Raises UserError that names `key` if none is."""
+    pattern = os.path.expanduser(setting)
+    if os.path.isdir(pattern):
+        pattern = os.path.join(glob.escape(pattern), "**")
+    names = [pattern] if os.path.isfile(pattern) else glob.glob(pattern, recursive=True)
+    paths = sorted(Path(name) for name in names if name.endswith(SUFFIXES) and os.path.isfile(name))
+    if paths:
+        return paths
+    if names:
+        raise setting_error(key, setting, f"data.source=chat reads files whose names end in {', '.join(SUFFIXES)}")
+    there = [name for name in glob.glob(os.path.join(os.path.dirname(pattern), "*")) if name.endswith(SUFFIXES)]
+    raise setting_error(key, setting, "no such file or folder, and no glob that matches", meant=nearest(pattern, there))
+
+
+def read_records(path: Path, key: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield each record with its place, `chats.jsonl:17`: the line, or the row of a parquet file, counted from 1.
+
+    Raises UserError that names `key` for a file that cannot be read, or a line that is no JSON object.
+    """
+    if path.suffix == ".parquet":
+        yield from _read_parquet(path, key)
+        return
+    try:
+        with _open(path) as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield f"{path.name}:{number}", _parse(line, path, number, key)
+    except UnicodeDecodeError as error:
+        raise setting_error(key, path, f"is not UTF-8 ({error.reason})", fix="convert it to UTF-8") from error
+    except (OSError, EOFError, zlib.error) as error:
+        raise setting_error(key, path, f"cannot be read ({getattr(error, 'strerror', None) or error})") from error
+
+
+def _open(path: Path) -> TextIO:
+    if path.suffix == ".gz":
+        return gzip.open(path, "rt", encoding="utf-8-sig", newline="\n")
+    return open(path, encoding="utf-8-sig", newline="\n")
+
+
+def _parse(line: str, path: Path, number: int, key: str) -> Mapping[str, Any]:
+    try:
+        record = json.loads(line)
+        line.encode()
+    except ValueError as error:
+        raise setting_error(key, path, f"{path.name}:{number}: is not JSON ({error})") from error
+    if not isinstance(record, dict):
+        rule = f"{path.name}:{number}: must be a JSON object, not {type(record).__name__}"
+        raise setting_error(key, path, rule)
+    return record
+
+
+def _read_parquet(path: Path, key: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        rule = "parquet needs the library `pyarrow`: pip install 'meshtrainer[parquet]'"
+        raise setting_error(key, path, rule) from error
+    number = 0
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=1024):
+                for record in batch.to_pylist():
+                    number += 1
+                    yield f"{path.name}:{number}", _without_nulls(record)
+    except (OSError, pyarrow.ArrowException) as error:
+        raise setting_error(key, path, f"cannot be read ({error})") from error
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return what a row holds without the keys that only other rows have: a column's records share all keys."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value

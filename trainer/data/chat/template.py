@@ -1,0 +1,254 @@
+"""Chat templates: a conversation as the one text that a model reads.
+
+A template is Jinja, written by whoever made the model, and runs in Jinja's sandbox: it reads plain JSON and nothing
+else.  What it finds there (filters, functions, the `generation` tag, the tokenizer's special tokens) is what
+transformers gives it, so that it renders the same.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from jinja2 import meta, nodes
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from trainer.data.chat.conversation import BadChat, Message
+from trainer.errors import setting_error
+
+_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+"""What a message's reasoning is called; templates read one of the first two."""
+
+
+A_DAY = datetime(2024, 7, 26)
+"""The day that Llama 3.1's own template has where it is told none."""
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A text, and the parts of it that the template itself says the assistant has written: from, to, in characters."""
+
+    text: str
+    generated: tuple[tuple[int, int], ...] = ()
+
+
+class ChatTemplate:
+    """The chat template of a tokenizer.
+
+    templates: Jinja by name; `default`, and `tool_use` for conversations with tools where there is one.
+    tokens: the special tokens that it may name: {"eos_token": "</s>"}.
+    now: the time for templates that write the date.  What is trained on must not change over night, so that by default
+        it is always the same day.
+    """
+
+    def __init__(
+        self, templates: Mapping[str, str], tokens: Mapping[str, str], now: Callable[[], datetime] = lambda: A_DAY
+    ) -> None:
+        self.sources, self.tokens = dict(templates), dict(tokens)
+        self._environment = _environment(now)
+        self._compiled = {name: self._environment.from_string(text) for name, text in self.sources.items()}
+
+    @cached_property
+    def has_generation(self) -> bool:
+        """Whether the template marks what the assistant writes."""
+        return any(_Generation.is_used(self._environment.parse(text)) for text in self.sources.values())
+
+    @cached_property
+    def reads_tools(self) -> bool:
+        """Whether the template has a place for the tools that may be called."""
+        return any("tools" in meta.find_undeclared_variables(self._environment.parse(t)) for t in self.sources.values())
+
+    @cached_property
+    def reads_tool_calls(self) -> bool:
+        """Whether the template has a place for a message's tool calls."""
+        return any("tool_calls" in text for text in self.sources.values())
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Any] = (), prompts: bool = False) -> Rendered:
+        """Return the text of `messages`; with `prompts`, up to where the assistant begins to write its next one.
+
+        Raises BadChat with the template's own words if it refuses them.
+        """
+        template = self._compiled.get("tool_use" if tools else "default", self._compiled["default"])
+        plain = [_aliased({key: value for key, value in message.items() if value is not None}) for message in messages]
+        values = {"messages": plain, "tools": list(tools) or None, "documents": None}
+        pieces: list[str] = []
+        tracker = _tracker_of(self._environment)
+        tracker.begin(pieces)
+        try:
+            for piece in template.generate(**self.tokens, **values, add_generation_prompt=prompts):
+                pieces.append(piece)
+        except jinja2.TemplateError as error:
+            raise BadChat(f"the chat template refuses it ({error})", "data.chat_template") from error
+        except (TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
+            rule = f"the chat template fails on it ({type(error).__name__}: {error})"
+            raise BadChat(rule, "data.chat_template") from error
+        finally:
+            marked = tracker.end()
+        text = "".join(pieces)
+        if any(not text.startswith(part, start) for start, part in marked):
+            rule = "the chat template has {% generation %} where it cannot be followed: in a macro, or in {% set %}"
+            raise BadChat(rule, "data.chat_template")
+        return Rendered(text, tuple((start, start + len(part)) for start, part in marked))
+
+
+def _aliased(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message whose reasoning has the names under which templates look for it."""
+    reasoning = next((message[name] for name in _REASONING if name in message), None)
+    return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Where templates come from
+
+
+def find_template(setting: str, tokenizer: str, key: str = "data.chat_template") -> ChatTemplate:
+    """Return the template that the settings name: `model`, that of the tokenizer's folder, or a file of Jinja.
+
+    tokenizer: `data.tokenizer`, a tokenizer.json or the folder of one.  Raises UserError that names `key`.
+    """
+    folder = _folder_of(tokenizer)
+    config = _read_json(folder / "tokenizer_config.json", key) if folder else {}
+    tokens = _special_tokens(config)
+    if setting != "model":
+        path = Path(setting).expanduser()
+        try:
+            templates = {"default": path.read_text(encoding="utf-8")}
+        except (OSError, UnicodeDecodeError) as error:
+            rule = f"must be model, or a file of Jinja ({getattr(error, 'strerror', None) or error})"
+            raise setting_error(key, setting, rule, example="model") from error
+    else:
+        templates = _templates_of(folder, config, key) if folder else {}
+        if "default" not in templates:
+            has_none = f"{folder if folder else f'data.tokenizer={tokenizer}'} has none"
+            raise setting_error(key, setting, has_none, fix="name a .jinja file that holds one")
+    try:
+        return ChatTemplate(templates, tokens)
+    except jinja2.TemplateSyntaxError as error:
+        rule = f"is no Jinja that can be read (line {error.lineno}: {error.message})"
+        raise setting_error(key, setting, rule) from error
+
+
+def _folder_of(tokenizer: str) -> Path | None:
+    path = Path(tokenizer).expanduser()
+    return path if path.is_dir() else path.parent if path.is_file() else None
+
+
+def _templates_of(folder: Path, config: Mapping[str, Any], key: str) -> dict[str, str]:
+    """Return the templates of a tokenizer's folder by name: its .jinja files come before its configuration."""
+    stated = config.get("chat_template")
+    if isinstance(stated, list):
+        found = {str(each["name"]): str(each["template"]) for each in stated}
+    else:
+        found = {"default": stated} if isinstance(stated, str) else {}
+    files = {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+    if (folder / "chat_template.jinja").is_file():
+        files["default"] = folder / "chat_template.jinja"
+    try:
+        return {**found, **{name: path.read_text(encoding="utf-8") for name, path in files.items()}}
+    except (OSError, UnicodeDecodeError) as error:
+        raise setting_error(key, "model", f"a template in {folder} cannot be read ({error})") from error
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    extra = config.get("extra_special_tokens")
+    named = {**{name: config.get(name) for name in _TOKENS}, **(extra if isinstance(extra, dict) else {})}
+    texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in named.items()}
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
+
+
+def _read_json(path: Path, key: str) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_bytes())
+        return content if isinstance(content, dict) else {}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise setting_error(key, "model", f"{path} cannot be read ({error})") from error
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# What a template finds
+
+
+class _Generation(Extension):
+    """The tag `{% generation %}`: what stands in it is the assistant's, and the tracker notes where."""
+
+    tags = {"generation"}
+
+    def __init__(self, environment: jinja2.Environment) -> None:
+        super().__init__(environment)
+        self._pieces: list[str] | None = None
+        self._marked: list[tuple[int, str]] = []
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_note"), [], [], body).set_lineno(line)
+
+    def begin(self, pieces: list[str]) -> None:
+        """Take note from here on, in a text of which `pieces` are what has been rendered."""
+        self._pieces, self._marked = pieces, []
+
+    def end(self) -> list[tuple[int, str]]:
+        """Take no more notes; return where in the text each part began, and the part."""
+        self._pieces = None
+        return self._marked
+
+    def _note(self, caller: Callable[[], str]) -> str:
+        text = caller()
+        if self._pieces is not None:
+            self._marked.append((sum(map(len, self._pieces)), text))
+        return text
+
+    @classmethod
+    def is_used(cls, tree: nodes.Template) -> bool:
+        """Return whether a template has the tag."""
+        return any(
+            node.name == "_note" and node.identifier == cls.identifier
+            for node in tree.find_all(nodes.ExtensionAttribute)
+        )
+
+
+def _tracker_of(environment: jinja2.Environment) -> _Generation:
+    tracker = environment.extensions[_Generation.identifier]
+    assert isinstance(tracker, _Generation)
+    return tracker
+
+
+class _Namespace(jinja2.utils.Namespace):
+    """Jinja's own, which takes no names that lead out of the sandbox."""
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name.startswith("_"):
+            raise SecurityError(f"a namespace has no {name!r}")
+        super().__setitem__(name, value)
+
+
+def _environment(now: Callable[[], datetime]) -> ImmutableSandboxedEnvironment:
+    extensions = [_Generation, "jinja2.ext.loopcontrols"]
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+    environment.filters["tojson"] = _to_json
+    environment.globals.update(raise_exception=_refuse, namespace=_Namespace)
+    environment.globals["strftime_now"] = lambda form: now().strftime(form)
+    return environment
+
+
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """Return JSON as it is, where Jinja's own filter makes it fit for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _refuse(message: str) -> None:
+    raise jinja2.TemplateError(message)
