@@ -257,7 +257,10 @@ def train_as(side: str, folder: Path, after_step: Callable[[int], None] = lambda
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("side", DONE_BY)
+@pytest.mark.parametrize(
+    "side",
+    ["loss-whole", *(pytest.param(side, marks=pytest.mark.campaign) for side in DONE_BY if side != "loss-whole")],
+)
 def test_step_does_it_the_other_way(side: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     watched = Mock(wraps=pkgutil.resolve_name(DONE_BY[side]))
     monkeypatch.setattr(DONE_BY[side], watched)

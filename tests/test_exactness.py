@@ -141,7 +141,7 @@ def plain_loop(config: Any) -> list[float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["one", "four"])
+@pytest.mark.parametrize("name", ["four", pytest.param("one", marks=pytest.mark.campaign)])
 def test_resume_is_bit_equal(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """Taken back to its state after step 10, as by a crash; with workers, which the first attempt did without."""
     straight: Shared = request.getfixturevalue(name)

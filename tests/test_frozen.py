@@ -90,7 +90,7 @@ def test_the_start_block_says_what_is_trained(tmp_path: Path, capsys: pytest.Cap
     assert float(found[1]) == pytest.approx((weights + 3 * 4 * trained) / 1024, abs=0.01)
 
 
-@pytest.mark.parametrize("kind", [Trainer, HeadAlone])
+@pytest.mark.parametrize("kind", [HeadAlone, pytest.param(Trainer, marks=pytest.mark.campaign)])
 @pytest.mark.parametrize(
     "overrides",
     [

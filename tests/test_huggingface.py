@@ -423,7 +423,9 @@ def fill_each(folder: Path, meshes: list[tuple[int, ...]]) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "meshes"), [(2, [(2,)]), (4, [(4,), (2, 2)])])
+@pytest.mark.parametrize(
+    ("ranks", "meshes"), [(4, [(4,), (2, 2)]), pytest.param(2, [(2,)], marks=pytest.mark.campaign)]
+)
 def test_each_rank_reads_its_own_rows_and_no_others(ranks: int, meshes: Any, tmp_path: Path) -> None:
     """Odd vocabularies make uneven shards, five rows on four ranks an empty one; gathered again, all is as before."""
     for name, (recipe, config) in SHARDED.items():
@@ -745,7 +747,7 @@ print(sum(p.nbytes for p in model.parameters()) / 2**20, out)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", pytest.param("gpt2", marks=pytest.mark.campaign)])
 def test_export_needs_memory_for_a_few_blocks_only(name: str, tmp_path: Path) -> None:
     """About 200 MiB in blocks of 8 MiB: in another dtype, and in transposed pieces."""
     if not Path("/proc/self/clear_refs").exists():

@@ -123,7 +123,7 @@ METERED: list[tuple[str, list[str], tuple[int, int], int]] = [
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "overrides", "sizes", "micro_batches"),
-    [*METERED[::2], *(pytest.param(*case, marks=pytest.mark.campaign) for case in METERED[1::2])],
+    [*METERED[::4], *(pytest.param(*METERED[i], marks=pytest.mark.campaign) for i in range(len(METERED)) if i % 4)],
 )
 def test_the_peak_is_that_of_the_storages(
     recipe: str, overrides: list[str], sizes: tuple[int, int], micro_batches: int
@@ -148,7 +148,9 @@ WAYS = ["", "activation", "flag", "left out", "between", "twice", "reversed", "c
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way", [*WAYS[::3], *(pytest.param(way, marks=pytest.mark.campaign) for way in WAYS if way not in WAYS[::3])]
+)
 @pytest.mark.parametrize("micro_batches", [3, pytest.param(1, marks=pytest.mark.campaign)])
 def test_blocks_that_only_look_equal_are_run_one_by_one(way: str, micro_batches: int) -> None:
     """And parameters that get no gradient are neither reduced nor kept by the optimizer."""
@@ -257,7 +259,7 @@ def exhaustive(config: RunConfig, shape: MeshShape, machine: Machine, micros: Se
     return [make_plan(one, shape, machine, probe) for one, _ in found]
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.parametrize(
     ("micros", "num_budgets"), [((1, 2), 4), pytest.param((1, 2, 4), 20, marks=pytest.mark.campaign)]
 )
@@ -369,7 +371,7 @@ def run_plan(capsys: pytest.CaptureFixture[str], *arguments: str, ends: int = 0)
     return stdout, stderr
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_the_largest_recipe_on_4096_ranks(tmp_path: Path) -> None:
     """Under 10 s and 1 GiB, start of the interpreter included."""
     script = (
@@ -539,7 +541,7 @@ def test_a_script_of_ones_own_ends_with_the_advice(tmp_path: Path) -> None:
     assert not note or note.splitlines()[-1].startswith("would fit: ")
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_nothing_fits_in_a_run(tmp_path: Path) -> None:
     ran = run_tiny(tmp_path / "run", "fsdp.reshard_after_forward=auto", "run.memory_gib=0.4001", "nproc=2", ends=2)
     assert "nothing fits 0.4001 GiB" in ran.stderr

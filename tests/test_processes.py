@@ -18,6 +18,7 @@ from tests.runs import Shared
 
 pytestmark = pytest.mark.slow
 
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 OWN = "model.name=tests.own_recipes:"
 MLP = ["recipe=llama_small", "data.source=synthetic", "data.seq_len=16", "train.steps=6", "eval.every=0", "log.every=1"]
 
@@ -62,6 +63,7 @@ def test_one_rank_fails_and_all_end_with_its_error(tmp_path: Path) -> None:
     assert ran.metrics[-1]["reason"] == "failed"
 
 
+@pytest.mark.campaign
 def test_one_rank_fails_and_the_launcher_ends_the_one_that_sleeps(tmp_path: Path) -> None:
     ran = run_command(tmp_path / "run", *MLP, OWN + "mlp_sleeping", "nproc=2", launcher=FRESH)
     assert ran.exit_code == 1
@@ -117,12 +119,14 @@ def test_under_torchrun(tmp_path: Path) -> None:
 
 
 def test_nproc_must_be_the_launchers(tmp_path: Path) -> None:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    ran = run_command(tmp_path / "run", "recipe=llama_small", "nproc=3", launcher=launcher)
+    ran = run_command(tmp_path / "run", "recipe=llama_small", "nproc=3", launcher=[sys.executable, *TORCHRUN])
     assert ran.stderr.count("nproc=3: torchrun has started 2 processes already") == 1
 
 
-def test_a_script_of_ones_own_ends_cleanly(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "launcher", [[], pytest.param(TORCHRUN, marks=pytest.mark.campaign)], ids=["alone", "torchrun"]
+)
+def test_a_script_of_ones_own_ends_cleanly(launcher: list[str], tmp_path: Path) -> None:
     """`fit()` in a script, without the command line's own way to leave."""
     script = tmp_path / "mine.py"
     overrides = tiny_overrides("train.steps=3", f"run.dir={tmp_path / 'run'}")
@@ -130,15 +134,10 @@ def test_a_script_of_ones_own_ends_cleanly(tmp_path: Path) -> None:
         "from trainer import Trainer, load_config\n"
         f"raise SystemExit(Trainer(load_config('llama_small', {overrides!r})).fit())\n"
     )
-    for launcher in (
-        [sys.executable],
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"],
-    ):
-        done = subprocess.run(
-            [*launcher, str(script)], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(REPOSITORY)}
-        )
-        assert done.returncode == 0, done.stderr
-        assert "terminate called" not in done.stderr
+    command, with_trainer = [sys.executable, *launcher, str(script)], os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(command, capture_output=True, text=True, env=with_trainer)
+    assert done.returncode == 0, done.stderr
+    assert "terminate called" not in done.stderr
 
 
 def test_a_finished_run_started_again_does_nothing(one: Shared, tmp_path: Path) -> None:
@@ -151,9 +150,13 @@ def test_a_finished_run_started_again_does_nothing(one: Shared, tmp_path: Path) 
     assert further.train("step") == list(range(1, 23))
 
 
-def test_the_exit_code_is_what_the_workers_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_exit_code_is_what_the_workers_say(tmp_path: Path) -> None:
     """Of workers that torch's launcher has started, and that have ended by themselves."""
-    unfilled = run_command(tmp_path / "a", *MLP, OWN + "mlp_unfilled", "nproc=2", launcher=FRESH)
+    unfilled = run_command(tmp_path / "run", *MLP, OWN + "mlp_unfilled", "nproc=2", launcher=FRESH)
     assert unfilled.exit_code == 2, unfilled.stderr
+
+
+@pytest.mark.campaign
+def test_the_exit_code_of_workers_that_were_out_of_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_END_TIME", "1700000000")
-    run_tiny(tmp_path / "b", "train.steps=5", "nproc=2", launcher=FRESH, ends=75)
+    run_tiny(tmp_path / "run", "train.steps=5", "nproc=2", launcher=FRESH, ends=75)

@@ -491,7 +491,7 @@ def capture(monkeypatch: pytest.MonkeyPatch) -> list[torch.profiler.profile]:
     return profilers
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_shares_against_torchs_own_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """llama_small itself.  Of torch's events those within a step; the table knows nothing of steps.
 
@@ -617,7 +617,7 @@ def test_a_run_that_ends_in_between(tmp_path: Path) -> None:
     assert (record["first_step"], record["step"]) == (3, 4)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_a_run_that_is_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Between the steps it takes the rest of them; past them nothing, and it says so."""
     fit(tmp_path, "train.steps=4")
@@ -746,7 +746,7 @@ def test_leftovers_of_a_killed_attempt_are_removed(tmp_path: Path) -> None:
     assert files(tmp_path) == [".trace_3-5_rank1.json.gz.124", "trace_3-5_rank0.json.gz"], "another rank's is its own"
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_beside_another_profiler(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with torch.profiler.profile() as theirs:
         found = fit(tmp_path)

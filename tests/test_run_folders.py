@@ -425,7 +425,7 @@ def test_a_copy_is_another_run_in_wandb_and_a_moved_run_the_same(
     assert wandb_ids(tmp_path / "moved") == ids
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_begun_anew_it_is_another_run_in_wandb(tmp_path: Path) -> None:
     original(tmp_path / "a", "log.wandb=offline")
     ids = wandb_ids(tmp_path / "a")

@@ -270,7 +270,7 @@ def test_one_rank_passes(tmp_path: Path) -> None:
     assert all(outcome.startswith("passed") for outcome in run_ranks(1, outcomes, tmp_path, cases)[0])
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_a_resumed_run_passes(tmp_path: Path) -> None:
     """On another mesh, with what was restored, and at its place in the data."""
 
@@ -281,7 +281,7 @@ def test_a_resumed_run_passes(tmp_path: Path) -> None:
     assert ran.train("step") == [1, 2, 3, 4, 5, 6]
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_it_takes_less_than_two_seconds(tmp_path: Path) -> None:
     """On 11 M parameters, each held by two of four ranks, on cores that they share with whatever else runs here.
 

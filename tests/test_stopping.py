@@ -86,7 +86,7 @@ def signal_during_the_start(after_s: float, nproc: int, tmp_path: Path) -> None:
         assert ran.status["state"] == "stopped"
 
 
-@pytest.mark.parametrize("nproc", [1, 2])
+@pytest.mark.parametrize("nproc", [2, pytest.param(1, marks=pytest.mark.campaign)])
 def test_a_notice_stops_the_run(nproc: int, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
@@ -237,6 +237,7 @@ def is_idle(pid: int) -> bool:
     return used() - before <= 5
 
 
+@pytest.mark.campaign
 def test_a_signal_while_one_rank_has_not_come_yet(tmp_path: Path) -> None:
     """The others wait for it, deaf to signals if they were in torch's code: all leave together, with 75."""
     folder, gate = tmp_path / "run", Gate(tmp_path / "gate", "import 1")
@@ -251,6 +252,7 @@ def test_a_signal_while_one_rank_has_not_come_yet(tmp_path: Path) -> None:
     wait_until(lambda: processes_of(folder) == [], "no rank is left", timeout_s=30)
 
 
+@pytest.mark.campaign
 def test_the_launcher_is_killed_before_its_ranks_have_met(tmp_path: Path) -> None:
     folder, gate = tmp_path / "run", Gate(tmp_path / "gate", "import 1")
     process = start(folder, "nproc=2", *SLOW, env=gate.variables)
@@ -357,7 +359,7 @@ def test_under_nohup_a_closed_terminal_is_nothing(nproc: int, tmp_path: Path) ->
     assert process.wait(240) == 75
 
 
-@pytest.mark.parametrize("reader", ["goes", "stops reading"])
+@pytest.mark.parametrize("reader", ["goes", pytest.param("stops reading", marks=pytest.mark.campaign)])
 def test_nobody_reads_what_a_run_prints(reader: str, tmp_path: Path) -> None:
     """The console can neither stop a run nor hold it up."""
     folder = tmp_path / "run"

@@ -126,7 +126,7 @@ def test_a_save_due_in_a_streak_is_made_at_its_end(tmp_path: Path) -> None:
     assert saved(tmp_path) == ["07", "08", "12", "16", "18"]
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_a_stop_in_a_streak(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What is saved then prunes nothing and is not gone on from by itself; it goes nowhere, and is there by name."""
     skipped = range(6, 8)
@@ -152,7 +152,7 @@ def test_a_stop_in_a_streak(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert losses(by_name).items() <= losses(tmp_path / "whole").items()
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_where_there_is_no_other_it_is_gone_on_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A streak is rarely the weights' fault: what was trained before it is not thrown away."""
     assert run(tmp_path / "whole", skipped=range(6, 8)) == 0
@@ -188,7 +188,7 @@ def test_a_loop_of_ones_own_does_not_end_well_in_a_streak(tmp_path: Path) -> Non
     assert json.loads((tmp_path / "status.json").read_text())["state"] == "failed"
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_a_streak_that_begins_before_a_save_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The checkpoint of the moment before may be the broken one: until that is known, nothing older goes."""
     streak, publish = threading.Event(), LocalPlace.publish

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from tests.ranks import run_python_module
 HERE = Path(__file__).parent
 
 
+@functools.cache
 def collected(expression: str) -> set[str]:
     """Return the tests that pytest selects: `test_file.py::test_name`, without parameters."""
     ran = run_python_module("pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "-m", expression, "tests")

@@ -110,6 +110,7 @@ def port_that(request: pytest.FixtureRequest) -> Iterator[int]:
         yield listener.getsockname()[1]
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("port_that", ["never answers"], indirect=True)
 def test_unreachable_at_the_start(port_that: int, tmp_path: Path) -> None:
     unreachable(COMMAND, port_that, tmp_path, PATIENCE_S)
@@ -198,7 +199,7 @@ def server() -> Iterator[Server]:
     server.server_close()
 
 
-@pytest.mark.parametrize("loss", ["", "gone", pytest.param("mute", marks=pytest.mark.campaign)])
+@pytest.mark.parametrize("loss", ["", *(pytest.param(loss, marks=pytest.mark.campaign) for loss in ("gone", "mute"))])
 def test_the_server_is_lost_in_mid_run(loss: str, server: Server, tmp_path: Path) -> None:
     patience_s = PATIENCE_S if loss else 60.0  # where all is well nothing is waited for
     run = Started(tmp_path / "run", "online", server.server_address[1], 0.1, patience_s=patience_s)

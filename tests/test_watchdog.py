@@ -55,8 +55,17 @@ PLACES = {
 }
 
 
-CASES = [("forward", 1), ("writing", 1)]
-SLOW = [("data", 1), ("save", 1), ("backward", 1), ("on_step", 1), ("evaluate", 1), ("data", 0), ("writing", 0)]
+CASES = [("forward", 1)]
+SLOW = [
+    ("writing", 1),
+    ("data", 1),
+    ("save", 1),
+    ("backward", 1),
+    ("on_step", 1),
+    ("evaluate", 1),
+    ("data", 0),
+    ("writing", 0),
+]
 
 
 @pytest.mark.slow
