@@ -525,6 +525,7 @@ def test_weights_begin_anew_together_with_their_moments(tmp_path: Path) -> None:
     trainer.close()
 
 
+@pytest.mark.slow
 def test_going_back_in_mid_run(tmp_path: Path) -> None:
     """What came after the checkpoint that was taken up is no longer this run's: not to be resumed, not on record."""
     trainer = Trainer(tiny(tmp_path, "train.steps=6", "checkpoint.keep_last=0", "log.every=1"))

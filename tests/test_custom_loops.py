@@ -311,6 +311,7 @@ def test_evaluate_returns_what_it_logs(tmp_path: Path) -> None:
     assert again.loss == record.loss, "evaluation changes nothing"
 
 
+@pytest.mark.slow
 def test_evaluation_changes_nothing_of_the_training(tmp_path: Path) -> None:
     """With dropout: neither its random numbers nor the mode that the model is in."""
     own = ["data.source=synthetic", "data.seq_len=16", "train.steps=4", "train.global_batch_size=4", "log.every=1"]
@@ -547,12 +548,14 @@ def test_a_name_is_given_once(tmp_path: Path) -> None:
 # Processes
 
 
+@pytest.mark.slow
 def test_two_trainers_one_after_the_other(tmp_path: Path, plain: list[dict[str, Any]]) -> None:
     for number in range(2):
         assert of("train", fit(Trainer(tiny_config(tmp_path / str(number)))), "loss") == of("train", plain, "loss")
         assert not dist.is_initialized()
 
 
+@pytest.mark.slow
 def test_a_joined_process_group_is_left_open(tmp_path: Path, plain: list[dict[str, Any]]) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -584,6 +587,7 @@ def status(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "status.json").read_text())
 
 
+@pytest.mark.slow
 def test_what_fit_returns(tmp_path: Path) -> None:
     handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)]
     stopped = StopsItself(tiny_config(tmp_path))

@@ -264,6 +264,7 @@ def test_one_rank_and_two_agree(name: str, tolerance: float, on_ranks: dict[int,
     assert max(abs(a - b) / b for a, b in zip(one, two, strict=True)) < tolerance
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(LR))
 def test_what_is_configured_wins_over_what_is_stored(name: str, tmp_path: Path) -> None:
     train(tiny_config(tmp_path, f"optim.name={name}", "optim.lr=0.01"), save_at=4)

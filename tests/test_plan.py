@@ -134,6 +134,7 @@ def test_the_peak_is_that_of_the_storages(
     assert abs(plan.memory.peak.total / truth - 1) < 0.001
 
 
+@pytest.mark.slow
 def test_a_model_that_nobody_has_seen() -> None:
     """Odd shapes, two kinds of block: nothing in the planner knows it."""
     own = ["model.name=tests.own_recipes:mlp", "model.width=1030", "model.num_hidden=21", "data.seq_len=33"]
@@ -167,6 +168,7 @@ def test_a_model_that_cannot_be_planned() -> None:
         make_plan(config, MeshShape(1, 2), find_machine("h100"))
 
 
+@pytest.mark.slow
 def test_the_largest_micro_batch_may_need_the_least() -> None:
     """Nothing accumulates there: no gradients of the whole model lie unsharded."""
     autos = [f"{key}={AUTO}" for key in chosen_settings(load_config("llama_small"))]
@@ -530,6 +532,7 @@ def test_memory_that_is_really_full_ends_in_advice(tmp_path: Path) -> None:
     assert "python -m trainer.plan" in building.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_a_script_of_ones_own_ends_with_the_advice(tmp_path: Path) -> None:
     own = ["model.name=tests.own_recipes:greedy", "data.seq_len=32", "data.source=synthetic", "eval.every=0"]
     config = load_config("llama_small", [*own, "log.sample_tokens=0", f"run.dir={tmp_path}"])

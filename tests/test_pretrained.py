@@ -115,6 +115,7 @@ def test_all_that_disagrees_is_named_at_once(tmp_path: Path) -> None:
     assert "checkpoint.allow_changes=[model.num_heads,model.norm_eps]" in lines[-1]
 
 
+@pytest.mark.slow
 def test_what_may_differ_on_purpose(tmp_path: Path) -> None:
     """A longer context, say; and what is of training alone, such as dropout."""
     source = folder_of(tmp_path / "source")

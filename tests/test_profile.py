@@ -449,6 +449,7 @@ def test_other_readers_of_metrics_are_not_led_astray(profiled: Path, tmp_path: P
     assert [line["step"] for line in of("train", kept)] == [1, 2, 3, 4]
 
 
+@pytest.mark.slow
 def test_times_of_profiled_updates_are_marked_where_there_are_no_others(profiled: Path, tmp_path: Path) -> None:
     marked = [line["step"] for line in of("train", lines(profiled)) if line.get("profiled")]
     assert marked == [3, 4, 5]
@@ -717,6 +718,7 @@ def test_without_a_profiler_no_memory_is_recorded(monkeypatch: pytest.MonkeyPatc
     assert not history.called
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cause", ["no space", "no JSON"])
 def test_a_profile_that_cannot_be_written_stops_nothing(
     cause: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -279,6 +279,7 @@ def test_charts_follow_the_pages_colours(tmp_path: Path) -> None:
 EVIL = "<script>alert(1)</script> & \"$x_1$ '"
 
 
+@pytest.mark.slow
 def test_what_a_run_says_is_escaped(tmp_path: Path) -> None:
     config = f"run:\n  name: {json.dumps(EVIL)}\nmodel:\n  name: '<b>'\ntrain:\n  steps: 9\n"
     lines = [line | {"device": "<i>", "torch": "<u>", "mesh": {"<s>": 1}} for line in ONE_ATTEMPT[:1]] + ONE_ATTEMPT[1:]
@@ -344,6 +345,7 @@ def test_a_run_in_progress_is_told_from_one_that_was_killed(tmp_path: Path) -> N
     report(tmp_path)
 
 
+@pytest.mark.slow
 def test_attempts_on_other_numbers_of_ranks(tmp_path: Path) -> None:
     lines = list(ONE_ATTEMPT)
     for number, (ranks, reason) in enumerate([(4, "stopped"), (1, "failed"), (16, "finished")]):
@@ -357,6 +359,7 @@ def test_attempts_on_other_numbers_of_ranks(tmp_path: Path) -> None:
     assert [attempt.ended for attempt in read_run(tmp_path).attempts] == ["killed", "stopped", "failed", "finished"]
 
 
+@pytest.mark.slow
 def test_runs_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     folders = [write(tmp_path / name, ONE_ATTEMPT, "finished") for name in ("one", "two", "_three")]
     write(tmp_path / "two", [start_line(1.0)])
