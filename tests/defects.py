@@ -261,6 +261,20 @@ DEFECTS: list[Defect] = [
         "updates + self._dp_rank * self._micro_batch_size + np.arange(self._share)",
     ),
     Defect(
+        "phases-begin-anew",
+        "mixtures",
+        "trainer/data/mixture.py",
+        "numbers[chosen] = within + self._totals[phase][sources[chosen]]",
+        "numbers[chosen] = within",
+    ),
+    Defect(
+        "another-past",
+        "mixtures",
+        "trainer/data/mixture.py",
+        "if not before or before == now:",
+        "if not before or len(before) == len(now):",
+    ),
+    Defect(
         "padding-is-a-target",
         "windows",
         "trainer/data/source.py",

@@ -141,5 +141,7 @@ def _show(value: object) -> str:
         return "true" if value else "false"
     if isinstance(value, (list, tuple)):
         return "[" + ",".join(_show(item) for item in value) + "]"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_show(key)}: {_show(item)}" for key, item in value.items()) + "}"
     text = str(masked(str(value)))
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]}..."

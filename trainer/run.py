@@ -176,12 +176,13 @@ def _check(config: RunConfig, nproc: int, env: Environment, spawns: bool) -> Non
 
 def _check_without_torch(config: RunConfig, world_size: int, local_world_size: int, env: Environment) -> None:
     """Find rules between fields that are broken, libraries and compilers that are missing, data that cannot be read."""
+    from trainer.data.mixed import find_order
     from trainer.data.opening import open_source
 
     check_config(config, world_size, local_world_size)
     check_needs(config, likely_device(config.run.device))
     if config.recipe.trainer is None and env.rank == 0:
-        open_source(config.data, config.vocab_size, "train")
+        find_order(open_source(config.data, config.vocab_size, "train"), config)
         open_source(config.data, config.vocab_size, "eval")
 
 
@@ -191,7 +192,7 @@ def _check_as_printed(config: RunConfig, nproc: int | None, env: Environment) ->
     Where neither a launcher nor `nproc` says how many ranks there are, they are the fewest that it can mean.
     """
     if config.data.source == "tokens" and not config.data.path:
-        config = replace(config, data=replace(config.data, source="synthetic", eval_path=None))
+        config = replace(config, data=replace(config.data, source="synthetic", eval_path=None, weights=None, phases=()))
     if nproc is None and not env.is_distributed:
         least = least_mesh(config)
         config = replace(config, log=replace(config.log, profile_ranks=(0,)))

@@ -18,6 +18,7 @@ from trainer.config.load import (
     type_name,
 )
 from trainer.config.mesh import MeshShape, find_mesh_shape, least_mesh
+from trainer.config.mixture import BLOCK, Phase, find_phases, source_names
 from trainer.config.rules import budget_of, check_config, find_deadline
 from trainer.config.schema import (
     AUTO,
@@ -33,12 +34,14 @@ from trainer.config.schema import (
 
 __all__ = [
     "AUTO",
+    "BLOCK",
     "CheckpointSection",
     "DataSection",
     "FsdpSection",
     "MeshSection",
     "MeshShape",
     "OptimSection",
+    "Phase",
     "RunConfig",
     "ScheduleSection",
     "TrainSection",
@@ -51,10 +54,12 @@ __all__ = [
     "description",
     "find_deadline",
     "find_mesh_shape",
+    "find_phases",
     "least_mesh",
     "load_config",
     "read_yaml",
     "recipe_files",
+    "source_names",
     "stored_value",
     "told_by_yaml",
     "type_name",

@@ -43,10 +43,14 @@ def load_config(recipe: str, overrides: Sequence[str] = ()) -> RunConfig:
     path, assignments = find_recipe_file(recipe), _split_overrides(overrides)
     values = settle(read_yaml(path), path, assignments)
     for key, value in _leaves(values, path):
-        if key not in assignments and any(is_masked(item) for item in (value if isinstance(value, list) else [value])):
+        if key not in assignments and any(map(is_masked, _items(value))):
             rule = f"its credentials are not kept (in {path}); give it whole, on the command line"
             raise setting_error(key, value, rule)
     return _build(values, assignments, path, follows=True)
+
+
+def _items(value: Any) -> Collection[Any]:
+    return value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else [value]
 
 
 def config_from_yaml(text: str, origin: str = "config.yaml", allow_import: Collection[str] = ()) -> RunConfig:
@@ -268,16 +272,23 @@ def _split_overrides(overrides: Sequence[str]) -> dict[str, str]:
 
 
 def _parse(key: str, text: str, hint: Any) -> Any:
-    """Return the value of a command-line override: text keys as they stand, all others as in YAML."""
+    """Return the value of a command-line override: text as it stands, where it may be one; all others as in YAML.
+
+    Where it may also be a mapping it is one if YAML reads one.
+    """
     options = _options(hint)
     if type(None) in options and text in ("null", "~", ""):
         return None
     if all(option is str or typing.get_origin(option) is Literal or option is type(None) for option in options):
         return text
+    may_be_text = str in options and any(typing.get_origin(option) is dict for option in options)
     try:
-        return OmegaConf.to_container(OmegaConf.create(f"value: {text}"), resolve=False)["value"]  # type: ignore[index, call-overload]
+        value = OmegaConf.to_container(OmegaConf.create(f"value: {text}"), resolve=False)["value"]  # type: ignore[index, call-overload]
     except (YAMLError, OmegaConfBaseException, ValueError) as error:
+        if may_be_text:
+            return text
         raise setting_error(key, text, "is not a valid YAML value") from error
+    return text if may_be_text and not isinstance(value, dict) else value
 
 
 def _options(hint: Any) -> tuple[Any, ...]:
@@ -325,11 +336,21 @@ def _refuse_resolvers(key: str, value: Any, where: str) -> None:
 
 def type_name(hint: Any) -> str:
     """Return the type of a key in words."""
-    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
+    names = {
+        int: "a whole number",
+        float: "a number",
+        bool: "true or false",
+        str: "text",
+        type(None): "null",
+        Any: "a value",
+    }
     if typing.get_origin(hint) is Literal:
         return " or ".join(map(str, typing.get_args(hint)))
     if typing.get_origin(hint) is list:
         return f"a list of {type_name(typing.get_args(hint)[0])}"
+    if typing.get_origin(hint) is dict:
+        value = typing.get_args(hint)[1]
+        return "{name: " + ("..." if value is Any else type_name(value)) + "}"
     if typing.get_origin(hint) is tuple:
         items = typing.get_args(hint)
         return f"a list of {'' if Ellipsis in items else f'{len(items)} x '}{type_name(items[0])}"

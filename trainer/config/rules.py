@@ -15,6 +15,7 @@ from trainer.config.load import (
     declared_keys,
 )
 from trainer.config.mesh import MeshShape, divisor, find_mesh_shape
+from trainer.config.mixture import check_sources
 from trainer.config.relocate import CONFIG
 from trainer.config.schema import (
     AUTO,
@@ -254,6 +255,7 @@ def _check_data(config: RunConfig) -> None:
     if data.source == "tokens" and config.eval.every and not data.eval_path and not data.holdout:
         rule = "with data.holdout=0 and no data.eval_path there is nothing to evaluate on"
         raise setting_error("eval.every", config.eval.every, rule, 0)
+    check_sources(config)
 
 
 def _check_profile(config: RunConfig, shape: MeshShape) -> None:

@@ -123,8 +123,20 @@ class DataSection:
     source: Literal["stdlib", "synthetic", "tokens"] = declare(
         "stdlib", "stdlib: this Python's own source text; synthetic: generated; tokens: shards from trainer.prepare"
     )
-    path: str | None = declare(None, "source=tokens: a token shard or a glob of several")
-    eval_path: str | None = declare(None, "source=tokens: a shard or glob to evaluate on")
+    path: str | dict[str, str] | None = declare(
+        None, "source=tokens: a token shard or a glob of several, or {name: path, ...} for several sources"
+    )
+    eval_path: str | dict[str, str] | None = declare(
+        None, "source=tokens: a shard or glob to evaluate on, or {name: path, ...} for each source its own"
+    )
+    weights: dict[str, float] | None = declare(
+        None, "shares of the sources of data.path, as {web: 0.7, code: 0.3}; null: by size"
+    )
+    phases: tuple[dict[str, Any], ...] = declare(
+        (),
+        "other weights later, as [{from: 80%, weights: {code: 1}}]; from: a step (the first that has them), "
+        "tokens:<n>, or a share of the run",
+    )
     holdout: float | None = declare(
         None,
         "source=tokens without eval_path: share of the samples, the last, kept for evaluation; null: 0.01 with "

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 _NAME_OTHER_DATA = frozenset({"data", "data.path", "data.source", "data.tokenizer"})
@@ -21,22 +21,43 @@ class Fingerprint:
     """Identifies the samples of a source: the same on all ranks, whatever the order in which they are asked for.
 
     `content` is a digest of some of what the samples are made of, or of all of it; empty where that is not known.
+    `sources` are those of several sources, by name.
     """
 
     num_samples: int
     num_shards: int = 0
     num_tokens: int = 0
     content: str = ""
+    sources: Mapping[str, Fingerprint] = field(default_factory=dict)
 
     def to_state(self) -> dict[str, Any]:
         """Return what is kept in a checkpoint."""
-        return dataclasses.asdict(self)
+        state = {name: value for name, value in vars(self).items() if name != "sources"}
+        own = {name: source.to_state() for name, source in self.sources.items()}
+        return {**state, "sources": own} if own else state
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> Fingerprint:
+        """Return what `to_state` was called for."""
+        own = {name: cls.from_state(source) for name, source in state.get("sources", {}).items()}
+        return cls(state["num_samples"], state["num_shards"], state["num_tokens"], state["content"], own)
 
     def changes(self, stored: Mapping[str, Any], allowed: Collection[str]) -> tuple[list[str], list[str]]:
-        """Compare with what `to_state` had returned.  Returns a line for a change that forbids to go on, or for one
-        that `allowed`, keys and sections of the configuration, lets pass.
+        """Compare with what `to_state` had returned.  Returns a line for each change that forbids to go on, and for
+        those that `allowed`, keys and sections of the configuration, lets pass.
         """
-        before = Fingerprint(**{each.name: stored[each.name] for each in dataclasses.fields(Fingerprint)})
+        before = Fingerprint.from_state(stored)
+        if not (before.sources and self.sources):
+            return self._changes(before, allowed, "data")
+        refused, told = [], []
+        for name in sorted({*before.sources, *self.sources}):
+            own, other = self.sources.get(name, Fingerprint(0)), before.sources.get(name, Fingerprint(0))
+            found = own._changes(other, allowed, f"data, source {name}")
+            refused += found[0]
+            told += found[1]
+        return refused, told
+
+    def _changes(self, before: Fingerprint, allowed: Collection[str], name: str) -> tuple[list[str], list[str]]:
         if before == self:
             return [], []
         is_same_data = dataclasses.replace(before, num_samples=self.num_samples) == self
@@ -47,7 +68,7 @@ class Fingerprint:
         else:
             mine, theirs = self._size(), before._size()
         now = "as many now with other content" if mine == theirs else f"{mine} now"
-        line = f"data: {theirs} in the checkpoint, {now}; its position in them is one in another order now"
+        line = f"{name}: {theirs} in the checkpoint, {now}; its position in them is one in another order now"
         if not _NAME_OTHER_DATA.isdisjoint(allowed):
             return [], [f"{line}, as it was allowed"]
         return [f"{line} (allow it: checkpoint.allow_changes=[data])"], []

@@ -27,7 +27,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from trainer.config import RunConfig
 from trainer.data.fingerprint import Fingerprint
-from trainer.data.order import sample_at
+from trainer.data.mixed import find_order
+from trainer.data.order import Order, Permutation
 from trainer.data.shards import ShardError
 from trainer.data.source import Source, entries
 from trainer.distributed.stop import STOP_SIGNALS
@@ -51,6 +52,7 @@ class TrainLoader:
         return cls(
             source,
             seed=config.data.seed,
+            order=find_order(source, config),
             global_batch_size=config.train.global_batch_size,
             micro_batch_size=int(config.train.micro_batch_size),
             dp_rank=rank,
@@ -70,10 +72,12 @@ class TrainLoader:
         num_dp_ranks: int = 1,
         num_workers: int = 0,
         pin_memory: bool = False,
+        order: Order | None = None,
     ) -> None:
         assert global_batch_size % (num_dp_ranks * micro_batch_size) == 0, "check_config refuses such a batch"
         assert 0 <= dp_rank < num_dp_ranks, (dp_rank, num_dp_ranks)
         self.source, self._seed = source, seed
+        self._order = Permutation(len(source), seed) if order is None else order
         self._global_batch_size, self._micro_batch_size = global_batch_size, micro_batch_size
         self._dp_rank, self._share = dp_rank, global_batch_size // num_dp_ranks
         self._num_workers, self._pin_memory = num_workers, pin_memory
@@ -106,7 +110,7 @@ class TrainLoader:
         """Return the indices of the samples that this rank, or all of them in turn, will read for the next step."""
         if of_all_ranks:
             positions = self._samples + np.arange(self._global_batch_size)
-            return sample_at(positions, len(self.source), self._seed)
+            return self._order.at(positions)
         return np.concatenate(list(islice(self._sample_indices(), self.micro_batches_per_update)))
 
     def __iter__(self) -> Iterator[Batch]:
@@ -123,14 +127,18 @@ class TrainLoader:
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position, and which data it is one in: the same on every rank."""
-        return {"samples": self._samples, "data": self.fingerprint.to_state()}
+        """Return the position, and in which order of which data it is one: the same on every rank."""
+        return {"samples": self._samples, "data": self.fingerprint.to_state(), **self._order.past(self._samples)}
 
     def changes_outside(self, plain: Mapping[str, Any], allowed: Collection[str]) -> tuple[list[str], list[str]]:
-        """Return how the data differ from those of a stored state: what forbids to go on, and what is only told."""
+        """Return how the data, and their order so far, differ from those of a stored state: what forbids to go on, and
+        what is only told.
+        """
         if "data" not in plain:
             return [], ["does not say on which data it was trained: whether they have changed since cannot be told"]
-        return self.fingerprint.changes(plain["data"], allowed)
+        refused, told = self.fingerprint.changes(plain["data"], allowed)
+        others = self._order.changes(plain, plain["samples"], self._global_batch_size, allowed)
+        return [*refused, *others[0]], [*told, *others[1]]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from the position of `state`."""
@@ -172,8 +180,7 @@ class TrainLoader:
         updates = np.arange(num_updates)[:, None] * self._global_batch_size
         positions = updates + self._dp_rank * self._share + np.arange(self._share)
         while True:
-            indices = sample_at(start + positions, len(self.source), self._seed)
-            yield from indices.reshape(-1, self._micro_batch_size)
+            yield from self._order.at(start + positions).reshape(-1, self._micro_batch_size)
             start += num_updates * self._global_batch_size
 
 

@@ -5,18 +5,21 @@ No torch here: opening a source is how the data settings are checked, before any
 
 from __future__ import annotations
 
+import dataclasses
 import glob
 import math
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, overload
 
+from trainer.data.mixed import MixedSource
 from trainer.data.shards import Shard, ShardError
 from trainer.data.source import Part, Source, SyntheticSource, TokenSource
 from trainer.data.stdlib import Split, StdlibCorpus
 from trainer.data.tokenizer import find_tokenizer
-from trainer.errors import nearest, setting_error
+from trainer.errors import UserError, nearest, setting_error
 
 if TYPE_CHECKING:
     from trainer.config import DataSection
@@ -38,15 +41,17 @@ def open_source(data: DataSection, vocab_size: int | None, split: Split) -> Sour
     `vocab_size` is the model's; None if the model has none to compare with.  Raises UserError if the data cannot be
     read, are too few for one sample, or have ids that the model has no room for.
     """
+    if isinstance(data.path, Mapping):
+        return _open_several(data, data.path, vocab_size, split)
     if data.source == "synthetic":
         return SyntheticSource(data.seq_len, vocab_size or 256, data.seed, split)
     if data.source == "stdlib":
         shard = StdlibCorpus().shard(split, find_tokenizer(data.tokenizer), data.cache_dir)
         key, setting, source = "data.source", "stdlib", TokenSource([shard], data.seq_len, data.pack)
     elif split == "eval" and data.eval_path is not None:
-        key, setting, source = "data.eval_path", data.eval_path, _open_shards(data, split)
+        key, setting, source = "data.eval_path", str(data.eval_path), _open_shards(data, split)
     else:
-        key, setting, source = "data.path", data.path or "", _open_shards(data, "train")
+        key, setting, source = "data.path", str(data.path), _open_shards(data, "train")
     if source.num_targets < 1:
         raise setting_error(key, setting, "holds no target: a sample needs two tokens of one document")
     if split == "train" and data.pack and source.num_targets < data.seq_len:
@@ -58,6 +63,31 @@ def open_source(data: DataSection, vocab_size: int | None, split: Split) -> Sour
     if data.source == "tokens" and data.eval_path is None:
         return _part_of(source, data.holdout or 0.0, split)
     return source
+
+
+def _open_several(
+    data: DataSection, paths: Mapping[str, str], vocab_size: int | None, split: Split
+) -> MixedSource | None:
+    """Return the sources that data.path names as one, or those of them that hold out something; None if none does."""
+    held_out = data.eval_path if isinstance(data.eval_path, Mapping) else {}
+    found: dict[str, Source] = {}
+    for name, path in paths.items():
+        if split == "eval" and held_out and name not in held_out:
+            continue
+        alone = dataclasses.replace(data, path=path, eval_path=held_out.get(name), weights=None, phases=())
+        try:
+            source = open_source(alone, vocab_size, split)
+        except UserError as error:
+            raise UserError(f"source {name}: {error}") from error
+        if source is not None:
+            found[name] = source
+    kinds = {name: (source.tokenizer, source.vocab_size) for name, source in found.items()}
+    for name, kind in kinds.items():
+        other = next(iter(kinds))
+        if kind != kinds[other]:
+            shown = ", ".join(f"{n} by {kinds[n][0]} ({kinds[n][1]} ids)" for n in (other, name))
+            raise setting_error("data.path", data.path, f"sources must be made by one tokenizer: {shown}")
+    return MixedSource(found) if found else None
 
 
 def _part_of(source: TokenSource, holdout: float, split: Split) -> Source | None:
@@ -96,8 +126,9 @@ def _open_shards(data: DataSection, split: Split) -> TokenSource:
         raise setting_error(key, setting, str(error), fix=fix) from error
 
 
-def _find_paths(key: str, setting: str | None) -> list[Path]:
+def _find_paths(key: str, setting: str | Mapping[str, str] | None) -> list[Path]:
     """Return the .bin files that a path or glob names, sorted.  Raises UserError if there are none."""
+    assert not isinstance(setting, Mapping), "several sources are opened one by one"
     if not setting:
         raise setting_error(key, setting, "data.source=tokens needs the path or glob of token shards")
     pattern = os.path.expanduser(setting)

@@ -7,6 +7,9 @@ runs resume from a position, so another order would repeat some samples and skip
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
+from typing import Any, Protocol
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -18,6 +21,45 @@ _MIN_BITS = 6
 freedom); with three bits they are not (22)."""
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+class Order(Protocol):
+    """Which sample comes at which position of an endless run: a function of the position and of nothing that moves."""
+
+    def at(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the index of the sample at each of `positions` (not negative, any shape)."""
+
+    def past(self, samples: int) -> dict[str, Any]:
+        """Return what a checkpoint must know of the order of the first `samples`, beside the data; 1 kB at most."""
+
+    def changes(
+        self, stored: Mapping[str, Any], samples: int, batch: int, allowed: Collection[str]
+    ) -> tuple[list[str], list[str]]:
+        """Compare with what `past(samples)` was when it was stored, in steps of `batch` samples.
+
+        Returns what forbids to go on, and what is only told since `allowed` (keys and sections) lets it pass.
+        """
+
+
+class Permutation:
+    """All samples once in each epoch, in an order that is random; the seed says which."""
+
+    def __init__(self, num_samples: int, seed: int) -> None:
+        self._num_samples, self._seed = num_samples, seed
+
+    def at(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the index of the sample at each of `positions` (not negative, any shape)."""
+        return sample_at(positions, self._num_samples, self._seed)
+
+    def past(self, samples: int) -> dict[str, Any]:
+        """Return nothing: the data and the seed say it all."""
+        return {}
+
+    def changes(
+        self, stored: Mapping[str, Any], samples: int, batch: int, allowed: Collection[str]
+    ) -> tuple[list[str], list[str]]:
+        """Return nothing; see `past`."""
+        return [], []
 
 
 def sample_at(positions: NDArray[np.int64], num_samples: int, seed: int) -> NDArray[np.int64]:

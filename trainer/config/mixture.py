@@ -1,0 +1,133 @@
+"""Several sources in one run: the weights that they have, and the sample from which on they have them.
+
+A phase begins with a step, whichever way its beginning is given, and reaches to the next one.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from trainer.config.schema import DataSection, RunConfig
+from trainer.errors import UserError, nearest, setting_error
+
+BLOCK = 1024
+"""Samples in which the shares of the sources are exact: no share is smaller than one sample of these."""
+
+_NAME = re.compile(r"[A-Za-z0-9_][\w.-]*", re.ASCII)
+_SHARE = re.compile(r"(\d+(?:\.\d+)?)\s*%")
+_TOKENS = re.compile(r"tokens:(\d[\d_]*(?:\.\d+)?(?:[eE]\+?\d{1,2})?)")
+_FORMS = "must be a step, tokens:<n>, or a share of the run such as 80%"
+
+
+@dataclass(frozen=True)
+class Phase:
+    """The weights of the sources from a sample of the run on; None: those of their sizes."""
+
+    start: int
+    weights: Mapping[str, float] | None
+
+
+def source_names(data: DataSection) -> list[str]:
+    """Return the names of the sources, sorted; none where data.path names one source by its path alone."""
+    return sorted(data.path) if isinstance(data.path, Mapping) else []
+
+
+def find_phases(config: RunConfig) -> list[Phase]:
+    """Return the phases of a run with several sources, first to last; the first begins at sample 0.
+
+    Raises UserError that names the phase and the rule that it breaks.
+    """
+    names, weights = source_names(config.data), config.data.weights
+    if weights is not None:
+        _check_weights("data.weights", weights, names)
+    phases = [Phase(0, weights)]
+    for number, stated in enumerate(config.data.phases):
+        key = f"data.phases[{number}]"
+        if {"from", "weights"} != {*stated}:
+            example = {"from": "80%", "weights": dict.fromkeys(names, 1)}
+            raise setting_error(key, stated, "must hold `from` and `weights`, and nothing else", example=example)
+        _check_weights(f"{key}.weights", stated["weights"], names)
+        phase = Phase(_first_sample(f"{key}.from", stated["from"], config), stated["weights"])
+        if phase.start <= phases[-1].start and (phase.start or number or weights is not None):
+            raise _out_of_order(f"{key}.from", stated["from"], phases[-1].start, config)
+        phases = [*phases[: len(phases) if phase.start else 0], phase]
+    return phases
+
+
+def _out_of_order(key: str, when: object, previous: int, config: RunConfig) -> UserError:
+    before = previous // config.train.global_batch_size + 1
+    rule = f"a phase begins after the one before it, and that begins with step {before}"
+    return setting_error(key, when, rule, before + 1)
+
+
+def _first_sample(key: str, when: object, config: RunConfig) -> int:
+    """Return how many samples come before the first step of a phase."""
+    batch = config.train.global_batch_size
+    if isinstance(when, int) and not isinstance(when, bool):
+        if when < 1:
+            raise setting_error(key, when, "the first step is 1", 1)
+        return (when - 1) * batch
+    if isinstance(when, str) and (share := _SHARE.fullmatch(when.strip())):
+        part = Fraction(share[1]) / 100
+        if part > 1:
+            raise setting_error(key, when, "is beyond the end of the run", "100%")
+        return math.ceil(part * config.train.steps) * batch
+    if isinstance(when, str) and (tokens := _TOKENS.fullmatch(when.strip())):
+        return math.ceil(Fraction(tokens[1].replace("_", "")) / (batch * config.data.seq_len)) * batch
+    raise setting_error(key, when, _FORMS, example="80%")
+
+
+def _check_weights(key: str, weights: Any, names: list[str]) -> None:
+    if not isinstance(weights, Mapping) or not weights:
+        raise setting_error(key, weights, "must give sources their weights", example=dict.fromkeys(names, 1))
+    for name, weight in weights.items():
+        if name not in names:
+            rule = f"data.path has no source {name}, it has {', '.join(names)}"
+            best = nearest(name, names)
+            meant = {best if other == name else other: value for other, value in weights.items()} if best else None
+            raise setting_error(key, weights, rule, meant=meant)
+        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(weight) or weight < 0:
+            raise setting_error(f"{key}.{name}", weight, "must be a number, and not below 0", 0)
+    whole = sum(weights.values())
+    if not whole:
+        raise setting_error(key, weights, "one weight at least must be above 0", example=dict.fromkeys(names, 1))
+    small = [name for name, weight in weights.items() if 0 < weight * BLOCK < whole]
+    if small:
+        least = sum(weight for name, weight in weights.items() if name not in small) / (BLOCK - len(small))
+        legal = {name: float(f"{least * 1.001:.3g}") if name in small else weight for name, weight in weights.items()}
+        raise setting_error(key, weights, f"the share of {small[0]} is below one sample in {BLOCK}", legal)
+
+
+def check_sources(config: RunConfig) -> None:
+    """Check the names of the sources, and what is said of them.  Raises UserError."""
+    data = config.data
+    if not isinstance(data.path, Mapping):
+        for key in ("weights", "phases"):
+            if value := getattr(data, key):
+                rule = "needs several sources, and data.path names one"
+                raise setting_error(f"data.{key}", value, rule, fix="data.path={web: PATH, code: PATH}")
+        if isinstance(data.eval_path, Mapping):
+            raise setting_error("data.eval_path", data.eval_path, "names sources, but data.path does not")
+        return
+    for name, path in data.path.items():
+        if not _NAME.fullmatch(name) or not path:
+            rule = "a source has a name of letters, digits, _, - and ., and a path"
+            raise setting_error("data.path", data.path, rule, example={"web": path or "web/*.bin"})
+    if not data.path:
+        raise setting_error("data.path", data.path, "names no source", example={"web": "web/*.bin"})
+    _check_eval_path(data.eval_path, data.path)
+    find_phases(config)
+
+
+def _check_eval_path(eval_path: object, path: Mapping[str, str]) -> None:
+    if isinstance(eval_path, Mapping) and (unknown := [name for name in eval_path if name not in path]):
+        rule = f"data.path has no source {unknown[0]}, it has {', '.join(path)}"
+        raise setting_error("data.eval_path", eval_path, rule)
+    if isinstance(eval_path, str):
+        rule = "data.path names several sources: name those that this is of"
+        raise setting_error("data.eval_path", eval_path, rule, example={next(iter(path)): eval_path})

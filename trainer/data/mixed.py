@@ -1,0 +1,69 @@
+"""Several sources as one, and the order in which a run goes through what it has.
+
+They are one whose indices count their samples on end, sorted by name, whatever order they were given in.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainer.config import find_phases
+from trainer.data.fingerprint import Fingerprint
+from trainer.data.mixture import Mixture
+from trainer.data.order import Order, Permutation
+from trainer.data.source import Samples, Source, entries
+
+if TYPE_CHECKING:
+    from trainer.config import RunConfig
+
+
+class MixedSource(Source):
+    """Several sources by name as one: the samples of the first by name, then those of the next."""
+
+    def __init__(self, sources: Mapping[str, Source]) -> None:
+        self.sources = dict(sorted(sources.items()))
+        first = next(iter(self.sources.values()))
+        self.seq_len, self.vocab_size, self.tokenizer = first.seq_len, first.vocab_size, first.tokenizer
+        self.checks_ids = all(source.checks_ids for source in self.sources.values())
+        self._starts = np.cumsum([0, *map(len, self.sources.values())])
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def batch(self, indices: NDArray[np.int64]) -> Samples:
+        """Return the samples at `indices`, and as `source` the number of each one's source; see `Source.batch`.
+
+        What a sample's source does not give, and others do, is zero.
+        """
+        indices = np.asarray(indices, dtype=np.int64)
+        numbers = np.maximum(0, np.searchsorted(self._starts, indices, side="right") - 1)
+        found: dict[str, NDArray[Any]] = {"source": numbers}
+        for number, source in enumerate(self.sources.values()):
+            rows = numbers == number
+            if rows.any():
+                own = np.where(indices[rows] < 0, -1, indices[rows] - self._starts[number])
+                for name, entry in entries(source.batch(own)).items():
+                    whole = found.setdefault(name, np.zeros((len(indices), *entry.shape[1:]), entry.dtype))
+                    whole[rows] = entry
+        return found
+
+    @cached_property
+    def fingerprint(self) -> Fingerprint:
+        """Those of the sources, and what they amount to together."""
+        own = {name: source.fingerprint for name, source in self.sources.items()}
+        content = hashlib.blake2b(repr(own).encode(), digest_size=8).hexdigest()
+        return Fingerprint(len(self), content=content, sources=own)
+
+
+def find_order(source: Source, config: RunConfig) -> Order:
+    """Return the order in which a run goes through its training data.  Raises UserError."""
+    if isinstance(source, MixedSource):
+        sizes = {name: len(own) for name, own in source.sources.items()}
+        return Mixture(sizes, find_phases(config), config.data.seed)
+    return Permutation(len(source), config.data.seed)

@@ -1,0 +1,166 @@
+"""Mixtures: the order of the samples of several sources, in shares that may change in the course of the run.
+
+Positions are cut into blocks of 1024 from the start of each phase on, and each whole block holds exactly as many
+samples of a source as its weight says.  Which source a position belongs to follows from a pattern of the phase, which
+every block begins at another place; how many samples of that source came before follows from the same pattern, and
+the k-th of them is where the source's own permutation has position k.  So a source goes through all of its samples
+before one comes again, whatever the phases do.
+
+All of it is a closed form of the position, the seed, and the phases that began before: nothing is stored, and phases
+to come change nothing of what has been.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Mapping, Sequence
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainer.config import BLOCK, Phase
+from trainer.data.order import sample_at
+from trainer.errors import setting_error
+
+_NAME_THE_SHARES = frozenset({"data", "data.weights", "data.phases"})
+"""Keys that are allowed to change and thereby allow another past."""
+
+
+def shares_of(weights: Mapping[str, float]) -> dict[str, int]:
+    """Return how many samples of each source a block holds, by largest remainders; of equal ones the first name."""
+    whole = sum(map(Fraction, weights.values()))
+    exact = {name: Fraction(weight) * BLOCK / whole for name, weight in weights.items()}
+    shares = {name: int(share) for name, share in exact.items()}
+    by_remainder = sorted(exact, key=lambda name: (shares[name] - exact[name], name))
+    for name in by_remainder[: BLOCK - sum(shares.values())]:
+        shares[name] += 1
+    return shares
+
+
+def _shares_by_size(sizes: Mapping[str, int]) -> dict[str, int]:
+    shares = shares_of(sizes)
+    for name, share in shares.items():
+        if not share:
+            rule = f"by size, source {name} ({sizes[name]} of {sum(sizes.values())} samples) has no sample in {BLOCK}"
+            example = dict(sizes) | {name: -(-sum(sizes.values()) // (BLOCK - 1))}
+            raise setting_error("data.weights", None, rule, example=example)
+    return shares
+
+
+class _Stretch:
+    """A phase: from sample `start` on, `shares[j]` samples of source j in every block."""
+
+    def __init__(self, start: int, shares: NDArray[np.int64], seed: int) -> None:
+        self.start, self.shares, self._seed = start, shares, seed + 1
+        slots = sample_at(start * BLOCK + np.arange(BLOCK), BLOCK, seed)
+        # Twice in a row: a block begins anywhere in the pattern, and has all of it.
+        self._pattern = np.tile(np.searchsorted(np.cumsum(shares), slots, side="right"), 2)
+        is_of = self._pattern[:, None] == np.arange(len(shares))
+        self._before = np.concatenate([np.zeros((1, len(shares)), np.int64), np.cumsum(is_of, axis=0)])
+
+    def locate(self, offsets: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the source of each position, counted from the start, and how many of that source come before it."""
+        blocks, places = np.divmod(offsets, BLOCK)
+        begins = self._begin_of(blocks)
+        sources = self._pattern[begins + places]
+        before = self._before[begins + places, sources] - self._before[begins, sources]
+        return sources, blocks * self.shares[sources] + before
+
+    def count(self, length: int) -> NDArray[np.int64]:
+        """Return how many samples of each source the first `length` positions hold."""
+        block, rest = divmod(length, BLOCK)
+        (begin,) = self._begin_of(np.array([block]))
+        return block * self.shares + self._before[begin + rest] - self._before[begin]
+
+    def _begin_of(self, blocks: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return where in the pattern each block begins: the first number of a permutation of its own."""
+        return sample_at((self.start + blocks) * BLOCK, BLOCK, self._seed)
+
+
+class Mixture:
+    """The order of the samples of several sources.  Indices count the sources' samples on end, by name.
+
+    Raises UserError if the sizes alone, where they are the weights, leave a source without a share.
+    """
+
+    def __init__(self, sizes: Mapping[str, int], phases: Sequence[Phase], seed: int) -> None:
+        self.sizes = dict(sorted(sizes.items()))
+        self._seeds = [_seed_of(name, seed) for name in self.sizes]
+        self._index_starts = np.cumsum([0, *self.sizes.values()])
+        self.phases = [(phase.start, self._shares(phase.weights)) for phase in phases]
+        # Where a phase goes on like the one before it, none begins.
+        self.phases = [
+            phase for number, phase in enumerate(self.phases) if not number or phase[1] != self.phases[number - 1][1]
+        ]
+        self._stretches = [_Stretch(start, np.array(list(shares.values())), seed) for start, shares in self.phases]
+        self._starts = np.array([start for start, _ in self.phases])
+        totals = [np.zeros(len(sizes), dtype=np.int64)]
+        for stretch, end in zip(self._stretches, self._starts[1:].tolist(), strict=False):
+            totals.append(totals[-1] + stretch.count(end - stretch.start))
+        self._totals = totals
+
+    def _shares(self, weights: Mapping[str, float] | None) -> dict[str, int]:
+        shares = _shares_by_size(self.sizes) if weights is None else shares_of(dict(sorted(weights.items())))
+        return {name: shares.get(name, 0) for name in self.sizes}
+
+    def at(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the index of the sample at each of `positions` (not negative, any shape)."""
+        flat = np.asarray(positions, dtype=np.int64).ravel()
+        sources, numbers = np.empty_like(flat), np.empty_like(flat)
+        phases = np.searchsorted(self._starts, flat, side="right") - 1
+        for phase in np.unique(phases):
+            chosen, stretch = phases == phase, self._stretches[phase]
+            sources[chosen], within = stretch.locate(flat[chosen] - stretch.start)
+            numbers[chosen] = within + self._totals[phase][sources[chosen]]
+        indices = np.empty_like(flat)
+        for source, (size, seed) in enumerate(zip(self.sizes.values(), self._seeds, strict=True)):
+            chosen = sources == source
+            indices[chosen] = self._index_starts[source] + sample_at(numbers[chosen], size, seed)
+        return indices.reshape(np.shape(positions))
+
+    def counts(self, samples: int) -> dict[str, int]:
+        """Return how many of the first `samples` of the run are of each source."""
+        phase = int(np.searchsorted(self._starts, samples, side="right")) - 1
+        counted = self._totals[phase] + self._stretches[phase].count(samples - self._stretches[phase].start)
+        return dict(zip(self.sizes, counted.tolist(), strict=True))
+
+    def epochs(self, samples: int) -> dict[str, float]:
+        """Return how many times the first `samples` of the run have gone through each source."""
+        return {name: count / self.sizes[name] for name, count in self.counts(samples).items()}
+
+    def past(self, samples: int) -> dict[str, Any]:
+        """Return the phases that have begun: their starts and shares, which are those of the first `samples`."""
+        begun = self.phases[: int(np.searchsorted(self._starts, samples))]
+        return {"phases": [[start, {n: share for n, share in shares.items() if share}] for start, shares in begun]}
+
+    def changes(
+        self, stored: Mapping[str, Any], samples: int, batch: int, allowed: Collection[str]
+    ) -> tuple[list[str], list[str]]:
+        """Compare the phases that have begun; see `Order.changes`."""
+        before, now = stored.get("phases"), self.past(samples)["phases"]
+        if not before or before == now:
+            return [], []  # what was no mixture has other data too, and that is told
+        number = next(n for n in range(len(before) + 1) if before[n : n + 1] != now[n : n + 1])
+        line = (
+            f"data.phases: phase {number + 1} {_begun(before[number:], batch)} in the checkpoint, "
+            f"{_begun(now[number:], batch)} now; the run stands behind step {samples // batch}, and what it has "
+            "trained on cannot become another"
+        )
+        if not _NAME_THE_SHARES.isdisjoint(allowed):
+            return [], [f"{line}, but it was allowed"]
+        return [f"{line} (allow it: checkpoint.allow_changes=[data.phases])"], []
+
+
+def _begun(phases: Sequence[Any], batch: int) -> str:
+    if not phases:
+        return "had not begun"
+    start, shares = phases[0]
+    parts = ", ".join(f"{name} {share}" for name, share in shares.items())
+    return f"begins with step {start // batch + 1} ({parts} of {BLOCK})"
+
+
+def _seed_of(name: str, seed: int) -> int:
+    """Return the seed of a source's permutation, which does not depend on what other sources there are."""
+    return int.from_bytes(hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest(), "little")
