@@ -35,7 +35,7 @@ from trainer.errors import TrainingFailed
 
 @pytest.fixture(autouse=True)
 def _written_at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(source_module.os, "fsync", lambda _: None)  # thousands of files that nobody keeps
+    monkeypatch.setattr(os, "fsync", lambda _: None)  # thousands of files that nobody keeps
     yield
     descriptors.SHARD_FILES.close()
 
