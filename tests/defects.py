@@ -455,7 +455,7 @@ DEFECTS: list[Defect] = [
         "no-meeting",
         "meeting",
         "trainer/distributed/world.py",
-        "begin_together(store, rank, size, meeting_s.total_seconds())",
+        "begin_together(store, rank, size, meeting_s.total_seconds(), problem)",
         "pass",
     ),
     Defect(

@@ -31,13 +31,14 @@ from trainer.plan.plan import make_plan
 # Rounding
 
 
-def origin(key: int = 1, row: int = 0, column: int = 0) -> torch.Tensor:
-    return torch.tensor((key, row, column), dtype=torch.int32)
+def origin(key: int = 1, place: int = 0) -> torch.Tensor:
+    return torch.tensor((key, place), dtype=torch.int32)
 
 
 def rounded(values: torch.Tensor, times: int) -> torch.Tensor:
     """Return values rounded so often: bfloat16 of shape (times, N)."""
-    return round_stochastically(values.expand(times, -1), random_bits(origin(), times, len(values)))
+    bits = random_bits(origin(), times * len(values)).view(times, -1)
+    return round_stochastically(values.expand(times, -1), bits)
 
 
 def test_the_mean_of_what_is_rounded_is_the_value() -> None:
@@ -84,12 +85,15 @@ def test_what_is_special_stays_so() -> None:
 
 
 def test_bits_are_those_of_the_place() -> None:
-    whole = random_bits(origin(), 300, 70)
-    assert torch.equal(random_bits(origin(row=17, column=40), 100, 30), whole[17:117, 40:])
+    whole = random_bits(origin(), 21_000)
+    assert torch.equal(random_bits(origin(place=1_200), 7_000), whole[1_200:8_200])
+    assert torch.equal(random_bits(origin(place=2**31 - 5), 10)[5:], random_bits(origin(place=-(2**31)), 5))
     assert len(whole.unique()) > 0.999 * whole.numel()
     ones = torch.stack([(whole >> bit) & 1 for bit in range(32)]).double()
-    assert (ones.mean((1, 2)) - 0.5).abs().max() < 5 * 0.5 / whole.numel() ** 0.5
-    other = random_bits(origin(key=2), 300, 70)
+    assert (ones.mean(1) - 0.5).abs().max() < 5 * 0.5 / whole.numel() ** 0.5
+    neighbours = torch.stack([(whole[1:] ^ whole[:-1]) >> bit & 1 for bit in range(32)]).double()
+    assert (neighbours.mean(1) - 0.5).abs().max() < 5 * 0.5 / whole.numel() ** 0.5
+    other = random_bits(origin(key=2), 21_000)
     assert (whole == other).sum() < 3
     keys = keys_of(torch.arange(100, dtype=torch.int32)[:, None], torch.arange(1.0, 1001.0))
     assert len(keys.unique()) > 0.999 * keys.numel()
@@ -181,17 +185,18 @@ def test_the_mean_of_many_updates_is_that_of_float32() -> None:
     assert found[torch.bfloat16, False] == 0
 
 
-def matrices(device: str) -> list[torch.Tensor]:
+def shards(device: str) -> list[torch.Tensor]:
+    """Return a parameter, a gradient and two moments: bfloat16, more than a piece of them."""
     generator = torch.Generator().manual_seed(0)
-    p, g, m = (torch.randn(300, 70, generator=generator) for _ in range(3))
+    p, g, m = (torch.randn(2**16 + 70, generator=generator) for _ in range(3))
     return [tensor.to(device, torch.bfloat16) for tensor in (p, g, 0.1 * m, 0.1 * m.square())]
 
 
 def update_both_ways(device: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return what a step makes of the same matrices in pieces on the CPU, and compiled on `device`."""
+    """Return what a step makes of the same shards in pieces on the CPU, and compiled on `device`."""
     group = {"lr": 1e-2, "betas": (0.9, 0.999), "weight_decay": 0.1, "eps": 1e-8}
     place = torch.tensor((7, 5, 0, 0), dtype=torch.int32)
-    plain, compiled = matrices("cpu"), matrices(device)
+    plain, compiled = shards("cpu"), shards(device)
     steps = torch.tensor([3.0])
     _update_by_pieces(plain, _numbers(group, steps, None)[0], place, True)
     _compiled_update()(compiled, _numbers(group, steps.to(device), None)[0], place.to(device), True)

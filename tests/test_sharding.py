@@ -754,6 +754,35 @@ def test_weights_depend_on_the_name_of_their_module() -> None:
     assert not torch.equal(model[0].weight, model[1].weight)  # type: ignore[index]
 
 
+def test_weights_do_not_depend_on_the_device() -> None:
+    """A device's own generator draws other numbers than the CPU's: nothing is drawn, or computed, anywhere else."""
+
+    class Angles(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("angles", torch.empty(8))
+
+        def reset_parameters(self) -> None:
+            self.angles = 1e4 ** -torch.linspace(0, 1, 8, device=self.angles.device)
+
+    filled: dict[str, list[torch.Tensor]] = {}
+    for device in ("cpu", "meta"):  # of which the latter keeps no values, as a device out of reach
+        seen = filled.setdefault(device, [])
+
+        def init(module: nn.Module, seen: list[torch.Tensor] = seen) -> None:
+            module.reset_parameters()  # type: ignore[operator]
+            own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+            seen.extend(tensor.detach().clone() for tensor in own)
+
+        model = on_meta(lambda: nn.Sequential(nn.Linear(5, 3), nn.Embedding(7, 4), Angles()))
+        materialize(model, 0, torch.device(device), init)
+        assert {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} == {device}
+    assert len(filled["cpu"]) == 4
+    for here, there in zip(filled["cpu"], filled["meta"], strict=True):
+        assert there.device.type == "cpu"
+        assert torch.equal(here, there)
+
+
 # ---------------------------------------------------------------------------------------------------------------
 # Compilation
 

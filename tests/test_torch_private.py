@@ -26,7 +26,7 @@ from torchdata.stateful_dataloader import stateful_dataloader
 
 from tests.forked import REPOSITORY
 
-MOST_USES = 50
+MOST_USES = 56
 
 PRIVATE: dict[str, Callable[[], object]] = {
     # tensors, storages, operators
@@ -57,6 +57,11 @@ PRIVATE: dict[str, Callable[[], object]] = {
     "_dump_snapshot": lambda: _takes(torch.cuda.memory._dump_snapshot, "filename"),
     "_record_memory_history": lambda: _takes(torch.cuda.memory._record_memory_history, "enabled"),
     # distributed
+    "torch._C._distributed_c10d": lambda: torch._C._distributed_c10d,
+    "_dump_nccl_trace": lambda: not dist.is_nccl_available() or callable(torch._C._distributed_c10d._dump_nccl_trace),
+    "_dump_nccl_trace_json": lambda: (
+        not dist.is_nccl_available() or callable(torch._C._distributed_c10d._dump_nccl_trace_json)
+    ),
     "_get_backend": lambda: callable(dist.ProcessGroup._get_backend),
     "_set_pg_timeout": lambda: (
         hasattr(dist, "set_timeout") or _takes(dist.distributed_c10d._set_pg_timeout, "timeout", "group")

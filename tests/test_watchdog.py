@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import threading
 import time
 from pathlib import Path
@@ -19,6 +21,7 @@ from tests.ranks import Ran, run_command
 from trainer import load_config
 from trainer.distributed.channel import Messages
 from trainer.lifecycle.phases import watch_phases
+from trainer.lifecycle.recorder import Progress, progress_of
 from trainer.lifecycle.standing import Standing, find_late, is_stuck, reason_of, table
 from trainer.lifecycle.watchdog import _ANSWER_S, _SAVE_GRACE_S, Watchdog
 
@@ -258,3 +261,57 @@ def test_who_is_late() -> None:
     many = table("why", [rank(number, 5, 1 if number == 700 else 2, number != 700) for number in range(1000)])
     assert ">>  700" in many
     assert "and 968 more that are not late" in many
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# A device that hangs
+
+
+def record(*states: str, completed: int, enqueued: int) -> bytes:
+    """Return what NCCL's recorder tells of one group's collectives, as JSON."""
+    status = {"last_completed_collective": completed, "last_started_collective": -1}
+    entries = [
+        {
+            "profiling_name": "nccl:_all_gather_base",
+            "process_group": ["1", "shard"],
+            "collective_seq_id": number,
+            "state": state,
+        }
+        for number, state in enumerate(states, start=1)
+    ]
+    content = {"pg_status": {"1": status | {"last_enqueued_collective": enqueued}}, "entries": entries}
+    return json.dumps(content).encode()
+
+
+def test_how_far_a_device_has_come() -> None:
+    found = progress_of(record("completed", "started", "scheduled", completed=1, enqueued=3))
+    assert found == Progress(1, 0, 3, "all_gather_base number 2 of group 1 (shard)")
+    assert progress_of(record("completed", completed=1, enqueued=1)) == Progress(1, 0, 1, "")
+    assert progress_of(b"") is None
+    assert progress_of(b"[]") is None
+
+
+def test_the_rank_whose_device_has_come_least_far_is_named() -> None:
+    """All hosts wait for their device, and have come equally far."""
+
+    def rank(number: int, completed: int) -> Standing:
+        return Standing(number, "device", 7.0, 6, 4, True, collectives=[completed, 0, 9], device="reduce number 8")
+
+    standings = [rank(0, 7), rank(1, 6), rank(2, 7)]
+    assert find_late(standings) == [standings[1]]
+    reason = reason_of("why", standings)
+    assert reason == "watchdog: rank 1 stood still in device of step 6 for 7 s, the device in reduce number 8 (why)"
+    busy = Standing(3, "data", 7.0, 6, 1, False)
+    assert find_late([*standings, busy]) == [busy], "a host that is elsewhere holds up all devices"
+
+
+def test_waiting_for_the_device_is_waiting(dog: Watchdog, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In `Event.synchronize`, where every rank is when a collective hangs on the device."""
+    code = compile("", f"{os.sep}torch{os.sep}cuda{os.sep}streams.py", "exec")
+    frame = SimpleNamespace(f_code=code, f_lineno=1, f_back=None)
+    monkeypatch.setattr("trainer.lifecycle.watchdog.read_record", lambda: record("started", completed=0, enqueued=2))
+    monkeypatch.setattr("sys._current_frames", lambda: {1: frame})
+    dog._watched = 1
+    found = dog.standing("asked")
+    assert (found.phase, found.waits, found.collectives) == ("device", True, [0, 0, 2])
+    assert found.device == "all_gather_base number 1 of group 1 (shard)"

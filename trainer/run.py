@@ -29,6 +29,7 @@ from trainer.distributed.environment import (
     LAUNCHER,
     SPAWNED_BY_US,
     Environment,
+    allocate_in_segments,
     find_environment,
     follow_parent,
     limit_spinning,
@@ -125,6 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     began = uptime()
     look_in_working_folder()
     limit_spinning()
+    allocate_in_segments()
     stop.catch_signals_early()
     env, trains = Environment(), False
     try:

@@ -65,7 +65,8 @@ class Numbers:
         if device.type == "cuda":
             there = torch.empty(len(values), dtype=torch.float64, pin_memory=True)
             there.copy_(self._values, non_blocking=True)
-            self._values, self._arrival = there, torch.cuda.Event()
+            # One that is waited for asleep: spinning, the host would take a core from the loader's workers.
+            self._values, self._arrival = there, torch.cuda.Event(blocking=True)
             self._arrival.record(torch.cuda.current_stream(device))
 
     def read(self) -> list[float]:

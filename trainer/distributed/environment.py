@@ -31,6 +31,9 @@ STARTED = "MESHTRAINER_STARTED"
 LAUNCHER = "MESHTRAINER_LAUNCHER"
 """Set in the same processes: the process that has started them."""
 
+EXPANDABLE = "expandable_segments:True"
+"""What the allocator is told by default."""
+
 _PR_SET_PDEATHSIG = 1
 """Of <sys/prctl.h>."""
 
@@ -129,7 +132,14 @@ def note_start(began: float, env: MutableMapping[str, str] = os.environ) -> None
 
 def take_start(env: MutableMapping[str, str] = os.environ) -> float | None:
     """Return when the command began, once: a second Trainer in the same process has begun at another time."""
-    return float(env.pop(STARTED)) if STARTED in env else None
+    text = env.get(STARTED, "")
+    is_first = bool(text) and text not in _taken
+    _taken.add(text)
+    return float(text) if is_first else None
+
+
+_taken: set[str] = set()
+"""Starts that a Trainer of this process has taken.  They stay in the environment, which other threads read by now."""
 
 
 def limit_spinning(env: MutableMapping[str, str] = os.environ) -> None:
@@ -141,6 +151,32 @@ def limit_spinning(env: MutableMapping[str, str] = os.environ) -> None:
     """
     if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & set(env):
         env["GOMP_SPINCOUNT"] = "10000"
+
+
+def share_compilers(num_cores: int, local_world_size: int, env: MutableMapping[str, str] = os.environ) -> None:
+    """Have torch.compile start no more processes on all ranks of the node than it has cores, unless told otherwise.
+
+    By itself each rank starts 32.  Read when the compiler is imported.
+    """
+    env.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, min(32, num_cores // local_world_size))))
+
+
+def connect_late(env: MutableMapping[str, str] = os.environ) -> None:
+    """Have gloo connect two ranks when they first talk, unless told otherwise.  Before a process group is opened.
+
+    By itself each group connects every rank with every other: on 256 ranks more than a thousand sockets a rank.
+    """
+    env.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+
+
+def allocate_in_segments(env: MutableMapping[str, str] = os.environ) -> None:
+    """Have CUDA's memory grow in place rather than in blocks of fixed sizes, unless told otherwise.  Before torch is
+    imported.
+
+    Else what is freed between blocks fits nothing: a model that needs 110 of 140 GiB runs out of memory.
+    """
+    if not {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & set(env):
+        env["PYTORCH_CUDA_ALLOC_CONF"] = EXPANDABLE
 
 
 def keep_freed_memory(env: MutableMapping[str, str] = os.environ) -> None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import Store
 
 from trainer.distributed.stop import was_asked_early
-from trainer.errors import EXIT_STOPPED, TrainingFailed, say
+from trainer.errors import EXIT_STOPPED, TrainingFailed, UserError, say
 
 _ANSWER_S = 5.0
 """How long rank 0, which may keep the store, waits for the others to have read the decision to stop."""
@@ -47,15 +47,18 @@ def meet_in_a_store(timeout: timedelta) -> tuple[Store, int, int]:
 
 
 _GO, _STOP = "go", "stop"
+_PROBLEM = "meeting/problem"
 
 
-def begin_together(store: Store, rank: int, size: int, timeout_s: float) -> None:
+def begin_together(store: Store, rank: int, size: int, timeout_s: float, problem: str = "") -> None:
     """Return once all ranks are here and none was asked to stop; else all of them leave, with 75.
 
     Opening a process group hears no signal: a rank that has left would be waited for there until the timeout.  So
     they decide in the store, where the first word counts: the last one to come says go, one that was asked to stop
-    before that says stop.
+    before that says stop.  `problem`: the user's mistake that this rank has found; all raise UserError with the first.
     """
+    if problem:
+        store.compare_set(_PROBLEM, "", problem)
     is_last = store.add("meeting/here", 1) == size
     deadline, pause_s = time.monotonic() + timeout_s, 0.002
     while not store.check(["meeting/word"]):
@@ -69,11 +72,20 @@ def begin_together(store: Store, rank: int, size: int, timeout_s: float) -> None
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 0.05)
     if store.get("meeting/word").decode() == _STOP:
-        store.add("meeting/left", 1)
-        until = time.monotonic() + _ANSWER_S
-        while rank == 0 and store.add("meeting/left", 0) < size and time.monotonic() < until:
-            time.sleep(0.02)  # this process may keep the store in which the others still look
+        _let_all_read(store, rank, size)
         _leave_before_the_start(say_so=rank == 0)
+    if store.check([_PROBLEM]):
+        found = store.get(_PROBLEM).decode()
+        _let_all_read(store, rank, size)
+        raise UserError(found)
+
+
+def _let_all_read(store: Store, rank: int, size: int) -> None:
+    """Wait on rank 0, whose process may keep the store in which the others still look."""
+    store.add("meeting/left", 1)
+    until = time.monotonic() + _ANSWER_S
+    while rank == 0 and store.add("meeting/left", 0) < size and time.monotonic() < until:
+        time.sleep(0.02)
 
 
 def _leave_before_the_start(say_so: bool) -> NoReturn:

@@ -136,12 +136,20 @@ def caught_signals() -> list[signal.Signals]:
 def note_stale_notice(run_dir: Path) -> None:
     """Note which notice lies there as the command begins: it was for an attempt before.  Inherited by its workers."""
     os.environ[_STALE] = f"{run_dir}\n{identity(run_dir / NOTICE)}"
+    _taken.discard(os.environ[_STALE])
 
 
 def take_stale_notice(run_dir: Path) -> str:
     """Return the identity of the notice that is from before this attempt began, as far back as that is known."""
-    noted_dir, _, noted = os.environ.pop(_STALE, "").partition("\n")
-    return noted if noted_dir == str(run_dir) else identity(run_dir / NOTICE)
+    text = os.environ.get(_STALE, "")
+    noted_dir, _, noted = text.partition("\n")
+    is_known = noted_dir == str(run_dir) and text not in _taken
+    _taken.add(text)
+    return noted if is_known else identity(run_dir / NOTICE)
+
+
+_taken: set[str] = set()
+"""Notices that a Trainer of this process has taken.  They stay in the environment, which other threads read by now."""
 
 
 def identity(path: Path) -> str:

@@ -22,17 +22,21 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from trainer.config import MeshShape, RunConfig
 from trainer.distributed.channel import Channel, Messages
 from trainer.distributed.deaths import find_dead, is_lost_connection, this_process
+from trainer.distributed.device import claim_gpu, find_device
 from trainer.distributed.environment import (
     Environment,
+    connect_late,
     export_slurm_rendezvous,
     find_environment,
     follow_parent,
     keep_freed_memory,
     raise_file_limit,
+    share_compilers,
 )
 from trainer.distributed.failure import FAILURE, FailureListener, FailureWatch
+from trainer.distributed.interface import choose_interface
 from trainer.distributed.rendezvous import begin_together, meet_in_a_store
-from trainer.errors import PeerFailed, say, setting_error
+from trainer.errors import PeerFailed, UserError, say
 
 REPLICATE, SHARD = "replicate", "shard"
 """Names of the mesh's axes."""
@@ -54,17 +58,26 @@ class World(Channel):
         self.owns_group = not dist.is_initialized()
         if not self.owns_group:
             self.env = _joined_environment(self.env)
-        self.device = _find_device(config.run.device, self.env.local_rank, self.env.local_world_size)
+        self.device, problem = torch.device("cpu"), ""
+        try:
+            self.device = find_device(config.run.device, self.env)
+        except UserError as error:
+            if not (self.owns_group and self.env.is_distributed):
+                raise
+            problem = str(error)  # the other ranks hear of it where they meet
         torch.set_num_threads(config.run.threads or max(1, _num_cores() // self.env.local_world_size))
+        share_compilers(_num_cores(), self.env.local_world_size)
         if self.device.type == "cpu":
             keep_freed_memory()
         if (advice := raise_file_limit()) and self.env.rank == 0:
             say(f"warning: {advice}")
         self._store: Store | None = None
+        self.interface = ""
+        """The network interface that gloo listens on; empty where it is left to gloo."""
         if self.owns_group:
             if self.device.type == "cuda":
                 _record_collectives(config.run_dir)
-            self._open_group(timedelta(seconds=config.run.timeout_s))
+            self._open_group(timedelta(seconds=config.run.timeout_s), problem)
         super().__init__(dist.get_rank(), dist.get_world_size(), self.timeout)
         self._groups: list[dist.ProcessGroup] = [self.group]
         self._with_own_timeout: set[dist.ProcessGroup] = set()
@@ -97,17 +110,20 @@ class World(Channel):
             if group in self._groups or _timeout_of(group, self.device) in (None, before, *_DEFAULT_TIMEOUTS):
                 _set_timeout(self.timeout, group)
 
-    def _open_group(self, meeting_s: timedelta) -> None:
-        backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
+    def _open_group(self, meeting_s: timedelta, problem: str) -> None:
+        connect_late()
+        backend = "cuda:nccl" if self.device.type == "cuda" else "gloo"
         device_id = self.device if self.device.type == "cuda" else None
         if self.env.launcher == "single":
             store, rank, size = cast(Store, HashStore()), 0, 1
         else:
             if self.env.launcher == "srun":
                 export_slurm_rendezvous()
+            self.interface = choose_interface(self.env)
             store, rank, size = meet_in_a_store(meeting_s)
             store = self._store = PrefixStore(f"meshtrainer/{next(_openings)}", store)
-            begin_together(store, rank, size, meeting_s.total_seconds())
+            problem = problem or claim_gpu(store, rank, self.env, self.device)
+            begin_together(store, rank, size, meeting_s.total_seconds(), problem)
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=size, timeout=self.timeout, device_id=device_id
         )
@@ -230,18 +246,22 @@ def _timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | N
 def _record_collectives(folder: Path) -> None:
     """Have NCCL keep a record of its last collectives, and write it into `folder` when one times out.
 
-    Read when a process group is opened.  Both names of each variable, for the torch versions that know one of them:
+    Read when a process group is opened:
     https://docs.pytorch.org/docs/stable/torch_nccl_environment_variables.html
     """
     for name, value in (
         ("TORCH_FR_BUFFER_SIZE", "2000"),
-        ("TORCH_NCCL_TRACE_BUFFER_SIZE", "2000"),
         ("TORCH_NCCL_DUMP_ON_TIMEOUT", "1"),
         ("TORCH_NCCL_ENABLE_MONITORING", "1"),
         ("TORCH_FR_DUMP_TEMP_FILE", f"{folder}/collectives_rank_"),
-        ("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", f"{folder}/collectives_rank_"),
     ):
         os.environ.setdefault(name, value)
+    # torch's launcher sets 1, by which a process ends itself before the record is written.
+    if os.environ.get(_ON_TIMEOUT, "1") == "1":
+        os.environ[_ON_TIMEOUT] = "3"
+
+
+_ON_TIMEOUT = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
 def _joined_environment(env: Environment) -> Environment:
@@ -256,21 +276,6 @@ def _joined_environment(env: Environment) -> Environment:
         job=env.job,
         num_restarts=env.num_restarts,
     )
-
-
-def _find_device(wanted: str, local_rank: int, local_world_size: int) -> torch.device:
-    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if wanted == "cuda" and not num_gpus:
-        raise setting_error("run.device", wanted, "there is no GPU that torch can use", "cpu")
-    if wanted == "cpu" or not num_gpus:
-        return torch.device("cpu")
-    # Under `srun --gpus-per-task=1` every task sees one GPU, number 0 whatever its local rank.
-    index = 0 if num_gpus == 1 and "SLURM_PROCID" in os.environ else local_rank
-    if (num_gpus > 1 and local_world_size > num_gpus) or index >= num_gpus:  # so that all ranks of the node say so
-        raise setting_error("nproc", local_world_size, f"this node has {num_gpus} GPUs, one for each rank", num_gpus)
-    device = torch.device("cuda", index)
-    torch.cuda.set_device(device)
-    return device
 
 
 def _num_cores() -> int:

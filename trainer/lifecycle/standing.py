@@ -28,18 +28,26 @@ class Standing:
     answers: bool = True
     stack: list[str] = field(default_factory=list)
     """Where its main thread is, and the thread that saves, where that is what it waits for."""
+    collectives: list[int] = field(default_factory=list)
+    """How many collectives its device has ended, has begun, and has queued; empty without a GPU."""
+    device: str = ""
+    """What its device waits for, in words."""
 
 
 def find_late(standings: Sequence[Standing]) -> list[Standing]:
     """Return those that the others wait for.
 
-    Who does not answer; else, of those that are in no collective, who has come least far.  If all are in one, who has
-    come least far of all: ranks whose collectives do not match.
+    Who does not answer; else, of those that are in no collective, who has come least far.  If all are in one, whose
+    device has come least far, or, on a CPU, who has come least far of all: ranks whose collectives do not match.
     """
     silent = [standing for standing in standings if not standing.answers]
     if silent:
         return silent
-    busy = [standing for standing in standings if not standing.waits] or standings
+    busy = [standing for standing in standings if not standing.waits]
+    if not busy and all(standing.collectives for standing in standings):
+        slowest = min(standing.collectives for standing in standings)
+        return [standing for standing in standings if standing.collectives == slowest]
+    busy = busy or [*standings]
     least = min((standing.step, standing.marks) for standing in busy)
     return [standing for standing in busy if (standing.step, standing.marks) == least]
 
@@ -60,7 +68,8 @@ def reason_of(why: str, standings: Sequence[Standing]) -> str:
     first = late[0]
     if not first.answers:
         return f"watchdog: {who} did not answer ({why})"
-    return f"watchdog: {who} stood still in {first.phase} of step {first.step} for {first.phase_s:g} s ({why})"
+    device = f", the device in {first.device}" if first.device else ""
+    return f"watchdog: {who} stood still in {first.phase} of step {first.step} for {first.phase_s:g} s{device} ({why})"
 
 
 def table(why: str, standings: Sequence[Standing]) -> str:

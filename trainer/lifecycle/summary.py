@@ -49,12 +49,13 @@ def start_facts(
     num_parameters, num_trained = count_parameters(model), count_trained_parameters(model)
     trained = "" if num_trained == num_parameters else f", {readable_count(num_trained)} of them trained"
     held = sum(bytes_of_training(model, config.optim))
+    talks = f", small messages by {world.interface}" if world.interface else ""
     resumed = "" if resumed_step is None else f"  (resumed at step {resumed_step})"
     return {
         "run": f"{config.run.name} in {config.run.dir}{resumed}",
         "model": f"{config.model.name}, {readable_count(num_parameters)} parameters{trained}, "
         f"{num_units} FSDP units and the root",
-        "mesh": " x ".join(f"{name} {size}" for name, size in axes) + f" on {device_name(world.device)}",
+        "mesh": " x ".join(f"{name} {size}" for name, size in axes) + f" on {device_name(world.device)}{talks}",
         "memory": f"{readable_bytes(held)} per rank for weights, gradients and optimizer",
         "plan": plan,
         "step": f"{readable_count(batch * config.data.seq_len)} tokens: {batch} x {config.data.seq_len}, "

@@ -36,6 +36,7 @@ from trainer.distributed.channel import Messages
 from trainer.distributed.world import World
 from trainer.errors import EXIT_FAILED, PeerFailed, say
 from trainer.lifecycle.phases import IN_STEP
+from trainer.lifecycle.recorder import keep_record, progress_of, read_record
 from trainer.lifecycle.standing import Standing, find_late, is_stuck, reason_of, table
 from trainer.metrics.observer import PhaseObserver
 
@@ -54,7 +55,7 @@ class Watchdog:
     """
 
     def __init__(self, world: World, config: RunConfig) -> None:
-        self._world, self._limits = world, config.run
+        self._world, self._limits, self._folder = world, config.run, config.run_dir
         self._save_limit_s = config.checkpoint.timeout_s
         self._save_stage: Callable[[], str] = str
         self.phase, self.since, self.marks, self.step = "start", time.monotonic(), 0, 0
@@ -269,6 +270,9 @@ class Watchdog:
 
     def _leave(self, is_stuck: bool) -> NoReturn:
         """End this process, which may be asleep for ever; a save in flight may end before, unless that is stuck."""
+        keeping = threading.Thread(target=keep_record, args=(self._folder, self._world.rank), daemon=True)
+        keeping.start()
+        keeping.join(_GRACE_S)
         until = time.monotonic() + _SAVE_GRACE_S
         while not is_stuck and _saving_frame() is not None and time.monotonic() < until:
             time.sleep(0.1)
@@ -283,6 +287,10 @@ class Watchdog:
         armed, limit = self._armed, self._save_limit_s
         within = phase in ("evaluate", "save", "profile") and armed is not None and time.monotonic() < armed[0]
         stack, waits = _lines(main), bool(self._timed_out) or _is_in_a_collective(main)
+        progress = progress_of(read_record()) if why else None
+        collectives = [] if progress is None else [progress.completed, progress.started, progress.enqueued]
+        if _is_waiting_for_the_device(main):
+            phase, waits = "device", True  # the host is in the next step already
         if why.startswith(_IN_BACKGROUND):
             waits = saving is None or _is_in_a_collective(saving)  # without one, its part of the save is through
             if saving is not None:
@@ -292,7 +300,9 @@ class Watchdog:
             waits = _is_in_a_collective(saving)
             stack = [*stack, f"and the thread that saves, {self._save_stage()}, at", *_lines(saving)]
         seconds = round(time.monotonic() - since, 1)
-        return Standing(self._world.rank, phase, seconds, self.step, self.marks, waits, within, stack=stack)
+        device = "" if progress is None else progress.waiting_for
+        own = (self._world.rank, phase, seconds, self.step, self.marks, waits, within)
+        return Standing(*own, collectives=collectives, device=device, stack=stack)
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -317,6 +327,14 @@ def _is_in_a_collective(frame: FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def _is_waiting_for_the_device(frame: FrameType | None) -> bool:
+    """Return whether the innermost code waits for what is queued on a GPU, where a collective may hang."""
+    return frame is not None and frame.f_code.co_filename.endswith(_WAITS_FOR_DEVICE)
+
+
+_WAITS_FOR_DEVICE = tuple(os.sep + os.path.join("torch", "cuda", name) for name in ("streams.py", "__init__.py"))
 
 
 def _is_in_another_thread(frame: FrameType | None) -> bool:

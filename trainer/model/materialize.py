@@ -1,23 +1,22 @@
 """From the meta device to real weights: the same weights on every mesh.
 
-A sharded model is filled module by module.  Each module's own parameters are made whole for a moment, initialised by
-the recipe's ordinary code with the random generator seeded by (seed, module's name), and each rank keeps its part.
-So no rank holds more than its shards and one module, there is no communication, and the weights depend on the seed
-alone.  Knows no recipe by name.
+A sharded model is filled module by module.  Each module's own tensors are made whole on the CPU for a moment,
+initialised by the recipe's ordinary code with the random generator seeded by (seed, module's name), and each rank keeps
+its part.  So no rank holds more than its shards and one module, there is no communication, and the weights depend on
+the seed alone: not on the mesh, nor on the device, whose own generator would draw others.  Knows no recipe by name.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from trainer.errors import UserError
-from trainer.model.parameters import local, seed_of, tied_names
+from trainer.model.parameters import local, own_rows, seed_of, tied_names
 
 
 def materialize(
@@ -31,8 +30,8 @@ def materialize(
     """Allocate and fill every parameter and buffer of `model` that is on the meta device, in place.
 
     `init(module)`, or `init(module, name, model)`, fills what one module owns itself; by default it calls
-    `module.reset_parameters()`.  Tied parameters are filled once, by the first module that owns them.  `device` is
-    where the values are computed; parameters end on the CPU if `cpu_offload`.
+    `module.reset_parameters()`.  Tied parameters are filled once, by the first module that owns them.  The values are
+    computed on the CPU and end on `device`; those of parameters stay on the CPU if `cpu_offload`.
 
     Parameters whose name `filled_later` is true of are not drawn, since they will be read from somewhere: until then
     they are NaN.  Buffers always are filled.
@@ -44,12 +43,12 @@ def materialize(
     if not on_meta:
         return
     ties = tied_names(model)
-    _allocate(model, on_meta, torch.device("cpu") if cpu_offload else device, device)
+    _allocate(model, on_meta, torch.device("cpu") if cpu_offload else device)
     _tie_again(model, ties)
 
     canonical = {alias: group[0] for group in ties for alias in group}
     unfilled: list[str] = []
-    scratch, fill = _Scratch(device), _initializer(init, model)
+    scratch, fill = _Scratch(), _initializer(init, model)
     for module_name, module in model.named_modules():
         own = [name for name in _own_names(module_name, module) if name in on_meta]
         fresh = {name for name in own if canonical.get(name, name) == name}
@@ -57,6 +56,7 @@ def materialize(
             fresh -= _left_to_others(module, module_name, fresh, filled_later)
         if fresh:
             unfilled += _fill(module, module_name, fresh, seed_of(seed, module_name), scratch, fill)
+            _move_buffers(module, [name.rpartition(".")[2] for name in own], device)
     if unfilled:
         raise UserError(
             f"uninitialized: {', '.join(unfilled)}: after a model is built on the meta device, each module that owns a "
@@ -73,14 +73,19 @@ def _own_names(module_name: str, module: nn.Module) -> list[str]:
     return [f"{module_name}.{name}" if module_name else name for name, _ in _owned(module)]
 
 
-def _allocate(model: nn.Module, on_meta: set[str], parameter_device: torch.device, buffer_device: torch.device) -> None:
-    """Give storage to all that is on the meta device; what has values already keeps them."""
+def _allocate(model: nn.Module, on_meta: set[str], parameter_device: torch.device) -> None:
+    """Give storage to all that is on the meta device, to buffers on the CPU; what has values already keeps them."""
     model._apply(lambda tensor: torch.empty_like(tensor, device=parameter_device) if tensor.is_meta else tensor)
     for module_name, module in model.named_modules():
         for name, buffer in [*module.named_buffers(recurse=False, remove_duplicate=False)]:
-            full_name = f"{module_name}.{name}" if module_name else name
-            if full_name in on_meta and buffer.device != buffer_device:
-                setattr(module, name, torch.empty_like(buffer, device=buffer_device))
+            if (f"{module_name}.{name}" if module_name else name) in on_meta:
+                setattr(module, name, torch.empty_like(buffer, device="cpu"))
+
+
+def _move_buffers(module: nn.Module, names: Sequence[str], device: torch.device) -> None:
+    for name, buffer in [*module.named_buffers(recurse=False, remove_duplicate=False)]:
+        if name in names:
+            setattr(module, name, buffer.to(device))
 
 
 def _tie_again(model: nn.Module, ties: list[list[str]]) -> None:
@@ -147,7 +152,8 @@ def _fill(
     versions = {name: tensor._version for name, tensor in _owned(module)}
     before = {name: id(tensor) for name, tensor in _owned(module)}
 
-    with _seeded(seed, scratch.device):
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
         init(module, module_name)
 
     unfilled = []
@@ -168,9 +174,8 @@ class _Scratch:
     It is used again for every module: fresh memory for each would be faulted in page by page each time.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._bytes = torch.empty(0, dtype=torch.uint8, device=device)
+    def __init__(self) -> None:
+        self._bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def take(self, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return uninitialised tensors with the (global) shapes of `like`; earlier ones are overwritten.
@@ -180,7 +185,7 @@ class _Scratch:
         dtypes = {n: torch.float32 if t.dtype == torch.bfloat16 else t.dtype for n, t in like.items()}
         sizes = {name: -(-tensor.numel() * dtypes[name].itemsize // 64) * 64 for name, tensor in like.items()}
         if sum(sizes.values()) > self._bytes.numel():
-            self._bytes = torch.empty(sum(sizes.values()), dtype=torch.uint8, device=self.device)
+            self._bytes = torch.empty(sum(sizes.values()), dtype=torch.uint8, device="cpu")
         taken, start = {}, 0
         for name, tensor in like.items():
             part = self._bytes[start : start + tensor.numel() * dtypes[name].itemsize]
@@ -196,7 +201,10 @@ def _owned(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _keep_part(parameter: torch.Tensor, whole: torch.Tensor) -> None:
     """Copy this rank's part of `whole` into `parameter`.  No communication: every rank has the whole."""
-    if isinstance(parameter, DTensor):
+    rows = own_rows(parameter)
+    if rows is not None and whole.ndim:
+        local(parameter.detach()).copy_(whole[slice(*rows)])  # no more of it goes to the device
+    elif isinstance(parameter, DTensor):
         part = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
         local(parameter.detach()).copy_(local(part))
     else:
@@ -211,11 +219,3 @@ def _poison(tensor: torch.Tensor) -> torch.Tensor:
 def _is_poisoned(tensor: torch.Tensor) -> bool:
     # A sum is NaN if any element is, and needs no memory of its own.
     return bool(tensor.sum().isnan()) if tensor.is_floating_point() or tensor.is_complex() else False
-
-
-@contextmanager
-def _seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Seed torch's global generators inside the block and restore them after it."""
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)
-        yield

@@ -11,7 +11,7 @@ Sources: Loshchilov and Hutter 2019, arXiv:1711.05101; `trainer.optim.rounding`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
@@ -21,8 +21,9 @@ from trainer.errors import setting_error
 from trainer.model.parameters import local, own_rows, seed_of
 from trainer.optim.rounding import keys_of, mix, random_bits, round_stochastically
 
-_PIECE = 2**16
-"""Elements that are updated at a time without a compiler: their temporaries fit a cache."""
+_PIECE = {"cpu": 2**16, "cuda": 2**30}
+"""Elements that are updated at a time.  Without a compiler their temporaries fit a cache; with one, 32 bits count
+them."""
 
 
 class FusedAdamW(torch.optim.AdamW):
@@ -98,12 +99,11 @@ class RoundingAdamW(torch.optim.Optimizer):
         numbers = _numbers(group, steps, found_inf)
         places = self._place_of_all(parameters, steps.device)
         origins = torch.cat([keys_of(places[:, 0], steps)[:, None], places[:, 1:]], dim=1)
-        update = _compiled_update() if steps.device.type == "cuda" else _update_by_pieces
         for p, state, own, origin in zip(parameters, states, numbers.unbind(), origins.unbind(), strict=True):
             if not local(p).numel():
                 continue  # it has a state like those of other ranks, which checkpoints compare
-            tensors = [_matrix(tensor) for tensor in (p, p.grad, state["exp_avg"], state["exp_avg_sq"])]
-            update(tensors, own, origin, self._stochastic)
+            tensors = [_flat(tensor) for tensor in (p, p.grad, state["exp_avg"], state["exp_avg_sq"])]
+            _update_by_pieces(tensors, own, origin, self._stochastic)
 
     def _state_of(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         state: dict[str, torch.Tensor] = self.state[parameter]
@@ -114,7 +114,10 @@ class RoundingAdamW(torch.optim.Optimizer):
         return state
 
     def _place_of_all(self, parameters: list[torch.Tensor], device: torch.device) -> torch.Tensor:
-        """Return seed, first row and first column of each one's shard: int32, (P, 4), sent to the device once."""
+        """Return seed and first place of each one's shard: int32, (P, 4), sent to the device once.
+
+        Padded to 4, so that each row begins at a multiple of 16 bytes, as compiled kernels want it.
+        """
         key = tuple(id(p) for p in parameters)
         if key not in self._stacked:
             places = [(*self._places[number], 0, 0) for number in key]
@@ -123,12 +126,13 @@ class RoundingAdamW(torch.optim.Optimizer):
 
 
 def _place(parameter: torch.Tensor, name: str, seed: int) -> tuple[int, int]:
-    """Return the seed of a parameter's bits as an int32, and the row of it at which the shard here begins."""
+    """Return the seed of a parameter's bits, and how many of its elements lie before the shard here: int32, wrapped."""
     rows = own_rows(parameter)
     if rows is None:
         rule = f"{name} is not split along its first dimension, and has no rows here to take random bits for"
         raise setting_error("optim.rounding", "stochastic", rule, "nearest")
-    return seed_of(seed, name) % 2**32 - 2**31, rows[0]
+    columns = math.prod(parameter.shape[1:])
+    return seed_of(seed, name) % 2**32 - 2**31, (rows[0] * columns + 2**31) % 2**32 - 2**31
 
 
 def _numbers(group: Mapping[str, Any], steps: torch.Tensor, found_inf: torch.Tensor | None) -> torch.Tensor:
@@ -145,15 +149,14 @@ def _numbers(group: Mapping[str, Any], steps: torch.Tensor, found_inf: torch.Ten
     return torch.stack(columns, dim=1)
 
 
-def _matrix(tensor: torch.Tensor | None) -> torch.Tensor:
-    """Return this rank's shard with one row for each of the parameter's."""
+def _flat(tensor: torch.Tensor | None) -> torch.Tensor:
+    """Return the elements of this rank's shard, in their order in the whole tensor."""
     assert tensor is not None
-    own = local(tensor).detach()
-    return own.view(own.shape[0], -1) if own.ndim else own.view(1, 1)
+    return local(tensor).detach().view(-1)
 
 
 def _update(tensors: list[torch.Tensor], numbers: torch.Tensor, origin: torch.Tensor, stochastic: bool) -> None:
-    """Update (R, C) elements of a parameter and its two moments in place.
+    """Update N elements of a parameter and its two moments in place.
 
     tensors: parameter, gradient, and the averages of the gradient and of its square.  numbers: (8,), see `_numbers`.
     origin: (4,), see `random_bits`.
@@ -164,7 +167,7 @@ def _update(tensors: list[torch.Tensor], numbers: torch.Tensor, origin: torch.Te
     new_m = m + gain1 * (g - m)
     new_v = keep2 * v + gain2 * g * g
     new_p = decay * p - step_size * new_m / (new_v.sqrt() * inverse_root + eps)
-    bits = random_bits(origin, *parameter.shape)
+    bits = random_bits(origin, parameter.shape[0])
     # 32 bits are enough for two of them.
     for tensor, before, after, own_bits in (
         (parameter, p, new_p, bits),
@@ -179,21 +182,21 @@ def _update(tensors: list[torch.Tensor], numbers: torch.Tensor, origin: torch.Te
 def _update_by_pieces(
     tensors: list[torch.Tensor], numbers: torch.Tensor, origin: torch.Tensor, stochastic: bool
 ) -> None:
-    for rows, columns in _pieces(*tensors[0].shape):
-        offset = torch.tensor((0, rows.start, columns.start, 0), dtype=torch.int32, device=origin.device)
-        _update([tensor[rows, columns] for tensor in tensors], numbers, origin + offset, stochastic)
-
-
-def _pieces(num_rows: int, num_columns: int) -> Iterator[tuple[slice, slice]]:
-    width = min(num_columns, _PIECE)
-    height = max(1, _PIECE // width)
-    for row in range(0, num_rows, height):
-        for column in range(0, num_columns, width):
-            yield slice(row, min(num_rows, row + height)), slice(column, min(num_columns, column + width))
+    """Update whole shards, of shape (N,) each; on a GPU with a compiled kernel.  See `_update`."""
+    device, count = origin.device.type, tensors[0].numel()
+    update = _compiled_update() if device == "cuda" else _update
+    for start in range(0, count, _PIECE[device]):
+        piece = slice(start, min(count, start + _PIECE[device]))
+        here = torch.stack((origin[0], origin[1] + start)) if start else origin
+        update([tensor[piece] for tensor in tensors], numbers, here, stochastic)
 
 
 @cache
 def _compiled_update() -> Callable[..., None]:
-    """Return `_update` as one kernel that reads and writes each element once; eagerly it would be some fifty."""
+    """Return `_update` as one kernel that reads and writes each element once; eagerly it would be some fifty.
+
+    One graph for shards of all sizes, and one more for each further set of dtypes: with more dimensions than one, each
+    element's place would be found by dividing by a size, in 64 bits.
+    """
     compiled: Callable[..., None] = torch.compile(_update, dynamic=True, fullgraph=True)
     return compiled

@@ -39,14 +39,13 @@ def keys_of(seeds: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
     return mix(mix(seeds) + steps.to(torch.int32) * _GOLDEN)
 
 
-def random_bits(origin: torch.Tensor, num_rows: int, num_columns: int) -> torch.Tensor:
-    """Return 32 random bits for each element of a part of a matrix: int32 of shape (num_rows, num_columns).
+def random_bits(origin: torch.Tensor, count: int) -> torch.Tensor:
+    """Return 32 random bits for each of `count` elements that follow each other in a tensor: int32 of shape (count,).
 
-    `origin`: int32, the key, and the row and column of the matrix at which the part begins.
+    `origin`: int32, the key, and the place in the whole tensor, row by row, of the first of them.  Places wrap around.
     """
-    rows = origin[1] + torch.arange(num_rows, dtype=torch.int32, device=origin.device)
-    columns = origin[2] + torch.arange(num_columns, dtype=torch.int32, device=origin.device)
-    return mix(mix(rows ^ origin[0])[:, None] + columns * _GOLDEN)
+    places = origin[1] + torch.arange(count, dtype=torch.int32, device=origin.device)
+    return mix((places * _GOLDEN) ^ origin[0])
 
 
 def round_stochastically(values: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:

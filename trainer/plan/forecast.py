@@ -24,6 +24,8 @@ _MISS = 0.1
 """Share by which a prophecy may be wrong in silence."""
 _HOST_MISS_GIB = 0.5
 """On a CPU memory is the process's, with much that is no tensor: less than this is no miss."""
+_DEVICE_MISS_GIB = 0.25
+"""On a GPU libraries take memory of their own from the allocator, cuBLAS 32 MiB for each of its handles."""
 
 
 def resolve_auto(config: RunConfig, mesh: MeshShape, world: World) -> tuple[RunConfig, Choice | None]:
@@ -127,7 +129,7 @@ class Forecast:
         found = self.result()
         words = []
         peak, planned = found["peak_memory_gib"], found["planned_peak_gib"]
-        least = _HOST_MISS_GIB if self._world.device.type == "cpu" else 0.0
+        least = _HOST_MISS_GIB if self._world.device.type == "cpu" else _DEVICE_MISS_GIB
         if planned and peak and self._num_steps > 1 and abs(peak - planned) > max(_MISS * planned, least):
             words.append(
                 f"the peak of memory was {peak:.2f} GiB, planned {planned:.2f} GiB ({_percent(peak, planned)})"

@@ -1,0 +1,94 @@
+"""Which GPU a rank takes, and that all ranks hear of it where one cannot be had."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from torch.distributed import HashStore
+
+from trainer import UserError
+from trainer.distributed.device import choose_gpu, claim
+from trainer.distributed.environment import Environment
+from trainer.distributed.rendezvous import begin_together
+
+ONE, ALL = {"CUDA_VISIBLE_DEVICES": "3"}, {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}
+UUID = {"CUDA_VISIBLE_DEVICES": "GPU-8a1b,"}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "launcher", "local_rank", "local_ranks", "num_gpus", "variables", "expected"),
+    [
+        ("auto", "single", 0, 1, 0, {}, None),
+        ("auto", "nproc", 1, 2, 0, {}, None),
+        ("cpu", "nproc", 1, 2, 8, {}, None),
+        ("auto", "single", 0, 1, 1, {}, 0),
+        ("auto", "single", 0, 1, 8, {}, 0),
+        ("cuda", "nproc", 3, 4, 4, {}, 3),
+        ("auto", "torchrun", 1, 2, 4, ALL, 1),
+        ("auto", "srun", 2, 4, 4, {}, 2),  # every task sees all
+        ("auto", "srun", 2, 4, 1, ONE, 0),  # --gpus-per-task=1
+        ("auto", "srun", 0, 1, 1, ONE, 0),
+        ("auto", "torchrun", 2, 4, 1, ONE, 0),  # a wrapper that sets it for each rank
+        ("auto", "torchrun", 2, 4, 1, UUID, 0),
+        ("auto", "joined", 1, 2, 1, ONE, 0),
+    ],
+)
+def test_the_gpu_of_a_rank(
+    wanted: str,
+    launcher: str,
+    local_rank: int,
+    local_ranks: int,
+    num_gpus: int,
+    variables: dict[str, str],
+    expected: int | None,
+) -> None:
+    env = Environment(launcher, local_rank, local_ranks, local_rank, local_ranks)
+    assert choose_gpu(wanted, env, num_gpus, variables) == expected
+
+
+@pytest.mark.parametrize("local_rank", [0, 1])
+@pytest.mark.parametrize(
+    ("launcher", "local_ranks", "num_gpus", "variables"),
+    [
+        ("nproc", 2, 1, {}),
+        ("nproc", 2, 1, ONE),  # whoever set it has set it for both
+        ("nproc", 2, 1, ONE | {"SLURM_PROCID": "0"}),  # inside an allocation
+        ("torchrun", 2, 1, {}),
+        ("torchrun", 8, 4, ALL),
+        ("srun", 4, 2, {}),
+    ],
+)
+def test_every_rank_of_a_node_with_too_few_gpus_says_so(
+    launcher: str, local_ranks: int, num_gpus: int, variables: dict[str, str], local_rank: int
+) -> None:
+    env = Environment(launcher, local_rank, local_ranks, local_rank, local_ranks)
+    number = "1 GPU," if num_gpus == 1 else f"{num_gpus} GPUs,"
+    with pytest.raises(UserError, match=rf"nproc={local_ranks}: this node has {number} .*\n.*run\.device=cpu"):
+        choose_gpu("auto", env, num_gpus, variables)
+
+
+def test_a_gpu_that_is_not_there() -> None:
+    with pytest.raises(UserError, match=r"run\.device=cuda: there is no GPU .*\n.*run\.device=cpu"):
+        choose_gpu("cuda", Environment(), 0, {})
+
+
+def test_what_one_rank_has_found_all_raise() -> None:
+    """As on the second of two nodes, which has fewer GPUs than the first: rank 0 is the one to say it."""
+    store, found = HashStore(), {}
+
+    def begin(rank: int) -> None:
+        problem = claim(store, rank, "GPU-1" if rank else "GPU-0", 2)
+        try:
+            begin_together(store, rank, 3, 30.0, problem)
+        except UserError as error:
+            found[rank] = str(error)
+
+    ranks = [threading.Thread(target=begin, args=(rank,)) for rank in range(3)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    assert sorted(found) == [0, 1, 2]
+    assert len({*found.values()}) == 1
+    assert "nproc=2: this node has 1 GPU, one for each rank; ranks " in found[0]
