@@ -765,22 +765,23 @@ def test_weights_do_not_depend_on_the_device() -> None:
         def reset_parameters(self) -> None:
             self.angles = 1e4 ** -torch.linspace(0, 1, 8, device=self.angles.device)
 
-    filled: dict[str, list[torch.Tensor]] = {}
-    for device in ("cpu", "meta"):  # of which the latter keeps no values, as a device out of reach
-        seen = filled.setdefault(device, [])
+    def fill_on(device: str) -> list[torch.Tensor]:
+        seen: list[torch.Tensor] = []
 
-        def init(module: nn.Module, seen: list[torch.Tensor] = seen) -> None:
+        def init(module: nn.Module) -> None:
             module.reset_parameters()  # type: ignore[operator]
             own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
             seen.extend(tensor.detach().clone() for tensor in own)
 
-        model = on_meta(lambda: nn.Sequential(nn.Linear(5, 3), nn.Embedding(7, 4), Angles()))
+        model = on_meta(lambda: nn.ModuleList([nn.Linear(5, 3), nn.Embedding(7, 4), Angles()]))
         materialize(model, 0, torch.device(device), init)
         assert {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} == {device}
-    assert len(filled["cpu"]) == 4
-    for here, there in zip(filled["cpu"], filled["meta"], strict=True):
-        assert there.device.type == "cpu"
-        assert torch.equal(here, there)
+        return seen
+
+    here, there = fill_on("cpu"), fill_on("meta")  # the latter keeps no values, as a device out of reach
+    assert len(here) == 4
+    assert {tensor.device.type for tensor in there} == {"cpu"}
+    assert all(torch.equal(own, other) for own, other in zip(here, there, strict=True))
 
 
 # ---------------------------------------------------------------------------------------------------------------
