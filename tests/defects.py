@@ -235,8 +235,8 @@ DEFECTS: list[Defect] = [
         "shards-draw-alike",
         "rounding",
         "trainer/optim/rounding.py",
-        "rows = origin[1] + torch.arange(num_rows",
-        "rows = torch.arange(num_rows",
+        "places = origin[1] + torch.arange(count",
+        "places = torch.arange(count",
     ),
     # -- the data ------------------------------------------------------------------------------------------------
     Defect(
