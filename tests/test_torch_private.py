@@ -41,6 +41,7 @@ PRIVATE: dict[str, Callable[[], object]] = {
     "_scaled_dot_product_flash_attention_for_cpu": lambda: _has_backward("flash_attention_for_cpu"),
     "_scaled_dot_product_efficient_attention": lambda: _has_backward("efficient_attention"),
     "_scaled_dot_product_cudnn_attention": lambda: _has_backward("cudnn_attention"),
+    "_varlen_attn": lambda: torch.ops.torch_attn._varlen_attn.default,
     "_scaled_mm": lambda: torch.ops.aten._scaled_mm.default,
     "_unsafe_view": lambda: torch.ops.aten._unsafe_view.default,
     # modules

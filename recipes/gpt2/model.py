@@ -13,6 +13,9 @@ from torch import nn
 from trainer.recipes._layers import Embedding, Head, Linear, merge_heads, split_heads
 from trainer.recipes.gpt2.config import GPT2Config
 
+from trainer import sequence
+from trainer.sequence import Documents
+
 
 class Attention(nn.Module):
     """Causal multi-head attention."""
@@ -24,12 +27,10 @@ class Attention(nn.Module):
         self.qkv = Linear(config.dim, 3 * config.dim, std=config.init_std, bias=True)
         self.out = Linear(config.dim, config.dim, std=config.init_std / math.sqrt(2 * config.num_layers), bias=True)
 
-    def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
+    def forward(self, x_BTD: torch.Tensor, documents: Documents | None) -> torch.Tensor:
         q_BNTH, k_BNTH, v_BNTH = (split_heads(part, self.num_heads) for part in self.qkv(x_BTD).chunk(3, dim=-1))
         dropout = self.dropout if self.training else 0.0
-        return self.out(
-            merge_heads(F.scaled_dot_product_attention(q_BNTH, k_BNTH, v_BNTH, dropout_p=dropout, is_causal=True))
-        )
+        return self.out(merge_heads(sequence.attend(q_BNTH, k_BNTH, v_BNTH, documents, dropout)))
 
 
 class Block(nn.Module):
@@ -45,13 +46,16 @@ class Block(nn.Module):
         self.down = Linear(4 * config.dim, config.dim, std=down_std, bias=True)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
-        x_BTD = x_BTD + self.dropout(self.attention(self.ln_1(x_BTD)))
+    def forward(self, x_BTD: torch.Tensor, documents: Documents | None) -> torch.Tensor:
+        x_BTD = x_BTD + self.dropout(self.attention(self.ln_1(x_BTD), documents))
         return x_BTD + self.dropout(self.down(F.gelu(self.up(self.ln_2(x_BTD)), approximate="tanh")))
 
 
 class GPT2(nn.Module):
-    """A GPT-2: `tokens` (B, T) to logits (B, T, V), or with `targets` (B, T) to their summed loss."""
+    """A GPT-2: `tokens` (B, T) to logits (B, T, V), or with `targets` (B, T) to their summed loss.
+
+    `documents` (B, T) keeps documents that share a row to themselves; `positions` and `borders` follow from it.
+    """
 
     def __init__(self, config: GPT2Config) -> None:
         super().__init__()
@@ -65,9 +69,16 @@ class GPT2(nn.Module):
         self.head = Head(norm, config.dim, config.vocab_size, std=config.init_std)
         self.head.output.weight = self.wte.weight
 
-    def forward(self, tokens: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
-        x_BTD = self.dropout(self.wte(tokens) + self.wpe(positions))
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        targets: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
+        documents: torch.Tensor | None = None,
+        borders: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        kept_apart = Documents.of(documents, borders)
+        x_BTD = self.dropout(self.wte(tokens) + self.wpe(sequence.positions(tokens, positions, kept_apart)))
         for block in self.blocks:
-            x_BTD = block(x_BTD)
+            x_BTD = block(x_BTD, kept_apart)
         return self.head(x_BTD, targets)

@@ -14,6 +14,9 @@ from torch import nn
 from trainer.recipes._layers import Embedding, Head, Linear, merge_heads, split_heads
 from trainer.recipes.llama.config import LlamaConfig
 
+from trainer import sequence
+from trainer.sequence import Documents
+
 
 class Rope(nn.Module):
     """Rotary position embedding (Su et al. 2021, arXiv:2104.09864), pairs half a head apart.
@@ -41,11 +44,10 @@ class Rope(nn.Module):
             frequencies = frequencies * (keep + (1 - keep) / config.rope_factor)
         self.inv_freq.copy_(frequencies)
 
-    def forward(self, num_positions: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cosines and sines, (T, H/2) each."""
-        positions = torch.arange(num_positions, dtype=torch.float32, device=self.inv_freq.device)
-        angles = torch.outer(positions, self.inv_freq)
-        return angles.cos(), angles.sin()
+    def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return cosines and sines for `positions` (T,) or (B, T): (1, T, H/2) each, or (B, 1, T, H/2)."""
+        angles = positions.float().unsqueeze(-1) * self.inv_freq
+        return angles.cos().unsqueeze(-3), angles.sin().unsqueeze(-3)
 
 
 def rotate(x_BNTH: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -68,14 +70,12 @@ class Attention(nn.Module):
         self.wo = Linear(config.num_heads * head_dim, config.dim, std=out_std)
         self.rope = Rope(config)
 
-    def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
-        cos, sin = self.rope(x_BTD.shape[1])
+    def forward(self, x_BTD: torch.Tensor, positions: torch.Tensor, documents: Documents | None) -> torch.Tensor:
+        cos, sin = self.rope(positions)
         q_BNTH = rotate(split_heads(self.wq(x_BTD), self.num_heads), cos, sin)
         k_BKTH = rotate(split_heads(self.wk(x_BTD), self.num_kv_heads), cos, sin)
         v_BKTH = split_heads(self.wv(x_BTD), self.num_kv_heads)
-        grouped = self.num_kv_heads != self.num_heads
-        out_BNTH = F.scaled_dot_product_attention(q_BNTH, k_BKTH, v_BKTH, is_causal=True, enable_gqa=grouped)
-        return self.wo(merge_heads(out_BNTH))
+        return self.wo(merge_heads(sequence.attend(q_BNTH, k_BKTH, v_BKTH, documents)))
 
 
 class FeedForward(nn.Module):
@@ -101,13 +101,16 @@ class Block(nn.Module):
         self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.feed_forward = FeedForward(config)
 
-    def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
-        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD))
+    def forward(self, x_BTD: torch.Tensor, positions: torch.Tensor, documents: Documents | None) -> torch.Tensor:
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), positions, documents)
         return x_BTD + self.feed_forward(self.ffn_norm(x_BTD))
 
 
 class Llama(nn.Module):
-    """A Llama: `tokens` (B, T) to logits (B, T, V), or with `targets` (B, T) to their summed loss."""
+    """A Llama: `tokens` (B, T) to logits (B, T, V), or with `targets` (B, T) to their summed loss.
+
+    `documents` (B, T) keeps documents that share a row to themselves; `positions` and `borders` follow from it.
+    """
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -119,8 +122,17 @@ class Llama(nn.Module):
         if config.tie_embeddings:
             self.head.output.weight = self.tok_embeddings.weight
 
-    def forward(self, tokens: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        targets: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
+        documents: torch.Tensor | None = None,
+        borders: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        kept_apart = Documents.of(documents, borders)
+        positions = sequence.positions(tokens, positions, kept_apart)
         x_BTD = self.tok_embeddings(tokens)
         for layer in self.layers:
-            x_BTD = layer(x_BTD)
+            x_BTD = layer(x_BTD, positions, kept_apart)
         return self.head(x_BTD, targets)

@@ -33,9 +33,13 @@ from trainer.data.shards import ShardError
 from trainer.data.source import Source, entries
 from trainer.distributed.stop import STOP_SIGNALS
 from trainer.errors import TrainingFailed, UserError
+from trainer.sequence import find_borders
 
 Batch: TypeAlias = "dict[str, Tensor]"
-"""`tokens` and `targets`, both int64 of shape (micro_batch_size, seq_len), and what else the source has of each."""
+"""`tokens` and `targets`, both int64 of shape (micro_batch_size, seq_len), and what else the source has of each.
+
+Where it has `documents` (the number of each token's document in its row) and `positions`, both of that shape, there are
+`borders` as well: see `trainer.sequence`."""
 
 
 class TrainLoader:
@@ -258,7 +262,10 @@ class _Batches(Dataset["Batch | TrainingFailed"]):
         ids = (batch["tokens"], batch["targets"])
         if not self._source.checks_ids and (found := _find_beyond(self._source.vocab_size, indices, *ids)):
             return TrainingFailed(found)
-        return {name: torch.from_numpy(entry) for name, entry in batch.items()}
+        whole = {name: torch.from_numpy(entry) for name, entry in batch.items()}
+        if "documents" in whole:  # here the host can count them; after the transfer it would have to wait for that
+            whole["borders"] = find_borders(whole["documents"])
+        return whole
 
 
 def _whole(batch: Batch | TrainingFailed) -> Batch:

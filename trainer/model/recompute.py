@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.attention.varlen  # registers its operator
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
@@ -42,6 +43,7 @@ _KINDS = {
     _aten.addmm.default: "matmul",
     _aten.bmm.default: "batched matmul",
     **{getattr(_aten, name).default: "attention" for name in ATTENTION},
+    torch.ops.torch_attn._varlen_attn.default: "attention",
 }
 """The operators that cost more than they write.  Which of the attention kernels runs depends on the device."""
 

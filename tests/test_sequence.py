@@ -1,0 +1,188 @@
+"""Documents that share a row: each is read, and learnt from, as if it were alone."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from trainer import sequence
+from trainer.loss import IGNORE, find_loss
+from trainer.recipe import find_recipe
+from trainer.sequence import Documents, attend, find_borders, positions
+
+LENGTHS = [[5, 1, 10, 16], [32], [1, 1, 30], [20, 12]]
+"""Of the documents in each row of a batch."""
+
+TINY = [[1] * 16, [2] * 8]
+
+
+def numbers(lengths: list[list[int]]) -> torch.Tensor:
+    """Return the batch's `documents`; any numbers will do, if neighbours differ."""
+    rows = [[7 * (i % 2) for i, length in enumerate(row) for _ in range(length)] for row in lengths]
+    return torch.tensor(rows, dtype=torch.int32)
+
+
+def spans(lengths: list[list[int]]) -> Iterator[tuple[int, slice]]:
+    for row, of_row in enumerate(lengths):
+        for end, length in zip(itertools.accumulate(of_row), of_row, strict=True):
+            yield row, slice(end - length, end)
+
+
+def inputs(lengths: list[list[int]], heads: int = 4, of_keys: int = 2) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shape = (len(lengths), heads, sum(lengths[0]), 8)
+    made = [torch.randn(shape, generator=generator) for _ in range(3)]
+    return [
+        tensor[:, :num].clone().requires_grad_() for tensor, num in zip(made, (heads, of_keys, of_keys), strict=True)
+    ]
+
+
+def alone(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[list[int]]) -> torch.Tensor:
+    """Return attention by the formula, document by document."""
+    k, v = (tensor.repeat_interleave(q.shape[1] // tensor.shape[1], 1) for tensor in (k, v))
+    out = torch.zeros_like(q)
+    for row, span in spans(lengths):
+        scores = q[row, :, span] @ k[row, :, span].mT / q.shape[-1] ** 0.5
+        seen = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+        out[row, :, span] = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v[row, :, span]
+    return out
+
+
+def check(found: torch.Tensor, given: list[torch.Tensor], lengths: list[list[int]]) -> None:
+    expected = alone(*given, lengths)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
+    for mine, theirs in zip(
+        torch.autograd.grad((found * weights).sum(), given),
+        torch.autograd.grad((expected * weights).sum(), given),
+        strict=True,
+    ):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("lengths", [LENGTHS, TINY], ids=["loop", "mask"])
+@pytest.mark.parametrize("of_keys", [4, 2])
+def test_each_document_by_itself(lengths: list[list[int]], of_keys: int) -> None:
+    documents = Documents.of(numbers(lengths))
+    assert documents is not None
+    assert documents.are_tiny == (lengths is TINY)
+    given = inputs(lengths, of_keys=of_keys)
+    check(attend(*given, documents), given, lengths)
+
+
+def test_on_a_gpu_all_rows_lie_end_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the kernel is given: here something that does by a loop what it does on a GPU."""
+
+    def kernel(q: Any, k: Any, v: Any, starts: Any, starts_of_keys: Any, longest: int, _: int, **more: Any) -> Any:
+        assert more.get("window_size") == (-1, 0) or more.get("is_causal")
+        assert starts is starts_of_keys
+        assert starts.dtype == torch.int32
+        assert longest == 32
+        parts = [slice(start, end) for start, end in itertools.pairwise(starts.tolist())]
+        heads = [tensor.transpose(0, 1)[None] for tensor in (q, k, v)]
+        found = [attend(*(tensor[:, :, part] for tensor in heads)) for part in parts]
+        return torch.cat(found, 2)[0].transpose(0, 1)
+
+    monkeypatch.setattr(sequence, "varlen_attn", kernel)
+    given = inputs(LENGTHS)
+    check(sequence._attend_packed(*given, find_borders(numbers(LENGTHS))), given, LENGTHS)
+
+
+def test_positions_and_borders() -> None:
+    documents = numbers(LENGTHS)
+    counted = positions(documents, None, Documents.of(documents))
+    assert counted.tolist() == [[i for length in row for i in range(length)] for row in LENGTHS]
+    assert positions(documents).tolist() == list(range(32))
+    assert positions(documents, counted + 1).tolist() == (counted + 1).tolist()
+    lengths = [length for row in LENGTHS for length in row]
+    assert find_borders(documents).tolist() == [0, *itertools.accumulate(lengths)]
+
+
+SHAPES: dict[str, dict[str, int]] = {
+    "llama": {"dim": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "ffn_dim": 64, "vocab_size": 50},
+    "gpt2": {"dim": 32, "num_layers": 2, "num_heads": 4, "vocab_size": 50, "max_seq_len": 32},
+}
+
+
+def build(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    recipe = find_recipe(name)
+    model = recipe.build_model(recipe.config(**SHAPES[name]))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))  # so that nothing is too small to matter
+    return model
+
+
+def batch_of(lengths: list[list[int]]) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    documents = numbers(lengths)
+    tokens, targets = (torch.randint(50, documents.shape, generator=generator) for _ in range(2))
+    targets[0, 3:9] = IGNORE
+    return {"tokens": tokens, "targets": targets, "documents": documents}
+
+
+def gradients(model: nn.Module) -> list[torch.Tensor]:
+    found = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    model.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_model_learns_as_from_each_document_alone(name: str) -> None:
+    model, batch = build(name), batch_of(LENGTHS)
+    loss_of = find_loss(model)
+    total = 0.0
+    for row, span in spans(LENGTHS):
+        loss = loss_of({entry: batch[entry][row : row + 1, span] for entry in ("tokens", "targets")})
+        loss.backward()
+        total += loss.item()
+    expected = gradients(model)
+    loss = loss_of(batch)
+    loss.backward()
+    assert loss.item() == pytest.approx(total, rel=1e-6)
+    for found, right in zip(gradients(model), expected, strict=True):
+        assert (found - right).norm() < 2e-6 * right.norm()
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("lengths", [LENGTHS, TINY], ids=["loop", "mask"])
+def test_no_other_document_has_any_influence(name: str, lengths: list[list[int]]) -> None:
+    model, batch = build(name), batch_of(lengths)
+    model.eval()
+    changed = batch["tokens"].clone()
+    row, span = list(spans(lengths))[1]
+    changed[row, span] = (changed[row, span] + 1) % 50
+    given = {"documents": batch["documents"]}
+    with torch.no_grad():
+        before, after = (model(tokens, **given) for tokens in (batch["tokens"], changed))
+        joined = model(changed) - model(batch["tokens"])
+    there = torch.zeros(changed.shape, dtype=torch.bool)
+    there[row, span] = True
+    assert torch.equal(before[~there], after[~there])
+    assert joined[~there].abs().max() > 1e-3, "it would be seen"
+
+
+def test_compiled_blocks_take_documents_of_any_length() -> None:
+    """Without a graph for each batch: there are few before torch gives up."""
+    plain, model = build("llama"), build("llama")
+    torch._dynamo.reset()
+    for block in model.layers:  # type: ignore[union-attr]
+        block.compile(fullgraph=True, backend="eager")
+    with torch._dynamo.config.patch(recompile_limit=2, fail_on_recompile_limit_hit=True):
+        for seed in range(4):
+            cuts = sorted(torch.randperm(31, generator=torch.Generator().manual_seed(seed))[: 2 + seed].tolist())
+            lengths = [[b - a for a, b in itertools.pairwise([0, *(cut + 1 for cut in cuts), 32])]]
+            batch = batch_of(lengths)
+            losses = [find_loss(each)(batch) for each in (plain, model)]
+            for loss in losses:
+                loss.backward()
+            assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-6)
+    for one, other in zip(gradients(plain), gradients(model), strict=True):
+        assert F.mse_loss(one, other).sqrt() < 1e-5 * one.abs().max()
