@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,10 @@ from tests.tiny import fit, tiny_config
 from trainer import Trainer, UserError, load_config
 from trainer.config import BLOCK, Phase, check_config, find_phases
 from trainer.data.loader import TrainLoader
-from trainer.data.mixed import MixedSource
+from trainer.data.mixed import MixedSource, find_order
 from trainer.data.mixture import Mixture, shares_of
 from trainer.data.opening import open_source
+from trainer.data.portions import portions, sentences
 
 SIZES = {"web": 5000, "code": 777, "math": 93}
 PHASES = [
@@ -183,7 +186,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistakes(mistake: str) -> None:
+def test_a_mistake(mistake: str) -> None:
     overrides, words = MISTAKES[mistake]
     with pytest.raises(UserError) as caught:
         check_config(config_of(*overrides), 1, 1)
@@ -224,16 +227,52 @@ OF_A_RUN = [
     "train.steps=6",
     "checkpoint.every=3",
     "checkpoint.keep_last=0",
+    "eval.every=6",
+    "eval.steps=2",
+    "data.holdout=0.2",
 ]
 
 
+FIELDS = ["loss", "loss_web", "loss_code", "loss_math"]
+MixedRun = tuple[Path, list[dict[str, Any]], list[str]]
+
+
 @pytest.fixture(scope="module")
-def mixed_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float], list[str]]:
-    """Return the folder of six steps on one rank, their losses, and its settings."""
+def mixed_run(tmp_path_factory: pytest.TempPathFactory) -> MixedRun:
+    """Return the folder of six steps on one rank, their lines of metrics, and its settings."""
     folder = tmp_path_factory.mktemp("mixed")
     settings = [*OF_A_RUN, write_sources(folder / "data")]
-    records = fit(folder / "run", *settings, phases_of())
-    return folder / "run", [record["loss"] for record in records if record["kind"] == "train"], settings
+    return folder / "run", fit(folder / "run", *settings, phases_of()), settings
+
+
+def losses(records: list[dict[str, Any]]) -> list[list[float]]:
+    """Return the losses of each line, infinity for null."""
+    lines = (record for record in records if record["kind"] in ("train", "eval"))
+    return [[math.inf if line[field] is None else line[field] for field in FIELDS] for line in lines]
+
+
+@pytest.mark.slow
+def test_losses_of_the_sources_make_up_the_loss(mixed_run: MixedRun) -> None:
+    """Weighted by the samples that the phases have for each of them, of 32 held-out ones too; null where there are
+    none.
+    """
+    _, records, settings = mixed_run
+    config = tiny_config(Path("run"), *settings, phases_of())
+    source = open_source(config.data, 257, "train")
+    order = find_order(source, config)
+    assert dict(order.sizes) == {"web": 32, "code": 9, "math": 4}, "a fifth of each is held out"
+    for record in (record for record in records if record["kind"] == "train"):
+        before, after = order.counts(4 * record["step"] - 4), order.counts(4 * record["step"])
+        counts = {name: after[name] - before[name] for name in after}
+        assert [record[f"loss_{name}"] is None for name in counts] == [not count for count in counts.values()]
+        total = sum(count * record[f"loss_{name}"] for name, count in counts.items() if count)
+        assert total / 4 == pytest.approx(record["loss"], rel=1e-7)
+        assert {name: record[f"epoch_{name}"] * order.sizes[name] for name in after} == pytest.approx(after)
+    (evaluation,) = (record for record in records if record["kind"] == "eval")
+    # The first eight held-out samples, of 8, 3 and 1 in proportion: 5, 2 and 1.
+    total = sum(count * evaluation[f"loss_{name}"] for name, count in {"web": 5, "code": 2, "math": 1}.items())
+    assert total / 8 == pytest.approx(evaluation["loss"], rel=1e-7)
+    assert evaluation["epoch_web"] == order.counts(24)["web"] / 32
 
 
 @pytest.mark.slow
@@ -249,14 +288,15 @@ def mixed_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[floa
 )
 @pytest.mark.parametrize("start", [3, pytest.param(0, marks=pytest.mark.campaign)])
 def test_a_mixture_goes_on_on_any_mesh_with_the_same_losses(
-    mesh: list[str], start: int, mixed_run: tuple[Path, list[float], list[str]], tmp_path: Path
+    mesh: list[str], start: int, mixed_run: MixedRun, tmp_path: Path
 ) -> None:
-    folder, losses, settings = mixed_run
+    folder, records, settings = mixed_run
     tiny = ["model.num_kv_heads=2", "model.dim=16"]
     checkpoint = folder / "checkpoints" / "step_00000003"
     more = [f"checkpoint.resume={checkpoint}"] if start else []
     ran = run_tiny(tmp_path / "run", *tiny, *settings, phases_of(), *mesh, *more)
-    assert ran.train("loss") == pytest.approx(losses[start:], rel=1e-5)
+    for found, expected in zip(losses(ran.metrics), losses(records)[start:], strict=True):
+        assert found == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.slow
@@ -277,7 +317,7 @@ def test_a_mixture_goes_on_on_any_mesh_with_the_same_losses(
     ],
 )
 def test_the_future_may_change_and_the_past_may_not(
-    change: list[str], words: str | None, mixed_run: tuple[Path, list[float], list[str]], tmp_path: Path
+    change: list[str], words: str | None, mixed_run: MixedRun, tmp_path: Path
 ) -> None:
     folder, _, settings = mixed_run
     changed = [key.partition("=")[0] for key in change]
@@ -323,3 +363,18 @@ def test_sources_of_different_tokenizers_do_not_mix(tmp_path: Path) -> None:
     config = config_of(f"data.path={paths}")
     with pytest.raises(UserError, match=r"source code: data.path=/nowhere: no such file"):
         open_source(config.data, 257, "train")
+
+
+def test_data_that_are_read_again_are_said_beforehand_and_limited(tmp_path: Path) -> None:
+    config = config_of(write_sources(tmp_path), "data.seq_len=16", "train.steps=4", "data.weights={web: 3, math: 1}")
+    source = open_source(config.data, 257, "train")
+    found = portions(find_order(source, config), 8, 4, 16)
+    counted = [(p.first_step, p.last_step, p.source, p.samples, p.tokens) for p in found]
+    read = find_order(source, config).counts(32)
+    assert counted == [(1, 4, name, count, 16 * count) for name, count in read.items()]
+    assert {p.source: p.epochs for p in found} == {"web": read["web"] / 40, "code": 0.0, "math": read["math"] / 5}
+    assert sentences(found)[-1] == f"repeats its data: math is read {read['math'] / 5:.2f} times"
+    assert len(sentences(portions(find_order(source, config), 4, 2, 16))) == 1
+    limited = dataclasses.replace(config, data=dataclasses.replace(config.data, max_epochs=1.0))
+    with pytest.raises(UserError, match=r"data.max_epochs=1.0: source math would be gone through .* times in 4 steps"):
+        find_order(source, limited)

@@ -20,7 +20,7 @@ from trainer.metrics.goodput import Goodput, Ledger, find_goodput
 from trainer.metrics.record import Record
 from trainer.metrics.sinks import JsonLines
 from trainer.report.__main__ import command_line
-from trainer.report.charts import NUM_COLUMNS, PANELS, columns, draw_svg
+from trainer.report.charts import BY_SOURCE, NUM_COLUMNS, PANELS, columns, draw_svg
 from trainer.report.page import write_page
 from trainer.report.story import read_run
 
@@ -280,6 +280,21 @@ EVIL = "<script>alert(1)</script> & \"$x_1$ '"
 
 
 @pytest.mark.slow
+def test_sources_have_a_table_and_a_chart(tmp_path: Path) -> None:
+    """Where a run's data have several: one that came later, and one without a target in the last line."""
+    first = train_line(1, loss_web=3.0, epoch_web=0.25)
+    last = train_line(2, loss_web=None, epoch_web=0.5, loss_code=1.25, epoch_code=1.5)
+    evaluation = {"kind": "eval", "step": 2, "loss": 2.0, "loss_web": 2.5, "loss_code": 1.5}
+    run = read_run(write(tmp_path, [start_line(0.0), first, last, evaluation]))
+    assert run.sources == ["web", "code"]
+    page = Page(write_page(run))
+    assert "Sources" in page.text
+    assert "web3.00002.50000.50" in page.text
+    assert "code1.25001.50001.50" in page.text
+    assert BY_SOURCE in page.text
+    assert BY_SOURCE not in Page(write_page(read_run(write(tmp_path / "one", ONE_ATTEMPT)))).text
+
+
 def test_what_a_run_says_is_escaped(tmp_path: Path) -> None:
     config = f"run:\n  name: {json.dumps(EVIL)}\nmodel:\n  name: '<b>'\ntrain:\n  steps: 9\n"
     lines = [line | {"device": "<i>", "torch": "<u>", "mesh": {"<s>": 1}} for line in ONE_ATTEMPT[:1]] + ONE_ATTEMPT[1:]

@@ -42,6 +42,20 @@ def as_on_a_gpu() -> Iterator[None]:
         _plans_for_a_gpu.reset(token)
 
 
+_rows: ContextVar[list[torch.Tensor] | None] = ContextVar("rows", default=None)
+
+
+@contextmanager
+def row_losses() -> Iterator[list[torch.Tensor]]:
+    """Note, inside the block, what each cross-entropy over sequences sums up for each of them: float64, (B,)."""
+    noted: list[torch.Tensor] = []
+    token = _rows.set(noted)
+    try:
+        yield noted
+    finally:
+        _rows.reset(token)
+
+
 def count_targets(targets: torch.Tensor) -> int:
     """Return the number of targets that count."""
     return int((targets != IGNORE).sum())
@@ -49,7 +63,12 @@ def count_targets(targets: torch.Tensor) -> int:
 
 def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Return the summed cross-entropy of `logits` (..., V) against `targets` (...), in fp32."""
-    return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten(), ignore_index=IGNORE, reduction="sum")
+    pair, noted = (logits.flatten(0, -2).float(), targets.flatten()), _rows.get()
+    if noted is None:
+        return F.cross_entropy(*pair, ignore_index=IGNORE, reduction="sum")
+    losses = F.cross_entropy(*pair, ignore_index=IGNORE, reduction="none").view(targets.shape)
+    noted.append(losses.detach().sum(-1, dtype=torch.float64))
+    return losses.sum()
 
 
 def linear_cross_entropy(
@@ -80,7 +99,11 @@ def linear_cross_entropy(
     if reduction == "row":
         losses_N: torch.Tensor = _LinearCrossEntropyOfTokens.apply(*arguments)  # type: ignore[no-untyped-call]
         return losses_N.view(targets.shape).sum(-1)
-    loss: torch.Tensor = _LinearCrossEntropy.apply(*arguments, torch.is_grad_enabled())  # type: ignore[no-untyped-call]
+    noted, tokens = _rows.get(), list[torch.Tensor]()
+    notes = None if noted is None else tokens
+    loss: torch.Tensor = _LinearCrossEntropy.apply(*arguments, torch.is_grad_enabled(), notes)  # type: ignore[no-untyped-call]
+    if noted is not None:
+        noted.append(torch.cat(tokens).view(targets.shape).sum(-1, dtype=torch.float64))
     return loss
 
 
@@ -137,6 +160,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         targets_N: torch.Tensor,
         num_chunks: int,
         trains: bool,
+        notes: list[torch.Tensor] | None,
     ) -> torch.Tensor:
         rows = max(1, math.ceil(hidden_ND.shape[0] / num_chunks))
         gradients = _Gradients(hidden_ND, *(trains and needed for needed in ctx.needs_input_grad[:2]))
@@ -144,7 +168,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, hidden_ND.shape[0], rows):
             hidden_nD = hidden_ND[start : start + rows]
             chunk = _Chunk(hidden_nD, weight_VD, targets_N[start : start + rows])
-            total += chunk.losses().sum()
+            losses_n = chunk.losses()
+            total += losses_n.sum()
+            if notes is not None:
+                notes.append(losses_n)
             if gradients.wanted:
                 gradients.add(chunk.take_gradient(one, hidden_ND.dtype), hidden_nD, weight_VD, start)
         ctx.save_for_backward(gradients.hidden_ND, gradients.weight_VD)
@@ -159,7 +186,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             grad_hidden_ND = grad_hidden_ND * grad
         if grad_weight_VD is not None:
             grad_weight_VD = (grad_weight_VD * grad).to(ctx.weight_dtype)
-        return grad_hidden_ND, grad_weight_VD, None, None, None
+        return grad_hidden_ND, grad_weight_VD, None, None, None, None
 
 
 class _LinearCrossEntropyOfTokens(torch.autograd.Function):

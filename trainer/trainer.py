@@ -37,6 +37,7 @@ from trainer.lifecycle.summary import device_name, mesh_sizes, show_result, star
 from trainer.lifecycle.watchdog import Watchdog
 from trainer.loss import count_targets, find_loss
 from trainer.metrics.accounts import Accounts, Update
+from trainer.metrics.by_source import loss_by_source
 from trainer.metrics.fanout import Metrics
 from trainer.metrics.profile import Profile
 from trainer.metrics.record import Record
@@ -81,11 +82,11 @@ class Trainer:
         self.units: list[ShardUnit] = []
         self.ties: list[list[str]] = []
         self.model = self.build_model()
-        self._batch_loss = find_loss(self.model)
         self.optimizer = Optimizer.of(self.world.agreed(self.build_optimizer))
         self.schedule = Schedule(self.config)
         self.loader = self.world.agreed(self.build_loader)
         self.eval_loader = self.world.agreed(self.build_eval_loader)
+        self._batch_loss = loss_by_source(find_loss(self.model), self.loader, self.log)
         self._set_up_run(started)
 
     def _set_up_run(self, started: float) -> None:
@@ -112,7 +113,7 @@ class Trainer:
 
         self.ballot = Ballot(world)
         observers = (self.checkpoints, self.profile, self.watchdog, self.forecast)
-        self.accounts = Accounts(config, world, self.metrics, self.skips, self.watchdog, observers)
+        self.accounts = Accounts(config, world, self.metrics, self.skips, self.watchdog, observers, self.loader)
         self.resume = Resume(config, world, self.checkpoints, self.folder, self.metrics)
         saves = RunSaves(world, self.folder, self.resume, self.accounts, self.watchdog, self.metrics)
         weights, _, kept = bytes_of_training(self.model, config.optim)
@@ -210,14 +211,14 @@ class Trainer:
         counts = [(self.count(batch), count_targets(batch["targets"])) for batch in micro_batches]
         count, num_targets = self.ballot.cast(*map(sum, zip(*counts, strict=True)))
         scale = self.world.size / (count or 1)  # FSDP averages gradients over the ranks
-        total = torch.zeros((), device=self.world.device)
+        total = torch.zeros((), device=self.world.device, dtype=torch.float64)
         for number, batch in enumerate(ahead(micro_batches, self.world.device), start=1):
             with gradient_sync(self.model, number == len(micro_batches), self.config.fsdp):
                 loss = self.loss(batch)
                 (loss * scale).backward()
             total += loss.detach()
         grad_norm = clip_grad_norm(self.model, self.mesh, self.config.optim.max_grad_norm)
-        mean_loss = self.world.sum_on_device(total).double() / (count or 1)
+        mean_loss = self.world.sum_on_device(total) / (count or 1)
         self.optimizer.set_lr(self.schedule.lr(self.state.step + 1))
         self.optimizer.step(is_finite=torch.isfinite(mean_loss + grad_norm))
         self.optimizer.zero_grad()
@@ -316,7 +317,7 @@ class Trainer:
         self.resume.supersede()
         plan = self.forecast.sentence() if self.world.is_main else ""
         sizes = (len(self.units), self.num_micro_batches)
-        shown = (self.config, self.world, self.mesh, self.model, sizes, self.resume.step, plan)
+        shown = (self.config, self.world, self.mesh, self.model, self.loader, sizes, self.resume.step, plan)
         record = {
             "world_size": self.world.size,
             "mesh": mesh_sizes(self.mesh),

@@ -144,6 +144,9 @@ class DataSection:
         at_least=0,
         below=1,
     )
+    max_epochs: float | None = declare(
+        None, "a run that would go through a source more often is refused; null: any number of times", above=0
+    )
     seq_len: int = declare(256, "tokens of one sequence", at_least=1, at_most=MAX_SIZE)
     tokenizer: str = declare("bytes", "bytes, or the path of a Hugging Face tokenizer.json")
     pack: bool = declare(True, "true: sequences run across documents; false: one document a sequence, the rest ignored")

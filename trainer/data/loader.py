@@ -27,8 +27,9 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from trainer.config import RunConfig
 from trainer.data.fingerprint import Fingerprint
-from trainer.data.mixed import find_order
-from trainer.data.order import Order, Permutation
+from trainer.data.mixed import find_order, spread
+from trainer.data.order import Order, Permutation, epochs
+from trainer.data.portions import Portion, portions
 from trainer.data.shards import ShardError
 from trainer.data.source import Source, entries
 from trainer.distributed.stop import STOP_SIGNALS
@@ -109,6 +110,15 @@ class TrainLoader:
         a digest of the data.
         """
         return self._samples, len(self.source), self._seed, _fingerprint_of(self.source).content
+
+    @property
+    def epochs(self) -> dict[str, float]:
+        """How often the finished steps have gone through each source: `epoch_<source>`; `epoch` of one alone."""
+        return {f"epoch_{name}" if name else "epoch": n for name, n in epochs(self._order, self._samples).items()}
+
+    def portions(self, steps: int) -> list[Portion]:
+        """Return what a run of `steps` steps reads, by phase and source."""
+        return portions(self._order, self._global_batch_size, steps, self.source.seq_len)
 
     def next_samples(self, of_all_ranks: bool = False) -> NDArray[np.int64]:
         """Return the indices of the samples that this rank, or all of them in turn, will read for the next step."""
@@ -241,7 +251,7 @@ class EvalLoader:
         """Return this rank's indices, a row for each micro-batch: ranks take micro-batches in turn."""
         _, num_ranks, micro_batch_size = self._shape
         missing = -self.num_samples % (num_ranks * micro_batch_size)
-        indices = np.pad(np.arange(self.num_samples), (0, missing), constant_values=-1)
+        indices = np.pad(spread(self.source, self.num_samples), (0, missing), constant_values=-1)
         return indices.reshape(self._shape)[:, self._dp_rank]
 
 

@@ -17,10 +17,15 @@ from trainer.config import find_phases
 from trainer.data.fingerprint import Fingerprint
 from trainer.data.mixture import Mixture
 from trainer.data.order import Order, Permutation
+from trainer.data.portions import check_epochs, portions
 from trainer.data.source import Samples, Source, entries
 
 if TYPE_CHECKING:
     from trainer.config import RunConfig
+
+
+SOURCE = "source"
+"""The entry of a batch that says which source each of its samples is of, as a number by name: int64, (B,)."""
 
 
 class MixedSource(Source):
@@ -43,7 +48,7 @@ class MixedSource(Source):
         """
         indices = np.asarray(indices, dtype=np.int64)
         numbers = np.maximum(0, np.searchsorted(self._starts, indices, side="right") - 1)
-        found: dict[str, NDArray[Any]] = {"source": numbers}
+        found: dict[str, NDArray[Any]] = {SOURCE: numbers}
         for number, source in enumerate(self.sources.values()):
             rows = numbers == number
             if rows.any():
@@ -62,8 +67,25 @@ class MixedSource(Source):
 
 
 def find_order(source: Source, config: RunConfig) -> Order:
-    """Return the order in which a run goes through its training data.  Raises UserError."""
+    """Return the order in which a run goes through its training data.
+
+    Raises UserError if that would repeat a source more often than `data.max_epochs`.
+    """
+    order: Order = Permutation(len(source), config.data.seed)
     if isinstance(source, MixedSource):
         sizes = {name: len(own) for name, own in source.sources.items()}
-        return Mixture(sizes, find_phases(config), config.data.seed)
-    return Permutation(len(source), config.data.seed)
+        order = Mixture(sizes, find_phases(config), config.data.seed)
+    batch, steps = config.train.global_batch_size, config.train.steps
+    check_epochs(config.data, portions(order, batch, steps, source.seq_len))
+    return order
+
+
+def spread(source: Source, num_samples: int) -> NDArray[np.int64]:
+    """Return the samples of an evaluation: the first ones, of several sources each in proportion to its size.
+
+    Shape (num_samples,); a function of the sizes alone.
+    """
+    if not isinstance(source, MixedSource):
+        return np.arange(num_samples)
+    places = [(np.arange(len(own)) + 0.5) / len(own) for own in source.sources.values()]
+    return np.argsort(np.concatenate(places), kind="stable")[:num_samples]

@@ -95,9 +95,9 @@ class Mixture:
             phase for number, phase in enumerate(self.phases) if not number or phase[1] != self.phases[number - 1][1]
         ]
         self._stretches = [_Stretch(start, np.array(list(shares.values())), seed) for start, shares in self.phases]
-        self._starts = np.array([start for start, _ in self.phases])
+        self.starts = [start for start, _ in self.phases]
         totals = [np.zeros(len(sizes), dtype=np.int64)]
-        for stretch, end in zip(self._stretches, self._starts[1:].tolist(), strict=False):
+        for stretch, end in zip(self._stretches, self.starts[1:], strict=False):
             totals.append(totals[-1] + stretch.count(end - stretch.start))
         self._totals = totals
 
@@ -109,7 +109,7 @@ class Mixture:
         """Return the index of the sample at each of `positions` (not negative, any shape)."""
         flat = np.asarray(positions, dtype=np.int64).ravel()
         sources, numbers = np.empty_like(flat), np.empty_like(flat)
-        phases = np.searchsorted(self._starts, flat, side="right") - 1
+        phases = np.searchsorted(self.starts, flat, side="right") - 1
         for phase in np.unique(phases):
             chosen, stretch = phases == phase, self._stretches[phase]
             sources[chosen], within = stretch.locate(flat[chosen] - stretch.start)
@@ -122,17 +122,13 @@ class Mixture:
 
     def counts(self, samples: int) -> dict[str, int]:
         """Return how many of the first `samples` of the run are of each source."""
-        phase = int(np.searchsorted(self._starts, samples, side="right")) - 1
+        phase = int(np.searchsorted(self.starts, samples, side="right")) - 1
         counted = self._totals[phase] + self._stretches[phase].count(samples - self._stretches[phase].start)
         return dict(zip(self.sizes, counted.tolist(), strict=True))
 
-    def epochs(self, samples: int) -> dict[str, float]:
-        """Return how many times the first `samples` of the run have gone through each source."""
-        return {name: count / self.sizes[name] for name, count in self.counts(samples).items()}
-
     def past(self, samples: int) -> dict[str, Any]:
         """Return the phases that have begun: their starts and shares, which are those of the first `samples`."""
-        begun = self.phases[: int(np.searchsorted(self._starts, samples))]
+        begun = self.phases[: int(np.searchsorted(self.starts, samples))]
         return {"phases": [[start, {n: share for n, share in shares.items() if share}] for start, shares in begun]}
 
     def changes(

@@ -7,7 +7,7 @@ runs resume from a position, so another order would repeat some samples and skip
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -24,10 +24,23 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 class Order(Protocol):
-    """Which sample comes at which position of an endless run: a function of the position and of nothing that moves."""
+    """Which sample comes at which position of an endless run: a function of the position and of nothing that moves.
+
+    sizes: how many samples each source has, by name; one source alone has the name "".
+    starts: the positions at which the shares of the sources begin to be others, the first is 0.
+    """
+
+    @property
+    def sizes(self) -> Mapping[str, int]: ...
+
+    @property
+    def starts(self) -> Sequence[int]: ...
 
     def at(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the index of the sample at each of `positions` (not negative, any shape)."""
+
+    def counts(self, samples: int) -> dict[str, int]:
+        """Return how many of the first `samples` of the run are of each source."""
 
     def past(self, samples: int) -> dict[str, Any]:
         """Return what a checkpoint must know of the order of the first `samples`, beside the data; 1 kB at most."""
@@ -45,11 +58,16 @@ class Permutation:
     """All samples once in each epoch, in an order that is random; the seed says which."""
 
     def __init__(self, num_samples: int, seed: int) -> None:
+        self.sizes, self.starts = {"": num_samples}, [0]
         self._num_samples, self._seed = num_samples, seed
 
     def at(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the index of the sample at each of `positions` (not negative, any shape)."""
         return sample_at(positions, self._num_samples, self._seed)
+
+    def counts(self, samples: int) -> dict[str, int]:
+        """Return how many of the first `samples` of the run are of this source: all."""
+        return {"": samples}
 
     def past(self, samples: int) -> dict[str, Any]:
         """Return nothing: the data and the seed say it all."""
@@ -60,6 +78,11 @@ class Permutation:
     ) -> tuple[list[str], list[str]]:
         """Return nothing; see `past`."""
         return [], []
+
+
+def epochs(order: Order, samples: int) -> dict[str, float]:
+    """Return how many times the first `samples` of the run have gone through each source."""
+    return {name: count / order.sizes[name] for name, count in order.counts(samples).items()}
 
 
 def sample_at(positions: NDArray[np.int64], num_samples: int, seed: int) -> NDArray[np.int64]:

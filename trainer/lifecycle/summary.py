@@ -9,6 +9,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from trainer.config import RunConfig
+from trainer.data.loader import TrainLoader
+from trainer.data.portions import sentences
 from trainer.data.stdlib import gzip_bits_per_byte, held_out_text
 from trainer.data.tokenizer import find_tokenizer
 from trainer.distributed.world import REPLICATE, SHARD, World
@@ -35,6 +37,7 @@ def start_facts(
     world: World,
     mesh: DeviceMesh,
     model: nn.Module,
+    loader: object,
     sizes: tuple[int, int],
     resumed_step: int | None,
     plan: str,
@@ -60,8 +63,15 @@ def start_facts(
         "plan": plan,
         "step": f"{readable_count(batch * config.data.seq_len)} tokens: {batch} x {config.data.seq_len}, "
         f"{num_micro_batches} micro-batches of {micro_batch} on each of {world.size} ranks",
-        "data": f"{config.data.source}, {config.train.steps} steps",
+        "data": _data_facts(config, loader),
     }
+
+
+def _data_facts(config: RunConfig, loader: object) -> str:
+    """Return what the run reads: of a source of its own all that is known is its kind."""
+    if not isinstance(loader, TrainLoader):
+        return f"{config.data.source}, {config.train.steps} steps"
+    return "\n".join([config.data.source, *sentences(loader.portions(config.train.steps))])
 
 
 def start_notes(choice: str, advice: str, changed: Sequence[str]) -> list[str]:

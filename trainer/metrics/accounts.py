@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from trainer.config import RunConfig
+from trainer.data.loader import TrainLoader
 from trainer.data.source import Source
 from trainer.data.transfer import Numbers
 from trainer.distributed.world import World
@@ -63,7 +64,7 @@ class Update:
         return not all(map(math.isfinite, self._numbers.read()))
 
 
-_FIELDS = ("kind", "step", "loss", "time")
+_FIELDS = ("kind", "step", "loss", "epoch", "time")
 _TRAIN_FIELDS = (
     *_FIELDS,
     *("grad_norm", "lr", "tokens", "tokens_per_s", "step_s", "data_s", "mfu", "peak_memory_gib", "skipped", "profiled"),
@@ -89,9 +90,10 @@ class Accounts:
         skips: SkipCounter,
         phases: Phases,
         observers: Sequence[StepObserver],
+        loader: object,
     ) -> None:
         self._config, self._world, self._metrics = config, world, metrics
-        self._skips, self._phases, self._observers = skips, phases, observers
+        self._skips, self._phases, self._observers, self._loader = skips, phases, observers, loader
         self.reads_late = world.device.type != "cpu"
         """True if the numbers of a step are read once the next one is queued; the same on all ranks."""
         self.productive_s = 0.0
@@ -254,8 +256,11 @@ class Accounts:
             peak_memory_gib=self._memory_gib,
             skipped=lambda: before + update.skipped,
             **({"profiled": True} if self._meter.is_profiled else {}),
-            **logged,
+            **logged | self._epochs(),
         )
+
+    def _epochs(self) -> dict[str, float]:
+        return self._loader.epochs if isinstance(self._loader, TrainLoader) else {}
 
     def evaluated(self, step: int, total: torch.Tensor, count: float, eval_loader: object, started: float) -> Record:
         """Return the record of an evaluation, and write it; to be called inside `evaluation`.
@@ -265,7 +270,7 @@ class Accounts:
         """
         self.evaluated_step = step
         loss_sum, count_of_all, news = self._world.sum([float(total), count, self._logged.has_news])
-        logged, loss = self._logged.take(news > 0), loss_sum / (count_of_all or 1)
+        logged, loss = self._logged.take(news > 0) | self._epochs(), loss_sum / (count_of_all or 1)
         eval_s = time.perf_counter() - started
         source = getattr(eval_loader, "source", None)
         bits = source.bits_per_byte(loss) if isinstance(source, Source) else None

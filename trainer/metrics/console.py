@@ -39,7 +39,7 @@ class ConsoleSink:
         facts = {printable(name): printable(value) for name, value in facts.items()}
         if not self.console.is_terminal:
             for name, value in facts.items():
-                self.console.print(Text(f"{name:>12}  {value}"))
+                self.console.print(Text(f"{name:>12}  {value}".replace("\n", "\n" + 14 * " ")))
             return
         table = Table.grid(padding=(0, 2))
         table.add_column(style="dim", justify="right")

@@ -140,6 +140,18 @@ def _draw_memory(axes: Any, runs: Sequence[Run]) -> None:
     _limit(axes, [run.train["peak_memory_gib"] for run in runs], lambda value: f"{value:.3g} GiB")
 
 
+def _draw_by_source(axes: Any, runs: Sequence[Run]) -> None:
+    for run in runs:
+        for number, source in enumerate(run.sources):
+            colour, column = COLOURS[SERIES[number % len(SERIES)]], f"loss_{source}"
+            if column in run.train:
+                _draw_line(axes, run.train["step"], run.train[column], colour, source)
+            if column in run.evals:
+                points = columns(run.evals["step"], run.evals[column])
+                axes.plot(points.x, points.mean, "o", color=colour, markersize=3, zorder=4)
+    _legend(axes, runs[:1])
+
+
 PANELS: dict[str, Callable[[Any, Sequence[Run]], None]] = {
     "loss": _draw_loss,
     "gradient norm, before clipping": _draw_grad_norm,
@@ -149,6 +161,9 @@ PANELS: dict[str, Callable[[Any, Sequence[Run]], None]] = {
     "peak memory of a rank, GiB": _draw_memory,
 }
 """What is drawn, by title."""
+
+BY_SOURCE = "loss by source, dots: evaluation"
+"""The title of what is drawn besides, of one run whose data have several sources."""
 
 
 def _coloured(runs: Sequence[Run]) -> Iterator[tuple[Run, str]]:
@@ -239,7 +254,7 @@ def _mark_attempts(axes: Any, run: Run) -> None:
 def _panel(axes: Any, title: str, runs: Sequence[Run]) -> None:
     from matplotlib import ticker
 
-    draw = PANELS[title]
+    draw = PANELS.get(title, _draw_by_source)
     if any(run.train["step"].size for run in runs):
         draw(axes, runs)
         if len(runs) == 1:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 
 from trainer.metrics.console import readable_count, readable_duration
-from trainer.report.charts import PANELS, PARTS, SERIES, draw_svg
+from trainer.report.charts import BY_SOURCE, PANELS, PARTS, SERIES, draw_svg
 from trainer.report.story import Run
 
 NONE = "&ndash;"
@@ -92,6 +92,7 @@ def write_page(run: Run) -> str:
         _time(run),
         _charts([run]),
         _key(run),
+        _sources(run),
         _attempts(run),
         _configuration(run),
     ]
@@ -182,7 +183,8 @@ def _time(run: Run) -> str:
 
 
 def _charts(runs: Sequence[Run]) -> str:
-    figures = (f'<figure class="card">{draw_svg(title, runs)}</figure>' for title in PANELS)
+    titles = [*PANELS, BY_SOURCE] if len(runs) == 1 and runs[0].sources else PANELS
+    figures = (f'<figure class="card">{draw_svg(title, runs)}</figure>' for title in titles)
     return f'<section class="charts">{"".join(figures)}</section>'
 
 
@@ -199,6 +201,19 @@ def _key(run: Run) -> str:
     if run.train["step"].size > 800:
         marks.append("line: mean of a pixel's steps; band: least to most")
     return f'<div class="key">{"".join(f"<span>{mark}</span>" for mark in marks)}</div>' if marks else ""
+
+
+def _sources(run: Run) -> str:
+    """Return what the run has come to on each source of its data, where there are several."""
+    if not run.sources:
+        return ""
+    rows = [
+        [escape(source), _number(run.last(f"loss_{source}")), _number(run.last(f"loss_{source}", "eval")), epochs]
+        for source in run.sources
+        for epochs in [f"{run.last(f'epoch_{source}') or 0:.2f}"]
+    ]
+    table = _table(("", "training loss", "evaluation loss", "epochs"), rows, num_text=1)
+    return f'<section class="card"><h2>Sources</h2>{table}</section>'
 
 
 def _attempts(run: Run) -> str:

@@ -27,6 +27,8 @@ Column = NDArray[np.float64]
 
 TRAIN = ("step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "step_s", "data_s", "mfu", "peak_memory_gib")
 EVAL = ("step", "loss", "bits_per_byte")
+_BY_SOURCE = ("loss_", "epoch_")
+"""How the fields of one source begin; what follows is its name."""
 
 
 @dataclass
@@ -83,10 +85,15 @@ class Run:
     def reached(self) -> int:
         return self.attempts[-1].reached if self.attempts else 0
 
+    @property
+    def sources(self) -> list[str]:
+        """The sources of the data, where there are several."""
+        return [name.removeprefix("epoch_") for name in self.train if name.startswith("epoch_")]
+
     def last(self, column: str, of: str = "train") -> float | None:
         """Return the last finite value of a column, None if there is none."""
-        values = (self.train if of == "train" else self.evals)[column]
-        finite = values[np.isfinite(values)]
+        values = (self.train if of == "train" else self.evals).get(column)
+        finite = np.empty(0) if values is None else values[np.isfinite(values)]
         return float(finite[-1]) if finite.size else None
 
     def median(self, column: str) -> float | None:
@@ -100,8 +107,7 @@ def read_run(folder: Path) -> Run:
     path = folder / "metrics.jsonl"
     if not path.is_file():
         raise setting_error("run.dir", folder, "holds no metrics.jsonl, so no run", _nearest_run(folder))
-    train = {name: array("d") for name in TRAIN}
-    evals = {name: array("d") for name in EVAL}
+    train, evals = _Table(TRAIN), _Table(EVAL)
     saved, attempts, ledger = array("d"), list[Attempt](), Ledger()
     num_records = num_skipped = 0
     for _, record in read_records(path):
@@ -113,10 +119,10 @@ def read_run(folder: Path) -> Run:
             continue
         ledger.add(record)
         if kind == "train":
-            _append(train, record)
+            train.append(record)
             num_skipped = int(_number(record, "skipped")) or num_skipped
         elif kind == "eval":
-            _append(evals, record)
+            evals.append(record)
         elif kind == "checkpoint":
             saved.append(_value(record.get("step")))
         elif kind == "end" and attempts:
@@ -136,8 +142,8 @@ def read_run(folder: Path) -> Run:
         config_yaml=config_yaml,
         state=state,
         reason=reason,
-        train=_columns(train),
-        evals=_columns(evals),
+        train=_columns(train.columns),
+        evals=_columns(evals.columns),
         saved=np.unique(np.asarray(saved)),
         goodput=ledger.total(),
         num_skipped=num_skipped,
@@ -190,9 +196,20 @@ def _find(values: Mapping[str, Any], section: str, key: str) -> Any:
     return found.get(key) if isinstance(found, Mapping) else None
 
 
-def _append(columns: Mapping[str, array[float]], record: Mapping[str, Any]) -> None:
-    for name, column in columns.items():
-        column.append(_value(record.get(name)))
+class _Table:
+    """Columns that grow by a record at a time; those of sources are known once a record has them."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.columns = {name: array("d") for name in names}
+        self._seen = set(names)
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        if not record.keys() <= self._seen:
+            new = [name for name in record if name.startswith(_BY_SOURCE) and name not in self._seen]
+            self.columns |= {name: array("d", [math.nan]) * len(self.columns["step"]) for name in new}
+            self._seen |= record.keys()
+        for name, column in self.columns.items():
+            column.append(_value(record.get(name)))
 
 
 def _value(value: Any) -> float:

@@ -1,0 +1,69 @@
+"""What a run reads of its data: how much of each source, in which phase, and how often the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from trainer.config import DataSection
+from trainer.data.order import Order
+from trainer.errors import setting_error
+
+
+@dataclass(frozen=True)
+class Portion:
+    """What the steps of one phase read of one source; `source` is empty where there is one source alone.
+
+    share: of the samples of the phase.  epochs: how many times the source has been gone through once the phase is over,
+    the phases before it included.
+    """
+
+    first_step: int
+    last_step: int
+    source: str
+    samples: int
+    tokens: int
+    share: float
+    epochs: float
+
+
+def portions(order: Order, batch: int, steps: int, seq_len: int) -> list[Portion]:
+    """Return what `steps` steps of `batch` samples read, by phase and source; nothing of phases that do not begin."""
+    found, starts = [], [start for start in order.starts if start < batch * steps]
+    before = order.counts(0)
+    for start, end in zip(starts, [*starts[1:], batch * steps], strict=True):
+        after, first, last = order.counts(end), start // batch + 1, -(-end // batch)
+        for name, count in after.items():
+            samples, epochs = count - before[name], count / order.sizes[name]
+            tokens, share = samples * seq_len, samples / (end - start)
+            found.append(Portion(first, last, name, samples, tokens, share, epochs))
+        before = after
+    return found
+
+
+def check_epochs(data: DataSection, found: Sequence[Portion]) -> None:
+    """Raise UserError if a source would be gone through more than `data.max_epochs` times."""
+    most = max(found, key=lambda portion: portion.epochs, default=None)
+    if most is not None and data.max_epochs is not None and most.epochs > data.max_epochs:
+        name = f"source {most.source}" if most.source else "the data"
+        rule = f"{name} would be gone through {most.epochs:.4g} times in {most.last_step} steps"
+        raise setting_error("data.max_epochs", data.max_epochs, rule, float(f"{most.epochs * 1.0005:.4g}"))
+
+
+def sentences(found: Sequence[Portion]) -> list[str]:
+    """Return what there is to say at the start of a run: a line for each phase, then one for what is read again."""
+    lines = []
+    for first in dict.fromkeys(portion.first_step for portion in found):
+        phase = [portion for portion in found if portion.first_step == first]
+        last = f" to {phase[0].last_step}" if phase[0].last_step > first else ""
+        lines.append(f"step {first}{last}: {', '.join(_words(portion) for portion in phase if portion.samples)}")
+    again = {portion.source: portion.epochs for portion in found if portion.epochs > 1}
+    if again:
+        names = ", ".join(f"{name or 'all'} is read {epochs:.2f} times" for name, epochs in again.items())
+        lines.append(f"repeats its data: {names}")
+    return lines
+
+
+def _words(portion: Portion) -> str:
+    name = f"{portion.source} {100 * portion.share:.1f} %, " if portion.source else ""
+    return f"{name}{portion.samples:,} samples (to epoch {portion.epochs:.2f})"

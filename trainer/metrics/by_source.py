@@ -1,0 +1,45 @@
+"""The loss of each source of a mixture, beside the mean over all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from trainer.data.loader import Batch, TrainLoader
+from trainer.data.mixed import SOURCE, MixedSource
+from trainer.loss import IGNORE, row_losses
+from trainer.metrics.tally import Amount
+
+Loss = Callable[[Batch], torch.Tensor]
+Log = Callable[[str, Amount, Amount | None], None]
+
+
+def loss_by_source(loss: Loss, loader: object, log: Log) -> Loss:
+    """Return `loss`, or, where the loader's data have several sources, one that also logs each one's mean as
+    `loss_<source>`.
+
+    The losses of the rows are those that the cross-entropies of `trainer.loss` sum up; of a model that computes its
+    loss in another way nothing is known, and the fields are null.
+    """
+    source = loader.source if isinstance(loader, TrainLoader) else None
+    return _LossBySource(loss, list(source.sources), log) if isinstance(source, MixedSource) else loss
+
+
+class _LossBySource:
+    def __init__(self, loss: Loss, names: Sequence[str], log: Log) -> None:
+        self._loss, self._fields, self._log = loss, [f"loss_{name}" for name in names], log
+
+    def __call__(self, batch: Batch) -> torch.Tensor:
+        if SOURCE not in batch:
+            return self._loss(batch)
+        with row_losses() as found:
+            loss = self._loss(batch)
+        sources_B = batch[SOURCE]
+        sums = torch.zeros(2, len(self._fields), dtype=torch.float64, device=sources_B.device)
+        if len(found) == 1 and found[0].shape == sources_B.shape:
+            counts_B = (batch["targets"] != IGNORE).sum(-1)
+            sums.index_add_(1, sources_B, torch.stack([found[0], counts_B.double()]))
+        for field, value, over in zip(self._fields, *sums, strict=True):
+            self._log(field, value, over)
+        return loss
