@@ -366,7 +366,8 @@ def test_sources_of_different_tokenizers_do_not_mix(tmp_path: Path) -> None:
 
 
 def test_data_that_are_read_again_are_said_beforehand_and_limited(tmp_path: Path) -> None:
-    config = config_of(write_sources(tmp_path), "data.seq_len=16", "train.steps=4", "data.weights={web: 3, math: 1}")
+    settings = ["data.seq_len=16", "train.steps=4", "eval.every=0", "data.weights={web: 3, math: 1}"]
+    config = config_of(write_sources(tmp_path), *settings)
     source = open_source(config.data, 257, "train")
     found = portions(find_order(source, config), 8, 4, 16)
     counted = [(p.first_step, p.last_step, p.source, p.samples, p.tokens) for p in found]

@@ -55,8 +55,9 @@ def sentences(found: Sequence[Portion]) -> list[str]:
     lines = []
     for first in dict.fromkeys(portion.first_step for portion in found):
         phase = [portion for portion in found if portion.first_step == first]
-        last = f" to {phase[0].last_step}" if phase[0].last_step > first else ""
-        lines.append(f"step {first}{last}: {', '.join(_words(portion) for portion in phase if portion.samples)}")
+        last = phase[0].last_step
+        steps = f"steps {first} to {last}" if last > first else f"step {first}"
+        lines.append(f"{steps}: {', '.join(_words(portion) for portion in phase if portion.samples)}")
     again = {portion.source: portion.epochs for portion in found if portion.epochs > 1}
     if again:
         names = ", ".join(f"{name or 'all'} is read {epochs:.2f} times" for name, epochs in again.items())
