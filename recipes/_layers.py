@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from trainer.loss import linear_cross_entropy
@@ -54,6 +55,54 @@ class Embedding(nn.Embedding):
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=self.std)
+
+
+class FeedForward(nn.Module):
+    """SwiGLU (Shazeer 2020, arXiv:2002.05202)."""
+
+    def __init__(self, dim: int, ffn_dim: int, std: float, out_std: float) -> None:
+        super().__init__()
+        self.w1 = Linear(dim, ffn_dim, std=std)
+        self.w3 = Linear(dim, ffn_dim, std=std)
+        self.w2 = Linear(ffn_dim, dim, std=out_std)
+
+    def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
+        return self.w2(F.silu(self.w1(x_BTD)) * self.w3(x_BTD))
+
+
+class Rope(nn.Module):
+    """Rotary position embedding (Su et al. 2021, arXiv:2104.09864), pairs half a head apart.
+
+    Angles are computed in fp32 where they are used: as a block's inputs they would be cast to FSDP's param_dtype.
+    """
+
+    inv_freq: torch.Tensor
+
+    def __init__(self, head_dim: int, theta: float) -> None:
+        super().__init__()
+        self.theta = theta
+        self.register_buffer("inv_freq", torch.empty(head_dim // 2), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        self.inv_freq.copy_(self.frequencies())
+
+    def frequencies(self) -> torch.Tensor:
+        """Return the angle that each pair turns by from one position to the next, (H/2,)."""
+        size = self.inv_freq.numel()
+        exponents = torch.arange(size, dtype=torch.float32, device=self.inv_freq.device) / size
+        return self.theta**-exponents
+
+    def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return cosines and sines for `positions` (T,) or (B, T): (1, T, H/2) each, or (B, 1, T, H/2)."""
+        angles = positions.float().unsqueeze(-1) * self.inv_freq
+        return angles.cos().unsqueeze(-3), angles.sin().unsqueeze(-3)
+
+
+def rotate(x_BNTH: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Turn each pair of a head by its angle; in fp32, returned in the dtype of `x_BNTH`."""
+    first, second = x_BNTH.float().chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x_BNTH.dtype)
 
 
 def split_heads(x_BTD: torch.Tensor, num_heads: int) -> torch.Tensor:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.test_huggingface import GPT2, LLAMA, Memory, build, load_there
+from tests.test_huggingface import GPT2, LLAMA, QWEN3, QWEN3_MOE, Memory, build, load_there
 from tests.test_pretrained import config_of, trained
 from trainer import Trainer, UserError, load_weights
 from trainer.config.pretrained import fields_of
@@ -39,6 +39,26 @@ BASE: dict[str, dict[str, Any]] = {
         **{"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1, "layer_norm_epsilon": 1e-5},
         **{"activation_function": "gelu_new", "initializer_range": 0.02, "eos_token_id": 50256},
         "task_specific_params": {"text-generation": {"do_sample": True}},
+    },
+    "qwen3": {
+        "model_type": "qwen3",
+        "architectures": ["Qwen3ForCausalLM"],
+        **{"vocab_size": 263, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16},
+        **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512},
+        **{"rms_norm_eps": 1e-6, "rope_theta": 20000.0, "tie_word_embeddings": False, "hidden_act": "silu"},
+        **{"attention_bias": False, "use_sliding_window": False, "sliding_window": None, "max_window_layers": 2},
+        **{"initializer_range": 0.03, "torch_dtype": "float32", "bos_token_id": 1, "eos_token_id": [2, 3]},
+    },
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        "architectures": ["Qwen3MoeForCausalLM"],
+        **{"vocab_size": 263, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16},
+        **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512},
+        **{"rms_norm_eps": 1e-6, "rope_theta": 20000.0, "tie_word_embeddings": False, "hidden_act": "silu"},
+        **{"moe_intermediate_size": 24, "num_experts": 6, "num_experts_per_tok": 2, "norm_topk_prob": True},
+        **{"decoder_sparse_step": 1, "mlp_only_layers": [], "output_router_logits": False},
+        **{"router_aux_loss_coef": 0.001, "use_sliding_window": False, "sliding_window": None},
+        **{"initializer_range": 0.03, "torch_dtype": "float32", "bos_token_id": 1, "eos_token_id": [2, 3]},
     },
 }
 
@@ -72,6 +92,22 @@ def llama(fields: dict[str, Any] | None = None, /, *, weights: dict[str, Any] | 
 
 def gpt2(fields: dict[str, Any] | None = None, /, **changes: Any) -> Variant:
     return Variant("gpt2", changes, fields or {})
+
+
+def qwen3(fields: dict[str, Any] | None = None, /, *, weights: dict[str, Any] | None = None, **changes: Any) -> Variant:
+    return Variant("qwen3", changes, fields or {}, weights=weights or {})
+
+
+def moe(fields: dict[str, Any] | None = None, /, *, weights: dict[str, Any] | None = None, **changes: Any) -> Variant:
+    return Variant("qwen3_moe", changes, fields or {}, weights=weights or {})
+
+
+def not_qwen3(refused: str, /, **changes: Any) -> Variant:
+    return Variant("qwen3", changes, refused=refused)
+
+
+def not_moe(refused: str, /, **changes: Any) -> Variant:
+    return Variant("qwen3_moe", changes, refused=refused)
 
 
 def not_llama(refused: str, /, **changes: Any) -> Variant:
@@ -161,9 +197,47 @@ VARIANTS = {
     "gpt2, width of the feed-forward": gpt2(n_inner=192),
     "gpt2, upcast": gpt2(reorder_and_upcast_attn=True),
     "gpt2, n_ctx": gpt2(n_ctx=32),
+    "qwen3, plain": qwen3(),
+    "qwen3, theta as 5 spells it": qwen3({"rope_theta": 5e4}, rope_theta=ABSENT, rope_parameters=THETA5),
+    "qwen3, no theta": qwen3({"rope_theta": 1e4}, rope_theta=ABSENT),
+    "qwen3, a window that is off": qwen3(sliding_window=8, max_window_layers=1),
+    "qwen3, kinds of layers": qwen3(layer_types=["full_attention"] * 2),
+    "qwen3, key heads null": qwen3({"num_kv_heads": 4}, weights={"num_kv_heads": 4}, num_key_value_heads=None),
+    "qwen3, other heads, same shapes": qwen3(
+        {"num_heads": 8, "num_kv_heads": 4, "head_dim": 8},
+        weights={"num_heads": 8, "num_kv_heads": 4, "head_dim": 8},
+        **{"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8},
+    ),
+    "qwen3, tied": qwen3({"tie_embeddings": True}, weights={"tie_embeddings": True}, tie_word_embeddings=True),
+    "qwen3, no head_dim": qwen3({"head_dim": 128}, weights={"head_dim": 128}, head_dim=ABSENT),
+    "qwen3, no eps, no initializer": qwen3({"init_std": 0.02}, rms_norm_eps=ABSENT, initializer_range=ABSENT),
+    "qwen3, large eps": qwen3({"norm_eps": 0.3}, rms_norm_eps=0.3),
+    "moe": moe(),
+    "moe, not normalised": moe({"normalize_chosen": False}, norm_topk_prob=False),
+    "moe, unsaid": moe({"normalize_chosen": False}, norm_topk_prob=ABSENT, decoder_sparse_step=ABSENT),
+    "moe, one expert": moe({"num_chosen": 1}, num_experts_per_tok=1),
+    "moe, other name": moe(num_experts=ABSENT, num_local_experts=6),
+    "moe, balanced": moe({"balance": 0.02}, output_router_logits=True, router_aux_loss_coef=0.02),
+    "moe, no list of layers": moe(mlp_only_layers=None),
+    "moe, no head_dim": moe({"head_dim": 12}, weights={"head_dim": 12}, head_dim=ABSENT),
+    "qwen3, biased": not_qwen3("attention_bias=True", attention_bias=True),
+    "qwen3, a window": not_qwen3("use_sliding_window=True", use_sliding_window=True, sliding_window=8),
+    "qwen3, layers with a window": not_qwen3(
+        "layer_types", layer_types=["full_attention", "sliding_attention"], sliding_window=8
+    ),
+    "qwen3, yarn": not_qwen3("rope_type=yarn", rope_scaling={"rope_type": "yarn", "factor": 4.0}),
+    "qwen3, odd heads": not_qwen3("model.head_dim=15", head_dim=15),
+    "qwen3, head_dim null": not_qwen3("model.head_dim=None", head_dim=None),
+    "moe, layers without experts": not_moe("mlp_only_layers=", mlp_only_layers=[0]),
+    "moe, every second layer": not_moe("decoder_sparse_step=2", decoder_sparse_step=2),
+    "moe, two numbers": not_moe("num_local_experts=8", num_local_experts=8),
+    "moe, too many chosen": not_moe("model.num_chosen=7", num_experts_per_tok=7),
+    "moe, fewer experts": replace(
+        not_moe(r"moe.experts.w1: \(6, 24, 48\) there, \(5, 24, 48\) here", num_experts=5), by_weights=True
+    ),
     "mistral": not_llama("model_type=mistral", model_type="mistral"),
     "qwen2": not_llama("model_type=qwen2", model_type="qwen2"),
-    "qwen3": not_llama("model_type=qwen3", model_type="qwen3"),
+    "phi3": not_llama("model_type=phi3", model_type="phi3"),
     "attention_bias": not_llama("attention_bias=True", attention_bias=True),
     "mlp_bias": not_llama("mlp_bias=True", mlp_bias=True),
     "attention_dropout": not_llama("attention_dropout=0.1", attention_dropout=0.1),
@@ -215,12 +289,14 @@ VARIANTS = {
     "gpt2, all dropped": not_gpt2("model.dropout=1.0", resid_pdrop=1.0),
     "gpt2, width as text": not_gpt2("model.dim='48'", n_embd="48"),
 }
-RECIPES = {"llama": LLAMA, "gpt2": GPT2}
+RECIPES = {"llama": LLAMA, "gpt2": GPT2, "qwen3": QWEN3, "qwen3_moe": QWEN3_MOE}
+FILES = {"llama": "llama_small", "gpt2": "gpt2", "qwen3": "qwen3_small", "qwen3_moe": "qwen3_moe_small"}
+"""The recipe file of each."""
 
 
 def test_the_table_is_whole() -> None:
-    assert len(VARIANTS) >= 71
-    assert sum(not variant.refused for variant in VARIANTS.values()) > 40
+    assert len(VARIANTS) >= 102
+    assert sum(not variant.refused for variant in VARIANTS.values()) > 59
 
 
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
@@ -258,7 +334,7 @@ def test_a_variant_is_computed_as_transformers_does_or_refused(variant: Variant,
     """By `load_weights`, by `train.init_from`, and by transformers from the export of what was trained."""
     pytest.importorskip("transformers")
     folder = folder_of(variant, tmp_path / "folder")
-    recipe = "gpt2" if variant.kind == "gpt2" else "llama_small"
+    recipe = FILES[variant.kind]
     if variant.refused:
         with pytest.raises(UserError, match=f"(?s){variant.refused}"):
             load_weights(folder)

@@ -31,7 +31,7 @@ from trainer.weights.access import WeightSource, fill, full_state_dict, named_we
 from trainer.weights.exporting import export
 from trainer.weights.huggingface import SafetensorsFolder
 
-LLAMA, GPT2 = find_recipe("llama"), find_recipe("gpt2")
+LLAMA, GPT2, QWEN3, QWEN3_MOE = map(find_recipe, ("llama", "gpt2", "qwen3", "qwen3_moe"))
 TINY = LLAMA.config(vocab_size=263, dim=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=64)
 STRETCHED = {"rope_factor": 8.0, "rope_original_len": 16, "max_seq_len": 512, "rope_theta": 10000.0}
 MODELS = {
@@ -39,6 +39,17 @@ MODELS = {
     "llama tied": (LLAMA, replace(TINY, tie_embeddings=True, num_kv_heads=1, norm_eps=1e-6)),
     "llama 3.1": (LLAMA, replace(TINY, **STRETCHED)),
     "gpt2": (GPT2, GPT2.config(vocab_size=263, dim=32, num_layers=2, num_heads=4, max_seq_len=64)),
+    "qwen3": (
+        QWEN3,
+        QWEN3.config(vocab_size=263, dim=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=12, ffn_dim=64),
+    ),
+    "qwen3_moe": (
+        QWEN3_MOE,
+        QWEN3_MOE.config(
+            **{"vocab_size": 263, "dim": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 12},
+            **{"expert_dim": 16, "num_experts": 12, "num_chosen": 3, "normalize_chosen": False},
+        ),
+    ),
 }
 
 
@@ -237,6 +248,20 @@ def their_gpt2() -> Any:
     )
 
 
+def their_qwen3(**changes: Any) -> Any:
+    transformers = pytest.importorskip("transformers")
+    shape = {"vocab_size": 263, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 12}
+    shape |= {"num_key_value_heads": 2, "intermediate_size": 64, "initializer_range": 0.2}
+    return transformers.Qwen3Config(**(shape | changes))
+
+
+def their_qwen3_moe(**changes: Any) -> Any:
+    transformers = pytest.importorskip("transformers")
+    shape = {"vocab_size": 263, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 12}
+    shape |= {"num_key_value_heads": 2, "moe_intermediate_size": 16, "num_experts": 12, "num_experts_per_tok": 3}
+    return transformers.Qwen3MoeConfig(**(shape | {"norm_topk_prob": True, "initializer_range": 0.2} | changes))
+
+
 SCALING = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
@@ -247,6 +272,8 @@ SCALING = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_f
         lambda: their_llama(tie_word_embeddings=True),
         lambda: their_llama(rope_theta=5e4, rope_scaling=SCALING | {"original_max_position_embeddings": 16}),
         their_gpt2,
+        their_qwen3,
+        their_qwen3_moe,
     ],
     ids=list(MODELS),
 )
@@ -371,7 +398,7 @@ ODD = Recipe(
         prefix="odd.",
     ),
 )
-SHARDED = {name: MODELS[name] for name in ("llama", "llama tied", "gpt2")} | {"odd": (ODD, ODD.config())}
+SHARDED = {name: MODELS[name] for name in ("llama", "llama tied", "gpt2", "qwen3_moe")} | {"odd": (ODD, ODD.config())}
 
 
 def sharded(recipe: Recipe, model_config: Any, mesh: Any) -> nn.Module:

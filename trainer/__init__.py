@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from trainer.loss import linear_cross_entropy as linear_cross_entropy
     from trainer.recipe import HuggingFace as HuggingFace
     from trainer.recipe import Recipe as Recipe
+    from trainer.recipe import Stacked as Stacked
     from trainer.recipe import Transposed as Transposed
     from trainer.recipe import WeightSource as WeightSource
     from trainer.recipe import register as register
@@ -33,6 +34,7 @@ __all__ = [
     "Recipe",
     "RunConfig",
     "Source",
+    "Stacked",
     "TrainLoader",
     "Trainer",
     "Transposed",
@@ -51,6 +53,7 @@ _HOMES = {
     "RunConfig": "config",
     "Source": "data.source",
     "TrainLoader": "data.loader",
+    "Stacked": "recipe",
     "Trainer": "trainer",
     "Transposed": "recipe",
     "UserError": "errors",

@@ -69,6 +69,12 @@ class Transposed(str):
     __slots__ = ()
 
 
+class Stacked(str):
+    """Hugging Face's name of the rows of a tensor of ours, each a tensor of its own there: the last `*` is the row."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True)
 class HuggingFace:
     """The Hugging Face counterpart of a recipe's model: which of their models it is, and the names of its parts there.
@@ -77,8 +83,9 @@ class HuggingFace:
         models of several types, functions of the model's configuration.
     names: our name of each parameter (and persistent buffer) and theirs: {"layers.*.wq.weight":
         "model.layers.*.self_attn.q_proj.weight"}, where `*` stands for one part, the same on both sides.  A name
-        wrapped in `Transposed` is of a matrix stored the other way round.  Or a function of the model's configuration
-        that returns those.  Tied parameters are listed under all their names.
+        wrapped in `Transposed` is of a matrix stored the other way round; one in `Stacked` is of the rows of a tensor,
+        such as experts, and has one `*` more.  Or a function of the model's configuration that returns those.  Tied
+        parameters are listed under all their names.
     stored: `stored(model_config, source) -> WeightSource`, or "package.module:function", where names do not say it all:
         the tensors of their files under their names, made of those of `source`, which has ours.
     config: `config(model_config) -> dict`, what config.json says of the shape.

@@ -43,6 +43,7 @@ from trainer.metrics.profile import Profile
 from trainer.metrics.record import Record
 from trainer.metrics.skips import SkipCounter
 from trainer.metrics.tally import Amount
+from trainer.model.experts import balanced
 from trainer.model.flops import flops_per_token
 from trainer.model.gradients import clip_grad_norm, evaluating, gradient_sync
 from trainer.model.parameters import count_parameters, count_trained_parameters, tied_names
@@ -212,11 +213,12 @@ class Trainer:
         count, num_targets = self.ballot.cast(*map(sum, zip(*counts, strict=True)))
         scale = self.world.size / (count or 1)  # FSDP averages gradients over the ranks
         total = torch.zeros((), device=self.world.device, dtype=torch.float64)
-        for number, batch in enumerate(ahead(micro_batches, self.world.device), start=1):
-            with gradient_sync(self.model, number == len(micro_batches), self.config.fsdp):
-                loss = self.loss(batch)
-                (loss * scale).backward()
-            total += loss.detach()
+        with balanced(self.model, micro_batches, self._batch_loss, self.world):
+            for number, batch in enumerate(ahead(micro_batches, self.world.device), start=1):
+                with gradient_sync(self.model, number == len(micro_batches), self.config.fsdp):
+                    loss = self.loss(batch)
+                    (loss * scale).backward()
+                total += loss.detach()
         grad_norm = clip_grad_norm(self.model, self.mesh, self.config.optim.max_grad_norm)
         mean_loss = self.world.sum_on_device(total) / (count or 1)
         self.optimizer.set_lr(self.schedule.lr(self.state.step + 1))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from trainer.recipes._huggingface import rope_of
+
 from trainer.errors import UserError
 from trainer.recipe import HuggingFace
 
@@ -84,18 +86,9 @@ def model_fields(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rope_fields(given: Mapping[str, Any], max_seq_len: int) -> dict[str, Any]:
-    """Return the fields of the rotary embedding, which of several spellings transformers takes when they disagree."""
-    key = "rope_scaling" if given.get("rope_scaling") else "rope_parameters"
-    rope = given.get(key) or {}
-    if not isinstance(rope, Mapping) or any(isinstance(value, Mapping) for value in rope.values()):
-        raise UserError(f"{key}={rope}: must be the entries of one rotary embedding, the same for all layers")
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ("default", "llama3"):
-        raise UserError(f"rope_type={kind}: this recipe has only default and llama3")
-    if (rope.get("partial_rotary_factor") or given.get("partial_rotary_factor", 1.0)) != 1.0:
-        raise UserError("partial_rotary_factor: this recipe turns whole heads")
-    fields = {"rope_theta": rope.get("rope_theta", given.get("rope_theta", 10000.0))}
-    if kind == "llama3":
+    rope = rope_of(given, ("default", "llama3"))
+    fields = {"rope_theta": rope["rope_theta"]}
+    if rope["rope_type"] == "llama3":
         original = "original_max_position_embeddings"
         scaling = {original: max_seq_len, **rope, **({original: given[original]} if original in given else {})}
         fields |= {ours: scaling[theirs] for ours, theirs in SCALING.items()}

@@ -9,51 +9,30 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import nn
-from trainer.recipes._layers import Embedding, Head, Linear, merge_heads, split_heads
+from trainer.recipes._layers import Embedding, FeedForward, Head, Linear, Rope, merge_heads, rotate, split_heads
 from trainer.recipes.llama.config import LlamaConfig
 
 from trainer import sequence
 from trainer.sequence import Documents
 
 
-class Rope(nn.Module):
-    """Rotary position embedding (Su et al. 2021, arXiv:2104.09864), pairs half a head apart.
-
-    Angles are computed in fp32 where they are used: as a block's inputs they would be cast to FSDP's param_dtype.
-    """
-
-    inv_freq: torch.Tensor
+class ScaledRope(Rope):
+    """Rotary position embedding with Llama 3.1's frequency scaling."""
 
     def __init__(self, config: LlamaConfig) -> None:
-        super().__init__()
         self.config = config
-        self.register_buffer("inv_freq", torch.empty(config.dim // config.num_heads // 2), persistent=False)
-        self.reset_parameters()
+        super().__init__(config.dim // config.num_heads, config.rope_theta)
 
-    def reset_parameters(self) -> None:
-        config, size = self.config, self.inv_freq.numel()
-        exponents = torch.arange(size, dtype=torch.float32, device=self.inv_freq.device) / size
-        frequencies = config.rope_theta**-exponents
-        if config.rope_factor != 1.0:
-            # Long wavelengths are stretched by the factor, short ones kept, those between blended.
-            wavelength = 2 * math.pi / frequencies
-            low, high = config.rope_low_freq, config.rope_high_freq
-            keep = ((config.rope_original_len / wavelength - low) / (high - low)).clamp(0.0, 1.0)
-            frequencies = frequencies * (keep + (1 - keep) / config.rope_factor)
-        self.inv_freq.copy_(frequencies)
-
-    def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cosines and sines for `positions` (T,) or (B, T): (1, T, H/2) each, or (B, 1, T, H/2)."""
-        angles = positions.float().unsqueeze(-1) * self.inv_freq
-        return angles.cos().unsqueeze(-3), angles.sin().unsqueeze(-3)
-
-
-def rotate(x_BNTH: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Turn each pair of a head by its angle; in fp32, returned in the dtype of `x_BNTH`."""
-    first, second = x_BNTH.float().chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x_BNTH.dtype)
+    def frequencies(self) -> torch.Tensor:
+        config, frequencies = self.config, super().frequencies()
+        if config.rope_factor == 1.0:
+            return frequencies
+        # Long wavelengths are stretched by the factor, short ones kept, those between blended.
+        wavelength = 2 * math.pi / frequencies
+        low, high = config.rope_low_freq, config.rope_high_freq
+        keep = ((config.rope_original_len / wavelength - low) / (high - low)).clamp(0.0, 1.0)
+        return frequencies * (keep + (1 - keep) / config.rope_factor)
 
 
 class Attention(nn.Module):
@@ -68,7 +47,7 @@ class Attention(nn.Module):
         self.wk = Linear(config.dim, config.num_kv_heads * head_dim, std=config.init_std)
         self.wv = Linear(config.dim, config.num_kv_heads * head_dim, std=config.init_std)
         self.wo = Linear(config.num_heads * head_dim, config.dim, std=out_std)
-        self.rope = Rope(config)
+        self.rope = ScaledRope(config)
 
     def forward(self, x_BTD: torch.Tensor, positions: torch.Tensor, documents: Documents | None) -> torch.Tensor:
         cos, sin = self.rope(positions)
@@ -76,19 +55,6 @@ class Attention(nn.Module):
         k_BKTH = rotate(split_heads(self.wk(x_BTD), self.num_kv_heads), cos, sin)
         v_BKTH = split_heads(self.wv(x_BTD), self.num_kv_heads)
         return self.wo(merge_heads(sequence.attend(q_BNTH, k_BKTH, v_BKTH, documents)))
-
-
-class FeedForward(nn.Module):
-    """SwiGLU (Shazeer 2020, arXiv:2002.05202)."""
-
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__()
-        self.w1 = Linear(config.dim, config.ffn_dim, std=config.init_std)
-        self.w3 = Linear(config.dim, config.ffn_dim, std=config.init_std)
-        self.w2 = Linear(config.ffn_dim, config.dim, std=config.init_std / math.sqrt(2 * config.num_layers))
-
-    def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
-        return self.w2(F.silu(self.w1(x_BTD)) * self.w3(x_BTD))
 
 
 class Block(nn.Module):
@@ -99,7 +65,8 @@ class Block(nn.Module):
         self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.attention = Attention(config)
         self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.feed_forward = FeedForward(config)
+        out_std = config.init_std / math.sqrt(2 * config.num_layers)
+        self.feed_forward = FeedForward(config.dim, config.ffn_dim, std=config.init_std, out_std=out_std)
 
     def forward(self, x_BTD: torch.Tensor, positions: torch.Tensor, documents: Documents | None) -> torch.Tensor:
         x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), positions, documents)

@@ -23,6 +23,8 @@ def flops_per_token(recipe: Recipe, model_config: Any, model: nn.Module, seq_len
     if all(parameter.requires_grad for parameter in model.parameters()):
         return total
     matrices = _matrices(model, with_tied_tables=recipe.flops is not None)
+    # Of a mixture of experts a token goes through a share of the weights.
+    share = min(1.0, total / (6.0 * sum(p.numel() for p in matrices)))
     below = {id(p) for p in takewhile(lambda parameter: not parameter.requires_grad, model.parameters())}
     frozen = sum(p.numel() for p in matrices if not p.requires_grad)
     not_gone_back = sum(p.numel() for p in matrices if id(p) in below)
@@ -30,7 +32,7 @@ def flops_per_token(recipe: Recipe, model_config: Any, model: nn.Module, seq_len
     blocks = find_blocks(model, recipe)
     blocks_below = [block for block in blocks if all(id(p) in below for p in block.parameters())]
     attention_below = attention * len(blocks_below) / max(1, len(blocks))
-    return total - 2.0 * frozen - 2.0 * not_gone_back - 2.0 / 3.0 * attention_below
+    return total - 2.0 * share * (frozen + not_gone_back) - 2.0 / 3.0 * attention_below
 
 
 def _matrices(model: nn.Module, with_tied_tables: bool) -> list[nn.Parameter]:

@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import sdpa_flop
 
+from trainer.model.experts import GROUPED
 from trainer.model.parameters import storage_id
 
 _aten = torch.ops.aten
@@ -42,6 +43,7 @@ _KINDS = {
     _aten.mm.default: "matmul",
     _aten.addmm.default: "matmul",
     _aten.bmm.default: "batched matmul",
+    GROUPED: "grouped matmul",
     **{getattr(_aten, name).default: "attention" for name in ATTENTION},
     torch.ops.torch_attn._varlen_attn.default: "attention",
 }
@@ -198,7 +200,7 @@ class _Watcher(TorchDispatchMode):
 
 def _flops(kind: str, args: Sequence[Any], made: torch.Tensor) -> int:
     """Return the operations; a causal mask leaves out half of an attention's."""
-    tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+    tensors = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.is_floating_point()]
     if kind != "attention":
         return 2 * made.numel() * tensors[-1].shape[-2]
     query, key, value = (tensor.shape for tensor in tensors[:3])

@@ -16,7 +16,7 @@ import torch
 from trainer.config.pretrained import CONFIG, fields_of, find_huggingface
 from trainer.errors import UserError, setting_error
 from trainer.files import sync_folder
-from trainer.recipe import Recipe
+from trainer.recipe import Recipe, Stacked, Transposed
 from trainer.weights.access import WeightSource, find_weights, named_weights, row_blocks
 from trainer.weights.huggingface import DTYPE_NAMES, INDEX, WEIGHTS, Names
 from trainer.weights.origin import GENERATION, TOKENIZER, Origin, is_tokenizer_file, read_tokenizer
@@ -34,13 +34,22 @@ class _Tensor:
 
     name: str
     theirs: str
-    transposed: bool
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     @property
+    def transposed(self) -> bool:
+        return isinstance(self.theirs, Transposed)
+
+    @property
     def num_bytes(self) -> int:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    def entries(self) -> dict[str, tuple[int, ...]]:
+        """Return its names there, each with the shape of what has it, in the order in which they lie: rows are many."""
+        if isinstance(self.theirs, Stacked):
+            return {self.theirs.replace("*", str(row)): self.shape[1:] for row in range(self.shape[0])}
+        return {self.theirs: self.shape[::-1] if self.transposed else self.shape}
 
 
 def export(
@@ -120,7 +129,7 @@ def _list_tensors(
             continue
         kept = dtypes[stored]
         stored_dtype = dtype if dtype is not None and kept.is_floating_point else kept
-        tensors.append(_Tensor(stored, *theirs, shapes[name], stored_dtype))
+        tensors.append(_Tensor(stored, theirs, shapes[name], stored_dtype))
     if nameless:
         raise UserError(f"recipe {recipe.name!r}: hf.names lacks {', '.join(nameless)}")
     return tensors
@@ -210,7 +219,7 @@ def _ending_with(settings: bytes, end_id: int | None) -> bytes:
 
 def _index_json(shards: Mapping[str, Sequence[_Tensor]]) -> bytes:
     total = sum(tensor.num_bytes for shard in shards.values() for tensor in shard)
-    weight_map = {tensor.theirs: file for file, shard in shards.items() for tensor in shard}
+    weight_map = {name: file for file, shard in shards.items() for tensor in shard for name in tensor.entries()}
     return _json({"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
@@ -219,21 +228,18 @@ def _write_safetensors(file: BinaryIO, tensors: Sequence[_Tensor], source: Weigh
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     # Widest elements first: each then starts at a multiple of its own size, which readers may rely on.
     ordered = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
-    end = 0
+    starts, end = [], 0
     for tensor in ordered:
-        start, end = end, end + tensor.num_bytes
-        shape = tensor.shape[::-1] if tensor.transposed else tensor.shape
-        header[tensor.theirs] = {
-            "dtype": DTYPE_NAMES[tensor.dtype],
-            "shape": list(shape),
-            "data_offsets": [start, end],
-        }
+        starts.append(end)
+        for name, shape in tensor.entries().items():
+            start, end = end, end + torch.Size(shape).numel() * tensor.dtype.itemsize
+            header[name] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     file.write(len(text).to_bytes(8, "little") + text)
     data = file.tell()
-    for tensor in ordered:
-        _write_tensor(file, data + header[tensor.theirs]["data_offsets"][0], tensor, source)
+    for tensor, start in zip(ordered, starts, strict=True):
+        _write_tensor(file, data + start, tensor, source)
 
 
 def _write_tensor(file: BinaryIO, position: int, tensor: _Tensor, source: WeightSource) -> None:

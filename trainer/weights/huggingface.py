@@ -12,14 +12,14 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from trainer.config.pretrained import find_huggingface
 from trainer.errors import UserError, setting_error
-from trainer.recipe import Recipe, Transposed
+from trainer.recipe import Recipe, Stacked, Transposed
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -42,6 +42,14 @@ DTYPES = {
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
+class Place(NamedTuple):
+    """The place of one of their tensors here: the tensor that it is or is a row of, and whether it is transposed."""
+
+    name: str
+    is_transposed: bool = False
+    row: str | None = None
+
+
 class Names:
     """The names of one model's tensors, from ours to theirs and back."""
 
@@ -50,41 +58,48 @@ class Names:
         names = self._hf.names(model_config) if callable(self._hf.names) else self._hf.names
         self._pairs = list(names.items())
         for ours, theirs in self._pairs:
-            if ours.count("*") != theirs.count("*"):
+            if ours.count("*") + isinstance(theirs, Stacked) != theirs.count("*"):
                 raise UserError(
                     f"recipe {recipe.name!r}: hf.names: {ours!r} and {theirs!r} differ in their number of *"
                 )
 
-    def theirs(self, name: str) -> tuple[str, bool] | None:
-        """Return their name of our tensor `name`, and whether it is transposed there; None if there is none."""
+    def theirs(self, name: str) -> str | None:
+        """Return their name of our tensor `name`, `Transposed` or `Stacked` if it is one; None if there is none.
+
+        In a stacked one the number of the row is still `*`.
+        """
         for ours, theirs in self._pairs:
             found = _translate(name, ours, theirs)
             if found is not None:
-                return found, isinstance(theirs, Transposed)
+                return type(theirs)(found[0])
         return None
 
-    def ours(self, name: str) -> tuple[str, bool] | None:
-        """Return our name of their tensor `name`, with or without the prefix, and whether it is transposed there."""
+    def ours(self, name: str) -> Place | None:
+        """Return where their tensor `name`, with or without the prefix, is here; None if it is nowhere."""
         for full_name in (name, self._hf.prefix + name):
             for ours, theirs in self._pairs:
                 found = _translate(full_name, theirs, ours)
                 if found is not None:
-                    return found, isinstance(theirs, Transposed)
+                    row = found[1] if isinstance(theirs, Stacked) else None
+                    return Place(found[0], isinstance(theirs, Transposed), row)
         return None
 
     def is_ignored(self, name: str) -> bool:
         """Return whether their tensor `name` is one that no model needs."""
         full_names = (name, self._hf.prefix + name)
-        return any(_translate(n, ignored, ignored) is not None for n in full_names for ignored in self._hf.ignored)
+        return any(_translate(n, ignored, ignored) for n in full_names for ignored in self._hf.ignored)
 
 
-def _translate(name: str, pattern: str, other: str) -> str | None:
-    """Return `name` in the form of `other` if it has that of `pattern`: what each * stands for is carried over."""
+def _translate(name: str, pattern: str, other: str) -> tuple[str, str | None] | None:
+    """Return `name` in the form of `other` if it has that of `pattern`, and what is left over.
+
+    What each * stands for is carried over; a * of `other` that nothing is left for stays.
+    """
     match = re.fullmatch(re.escape(pattern).replace(r"\*", r"([^.]+)"), name)
     if match is None:
         return None
     parts = iter(match.groups())
-    return re.sub(r"\*", lambda _: next(parts), other)
+    return re.sub(r"\*", lambda _: next(parts, "*"), other), next(parts, None)
 
 
 @dataclass(frozen=True)
@@ -96,6 +111,21 @@ class _Stored:
     transposed: bool
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class _Stack:
+    """One tensor of ours, whose rows are tensors of files."""
+
+    rows: Mapping[int, _Stored]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (len(self.rows), *self.rows[0].shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.rows[0].dtype
 
 
 class SafetensorsFolder:
@@ -110,7 +140,8 @@ class SafetensorsFolder:
         self.description = str(path)
         self._setting = setting
         names = Names(recipe, model_config)
-        self._stored: dict[str, _Stored] = {}
+        self._stored: dict[str, _Stored | _Stack] = {}
+        stacks: dict[str, dict[str, _Stored]] = {}
         for file, listed in _find_files(path, setting).items():
             handle = self._open(file)
             held = list(handle.keys())
@@ -118,9 +149,15 @@ class SafetensorsFolder:
             if absent:
                 raise self._unreadable(file, f"has no {', '.join(absent)}, which {INDEX} says it has")
             for name in listed or held:
-                if not names.is_ignored(name):
-                    ours, transposed = names.ours(name) or (name, False)
-                    self._stored[ours] = self._describe(file, handle.get_slice(name), name, transposed)
+                if names.is_ignored(name):
+                    continue
+                place = names.ours(name) or Place(name)
+                stored = self._describe(file, handle.get_slice(name), name, place.is_transposed)
+                if place.row is None:
+                    self._stored[place.name] = stored
+                else:
+                    stacks.setdefault(place.name, {})[place.row] = stored
+        self._stored |= {name: self._stack(name, rows) for name, rows in stacks.items()}
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -135,6 +172,11 @@ class SafetensorsFolder:
     def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Return rows [start, stop) of a tensor, or all of it: a view of the file.  Raises UserError if it cannot."""
         stored = self._stored[name]
+        if isinstance(stored, _Stack):
+            return torch.stack([self._read(stored.rows[row]) for row in range(len(stored.rows))[start:stop]])
+        return self._read(stored, start, stop)
+
+    def _read(self, stored: _Stored, start: int = 0, stop: int | None = None) -> torch.Tensor:
         try:
             if not stored.shape:
                 tensor: torch.Tensor = stored.reader[...]
@@ -160,6 +202,19 @@ class SafetensorsFolder:
             raise self._unreadable(file, f"{name} is stored as {dtype}; convert it to one of {', '.join(DTYPES)}")
         transposed = transposed and len(shape) == 2
         return _Stored(file, reader, transposed, shape[::-1] if transposed else shape, DTYPES[dtype])
+
+    def _stack(self, name: str, rows: Mapping[str, _Stored]) -> _Stack:
+        """Return the rows of one tensor of ours.  Raises UserError if some are missing, or are not alike."""
+        first = next(iter(rows.values()))
+        numbered = {int(row): stored for row, stored in rows.items() if row.isdecimal()}
+        if absent := sorted({*range(len(rows))} - {*numbered}):
+            listed = ", ".join(map(str, absent))
+            raise self._unreadable(first.file, f"of the {len(rows)} parts of {name}, number {listed} is not there")
+        for row, stored in numbered.items():
+            if (stored.shape, stored.dtype) != (numbered[0].shape, numbered[0].dtype):
+                rule = f"part {row} of {name} is {stored.shape}, {stored.dtype}, and part 0 {numbered[0].shape}, "
+                raise self._unreadable(stored.file, f"{rule}{numbered[0].dtype}")
+        return _Stack(numbered)
 
     def _unreadable(self, file: Path, what: str) -> UserError:
         return setting_error(self._setting, self.description, f"{file.name}: {what}")

@@ -1,0 +1,28 @@
+"""Entries of config.json that several recipes read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from trainer.errors import UserError
+
+
+def rope_of(content: Mapping[str, Any], kinds: Sequence[str]) -> dict[str, Any]:
+    """Return the entries of the rotary embedding, `rope_type` and `rope_theta` among them.
+
+    Of several spellings that disagree, those that transformers takes.  Raises UserError for a type that is not one of
+    `kinds`, for embeddings that differ between layers, and for those that turn a part of a head.
+    """
+    key = "rope_scaling" if content.get("rope_scaling") else "rope_parameters"
+    rope = content.get(key) or {}
+    if not isinstance(rope, Mapping) or any(isinstance(value, Mapping) for value in rope.values()):
+        raise UserError(f"{key}={rope}: must be the entries of one rotary embedding, the same for all layers")
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in kinds:
+        raise UserError(f"rope_type={kind}: this recipe has only {' and '.join(kinds)}")
+    share = content.get("partial_rotary_factor")
+    if (rope.get("partial_rotary_factor") or (1.0 if share is None else share)) != 1.0:
+        raise UserError("partial_rotary_factor: this recipe turns whole heads")
+    theta = rope.get("rope_theta", content.get("rope_theta", 10000.0))
+    return {**rope, "rope_type": kind, "rope_theta": theta}

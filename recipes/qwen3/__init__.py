@@ -1,0 +1,41 @@
+"""Qwen3: pre-norm transformer with RoPE, grouped-query attention with normalised queries and keys, and SwiGLU.
+
+Source: Yang et al. 2025, "Qwen3 Technical Report", arXiv:2505.09388; the published configurations.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trainer.recipes.qwen3.config import Qwen3Config, check
+from trainer.recipes.qwen3.huggingface import HUGGINGFACE
+
+from trainer.recipe import Recipe, register
+
+
+def units(model: Any) -> list[str | tuple[str, ...]]:
+    """Return what FSDP gathers together.  A tied table is one parameter, so its two modules are one unit."""
+    if model.config.tie_embeddings:
+        return [("tok_embeddings", "head"), "layers.*"]
+    return ["tok_embeddings", "layers.*", "head"]
+
+
+def flops(config: Qwen3Config, seq_len: int) -> float:
+    """Return model FLOPs of forward and backward for one token: 6 a weight in a matrix, causal attention once."""
+    attention = 2 * config.dim * config.head_dim * (config.num_heads + config.num_kv_heads)
+    matrices = config.num_layers * (attention + 3 * config.dim * config.ffn_dim) + config.dim * config.vocab_size
+    scores = config.num_layers * config.num_heads * config.head_dim * seq_len
+    return 6.0 * (matrices + scores)
+
+
+register(
+    Recipe(
+        name="qwen3",
+        config=Qwen3Config,
+        build="trainer.recipes.qwen3.model:Qwen3",
+        units=units,
+        check=check,
+        flops=flops,
+        hf=HUGGINGFACE,
+    )
+)

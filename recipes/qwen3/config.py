@@ -1,0 +1,43 @@
+"""The shape of a Qwen3, and the rules that it obeys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from trainer.errors import setting_error
+from trainer.recipe import declare
+
+
+@dataclass(frozen=True)
+class Qwen3Config:
+    """Shape of a Qwen3."""
+
+    vocab_size: int = declare(257, "size of the vocabulary", at_least=1, at_most=2**31 - 1)
+    dim: int = declare(192, "width of the residual stream", at_least=1, at_most=2**20)
+    num_layers: int = declare(4, "transformer blocks", at_least=1, at_most=2**16)
+    num_heads: int = declare(6, "query heads", at_least=1, at_most=2**16)
+    num_kv_heads: int = declare(2, "key and value heads (grouped-query attention)", at_least=1)
+    head_dim: int = declare(32, "width of a head, which need not be dim / num_heads", at_least=2, at_most=2**16)
+    ffn_dim: int = declare(512, "width inside the feed-forward", at_least=1, at_most=2**24)
+    max_seq_len: int = declare(32768, "longest sequence the positions are made for", at_least=1)
+    rope_theta: float = declare(1000000.0, "base of the rotary frequencies", above=0)
+    norm_eps: float = declare(1e-6, "epsilon of RMSNorm", above=0)
+    tie_embeddings: bool = declare(False, "embedding and output head share their weights")
+    init_std: float = declare(0.02, "standard deviation of the initial weights", above=0)
+
+
+def check(config: Qwen3Config) -> None:
+    """Check the rules between the shape's fields.  Raises UserError."""
+    check_heads(config)
+
+
+def check_heads(config: Any) -> None:
+    """Check the shape of attention.  Raises UserError."""
+    if config.head_dim % 2:
+        raise setting_error("model.head_dim", config.head_dim, "must be even (RoPE turns pairs)", config.head_dim + 1)
+    if config.num_heads % config.num_kv_heads:
+        legal = [n for n in range(1, config.num_heads + 1) if config.num_heads % n == 0]
+        best = min(legal, key=lambda n: abs(n - config.num_kv_heads))
+        rule = f"must divide model.num_heads={config.num_heads}: each key head serves as many query heads"
+        raise setting_error("model.num_kv_heads", config.num_kv_heads, rule, best)

@@ -1,0 +1,93 @@
+"""Qwen3 in Hugging Face's world.  Both turn pairs half a head apart, so that no weight is permuted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from trainer.recipes._huggingface import rope_of
+
+from trainer.errors import UserError
+from trainer.recipe import HuggingFace
+
+if TYPE_CHECKING:
+    from trainer.recipes.qwen3.config import Qwen3Config
+
+ATTENTION = {
+    "tok_embeddings.weight": "model.embed_tokens.weight",
+    "layers.*.attention_norm.weight": "model.layers.*.input_layernorm.weight",
+    "layers.*.attention.wq.weight": "model.layers.*.self_attn.q_proj.weight",
+    "layers.*.attention.wk.weight": "model.layers.*.self_attn.k_proj.weight",
+    "layers.*.attention.wv.weight": "model.layers.*.self_attn.v_proj.weight",
+    "layers.*.attention.wo.weight": "model.layers.*.self_attn.o_proj.weight",
+    "layers.*.attention.q_norm.weight": "model.layers.*.self_attn.q_norm.weight",
+    "layers.*.attention.k_norm.weight": "model.layers.*.self_attn.k_norm.weight",
+    "layers.*.ffn_norm.weight": "model.layers.*.post_attention_layernorm.weight",
+    "head.norm.weight": "model.norm.weight",
+    "head.output.weight": "lm_head.weight",
+}
+"""What the dense models and those of experts have in common."""
+
+NAMES = {
+    **ATTENTION,
+    "layers.*.feed_forward.w1.weight": "model.layers.*.mlp.gate_proj.weight",
+    "layers.*.feed_forward.w3.weight": "model.layers.*.mlp.up_proj.weight",
+    "layers.*.feed_forward.w2.weight": "model.layers.*.mlp.down_proj.weight",
+}
+
+FIELDS = {
+    "vocab_size": ("vocab_size", 151936),
+    "dim": ("hidden_size", 4096),
+    "num_layers": ("num_hidden_layers", 32),
+    "num_heads": ("num_attention_heads", 32),
+    "num_kv_heads": ("num_key_value_heads", 32),
+    "head_dim": ("head_dim", 128),
+    "ffn_dim": ("intermediate_size", 22016),
+    "max_seq_len": ("max_position_embeddings", 32768),
+    "norm_eps": ("rms_norm_eps", 1e-6),
+    "tie_embeddings": ("tie_word_embeddings", False),
+    "init_std": ("initializer_range", 0.02),
+}
+"""Our fields, and what each is called in config.json and taken for if it is missing there."""
+
+FIXED = {"hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0, "use_sliding_window": False}
+
+
+def config(config: Qwen3Config) -> dict[str, Any]:
+    """Return config.json's entries."""
+    return {theirs: getattr(config, ours) for ours, (theirs, _) in FIELDS.items()} | rope_entries(config.rope_theta)
+
+
+def model_fields(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of `Qwen3Config` for what config.json says, in the spelling of transformers 4 or 5.
+
+    Raises UserError for frequencies that are scaled, and for layers that attend to a window.
+    """
+    fields = {ours: content.get(theirs, absent) for ours, (theirs, absent) in FIELDS.items()}
+    if fields["num_kv_heads"] is None:
+        fields["num_kv_heads"] = fields["num_heads"]
+    kinds = content.get("layer_types") or []
+    if other := next((kind for kind in kinds if kind != "full_attention"), None):
+        raise UserError(f"layer_types: says {other} of a layer; in this recipe all attend to the whole sequence")
+    return fields | {"rope_theta": rope_of(content, ("default",))["rope_theta"]}
+
+
+def rope_entries(theta: float) -> dict[str, Any]:
+    """Return config.json's entries of the rotary embedding.
+
+    transformers 5 reads `rope_parameters`, 4 reads `rope_theta`; each knows the other's or skips it.
+    """
+    parameters = {"rope_type": "default", "rope_theta": theta}
+    return {"rope_theta": theta, "rope_scaling": None, "rope_parameters": parameters}
+
+
+HUGGINGFACE = HuggingFace(
+    model_type="qwen3",
+    architecture="Qwen3ForCausalLM",
+    names=NAMES,
+    config=config,
+    model_fields=model_fields,
+    fixed=FIXED,
+    prefix="model.",
+    ignored=["model.layers.*.self_attn.rotary_emb.inv_freq"],
+)

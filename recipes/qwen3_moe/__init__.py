@@ -1,0 +1,34 @@
+"""Qwen3's mixtures of experts: as Qwen3, with experts for feed-forwards, of which each token takes a few.
+
+Source: Yang et al. 2025, "Qwen3 Technical Report", arXiv:2505.09388; the published configurations.
+"""
+
+from __future__ import annotations
+
+from trainer.recipes.qwen3 import units
+from trainer.recipes.qwen3_moe.config import Qwen3MoeConfig, check
+from trainer.recipes.qwen3_moe.huggingface import HUGGINGFACE
+
+from trainer.recipe import Recipe, register
+
+
+def flops(config: Qwen3MoeConfig, seq_len: int) -> float:
+    """Return model FLOPs of forward and backward for one token: 6 a weight in a matrix that it goes through."""
+    attention = 2 * config.dim * config.head_dim * (config.num_heads + config.num_kv_heads)
+    experts = config.num_experts * config.dim + 3 * config.num_chosen * config.dim * config.expert_dim
+    matrices = config.num_layers * (attention + experts) + config.dim * config.vocab_size
+    scores = config.num_layers * config.num_heads * config.head_dim * seq_len
+    return 6.0 * (matrices + scores)
+
+
+register(
+    Recipe(
+        name="qwen3_moe",
+        config=Qwen3MoeConfig,
+        build="trainer.recipes.qwen3_moe.model:Qwen3Moe",
+        units=units,
+        check=check,
+        flops=flops,
+        hf=HUGGINGFACE,
+    )
+)

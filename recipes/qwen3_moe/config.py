@@ -1,0 +1,42 @@
+"""The shape of a Qwen3 of experts, and the rules that it obeys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trainer.recipes.qwen3.config import check_heads
+
+from trainer.errors import setting_error
+from trainer.recipe import declare
+
+
+@dataclass(frozen=True)
+class Qwen3MoeConfig:
+    """Shape of a Qwen3 whose feed-forwards are experts."""
+
+    vocab_size: int = declare(257, "size of the vocabulary", at_least=1, at_most=2**31 - 1)
+    dim: int = declare(192, "width of the residual stream", at_least=1, at_most=2**20)
+    num_layers: int = declare(4, "transformer blocks", at_least=1, at_most=2**16)
+    num_heads: int = declare(6, "query heads", at_least=1, at_most=2**16)
+    num_kv_heads: int = declare(2, "key and value heads (grouped-query attention)", at_least=1)
+    head_dim: int = declare(32, "width of a head, which need not be dim / num_heads", at_least=2, at_most=2**16)
+    expert_dim: int = declare(128, "width inside an expert", at_least=1, at_most=2**24)
+    num_experts: int = declare(8, "experts of a layer", at_least=1, at_most=2**16)
+    num_chosen: int = declare(2, "experts that each token goes through", at_least=1)
+    normalize_chosen: bool = declare(True, "weigh a token's experts so that their weights add up to 1")
+    balance: float = declare(
+        0.0, "coefficient of the loss that balances experts over the global batch; 0: none", at_least=0, free=True
+    )
+    max_seq_len: int = declare(32768, "longest sequence the positions are made for", at_least=1)
+    rope_theta: float = declare(1000000.0, "base of the rotary frequencies", above=0)
+    norm_eps: float = declare(1e-6, "epsilon of RMSNorm", above=0)
+    tie_embeddings: bool = declare(False, "embedding and output head share their weights")
+    init_std: float = declare(0.02, "standard deviation of the initial weights", above=0)
+
+
+def check(config: Qwen3MoeConfig) -> None:
+    """Check the rules between the shape's fields.  Raises UserError."""
+    check_heads(config)
+    if config.num_chosen > config.num_experts:
+        rule = f"must be at most model.num_experts={config.num_experts}"
+        raise setting_error("model.num_chosen", config.num_chosen, rule, config.num_experts)

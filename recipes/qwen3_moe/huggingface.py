@@ -1,0 +1,85 @@
+"""Qwen3's mixtures of experts in Hugging Face's world, where each expert's matrices are tensors of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from trainer.recipes._huggingface import rope_of
+from trainer.recipes.qwen3.huggingface import ATTENTION, FIXED, rope_entries
+
+from trainer.errors import UserError
+from trainer.recipe import HuggingFace, Stacked
+
+if TYPE_CHECKING:
+    from trainer.recipes.qwen3_moe.config import Qwen3MoeConfig
+
+NAMES = {
+    **ATTENTION,
+    "layers.*.moe.router.weight": "model.layers.*.mlp.gate.weight",
+    "layers.*.moe.experts.w1": Stacked("model.layers.*.mlp.experts.*.gate_proj.weight"),
+    "layers.*.moe.experts.w3": Stacked("model.layers.*.mlp.experts.*.up_proj.weight"),
+    "layers.*.moe.experts.w2": Stacked("model.layers.*.mlp.experts.*.down_proj.weight"),
+}
+
+FIELDS = {
+    "vocab_size": ("vocab_size", 151936),
+    "dim": ("hidden_size", 2048),
+    "num_layers": ("num_hidden_layers", 24),
+    "num_heads": ("num_attention_heads", 32),
+    "num_kv_heads": ("num_key_value_heads", 4),
+    "expert_dim": ("moe_intermediate_size", 768),
+    "num_chosen": ("num_experts_per_tok", 8),
+    "normalize_chosen": ("norm_topk_prob", False),
+    "max_seq_len": ("max_position_embeddings", 32768),
+    "norm_eps": ("rms_norm_eps", 1e-6),
+    "tie_embeddings": ("tie_word_embeddings", False),
+    "init_std": ("initializer_range", 0.02),
+}
+"""Our fields, and what each is called in config.json and taken for if it is missing there."""
+
+BALANCE = 0.001
+"""The coefficient of the balance in a config.json that names none, and in ours where there is no balance."""
+
+
+def config(config: Qwen3MoeConfig) -> dict[str, Any]:
+    """Return config.json's entries."""
+    return {
+        **{theirs: getattr(config, ours) for ours, (theirs, _) in FIELDS.items()},
+        "head_dim": config.head_dim,
+        "num_experts": config.num_experts,
+        "mlp_only_layers": [],
+        "output_router_logits": config.balance > 0,
+        "router_aux_loss_coef": config.balance or BALANCE,
+        **rope_entries(config.rope_theta),
+    }
+
+
+def model_fields(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of `Qwen3MoeConfig` for what config.json says, in the spelling of transformers 4 or 5.
+
+    Raises UserError for layers without experts, and for two numbers of experts.
+    """
+    fields = {ours: content.get(theirs, absent) for ours, (theirs, absent) in FIELDS.items()}
+    fields["head_dim"] = content.get("head_dim", fields["dim"] // fields["num_heads"])
+    if content.get("mlp_only_layers"):
+        raise UserError(f"mlp_only_layers={content['mlp_only_layers']}: in this recipe all layers have experts")
+    named = [content[key] for key in ("num_experts", "num_local_experts") if key in content]
+    if any(number != named[0] for number in named):
+        raise UserError(f"num_local_experts={named[1]}: is another name of num_experts, which is {named[0]}")
+    fields["num_experts"] = named[0] if named else 128
+    is_balanced = content.get("output_router_logits", False)
+    fields["balance"] = content.get("router_aux_loss_coef", BALANCE) if is_balanced else 0.0
+    return fields | {"rope_theta": rope_of(content, ("default",))["rope_theta"]}
+
+
+HUGGINGFACE = HuggingFace(
+    model_type="qwen3_moe",
+    architecture="Qwen3MoeForCausalLM",
+    names=NAMES,
+    config=config,
+    model_fields=model_fields,
+    fixed=FIXED | {"decoder_sparse_step": 1},
+    prefix="model.",
+    ignored=["model.layers.*.self_attn.rotary_emb.inv_freq"],
+)

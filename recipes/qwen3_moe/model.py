@@ -1,0 +1,158 @@
+"""The network of Qwen3's mixtures of experts.
+
+Shape suffixes: B batch, T time, D model width, F width inside an expert, V vocabulary; E experts, A those that a token
+goes through, S tokens of the batch, M their places in experts (S x A).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from trainer.recipes._layers import Embedding, Head, Linear
+from trainer.recipes.qwen3.model import Attention
+from trainer.recipes.qwen3_moe.config import Qwen3MoeConfig
+
+from trainer import sequence
+from trainer.loss import IGNORE
+from trainer.model.experts import BalanceLoss, grouped_mm
+from trainer.sequence import Documents
+
+
+class Load(NamedTuple):
+    """What a layer's router has done with the tokens that count: two numbers for each expert, (E,)."""
+
+    choices: torch.Tensor
+    """How often it was chosen."""
+    probs: torch.Tensor
+    """The sum of its probabilities."""
+
+
+class Experts(nn.Module):
+    """Feed-forwards of SwiGLU side by side, their matrices stacked."""
+
+    def __init__(self, config: Qwen3MoeConfig) -> None:
+        super().__init__()
+        self.std, self.out_std = config.init_std, config.init_std / math.sqrt(2 * config.num_layers)
+        self.w1 = nn.Parameter(torch.empty(config.num_experts, config.expert_dim, config.dim))
+        self.w3 = nn.Parameter(torch.empty(config.num_experts, config.expert_dim, config.dim))
+        self.w2 = nn.Parameter(torch.empty(config.num_experts, config.dim, config.expert_dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.w1, std=self.std)
+        nn.init.normal_(self.w3, std=self.std)
+        nn.init.normal_(self.w2, std=self.out_std)
+
+    def forward(self, x_SD: torch.Tensor, chosen_SA: torch.Tensor, weights_SA: torch.Tensor) -> torch.Tensor:
+        """Return for each token the weighted sum of what its experts make of it."""
+        # Tokens in the order of their experts, so that each expert has its rows together.
+        order_M = chosen_SA.flatten().argsort(stable=True)
+        ends_E = choices_of(chosen_SA, self.w1.shape[0]).cumsum(0).to(torch.int32)
+        x_MD = x_SD[order_M // chosen_SA.shape[1]]
+        gate_MF = F.silu(grouped_mm(x_MD, self.w1.transpose(1, 2), ends_E))
+        hidden_MF = gate_MF * grouped_mm(x_MD, self.w3.transpose(1, 2), ends_E)
+        out_MD = grouped_mm(hidden_MF, self.w2.transpose(1, 2), ends_E)
+        # Back in the order of the tokens: adding up in place would not be the same twice on a GPU.
+        out_SAD = out_MD[order_M.argsort()].unflatten(0, chosen_SA.shape)
+        return (out_SAD * weights_SA.unsqueeze(-1)).sum(1)
+
+
+class MixtureOfExperts(nn.Module):
+    """A feed-forward of experts, of which a router chooses a few for each token (Shazeer et al. 2017)."""
+
+    def __init__(self, config: Qwen3MoeConfig) -> None:
+        super().__init__()
+        self.num_chosen, self.normalize = config.num_chosen, config.normalize_chosen
+        self.router = Linear(config.dim, config.num_experts, std=config.init_std)
+        self.experts = Experts(config)
+
+    def forward(self, x_BTD: torch.Tensor, counts_BT: torch.Tensor | None) -> tuple[torch.Tensor, Load | None]:
+        """Return the output, and the router's load by the tokens that `counts_BT` marks; without it no load."""
+        x_SD = x_BTD.flatten(0, 1)
+        probs_SE = self.router(x_SD).softmax(-1, dtype=torch.float32)
+        weights_SA, chosen_SA = probs_SE.topk(self.num_chosen)
+        if self.normalize:
+            weights_SA = weights_SA / weights_SA.sum(-1, keepdim=True)
+        out_SD = self.experts(x_SD, chosen_SA, weights_SA.to(x_SD.dtype))
+        return out_SD.view_as(x_BTD), None if counts_BT is None else load_of(probs_SE, chosen_SA, counts_BT.flatten())
+
+
+def load_of(probs_SE: torch.Tensor, chosen_SA: torch.Tensor, counts_S: torch.Tensor) -> Load:
+    """Return the load of each expert by the tokens that `counts_S` marks."""
+    choices_E = choices_of(chosen_SA, probs_SE.shape[1], counts_S)
+    return Load(choices_E, (probs_SE * counts_S.unsqueeze(1)).sum(0))
+
+
+def choices_of(chosen_SA: torch.Tensor, num_experts: int, counts_S: torch.Tensor | None = None) -> torch.Tensor:
+    """Return how often each expert was chosen, (E,): by all tokens, or by those that `counts_S` marks."""
+    ones_SA = torch.ones_like(chosen_SA) if counts_S is None else counts_S.unsqueeze(1).expand_as(chosen_SA).long()
+    zeros_E = torch.zeros(num_experts, dtype=torch.int64, device=chosen_SA.device)
+    return zeros_E.scatter_add(0, chosen_SA.flatten(), ones_SA.flatten())
+
+
+class Block(nn.Module):
+    """One transformer block."""
+
+    def __init__(self, config: Qwen3MoeConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.attention = Attention(config)
+        self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.moe = MixtureOfExperts(config)
+
+    def forward(
+        self,
+        x_BTD: torch.Tensor,
+        positions: torch.Tensor,
+        documents: Documents | None,
+        counts_BT: torch.Tensor | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, Load]:
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), positions, documents)
+        out_BTD, load = self.moe(self.ffn_norm(x_BTD), counts_BT)
+        return x_BTD + out_BTD if load is None else (x_BTD + out_BTD, load)
+
+
+class Qwen3Moe(nn.Module):
+    """A Qwen3 of experts: `tokens` (B, T) to logits (B, T, V), or with `targets` (B, T) to their summed loss.
+
+    In training the loss of the experts' balance is part of it, if there is one.  `documents` (B, T) keeps documents that
+    share a row to themselves; `positions` and `borders` follow from it.
+    """
+
+    def __init__(self, config: Qwen3MoeConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.tok_embeddings = Embedding(config.vocab_size, config.dim, std=config.init_std)
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.head = Head(norm, config.dim, config.vocab_size, std=config.init_std)
+        if config.tie_embeddings:
+            self.head.output.weight = self.tok_embeddings.weight
+        shape = (config.num_experts, config.num_chosen, config.num_layers)
+        self.balance = BalanceLoss(config.balance, *shape) if config.balance else None
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        targets: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
+        documents: torch.Tensor | None = None,
+        borders: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        kept_apart = Documents.of(documents, borders)
+        positions = sequence.positions(tokens, positions, kept_apart)
+        x_BTD = self.tok_embeddings(tokens)
+        if self.balance is None or targets is None or not self.training:
+            for layer in self.layers:
+                x_BTD = layer(x_BTD, positions, kept_apart)
+            return self.head(x_BTD, targets)
+        loads = []
+        for layer in self.layers:
+            x_BTD, load = layer(x_BTD, positions, kept_apart, targets != IGNORE)
+            loads.append(load)
+        choices_E, probs_E = (torch.stack(parts).sum(0) for parts in zip(*loads, strict=True))
+        return self.head(x_BTD, targets) + self.balance(choices_E, probs_E)

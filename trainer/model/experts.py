@@ -1,0 +1,176 @@
+"""Experts: products with one matrix for each group of rows, and their balance over the global batch.
+
+The sizes of the groups are known on the device alone, so the products are operators of their own: tensors without
+values, compiled code and activation checkpointing see one operator, whatever computes it.  Knows no recipe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.flop_counter import register_flop_formula
+
+from trainer.data.transfer import ahead
+from trainer.distributed.world import World
+
+# ---------------------------------------------------------------------------------------------------------------
+# Grouped products
+
+
+@torch.library.custom_op("meshtrainer::grouped_mm", mutates_args=())
+def grouped_mm(x_MK: torch.Tensor, weight_EKN: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+    """Return each row of `x_MK` times the matrix of its group, (M, N): group e ends before row `ends_E[e]` (int32).
+
+    The last group ends with the last row.  On a GPU, in bfloat16, one kernel, and the host waits for nothing;
+    elsewhere one product for each group.
+    """
+    if _has_kernel(x_MK, weight_EKN):
+        return F.grouped_mm(x_MK, weight_EKN, offs=ends_E)
+    out_MN = x_MK.new_empty(x_MK.shape[0], weight_EKN.shape[2])
+    for group, rows in enumerate(_rows(ends_E)):
+        torch.mm(x_MK[rows], weight_EKN[group], out=out_MN[rows])
+    return out_MN
+
+
+@torch.library.custom_op("meshtrainer::grouped_outer", mutates_args=())
+def grouped_outer(x_MK: torch.Tensor, y_MN: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+    """Return for each group the product of its rows, transposed, with its rows: (E, K, N).  See `grouped_mm`."""
+    if _has_kernel(x_MK, y_MN):
+        return F.grouped_mm(x_MK.t(), y_MN, offs=ends_E)
+    out_EKN = x_MK.new_empty(len(ends_E), x_MK.shape[1], y_MN.shape[1])
+    for group, rows in enumerate(_rows(ends_E)):
+        torch.mm(x_MK[rows].t(), y_MN[rows], out=out_EKN[group])
+    return out_EKN
+
+
+def _rows(ends_E: torch.Tensor) -> list[slice]:
+    ends = ends_E.tolist()
+    return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def _has_kernel(*tensors: torch.Tensor) -> bool:
+    """Return whether torch's kernel takes such tensors: its strides are multiples of 16 bytes."""
+    fits = all(t.is_cuda and t.dtype == torch.bfloat16 and t.shape[-1] % 8 == t.shape[-2] % 8 == 0 for t in tensors[1:])
+    first = tensors[0]
+    return fits and first.is_cuda and first.dtype == torch.bfloat16 and first.shape[-1] % 8 == 0
+
+
+@grouped_mm.register_fake
+def _(x_MK: torch.Tensor, weight_EKN: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+    return x_MK.new_empty(x_MK.shape[0], weight_EKN.shape[2])
+
+
+@grouped_outer.register_fake
+def _(x_MK: torch.Tensor, y_MN: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+    return x_MK.new_empty(ends_E.shape[0], x_MK.shape[1], y_MN.shape[1])
+
+
+def _keep(ctx: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+    x_MK, weight_EKN, ends_E = inputs
+    needs_x, needs_weight = ctx.needs_input_grad[:2]
+    ctx.save_for_backward(x_MK if needs_weight else None, weight_EKN if needs_x else None, ends_E)
+
+
+def _backward(ctx: Any, grad_MN: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
+    x_MK, weight_EKN, ends_E = ctx.saved_tensors
+    grad_MN = grad_MN.contiguous()
+    grad_x = None if weight_EKN is None else grouped_mm(grad_MN, weight_EKN.transpose(1, 2), ends_E)
+    grad_weight = None if x_MK is None else grouped_outer(x_MK, grad_MN, ends_E)
+    return grad_x, grad_weight, None
+
+
+grouped_mm.register_autograd(_backward, setup_context=_keep)
+
+GROUPED = torch.ops.meshtrainer.grouped_mm.default
+"""The operator, as dispatch modes see it."""
+
+
+@register_flop_formula(torch.ops.meshtrainer.grouped_mm)
+def _(x: Sequence[int], weight: Sequence[int], ends: Sequence[int], *args: Any, **kwargs: Any) -> int:
+    return 2 * x[0] * weight[1] * weight[2]
+
+
+@register_flop_formula(torch.ops.meshtrainer.grouped_outer)
+def _(x: Sequence[int], y: Sequence[int], ends: Sequence[int], *args: Any, **kwargs: Any) -> int:
+    return 2 * x[0] * x[1] * y[1]
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Balance
+
+
+class BalanceLoss(nn.Module):
+    """The load-balancing loss of all layers, over the global batch: it is least where all experts are chosen alike.
+
+    For each expert the share of the choices that fell on it times its mean probability, summed, times the number of
+    experts and the coefficient (Fedus et al. 2021, arXiv:2101.03961, equations 4 to 6).  Shares and means are those of
+    the tokens that the loss counts, in all layers, micro-batches and ranks (Qiu et al. 2025, arXiv:2501.11873), so
+    that the loss depends on no mesh; `balanced` sees to that in training.  Elsewhere they are those of the batch.
+    """
+
+    def __init__(self, coefficient: float, num_experts: int, num_chosen: int, num_layers: int) -> None:
+        super().__init__()
+        self.coefficient, self.num_experts, self.num_chosen = coefficient, num_experts, num_chosen
+        self.num_layers = num_layers
+        self.over_batch: Callable[[torch.Tensor], torch.Tensor] = _as_it_is
+
+    def forward(self, choices_E: torch.Tensor, probs_E: torch.Tensor) -> torch.Tensor:
+        """Return the loss summed over this batch's tokens.
+
+        choices_E: how often each expert was chosen, integers; probs_E: the sum of its probabilities, in fp32: both over
+        the tokens that count, in all layers.
+        """
+        all_choices_E = self.over_batch(choices_E)
+        shares_E = all_choices_E * (self.num_chosen / all_choices_E.sum().clamp(min=1))
+        return self.coefficient * self.num_experts / self.num_layers * (shares_E * probs_E).sum()
+
+
+def _as_it_is(choices_E: torch.Tensor) -> torch.Tensor:
+    return choices_E
+
+
+@contextmanager
+def balanced(
+    model: nn.Module, micro_batches: Sequence[Any], loss: Callable[[Any], torch.Tensor], world: World
+) -> Iterator[None]:
+    """Have the balance of `model` inside the block be that of `micro_batches` on all ranks.
+
+    It is a product of two sums, so the choices must be known before the first backward pass.  One micro-batch sums them
+    over the ranks in its own forward pass; several are counted first, with `loss`, in a forward pass each.  Nothing for
+    a model that has no `BalanceLoss` among its children.  Collectives: one all-reduce of an integer for each expert,
+    and those of these passes.
+    """
+    found = [child for child in model.children() if isinstance(child, BalanceLoss)]
+    for balance in found:
+        if len(micro_batches) == 1:
+            balance.over_batch = world.sum_on_device
+        else:
+            choices_E = world.sum_on_device(_count(balance, micro_batches, loss, world.device))
+            balance.over_batch = partial(_known, choices_E)
+    try:
+        yield
+    finally:
+        for balance in found:
+            balance.over_batch = _as_it_is
+
+
+@torch.no_grad()
+def _count(
+    balance: BalanceLoss, micro_batches: Sequence[Any], loss: Callable[[Any], torch.Tensor], device: torch.device
+) -> torch.Tensor:
+    """Return how often each expert is chosen by the tokens of all micro-batches of this rank."""
+    total_E = torch.zeros(balance.num_experts, dtype=torch.int64, device=device)
+    balance.over_batch = total_E.add_
+    for batch in ahead(micro_batches, device):
+        loss(batch)
+    return total_E
+
+
+def _known(known_E: torch.Tensor, choices_E: torch.Tensor) -> torch.Tensor:
+    return known_E
