@@ -198,9 +198,16 @@ DEFECTS: list[Defect] = [
     Defect(
         "turned-the-other-way",
         "to-hugging-face",
-        "recipes/llama/model.py",
+        "recipes/_layers.py",
         "torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)",
         "torch.cat((first * cos + second * sin, second * cos - first * sin), dim=-1)",
+    ),
+    Defect(
+        "experts-balanced-by-rank",
+        "native-models",
+        "trainer/model/experts.py",
+        "balance.over_batch = world.sum_on_device",
+        "balance.over_batch = _as_it_is",
     ),
     Defect(
         "budget-by-size-alone",
@@ -411,8 +418,8 @@ DEFECTS: list[Defect] = [
     Defect(
         "other-scaling-passed",
         "source-says-what-it-is",
-        "recipes/llama/huggingface.py",
-        'if kind not in ("default", "llama3"):',
+        "recipes/_huggingface.py",
+        "if kind not in kinds:",
         'if kind in ("yarn", "linear"):',
     ),
     Defect(

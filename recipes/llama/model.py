@@ -17,7 +17,7 @@ from trainer import sequence
 from trainer.sequence import Documents
 
 
-class ScaledRope(Rope):
+class ScaledRope(Rope):  # type: ignore[misc]
     """Rotary position embedding with Llama 3.1's frequency scaling."""
 
     def __init__(self, config: LlamaConfig) -> None:
