@@ -119,8 +119,8 @@ class Block(nn.Module):
 class Qwen3Moe(nn.Module):
     """A Qwen3 of experts: `tokens` (B, T) to logits (B, T, V), or with `targets` (B, T) to their summed loss.
 
-    In training the loss of the experts' balance is part of it, if there is one.  `documents` (B, T) keeps documents that
-    share a row to themselves; `positions` and `borders` follow from it.
+    In training the loss of the experts' balance is part of it, if there is one.
+    `documents` (B, T) keeps documents that share a row to themselves; `positions` and `borders` follow from it.
     """
 
     def __init__(self, config: Qwen3MoeConfig) -> None:
