@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("tokenizers", reason="a chat model's tokenizer is read with the library `tokenizers`")
 
 from tests.chats import CHATML, FAMILIES, GENERATION, QWEN3, Family, said, write_tokenizer
+from tests.ranks import merged
+from trainer import run
+from trainer.config import DataSection
 from trainer.data.chat.conversation import BadChat, Conversation
 from trainer.data.chat.masking import Encoder
+from trainer.data.chat.source import ChatSource
 from trainer.data.chat.template import find_template
 from trainer.data.chat.tokens import ChatTokenizer
+from trainer.data.opening import open_source
+from trainer.data.packing import best_fit
+from trainer.data.source import IGNORE, Source, entries
 
 
 def encoder_of(folder: Path, family: Family) -> Encoder:
@@ -109,3 +118,234 @@ def test_what_a_message_spells_is_text(tmp_path: Path) -> None:
     assert texts.count("<|im_end|>") == 2
     trained = [text for text, is_trained in tokens if is_trained]
     assert trained == ["Yes", *"<|", "im_end", *"|>", "No", "<|im_end|>"]
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Files
+
+
+ANSWERED = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]
+TOO_LONG = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes " * 40}]
+
+# What the third line of a file holds, further settings, and what the message must hold.
+BAD = {
+    "not JSON": ("{", [], ["data.path=", "chats.jsonl:3: is not JSON"]),
+    "no object": ("[]", [], ["data.path=", "chats.jsonl:3: must be a JSON object, not list"]),
+    "another format": ({"text": "Hi"}, [], ["data.columns=", "chats.jsonl:3: has no key 'messages'; its keys: text"]),
+    "no list": ({"messages": "Hi"}, [], ["data.path=", "chats.jsonl:3: messages must be a list of messages, not text"]),
+    "no message": ({"messages": []}, [], ["data.path=", "chats.jsonl:3: messages=[] holds no message"]),
+    "no role": ({"messages": [{"content": "Hi"}]}, [], ["data.path=", "chats.jsonl:3: messages[0] has no 'role'"]),
+    "unknown role": (
+        {"messages": [*ANSWERED, {"role": "bot", "content": "Hi"}]},
+        [],
+        ["data.path=", "chats.jsonl:3: messages[2].role='bot'; nearest: assistant"],
+    ),
+    "no content": ({"messages": [{"role": "user"}]}, [], ["data.path=", "chats.jsonl:3: messages[0] has no 'content'"]),
+    "empty content": (
+        {"messages": [*ANSWERED[:1], {"role": "assistant", "content": " "}]},
+        [],
+        ["data.path=", "chats.jsonl:3: messages[1].content=' ' is empty"],
+    ),
+    "content that is no text": (
+        {"messages": [{"role": "user", "content": 5}]},
+        [],
+        ["data.path=", "chats.jsonl:3: messages[0].content must be text, not a number"],
+    ),
+    "an image": (
+        {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+        [],
+        ["data.path=", "chats.jsonl:3: messages[0].content[0].type='image': only text"],
+    ),
+    "tools without support": (
+        {"messages": ANSWERED, "tools": [{"name": "weather"}]},
+        [],
+        ["data.chat_template=model: chats.jsonl:3: has tools, for which the chat template has no place"],
+    ),
+    "calls without support": (
+        {"messages": [*ANSWERED[:1], {"role": "assistant", "tool_calls": [{"function": {"name": "weather"}}]}]},
+        [],
+        ["data.chat_template=model: chats.jsonl:3: messages[1].tool_calls"],
+    ),
+    "a call of nothing": (
+        {"messages": [*ANSWERED[:1], {"role": "assistant", "tool_calls": [{"function": {}}]}]},
+        [],
+        ["data.path=", "chats.jsonl:3: messages[1].tool_calls[0] names no function"],
+    ),
+    "weight": (
+        {"messages": [*ANSWERED[:1], {**ANSWERED[1], "weight": 2}]},
+        [],
+        ["data.path=", "chats.jsonl:3: messages[1].weight=2 must be 0 or 1"],
+    ),
+    "nothing to train on": (
+        {"messages": ANSWERED[:1]},
+        [],
+        ["data.path=", "25.0% of 4 conversations hold nothing to train on, more than 1%: chats.jsonl:3"],
+    ),
+    "too long": (
+        {"messages": TOO_LONG},
+        ["data.too_long=error"],
+        ["data.seq_len=32: chats.jsonl:3: has 91 tokens, a sequence has room for 33", "data.seq_len=90"],
+    ),
+}
+
+
+def write_lines(path: Path, records: list[Any]) -> Path:
+    path.write_text("".join(f"{record if isinstance(record, str) else json.dumps(record)}\n" for record in records))
+    return path
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is not refused fails at once."""
+    monkeypatch.setattr(run, "_train", lambda config: pytest.fail("nothing was wrong"))
+
+
+def chat_settings(folder: Path, *settings: str) -> list[str]:
+    return [
+        "recipe=llama_small",
+        "model.vocab_size=512",
+        "data.source=chat",
+        "data.seq_len=32",
+        f"data.cache_dir={folder / 'cache'}",
+        f"run.dir={folder / 'run'}",
+        *settings,
+    ]
+
+
+@pytest.mark.parametrize("kind", list(BAD))
+def test_a_bad_chat_is_refused_with_its_line_and_setting(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record, settings, expected = BAD[kind]
+    good = {"messages": ANSWERED}
+    path = write_lines(tmp_path / "chats.jsonl", [good, good, record, good])
+    folder = write_tokenizer(tmp_path / "model", CHATML)
+    assert run.main(chat_settings(tmp_path, f"data.path={path}", f"data.tokenizer={folder}", *settings)) == 2
+    stdout, stderr = capsys.readouterr()
+    assert (stdout, stderr.count("error:")) == ("", 1)
+    assert all(text in stderr for text in expected), stderr
+    assert not (tmp_path / "run").exists()
+    assert not list((tmp_path / "cache").glob("*chat*")), "nothing is left behind"
+
+
+MISTAKES = {
+    "no file": (["data.path=/nowhere/chats.jsonl"], ["data.path=/nowhere/chats.jsonl", "no such file"]),
+    "no path": ([], ["data.path=null", "chats.jsonl"]),
+    "no template": (["data.path={chats}", "data.tokenizer={bare}"], ["data.chat_template=model", ".jinja"]),
+    "template that is not there": (["data.path={chats}", "data.chat_template=a.jinja"], ["data.chat_template=a.jinja"]),
+    "template that is none": (["data.path={chats}", "data.chat_template={broken}"], ["data.chat_template=", "line 1"]),
+    "tokenizer of no model": (["data.path={chats}", "data.tokenizer=model"], ["data.tokenizer=model", "model.path"]),
+    "unknown column": (["data.path={chats}", "data.columns={message: a}"], ["data.columns=", "messages"]),
+    "key without chats": (["data.source=stdlib", "data.train_on=last"], ["data.train_on=last", "data.source=chat"]),
+    "steps and epochs": (["data.path={chats}", "train.steps=2", "train.epochs=1"], ["train.epochs=1", "train.steps=2"]),
+    "vocabulary too small": (["data.path={chats}", "model.vocab_size=40"], ["model.vocab_size=40", "=1"]),
+}
+
+
+@pytest.mark.parametrize("mistake", list(MISTAKES))
+def test_a_mistake_about_chats(mistake: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    places = {
+        "chats": write_lines(tmp_path / "chats.jsonl", [{"messages": ANSWERED}]),
+        "bare": write_tokenizer(tmp_path / "bare", None),
+        "broken": write_lines(tmp_path / "broken.jinja", ["{% for %}"]),
+    }
+    settings, expected = MISTAKES[mistake]
+    for name, place in places.items():
+        settings = [setting.replace(f"{{{name}}}", str(place)) for setting in settings]
+    folder = write_tokenizer(tmp_path / "model", CHATML)
+    assert run.main(merged(chat_settings(tmp_path, f"data.tokenizer={folder}"), settings)) == 2
+    stderr = capsys.readouterr().err
+    assert stderr.count("error:") == 1
+    assert all(text in stderr for text in expected), stderr
+
+
+def data_of(folder: Path, records: list[Any], **settings: Any) -> DataSection:
+    path = write_lines(folder / "chats.jsonl", records)
+    defaults = {"tokenizer": str(write_tokenizer(folder / "model", CHATML)), "cache_dir": str(folder / "cache")}
+    return DataSection(source="chat", path=str(path), seq_len=64, **{**defaults, **settings})
+
+
+def trained_texts(source: Source, data: DataSection) -> list[str]:
+    """Return what is trained on in each sample, decoded."""
+    tokenizer = ChatTokenizer(data.tokenizer)
+    targets = entries(source.batch(np.arange(len(source))))["targets"]
+    return ["".join(map(tokenizer.text_of, row[row != IGNORE].tolist())) for row in targets]
+
+
+CALL = {"from": "function_call", "value": '{"name": "weather", "arguments": {}}'}
+FORMATS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "messages": ({"messages": said("Hi", "Yes", "Bye", "No")}, ["Yes<|im_end|>No<|im_end|>"]),
+    "parts": ({"messages": [*ANSWERED[:1], {"role": "assistant", "content": [{"type": "text", "text": "No"}]}]},
+              ["No<|im_end|>"]),
+    "sharegpt": ({"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yes"}],
+                  "system": "Be brief"}, ["Yes<|im_end|>"]),
+    "alpaca": ({"instruction": "Sum", "input": "two and two", "output": "four", "history": [["Hi", "Yes"]]},
+               ["Yes<|im_end|>four<|im_end|>"]),
+    "completion": ({"prompt": "two and two is", "completion": " four"}, [" four</s>"]),
+    "completion of messages": ({"prompt": said("Hi", "Yes", "Bye"), "completion": said("a", "No")[1:]},
+                               ["No<|im_end|>"]),
+    "preference": ({"prompt": "Hi", "chosen": [{"role": "assistant", "content": "Yes"}],
+                    "rejected": [{"role": "assistant", "content": "No"}]}, ["Yes<|im_end|>", "No<|im_end|>"]),
+    "preference of texts": ({"prompt": "Hi", "chosen": " Yes", "rejected": " No"}, [" Yes</s>", " No</s>"]),
+    "preference of chats": ({"chosen": said("Hi", "Yes", "Bye", "now"), "rejected": said("Hi", "Yes", "Bye", "so")},
+                            ["now<|im_end|>", "so<|im_end|>"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", list(FORMATS))
+def test_formats(kind: str, tmp_path: Path) -> None:
+    record, expected = FORMATS[kind]
+    data = data_of(tmp_path, [record])
+    source = open_source(data, None, "train")
+    assert trained_texts(source, data) == expected
+    again = open_source(dataclasses.replace(data, tokenizer=data.tokenizer), None, "train")
+    assert again.fingerprint == source.fingerprint, "from the cache"
+
+
+def test_columns_of_ones_own_and_parquet(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow", reason="parquet is read with the library `pyarrow`")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    chats = [{"dialog": said("Hi", "Yes")}, {"dialog": said("Bye", "No", system="Be brief")}]
+    data = data_of(tmp_path, chats, columns={"messages": "dialog"}, pack=False)
+    parquet.write_table(pyarrow.Table.from_pylist(chats), tmp_path / "chats.parquet")
+    from_parquet = dataclasses.replace(data, path=str(tmp_path / "chats.parquet"))
+    for each in (data, from_parquet):
+        assert trained_texts(open_source(each, None, "train"), each) == ["Yes<|im_end|>", "No<|im_end|>"]
+
+
+def test_what_is_too_long_is_dropped_or_cut_and_what_holds_nothing_is_named(tmp_path: Path) -> None:
+    short, long, mute = {"messages": ANSWERED}, {"messages": TOO_LONG}, {"messages": ANSWERED[:1]}
+    records = [short] * 148 + [long, mute]
+    for too_long, samples, lost, trained in (("drop", 148, 91, 148 * 2), ("truncate", 149, 91 - 65, 148 * 2 + 65 - 9)):
+        data = data_of(tmp_path, records, too_long=too_long, pack=False)
+        source = open_source(data, None, "train")
+        assert isinstance(source, ChatSource)
+        assert len(source) == samples
+        assert source.report.unused == ["chats.jsonl:150"]
+        everything, shares = 148 * 12 + 91, source.report.shares
+        assert shares["dropped_share" if too_long == "drop" else "truncated_share"] == lost / everything
+        assert shares["trained_share"] == trained / everything
+
+
+def test_each_conversation_is_packed_once_and_held_out_by_what_it_says(tmp_path: Path) -> None:
+    records = [{"messages": said(f"{a} {b}", "Yes " * a)} for a in range(1, 6) for b in range(1, 6)]
+    data = data_of(tmp_path, records, holdout=0.2)
+    train, held_out = open_source(data, None, "train"), open_source(data, None, "eval")
+    assert held_out is not None
+    alone = open_source(dataclasses.replace(data, pack=False, holdout=0.0), None, "train")
+    found = [text for source in (train, held_out) for text in trained_texts(source, data)]
+    ends = "<|im_end|>"
+    assert sorted("".join(found).split(ends)) == sorted("".join(trained_texts(alone, data)).split(ends))
+    other = data_of(tmp_path, list(reversed(records)), holdout=0.2)
+    again = open_source(other, None, "eval")
+    assert again is not None
+    assert sorted("".join(trained_texts(again, data))) == sorted("".join(trained_texts(held_out, data)))
+
+
+def test_rows_are_filled_as_well_as_they_can_be() -> None:
+    lengths = np.random.default_rng(0).integers(1, 33, 500)
+    order, starts = best_fit(lengths, 64)
+    assert sorted(order.tolist()) == list(range(500))
+    filled = np.add.reduceat(lengths[order], starts[:-1])
+    assert filled.max() <= 64
+    assert len(filled) <= 1.02 * lengths.sum() / 64

@@ -473,7 +473,7 @@ def small_stdlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (folder / f"m{number}.py").write_text(f"x = {number}\n")
     monkeypatch.setattr(stdlib_module.sysconfig, "get_path", lambda _: str(folder))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(stdlib_module.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
     return folder
 
 

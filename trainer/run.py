@@ -147,6 +147,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         spawns = _spawns(arguments.nproc, env)
         if arguments.wants_config:
             _check_as_printed(config, arguments.nproc, env)
+            config = _with_steps(config)
             tell(config.to_yaml(), end="")
             return EXIT_FINISHED
         _check(config, arguments.nproc or 1, env, spawns)
@@ -193,8 +194,8 @@ def _check_as_printed(config: RunConfig, nproc: int | None, env: Environment) ->
 
     Where neither a launcher nor `nproc` says how many ranks there are, they are the fewest that it can mean.
     """
-    if config.data.source == "tokens" and not config.data.path:
-        config = replace(config, data=replace(config.data, source="synthetic", eval_path=None, weights=None, phases=()))
+    if config.data.source in ("tokens", "chat") and not config.data.path:
+        config = replace(config, data=config.data.generated())
     if nproc is None and not env.is_distributed:
         least = least_mesh(config)
         config = replace(config, log=replace(config.log, profile_ranks=(0,)))
@@ -202,6 +203,13 @@ def _check_as_printed(config: RunConfig, nproc: int | None, env: Environment) ->
     else:
         num_ranks = nproc or env.world_size
         _check_without_torch(config, num_ranks, env.local_world_size if env.is_distributed else num_ranks, env)
+
+
+def _with_steps(config: RunConfig) -> RunConfig:
+    """Return what is printed, with the steps that its epochs take if the data are there."""
+    from trainer.data.epochs import with_steps
+
+    return with_steps(config) if config.data.path else config
 
 
 def _report(error: UserError | TrainingFailed, env: Environment, exit_code: int = EXIT_USER_ERROR) -> int:

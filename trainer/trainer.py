@@ -19,6 +19,7 @@ from trainer.checkpoint.place import find_place
 from trainer.checkpoint.saver import Saver
 from trainer.checkpoint.store import Checkpoints, Settings
 from trainer.config import RunConfig
+from trainer.data.epochs import with_steps
 from trainer.data.loader import Batch, EvalLoader, TrainLoader
 from trainer.data.opening import open_source
 from trainer.data.transfer import ahead
@@ -33,7 +34,7 @@ from trainer.lifecycle.resume import Resume
 from trainer.lifecycle.saves import RunSaves
 from trainer.lifecycle.selfcheck import check_same_run, check_shape, check_start
 from trainer.lifecycle.state import TrainState
-from trainer.lifecycle.summary import device_name, mesh_sizes, show_result, start_facts, start_notes
+from trainer.lifecycle.summary import device_name, made_facts, mesh_sizes, show_result, start_facts, start_notes
 from trainer.lifecycle.watchdog import Watchdog
 from trainer.loss import count_targets, find_loss
 from trainer.metrics.accounts import Accounts, Update
@@ -75,7 +76,7 @@ class Trainer:
         self.world = World(config)
         check_same_run(self.world, config, type(self), self.exempt_from_selfcheck())
         self.shape = check_shape(self.world, config)
-        self.config, self.plan_choice = resolve_auto(config, self.shape, self.world)
+        self.config, self.plan_choice = resolve_auto(with_steps(config), self.shape, self.world)
         self.forecast = Forecast(self.config, self.shape, self.world)
         seed_everything(self.config.run.seed, self.world.rank)
 
@@ -330,6 +331,7 @@ class Trainer:
             "resumed_step": self.resume.step,
             "load_s": self.resume.seconds,
             "skipped": self.skips.total,
+            **made_facts(self.loader),
         }
         choice = choice_text(self.plan_choice) if self.plan_choice else ""
         notes = start_notes(choice, self.profile.advice(self.state.step), self.resume.changed)

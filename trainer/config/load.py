@@ -19,10 +19,8 @@ from yaml import YAMLError
 
 from trainer.config.pretrained import Told, free_fields, is_folder_of_weights, told_by_folder
 from trainer.config.relocate import CONFIG, settle
-from trainer.config.schema import (
-    DataSection,
-    RunConfig,
-)
+from trainer.config.schema import RunConfig
+from trainer.config.settled import settled, with_one_horizon
 from trainer.errors import UserError, choice_error, nearest, setting_error
 from trainer.printable import is_masked, masked
 from trainer.recipe import Recipe, check_number, find_recipe, load_recipes
@@ -87,7 +85,7 @@ def _build(
 
     Modules that the tree names are imported, or, with `may_import`, those alone.
     """
-    values = dict(_leaves(tree_of_values, path))
+    values = with_one_horizon(dict(_leaves(tree_of_values, path)), assignments)
 
     name = assignments.get("model.name", values.get("model.name"))
     if name != values.get("model.name"):  # another model: the fields in the recipe file are not its
@@ -126,7 +124,7 @@ def _build(
     is_named = bool(assignments.get("run.name")) and not assignments.get("run.dir")
     folder = "" if is_named else config.run.dir
     run = dataclasses.replace(config.run, name=run_name, dir=folder or f"runs/{run_name}")
-    return dataclasses.replace(config, run=run, data=_resolve_holdout(config))
+    return settled(dataclasses.replace(config, run=run))
 
 
 def _told_by(source: str | None, recipe: Recipe) -> Told | None:
@@ -173,13 +171,6 @@ def _follow(
         key = f"model.{name}"
         if key in legal and key not in assignments and not (name in free and key in values):
             _assign(tree, legal, key, value, f" (in {told.where})")
-
-
-def _resolve_holdout(config: RunConfig) -> DataSection:
-    """Settle `data.holdout`, so that it is on record: what is trained on must not change when a run is resumed."""
-    data = config.data
-    evaluates = data.source == "tokens" and config.eval.every > 0 and data.eval_path is None
-    return dataclasses.replace(data, holdout=0.01 if evaluates else 0.0) if data.holdout is None else data
 
 
 def find_recipe_file(recipe: str) -> Path:

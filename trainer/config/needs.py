@@ -12,7 +12,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from trainer.config import RunConfig
+from trainer.config.schema import RunConfig
 from trainer.errors import setting_error
 
 

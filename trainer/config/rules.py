@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from datetime import datetime, timedelta
 from pathlib import Path
 
+from trainer.config.chats import check_chats
 from trainer.config.load import (
     declared_keys,
 )
@@ -247,14 +248,15 @@ def _check_data(config: RunConfig) -> None:
     if data.source == "tokens" and not data.path:
         rule = "data.source=tokens needs the path or glob of token shards"
         raise setting_error("data.path", data.path, rule, fix="python -m trainer.prepare makes them from text")
-    if data.source != "tokens":
+    if data.source not in ("tokens", "chat"):
         for key in ("path", "eval_path"):
             if getattr(data, key):
-                rule = f"data.source={data.source} reads no file; a path goes with data.source=tokens"
+                rule = f"data.source={data.source} reads no file; a path goes with data.source=tokens, or chat"
                 raise setting_error(f"data.{key}", getattr(data, key), rule, None)
-    if data.source == "tokens" and config.eval.every and not data.eval_path and not data.holdout:
+    if data.source in ("tokens", "chat") and config.eval.every and not data.eval_path and not data.holdout:
         rule = "with data.holdout=0 and no data.eval_path there is nothing to evaluate on"
         raise setting_error("eval.every", config.eval.every, rule, 0)
+    check_chats(config)
     check_sources(config)
 
 

@@ -94,8 +94,10 @@ class FsdpSection:
         "always, never, a number for each unit in the order of the forward pass, or auto (the planner's choice)",
         aliases={"true": "always", "false": "never"},
     )
-    param_dtype: Literal["float32", "bfloat16"] = declare(
-        "float32", "dtype of unsharded parameters and of compute", aliases=_DTYPES
+    param_dtype: Literal["float32", "bfloat16", "auto"] = declare(
+        "float32",
+        "dtype of unsharded parameters and of compute; auto: bfloat16 on a GPU, else float32",
+        aliases=_DTYPES,
     )
     reduce_dtype: Literal["float32", "bfloat16"] = declare(
         "float32", "dtype in which gradients are reduced", aliases=_DTYPES
@@ -120,11 +122,15 @@ class FsdpSection:
 class DataSection:
     """The training data."""
 
-    source: Literal["stdlib", "synthetic", "tokens"] = declare(
-        "stdlib", "stdlib: this Python's own source text; synthetic: generated; tokens: shards from trainer.prepare"
+    source: Literal["stdlib", "synthetic", "tokens", "chat"] = declare(
+        "stdlib",
+        "stdlib: this Python's own source text; synthetic: generated; tokens: shards from trainer.prepare; chat: "
+        "conversations in JSONL or parquet files",
     )
     path: str | dict[str, str] | None = declare(
-        None, "source=tokens: a token shard or a glob of several, or {name: path, ...} for several sources"
+        None,
+        "source=tokens: a token shard or a glob of several; source=chat: a file, folder or glob; or {name: path, ...} "
+        "for several sources",
     )
     eval_path: str | dict[str, str] | None = declare(
         None, "source=tokens: a shard or glob to evaluate on, or {name: path, ...} for each source its own"
@@ -139,8 +145,8 @@ class DataSection:
     )
     holdout: float | None = declare(
         None,
-        "source=tokens without eval_path: share of the samples, the last, kept for evaluation; null: 0.01 with "
-        "eval.every, else 0",
+        "without eval_path: share of the samples, the last, or with source=chat of the conversations, that is kept for "
+        "evaluation; null: 0.01 with eval.every, else 0",
         at_least=0,
         below=1,
     )
@@ -148,13 +154,34 @@ class DataSection:
         None, "a run that would go through a source more often is refused; null: any number of times", above=0
     )
     seq_len: int = declare(256, "tokens of one sequence", at_least=1, at_most=MAX_SIZE)
-    tokenizer: str = declare("bytes", "bytes, or the path of a Hugging Face tokenizer.json")
+    tokenizer: str = declare(
+        "bytes", "bytes; a Hugging Face tokenizer.json, or its folder; or model, that of model.path or train.init_from"
+    )
+    format: Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "preference"] = declare(
+        "auto", "source=chat: what a record is like; auto: as its keys say"
+    )
+    columns: dict[str, str] | None = declare(
+        None, "source=chat: what the files call a format's keys, as {messages: dialog}; null: as the format does"
+    )
+    chat_template: str = declare("model", "source=chat: model, the template beside the tokenizer, or a file of Jinja")
+    train_on: Literal["assistant", "last", "all", "completion"] = declare(
+        "assistant",
+        "source=chat: what counts as a target: all that the assistant writes, its last turn, every token, or what it "
+        "writes after the user's last message",
+    )
+    too_long: Literal["drop", "truncate", "error"] = declare(
+        "drop", "source=chat: what is done with a conversation that is longer than a sequence"
+    )
     pack: bool = declare(True, "true: sequences run across documents; false: one document a sequence, the rest ignored")
     num_workers: int = declare(
         0, "processes that prepare batches on each rank; 0: the rank itself", at_least=0, at_most=256
     )
     seed: int = declare(0, "seed of the order of the samples", at_least=0)
     cache_dir: str | None = declare(None, "where tokenized text is kept; null: the user's cache folder")
+
+    def generated(self) -> DataSection:
+        """Return the section with generated data of the same shape in place of files."""
+        return DataSection(source="synthetic", seq_len=self.seq_len, pack=self.pack, num_workers=self.num_workers)
 
 
 @dataclass(frozen=True)
@@ -181,8 +208,15 @@ class ScheduleSection:
 
     name: Literal["cosine", "linear", "wsd", "constant"] = declare("cosine", "shape after warmup")
     warmup_steps: int = declare(0, "steps of linear warmup", at_least=0)
+    warmup_ratio: float = declare(
+        0.0, "share of the run that is linear warmup, where that is more steps than warmup_steps", at_least=0, below=1
+    )
     min_lr_ratio: float = declare(0.1, "learning rate at the end, as a share of the peak", at_least=0, at_most=1)
     decay_ratio: float = declare(0.2, "wsd: share of the run that decays, at its end", at_least=0, at_most=1)
+
+    def warmup(self, num_steps: int) -> int:
+        """Return the steps of warmup in a run of `num_steps`."""
+        return max(self.warmup_steps, round(self.warmup_ratio * num_steps))
 
 
 @dataclass(frozen=True)
@@ -190,6 +224,9 @@ class TrainSection:
     """The training loop."""
 
     steps: int = declare(1000, "optimizer steps", at_least=0)
+    epochs: float | None = declare(
+        None, "passes over the data instead of steps, which it settles; null: steps", above=0
+    )
     global_batch_size: int = declare(8, "sequences of one step, over all ranks", at_least=1, at_most=MAX_SIZE)
     micro_batch_size: int | str = declare(
         1, "sequences of one forward on one rank; auto: the planner's", at_least=1, at_most=MAX_SIZE
@@ -337,6 +374,8 @@ class RunConfig:
         """Return the tree as plain dictionaries, lists and scalars, to be kept: credentials in URLs are masked."""
         plain = OmegaConf.to_container(OmegaConf.create(masked(plain_lists(dataclasses.asdict(self)))))
         assert isinstance(plain, dict)
+        if self.train.epochs is not None:  # which decides about the steps
+            del plain["train"]["steps"]
         return {str(section): values for section, values in plain.items()}
 
     def to_yaml(self) -> str:

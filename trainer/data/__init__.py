@@ -2,6 +2,7 @@
 
     tokenizer   text <-> token ids
     source      samples by their index: the standard library's text, token shards on disk, generated patterns
+    chat        conversations with what is trained on
     opening     settings -> source
     order       which sample comes at which position of an endless run
     loader      a rank's micro-batches, and the one number from which a run resumes

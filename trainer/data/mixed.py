@@ -58,6 +58,16 @@ class MixedSource(Source):
                     whole[rows] = entry
         return found
 
+    @property
+    def facts(self) -> Mapping[str, float]:
+        """Those of each source, with its name behind theirs."""
+        return {f"{fact}_{name}": value for name, own in self.sources.items() for fact, value in own.facts.items()}
+
+    @property
+    def sentence(self) -> str:
+        """Those of the sources, a line each."""
+        return "\n".join(f"{name}: {own.sentence}" for name, own in self.sources.items() if own.sentence)
+
     @cached_property
     def fingerprint(self) -> Fingerprint:
         """Those of the sources, and what they amount to together."""

@@ -1,4 +1,4 @@
-"""Opens the source that the settings name: token shards, the standard library's text, generated patterns.
+"""Opens the source that the settings name: token shards, chats, the standard library's text, generated patterns.
 
 No torch here: opening a source is how the data settings are checked, before anything is spawned.
 """
@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, overload
 
+from trainer.data.chat.source import open_chats
 from trainer.data.mixed import MixedSource
 from trainer.data.shards import Shard, ShardError
 from trainer.data.source import Part, Source, SyntheticSource, TokenSource
@@ -43,6 +44,8 @@ def open_source(data: DataSection, vocab_size: int | None, split: Split) -> Sour
     """
     if isinstance(data.path, Mapping):
         return _open_several(data, data.path, vocab_size, split)
+    if data.source == "chat":
+        return open_chats(data, vocab_size, split)
     if data.source == "synthetic":
         return SyntheticSource(data.seq_len, vocab_size or 256, data.seed, split)
     if data.source == "stdlib":

@@ -80,6 +80,16 @@ class Source(ABC):
         """
         return Fingerprint(len(self))
 
+    @property
+    def facts(self) -> Mapping[str, float]:
+        """Further fields of the start record: of how the samples were made."""
+        return {}
+
+    @property
+    def sentence(self) -> str:
+        """Tells a person how the samples were made; nothing where there is nothing to tell."""
+        return ""
+
     def bits_per_byte(self, loss: float) -> float | None:
         """Return the bits for each byte of raw text that a mean `loss` (nats a target) amounts to, or None."""
         return None if self.bytes_per_token is None else loss / math.log(2) / self.bytes_per_token

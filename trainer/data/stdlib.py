@@ -9,11 +9,11 @@ import json
 import os
 import sys
 import sysconfig
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
+from trainer.data.cache import find_cache_folders
 from trainer.data.shards import Shard, ShardError, ShardInfo, ShardWriter
 from trainer.data.tokenizer import Tokenizer
 from trainer.errors import setting_error
@@ -56,7 +56,7 @@ class StdlibCorpus:
         Any number of processes may do this at once.  Raises UserError if there is no folder to write to.
         """
         name = f"stdlib-{self._fingerprint(tokenizer)}-{split}.bin"
-        folders = _find_cache_folders(cache_dir)
+        folders = find_cache_folders(cache_dir)
         for folder in folders:
             with contextlib.suppress(ShardError):  # absent, or cut short by whatever befell the disk: made again
                 return Shard(folder / name)
@@ -105,21 +105,6 @@ def _write_shard(path: Path, tokenizer: Tokenizer, documents: Sequence[bytes]) -
         writer.publish()
     finally:
         writer.discard()
-
-
-def _find_cache_folders(setting: str | None) -> list[Path]:
-    """Return where tokenized text may be kept, best first.  What the user names is the only place."""
-    if setting is not None:
-        return [Path(setting).expanduser()]
-    folders = []
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    if os.path.isabs(base):
-        folders.append(Path(base, "meshtrainer"))
-    user = os.getuid() if hasattr(os, "getuid") else 0
-    shared = Path(tempfile.gettempdir(), f"meshtrainer-{user}")
-    if not os.path.lexists(shared) or (shared.lstat().st_uid == user and not shared.is_symlink()):
-        folders.append(shared)  # unless another user has put something there
-    return folders
 
 
 def held_out_text(data: DataSection) -> bytes | None:

@@ -71,13 +71,19 @@ def _data_facts(config: RunConfig, loader: object) -> str:
     """Return what the run reads: of a source of its own all that is known is its kind."""
     if not isinstance(loader, TrainLoader):
         return f"{config.data.source}, {config.train.steps} steps"
-    return "\n".join([config.data.source, *sentences(loader.portions(config.train.steps))])
+    made = loader.source.sentence
+    return "\n".join([config.data.source, *([made] if made else []), *sentences(loader.portions(config.train.steps))])
 
 
 def start_notes(choice: str, advice: str, changed: Sequence[str]) -> list[str]:
     """Return what else there is to say at the start: the plan's choice, the profile's advice, changed settings."""
     lines = ["configuration changed since:", *(f"  {line}" for line in changed)]
     return [note for note in (choice, advice, "\n".join(lines) if changed else "") if note]
+
+
+def made_facts(loader: object) -> Mapping[str, float]:
+    """Return what the start record has of how the samples were made; nothing for a loader of a user's own."""
+    return loader.source.facts if isinstance(loader, TrainLoader) else {}
 
 
 def show_result(config: RunConfig, world: World, model: nn.Module, metrics: Metrics) -> None:

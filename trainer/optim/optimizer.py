@@ -193,7 +193,7 @@ class Schedule:
 
     def lr(self, step: int) -> float:
         """Return the learning rate of step `step`, the first being 1."""
-        shape, warmup = self.shape, self.shape.warmup_steps
+        shape, warmup = self.shape, self.shape.warmup(self.num_steps)
         if step <= warmup:
             return self.peak * step / warmup
         return self.peak * (shape.min_lr_ratio + (1 - shape.min_lr_ratio) * self._height(step))
@@ -203,7 +203,7 @@ class Schedule:
 
         wsd (warmup, stable, decay): Hu et al. 2024, arXiv:2404.06395; its decay is linear, over a share of the run.
         """
-        name, warmup = self.shape.name, self.shape.warmup_steps
+        name, warmup = self.shape.name, self.shape.warmup(self.num_steps)
         left = max(0, self.num_steps - step)
         share_left = left / max(1, self.num_steps - warmup)
         if name == "cosine":

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.config import RunConfig, check_config, find_mesh_shape, load_config
+from trainer.data.epochs import with_steps
 from trainer.distributed.environment import find_environment
 from trainer.errors import EXIT_DOES_NOT_FIT, EXIT_FINISHED, UserError, nearest, run_command, say, setting_error, tell
 from trainer.model.shard import check_sharding
@@ -68,6 +69,8 @@ def _plan(arguments: list[str]) -> int:
     if asked.recipe is None and not asked.calibrates:
         raise UserError("recipe=NAME is missing; see --help")
     config = load_config(asked.recipe or "llama_small", overrides)
+    if config.data.path is not None:
+        config = with_steps(config)
     if asked.calibrates:
         calibrate(config, None if asked.device == "auto" else asked.device)
         if asked.recipe is None or find_environment().rank > 0:

@@ -133,5 +133,4 @@ def layout_of(config: RunConfig, trace: Trace, mesh: MeshShape) -> Layout:
 
 def planned(config: RunConfig) -> RunConfig:
     """Return `config` for planning: without data, which a plan does not read."""
-    data = replace(config.data, source="synthetic", path=None, eval_path=None, weights=None, phases=())
-    return replace(config, data=data)
+    return replace(config, data=config.data.generated())

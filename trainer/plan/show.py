@@ -151,7 +151,9 @@ def _time_table(plan: Plan) -> tuple[str, Table]:
         "tokens/s": f"{tokens_per_s:,.0f} ({tokens_per_s / plan.mesh.num_ranks:,.0f} a rank)",
         "model FLOPs a step": f"{plan.flops:.3g}",
         "MFU": "unknown" if plan.mfu is None else f"{100 * plan.mfu:.1f} %",
-        f"whole run, {train.steps} steps": f"{plan.run_s / 3600:,.1f} h, "
+        "whole run": "its data decide"
+        if train.epochs is not None
+        else f"{train.steps} steps, {plan.run_s / 3600:,.1f} h, "
         f"{plan.run_s * plan.mesh.num_ranks / 3600:,.0f} device hours",
         "a checkpoint": f"{plan.checkpoint_bytes / GIB:,.1f} GiB, "
         f"{plan.checkpoint_bytes / plan.mesh.num_ranks / GIB:.2f} a rank",

@@ -6,11 +6,11 @@ Everything here is plain JSON; what is wrong with a record is said with the path
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from trainer.data.chat.conversation import ROLES, BadChat, Completion, Conversation, Message, Pair, Sample
-from trainer.errors import nearest
+from trainer.errors import nearest, setting_error
 
 _ALIASES = {
     **dict.fromkeys(("human", "prompter", "customer", "usr"), "user"),
@@ -252,9 +252,13 @@ def _kind(value: Any) -> str:
     return "null" if value is None else kinds.get(type(value), type(value).__name__)
 
 
-def check_columns(columns: Mapping[str, str], setting: str) -> str | None:
-    """Return the first key of `data.columns` that no format has, or None."""
-    known: Collection[str] = (
-        COLUMNS[setting] if setting in COLUMNS else {key for keys in COLUMNS.values() for key in keys}
-    )
-    return next((key for key in columns if key not in known), None)
+def check_columns(columns: Mapping[str, str], setting: str) -> None:
+    """Raise UserError for a key of `data.columns` that a record of the format cannot have."""
+    known = list(dict.fromkeys(COLUMNS.get(setting) or [key for keys in COLUMNS.values() for key in keys]))
+    for key in columns:
+        if key not in known:
+            best = nearest(key, known)
+            shown = json.dumps(dict(columns))
+            rule = f"{key!r} is no key of data.format={setting}, which are {', '.join(known)}"
+            meant = json.dumps({str(best) if name == key else name: value for name, value in columns.items()})
+            raise setting_error("data.columns", shown, rule, meant=meant if best else None)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,10 +34,20 @@ class Encoder:
 
     train_on: `assistant`, all that it has written; `last`, its last turn; `completion`, what it has written after the
         last of the user's messages; `all`, every token.
+    setting: `data.chat_template`, for errors.
     """
 
-    def __init__(self, tokenizer: ChatTokenizer, template: ChatTemplate | None, train_on: str) -> None:
-        self.tokenizer, self._template, self._train_on = tokenizer, template, train_on
+    def __init__(
+        self, tokenizer: ChatTokenizer, template: ChatTemplate | None, train_on: str, setting: str = "model"
+    ) -> None:
+        self.tokenizer, self.setting = tokenizer, setting
+        self._template, self._train_on = template, train_on
+
+    @property
+    def identity(self) -> list[Any]:
+        """Other plain values where the same conversations become other tokens."""
+        template = self._template
+        return [self.tokenizer.name, self._train_on, [template.sources, template.tokens] if template else None]
 
     def encode(self, sample: Sample) -> Encoded:
         """Return the tokens of a conversation, or of a completion.  Raises BadChat."""
@@ -52,7 +63,8 @@ class Encoder:
 
     def _encode_chat(self, chat: Conversation) -> Encoded:
         template = self._template
-        assert template is not None, "opening the source has seen to it that there is one"
+        if template is None:
+            raise BadChat("needs a chat template, and the tokenizer has none", "data.chat_template", fix=_NAME_ONE)
         _check_support(chat, template)
         quoted = self.tokenizer.quoted
         chat = replace(chat, messages=quoted(chat.messages), tools=quoted(chat.tools))
@@ -86,6 +98,7 @@ def _check_support(chat: Conversation, template: ChatTemplate) -> None:
         raise BadChat(rule, "data.chat_template", fix=_OTHER)
 
 
+_NAME_ONE = "name a .jinja file that holds one"
 _OTHER = "name a .jinja file that has one"
 
 

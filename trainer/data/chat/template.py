@@ -111,10 +111,11 @@ def _aliased(message: dict[str, Any]) -> dict[str, Any]:
 # Where templates come from
 
 
-def find_template(setting: str, tokenizer: str, key: str = "data.chat_template") -> ChatTemplate:
+def find_template(setting: str, tokenizer: str, key: str = "data.chat_template") -> ChatTemplate | None:
     """Return the template that the settings name: `model`, that of the tokenizer's folder, or a file of Jinja.
 
-    tokenizer: `data.tokenizer`, a tokenizer.json or the folder of one.  Raises UserError that names `key`.
+    tokenizer: `data.tokenizer`, a tokenizer.json or the folder of one.  None if there is no template in that folder.
+    Raises UserError that names `key` for one that cannot be read.
     """
     folder = _folder_of(tokenizer)
     config = _read_json(folder / "tokenizer_config.json", key) if folder else {}
@@ -129,8 +130,7 @@ def find_template(setting: str, tokenizer: str, key: str = "data.chat_template")
     else:
         templates = _templates_of(folder, config, key) if folder else {}
         if "default" not in templates:
-            has_none = f"{folder if folder else f'data.tokenizer={tokenizer}'} has none"
-            raise setting_error(key, setting, has_none, fix="name a .jinja file that holds one")
+            return None
     try:
         return ChatTemplate(templates, tokens)
     except jinja2.TemplateSyntaxError as error:

@@ -1,0 +1,65 @@
+"""Keys that a configuration leaves to the machine, to files or to other keys: settled, so that they are on record.
+
+What is trained on, and in which dtype, must not change when a run is resumed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trainer.config.needs import likely_device
+from trainer.config.pretrained import is_folder_of_weights
+from trainer.config.schema import AUTO, DataSection, FsdpSection, RunConfig
+from trainer.errors import setting_error
+
+MODEL = "model"
+"""The tokenizer, and the chat template, that come with the model."""
+
+
+def settled(config: RunConfig) -> RunConfig:
+    """Return the configuration with `data.holdout`, `data.tokenizer` and `fsdp.param_dtype` as plain values."""
+    return dataclasses.replace(config, data=_settled_data(config), fsdp=_settled_fsdp(config))
+
+
+def _settled_data(config: RunConfig) -> DataSection:
+    data, holdout, tokenizer = config.data, config.data.holdout, config.data.tokenizer
+    if holdout is None:
+        evaluates = data.source in ("tokens", "chat") and config.eval.every > 0 and data.eval_path is None
+        holdout = 0.01 if evaluates else 0.0
+    if tokenizer == MODEL:
+        tokenizer = _folder_of(config) or MODEL
+    if tokenizer != MODEL and (Path(tokenizer).expanduser() / "tokenizer.json").is_file():
+        tokenizer = str((Path(tokenizer).expanduser() / "tokenizer.json").absolute())
+    return dataclasses.replace(data, holdout=holdout, tokenizer=tokenizer)
+
+
+def _folder_of(config: RunConfig) -> str | None:
+    """Return the folder that the model's first weights are in, if they are in one that may have a tokenizer."""
+    start = config.train.init_from
+    return config.model_path or (start if start is not None and is_folder_of_weights(start) else None)
+
+
+def _settled_fsdp(config: RunConfig) -> FsdpSection:
+    if config.fsdp.param_dtype != AUTO:
+        return config.fsdp
+    on_gpu = likely_device(config.run.device) == "cuda"
+    return dataclasses.replace(config.fsdp, param_dtype="bfloat16" if on_gpu else "float32")
+
+
+def with_one_horizon(values: Mapping[str, Any], given: Mapping[str, str]) -> dict[str, Any]:
+    """Return the values of a recipe file without the one of `train.steps` and `train.epochs` that yields.
+
+    What is given on the command line goes before what the file says.  Raises UserError where one place says both.
+    """
+    steps, epochs = "train.steps", "train.epochs"
+    if steps in given and given.get(epochs, "null") != "null":
+        raise setting_error(epochs, given[epochs], f"{steps}={given[steps]} is given too; a run has one of them")
+    if steps in given or epochs in given:
+        yields = epochs if steps in given else steps
+        return {key: value for key, value in values.items() if key != yields or given.get(epochs) == "null"}
+    if steps in values and values.get(epochs) is not None:
+        raise setting_error(epochs, values[epochs], f"{steps}={values[steps]} stands there too; a run has one of them")
+    return dict(values)

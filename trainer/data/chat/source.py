@@ -1,0 +1,164 @@
+"""Samples of chats: rows of conversations that do not see each other, or pairs of answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainer.data.chat.formats import check_columns
+from trainer.data.chat.masking import Encoded, Encoder
+from trainer.data.chat.records import find_files
+from trainer.data.chat.store import Kept, Order, Report, decoded, find_or_make
+from trainer.data.chat.template import find_template
+from trainer.data.chat.tokens import ChatTokenizer
+from trainer.data.fingerprint import Fingerprint
+from trainer.data.packing import best_fit
+from trainer.data.shards import Shard
+from trainer.data.source import IGNORE, Source
+from trainer.data.stdlib import Split
+from trainer.errors import setting_error
+
+if TYPE_CHECKING:
+    from trainer.config import DataSection
+
+
+def open_chats(data: DataSection, vocab_size: int | None, split: Split) -> Source | None:
+    """Return the conversations that the settings name, or None if they hold nothing out and `split` is `eval`.
+
+    Raises UserError for one that cannot be trained on, or ids that the model has no room for.
+    """
+    check_columns(data.columns or {}, data.format)
+    encoder = encoder_of(data)
+    if vocab_size is not None and encoder.tokenizer.vocab_size > vocab_size:
+        rule = f"the ids of data.tokenizer={data.tokenizer} need at least {encoder.tokenizer.vocab_size}"
+        raise setting_error("model.vocab_size", vocab_size, rule, encoder.tokenizer.vocab_size)
+    if split == "eval" and data.eval_path is not None:
+        kept = _keep(data, "data.eval_path", str(data.eval_path), 0.0, encoder)
+        return _samples(kept.train, kept, data, encoder)
+    holdout = 0.0 if data.eval_path is not None else data.holdout or 0.0
+    kept = _keep(data, "data.path", str(data.path), holdout, encoder)
+    return _samples(kept.train if split == "train" else kept.held_out, kept, data, encoder)
+
+
+def encoder_of(data: DataSection) -> Encoder:
+    """Return what makes tokens of conversations as the settings say.  Raises UserError."""
+    template = find_template(data.chat_template, data.tokenizer)
+    return Encoder(ChatTokenizer(data.tokenizer), template, data.train_on, data.chat_template)
+
+
+def _keep(data: DataSection, key: str, path: str, holdout: float, encoder: Encoder) -> Kept:
+    order = Order(
+        key=key,
+        files=tuple(map(Path, find_files(key, path))),
+        format=data.format,
+        columns=data.columns or {},
+        train_on=data.train_on,
+        seq_len=data.seq_len,
+        too_long=data.too_long,
+        holdout=holdout,
+    )
+    return find_or_make(order, encoder, data.cache_dir)
+
+
+def _samples(shard: Shard | None, kept: Kept, data: DataSection, encoder: Encoder) -> Source | None:
+    if shard is None:
+        return None
+    kind = PairSource if kept.report.pairs else ChatSource
+    return kind(shard, kept.report, data.seq_len, data.pack, encoder.tokenizer)
+
+
+class _Conversations(Source):
+    """Conversations that are kept as documents of a shard.
+
+    report: what became of those of the files.
+    """
+
+    def __init__(self, shard: Shard, report: Report, seq_len: int, tokenizer: ChatTokenizer) -> None:
+        self.seq_len, self.vocab_size, self.tokenizer = seq_len, tokenizer.vocab_size, tokenizer.name
+        self.report = report
+        self._shard, self._offsets = shard, shard.read_offsets()
+        self._padding = shard.info.end_id // 2
+
+    @cached_property
+    def fingerprint(self) -> Fingerprint:
+        """Covers every token, and whether it is trained on."""
+        return Fingerprint(len(self), 1, self._shard.info.num_tokens, self.report.content)
+
+    @property
+    def facts(self) -> Mapping[str, float]:
+        """Shares of trained, dropped and truncated tokens."""
+        return self.report.shares
+
+    @property
+    def sentence(self) -> str:
+        """Tells what became of the conversations."""
+        return self.report.sentence()
+
+    def _blank(self, num_rows: int) -> dict[str, NDArray[Any]]:
+        shape = (num_rows, self.seq_len)
+        return {
+            "tokens": np.full(shape, self._padding, np.int64),
+            "targets": np.full(shape, IGNORE, np.int64),
+            "documents": np.zeros(shape, np.int64),
+        }
+
+    def _read(self, number: int) -> Encoded:
+        start, stop = self._offsets[number : number + 2].tolist()
+        return decoded(self._shard.read(start, stop - start))
+
+    def _put(self, rows: Mapping[str, NDArray[Any]], row: int, start: int, number: int, document: int) -> int:
+        """Put a conversation into a row from `start` on; return where it ends.  Its last token is a target alone."""
+        found = self._read(number)
+        stop = start + len(found.ids) - 1
+        rows["tokens"][row, start:stop] = found.ids[:-1]
+        rows["targets"][row, start:stop] = np.where(found.trained[1:], found.ids[1:], IGNORE)
+        rows["documents"][row, start:stop] = document
+        return stop
+
+
+class ChatSource(_Conversations):
+    """Rows of conversations, each seeing itself alone: as many in a row as fit, or with `pack=False` one."""
+
+    def __init__(self, shard: Shard, report: Report, seq_len: int, pack: bool, tokenizer: ChatTokenizer) -> None:
+        super().__init__(shard, report, seq_len, tokenizer)
+        lengths = np.diff(self._offsets) - 1
+        alone = np.arange(len(lengths)), np.arange(len(lengths) + 1)
+        self._order, self._starts = best_fit(lengths, seq_len) if pack else alone
+
+    def __len__(self) -> int:
+        return len(self._starts) - 1
+
+    def batch(self, indices: NDArray[np.int64]) -> Mapping[str, NDArray[Any]]:
+        """Return the rows at `indices`, with the number of each token's conversation; see `Source.batch`."""
+        rows = self._blank(len(indices))
+        for row, index in enumerate(np.asarray(indices).tolist()):
+            numbers = self._order[self._starts[index] : self._starts[index + 1]] if index >= 0 else ()
+            end = 0
+            for document, number in enumerate(numbers):
+                end = self._put(rows, row, end, int(number), document)
+            rows["documents"][row, end:] = len(numbers)
+        return rows
+
+
+class PairSource(_Conversations):
+    """Pairs of answers: of sample i, row 2i of a batch is the chosen and row 2i + 1 the rejected one."""
+
+    def __init__(self, shard: Shard, report: Report, seq_len: int, pack: bool, tokenizer: ChatTokenizer) -> None:
+        super().__init__(shard, report, seq_len, tokenizer)
+
+    def __len__(self) -> int:
+        return (len(self._offsets) - 1) // 2
+
+    def batch(self, indices: NDArray[np.int64]) -> Mapping[str, NDArray[Any]]:
+        """Return tokens, targets and documents, each of shape (2 x len(indices), seq_len)."""
+        rows = self._blank(2 * len(indices))
+        for sample, index in enumerate(np.asarray(indices).tolist()):
+            for row, number in ((2 * sample, 2 * index), (2 * sample + 1, 2 * index + 1)):
+                if index >= 0:
+                    rows["documents"][row, self._put(rows, row, 0, number, 0) :] = 1
+        return rows

@@ -1,0 +1,337 @@
+"""Conversations of some files, tokenized once and kept in the cache: their tokens, and what became of them.
+
+A conversation is a document of a token shard, in which each id is doubled, and one added if it is trained on: so that
+one read brings both.  Of a pair the two answers are documents one after the other.
+
+Any number of processes may ask for the same at once, on as many machines as share the cache: one of them makes it,
+the others wait for that, by a lock in the cache's folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainer.data.cache import find_cache_folders
+from trainer.data.chat.conversation import BadChat, Pair, Sample
+from trainer.data.chat.formats import Format
+from trainer.data.chat.masking import Encoded, Encoder
+from trainer.data.chat.records import read_records
+from trainer.data.shards import Shard, ShardError, ShardWriter
+from trainer.errors import UserError, say, setting_error
+from trainer.files import write_atomically
+
+_VERSION = 1
+"""Another one where the same files become other tokens."""
+
+_MOST_UNUSED = 0.01
+"""Share of conversations without anything to train on above which they are no exceptions."""
+
+_LARGE = 1 << 25
+"""Bytes of files that take long enough for it to be said."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """What is to be made of which files: the settings that decide about it.
+
+    key: the setting that names the files.
+    """
+
+    key: str
+    files: tuple[Path, ...]
+    format: str
+    columns: Mapping[str, str]
+    train_on: str
+    seq_len: int
+    too_long: str
+    holdout: float
+
+
+@dataclass
+class Report:
+    """Account of the conversations of some files, those held out included; tokens are those of the texts.
+
+    dropped, truncated: those that were longer than a sequence.  unused: where conversations stand that hold nothing to
+    train on.  content: a digest of all tokens.
+    """
+
+    pairs: bool = False
+    chats: int = 0
+    tokens: int = 0
+    trained: int = 0
+    dropped: int = 0
+    dropped_tokens: int = 0
+    truncated: int = 0
+    truncated_tokens: int = 0
+    unused: list[str] = dataclasses.field(default_factory=list)
+    content: str = ""
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Shares of all tokens: those that are trained on, and those that were left out."""
+        everything = max(1, self.tokens + self.dropped_tokens + self.truncated_tokens)
+        return {
+            "trained_share": self.trained / everything,
+            "dropped_share": self.dropped_tokens / everything,
+            "truncated_share": self.truncated_tokens / everything,
+        }
+
+    def sentence(self) -> str:
+        """Return what became of them, in one line or two."""
+        lost = [
+            f"{count} {word} as too long ({share:.1%} of the tokens)"
+            for count, word, share in (
+                (self.dropped, "dropped", self.shares["dropped_share"]),
+                (self.truncated, "truncated", self.shares["truncated_share"]),
+            )
+            if count
+        ]
+        kind = "pairs" if self.pairs else "conversations"
+        facts = [f"{self.chats} {kind}", f"{self.shares['trained_share']:.1%} of the tokens are trained on", *lost]
+        unused = f"\n  nothing to train on in {_listed(self.unused)}" if self.unused else ""
+        return ", ".join(facts) + unused
+
+
+def _listed(places: Sequence[str]) -> str:
+    return ", ".join(places[:5]) + (f" and {len(places) - 5} more" if len(places) > 5 else "")
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Conversations that are kept: those to train on, those held out, and the account of both."""
+
+    train: Shard | None
+    held_out: Shard | None
+    report: Report
+
+
+def find_or_make(order: Order, encoder: Encoder, cache_dir: str | None) -> Kept:
+    """Return the conversations that are asked for: from the cache if it has them, else made and kept there.
+
+    Raises UserError for a conversation that cannot be trained on, or if there is no folder to write to.
+    """
+    name = f"chat-{_digest(order, encoder)}"
+    folders = find_cache_folders(cache_dir)
+    for folder in folders:
+        if (kept := _find(folder, name)) is not None:
+            return kept
+    failure: OSError | None = None
+    for folder in folders:
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with _locked(folder / f"{name}.lock"):
+                return _find(folder, name) or _make(folder, name, order, encoder)
+        except OSError as error:
+            failure = error
+    rule = f"conversations cannot be kept there ({failure})" if failure else "no folder to keep tokenized text in"
+    raise setting_error("data.cache_dir", cache_dir, rule, fix="name a folder that you can write to")
+
+
+def _digest(order: Order, encoder: Encoder) -> str:
+    files = [(str(path.absolute()), path.stat().st_size, path.stat().st_mtime_ns) for path in order.files]
+    settings = dataclasses.asdict(dataclasses.replace(order, files=(), key=""))
+    facts = [_VERSION, files, settings, encoder.identity]
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:20]
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold a lock that the system gives back if this process dies."""
+    with open(path, "w") as file:
+        with contextlib.suppress(OSError):  # a file system without locks: each makes it for itself
+            fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def _find(folder: Path, name: str) -> Kept | None:
+    with contextlib.suppress(OSError, ValueError, TypeError, ShardError):  # absent, or not whole: made again
+        kept = json.loads((folder / f"{name}.report").read_bytes())
+        train, held_out = (
+            Shard(folder / f"{name}-{split}.bin") if split in kept["splits"] else None for split in ("train", "eval")
+        )
+        return Kept(train, held_out, Report(**kept["report"]))
+    return None
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Making
+
+
+@dataclass(frozen=True)
+class _Doubled:
+    """The tokenizer of ids that are doubled, as far as a shard has to know it; nothing is added to a document."""
+
+    name: str
+    vocab_size: int
+    end_id: int
+    start_ids: tuple[int, ...] = ()
+    end_ids: tuple[int, ...] = ()
+
+
+class _Split:
+    """The shard of one split, which is begun with its first conversation."""
+
+    def __init__(self, path: Path, tokenizer: _Doubled) -> None:
+        self._path, self._tokenizer = path, tokenizer
+        self._writer: ShardWriter | None = None
+
+    def write(self, documents: Sequence[Encoded]) -> None:
+        if self._writer is None:
+            self._writer = ShardWriter(self._path, self._tokenizer)  # type: ignore[arg-type]
+        for document in documents:
+            self._writer.write(2 * document.ids + document.trained, num_bytes=0)
+            self._writer.end_document()
+
+    @property
+    def is_empty(self) -> bool:
+        return self._writer is None
+
+    def publish(self) -> Shard | None:
+        if self._writer is None:
+            return None
+        self._writer.close()
+        self._writer.publish()
+        return Shard(self._path)
+
+    def discard(self) -> None:
+        if self._writer is not None:
+            self._writer.discard()
+
+
+def _make(folder: Path, name: str, order: Order, encoder: Encoder) -> Kept:
+    if sum(path.stat().st_size for path in order.files) > _LARGE:
+        say(f"tokenizing {order.key}, once: the conversations are kept in {folder}")
+    tokenizer = encoder.tokenizer
+    doubled = _Doubled(tokenizer.name, 2 * tokenizer.vocab_size, 2 * tokenizer.plain.end_id)
+    train, held_out = (_Split(folder / f"{name}-{split}.bin", doubled) for split in ("train", "eval"))
+    report = Report()
+    try:
+        _write(_Reading(order, encoder, report).conversations(), order.holdout, train, held_out, report)
+        _check(order, report, is_empty=train.is_empty)
+        kept = Kept(train.publish(), held_out.publish(), report)
+    finally:
+        train.discard()
+        held_out.discard()
+    splits = [split for split, shard in (("train", kept.train), ("eval", kept.held_out)) if shard is not None]
+    content = {"splits": splits, "report": dataclasses.asdict(report)}
+    write_atomically(folder / f"{name}.report", json.dumps(content))
+    return kept
+
+
+def _write(
+    conversations: Iterator[Sequence[Encoded]], holdout: float, train: _Split, held_out: _Split, report: Report
+) -> None:
+    """Write each conversation to one of the two, by a hash of its tokens; something is held out if there are two."""
+    digest = hashlib.blake2b(digest_size=8)
+    spare: tuple[float, Sequence[Encoded]] | None = None  # the lowest so far, until one is held out
+    for documents in conversations:
+        own = hashlib.blake2b(b"".join(document.ids.tobytes() for document in documents), digest_size=8).digest()
+        digest.update(own + b"".join(document.trained.tobytes() for document in documents))
+        drawn = (int.from_bytes(own, "little") / 2**64, documents)
+        if drawn[0] < holdout:
+            held_out.write(documents)
+            continue
+        if holdout and held_out.is_empty:
+            if spare is None:
+                spare = drawn
+                continue
+            spare, drawn = sorted((spare, drawn), key=lambda each: each[0])
+        train.write(drawn[1])
+    if spare is not None:
+        (train if train.is_empty or not held_out.is_empty else held_out).write(spare[1])
+    report.content = digest.hexdigest()
+
+
+class _Reading:
+    """Reads conversations one by one, and keeps account of what becomes of them."""
+
+    def __init__(self, order: Order, encoder: Encoder, report: Report) -> None:
+        self._order, self._encoder, self._report = order, encoder, report
+        self._format: Format | None = None
+
+    def conversations(self) -> Iterator[Sequence[Encoded]]:
+        """Yield the tokens of each conversation, or of both answers of a pair.  Raises UserError for a bad one."""
+        for path in self._order.files:
+            for place, record in read_records(path, self._order.key):
+                try:
+                    documents = [self._encoder.encode(sample) for sample in self._samples(record)]
+                    self._report.chats += 1
+                    documents = self._fitted(documents)
+                    if documents and self._is_used(documents, place):
+                        self._report.tokens += sum(len(document.ids) for document in documents)
+                        self._report.trained += sum(int(document.trained[1:].sum()) for document in documents)
+                        yield documents
+                except BadChat as error:
+                    raise self._named(error, place) from error
+
+    def _samples(self, record: Mapping[str, Any]) -> Sequence[Sample]:
+        if self._format is None:
+            self._format = Format.of(record, self._order.format, self._order.columns)
+            self._report.pairs = self._format.has_pairs
+        found = self._format.read(record)
+        return [found.chosen, found.rejected] if isinstance(found, Pair) else [found]
+
+    def _fitted(self, documents: list[Encoded]) -> list[Encoded]:
+        """Return what is left of documents of which one may be too long: they, their beginnings, or nothing."""
+        most, longest = self._order.seq_len + 1, max(len(document.ids) for document in documents)
+        if longest <= most:
+            return documents
+        if self._order.too_long == "error":
+            raise BadChat(f"has {longest} tokens, a sequence has room for {most}", "data.seq_len", legal=longest - 1)
+        if self._order.too_long == "drop":
+            self._report.dropped += 1
+            self._report.dropped_tokens += sum(len(document.ids) for document in documents)
+            return []
+        self._report.truncated += 1
+        self._report.truncated_tokens += sum(max(0, len(document.ids) - most) for document in documents)
+        return [Encoded(document.ids[:most], document.trained[:most]) for document in documents]
+
+    def _is_used(self, documents: Sequence[Encoded], place: str) -> bool:
+        if all(document.trained[1:].any() for document in documents):
+            return True
+        self._report.unused.append(place)
+        return False
+
+    def _named(self, error: BadChat, place: str) -> UserError:
+        """Return the error with the line that it is about, for the setting that would have to change."""
+        order = self._order
+        values = {"data.train_on": order.train_on, "data.format": order.format, "data.seq_len": order.seq_len}
+        key = error.key or order.key
+        if values.get(key) == error.legal and key in values:  # it is set to that already
+            key, error.legal = order.key, None
+        shown = {**values, "data.columns": json.dumps(dict(order.columns)), "data.chat_template": self._encoder.setting}
+        value = shown.get(key, ", ".join(map(str, order.files)))
+        return setting_error(key, value, f"{place}: {error}", error.legal, fix=error.fix)
+
+
+def _check(order: Order, report: Report, is_empty: bool) -> None:
+    """Raise UserError if there is nothing to train on, or too little of it."""
+    files = ", ".join(map(str, order.files))
+    if not report.chats:
+        raise setting_error(order.key, files, "there is no conversation in it")
+    if len(report.unused) > _MOST_UNUSED * report.chats:
+        share = len(report.unused) / report.chats
+        rule = f"{share:.1%} of {report.chats} conversations hold nothing to train on, more than {_MOST_UNUSED:.0%}"
+        raise setting_error(order.key, files, f"{rule}: {_listed(report.unused)} (data.train_on={order.train_on})")
+    if is_empty:
+        rule = f"all {report.chats} conversations are longer than a sequence"
+        raise setting_error("data.seq_len", order.seq_len, rule, fix="a larger one, or data.too_long=truncate")
+
+
+def decoded(found: NDArray[np.unsignedinteger[Any]]) -> Encoded:
+    """Return the tokens that a shard of conversations holds."""
+    return Encoded((found >> 1).astype(np.int64), (found & 1).astype(bool))
