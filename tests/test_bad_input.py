@@ -30,7 +30,6 @@ MISTAKES = {
     "key of another model": ([SMALL, "model.dropout=0.1"], ["model.dropout=0.1"]),
     "unknown option": ([SMALL, "--print-confg"], ["--print-confg", "--print-config"]),
     "no equals sign": ([SMALL, "train.steps"], ["train.steps", "section.key=value"]),
-    "given twice": ([SMALL, "train.steps=5", "train.steps=6"], ["train.steps=6", "twice"]),
     "text for a whole number": ([SMALL, "train.steps=many"], ["train.steps=many", "whole number"]),
     "fraction for a whole number": ([SMALL, "train.steps=1.5"], ["train.steps=1.5", "train.steps=2"]),
     "null where nothing may be empty": ([SMALL, "train.steps=null"], ["train.steps=null", "whole number"]),

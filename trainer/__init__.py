@@ -6,6 +6,7 @@ The public names are here (`__all__`).  They are loaded when first used, so that
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +45,7 @@ __all__ = [
     "linear_cross_entropy",
     "load_config",
     "load_weights",
+    "main",
     "register",
 ]
 
@@ -68,6 +70,15 @@ _HOMES = {
 if not (Path(__file__).parent / "recipes").exists():
     # A bare checkout: recipes/ and conf/ stand beside this folder; an installation maps them into the package.
     __path__.append(str(Path(__file__).parent.parent))
+
+
+def main(trainer: type[Trainer], argv: Sequence[str] | None = None) -> int:
+    """Give a script the command line of `trainer.run`, with a Trainer of its own: `sys.exit(trainer.main(MyTrainer))`.
+
+    Recipes, `key=value`, `nproc=N`, `--help` and all other options, messages and exit codes are the same, under
+    torchrun and srun too.  argv: the arguments; by default those of the script.  Returns the exit code.
+    """
+    return int(importlib.import_module("trainer.run").main(argv, trainer))
 
 
 def __getattr__(name: str) -> Any:

@@ -9,25 +9,26 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import os
 import signal
 import sys
 import threading
 import time
 import traceback
-import uuid
 import warnings
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, NoReturn
 
+from trainer import __version__
 from trainer.config import RunConfig, check_config, least_mesh, load_config, usage
+from trainer.config.arguments import Arguments, parse
+from trainer.config.completion import completion
+from trainer.config.naming import free_name
 from trainer.config.needs import check_needs, likely_device
 from trainer.distributed import stop
-from trainer.distributed.deaths import find_killed
 from trainer.distributed.environment import (
-    LAUNCHER,
-    SPAWNED_BY_US,
     Environment,
     allocate_in_segments,
     find_environment,
@@ -39,90 +40,33 @@ from trainer.distributed.environment import (
 from trainer.errors import (
     EXIT_FAILED,
     EXIT_FINISHED,
-    EXIT_STOPPED,
     EXIT_USER_ERROR,
     PeerFailed,
     TrainingFailed,
     UserError,
     nearest,
+    run_command,
     say,
     setting_error,
     tell,
 )
-from trainer.lifecycle.folder import note_end, read_status
+from trainer.lifecycle.launch import spawn
+from trainer.lifecycle.rehearsal import rehearsing
 from trainer.metrics.clock import uptime
-from trainer.metrics.record import last_step
 from trainer.recipe import look_in_working_folder
 
 if TYPE_CHECKING:
-    from torch.distributed.launcher.api import LaunchConfig
-
-_MAX_PROCESSES = 1024
-"""More than any machine has room for."""
+    from trainer.trainer import Trainer
 
 _REPORT_S = 2.0
 """How long a rank that is not the first waits before it leaves with a user's mistake, for the first to report it."""
 
 
-@dataclass(frozen=True)
-class Arguments:
-    """The arguments of the command line."""
+def main(argv: Sequence[str] | None = None, trainer: type[Trainer] | None = None) -> int:
+    """Run what the command line asks for.  Returns the exit code; prints a user's mistake once, without traceback.
 
-    recipe: str | None
-    overrides: list[str]
-    nproc: int | None
-    wants_help: bool
-    wants_config: bool
-
-
-def parse(argv: Sequence[str]) -> Arguments:
-    """Sort the arguments.  Raises UserError for one that is none of the known forms."""
-    flags = {"--help", "-h", "--print-config"}
-    named: dict[str, str] = {}
-    overrides = []
-    for argument in argv:
-        key, equals, value = argument.partition("=")
-        if argument in flags:
-            continue
-        if argument.startswith("-"):
-            raise UserError(f"{argument}: no such option\n  {_instead_of(argument, flags)}")
-        if key in ("recipe", "nproc") and equals:
-            if key in named:
-                raise setting_error(key, value, f"is given twice (first as {named[key]!r}); give it once")
-            named[key] = value
-        else:
-            overrides.append(argument)
-    return Arguments(
-        recipe=named.get("recipe"),
-        overrides=overrides,
-        nproc=_parse_nproc(named["nproc"]) if "nproc" in named else None,
-        wants_help="--help" in argv or "-h" in argv,
-        wants_config="--print-config" in argv,
-    )
-
-
-def _instead_of(option: str, flags: Collection[str]) -> str:
-    """Return what is to be said of an option that there is none of."""
-    name = option.lstrip("-")
-    if name.partition("=")[0] in ("recipe", "nproc"):
-        return f"did you mean {name if '=' in name else f'{name}=...'}?"
-    if "=" in name or "." in name:
-        return f"to fix: keys are written without dashes, as {name if '=' in name else f'{name}=...'}"
-    best = nearest(name, [flag.lstrip("-") for flag in flags])
-    return f"did you mean --{best}?" if best else "to fix: see --help"
-
-
-def _parse_nproc(text: str) -> int:
-    rule = f"must be a number of processes, from 1 to {_MAX_PROCESSES}"
-    if not text.isdecimal() or len(text) > 9:
-        raise setting_error("nproc", text, rule, example=1)
-    if not 1 <= int(text) <= _MAX_PROCESSES:
-        raise setting_error("nproc", text, rule, min(max(1, int(text)), _MAX_PROCESSES))
-    return int(text)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run what the command line asks for.  Returns the exit code; prints a user's mistake once, without traceback."""
+    trainer: a Trainer of one's own, in place of the recipe's.
+    """
     began = uptime()
     look_in_working_folder()
     limit_spinning()
@@ -134,23 +78,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if env.launcher in ("nproc", "torchrun") and env.has_a_parent:
             follow_parent(True)
         arguments = parse(sys.argv[1:] if argv is None else argv)
-        if arguments.wants_help:
-            tell(usage.full_help())
+        config = _read(arguments, env)
+        if config is None:
             return EXIT_FINISHED
-        if arguments.recipe is None:
-            if arguments.overrides or arguments.wants_config:
-                raise UserError(f"recipe=NAME is missing\n\n{usage.USAGE}\n{usage.recipe_list()}")
-            raise UserError(f"{usage.USAGE}\n{usage.recipe_list()}")
-        config = load_config(arguments.recipe, arguments.overrides)
-        if env.launcher != "nproc":  # whose parent has done so
-            stop.note_stale_notice(config.run_dir)
         spawns = _spawns(arguments.nproc, env)
-        if arguments.wants_config:
-            _check_as_printed(config, arguments.nproc, env)
-            config = _with_steps(config)
-            tell(config.to_yaml(), end="")
-            return EXIT_FINISHED
-        _check(config, arguments.nproc or 1, env, spawns)
+        _check(config, arguments.nproc or 1, env, spawns, builds_own=trainer is not None)
         trains = True
     except UserError as error:
         return _report(error, env)
@@ -158,7 +90,47 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not trains:
             stop.let_go()
     note_start(began)
-    return _spawn(arguments, config) if spawns else _train(config)
+    is_dry = arguments.asks_for("--dry-run")
+    with rehearsing(config, env) if is_dry else contextlib.nullcontext(config) as config:
+        if spawns:
+            return spawn(arguments.nproc or 1, _command(arguments, trainer), config)
+        return _train(config, trainer, _rehearse if is_dry else _fit)
+
+
+def _read(arguments: Arguments, env: Environment) -> RunConfig | None:
+    """Return the configuration to train; None where information was asked for, which is printed.  Raises UserError."""
+    recipe, overrides = arguments.recipe, arguments.overrides
+    if arguments.asks_for("--version"):
+        tell(f"meshtrainer {__version__}")
+        return None
+    if arguments.asks_for("--help"):
+        tell(usage.full_help(arguments.sections, load_config(recipe, overrides) if recipe else None))
+        return None
+    if recipe is None:
+        if overrides or arguments.options:
+            raise UserError(f"recipe=NAME is missing\n\n{usage.USAGE}\n{usage.recipe_list()}")
+        raise UserError(f"{usage.USAGE}\n{usage.recipe_list()}")
+    config = load_config(recipe, overrides)
+    if arguments.asks_for("--print-config"):
+        _check_as_printed(config, arguments.nproc, env)
+        tell(_with_steps(config).to_yaml(), end="")
+        return None
+    config, note = free_name(config, recipe, overrides)
+    if env.launcher != "nproc":  # whose parent has done so
+        stop.note_stale_notice(config.run_dir)
+        if note and env.rank == 0:
+            say(note)
+    return config
+
+
+def _command(arguments: Arguments, trainer: type[Trainer] | None) -> list[str]:
+    """Return what a worker's interpreter is to run: this command line, of `trainer.run` or of a script of one's own."""
+    program = ["-m", "trainer.run"]
+    if trainer is not None:
+        spec = getattr(sys.modules["__main__"], "__spec__", None)
+        program = ["-m", spec.name.removesuffix(".__main__")] if spec else [os.path.abspath(sys.argv[0])]
+    options = sorted(arguments.options)
+    return [*program, f"recipe={arguments.recipe}", *arguments.overrides, *options]
 
 
 def _spawns(nproc: int | None, env: Environment) -> bool:
@@ -168,23 +140,26 @@ def _spawns(nproc: int | None, env: Environment) -> bool:
     return nproc is not None and nproc > 1 and not env.is_distributed
 
 
-def _check(config: RunConfig, nproc: int, env: Environment, spawns: bool) -> None:
+def _check(config: RunConfig, nproc: int, env: Environment, spawns: bool, builds_own: bool) -> None:
     """Find what can be found wrong before anything is started."""
-    _check_without_torch(config, *((nproc, nproc) if spawns else (env.world_size, env.local_world_size)), env)
+    sizes = (nproc, nproc) if spawns else (env.world_size, env.local_world_size)
+    _check_without_torch(config, *sizes, env, builds_own)
     if spawns and (config.fsdp.wrap != "block" or isinstance(config.fsdp.reshard_after_forward, list)):
         from trainer.model.shard import check_sharding
 
         check_sharding(config)  # needs torch and the model's structure, so only where a setting speaks of it
 
 
-def _check_without_torch(config: RunConfig, world_size: int, local_world_size: int, env: Environment) -> None:
+def _check_without_torch(
+    config: RunConfig, world_size: int, local_world_size: int, env: Environment, builds_own: bool = False
+) -> None:
     """Find rules between fields that are broken, libraries and compilers that are missing, data that cannot be read."""
     from trainer.data.mixed import find_order
     from trainer.data.opening import open_source
 
     check_config(config, world_size, local_world_size)
     check_needs(config, likely_device(config.run.device))
-    if config.recipe.trainer is None and env.rank == 0:
+    if config.recipe.trainer is None and not builds_own and env.rank == 0:
         find_order(open_source(config.data, config.vocab_size, "train"), config)
         open_source(config.data, config.vocab_size, "eval")
 
@@ -233,8 +208,8 @@ def _ignore_termination() -> None:
                 signal.signal(number, signal.SIG_IGN)
 
 
-def _train(config: RunConfig) -> int:
-    """Train in this process, as one rank of however many there are."""
+def _train(config: RunConfig, own: type[Trainer] | None, act: Callable[[Trainer], int]) -> int:
+    """Train in this process, as one rank of however many there are: build a Trainer, and let it `act`."""
     with without_collecting():
         from trainer.plan.forecast import is_out_of_memory
         from trainer.trainer import Trainer
@@ -245,8 +220,8 @@ def _train(config: RunConfig) -> int:
         warnings.simplefilter("ignore")  # the first rank warns for all
     try:
         with without_collecting():
-            trainer = config.recipe.trainer_class(Trainer)(config)
-        exit_code = trainer.fit()
+            trainer = (own or config.recipe.trainer_class(Trainer))(config)
+        exit_code = act(trainer)
         _ignore_termination()
         trainer.close()
         return exit_code
@@ -264,6 +239,27 @@ def _train(config: RunConfig) -> int:
         return EXIT_FAILED
 
 
+def _fit(trainer: Trainer) -> int:
+    return trainer.fit()
+
+
+def _rehearse(trainer: Trainer) -> int:
+    """Do what a start does short of the first step, and show the plan."""
+    from trainer.plan.show import print_plan
+
+    with trainer.lifecycle.running():
+        trainer.start()
+        if trainer.world.is_main:
+            if trainer.forecast.plan is not None:
+                print_plan(trainer.forecast.plan, trainer.plan_choice)
+            step, steps = trainer.state.step, trainer.config.train.steps
+            rest = (
+                f"would train steps {step + 1} to {steps}" if step < steps else f"nothing to do: step {step} of {steps}"
+            )
+            tell(f"dry run: {rest}; nothing was written")
+    return EXIT_FINISHED
+
+
 def _out_of_memory(error: BaseException, config: RunConfig, is_built: bool) -> str:
     """Return what is said last of a full memory; nothing where another rank says it."""
     if is_built:
@@ -272,73 +268,6 @@ def _out_of_memory(error: BaseException, config: RunConfig, is_built: bool) -> s
         f"{traceback.format_exc().rstrip()}\nout of memory while the model was built\n"
         f"  python -m trainer.plan shows what a rank needs, and what would fit (run.name={config.run.name})"
     )
-
-
-def _spawn(arguments: Arguments, config: RunConfig) -> int:
-    """Start the workers through torch's elastic launcher, and return the exit code that the run earned."""
-    import logging
-
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import elastic_launch
-
-    for name in ("torch.distributed.elastic", "torch.distributed.launcher"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)  # the workers report for themselves
-    os.environ[SPAWNED_BY_US] = str(arguments.nproc)
-    os.environ[LAUNCHER] = str(os.getpid())
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # each rank sets its own share once it knows it
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")  # a save may take longer than the 30 s before a kill
-    launch = _launch_config(arguments.nproc or 1)
-    command = ["-m", "trainer.run", f"recipe={arguments.recipe}", *arguments.overrides]
-    before = read_status(config.run_dir)
-
-    def interrupt(number: int, frame: object) -> NoReturn:
-        raise SignalException(f"asked to stop by {signal.Signals(number).name}", signal.Signals(number))
-
-    try:
-        for number in stop.caught_signals():  # until the launcher installs its own, which do the same
-            signal.signal(number, interrupt)
-        if stop.find_stop_request().reason() is not None:
-            return EXIT_STOPPED  # while torch was being imported
-        elastic_launch(launch, sys.executable)(*command)
-    except ChildFailedError as error:
-        codes = {failure.exitcode for failure in error.failures.values()}
-        if killed := find_killed(error.failures):
-            _note_end(config, before, killed)
-        return next((code for code in (EXIT_USER_ERROR, EXIT_STOPPED) if code in codes), EXIT_FAILED)
-    except SignalException:
-        # The launcher has only seen its workers go: what they achieved is on record.
-        status = read_status(config.run_dir)
-        if status == before:
-            return EXIT_STOPPED  # before the first step
-        if status.get("exit_code") is None:
-            _note_end(config, before, "the run was asked to stop, and its ranks have gone without a word")
-            return EXIT_FAILED
-        return int(status["exit_code"])
-    return EXIT_FINISHED
-
-
-def _launch_config(nproc: int) -> LaunchConfig:
-    from torch.distributed.launcher.api import LaunchConfig
-
-    return LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=nproc,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        max_restarts=0,
-        monitor_interval=0.1,
-        # Unhandled, SIGUSR1 kills it and orphans the ranks; what nohup has had ignored it would catch.
-        signals_to_handle=",".join(number.name for number in stop.caught_signals()),
-    )
-
-
-def _note_end(config: RunConfig, before: Mapping[str, Any], reason: str) -> None:
-    """Say, and leave in `status.json`, how the ranks ended where they could not say it themselves."""
-    say(f"error: {reason}")
-    note_end(config.run_dir, before, last_step(config.run_dir / "metrics.jsonl"), reason)
 
 
 def leave(exit_code: int) -> NoReturn:
@@ -351,6 +280,36 @@ def leave(exit_code: int) -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(exit_code)
+
+
+COMMANDS = {
+    "run": "trainer.run",
+    "prepare": "trainer.prepare",
+    "plan": "trainer.plan.__main__",
+    "checkpoints": "trainer.checkpoints",
+    "export": "trainer.export",
+    "report": "trainer.report.__main__",
+}
+"""The subcommands of `meshtrainer`, and the module whose `command_line` each one is."""
+
+
+def meshtrainer() -> NoReturn:
+    """The command `meshtrainer`: a subcommand with its arguments, or the arguments of `run` alone."""
+    words = sys.argv[1:]
+    if words and words[0] in COMMANDS:
+        sys.argv[1:] = words[1:]
+        sys.exit(importlib.import_module(COMMANDS[words[0]]).command_line())
+    sys.exit(run_command(lambda: _answer(words)) if words and words[0].isidentifier() else command_line())
+
+
+def _answer(words: Sequence[str]) -> int:
+    """Answer a first word that is no subcommand with a command line of its own."""
+    if words[0] == "completion":
+        tell(completion(words[1] if len(words) > 1 else "", COMMANDS), end="")
+        return EXIT_FINISHED
+    best = nearest(words[0], [*COMMANDS, "completion"])
+    meant = f"did you mean meshtrainer {best}?" if best else f"the commands: {', '.join([*COMMANDS, 'completion'])}"
+    raise UserError(f"meshtrainer {words[0]}: no such command\n  {meant}")
 
 
 def command_line() -> NoReturn:

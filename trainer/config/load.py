@@ -17,6 +17,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from trainer.config.inherit import inherited
 from trainer.config.pretrained import Told, free_fields, is_folder_of_weights, told_by_folder
 from trainer.config.relocate import CONFIG, settle
 from trainer.config.schema import RunConfig
@@ -29,17 +30,19 @@ from trainer.recipe import Recipe, check_number, find_recipe, load_recipes
 def load_config(recipe: str, overrides: Sequence[str] = ()) -> RunConfig:
     """Return the configuration of `recipe` with `key=value` overrides.
 
-    `recipe` is a name in conf/, a path ending in .yaml, or the folder of a run: its `config.yaml`.  What a run has
+    `recipe` is a name in conf/, a path ending in .yaml, or the folder of a run: its `config.yaml`.  A recipe file may
+    begin with `recipe: PARENT` to inherit.  Of a key given twice the last value holds.  What a run has
     written means that run, where its folder is now, unless `run.dir` or `run.name` is among the overrides.
 
     The model's fields are those of what `train.init_from` names, where that says what its model is: those of the recipe
     yield to it, and those of `overrides` must agree with it.
 
-    Raises UserError for an unknown recipe or key, a key given twice, a wrong type, or a value outside its limits.
+    Raises UserError for an unknown recipe or key, a wrong type, or a value outside its limits.
     Rules that need the number of ranks are those of `check_config`.
     """
     path, assignments = find_recipe_file(recipe), _split_overrides(overrides)
-    values = settle(read_yaml(path), path, assignments)
+    tree = inherited(read_yaml(path), path, find_recipe_file, read_yaml)
+    values = settle(tree, path, assignments)
     for key, value in _leaves(values, path):
         if key not in assignments and any(map(is_masked, _items(value))):
             rule = f"its credentials are not kept (in {path}); give it whole, on the command line"
@@ -123,8 +126,13 @@ def _build(
     # A name on the command line is of another run than the one whose folder the recipe file names.
     is_named = bool(assignments.get("run.name")) and not assignments.get("run.dir")
     folder = "" if is_named else config.run.dir
-    run = dataclasses.replace(config.run, name=run_name, dir=folder or f"runs/{run_name}")
+    run = dataclasses.replace(config.run, name=run_name, dir=folder or default_folder(run_name))
     return settled(dataclasses.replace(config, run=run))
+
+
+def default_folder(name: str) -> str:
+    """Return where a run of this name lives if nothing else is said."""
+    return f"runs/{name}"
 
 
 def _told_by(source: str | None, recipe: Recipe) -> Told | None:
@@ -256,8 +264,6 @@ def _split_overrides(overrides: Sequence[str]) -> dict[str, str]:
         key, equals, text = override.partition("=")
         if not equals or not key:
             raise UserError(f"{override!r}: an override has the form section.key=value")
-        if key in assignments:
-            raise setting_error(key, text, f"is given twice (first as {assignments[key]!r}); give it once")
         assignments[key] = text
     return assignments
 

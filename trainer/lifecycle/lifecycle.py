@@ -159,7 +159,12 @@ class Lifecycle:
     def end_without_work(self, resumed_step: int | None, clean: Callable[[], None]) -> int:
         """There is nothing left to train.  Returns the exit code.  `clean` removes what a killed attempt left."""
         step, config = self._progress.step, self._config
-        self._metrics.say(f"nothing to do: {config.run.dir} is at step {step} of {config.train.steps}")
+        self._metrics.say(
+            f"nothing to do: {config.run.dir} is at step {step} of {config.train.steps}\n"
+            f"  to train longer: train.steps={2 * config.train.steps}\n"
+            "  to train another run: run.name=NAME\n"
+            "  to start over: checkpoint.resume=none"
+        )
         if self._world.is_main and resumed_step is not None and not self._folder.has_finished():
             clean()  # an attempt was killed after everything was saved
             self._folder.write_status("finished", EXIT_FINISHED, step, "train.steps reached")

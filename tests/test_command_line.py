@@ -1,0 +1,212 @@
+"""The command line: options, subcommands, recipes that inherit, names of runs, dry runs, and scripts of one's own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+import trainer
+from tests.forked import REPOSITORY
+from tests.ranks import run_command, tiny_overrides
+from trainer import load_config, run
+from trainer.config.naming import free_name
+from trainer.errors import UserError
+
+# ---------------------------------------------------------------------------------------------------------------
+# Options
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"meshtrainer {trainer.__version__}\n"
+
+
+def test_help_of_a_section_with_a_recipes_values(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run.main(["recipe=llama_small", "--help", "optim"]) == 0
+    said = capsys.readouterr().out
+    assert "optim.lr  [a number; default 0.0003; here 0.004]" in said
+    assert "train.steps" not in said
+    assert run.main(["--help", "optimm"]) == 2
+    assert "did you mean --help optim?" in capsys.readouterr().err
+
+
+def test_of_a_key_given_twice_the_last_value_holds(capsys: pytest.CaptureFixture[str]) -> None:
+    assert load_config("llama_small", ["train.steps=5", "train.steps=6"]).train.steps == 6
+    assert run.main(["recipe=gpt2", "--print-config", "recipe=llama_small", "train.steps=5", "train.steps=7"]) == 0
+    said = capsys.readouterr().out
+    assert "name: llama_small" in said
+    assert "steps: 7" in said
+
+
+def meshtrainer(*words: str, monkeypatch: pytest.MonkeyPatch) -> object:
+    monkeypatch.setattr(sys, "argv", ["meshtrainer", *words])
+    with pytest.raises(SystemExit) as left:
+        run.meshtrainer()
+    return left.value.code
+
+
+@pytest.mark.parametrize("command", sorted(set(run.COMMANDS) - {"run"}))
+def test_each_subcommand(command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert meshtrainer(command, "--help", monkeypatch=monkeypatch) in (0, None)
+    assert f"trainer.{command}" in capsys.readouterr().out
+
+
+def test_a_word_that_is_no_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert meshtrainer("plam", monkeypatch=monkeypatch) == 2
+    assert "did you mean meshtrainer plan?" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_completion_in_a_shell(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert meshtrainer("completion", "fish", monkeypatch=monkeypatch) == 2
+    capsys.readouterr()
+    assert meshtrainer("completion", "bash", monkeypatch=monkeypatch) == 0
+    script = capsys.readouterr().out + "COMP_WORDS=(meshtrainer train.st) COMP_CWORD=1; _meshtrainer 2>/dev/null\n"
+    done = subprocess.run(["bash", "-c", script + 'echo "${COMPREPLY[@]}"'], capture_output=True, text=True)
+    assert done.stdout == "train.steps=\n", done.stderr
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Recipes that inherit
+
+
+def written(folder: Path, name: str, text: str) -> str:
+    (folder / name).write_text(text)
+    return str(folder / name)
+
+
+def test_a_recipe_inherits(tmp_path: Path) -> None:
+    parent = load_config("llama_small")
+    written(tmp_path, "middle.yaml", "recipe: llama_small\nmodel: {dim: 64}\ntrain: {steps: 3}\n")
+    child = load_config(written(tmp_path, "child.yaml", "recipe: middle.yaml\ntrain: {steps: 4}\n"), ["optim.lr=1"])
+    assert (child.model.dim, child.train.steps, child.optim.lr) == (64, 4, 1)  # type: ignore[attr-defined]
+    assert child.schedule == parent.schedule
+    assert child.run.dir == "runs/child"
+
+
+def test_another_model_inherits_no_fields(tmp_path: Path) -> None:
+    child = load_config(written(tmp_path, "child.yaml", "recipe: llama_small\nmodel: {name: gpt2}\n"))
+    assert child.model == load_config("llama_small", ["model.name=gpt2"]).model
+    assert child.train == load_config("llama_small").train
+
+
+def test_a_run_is_a_parent_for_its_settings_alone(tmp_path: Path) -> None:
+    ran = tmp_path / "ran"
+    ran.mkdir()
+    config = load_config("llama_small", ["train.steps=77", f"run.dir={ran}", "checkpoint.dir=elsewhere"])
+    written(ran, "config.yaml", config.to_yaml())
+    written(ran, "status.json", "{}")
+    child = load_config(written(tmp_path, "child.yaml", f"recipe: {ran}\noptim: {{lr: 1.0}}\n"))
+    assert (child.train.steps, child.optim.lr, child.checkpoint.dir) == (77, 1.0, None)
+    assert (child.run.name, child.run.dir) == ("child", "runs/child")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("recipe: child.yaml\n", "its own parent"),
+        ("recipe: llama_smal\n", "did you mean recipe=llama_small"),
+        ("recipe: [1]\n", "must be a recipe"),
+    ],
+)
+def test_parents_that_are_none(text: str, said: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=said):
+        load_config(written(tmp_path, "child.yaml", text))
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Names of runs
+
+
+def leave(folder: str, config: trainer.RunConfig, state: str) -> None:
+    Path(folder).mkdir(parents=True)
+    (Path(folder) / "config.yaml").write_text(config.to_yaml())
+    (Path(folder) / "status.json").write_text(json.dumps({"state": state}))
+
+
+def test_a_finished_run_is_not_in_the_way_of_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def folder_of(*overrides: str) -> tuple[str, str]:
+        config, note = free_name(load_config("llama_small", overrides), "llama_small", overrides)
+        return config.run.dir, note
+
+    leave("runs/llama_small", load_config("llama_small"), "finished")
+    assert folder_of("train.steps=9") == ("runs/llama_small", ""), "what a resume may change goes on"
+    found, note = folder_of("model.dim=48", "run.seed=3")
+    assert found == "runs/llama_small-2"
+    assert "model.dim: 96 there, 48 now" in note
+    leave("runs/llama_small-2", load_config("llama_small", ["model.dim=48", "run.seed=3"]), "finished")
+    assert folder_of("model.dim=48", "run.seed=3")[0] == "runs/llama_small-2", "the same command means the same run"
+    assert folder_of("model.dim=24")[0] == "runs/llama_small-3"
+    for named in ("run.name=llama_small", "run.dir=runs/llama_small", "checkpoint.resume=none"):
+        assert folder_of("model.dim=48", named) == ("runs/llama_small", ""), "what is named is meant"
+
+
+@pytest.mark.parametrize("state", ["running", "stopped", "failed"])
+def test_a_run_that_has_not_finished_keeps_its_name(
+    state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    leave("runs/llama_small", load_config("llama_small"), state)
+    config = load_config("llama_small", ["model.dim=48"])
+    assert free_name(config, "llama_small", ["model.dim=48"]) == (config, "")
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Dry runs, and scripts of one's own
+
+
+def dry_folders() -> set[str]:
+    return {path.name for path in Path(tempfile.gettempdir()).glob("meshtrainer-dry-run-*")}
+
+
+@pytest.mark.slow
+def test_a_dry_run_leaves_nothing_behind(tmp_path: Path) -> None:
+    before = dry_folders()
+    ran = run_command(tmp_path / "run", "recipe=llama_small", *tiny_overrides(), "nproc=2", "--dry-run")
+    assert ran.exit_code == 0, ran.stderr
+    assert "dry run: would train steps 1 to" in ran.stdout
+    assert "memory of a rank at the peak" in ran.stdout
+    assert list(tmp_path.iterdir()) == []
+    assert dry_folders() == before
+
+
+@pytest.mark.slow
+def test_a_dry_run_resumes_as_the_run_would(tmp_path: Path) -> None:
+    tiny = ["recipe=llama_small", *tiny_overrides("train.steps=4")]
+    run_command(tmp_path / "run", *tiny)
+    files = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    on = run_command(tmp_path / "run", *tiny, "train.steps=6", "--dry-run")
+    assert "would train steps 5 to 6" in on.stdout, on.stderr
+    other = run_command(tmp_path / "run", *tiny, "optim.name=sgd", "--dry-run")
+    assert other.exit_code == 2
+    assert "optim.name" in other.stderr
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == files
+
+
+@pytest.mark.slow
+def test_a_script_of_ones_own_has_the_whole_command_line(tmp_path: Path) -> None:
+    script = tmp_path / "mine.py"
+    script.write_text(
+        "import sys, trainer\n"
+        "class Doubled(trainer.Trainer):\n"
+        "    def loss(self, batch):\n"
+        "        return 2 * super().loss(batch)\n"
+        "sys.exit(trainer.main(Doubled))\n"
+    )
+    command = [sys.executable, str(script), "recipe=llama_small", *tiny_overrides("train.steps=2")]
+    env = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run([*command, f"run.dir={tmp_path / 'run'}", "nproc=2"], capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert next(record["world_size"] for record in records if record["kind"] == "start") == 2
+    assert next(record["loss"] for record in records if record["kind"] == "train") > 10, "twice a fresh model's 5.5"
+    wrong = subprocess.run([*command, "train.stepz=2"], capture_output=True, text=True, env=env)
+    assert (wrong.returncode, wrong.stderr.count("error:"), "Traceback" in wrong.stderr) == (2, 1, False)

@@ -1,0 +1,33 @@
+"""What a shell completes after `meshtrainer`: subcommands, recipes, keys and options."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from trainer.config.load import declared_keys, recipe_files
+from trainer.errors import choice_error
+
+_BASH = """\
+_meshtrainer() {{
+    local word=${{COMP_WORDS[COMP_CWORD]}}
+    [[ $COMP_CWORD -ge 2 && ${{COMP_WORDS[COMP_CWORD-1]}} == "=" ]] && return
+    COMPREPLY=($(compgen -W "{words}" -- "$word"))
+    [[ ${{COMPREPLY[0]-}} == *= ]] && compopt -o nospace
+}}
+complete -o default -F _meshtrainer meshtrainer
+"""
+_ZSH = """\
+#compdef meshtrainer
+_meshtrainer() {{ compadd -S '' -- {words}; _files }}
+compdef _meshtrainer meshtrainer
+"""
+
+
+def completion(shell: str, commands: Iterable[str]) -> str:
+    """Return the script that `eval "$(meshtrainer completion bash)"` loads; also for zsh.  Raises UserError."""
+    scripts = {"bash": _BASH, "zsh": _ZSH}
+    if shell not in scripts:
+        raise choice_error("completion", shell, sorted(scripts))
+    words = [*commands, *(f"recipe={name}" for name in recipe_files()), "nproc="]
+    words += [f"{key}=" for key in declared_keys()] + ["--help", "--version", "--print-config", "--dry-run"]
+    return scripts[shell].format(words=" ".join(words))

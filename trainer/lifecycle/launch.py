@@ -1,0 +1,90 @@
+"""Starts the ranks of `nproc=N` on this machine through torch's elastic launcher, and says how they ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from trainer.config import RunConfig
+from trainer.distributed import stop
+from trainer.distributed.deaths import find_killed
+from trainer.distributed.environment import LAUNCHER, SPAWNED_BY_US
+from trainer.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_USER_ERROR, say
+from trainer.lifecycle.folder import note_end, read_status
+from trainer.metrics.record import last_step
+
+if TYPE_CHECKING:
+    from torch.distributed.launcher.api import LaunchConfig
+
+
+def spawn(nproc: int, command: Sequence[str], config: RunConfig) -> int:
+    """Start `nproc` workers through torch's elastic launcher, and return the exit code that the run earned.
+
+    command: arguments of the Python interpreter.
+    """
+    import logging
+
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import elastic_launch
+
+    for name in ("torch.distributed.elastic", "torch.distributed.launcher"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # the workers report for themselves
+    os.environ[SPAWNED_BY_US] = str(nproc)
+    os.environ[LAUNCHER] = str(os.getpid())
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # each rank sets its own share once it knows it
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")  # a save may take longer than the 30 s before a kill
+    launch = _launch_config(nproc)
+    before = read_status(config.run_dir)
+
+    def interrupt(number: int, frame: object) -> NoReturn:
+        raise SignalException(f"asked to stop by {signal.Signals(number).name}", signal.Signals(number))
+
+    try:
+        for number in stop.caught_signals():  # until the launcher installs its own, which do the same
+            signal.signal(number, interrupt)
+        if stop.find_stop_request().reason() is not None:
+            return EXIT_STOPPED  # while torch was being imported
+        elastic_launch(launch, sys.executable)(*command)
+    except ChildFailedError as error:
+        codes = {failure.exitcode for failure in error.failures.values()}
+        if killed := find_killed(error.failures):
+            _note_end(config, before, killed)
+        return next((code for code in (EXIT_USER_ERROR, EXIT_STOPPED) if code in codes), EXIT_FAILED)
+    except SignalException:
+        # The launcher has only seen its workers go: what they achieved is on record.
+        status = read_status(config.run_dir)
+        if status == before:
+            return EXIT_STOPPED  # before the first step
+        if status.get("exit_code") is None:
+            _note_end(config, before, "the run was asked to stop, and its ranks have gone without a word")
+            return EXIT_FAILED
+        return int(status["exit_code"])
+    return EXIT_FINISHED
+
+
+def _launch_config(nproc: int) -> LaunchConfig:
+    from torch.distributed.launcher.api import LaunchConfig
+
+    return LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=nproc,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        monitor_interval=0.1,
+        # Unhandled, SIGUSR1 kills it and orphans the ranks; what nohup has had ignored it would catch.
+        signals_to_handle=",".join(number.name for number in stop.caught_signals()),
+    )
+
+
+def _note_end(config: RunConfig, before: Mapping[str, Any], reason: str) -> None:
+    """Say, and leave in `status.json`, how the ranks ended where they could not say it themselves."""
+    say(f"error: {reason}")
+    note_end(config.run_dir, before, last_step(config.run_dir / "metrics.jsonl"), reason)

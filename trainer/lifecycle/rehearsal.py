@@ -1,0 +1,52 @@
+"""A dry run: all that a start does short of the first step, in a folder that is gone afterwards."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from trainer.config import RunConfig
+from trainer.distributed.environment import Environment
+
+_FOLDER = "MESHTRAINER_DRY_RUN"
+"""The folder of a dry run, as the process that starts its ranks has told them."""
+
+
+@contextmanager
+def rehearsing(config: RunConfig, env: Environment) -> Iterator[RunConfig]:
+    """Yield the configuration of a dry run: nothing is written but into a folder of its own, removed in the end.
+
+    It resumes as the run itself would, from checkpoints that it leaves alone.
+    """
+    told = os.environ.get(_FOLDER)
+    folder = Path(told or _name_of(config, env))
+    os.environ[_FOLDER] = str(folder)
+    place = config.checkpoint.dir or f"{config.run.dir}/checkpoints"
+    resume = config.checkpoint.resume
+    if resume == "auto":
+        resume = place if "://" in place or any(Path(place).glob("step_*")) else "none"
+    try:
+        yield replace(
+            config,
+            run=replace(config.run, dir=str(folder / config.run.name)),
+            checkpoint=replace(config.checkpoint, dir=None, resume=resume),
+            log=replace(config.log, wandb="off", tensorboard=False),
+        )
+    finally:
+        if told is None:
+            os.environ.pop(_FOLDER)
+            if env.rank == 0:  # which alone writes
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _name_of(config: RunConfig, env: Environment) -> Path:
+    """Return the folder, the same on all ranks of a node whatever has started them."""
+    started_by = os.environ.get("TORCHELASTIC_RUN_ID") or env.job or os.getpid()
+    seed = f"{os.getuid()} {started_by} {Path(config.run.dir).absolute()}"
+    return Path(tempfile.gettempdir()) / f"meshtrainer-dry-run-{hashlib.sha256(seed.encode()).hexdigest()[:16]}"
