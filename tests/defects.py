@@ -86,8 +86,8 @@ DEFECTS: list[Defect] = [
         "printed-unchecked",
         "print-config",
         "trainer/run.py",
-        "            _check_as_printed(config, arguments.nproc, env)",
-        "            pass",
+        "        _check_as_printed(config, arguments.nproc, env)",
+        "        pass",
     ),
     Defect(
         "compiler-not-looked-for",

@@ -123,7 +123,7 @@ ADVICE = {
     "model.name=tests.ranks:mlp2": "to fix: call trainer.register(Recipe(...)) in that module",
     "--train.steps=10": "to fix: keys are written without dashes, as train.steps=10",
     "--recipe": "did you mean recipe=...?",
-    "--verson": "to fix: see --help",
+    "--verson": "did you mean --version?",
     "--hepl": "did you mean --help?",
 }
 

@@ -272,7 +272,7 @@ def test_help_lists_every_key_with_type_default_and_meaning(help_text: tuple[str
             assert type_name(item.type) in rows[0][1], key
             assert item.default is dataclasses.MISSING or rows[0][2], key
     assert ("optim.betas", "a list of 2 x a number", "[0.9, 0.95]") in [row[:3] for row in listed]
-    assert ("data.path", "text or null", "null") in [row[:3] for row in listed]
+    assert ("data.path", "text or {name: text} or null", "null") in [row[:3] for row in listed]
     assert ("mesh.shard", "a whole number or text", "-1") in [row[:3] for row in listed]
 
 
