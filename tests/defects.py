@@ -531,7 +531,7 @@ DEFECTS: list[Defect] = [
     Defect(
         "code-of-workers-lost",
         "nproc",
-        "trainer/run.py",
+        "trainer/lifecycle/launch.py",
         "for code in (EXIT_USER_ERROR, EXIT_STOPPED) if code in codes",
         "for code in (EXIT_USER_ERROR,) if code in codes",
     ),
