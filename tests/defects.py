@@ -210,6 +210,13 @@ DEFECTS: list[Defect] = [
         "balance.over_batch = _as_it_is",
     ),
     Defect(
+        "cache-of-another-layer",
+        "generate",
+        "trainer/sequence.py",
+        "            self._layers[self._next] = (k_BKTH, v_BKTH)",
+        "            self._layers[0] = (k_BKTH, v_BKTH)",
+    ),
+    Defect(
         "budget-by-size-alone",
         "recompute",
         "trainer/model/recompute.py",

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import tempfile
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
@@ -26,7 +25,7 @@ from trainer.errors import EXIT_FINISHED, UserError, run_command, tell
 from trainer.recipe import look_in_working_folder
 from trainer.weights.exporting import export
 from trainer.weights.inference import build_plain, origin_of
-from trainer.weights.origin import TOKENIZER, Origin
+from trainer.weights.origin import TOKENIZER, Origin, written_out
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -75,12 +74,8 @@ def _end_id(tokenizer: str, origin: Origin) -> int:
     """Return the id that ends a document of the run's own tokenizer, which may have gone from where it was."""
     if not origin.tokenizer:
         return find_tokenizer(tokenizer).end_id
-    with tempfile.TemporaryDirectory() as folder:
-        for name, data in origin.tokenizer.items():
-            file = Path(folder) / name
-            file.parent.mkdir(exist_ok=True)
-            file.write_bytes(data)
-        return find_tokenizer(str(Path(folder) / TOKENIZER)).end_id
+    with written_out(origin.tokenizer) as folder:
+        return find_tokenizer(str(folder / TOKENIZER)).end_id
 
 
 def _write_plain(model: torch.nn.Module, path: Path) -> None:

@@ -27,12 +27,14 @@ class Documents:
     """Which document each token of a batch is in, and what attention wants of that: made once, used by every layer."""
 
     @classmethod
-    def of(cls, documents_BT: torch.Tensor | None, borders: torch.Tensor | None = None) -> Documents | None:
+    def of(cls, documents_BT: torch.Tensor | Cache | None, borders: torch.Tensor | None = None) -> Documents | None:
         """Return those of a batch, or None for a batch without: its entries `documents` and, if it has them, `borders`.
 
-        Tokens of a row that follow one another with the same number are one document.
+        Tokens of a row that follow one another with the same number are one document.  A `Cache` is given as it is.
         """
-        return None if documents_BT is None else cls(documents_BT, borders)
+        if documents_BT is None or isinstance(documents_BT, Cache):
+            return documents_BT
+        return cls(documents_BT, borders)
 
     def __init__(self, documents_BT: torch.Tensor, borders: torch.Tensor | None = None) -> None:
         begins_BT = _begins(documents_BT)
@@ -75,6 +77,36 @@ class Documents:
         return (len(self.borders) - 1) * _FEW_TOKENS > self.numbers_BT.numel()
 
 
+class Cache(Documents):
+    """A text that is still being written: the keys and values of its tokens so far, layer by layer.
+
+    Given to a model in place of a batch's `documents`, it lets the tokens of a call follow those of the calls before:
+    `model(tokens, documents=cache)`, and then `cache.advance(tokens.shape[1])`.
+    """
+
+    def __init__(self) -> None:
+        self.num_tokens = 0
+        """Tokens of the calls that are over."""
+        self._layers: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._next = 0
+
+    def advance(self, num_tokens: int) -> None:
+        """Note that a call is over, in which the model has read so many tokens."""
+        self.num_tokens += num_tokens
+        self._next = 0
+
+    def extend(self, k_BKTH: torch.Tensor, v_BKTH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the keys and values of all tokens so far in the layer whose turn it is, these the last of them."""
+        if self._next < len(self._layers):
+            k_BKSH, v_BKSH = self._layers[self._next]
+            k_BKTH, v_BKTH = torch.cat((k_BKSH, k_BKTH), 2), torch.cat((v_BKSH, v_BKTH), 2)
+            self._layers[self._next] = (k_BKTH, v_BKTH)
+        else:
+            self._layers.append((k_BKTH, v_BKTH))
+        self._next += 1
+        return k_BKTH, v_BKTH
+
+
 def attend(
     q_BNTH: torch.Tensor,
     k_BKTH: torch.Tensor,
@@ -89,6 +121,8 @@ def attend(
     among it, masks.  dropout: the share of attention weights that is dropped.
     """
     grouped = k_BKTH.shape[1] != q_BNTH.shape[1]
+    if isinstance(documents, Cache):
+        return _attend_further(q_BNTH, *documents.extend(k_BKTH, v_BKTH), grouped)
     if documents is None:
         return F.scaled_dot_product_attention(
             q_BNTH, k_BKTH, v_BKTH, dropout_p=dropout, is_causal=True, enable_gqa=grouped
@@ -110,6 +144,8 @@ def positions(
     """
     if given_BT is not None:
         return given_BT
+    if isinstance(documents, Cache):
+        return torch.arange(documents.num_tokens, documents.num_tokens + tokens_BT.shape[1], device=tokens_BT.device)
     if documents is not None:
         return documents.positions_BT
     return torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
@@ -127,6 +163,16 @@ def find_borders(documents_BT: torch.Tensor) -> torch.Tensor:
 def _begins(documents_BT: torch.Tensor) -> torch.Tensor:
     """Return True for the first token of each document."""
     return F.pad(documents_BT[:, 1:] != documents_BT[:, :-1], (1, 0), value=True)
+
+
+def _attend_further(q_BNTH: torch.Tensor, k_BKSH: torch.Tensor, v_BKSH: torch.Tensor, grouped: bool) -> torch.Tensor:
+    """Attend from the last T of S tokens."""
+    num_new, num_all = q_BNTH.shape[2], k_BKSH.shape[2]
+    mask = None
+    if 1 < num_new < num_all:
+        mask = torch.ones(num_new, num_all, dtype=torch.bool, device=q_BNTH.device).tril(num_all - num_new)
+    is_causal = num_new == num_all
+    return F.scaled_dot_product_attention(q_BNTH, k_BKSH, v_BKSH, mask, is_causal=is_causal, enable_gqa=grouped)
 
 
 def _attend_in_turn(

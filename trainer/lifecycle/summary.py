@@ -99,6 +99,6 @@ def show_result(config: RunConfig, world: World, model: nn.Module, metrics: Metr
     tokenizer = find_tokenizer(config.data.tokenizer)
     prompt = [*tokenizer.start_ids, *tokenizer.encode("def ").tolist()]
     with evaluating(model):
-        tokens = write_sample(model, world, prompt, config.log.sample_tokens, config.data.seq_len)
+        tokens = write_sample(model, world, prompt, config.log.sample_tokens, config.data.seq_len, config.train.compile)
     metrics.say("\na sample that the model wrote:\n", "bold")
     metrics.say(tokenizer.decode(tokens))

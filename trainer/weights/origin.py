@@ -7,7 +7,9 @@ have them as they were, though it be made when that folder has long gone.  So th
 from __future__ import annotations
 
 import glob
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -67,6 +69,17 @@ def _packed(files: Mapping[str, bytes]) -> dict[str, Any]:
 
 def _unpacked(state: Mapping[str, Any]) -> dict[str, bytes]:
     return {name: bytes(data) for name, data in state.items()}
+
+
+@contextmanager
+def written_out(files: Mapping[str, bytes]) -> Iterator[Path]:
+    """Write files that live in a state into a folder, for as long as the block lasts."""
+    with tempfile.TemporaryDirectory() as name:
+        for relative, data in files.items():
+            file = Path(name) / relative
+            file.parent.mkdir(exist_ok=True)
+            file.write_bytes(data)
+        yield Path(name)
 
 
 def is_tokenizer_file(name: str) -> bool:

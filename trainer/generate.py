@@ -1,0 +1,260 @@
+"""Command line: text that a model writes, as it writes it.
+
+    python -m trainer.generate <run.dir, checkpoint or Hugging Face folder> --prompt TEXT
+    python -m trainer.generate <run.dir, checkpoint or Hugging Face folder> --chat TEXT      with its chat template
+
+One process, on a GPU if there is one.  It stops where the model ends its text or turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer.checkpoint.source import StoredWeights, find_checkpoint, is_checkpoint
+from trainer.config import config_from_yaml
+from trainer.config.pretrained import CONFIG, is_folder_of_weights, model_config_of
+from trainer.data.tokenizer import Tokenizer, find_tokenizer
+from trainer.errors import EXIT_FINISHED, UserError, run_command, setting_error
+from trainer.model.sample import (
+    GREEDY,
+    CachedReader,
+    Reader,
+    Sampling,
+    TransformersReader,
+    WindowReader,
+    goes_through_sequence,
+    write,
+)
+from trainer.printable import printable
+from trainer.recipe import all_recipes, look_in_working_folder
+from trainer.weights.inference import load_weights, origin_of
+from trainer.weights.origin import GENERATION, TOKENIZER, read_folder, written_out
+
+EXIT_INTERRUPTED = 130
+"""What a shell gives a command that Ctrl-C has ended."""
+
+_CONTEXT_OF_DECODING = 8
+"""Tokens before a piece of text that say how it begins: with a space, say."""
+
+
+@dataclass(frozen=True)
+class Writer:
+    """A model that can write: its network, its tokenizer, and what came with it.
+
+    tokenizer: what `data.tokenizer` would name: `bytes`, or a folder.
+    settings: generation_config.json, and what config.json says of the ends of a text.
+    """
+
+    model: nn.Module
+    device: torch.device
+    tokenizer: str
+    settings: Mapping[str, Any]
+
+    @property
+    def room(self) -> int | None:
+        """How many tokens the model has positions for; None if it does not say."""
+        config = getattr(self.model, "config", None)
+        found = (getattr(config, name, None) for name in ("max_seq_len", "max_position_embeddings"))
+        return next((int(room) for room in found if room), None)
+
+    def read(self) -> Reader:
+        """Return what reads a text with the model."""
+        if goes_through_sequence(self.model):
+            return CachedReader(self.model, self.device)
+        if _is_of_transformers(self.model):
+            return TransformersReader(self.model, self.device)
+        return WindowReader(self.model, self.device, self.room or 1024)
+
+    def ends(self, tokenizer: Tokenizer) -> set[int]:
+        """Return the tokens that end a text: those that the model came with, else its tokenizer's."""
+        stated = self.settings.get("eos_token_id")
+        if stated is None:
+            return {tokenizer.end_id}
+        return set(stated) if isinstance(stated, list) else {stated}
+
+    def sampling(self) -> Sampling:
+        """Return how the model wants its tokens chosen, as far as it says so."""
+        names = ("temperature", "top_k", "top_p")
+        stated = {name: self.settings[name] for name in names if self.settings.get(name) is not None}
+        return Sampling(**stated)
+
+
+def open_writer(path: str, device: torch.device, stack: ExitStack, allow_import: Collection[str] = ()) -> Writer:
+    """Return the model at `path`: a checkpoint, a run's folder (its newest), or a Hugging Face folder.
+
+    A folder that no recipe builds is transformers' to build.  Files that live in a checkpoint are written to a folder
+    that lasts as long as `stack`.  Raises UserError for what cannot be read.
+    """
+    if is_folder_of_weights(path) and not is_checkpoint(path):
+        folder = Path(path)
+        tokenizer = str(folder) if (folder / TOKENIZER).exists() else "bytes"
+        return Writer(_load_folder(folder, device), device, tokenizer, _settings(read_folder(folder)))
+    source = StoredWeights(find_checkpoint(path))
+    config = config_from_yaml(source.config_yaml, allow_import=allow_import)
+    origin = origin_of(source)
+    files = origin.tokenizer or {name: data for name, data in origin.files.items() if TOKENIZER in origin.files}
+    tokenizer = str(stack.enter_context(written_out(files))) if files else config.data.tokenizer
+    model = load_weights(path, device, allow_import)
+    return Writer(model, device, tokenizer, _settings(origin.files))
+
+
+def _load_folder(folder: Path, device: torch.device) -> nn.Module:
+    try:
+        model_config_of(folder, all_recipes())
+    except UserError as refused:
+        try:
+            import transformers
+        except ImportError:
+            raise UserError(f"{refused}\n  with transformers it may be: pip install transformers") from refused
+        model: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+        return model.to(device).eval()
+    return load_weights(folder, device)
+
+
+def _settings(files: Mapping[str, bytes]) -> dict[str, Any]:
+    """Return what the files say of how a text is written, and ends."""
+    stated = json.loads(files[CONFIG]) if CONFIG in files else {}
+    return {"eos_token_id": stated.get("eos_token_id"), **json.loads(files.get(GENERATION, b"{}"))}
+
+
+def _is_of_transformers(model: nn.Module) -> bool:
+    return any(kind.__module__.startswith("transformers.") for kind in type(model).__mro__)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Text
+
+
+def tokens_of_prompt(text: str, tokenizer: Tokenizer) -> list[int]:
+    """Return the tokens of a text as documents begin; of none, what comes before a document."""
+    return [*tokenizer.start_ids, *tokenizer.encode(text).tolist()] or [tokenizer.end_id]
+
+
+def tokens_of_chat(text: str, tokenizer: str) -> list[int]:
+    """Return the tokens of a user's message up to where the assistant answers, by the tokenizer's chat template.
+
+    Raises UserError if it has none.
+    """
+    try:
+        from trainer.data.chat.template import find_template
+    except ImportError as error:
+        raise setting_error("--chat", text, f"needs the library {error.name}: pip install {error.name}") from error
+    from trainer.data.chat.tokens import ChatTokenizer
+
+    template, of_chats = find_template("model", tokenizer, key="--chat"), ChatTokenizer(tokenizer)
+    message = {"role": "user", "content": of_chats.quoted(text)}
+    ids, _ = of_chats.encode(template.render([message], prompts=True).text)
+    return [int(number) for number in ids]
+
+
+def pieces(tokens: Iterable[int], before: Sequence[int], decode: Callable[[Sequence[int]], str]) -> Iterator[str]:
+    """Yield the text of `tokens`, which follow those `before`, as soon as its characters are whole."""
+    context, new = list(before[-_CONTEXT_OF_DECODING:]), list[int]()
+    for token in tokens:
+        new.append(token)
+        text = decode([*context, *new])[len(decode(context)) :]
+        if text and not text.endswith("\N{REPLACEMENT CHARACTER}"):
+            yield text
+            context, new = [*context, *new][-_CONTEXT_OF_DECODING:], []
+    if new:
+        yield decode([*context, *new])[len(decode(context)) :]
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Command line
+
+
+def command_line(argv: Sequence[str] | None = None) -> int:
+    """Run what the command line asks for.  Returns the exit code."""
+    chosen = _parser().parse_args(argv)
+    look_in_working_folder()
+    try:
+        return run_command(lambda: _generate(chosen))
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m trainer.generate", description=__doc__.partition("\n")[0])
+    parser.add_argument("path", help="a run.dir (its newest checkpoint), a checkpoint, or a Hugging Face folder")
+    text = parser.add_mutually_exclusive_group(required=True)
+    text.add_argument("--prompt", metavar="TEXT", help="what the model goes on from")
+    text.add_argument("--chat", metavar="TEXT", help="what the model answers, by its tokenizer's chat template")
+    parser.add_argument("--greedy", action="store_true", help="always the likeliest token")
+    parser.add_argument("--max-tokens", type=int, default=256, help="how many tokens at most (default: 256)")
+    parser.add_argument("--seed", type=int, help="the same text for the same seed (default: another one each time)")
+    parser.add_argument("--temperature", type=float, help="default: the model's own generation_config.json, or 0.8")
+    parser.add_argument("--top-p", type=float, help="default: the model's own generation_config.json, or 1")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU if there is")
+    parser.add_argument(
+        "--allow-import",
+        metavar="MODULE",
+        action="append",
+        default=[],
+        help="import this module of your own, if the checkpoint names it; give it once for each",
+    )
+    return parser
+
+
+def _generate(chosen: argparse.Namespace) -> int:
+    _check(chosen)
+    device = chosen.device if chosen.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    with ExitStack() as stack:
+        writer = open_writer(chosen.path, torch.device(device), stack, chosen.allow_import)
+        tokenizer = find_tokenizer(writer.tokenizer)
+        if chosen.chat is None:
+            prompt = tokens_of_prompt(chosen.prompt, tokenizer)
+        else:
+            prompt = tokens_of_chat(chosen.chat, writer.tokenizer)
+        num_tokens = _num_tokens(chosen, len(prompt), writer.room)
+        generator = torch.Generator()
+        generator.manual_seed(chosen.seed) if chosen.seed is not None else generator.seed()
+        ends = writer.ends(tokenizer)
+        written = write(writer.read(), prompt, num_tokens, _sampling(chosen, writer), generator, ends)
+        shown = printable if sys.stdout.isatty() else str
+        try:
+            for piece in pieces((token for token in written if token not in ends), prompt, tokenizer.decode):
+                print(shown(piece), end="", flush=True)
+        except KeyboardInterrupt:
+            print(flush=True)
+            raise
+        print(flush=True)
+    return EXIT_FINISHED
+
+
+def _check(chosen: argparse.Namespace) -> None:
+    for key, value, is_legal, rule, legal in (
+        ("--max-tokens", chosen.max_tokens, chosen.max_tokens >= 1, "must be at least 1", 1),
+        ("--temperature", chosen.temperature, (chosen.temperature or 0) >= 0, "must be at least 0", 0),
+        ("--top-p", chosen.top_p, chosen.top_p is None or 0 < chosen.top_p <= 1, "must be above 0 and at most 1", 1),
+    ):
+        if not is_legal:
+            raise setting_error(key, value, rule, legal)
+
+
+def _num_tokens(chosen: argparse.Namespace, num_given: int, room: int | None) -> int:
+    if room is not None and num_given >= room:
+        key, text = ("--prompt", chosen.prompt) if chosen.chat is None else ("--chat", chosen.chat)
+        raise setting_error(key, text, f"is {num_given} tokens long, and the model has positions for {room}")
+    return min(chosen.max_tokens, (room or sys.maxsize) - num_given)
+
+
+def _sampling(chosen: argparse.Namespace, writer: Writer) -> Sampling:
+    if chosen.greedy:
+        return GREEDY
+    given = {name: getattr(chosen, name) for name in ("temperature", "top_p") if getattr(chosen, name) is not None}
+    return replace(writer.sampling(), **given)
+
+
+if __name__ == "__main__":
+    sys.exit(command_line())
