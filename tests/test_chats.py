@@ -14,7 +14,7 @@ pytest.importorskip("tokenizers", reason="a chat model's tokenizer is read with 
 
 from tests.chats import CHATML, FAMILIES, GENERATION, QWEN3, Family, said, write_tokenizer
 from tests.ranks import merged
-from trainer import run
+from trainer import prepare, run
 from trainer.config import DataSection
 from trainer.data.chat.conversation import BadChat, Conversation
 from trainer.data.chat.masking import Encoder
@@ -349,3 +349,17 @@ def test_rows_are_filled_as_well_as_they_can_be() -> None:
     filled = np.add.reduceat(lengths[order], starts[:-1])
     assert filled.max() <= 64
     assert len(filled) <= 1.02 * lengths.sum() / 64
+
+
+def test_what_is_trained_on_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    call = [{"from": "human", "value": "weather ?"}, CALL, {"from": "observation", "value": "sunny"}]
+    chat = {"conversations": [*call, {"from": "gpt", "value": "It is sunny"}]}
+    path = write_lines(tmp_path / "chats.jsonl", [chat, chat, chat])
+    folder = write_tokenizer(tmp_path / "model", FAMILIES["tools"].template)
+    assert prepare.command_line([str(path), "--tokenizer", str(folder), "--show", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert "chats.jsonl:2" in shown
+    assert "chats.jsonl:3" not in shown
+    assert '⟪<tool_call>{"name": "weather", "arguments": {}}</tool_call><|im_end|>⟫' in shown
+    assert "<|im_start|>assistant\n⟪It is sunny<|im_end|>⟫\n" in shown
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["chats.jsonl", "model"]

@@ -20,7 +20,7 @@ DOORS = {
     "init_process_group": ["trainer/distributed/world.py"],
     "init_device_mesh": ["trainer/distributed/world.py"],
     "wandb": ["trainer/metrics/"],
-    "rich": ["trainer/metrics/", "trainer/checkpoints.py", "trainer/plan/show.py"],
+    "rich": ["trainer/metrics/", "trainer/checkpoints.py", "trainer/plan/show.py", "trainer/prepare.py"],
     "torchdata": ["trainer/data/"],
     "tokenizers": ["trainer/data/", "trainer/prepare.py"],
     "jinja2": ["trainer/data/chat/template.py"],

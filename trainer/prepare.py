@@ -18,11 +18,14 @@ import re
 import shlex
 import sys
 import time
+import typing
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
 
+from trainer.config import DataSection, declared_keys
+from trainer.data.chat.show import first_chats
 from trainer.data.shards import ShardWriter
 from trainer.data.tokenizer import Tokenizer, find_tokenizer
 from trainer.errors import EXIT_FINISHED, nearest, run_command, setting_error, tell
@@ -36,8 +39,35 @@ PIECE = 1 << 24
 
 def command_line(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code: 0, 2 for a mistake of the user's, 1 for a failure."""
-    options = _make_parser().parse_args(arguments)
-    return run_command(lambda: _prepare(options))
+    parser = _make_parser()
+    options = parser.parse_args(arguments)
+    if options.out is None and not options.show:
+        parser.error("one of the arguments --out --show is required")
+    return run_command(lambda: _show(options) if options.show else _prepare(options))
+
+
+def _show(options: argparse.Namespace) -> int:
+    """Print conversations, what is trained on in green; between angle brackets where there are no colours."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False, soft_wrap=True)
+    before, behind = ("", "") if console.color_system else ("\u27ea", "\u27eb")
+    data = DataSection(
+        source="chat",
+        tokenizer=options.tokenizer,
+        format=options.format,
+        chat_template=options.chat_template,
+        train_on=options.train_on,
+    )
+    for shown in first_chats(data, options.inputs, options.show, "INPUT"):
+        text = Text()
+        for piece, is_trained in shown.pieces:
+            piece = printable(piece)
+            text.append(f"{before}{piece}{behind}" if is_trained else piece, "bold green" if is_trained else "dim")
+        console.rule(printable(shown.place), align="left")
+        console.print(text)
+    return EXIT_FINISHED
 
 
 def _prepare(options: argparse.Namespace) -> int:
@@ -315,8 +345,16 @@ def _describe(train: _Shards, held_out: _Shards, setting: str, tokenizer: Tokeni
 def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m trainer.prepare", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("inputs", nargs="+", metavar="INPUT", help=f"file ({', '.join(SUFFIXES)}), folder or glob")
-    parser.add_argument("--out", required=True, metavar="DIR/NAME", help="shards are DIR/NAME-00000.bin and so on")
+    parser.add_argument("--out", metavar="DIR/NAME", help="shards are DIR/NAME-00000.bin and so on")
     parser.add_argument("--tokenizer", default="bytes", help="bytes, or the path of a Hugging Face tokenizer.json")
+    parser.add_argument("--show", type=int, metavar="N", help="print N chats instead, what is trained on in colour")
+    for key in ("format", "chat_template", "train_on"):
+        field = declared_keys()[f"data.{key}"]
+        choices = typing.get_args(field.type) or None
+        option = f"--{key.replace('_', '-')}"
+        parser.add_argument(
+            option, default=field.default, choices=choices, help=f"chats: as data.{key} ({field.default})"
+        )
     parser.add_argument("--text-key", default="text", metavar="KEY", help=".jsonl: the key of the text (text)")
     parser.add_argument("--holdout", type=float, default=0.0, metavar="SHARE", help="share of documents held out (0)")
     parser.add_argument("--shard-tokens", type=int, default=100_000_000, metavar="N", help="size of a shard (1e8)")

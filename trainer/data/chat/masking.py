@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from trainer.data.chat.conversation import BadChat, Completion, Conversation, Sample
 from trainer.data.chat.template import ChatTemplate, Rendered
-from trainer.data.chat.tokens import ChatTokenizer
+from trainer.data.chat.tokens import QUOTE, ChatTokenizer
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,25 @@ class Encoder:
         return Encoded(np.concatenate([prompt, completion]), trained)
 
     def _encode_chat(self, chat: Conversation) -> Encoded:
+        _, ids, _, trained = self._marked(chat)
+        return Encoded(ids, trained)
+
+    def pieces(self, sample: Sample) -> list[tuple[str, bool]]:
+        """Return the text that the tokens stand for, cut where what is trained on begins and ends.  Raises BadChat."""
+        if isinstance(sample, Completion):
+            plain = self.tokenizer.plain
+            ends = "".join(map(self.tokenizer.text_of, plain.end_ids))
+            return [(sample.prompt, self._train_on == "all"), (sample.completion + ends, True)]
+        text, _, places, trained = self._marked(sample)
+        changes = [0, *(np.flatnonzero(np.diff(trained)) + 1).tolist()]
+        starts = [0, *places[changes[1:], 0].tolist(), len(text)]
+        return [
+            (text[start:stop].replace(QUOTE, ""), bool(trained[change]))
+            for change, start, stop in zip(changes, starts[:-1], starts[1:], strict=True)
+        ]
+
+    def _marked(self, chat: Conversation) -> tuple[str, NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
+        """Return a conversation's text, its ids, where each stands in the text, and whether it is trained on."""
         template = self._template
         if template is None:
             raise BadChat("needs a chat template, and the tokenizer has none", "data.chat_template", fix=_NAME_ONE)
@@ -72,11 +91,11 @@ class Encoder:
         _check_whole(chat, whole.text)
         ids, places = self.tokenizer.encode(whole.text)
         if self._train_on == "all":
-            return Encoded(ids, np.ones(len(ids), bool))
+            return whole.text, ids, places, np.ones(len(ids), bool)
         trained = np.zeros(len(ids), bool)
         for start, end in (span for turn in self._turns(chat) for span in _written(template, chat, whole, turn)):
             trained |= (places[:, 0] < end) & (places[:, 1] > start)
-        return Encoded(ids, trained)
+        return whole.text, ids, places, trained
 
     def _turns(self, chat: Conversation) -> list[int]:
         turns = chat.assistant_turns

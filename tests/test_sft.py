@@ -1,0 +1,118 @@
+"""Training on chats: packed or not, on any mesh, resumed in the middle of an epoch, it is the same training."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("tokenizers", reason="a chat model's tokenizer is read with the library `tokenizers`")
+
+import torch
+
+from tests.chats import CHATML, said, write_tokenizer
+from tests.ranks import Ran, run_tiny
+from tests.tiny import tiny_config
+from trainer import Trainer
+from trainer.data.loader import Batch
+
+NUM_CHATS = 40
+
+
+def write_chats(folder: Path) -> list[str]:
+    """Write conversations of many lengths, and a tokenizer; return the settings that train on them."""
+    words = ["Hi", "Yes", "No", "two", "four", "Bye"]
+    chats = [
+        said(
+            *(" ".join(words[(number + turn + k) % 6] for k in range(1 + (7 * number + turn) % 5)) for turn in range(4))
+        )
+        for number in range(NUM_CHATS)
+    ]
+    path = folder / "chats.jsonl"
+    path.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    return [
+        "data.source=chat",
+        f"data.path={path}",
+        f"data.tokenizer={write_tokenizer(folder / 'model', CHATML)}",
+        f"data.cache_dir={folder / 'cache'}",
+        "data.seq_len=96",
+        "model.vocab_size=128",
+    ]
+
+
+class OneByOne(Trainer):
+    """Sends each conversation through the model alone, without documents, padding or neighbours."""
+
+    def loss(self, batch: Batch) -> torch.Tensor:
+        total = torch.zeros(())
+        for tokens, targets, documents in zip(batch["tokens"], batch["targets"], batch["documents"], strict=True):
+            for number in range(int(documents.max())):
+                own = documents == number
+                total = total + self.model(tokens[own][None], targets=targets[own][None])
+        return total
+
+
+def losses(folder: Path, *overrides: str, kind: type[Trainer] = Trainer) -> list[float]:
+    trainer = kind(tiny_config(folder, "train.global_batch_size=2", "train.micro_batch_size=2", *overrides))
+    found = [record.loss for record in trainer.steps()]
+    trainer.close()
+    return found
+
+
+def test_packed_chats_train_as_each_conversation_alone(tmp_path: Path) -> None:
+    settings = [*write_chats(tmp_path), "train.steps=6"]
+    packed = losses(tmp_path / "packed", *settings)
+    alone = losses(tmp_path / "alone", *settings, kind=OneByOne)
+    assert packed == pytest.approx(alone, rel=1e-6)
+    assert packed[-1] < packed[0]
+
+
+def test_an_evaluation_is_the_same_packed_or_not(tmp_path: Path) -> None:
+    found = []
+    for pack in ("true", "false"):
+        settings = [*write_chats(tmp_path), f"data.pack={pack}", "data.holdout=0.3", "eval.every=1", "eval.steps=0"]
+        trainer = Trainer(tiny_config(tmp_path / pack, *settings))
+        record = trainer.evaluate()
+        assert record is not None
+        found.append(record.loss)
+        trainer.close()
+    assert found[0] == pytest.approx(found[1], rel=1e-6)
+
+
+def test_epochs_are_the_steps_in_which_each_conversation_is_read_as_often(tmp_path: Path) -> None:
+    settings = [*write_chats(tmp_path), "data.pack=false", "train.epochs=1.5"]
+    trainer = Trainer(tiny_config(tmp_path / "run", *settings, "train.global_batch_size=8"))
+    assert (trainer.config.train.steps, trainer.config.train.epochs) == (8, None)  # 60 samples, 8 in each step
+    trainer.close()
+
+
+@pytest.mark.slow
+def test_chats_are_the_same_on_any_mesh_and_resumed_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
+    settings = [*write_chats(tmp_path), "train.epochs=3", "checkpoint.every=3", "checkpoint.keep_last=0"]
+
+    def run(name: str, *further: str) -> list[float]:
+        return run_tiny(tmp_path / name, *settings, "train.global_batch_size=4", *further).train("loss")
+
+    def resumed(name: str, *further: str) -> list[float]:
+        shutil.copytree(tmp_path / "two", tmp_path / name)
+        for saved in sorted((tmp_path / name / "checkpoints").iterdir())[1:]:
+            shutil.rmtree(saved)
+        return run(name, *further)
+
+    two = run("two", "nproc=2")
+    steps = len(two)
+    assert steps > 6, "there are several epochs"
+    assert run("one", "train.micro_batch_size=4") == pytest.approx(two, rel=1e-5)
+    assert resumed("again", "nproc=2") == two
+    assert resumed("other", "nproc=4", "mesh.replicate=2") == pytest.approx(two, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_the_start_says_what_is_trained_on(tmp_path: Path) -> None:
+    ran: Ran = run_tiny(tmp_path / "run", *write_chats(tmp_path), "train.steps=1")
+    (start,) = (line for line in ran.metrics if line["kind"] == "start")
+    assert 0.2 < start["trained_share"] < 0.6
+    assert (start["dropped_share"], start["truncated_share"]) == (0, 0)
+    assert f"{NUM_CHATS} conversations, {start['trained_share']:.1%} of the tokens are trained on" in ran.stdout

@@ -1,0 +1,41 @@
+"""Conversations for a person to look at: their text, cut where what is trained on begins and ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from trainer.config import DataSection
+from trainer.data.chat.conversation import BadChat, Pair
+from trainer.data.chat.formats import Format, check_columns
+from trainer.data.chat.records import find_files, read_records
+from trainer.data.chat.source import encoder_of
+from trainer.errors import setting_error
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A conversation: where it stands, what it is of a pair, and its text in pieces that are trained on or not."""
+
+    place: str
+    pieces: Sequence[tuple[str, bool]]
+
+
+def first_chats(data: DataSection, inputs: Sequence[str], number: int, key: str) -> Iterator[Shown]:
+    """Yield the first conversations of files; of a pair, both answers.  Raises UserError that names `key`."""
+    check_columns(data.columns or {}, data.format)
+    encoder = encoder_of(data)
+    records = (found for given in inputs for path in find_files(key, given) for found in read_records(path, key))
+    chosen: Format | None = None
+    for place, record in islice(records, number):
+        try:
+            chosen = chosen or Format.of(record, data.format, data.columns)
+            sample = chosen.read(record)
+            if isinstance(sample, Pair):
+                yield Shown(f"{place}, chosen", encoder.pieces(sample.chosen))
+                yield Shown(f"{place}, rejected", encoder.pieces(sample.rejected))
+            else:
+                yield Shown(place, encoder.pieces(sample))
+        except BadChat as error:
+            raise setting_error(key, ", ".join(inputs), f"{place}: {error}", fix=error.fix) from error
