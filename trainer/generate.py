@@ -152,6 +152,8 @@ def tokens_of_chat(text: str, tokenizer: str) -> list[int]:
     from trainer.data.chat.tokens import ChatTokenizer
 
     template, of_chats = find_template("model", tokenizer, key="--chat"), ChatTokenizer(tokenizer)
+    if template is None:
+        raise setting_error("--chat", text, f"data.tokenizer={tokenizer} has no chat template", fix="--prompt TEXT")
     message = {"role": "user", "content": of_chats.quoted(text)}
     ids, _ = of_chats.encode(template.render([message], prompts=True).text)
     return [int(number) for number in ids]
