@@ -48,7 +48,7 @@ class OneByOne(Trainer):
     def loss(self, batch: Batch) -> torch.Tensor:
         total = torch.zeros(())
         for tokens, targets, documents in zip(batch["tokens"], batch["targets"], batch["documents"], strict=True):
-            for number in range(int(documents.max())):
+            for number in documents.unique():
                 own = documents == number
                 total = total + self.model(tokens[own][None], targets=targets[own][None])
         return total

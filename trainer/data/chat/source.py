@@ -68,8 +68,9 @@ def _keep(data: DataSection, key: str, path: str, holdout: float, encoder: Encod
 def _samples(shard: Shard | None, kept: Kept, data: DataSection, encoder: Encoder) -> Source | None:
     if shard is None:
         return None
-    kind = PairSource if kept.report.pairs else ChatSource
-    return kind(shard, kept.report, data.seq_len, data.pack, encoder.tokenizer)
+    if kept.report.pairs:
+        return PairSource(shard, kept.report, data.seq_len, encoder.tokenizer)
+    return ChatSource(shard, kept.report, data.seq_len, data.pack, encoder.tokenizer)
 
 
 class _Conversations(Source):
@@ -104,20 +105,18 @@ class _Conversations(Source):
         return {
             "tokens": np.full(shape, self._padding, np.int64),
             "targets": np.full(shape, IGNORE, np.int64),
-            "documents": np.zeros(shape, np.int64),
         }
 
     def _read(self, number: int) -> Encoded:
         start, stop = self._offsets[number : number + 2].tolist()
         return decoded(self._shard.read(start, stop - start))
 
-    def _put(self, rows: Mapping[str, NDArray[Any]], row: int, start: int, number: int, document: int) -> int:
+    def _put(self, rows: Mapping[str, NDArray[Any]], row: int, start: int, number: int) -> int:
         """Put a conversation into a row from `start` on; return where it ends.  Its last token is a target alone."""
         found = self._read(number)
         stop = start + len(found.ids) - 1
         rows["tokens"][row, start:stop] = found.ids[:-1]
         rows["targets"][row, start:stop] = np.where(found.trained[1:], found.ids[1:], IGNORE)
-        rows["documents"][row, start:stop] = document
         return stop
 
 
@@ -129,36 +128,35 @@ class ChatSource(_Conversations):
         lengths = np.diff(self._offsets) - 1
         alone = np.arange(len(lengths)), np.arange(len(lengths) + 1)
         self._order, self._starts = best_fit(lengths, seq_len) if pack else alone
+        self._pack = pack
 
     def __len__(self) -> int:
         return len(self._starts) - 1
 
     def batch(self, indices: NDArray[np.int64]) -> Mapping[str, NDArray[Any]]:
-        """Return the rows at `indices`, with the number of each token's conversation; see `Source.batch`."""
+        """Return the rows at `indices`, packed ones with the number of each token's conversation."""
         rows = self._blank(len(indices))
+        documents = np.zeros((len(indices), self.seq_len), np.int64)
         for row, index in enumerate(np.asarray(indices).tolist()):
             numbers = self._order[self._starts[index] : self._starts[index + 1]] if index >= 0 else ()
             end = 0
-            for document, number in enumerate(numbers):
-                end = self._put(rows, row, end, int(number), document)
-            rows["documents"][row, end:] = len(numbers)
-        return rows
+            for number in numbers:
+                end = self._put(rows, row, end, int(number))
+                documents[row, end:] += 1
+        return {**rows, "documents": documents} if self._pack else rows
 
 
 class PairSource(_Conversations):
     """Pairs of answers: of sample i, row 2i of a batch is the chosen and row 2i + 1 the rejected one."""
 
-    def __init__(self, shard: Shard, report: Report, seq_len: int, pack: bool, tokenizer: ChatTokenizer) -> None:
-        super().__init__(shard, report, seq_len, tokenizer)
-
     def __len__(self) -> int:
         return (len(self._offsets) - 1) // 2
 
     def batch(self, indices: NDArray[np.int64]) -> Mapping[str, NDArray[Any]]:
-        """Return tokens, targets and documents, each of shape (2 x len(indices), seq_len)."""
+        """Return tokens and targets, each of shape (2 x len(indices), seq_len)."""
         rows = self._blank(2 * len(indices))
         for sample, index in enumerate(np.asarray(indices).tolist()):
             for row, number in ((2 * sample, 2 * index), (2 * sample + 1, 2 * index + 1)):
                 if index >= 0:
-                    rows["documents"][row, self._put(rows, row, 0, number, 0) :] = 1
+                    self._put(rows, row, 0, number)
         return rows
