@@ -28,6 +28,7 @@ from trainer import Trainer
 from trainer.lifecycle import folder as rundir
 from trainer.lifecycle.folder import RunFolder, write_atomically
 from trainer.metrics.console import ConsoleSink, readable_bytes, readable_count, readable_duration
+from trainer.metrics.outlet import KeptText
 from trainer.metrics.record import Record
 from trainer.metrics.sinks import JsonLines, WandB
 
@@ -436,6 +437,46 @@ def test_plain_lines_without_a_terminal() -> None:
     assert printed[4] == "eval  step      3  loss 2.2500  1.9000 bits/byte"
     assert "3.00 GiB in 2.0 s" in printed[5]
     assert printed[6] == "[bold]as it stands[/bold]", "what looks like markup is none"
+
+
+@pytest.mark.parametrize(("columns", "left_out"), [(140, ""), (80, "lr GiB"), (40, "lr grad GiB mfu tok/s"), (20, "")])
+def test_a_progress_line_fits_its_terminal(columns: int, left_out: str) -> None:
+    """What matters least goes first; step, loss and the time left always stay."""
+    file = StringIO()
+    sink = ConsoleSink(
+        100_000, Console(file=file, width=columns, force_terminal=True, soft_wrap=True, color_system=None)
+    )
+    sink.write(Record(**{**TRAIN, "step": 12_000, "mfu": 0.413}))
+    (line,) = file.getvalue().splitlines()
+    assert len(line) <= columns or columns == 20
+    for word in ("12000/100000", "loss 2.5000", "eta 36h40m"):
+        assert word in line
+    assert not [word for word in left_out.split() if word in line]
+    if columns == 140:
+        assert all(word in line for word in ("grad 0.750", "lr 1.00e-03", "43.1 k tok/s", "mfu 41.3%", "0.50 GiB"))
+
+
+def test_the_time_left_moves_slowly() -> None:
+    file = StringIO()
+    sink = ConsoleSink(103, Console(file=file, width=200, highlight=False, soft_wrap=True))
+    sink.write(Record(**{**TRAIN, "step_s": 1.0}))
+    sink.write(Record(**{**TRAIN, "step_s": 2.0}))
+    assert [line.rpartition("eta ")[2] for line in file.getvalue().splitlines()] == ["1m40s", "2m10s"]
+
+
+def test_the_text_of_the_console_is_kept(tmp_path: Path) -> None:
+    """Over all attempts; storage that refuses costs the text alone."""
+    for steps in (2, 4):
+        fit(Trainer(tiny_config(tmp_path, f"train.steps={steps}", "log.every=1")))
+    kept = (tmp_path / "console.log").read_text()
+    assert [f"step      {step}/" in kept for step in (1, 2, 3, 4)] == [True] * 4
+    assert kept.count("finished ") == 2
+    assert f"next: python -m trainer.report {tmp_path}" in kept
+    assert "\x1b" not in kept
+    (tmp_path / "a folder").mkdir()
+    outlet = KeptText(tmp_path / "a folder")
+    assert outlet.write("dropped") == 7
+    outlet.close()
 
 
 def test_rich_on_a_terminal() -> None:

@@ -477,7 +477,7 @@ def test_a_run_settles_what_is_auto_and_checks_the_prophecy(tmp_path: Path) -> N
     comment = (tmp_path / "run" / "config.yaml").read_text().partition("run:")[0]
     assert comment.startswith("# auto: ")
     assert "chosen" in comment
-    assert "GiB of tensors a rank at the peak" in ran.stdout
+    assert "of tensors per rank at the peak" in ran.stdout
     end = ran.metrics[-1]
     assert end["planned_peak_gib"] > 0
     assert end["peak_memory_gib"] > 0

@@ -23,7 +23,7 @@ from trainer.errors import EXIT_FAILED, UserError, say, setting_error
 from trainer.files import find_folder, write_and_sync, write_atomically
 from trainer.printable import mask_credentials
 
-RECORD = ("metrics.jsonl", "metrics_superseded.jsonl", "tensorboard", "wandb", "profile")
+RECORD = ("metrics.jsonl", "metrics_superseded.jsonl", "console.log", "tensorboard", "wandb", "profile")
 """What a run that begins anew leaves behind, beside its checkpoints."""
 
 

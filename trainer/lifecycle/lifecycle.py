@@ -33,6 +33,7 @@ from trainer.distributed.stop import (
 from trainer.distributed.world import World
 from trainer.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_USER_ERROR, UserError
 from trainer.lifecycle.folder import RunFolder
+from trainer.lifecycle.summary import closing
 from trainer.lifecycle.watchdog import Watchdog
 from trainer.metrics.accounts import Accounts
 from trainer.metrics.fanout import Metrics
@@ -153,6 +154,8 @@ class Lifecycle:
             self._metrics.say(f"stopped ({reason}) at step {step}; the same command continues from {there}", "yellow")
             self._end("stopped", EXIT_STOPPED, reason)
             return EXIT_STOPPED
+        for line in closing(self._config, self._metrics, time.monotonic() - self._started):
+            self._metrics.say(line, "bold")
         self._end("finished", EXIT_FINISHED, "train.steps reached")
         return EXIT_FINISHED
 

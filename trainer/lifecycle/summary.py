@@ -14,7 +14,7 @@ from trainer.data.portions import sentences
 from trainer.data.stdlib import gzip_bits_per_byte, held_out_text
 from trainer.data.tokenizer import find_tokenizer
 from trainer.distributed.world import REPLICATE, SHARD, World
-from trainer.metrics.console import readable_bytes, readable_count
+from trainer.metrics.console import readable_bytes, readable_count, readable_duration
 from trainer.metrics.fanout import Metrics
 from trainer.model.gradients import evaluating
 from trainer.model.parameters import count_parameters, count_trained_parameters
@@ -84,6 +84,25 @@ def start_notes(choice: str, advice: str, changed: Sequence[str]) -> list[str]:
 def made_facts(loader: object) -> Mapping[str, float]:
     """Return what the start record has of how the samples were made; nothing for a loader of a user's own."""
     return loader.source.facts if isinstance(loader, TrainLoader) else {}
+
+
+def closing(config: RunConfig, metrics: Metrics, seconds: float) -> list[str]:
+    """Return the closing block of a run that has finished: how long, how well, where things are, what next.
+
+    Empty on all ranks but the first.
+    """
+    trained, evaluated = metrics.latest.get("train"), metrics.latest.get("eval")
+    if trained is None:
+        return []
+    folder = config.run.dir
+    held_out = "" if evaluated is None else f", {evaluated.loss:.4f} on held-out data"
+    return [
+        f"finished {config.train.steps} steps in {readable_duration(seconds)}: loss {trained.loss:.4f}{held_out}",
+        f"  in {folder}: metrics.jsonl, console.log, checkpoints",
+        f"  next: python -m trainer.report {folder}",
+        f"        python -m trainer.generate {folder} --prompt TEXT",
+        f"        python -m trainer.export {folder} OUT",
+    ]
 
 
 def show_result(config: RunConfig, world: World, model: nn.Module, metrics: Metrics) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 from rich.live import Live
@@ -22,6 +22,9 @@ from trainer.metrics.outlet import Outlet
 from trainer.metrics.record import Record
 from trainer.printable import printable
 
+_SMOOTHING = 0.7
+"""Share of the earlier lines in the mean that the time left is estimated from."""
+
 
 class ConsoleSink:
     """Prints records for a person."""
@@ -32,7 +35,7 @@ class ConsoleSink:
         self.num_steps = num_steps
         self._live: Live | None = None
         self._last: tuple[float, int] | None = None
-        self._step_s = math.nan
+        self._step_s = math.nan  # a moving mean over the lines
 
     def start(self, facts: Mapping[str, str]) -> None:
         """Print the start block."""
@@ -77,14 +80,20 @@ class ConsoleSink:
         self.console.print(Text(printable(text), style=style))
 
     def _train(self, record: Record) -> None:
-        self._step_s = record.step_s
-        mfu = "" if record.mfu is None else f"  mfu {100 * record.mfu:.1f}%"
-        eta = readable_duration(record.step_s * (self.num_steps - record.step))
-        self._print(
-            f"step {record.step:>6}/{self.num_steps}  loss {_number(record.loss, '.4f')}  "
-            f"grad {_number(record.grad_norm, '.3f')}  lr {record.lr:.2e}  {readable_count(record.tokens_per_s)} tok/s"
-            f"{mfu}  {record.peak_memory_gib:.2f} GiB  eta {eta}"
-        )
+        known = not math.isnan(self._step_s)
+        self._step_s = _SMOOTHING * self._step_s + (1 - _SMOOTHING) * record.step_s if known else record.step_s
+        left = readable_duration(self._step_s * (self.num_steps - record.step))
+        fields = [
+            (0, f"step {record.step:>6}/{self.num_steps}"),
+            (0, f"loss {_number(record.loss, '.4f')}"),
+            (3, f"grad {_number(record.grad_norm, '.3f')}"),
+            (5, f"lr {record.lr:.2e}"),
+            (1, f"{readable_count(record.tokens_per_s)} tok/s"),
+            *([] if record.mfu is None else [(2, f"mfu {100 * record.mfu:.1f}%")]),
+            (4, f"{record.peak_memory_gib:.2f} GiB"),
+            (0, f"eta {left}"),
+        ]
+        self._print(fitted(fields, self.console.width if self.console.is_terminal else None))
 
     def progress(self, step: int) -> None:
         """Move the status bar; called every step, drawn a few times a second."""
@@ -96,8 +105,23 @@ class ConsoleSink:
         self._last = (now, step)
         row = Table.grid(padding=(0, 1))
         eta = "" if math.isnan(self._step_s) else f"eta {readable_duration(self._step_s * (self.num_steps - step))}"
-        row.add_row(ProgressBar(total=self.num_steps, completed=step, width=40), f"{step}/{self.num_steps}", eta)
+        width = max(8, min(40, self.console.width - 32))
+        row.add_row(ProgressBar(total=self.num_steps, completed=step, width=width), f"{step}/{self.num_steps}", eta)
         self._live.update(row)
+
+
+def fitted(fields: Sequence[tuple[int, str]], width: int | None) -> str:
+    """Return the fields in one line of at most `width` characters: those with the highest numbers are left out first.
+
+    Those with number 0 always stay, if need be without padding; a width of None holds everything.
+    """
+    kept = list(fields)
+    while width is not None and len("  ".join(text for _, text in kept)) > width:
+        least = max(rank for rank, _ in kept)
+        if least == 0:
+            return " ".join(" ".join(text.split()) for _, text in kept)
+        kept = [(rank, text) for rank, text in kept if rank != least]
+    return "  ".join(text for _, text in kept)
 
 
 def _shares(record: Record) -> str:

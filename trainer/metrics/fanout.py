@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from rich.console import Console
 
 from trainer.config import RunConfig
 from trainer.metrics.clock import Clock
 from trainer.metrics.console import ConsoleSink
 from trainer.metrics.goodput import Ledger
+from trainer.metrics.outlet import KeptText
 from trainer.metrics.record import Record
 from trainer.metrics.sinks import JsonLines, Sink, TensorBoard, WandB, warn
+
+LOG = "console.log"
+"""The file in the run's folder that keeps the text of the console."""
+_WIDE = 1000
 
 
 class Metrics:
@@ -22,6 +30,7 @@ class Metrics:
         self._config = config
         self.clock = Clock()
         self.console = ConsoleSink(config.train.steps) if is_main else None
+        self._log: ConsoleSink | None = None
         self._sinks: list[Sink] = []
         self._ledger = Ledger()
         self.before: dict[str, Any] = {}
@@ -29,6 +38,8 @@ class Metrics:
         this one tells the time."""
         self.longest_save_s = 0.0
         """Of the attempts before; 0 where there was none, and on all ranks but the first."""
+        self.latest: dict[str, Record] = {}
+        """The last record of each kind; empty on all ranks but the first."""
         self.wandb_id: str | None = None
         """The run's id in Weights & Biases, once there is one: the same on all ranks and in every attempt."""
 
@@ -47,7 +58,10 @@ class Metrics:
         clock = {"boot": self.clock.boot, "booted": self.clock.booted}
         self.before = {"lost_steps": file.lost_steps, "before": before, **clock}
         self.longest_save_s = file.longest_save_s
-        self._sinks = [file, self.console]
+        kept = Console(file=KeptText(path.parent / LOG), width=_WIDE, highlight=False, soft_wrap=True)  # type: ignore[arg-type]
+        self._log = ConsoleSink(self._config.train.steps, kept)
+        self._log.say(f"-- {time.strftime('%Y-%m-%d %H:%M:%S')}")
+        self._sinks = [file, self.console, self._log]
         if self._config.log.tensorboard:
             self._sinks.append(TensorBoard(path.parent / "tensorboard", resumed_step))
         if self._config.log.wandb != "off":
@@ -64,7 +78,7 @@ class Metrics:
     def write(self, record: Record) -> Record:
         """Hand the record to all sinks, with the `time` (seconds since 1970); returns it without."""
         if self._sinks:
-            stamped = Record(**record, time=self.clock.now())
+            stamped = self.latest[record.kind] = Record(**record, time=self.clock.now())
             self._ledger.add(stamped)
             for sink in self._sinks:
                 sink.write(stamped)
@@ -76,12 +90,15 @@ class Metrics:
         return self._ledger.total().fields()
 
     def start(self, facts: Mapping[str, str]) -> None:
-        if self.console is not None:
-            self.console.start(facts)
+        for console in self._consoles():
+            console.start(facts)
 
     def say(self, text: str, style: str = "") -> None:
-        if self.console is not None:
-            self.console.say(text, style)
+        for console in self._consoles():
+            console.say(text, style)
+
+    def _consoles(self) -> list[ConsoleSink]:
+        return [console for console in (self.console, self._log) if console is not None]
 
     def progress(self, step: int) -> None:
         if self.console is not None:
@@ -90,4 +107,4 @@ class Metrics:
     def close(self) -> None:
         for sink in self._sinks:
             sink.close()
-        self._sinks = []
+        self._sinks, self._log = [], None

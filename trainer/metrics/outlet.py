@@ -1,4 +1,4 @@
-"""Standard output that can neither stop a run nor hold it up.
+"""Output that can neither stop a run nor hold it up: standard output, and the file that keeps its text.
 
 Its reader may go (`| head`, a terminal that is closed) or stop reading (a viewer, a suspended `tee`): the first is an
 error at the next line, the second a write that never returns.  Training waits for neither.
@@ -13,6 +13,7 @@ import os
 import queue
 import stat
 import threading
+from pathlib import Path
 from typing import TextIO
 
 from trainer.errors import discard_stream, say
@@ -86,6 +87,27 @@ class Outlet(io.TextIOBase):
             self._has_gone = True
             discard_stream(self._stream)
             say(f"warning: standard output is gone ({error}); the run goes on without it")
+
+
+class KeptText(io.TextIOBase):
+    """A log file that is appended to.  Storage that refuses costs those lines alone: the run goes on."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._fd: int | None = None
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            if self._fd is None:
+                self._fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            os.write(self._fd, text.encode("utf-8", "replace"))
+        return len(text)
+
+    def close(self) -> None:
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            with contextlib.suppress(OSError):
+                os.close(fd)
 
 
 def _may_block(stream: TextIO) -> bool:

@@ -14,6 +14,7 @@ import torch
 from trainer.config import MeshShape, RunConfig
 from trainer.distributed.world import World
 from trainer.errors import UserError, say
+from trainer.metrics.console import readable_bytes
 from trainer.metrics.meter import peak_memory_gib
 from trainer.plan.machine import GIB, Machine, find_machine
 from trainer.plan.plan import Plan, make_plan
@@ -103,8 +104,9 @@ class Forecast:
         """Return what the start block says."""
         if self.plan is None:
             return f"none: {self.why_not}"
-        time = "" if self.step_s is None else f", {self.step_s:.3g} s a step"
-        return f"{self.plan.peak_gib:.2f} GiB of tensors a rank at the peak, in the {self.plan.memory.peak.place}{time}"
+        time = "" if self.step_s is None else f", {self.step_s:.3g} s per step"
+        peak = readable_bytes(self.plan.peak_gib * GIB)
+        return f"{peak} of tensors per rank at the peak, in the {self.plan.memory.peak.place}{time}"
 
     def begin_step(self, step: int) -> None:
         """Do nothing: a step counts when it ends."""
