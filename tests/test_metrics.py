@@ -467,7 +467,7 @@ def test_the_time_left_moves_slowly() -> None:
 def test_the_text_of_the_console_is_kept(tmp_path: Path) -> None:
     """Over all attempts; storage that refuses costs the text alone."""
     for steps in (2, 4):
-        fit(Trainer(tiny_config(tmp_path, f"train.steps={steps}", "log.every=1")))
+        fit(tmp_path, f"train.steps={steps}", "log.every=1")
     kept = (tmp_path / "console.log").read_text()
     assert [f"step      {step}/" in kept for step in (1, 2, 3, 4)] == [True] * 4
     assert kept.count("finished ") == 2
