@@ -251,7 +251,9 @@ class KillCampaign:
 
 def leftovers(folder: Path) -> list[str]:
     """Return what is in the folder of a run that ended well and should not be."""
-    known = re.compile(r"config\.yaml|metrics(_superseded)?\.jsonl|status\.json|checkpoints|previous_\d{3}")
+    known = re.compile(
+        r"config\.yaml|console\.log|metrics(_superseded)?\.jsonl|status\.json|checkpoints|previous_\d{3}"
+    )
     wrong = [path.name for path in folder.iterdir() if not known.fullmatch(path.name)]
     known = re.compile(r"(damaged-)?step_\d{8}")
     wrong += [path.name for path in (folder / "checkpoints").iterdir() if not known.fullmatch(path.name)]
