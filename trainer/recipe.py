@@ -169,6 +169,14 @@ class Recipe:
         """Return where the first weights of the model that `config` describes are; None if they are drawn."""
         return self._function("weights")(config) if self.weights is not None else None
 
+    def stored_weights(self, config: Any, source: WeightSource) -> WeightSource | None:
+        """Return the tensors of Hugging Face's files, made of our `source`; None where names say which is which."""
+        if self.hf is None or self.hf.stored is None:
+            return None
+        path = self.hf.stored
+        function = resolve(path, f"recipe {self.name!r}: hf.stored") if isinstance(path, str) else path
+        return cast("WeightSource", function(config, source))
+
     def notes_on(self, config: Any, model: nn.Module) -> Sequence[str]:
         """Return what the start block says of the model besides its size."""
         return self._function("notes")(config, model) if self.notes is not None else ()

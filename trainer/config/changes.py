@@ -24,7 +24,10 @@ _FIXED_ON_RESUME = (
     "train.weights_dtype",
     "run.seed",
 )
-_FREE_ON_RESUME = ("data.num_workers", "data.cache_dir", "data.weights", "data.phases")
+_FREE_ON_RESUME = (
+    *("model.path", "model.attention", "model.fresh"),
+    *("data.num_workers", "data.cache_dir", "data.weights", "data.phases"),
+)
 """Of the fixed ones.  What weights and phases were for the samples so far is compared with the position in the data."""
 _OF_THE_ATTEMPT = ("run.name", "run.dir", "checkpoint.", "log.")
 """Keys that do not affect training; not reported when they differ."""

@@ -17,6 +17,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from trainer.config.auto import settle_auto
 from trainer.config.inherit import inherited
 from trainer.config.pretrained import Told, free_fields, is_folder_of_weights, told_by_folder
 from trainer.config.relocate import CONFIG, settle
@@ -89,6 +90,8 @@ def _build(
     Modules that the tree names are imported, or, with `may_import`, those alone.
     """
     values = with_one_horizon(dict(_leaves(tree_of_values, path)), assignments)
+    if follows:
+        values, assignments = settle_auto(values, assignments)
 
     name = assignments.get("model.name", values.get("model.name"))
     if name != values.get("model.name"):  # another model: the fields in the recipe file are not its

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.errors import UserError, setting_error
-from trainer.recipe import HuggingFace, Recipe, all_recipes, check_number
+from trainer.recipe import HuggingFace, Recipe, all_recipes, check_number, find_recipe
 
 CONFIG = "config.json"
 
@@ -95,8 +95,11 @@ def told_by_folder(folder: str | Path, recipe: Recipe, setting: str) -> Told | N
     path = Path(str(folder).removeprefix("file://"))
     if not (path / CONFIG).exists():
         return None
-    content = _read(path, setting)
+    content = read_config(path, setting)
     hf = find_huggingface(recipe)
+    if callable(hf.model_type):
+        rule = f"the weights of model.name={recipe.name} are those in model.path"
+        raise setting_error(setting, folder, rule, fix=f"model.path={path}, without {setting}")
     if content["model_type"] != hf.model_type:
         able = [other.name for other in all_recipes() if other.hf and other.hf.model_type == content["model_type"]]
         rule = f"{path / CONFIG}: model_type={content['model_type']}, which this is not for"
@@ -111,7 +114,7 @@ def model_config_of(folder: str | Path, recipes: Sequence[Recipe], setting: str 
     the recipes builds, or several.
     """
     path = Path(folder).expanduser()
-    content = _read(path, setting)
+    content = read_config(path, setting)
     model_type = content["model_type"]
     able = [recipe for recipe in recipes if recipe.hf and recipe.hf.model_type == model_type]
     if len(able) != 1:
@@ -127,7 +130,43 @@ def model_config_of(folder: str | Path, recipes: Sequence[Recipe], setting: str 
     return recipe, recipe.config(**_fields_of(content, recipe, path, setting))
 
 
-def _read(folder: Path, setting: str) -> dict[str, Any]:
+def has_weights(folder: str | Path) -> bool:
+    """Return whether there are safetensors in a folder, or an index of them."""
+    path = Path(folder).expanduser()
+    return any(path.glob("*.safetensors")) or any(path.glob("*.safetensors.index.json"))
+
+
+def find_native(folder: str | Path, setting: str = "path") -> tuple[Recipe, Any] | None:
+    """Return the recipe of our own that builds the model in `folder`, and the configuration that it needs for it.
+
+    None if there is none, or if it does not build what config.json says.  Raises UserError, beginning with `setting`,
+    if config.json is missing or broken.
+    """
+    content = read_config(Path(folder).expanduser(), setting)
+    for recipe in all_recipes():
+        if recipe.hf and recipe.hf.model_type == content["model_type"]:
+            try:
+                return recipe, recipe.config(**fields_of(content, recipe))
+            except UserError:
+                continue
+    return None
+
+
+def any_model_of(folder: str | Path) -> tuple[Recipe, Any]:
+    """Return the recipe for any model of transformers, with the configuration for the one in `folder`.
+
+    Raises UserError if config.json is missing or broken, or the library is not installed.
+    """
+    recipe = find_recipe("hf")
+    config = recipe.config(path=str(folder))
+    config = recipe.resolve(config) if recipe.resolve else config
+    if recipe.check:
+        recipe.check(config)
+    return recipe, config
+
+
+def read_config(folder: Path, setting: str) -> dict[str, Any]:
+    """Return what the folder's config.json says.  Raises UserError that begins with `setting` if that is no model."""
     try:
         content = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         content["model_type"]
@@ -151,9 +190,7 @@ def fields_of(content: Mapping[str, Any], recipe: Recipe) -> dict[str, Any]:
     Raises UserError that names the entry for what the recipe cannot build.
     """
     hf = find_huggingface(recipe)
-    for key, rule in _NOT_READ.items():
-        if content.get(key):
-            raise UserError(f"{key}: {rule}")
+    check_readable(content)
     for key, value in hf.fixed.items():
         if content.get(key, value) != value:
             raise UserError(f"{key}={content[key]!r}: recipe {recipe.name!r} has {value!r} and nothing else")
@@ -172,6 +209,13 @@ def fields_of(content: Mapping[str, Any], recipe: Recipe) -> dict[str, Any]:
     if recipe.check:
         recipe.check(recipe.config(**fields))
     return fields
+
+
+def check_readable(content: Mapping[str, Any]) -> None:
+    """Raise UserError, naming the entry, for a config.json that says that the weights or the network are not read."""
+    for key, rule in _NOT_READ.items():
+        if content.get(key):
+            raise UserError(f"{key}: {rule}")
 
 
 def _typed(key: str, value: Any, hint: Any) -> Any:

@@ -53,10 +53,11 @@ def start_facts(
     trained = "" if num_trained == num_parameters else f", {readable_count(num_trained)} of them trained"
     held = sum(bytes_of_training(model, config.optim))
     talks = f", small messages by {world.interface}" if world.interface else ""
+    told = [config.model.name, *config.recipe.notes_on(config.model, model)]
     resumed = "" if resumed_step is None else f"  (resumed at step {resumed_step})"
     return {
         "run": f"{config.run.name} in {config.run.dir}{resumed}",
-        "model": f"{config.model.name}, {readable_count(num_parameters)} parameters{trained}, "
+        "model": f"{', '.join(told)}, {readable_count(num_parameters)} parameters{trained}, "
         f"{num_units} FSDP units and the root",
         "mesh": " x ".join(f"{name} {size}" for name, size in axes) + f" on {device_name(world.device)}{talks}",
         "memory": f"{readable_bytes(held)} per rank for weights, gradients and optimizer",

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import torch.nn.attention.varlen  # registers its operator
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -27,6 +26,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from torch.utils.flop_counter import sdpa_flop
 
 from trainer.model.experts import GROUPED
+from trainer.model.fake import GROUPED_PRODUCT, without_values
 from trainer.model.parameters import storage_id
 
 _aten = torch.ops.aten
@@ -44,6 +44,7 @@ _KINDS = {
     _aten.addmm.default: "matmul",
     _aten.bmm.default: "batched matmul",
     GROUPED: "grouped matmul",
+    GROUPED_PRODUCT: "grouped matmul of torch",
     **{getattr(_aten, name).default: "attention" for name in ATTENTION},
     torch.ops.torch_attn._varlen_attn.default: "attention",
 }
@@ -126,7 +127,7 @@ def choose_kept(
     without values.
     """
     found = {id(block): _Block() for block in blocks}
-    with FakeTensorMode():
+    with without_values():
         fake = {
             name: torch.empty(p.shape, dtype=dtype if p.is_floating_point() else p.dtype, requires_grad=p.requires_grad)
             for name, p in model.named_parameters()

@@ -7,7 +7,7 @@ while a model is probed.  Knows no model and no device's speed.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,9 +15,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop
+from torch.utils.flop_counter import flop_registry, register_flop_formula, sdpa_backward_flop, sdpa_flop
 
 from trainer.loss import as_on_a_gpu
+from trainer.model.fake import GROUPED_PRODUCT
 from trainer.model.recompute import ATTENTION
 
 aten = torch.ops.aten
@@ -39,6 +40,16 @@ NOTHING = Work("memory", 0, 0, 0)
 _FREE = {aten.detach.default, aten.empty.memory_format, aten.new_empty.default, aten.new_empty_strided.default}
 
 _ATTENTION = {getattr(aten, f"{name}{way}") for name in ATTENTION for way in ("", "_backward")}
+
+
+def _grouped_flop(first: Sequence[int], second: Sequence[int], *others: Any, **options: Any) -> int:
+    """Return the operations of a product for each group of rows, or of columns: none is in two groups."""
+    num_groups = first[0] if len(first) == len(second) == 3 else 1
+    return 2 * num_groups * first[-2] * first[-1] * second[-1]
+
+
+if GROUPED_PRODUCT.overloadpacket not in flop_registry:
+    register_flop_formula(GROUPED_PRODUCT.overloadpacket)(_grouped_flop)
 
 
 def work_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Work:

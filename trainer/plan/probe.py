@@ -4,8 +4,6 @@ The model runs forward and backward on fake tensors, unsharded, on one imaginary
 gather and reduce.  Of a long run of equal blocks only the first and the last ones are run, the rest is repeated from
 them, so that 126 layers cost as much as four.  The result is a `Trace`, from which the other rooms compose any mesh
 and any resharding without running the model again.  Knows no model by name, no mesh and no device's speed.
-
-Source: FakeTensorMode, https://docs.pytorch.org/docs/stable/torch.compiler_fake_tensor.html
 """
 
 from __future__ import annotations
@@ -19,11 +17,11 @@ from dataclasses import replace
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from trainer.config import RunConfig
 from trainer.errors import UserError, setting_error
 from trainer.loss import find_loss
+from trainer.model.fake import without_values
 from trainer.model.flops import flops_per_token
 from trainer.model.parameters import tied_names
 from trainer.model.shard import apply_activation_checkpointing, apply_weights_dtype, kept_by_budget, own_outputs
@@ -99,7 +97,7 @@ def _trace(
     checkpointed = {id(b) for b, forward in zip(blocks, before, strict=True) if vars(b).get("forward") is not forward}
     compute_dtype = getattr(torch, config.fsdp.param_dtype)
     repetition = Repetition(model, units if shortens else (), checkpointed)
-    with warnings.catch_warnings(), FakeTensorMode():
+    with warnings.catch_warnings(), without_values():
         warnings.simplefilter("ignore")  # of hooks on views, which are FSDP's to warn of
         buffer_bytes = _make_fake(model, compute_dtype, repetition.left_out)
         shape = (micro_batch_size, config.data.seq_len)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from trainer.config.pretrained import CONFIG, fields_of, find_huggingface
 from trainer.errors import UserError, setting_error
@@ -25,7 +26,8 @@ PARTIAL = ".partial"
 """Ends the name of a file that is being written; a dot begins it."""
 
 MARK = {"exported_by": "meshtrainer"}
-"""Stands in config.json, so that a later export knows that it may replace the folder's files."""
+"""Stands in the weights, and in the config.json of a recipe's own, so that a later export knows that it may replace the
+folder's files."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,11 @@ def export(
     """
     path = Path(folder).expanduser()
     names = Names(recipe, model_config)
-    tensors = _list_tensors(source, recipe, model_config, names, dtype)
+    stored = recipe.stored_weights(model_config, source)
+    if stored is not None:
+        tensors, source = _as_they_are(stored, dtype), stored
+    else:
+        tensors = _list_tensors(source, recipe, model_config, names, dtype)
     shards = _split(tensors, max_shard_bytes)
     texts = _texts(recipe, model_config, tensors, end_id, tokenizer, origin or Origin())
     index = {INDEX: _index_json(shards)} if len(shards) > 1 else {}
@@ -133,6 +139,13 @@ def _list_tensors(
     if nameless:
         raise UserError(f"recipe {recipe.name!r}: hf.names lacks {', '.join(nameless)}")
     return tensors
+
+
+def _as_they_are(stored: WeightSource, dtype: torch.dtype | None) -> list[_Tensor]:
+    """Return what is to be written of a source that has the tensors as they are stored."""
+    kept = stored.dtypes
+    changed = {name: dtype or own if own.is_floating_point else own for name, own in kept.items()}
+    return [_Tensor(name, name, False, shape, changed[name]) for name, shape in stored.shapes.items()]
 
 
 def _split(tensors: Sequence[_Tensor], max_bytes: int) -> dict[str, list[_Tensor]]:
@@ -199,8 +212,8 @@ def _config_that_came(came: bytes, recipe: Recipe, model_config: Any, tensors: S
     if hf.architecture_of(model_config) not in (content.get("architectures") or ()):
         content["architectures"] = [hf.architecture_of(model_config)]
     spelled = [key for key in ("dtype", "torch_dtype") if key in content] or ["dtype", "torch_dtype"]
-    content |= dict.fromkeys(spelled, dtype)
-    return (json.dumps(content | MARK, indent=2) + "\n").encode()
+    content |= dict.fromkeys(spelled, dtype) | ({} if hf.stored else MARK)
+    return came if content == json.loads(came) else (json.dumps(content, indent=2) + "\n").encode()
 
 
 def _main_dtype(tensors: Sequence[_Tensor]) -> str:
@@ -225,7 +238,7 @@ def _index_json(shards: Mapping[str, Sequence[_Tensor]]) -> bytes:
 
 def _write_safetensors(file: BinaryIO, tensors: Sequence[_Tensor], source: WeightSource) -> None:
     """Write one file: the header's length in 8 bytes, the header, and the tensors one behind the other."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **MARK}}
     # Widest elements first: each then starts at a multiple of its own size, which readers may rely on.
     ordered = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
     starts, end = [], 0
@@ -296,15 +309,21 @@ def _make_room(folder: Path, overwrite: bool, setting: str) -> None:
         raise setting_error(setting, folder, f"cannot be made ({error.strerror})") from error
     if not any(folder.iterdir()):
         return
-    try:
-        content = json.loads((folder / CONFIG).read_text())
-        is_export = MARK.items() <= content.items()
-    except (OSError, ValueError, AttributeError):
-        is_export = False
-    if not is_export:
+    if not _is_export(folder):
         raise setting_error(setting, folder, "holds files that are no earlier export; name a new or empty folder")
     if not overwrite:
         raise setting_error(setting, folder, "holds an earlier export; name a new folder, or ask to overwrite it")
+
+
+def _is_export(folder: Path) -> bool:
+    """Return whether what is in a folder was exported: its config.json or its weights say so."""
+    try:
+        if MARK.items() <= json.loads((folder / CONFIG).read_text()).items():
+            return True
+        with safe_open(next(folder.glob("*.safetensors")), framework="pt") as file:
+            return MARK.items() <= (file.metadata() or {}).items()
+    except (OSError, ValueError, AttributeError, StopIteration, SafetensorError):
+        return False
 
 
 def _is_ours(name: str) -> bool:

@@ -137,9 +137,18 @@ class SafetensorsFolder:
     """
 
     def __init__(self, path: str | os.PathLike[str], recipe: Recipe, model_config: Any, setting: str = "path") -> None:
+        self._read_headers(path, Names(recipe, model_config), setting)
+
+    @classmethod
+    def as_stored(cls, path: str | os.PathLike[str], setting: str = "path") -> SafetensorsFolder:
+        """Return the weights in a folder under the names that they have there."""
+        folder = cls.__new__(cls)
+        folder._read_headers(path, None, setting)
+        return folder
+
+    def _read_headers(self, path: str | os.PathLike[str], names: Names | None, setting: str) -> None:
         self.description = str(path)
         self._setting = setting
-        names = Names(recipe, model_config)
         self._stored: dict[str, _Stored | _Stack] = {}
         stacks: dict[str, dict[str, _Stored]] = {}
         for file, listed in _find_files(path, setting).items():
@@ -149,9 +158,9 @@ class SafetensorsFolder:
             if absent:
                 raise self._unreadable(file, f"has no {', '.join(absent)}, which {INDEX} says it has")
             for name in listed or held:
-                if names.is_ignored(name):
+                if names is not None and names.is_ignored(name):
                     continue
-                place = names.ours(name) or Place(name)
+                place = (names and names.ours(name)) or Place(name)
                 stored = self._describe(file, handle.get_slice(name), name, place.is_transposed)
                 if place.row is None:
                     self._stored[place.name] = stored

@@ -15,7 +15,14 @@ from torch import nn
 from trainer.checkpoint.source import StoredWeights, find_checkpoint, is_checkpoint
 from trainer.checkpoint.tree import join
 from trainer.config import RunConfig, config_from_yaml, told_by_yaml
-from trainer.config.pretrained import CONFIG, is_folder_of_weights, model_config_of, told_by_folder
+from trainer.config.pretrained import (
+    CONFIG,
+    any_model_of,
+    is_folder_of_weights,
+    model_config_of,
+    read_config,
+    told_by_folder,
+)
 from trainer.distributed.channel import Channel
 from trainer.errors import say, setting_error
 from trainer.model.materialize import materialize
@@ -178,13 +185,22 @@ def load_weights(
     """
     source: WeightSource
     if _is_hugging_face(path):
-        recipe, model_config = model_config_of(Path(path), all_recipes())
-        source = SafetensorsFolder(Path(path), recipe, model_config)
+        recipe, model_config = _model_in(Path(path))
+        read = recipe.first_weights(model_config)
+        source = SafetensorsFolder(Path(path), recipe, model_config) if read is None else read
     else:
         source = StoredWeights(find_checkpoint(path))
         config = config_from_yaml(source.config_yaml, allow_import=allow_import)
         recipe, model_config = config.recipe, config.model
     return build_plain(recipe, model_config, source, torch.device(device))
+
+
+def _model_in(folder: Path) -> tuple[Recipe, Any]:
+    """Return the recipe for the model in a folder, one of our own if it is for that type, and its configuration."""
+    model_type = read_config(folder, "path")["model_type"]
+    if any(recipe.hf and recipe.hf.model_type == model_type for recipe in all_recipes()):
+        return model_config_of(folder, all_recipes())
+    return any_model_of(folder)
 
 
 def _files_of(source: WeightSource | None, config: RunConfig) -> dict[str, bytes]:

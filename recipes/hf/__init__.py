@@ -1,0 +1,56 @@
+"""Any causal language model of transformers, as the library itself builds it from a folder.
+
+The library is imported when a model is built, and never for another recipe.  Only folders: nothing is fetched.
+Source: https://huggingface.co/docs/transformers.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from trainer.recipes.hf.config import HfConfig, check, model_type, resolve
+
+from trainer.recipe import HuggingFace, Recipe, register
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_PACKAGE = "trainer.recipes.hf"
+
+
+def _later(module: str, name: str) -> Callable[..., Any]:
+    """Return a function whose module, which needs the library, is imported when it is called."""
+    return lambda *args: getattr(importlib.import_module(f"{_PACKAGE}.{module}"), name)(*args)
+
+
+def init(module: nn.Module, name: str, model: nn.Module) -> None:
+    """Fill what one module owns itself as the library does."""
+    _later("facts", "init")(module, name, model)
+
+
+HUGGINGFACE = HuggingFace(
+    model_type=model_type,
+    architecture=_later("model", "architecture"),
+    names={},
+    config=lambda config: config.config,
+    model_fields=lambda content: {"config": dict(content)},
+    stored=f"{_PACKAGE}.stored:as_stored",
+)
+
+register(
+    Recipe(
+        name="hf",
+        config=HfConfig,
+        build=f"{_PACKAGE}.model:build",
+        units=_later("facts", "units"),
+        init=init,
+        resolve=resolve,
+        weights=f"{_PACKAGE}.stored:first_weights",
+        notes=f"{_PACKAGE}.facts:notes",
+        check=check,
+        flops=_later("facts", "flops"),
+        hf=HUGGINGFACE,
+    )
+)

@@ -1,0 +1,103 @@
+"""The folder that a model is from, and what its config.json says.  Imports neither torch nor transformers."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from trainer.config.pretrained import CONFIG, check_readable, has_weights, read_config
+from trainer.errors import setting_error
+from trainer.recipe import declare
+
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+
+
+@dataclass(frozen=True)
+class HfConfig:
+    """A model of transformers, in a folder."""
+
+    path: str = declare(
+        "", "folder of a Hugging Face model: config.json, safetensors, and what goes with them", free=True
+    )
+    attention: Literal["sdpa", "eager", "flex", "flash_attention_2", "flash_attention_3"] | None = declare(
+        None,
+        "how attention is computed, as transformers calls it; null: sdpa where the model has it",
+        free=True,
+        aliases={"flex_attention": "flex", "flash": "flash_attention_2"},
+    )
+    fresh: bool = declare(False, "draw new weights; always so for a folder that has none", free=True)
+    config: dict[str, Any] = field(
+        default_factory=dict, metadata={"meaning": "what config.json says; found in the folder, not to be given"}
+    )
+
+    @property
+    def vocab_size(self) -> int | None:
+        """Size of the vocabulary, or None where config.json leaves it to the library."""
+        return self._entry("vocab_size")
+
+    @property
+    def max_seq_len(self) -> int | None:
+        """Longest sequence that the positions are made for, or None where config.json does not say."""
+        return self._entry("n_positions", "max_position_embeddings")
+
+    def _entry(self, *names: str) -> Any:
+        text = self.config.get("text_config") or {}
+        return next((part[name] for part in (self.config, text) for name in names if part.get(name)), None)
+
+
+def model_type(config: HfConfig) -> str:
+    """Return what transformers calls the kind of model."""
+    return str(config.config.get("model_type"))
+
+
+def resolve(config: HfConfig) -> HfConfig:
+    """Return the configuration with what the folder says.
+
+    One that a run has written says it itself, and stays what it is when the folder has gone.  Raises UserError without
+    a folder, or for one that is not the one that the configuration was read from.
+    """
+    folder = Path(config.path).expanduser().absolute()
+    if not config.path or not (folder / CONFIG).is_file():
+        if config.config:
+            return config
+        if not config.path:
+            rule = "model.name=hf needs the folder of a Hugging Face model"
+            raise setting_error("model.path", None, rule, example="models/Qwen3-8B")
+    content = read_config(folder, "model.path")
+    check_readable({key: value for key, value in content.items() if key != "auto_map"})  # the library's own code is run
+    if config.config and config.config != content:
+        differ = [key for key in {**content, **config.config} if content.get(key) != config.config.get(key)]
+        rule = f"{folder / CONFIG} has other entries than model.config: {', '.join(differ)}"
+        raise setting_error("model.path", config.path, rule, fix="model.config={} takes those of the folder")
+    fresh = config.fresh or not _has_weights(folder, config.path)
+    return replace(config, path=str(folder), fresh=fresh, config=content)
+
+
+def _has_weights(folder: Path, path: str) -> bool:
+    if has_weights(folder):
+        return True
+    pickles = sorted(file.name for file in folder.iterdir() if file.suffix in _PICKLES)
+    if pickles:
+        rule = (
+            f"has its weights only as pickles ({', '.join(pickles)}), which are not read: to unpickle what came from "
+            "elsewhere can run code"
+        )
+        raise setting_error("model.path", path, rule, fix="convert them to safetensors, or draw new: model.fresh=true")
+    return False
+
+
+def check(config: HfConfig) -> None:
+    """Raise UserError without transformers, and for a configuration that was not read from a folder."""
+    if not config.config:
+        rule = "nothing is known of the model: load_config reads it from the folder"
+        raise setting_error("model.path", config.path or None, rule, example="models/Qwen3-8B")
+    try:
+        version = importlib.metadata.version("transformers")
+    except importlib.metadata.PackageNotFoundError:
+        rule = "needs the library transformers: pip install 'meshtrainer[transformers]'"
+        raise setting_error("model.name", "hf", rule) from None
+    if int(version.partition(".")[0]) < 5:
+        rule = f"needs transformers 5 or later; {version} is installed: pip install 'meshtrainer[transformers]'"
+        raise setting_error("model.name", "hf", rule)

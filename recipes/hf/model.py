@@ -1,0 +1,186 @@
+"""The network: the library's own class, which also takes `tokens` and `targets` and sums its own loss.
+
+Modules, parameters and their names stay the library's; so do its output and `generate`, for what calls it as it calls
+its own models.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from trainer.recipes.hf.config import HfConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from trainer.errors import nearest, setting_error
+from trainer.loss import cross_entropy, linear_cross_entropy
+from trainer.model.parameters import storage_id
+
+_ATTENTION = {"flex": "flex_attention"}
+"""Names of ours for kernels, where they are other than the library's."""
+
+
+def build(config: HfConfig) -> transformers.PreTrainedModel:
+    """Return the model that config.json describes, with weights of float32, on the current default device.
+
+    Raises UserError for one that the library has no causal language model for, or attention that it cannot compute.
+    """
+    attention = _ATTENTION.get(config.attention or "", config.attention)
+    settings = settings_of(config)
+    try:
+        model = transformers.AutoModelForCausalLM.from_config(
+            settings, dtype=torch.float32, attn_implementation=attention, trust_remote_code=False
+        )
+    except (ImportError, ValueError) as error:
+        if config.attention is None:
+            rule = f"transformers cannot build it ({_first_line(error)})"
+            raise setting_error("model.path", config.path, rule) from error
+        rule = f"transformers cannot compute it so ({_first_line(error)})"
+        raise setting_error("model.attention", config.attention, rule, None) from error
+    library: Any = type(model)
+    model.__class__ = _trained(library)
+    if _head_makes_the_logits(model):
+        model.get_output_embeddings().__class__ = Head
+    return model
+
+
+def architecture(config: HfConfig) -> str:
+    """Return the name of the library's class."""
+    known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.config["model_type"])
+    named = config.config.get("architectures") or [None]
+    return str(named[0] if known is None else known)
+
+
+def settings_of(config: HfConfig) -> transformers.PreTrainedConfig:
+    """Return the library's own configuration.  Raises UserError for a model that it does not know."""
+    kind = config.config["model_type"]
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        best = nearest(kind, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+        known = f"; it has {best}" if best else ""
+        rule = f"transformers {transformers.__version__} has no causal language model of its model_type={kind}{known}"
+        raise setting_error("model.path", config.path, rule)
+    try:
+        return transformers.CONFIG_MAPPING[kind].from_dict(dict(config.config))
+    except Exception as error:  # whatever the library makes of an entry that it cannot use
+        raise setting_error("model.path", config.path, f"config.json: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# The forward pass
+
+
+class Head(nn.Linear):
+    """The projection onto the vocabulary; with targets, the summed loss without ever holding all logits."""
+
+    def forward(self, hidden_BTD: torch.Tensor, targets_BT: torch.Tensor | None = None) -> torch.Tensor:
+        if targets_BT is None:
+            return super().forward(hidden_BTD)
+        return linear_cross_entropy(hidden_BTD, self.weight, targets_BT)
+
+
+@functools.cache
+def _trained(library: Any) -> Any:
+    """Return the library's class with a forward pass that takes `tokens` too, under the library's own name."""
+
+    def forward(
+        self: Any,
+        tokens: torch.Tensor | None = None,
+        targets: torch.Tensor | None = None,
+        documents: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
+        **theirs: Any,
+    ) -> Any:
+        """Return logits (B, T, V) of `tokens` (B, T), or with `targets` (B, T) their summed loss.
+
+        positions (B, T): those of the tokens in their documents; where they begin anew, a document does, and attention
+        stays within it.  documents (B, T): a number for each document, from which positions are counted.  Called
+        without `tokens`, it is the library's own.
+        """
+        if tokens is None:
+            return library.forward(self, **theirs)
+        inputs = {"input_ids": tokens, "use_cache": False, **theirs}
+        if positions is not None or documents is not None:
+            inputs["position_ids"] = positions if documents is None else positions_within(documents)
+        head = self.get_output_embeddings()
+        if targets is not None and isinstance(head, Head):
+            return head(self.base_model(**inputs).last_hidden_state, targets)
+        logits = library.forward(self, **inputs).logits
+        return logits if targets is None else cross_entropy(logits, targets)
+
+    # `generate` asks what it may pass.
+    own = [p for p in inspect.signature(forward).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    theirs = [*inspect.signature(library.forward).parameters.values()][1:]
+    named = [p.replace(kind=p.KEYWORD_ONLY) if p.kind is p.POSITIONAL_OR_KEYWORD else p for p in theirs]
+    forward.__signature__ = inspect.Signature([*own, *named])  # type: ignore[attr-defined]
+    made = type(library.__name__, (library,), {"forward": forward, "__module__": library.__module__})
+    made.__qualname__, made.__doc__ = library.__qualname__, library.__doc__
+    return made
+
+
+def positions_within(documents_BT: torch.Tensor) -> torch.Tensor:
+    """Return for each token its position in its document, from 0: (B, T); equal numbers side by side are a document."""
+    order_T = torch.arange(documents_BT.shape[1], device=documents_BT.device)
+    begins_BT = torch.ones_like(documents_BT, dtype=torch.bool)
+    begins_BT[:, 1:] = documents_BT[:, 1:] != documents_BT[:, :-1]
+    return order_T - torch.where(begins_BT, order_T, 0).cummax(dim=1).values
+
+
+@torch.no_grad()
+def _head_makes_the_logits(model: Any) -> bool:
+    """Return whether the logits are the head's own output for what the model below it hands on, and nothing else.
+
+    Then `linear_cross_entropy` of both is the loss.  Found by running the library's forward pass, on the meta device
+    and without the layers below the head: what is scaled, capped, cut or written into in between is another tensor.
+    """
+    head, base = model.get_output_embeddings(), model.base_model
+    if type(head) is not nn.Linear or head.bias is not None or base is model:
+        return False
+    hidden = torch.empty(1, 2, head.in_features, dtype=head.weight.dtype, device="meta")
+    given: dict[str, Any] = {}
+    seen: list[tuple[torch.Tensor, Any, Any]] = []
+
+    def below(*args: Any, **kwargs: Any) -> Any:
+        given.update(kwargs, **({"input_ids": args[0]} if args else {}))
+        return _Outputs(last_hidden_state=hidden)
+
+    def watch(module: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        seen.append((output, _place(output), _place(inputs[0])))  # kept, so that its memory is not used again
+
+    tokens, hook = torch.zeros(1, 2, dtype=torch.int64, device="meta"), head.register_forward_hook(watch)
+    base.forward = below
+    try:
+        logits = model(input_ids=tokens, use_cache=False).logits
+    except Exception:  # one that needs more of the layers below than what they hand on
+        return False
+    finally:
+        hook.remove()
+        del base.forward
+    more = [name for name, value in given.items() if name not in ("input_ids", "use_cache") and value]
+    return len(seen) == 1 and not more and seen[0][1:] == (_place(logits), _place(hidden))
+
+
+class _Outputs:
+    """What the layers below the head hand on: the last hidden state, and None for whatever else is asked for."""
+
+    def __init__(self, last_hidden_state: torch.Tensor) -> None:
+        self.last_hidden_state = last_hidden_state
+
+    def __getitem__(self, number: int) -> torch.Tensor:
+        return (self.last_hidden_state,)[number]
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return what two names of the same values have in common, and what changes when they are written into."""
+    storage = storage_id(tensor.untyped_storage())
+    return storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor._version

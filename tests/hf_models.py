@@ -1,0 +1,101 @@
+"""Tiny models of transformers, made on the spot, and a plain loop that trains them: what `model.name=hf` is held to."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+TINY = {
+    "vocab_size": 257,
+    "hidden_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+GROUPED = {**TINY, "num_key_value_heads": 2, "intermediate_size": 96}
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {**GROUPED, "tie_word_embeddings": False}),
+    "qwen3": ("Qwen3", {**GROUPED, "head_dim": 16, "tie_word_embeddings": True}),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {**GROUPED, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    ),
+    "mistral": ("Mistral", {**GROUPED, "head_dim": 12, "sliding_window": 16}),
+    "gemma3": ("Gemma3Text", {**GROUPED, "head_dim": 16, "sliding_window": 16, "query_pre_attn_scalar": 16}),
+    "gpt2": (
+        "GPT2",
+        {
+            **{"vocab_size": 257, "n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 128},
+            **{"bos_token_id": 1, "eos_token_id": 2, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+        },
+    ),
+    "phi3": ("Phi3", {**GROUPED, "rope_parameters": {**ROPE, "partial_rotary_factor": 1.0}}),
+    "olmo2": ("Olmo2", {**GROUPED, "tie_word_embeddings": False}),
+    "smollm3": ("SmolLM3", {**GROUPED, "no_rope_layer_interval": 2, "pad_token_id": 0}),
+    "gemma2": ("Gemma2", {**GROUPED, "head_dim": 12, "sliding_window": 16, "query_pre_attn_scalar": 12}),
+    "granite": ("Granite", {**GROUPED, "logits_scaling": 3.0}),
+}
+"""The name of each model's configuration, and what is not its default.  The last two do more to logits than a head."""
+
+
+def settings_of(kind: str, **changes: Any) -> Any:
+    import transformers
+
+    name, entries = KINDS[kind]
+    return getattr(transformers, f"{name}Config")(**entries | changes)
+
+
+def model_of(kind: str, **changes: Any) -> Any:
+    """Return the library's model with weights that no rule of initialisation gives: 0.12 x normal, all of them."""
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_config(settings_of(kind, **changes), dtype=torch.float32)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = 0.12 * torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(parameter + noise if parameter.ndim == 1 else noise)
+    return model
+
+
+def folder_of(path: Path, kind: str, **changes: Any) -> Path:
+    """Write such a model as the library does, with a tokenizer's files beside it that nothing but an export reads."""
+    model = model_of(kind, **changes)
+    model.save_pretrained(path)
+    (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
+    (path / "chat_template.jinja").write_text("{{ messages }}")
+    return path
+
+
+def load_there(folder: Path) -> tuple[Any, dict[str, Any]]:
+    """Return the library's model in a folder, and what it reports of loading it."""
+    import transformers
+
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, output_loading_info=True
+    )
+    return model, report
+
+
+def plain_losses(folder: Path, batches: list[dict[str, torch.Tensor]], lr: float) -> tuple[list[float], Any]:
+    """Return the losses of a plain loop over these global batches, AdamW at a fixed rate, and the model after it."""
+    model, _ = load_there(folder)
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+    losses = []
+    for batch in batches:
+        logits = model(input_ids=batch["tokens"], use_cache=False).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), batch["targets"].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss))
+    return losses, model

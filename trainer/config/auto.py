@@ -1,0 +1,63 @@
+"""`model.name=auto`: which recipe builds the model in a folder, settled before the model's keys are known."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trainer.config.pretrained import find_native, has_weights, is_folder_of_weights
+from trainer.errors import setting_error
+from trainer.recipe import find_recipe
+
+_AUTO = "auto"
+_OF_ANY_MODEL = ("model.path", "model.fresh")
+"""Keys of the recipe for any model that one of our own does as well."""
+
+
+def settle_auto(values: Mapping[str, Any], assignments: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the keys of a recipe file and of the command line with the name of a recipe for `model.name=auto`.
+
+    That is one of our own if it builds what config.json says and has all the keys of the model that are given; else the
+    one for any model.  Raises UserError without a folder.
+    """
+    if assignments.get("model.name", values.get("model.name")) != _AUTO:
+        return dict(values), dict(assignments)
+    # Fields in a recipe file of another model are not this one's.
+    own_file = values.get("model.name") == _AUTO
+    kept = {key: value for key, value in values.items() if own_file or not key.startswith("model.")}
+    folder = _folder(kept, assignments)
+    found = find_native(folder, "model.path")
+    given = {key for key in (*kept, *assignments) if key.startswith("model.") and key != "model.name"}
+    fields = {f"model.{f.name}" for f in dataclasses.fields(found[0].config)} if found else set()
+    rest = {key: text for key, text in assignments.items() if key != "model.name"}
+    if found is None or not given - set(_OF_ANY_MODEL) <= fields:
+        return kept | {"model.name": find_recipe("hf").name, "model.path": folder}, rest
+    recipe, config = found
+    is_fresh = str(rest.get("model.fresh", kept.get("model.fresh", False))).lower() == "true"
+    own = {key: value for key, value in kept.items() if key not in _OF_ANY_MODEL}
+    own |= {f"model.{field.name}": getattr(config, field.name) for field in dataclasses.fields(config)}
+    own["model.name"] = recipe.name
+    rest = {key: text for key, text in rest.items() if key not in _OF_ANY_MODEL}
+    if _start(own, rest) is None and not is_fresh and has_weights(folder):
+        own["train.init_from"] = folder
+        rest.pop("train.init_from", None)
+    return own, rest
+
+
+def _start(values: Mapping[str, Any], assignments: Mapping[str, str]) -> str | None:
+    """Return what `train.init_from` names, if anything."""
+    start = assignments.get("train.init_from", values.get("train.init_from"))
+    return None if start in (None, "null", "~", "") else str(start)
+
+
+def _folder(values: Mapping[str, Any], assignments: Mapping[str, str]) -> str:
+    """Return the folder that the model is from."""
+    given = assignments.get("model.path", values.get("model.path"))
+    start = _start(values, assignments)
+    folder = given or (start if start is not None and is_folder_of_weights(start) else None)
+    if not folder:
+        rule = "model.name=auto needs the folder of a Hugging Face model"
+        raise setting_error("model.path", None, rule, example="models/Qwen3-8B")
+    return str(Path(str(folder).removeprefix("file://")).expanduser().absolute())
