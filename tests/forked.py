@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import functools
 import gc
+import importlib.util
 import multiprocessing
 import multiprocessing.connection
 import multiprocessing.forkserver
@@ -47,6 +48,7 @@ _PRELOADED = [
     "trainer.plan.__main__",
     "trainer.report.__main__",
     "trainer.recipes",
+    *(["trainer.recipes.hf.model"] if importlib.util.find_spec("transformers") else []),
     "tests.faults",
     "tests.own_recipes",
 ]

@@ -42,8 +42,9 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("SmolLM3", {**GROUPED, "no_rope_layer_interval": 2, "pad_token_id": 0}),
     "gemma2": ("Gemma2", {**GROUPED, "head_dim": 12, "sliding_window": 16, "query_pre_attn_scalar": 12}),
     "granite": ("Granite", {**GROUPED, "logits_scaling": 3.0}),
+    "mamba": ("Mamba", {"vocab_size": 257, "hidden_size": 48, "state_size": 4, "num_hidden_layers": 2}),
 }
-"""The name of each model's configuration, and what is not its default.  The last two do more to logits than a head."""
+"""The name of each model's configuration, and what is not its default."""
 
 
 def settings_of(kind: str, **changes: Any) -> Any:
@@ -97,5 +98,5 @@ def plain_losses(folder: Path, batches: list[dict[str, torch.Tensor]], lr: float
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
     return losses, model

@@ -26,6 +26,7 @@ from trainer.data.transfer import ahead
 from trainer.distributed.ballot import Ballot
 from trainer.distributed.random_state import RandomState, seed_everything
 from trainer.distributed.world import World
+from trainer.lifecycle.documents import check_documents
 from trainer.lifecycle.folder import RunFolder
 from trainer.lifecycle.garbage import GarbageCollection
 from trainer.lifecycle.lifecycle import Lifecycle
@@ -317,6 +318,7 @@ class Trainer:
         self.world.agreed(self.folder.own)
         if self.config.run.selfcheck:
             check_start(self.world, self.model, self.mesh, self.ties, self.loader, self.exempt_from_selfcheck())
+        check_documents(self.world, self.model, self.loader, self.config)
         self.resume.supersede()
         plan = self.forecast.sentence() if self.world.is_main else ""
         sizes = (len(self.units), self.num_micro_batches)

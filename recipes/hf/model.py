@@ -19,6 +19,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from trainer.errors import nearest, setting_error
 from trainer.loss import cross_entropy, linear_cross_entropy
 from trainer.model.parameters import storage_id
+from trainer.sequence import Documents
 
 _ATTENTION = {"flex": "flex_attention"}
 """Names of ours for kernels, where they are other than the library's."""
@@ -94,21 +95,23 @@ def _trained(library: Any) -> Any:
         self: Any,
         tokens: torch.Tensor | None = None,
         targets: torch.Tensor | None = None,
-        documents: torch.Tensor | None = None,
         positions: torch.Tensor | None = None,
+        documents: torch.Tensor | None = None,
+        borders: torch.Tensor | None = None,
         **theirs: Any,
     ) -> Any:
         """Return logits (B, T, V) of `tokens` (B, T), or with `targets` (B, T) their summed loss.
 
-        positions (B, T): those of the tokens in their documents; where they begin anew, a document does, and attention
-        stays within it.  documents (B, T): a number for each document, from which positions are counted.  Called
-        without `tokens`, it is the library's own.
+        documents (B, T) and borders: see `trainer.sequence`.  The library is told of documents by positions that begin
+        anew in each, and keeps attention within them.  positions (B, T): those of the tokens, where there are no
+        documents.  Called without `tokens`, it is the library's own.
         """
         if tokens is None:
             return library.forward(self, **theirs)
         inputs = {"input_ids": tokens, "use_cache": False, **theirs}
-        if positions is not None or documents is not None:
-            inputs["position_ids"] = positions if documents is None else positions_within(documents)
+        packed = Documents.of(documents, borders)
+        if packed is not None or positions is not None:
+            inputs["position_ids"] = positions if packed is None else packed.positions_BT
         head = self.get_output_embeddings()
         if targets is not None and isinstance(head, Head):
             return head(self.base_model(**inputs).last_hidden_state, targets)
@@ -123,14 +126,6 @@ def _trained(library: Any) -> Any:
     made = type(library.__name__, (library,), {"forward": forward, "__module__": library.__module__})
     made.__qualname__, made.__doc__ = library.__qualname__, library.__doc__
     return made
-
-
-def positions_within(documents_BT: torch.Tensor) -> torch.Tensor:
-    """Return for each token its position in its document, from 0: (B, T); equal numbers side by side are a document."""
-    order_T = torch.arange(documents_BT.shape[1], device=documents_BT.device)
-    begins_BT = torch.ones_like(documents_BT, dtype=torch.bool)
-    begins_BT[:, 1:] = documents_BT[:, 1:] != documents_BT[:, :-1]
-    return order_T - torch.where(begins_BT, order_T, 0).cummax(dim=1).values
 
 
 @torch.no_grad()
