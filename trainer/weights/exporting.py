@@ -26,8 +26,8 @@ PARTIAL = ".partial"
 """Ends the name of a file that is being written; a dot begins it."""
 
 MARK = {"exported_by": "meshtrainer"}
-"""Stands in the weights, and in the config.json of a recipe's own, so that a later export knows that it may replace the
-folder's files."""
+"""Stands in config.json, or where that is kept as it came in the weights, so that a later export knows that it may
+replace the folder's files."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def export(
                 file.write(text)
         for name, shard in shards.items():
             with _synced(partial[name]) as file:
-                _write_safetensors(file, shard, source)
+                _write_safetensors(file, shard, source, MARK if stored is not None else {})
     except BaseException:
         for unfinished in partial.values():
             unfinished.unlink(missing_ok=True)
@@ -236,9 +236,11 @@ def _index_json(shards: Mapping[str, Sequence[_Tensor]]) -> bytes:
     return _json({"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
-def _write_safetensors(file: BinaryIO, tensors: Sequence[_Tensor], source: WeightSource) -> None:
-    """Write one file: the header's length in 8 bytes, the header, and the tensors one behind the other."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", **MARK}}
+def _write_safetensors(
+    file: BinaryIO, tensors: Sequence[_Tensor], source: WeightSource, mark: Mapping[str, str]
+) -> None:
+    """Write one file: the header's length in 8 bytes, the header with `mark`, and the tensors one behind the other."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **mark}}
     # Widest elements first: each then starts at a multiple of its own size, which readers may rely on.
     ordered = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
     starts, end = [], 0
