@@ -145,7 +145,7 @@ def _as_they_are(stored: WeightSource, dtype: torch.dtype | None) -> list[_Tenso
     """Return what is to be written of a source that has the tensors as they are stored."""
     kept = stored.dtypes
     changed = {name: dtype or own if own.is_floating_point else own for name, own in kept.items()}
-    return [_Tensor(name, name, False, shape, changed[name]) for name, shape in stored.shapes.items()]
+    return [_Tensor(name, name, shape, changed[name]) for name, shape in stored.shapes.items()]
 
 
 def _split(tensors: Sequence[_Tensor], max_bytes: int) -> dict[str, list[_Tensor]]:
