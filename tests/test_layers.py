@@ -22,7 +22,7 @@ DOORS = {
     "wandb": ["trainer/metrics/"],
     "rich": ["trainer/metrics/", "trainer/checkpoints.py", "trainer/plan/show.py", "trainer/prepare.py"],
     "torchdata": ["trainer/data/"],
-    "transformers": ["recipes/hf/"],
+    "transformers": ["recipes/hf/", "trainer/generate.py"],
     "tokenizers": ["trainer/data/", "trainer/prepare.py"],
     "jinja2": ["trainer/data/chat/template.py"],
     "pyarrow": ["trainer/data/"],
