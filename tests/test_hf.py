@@ -18,6 +18,8 @@ from tests.ranks import Ran, run_command, run_ranks
 from trainer import Source, Trainer, TrainLoader, UserError, load_config, load_weights, run
 from trainer.config import MeshShape
 from trainer.export import command_line as export
+from trainer.generate import Writer
+from trainer.model.sample import GREEDY, write
 from trainer.plan.machine import find_machine
 from trainer.plan.plan import make_plan
 from trainer.recipe import find_recipe
@@ -241,9 +243,13 @@ def test_a_model_that_mixes_documents_does_not_begin(kind: str, folders: Any, tm
 
 
 def test_generate_is_the_librarys(folders: Any, tokens: torch.Tensor) -> None:
+    """By the library's own method, and by `trainer.generate`, which uses the library's cache."""
     model, (there, _) = model_of(folders("qwen3")), load_there(folders("qwen3"))
     how = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    assert torch.equal(model.generate(tokens, **how), there.generate(tokens, **how))
+    expected = there.generate(tokens[:1], **how)
+    assert torch.equal(model.generate(tokens[:1], **how), expected)
+    reader = Writer(model, torch.device("cpu"), "bytes", {}).read()
+    assert [*write(reader, tokens[0].tolist(), 8, GREEDY, torch.Generator())] == expected[0, -8:].tolist()
 
 
 # ---------------------------------------------------------------------------------------------------------------

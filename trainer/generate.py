@@ -33,6 +33,7 @@ from trainer.model.sample import (
     TransformersReader,
     WindowReader,
     goes_through_sequence,
+    is_of_transformers,
     write,
 )
 from trainer.printable import printable
@@ -71,7 +72,7 @@ class Writer:
         """Return what reads a text with the model."""
         if goes_through_sequence(self.model):
             return CachedReader(self.model, self.device)
-        if _is_of_transformers(self.model):
+        if is_of_transformers(self.model):
             return TransformersReader(self.model, self.device)
         return WindowReader(self.model, self.device, self.room or 1024)
 
@@ -125,10 +126,6 @@ def _settings(files: Mapping[str, bytes]) -> dict[str, Any]:
     """Return what the files say of how a text is written, and ends."""
     stated = json.loads(files[CONFIG]) if CONFIG in files else {}
     return {"eos_token_id": stated.get("eos_token_id"), **json.loads(files.get(GENERATION, b"{}"))}
-
-
-def _is_of_transformers(model: nn.Module) -> bool:
-    return any(kind.__module__.startswith("transformers.") for kind in type(model).__mro__)
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -104,8 +104,13 @@ class TransformersReader:
 
 
 def goes_through_sequence(model: nn.Module) -> bool:
-    """Return whether the model takes a `Cache` for its documents."""
-    return "documents" in inspect.signature(model.forward).parameters
+    """Return whether the model takes a `Cache` for its documents: those of transformers have caches of their own."""
+    return "documents" in inspect.signature(model.forward).parameters and not is_of_transformers(model)
+
+
+def is_of_transformers(model: nn.Module) -> bool:
+    """Return whether the model's class is transformers', or derived from one."""
+    return any(kind.__module__.startswith("transformers.") for kind in type(model).__mro__)
 
 
 @torch.no_grad()
