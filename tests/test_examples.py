@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import ast
 import json
+import re
+import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.forked import REPOSITORY, fork, run_script
 from tests.ranks import run_python_module, tiny_overrides
+from trainer import Trainer, load_config
+from trainer.config.arguments import parse
 
 
 @pytest.mark.slow
@@ -29,11 +34,50 @@ def test_its_subclass_is_short() -> None:
     assert subclass.end_lineno - subclass.lineno < 40
 
 
+PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+
+
+def snippets(page: str) -> list[str]:
+    """Return the Python code that a page of docs/ shows."""
+    text = (REPOSITORY / "docs" / page).read_text()
+    return [part.partition("```")[0] for part in text.split("```python\n")[1:]]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_page_is_short_and_its_links_lead_somewhere(page: Path) -> None:
+    text = page.read_text()
+    assert len(text.splitlines()) <= 150
+    for link in re.findall(r"\]\(([^)#]+)\)", text):
+        assert "://" in link or (page.parent / link).exists(), link
+    for test in re.findall(r"`(tests/test_\w+\.py)`", text):
+        assert (REPOSITORY / test).exists(), test
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_that_are_shown_are_understood(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recipes and keys are there; folders of models that a reader has are not looked into."""
+    monkeypatch.syspath_prepend(str(REPOSITORY))
+    for line in re.findall(r"^ {4,}.*-m trainer\.run (.*)", page.read_text().replace("\\\n", " "), re.MULTILINE):
+        words = shlex.split(line, comments=True)
+        if not re.search(r"model\.(path|name=my_)|init_from|--help", line):
+            arguments = parse(words)
+            assert arguments.recipe, line
+            load_config(arguments.recipe, arguments.overrides)
+
+
+def test_the_loop_of_ones_own_that_is_shown() -> None:
+    for code in snippets("loops.md"):
+        compile(code, "loops.md", "exec")
+    (subclass,) = [code for code in snippets("loops.md") if "return super().loss(batch)" in code]
+    scope: dict[str, Any] = {}
+    exec(subclass.rpartition("MyTrainer(")[0], scope)
+    assert issubclass(scope["MyTrainer"], Trainer)
+
+
 @pytest.mark.slow
-def test_the_readmes_model_of_ones_own(tmp_path: Path) -> None:
-    """What the README shows is run as it stands there."""
-    readme = (REPOSITORY / "README.md").read_text()
-    (code,) = [part.partition("```")[0] for part in readme.split("```python\n")[1:] if "# my_models.py" in part]
+def test_the_model_of_ones_own_that_is_shown(tmp_path: Path) -> None:
+    """What the page shows is run as it stands there."""
+    (code,) = [code for code in snippets("models.md") if "# my_models.py" in code]
     (tmp_path / "my_models.py").write_text(code)
     command = ["recipe=llama_small", "model.name=my_models:tiny", "model.width=96"]
     settings = ["train.steps=3", "eval.every=0", "log.sample_tokens=0", f"run.dir={tmp_path / 'run'}"]

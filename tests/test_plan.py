@@ -345,7 +345,11 @@ def test_a_recipe_fits_the_machine_that_its_first_line_names(recipe: str) -> Non
     assert fits(recipe, *machine_of_recipe(recipe))
 
 
-SHOWN = ["README.md", *sorted(f"launch/{path.name}" for path in (REPOSITORY / "launch").iterdir() if path.is_file())]
+SHOWN = [
+    "README.md",
+    "docs/planning.md",
+    *sorted(f"launch/{path.name}" for path in (REPOSITORY / "launch").iterdir() if path.is_file()),
+]
 STARTS = ("torchrun", "srun", "sbatch", "launch/local.sh", "-m trainer.run", "launch/ray_train.py", "set -- ")
 
 
