@@ -210,6 +210,13 @@ DEFECTS: list[Defect] = [
         "balance.over_batch = _as_it_is",
     ),
     Defect(
+        "evaluates-what-was-drawn",
+        "evaluate",
+        "trainer/evaluate.py",
+        "        begin_from(trainer.model, trainer.origin, trainer.config, trainer.world)\n",
+        "",
+    ),
+    Defect(
         "cache-of-another-layer",
         "generate",
         "trainer/sequence.py",

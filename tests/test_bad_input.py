@@ -397,7 +397,7 @@ def test_a_folder_where_the_run_keeps_a_file(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "run" / name / "mine").mkdir(parents=True)
-    monkeypatch.setattr(run, "_train", lambda config: 0)
+    monkeypatch.setattr(run, "with_trainer", lambda *given: 0)
     assert run.main([SMALL, f"run.dir={tmp_path / 'run'}"]) == 2
     check_said_once(capsys, f"error: run.dir={tmp_path / 'run'}: {tmp_path / 'run' / name} is a folder")
     assert [path.name for path in (tmp_path / "run").rglob("*")] == [name, "mine"]
@@ -409,7 +409,7 @@ def test_a_file_where_the_run_keeps_a_folder(
 ) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / name).write_text("mine")
-    monkeypatch.setattr(run, "_train", lambda config: 0)
+    monkeypatch.setattr(run, "with_trainer", lambda *given: 0)
     assert run.main([SMALL, f"run.dir={tmp_path / 'run'}"]) == 2
     check_said_once(capsys, f"error: run.dir={tmp_path / 'run'}: {tmp_path / 'run' / name} is no folder")
     assert (tmp_path / "run" / name).read_text() == "mine"

@@ -197,7 +197,7 @@ def write_lines(path: Path, records: list[Any]) -> Path:
 @pytest.fixture(autouse=True)
 def _nothing_is_trained(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is not refused fails at once."""
-    monkeypatch.setattr(run, "_train", lambda config: pytest.fail("nothing was wrong"))
+    monkeypatch.setattr(run, "with_trainer", lambda *given: pytest.fail("nothing was wrong"))
 
 
 def chat_settings(folder: Path, *settings: str) -> list[str]:

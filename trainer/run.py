@@ -81,20 +81,20 @@ def main(argv: Sequence[str] | None = None, trainer: type[Trainer] | None = None
         config = _read(arguments, env)
         if config is None:
             return EXIT_FINISHED
-        spawns = _spawns(arguments.nproc, env)
-        _check(config, arguments.nproc or 1, env, spawns, builds_own=trainer is not None)
+        is_spawning = spawns(arguments.nproc, env)
+        _check(config, arguments.nproc or 1, env, is_spawning, builds_own=trainer is not None)
         trains = True
     except UserError as error:
-        return _report(error, env)
+        return report(error, env)
     finally:
         if not trains:
             stop.let_go()
     note_start(began)
     is_dry = arguments.asks_for("--dry-run")
     with rehearsing(config, env) if is_dry else contextlib.nullcontext(config) as config:
-        if spawns:
+        if is_spawning:
             return spawn(arguments.nproc or 1, _command(arguments, trainer), config)
-        return _train(config, trainer, _rehearse if is_dry else _fit)
+        return with_trainer(config, trainer, _rehearse if is_dry else _fit)
 
 
 def _read(arguments: Arguments, env: Environment) -> RunConfig | None:
@@ -133,18 +133,19 @@ def _command(arguments: Arguments, trainer: type[Trainer] | None) -> list[str]:
     return [*program, f"recipe={arguments.recipe}", *arguments.overrides, *options]
 
 
-def _spawns(nproc: int | None, env: Environment) -> bool:
+def spawns(nproc: int | None, env: Environment) -> bool:
+    """Return whether this process is to start others.  Raises UserError where a launcher has started another number."""
     if nproc is not None and env.is_distributed and nproc != env.world_size:
         rule = f"{env.launcher} has started {env.world_size} processes already; leave it out, or say so"
         raise setting_error("nproc", nproc, rule, env.world_size)
     return nproc is not None and nproc > 1 and not env.is_distributed
 
 
-def _check(config: RunConfig, nproc: int, env: Environment, spawns: bool, builds_own: bool) -> None:
+def _check(config: RunConfig, nproc: int, env: Environment, is_spawning: bool, builds_own: bool) -> None:
     """Find what can be found wrong before anything is started."""
-    sizes = (nproc, nproc) if spawns else (env.world_size, env.local_world_size)
+    sizes = (nproc, nproc) if is_spawning else (env.world_size, env.local_world_size)
     _check_without_torch(config, *sizes, env, builds_own)
-    if spawns and (config.fsdp.wrap != "block" or isinstance(config.fsdp.reshard_after_forward, list)):
+    if is_spawning and (config.fsdp.wrap != "block" or isinstance(config.fsdp.reshard_after_forward, list)):
         from trainer.model.shard import check_sharding
 
         check_sharding(config)  # needs torch and the model's structure, so only where a setting speaks of it
@@ -187,12 +188,12 @@ def _with_steps(config: RunConfig) -> RunConfig:
     return with_steps(config) if config.data.path else config
 
 
-def _report(error: UserError | TrainingFailed, env: Environment, exit_code: int = EXIT_USER_ERROR) -> int:
+def report(error: UserError | TrainingFailed, env: Environment, exit_code: int = EXIT_USER_ERROR) -> int:
     """Print what all ranks know once, on the first; the others give it the time to.
 
     A launcher ends the other ranks as soon as one has left, and reports how they died: all leave with the same code.
     """
-    _ignore_termination()
+    ignore_termination()
     if env.rank == 0:
         prefix = "" if str(error).startswith("usage:") else "error: "
         say(f"{prefix}{error}")
@@ -201,15 +202,16 @@ def _report(error: UserError | TrainingFailed, env: Environment, exit_code: int 
     return exit_code
 
 
-def _ignore_termination() -> None:
+def ignore_termination() -> None:
+    """Let nothing but Ctrl-C end this process while it ends by itself."""
     if threading.current_thread() is threading.main_thread():
         for number in stop.STOP_SIGNALS:
             if number != signal.SIGINT:
                 signal.signal(number, signal.SIG_IGN)
 
 
-def _train(config: RunConfig, own: type[Trainer] | None, act: Callable[[Trainer], int]) -> int:
-    """Train in this process, as one rank of however many there are: build a Trainer, and let it `act`."""
+def with_trainer(config: RunConfig, own: type[Trainer] | None, act: Callable[[Trainer], int]) -> int:
+    """Build a Trainer in this process, one rank of however many there are, and let it `act`.  Returns the exit code."""
     with without_collecting():
         from trainer.plan.forecast import is_out_of_memory
         from trainer.trainer import Trainer
@@ -222,13 +224,13 @@ def _train(config: RunConfig, own: type[Trainer] | None, act: Callable[[Trainer]
         with without_collecting():
             trainer = (own or config.recipe.trainer_class(Trainer))(config)
         exit_code = act(trainer)
-        _ignore_termination()
+        ignore_termination()
         trainer.close()
         return exit_code
     except UserError as error:
-        return _report(error, find_environment())
+        return report(error, find_environment())
     except TrainingFailed as error:
-        return _report(error, find_environment(), EXIT_FAILED)
+        return report(error, find_environment(), EXIT_FAILED)
     except BaseException as error:
         first = trainer.world.first_failure if trainer is not None else None
         if is_out_of_memory(error):
@@ -287,6 +289,8 @@ COMMANDS = {
     "prepare": "trainer.prepare",
     "plan": "trainer.plan.__main__",
     "checkpoints": "trainer.checkpoints",
+    "evaluate": "trainer.evaluate",
+    "generate": "trainer.generate",
     "export": "trainer.export",
     "report": "trainer.report.__main__",
 }

@@ -24,7 +24,8 @@ exit codes: 0 finished, 2 a mistake in what was asked, 75 stopped on request (ru
 """
 
 _COMMANDS = """\
-other commands, each with --help: python -m trainer.prepare, .plan, .checkpoints, .export, .report
+other commands, each with --help: python -m trainer.prepare, .plan, .checkpoints, .evaluate,
+.generate, .export, .report
 """
 
 _MOST_USED = ("run", "data", "train", "optim", "schedule", "mesh", "fsdp", "eval", "checkpoint", "log")

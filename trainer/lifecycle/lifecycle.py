@@ -223,6 +223,16 @@ class Lifecycle:
         finally:
             self.stop.uninstall()
 
+    @contextmanager
+    def looking(self) -> Iterator[None]:
+        """Catch requests to stop inside the block, in which nothing of the run is written, however it ends."""
+        self._enter("end")
+        self.stop.install()
+        try:
+            yield
+        finally:
+            self.stop.uninstall()
+
     def close(self) -> None:
         """End the run if it is still running, and leave the process group if it is ours.  Collective.
 

@@ -1,0 +1,124 @@
+"""An evaluation beside a run: the loss that the run has found itself, on any ranks and data, and nothing is written."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.ranks import run_python_module
+from tests.runs import Shared
+from tests.test_pretrained import folder_of
+from tests.tiny import fit, tiny_config
+from trainer import evaluate, load_weights
+from trainer.data.opening import open_source
+from trainer.export import command_line as export
+
+
+def found(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, Any]:
+    capsys.readouterr()
+    assert evaluate.main([*map(str, arguments), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def content_of(folder: Path) -> dict[str, Any]:
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {str(f.relative_to(folder)): (f.stat().st_mtime_ns, hashlib.sha256(f.read_bytes()).digest()) for f in files}
+
+
+EVALUATED = ["train.steps=6", "eval.every=3", "eval.steps=3", "checkpoint.every=3", "checkpoint.keep_last=0"]
+
+
+def test_it_is_what_the_run_has_found_and_nothing_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = fit(tmp_path / "run", *EVALUATED)
+    of_run = {line["step"]: line["loss"] for line in lines if line["kind"] == "eval"}
+    before = content_of(tmp_path)
+    newest = found(capsys, tmp_path / "run")
+    assert (newest["step"], newest["loss"]) == (6, of_run[6])
+    older = found(capsys, tmp_path / "run" / "checkpoints" / "step_00000003")
+    assert (older["step"], older["loss"]) == (3, of_run[3]) != (6, of_run[6])
+    assert found(capsys, tmp_path / "run", "train.micro_batch_size=1")["loss"] == pytest.approx(of_run[6], rel=1e-6)
+    assert found(capsys, tmp_path / "run", "eval.steps=1")["loss"] != of_run[6]
+    assert content_of(tmp_path) == before
+
+
+def test_a_run_that_does_not_evaluate_itself_and_a_folder_are_evaluated_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fit(tmp_path / "run", "train.steps=1", "eval.every=0")
+    of_run = found(capsys, tmp_path / "run", "eval.steps=2")
+    assert export([str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    own = ["data.source=synthetic", "data.seq_len=16", "train.global_batch_size=4", "eval.steps=2", "run.threads=1"]
+    own.append("train.micro_batch_size=2")
+    of_folder = found(capsys, tmp_path / "out", *own)
+    assert (of_folder["loss"], of_folder["step"]) == (of_run["loss"], None)
+    config = tiny_config(tmp_path / "other")
+    tokens, targets = map(torch.from_numpy, open_source(config.data, 32, "eval").batch(torch.arange(8).numpy()))
+    logits = load_weights(tmp_path / "run")(tokens)
+    assert of_run["loss"] == pytest.approx(F.cross_entropy(logits.flatten(0, 1), targets.flatten()).item(), rel=1e-6)
+
+
+@pytest.mark.slow
+def test_on_other_ranks_than_the_run_was_on(four: Shared) -> None:
+    """As the command that it is, on two ranks, of a run on 2 x 2."""
+    folder = four.ran.folder
+    before = content_of(folder)
+    losses = []
+    for ranks in ("nproc=1", "nproc=2"):
+        ran = run_python_module("trainer.evaluate", folder, "eval.steps=4", ranks, "--json")
+        assert ran.exit_code == 0, ran.stderr
+        losses.append(json.loads(ran.stdout)["loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    assert 1 < losses[0] < math.log(257)
+    assert content_of(folder) == before
+
+
+def test_people_see_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fit(tmp_path / "run", *EVALUATED)
+    subject = evaluate.find_subject(str(tmp_path / "run"), [])
+    record = {"kind": "eval", "step": 0, "loss": 1.5, "bits_per_byte": 2.25, "loss_code": 1.25, "loss_prose": None}
+    first, *rows = evaluate.table(subject, record).splitlines()
+    assert first.endswith("step_00000006 (step 6)")
+    assert [row.split() for row in rows] == [
+        ["loss", "bits", "per", "byte"],
+        ["code", "1.250000"],
+        ["prose", "-"],
+        ["all", "1.500000", "2.250000"],
+    ]
+    capsys.readouterr()
+    assert evaluate.main([str(tmp_path / "run")]) == 0
+    assert f"{found(capsys, tmp_path / 'run')['loss']:.6f}" in content_after(capsys, tmp_path / "run")
+
+
+def content_after(capsys: pytest.CaptureFixture[str], folder: Path) -> str:
+    assert evaluate.main([str(folder)]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "the model=: is given 0 times"),
+        (["nowhere"], "nowhere: holds no checkpoints"),
+        (["FOLDER", "data.seq_len=0"], "data.seq_len=0: must be at least 1"),
+        (["FOLDER", "data.sequence=1"], "data.sequence=1: no such key"),
+        (["FOLDER", "--jsn"], "--jsn: no such option"),
+        (["FOLDER", "model.dim=64"], "model.dim=64: "),
+        (["FOLDER", "nproc=0"], "nproc=0: must be a number of processes"),
+    ],
+)
+def test_mistakes_are_said(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = folder_of(tmp_path / "folder")
+    words = [str(folder) if word == "FOLDER" else word for word in arguments]
+    assert evaluate.main(words or ["data.seq_len=16"]) == 2
+    assert message in capsys.readouterr().err

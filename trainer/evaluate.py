@@ -1,0 +1,212 @@
+"""Command line: the loss of a model on held-out data.  Trains nothing, and writes nothing.
+
+    python -m trainer.evaluate <run.dir, checkpoint or Hugging Face folder> [section.key=value ...] [nproc=N] [--json]
+
+A run is evaluated as it evaluates itself, on as many ranks as are asked for.  Any key may have another value:
+data.eval_path names other data, eval.steps=0 takes all of them.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from trainer import run
+from trainer.config import RunConfig, check_config, load_config
+from trainer.config.arguments import parse
+from trainer.config.needs import check_needs, likely_device
+from trainer.config.pretrained import is_folder_of_weights, model_config_of
+from trainer.distributed.environment import Environment, find_environment, follow_parent, limit_spinning
+from trainer.errors import (
+    EXIT_FAILED,
+    EXIT_FINISHED,
+    EXIT_STOPPED,
+    EXIT_USER_ERROR,
+    TrainingFailed,
+    UserError,
+    setting_error,
+    tell,
+)
+from trainer.lifecycle.launch import spawn
+from trainer.metrics.record import Record
+from trainer.recipe import all_recipes, look_in_working_folder
+
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
+
+_OWN = {
+    "run.dir": str(Path(tempfile.gettempdir()) / "meshtrainer-evaluate"),  # is never made
+    "mesh.replicate": "1",
+    "mesh.shard": "-1",
+    "checkpoint.resume": "none",
+    "checkpoint.dir": "null",
+    "log.wandb": "off",
+    "log.tensorboard": "false",
+    "log.profile_steps": "null",
+}
+"""Settings that an evaluation does not share with its run: it may be on other ranks, and keeps nothing."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The model that is evaluated: where its weights are, the step of the run that they are of, and on what."""
+
+    config: RunConfig
+    weights: str
+    step: int | None
+
+
+def find_subject(path: str, overrides: Sequence[str]) -> Subject:
+    """Return what is to be evaluated: a run's newest checkpoint, a checkpoint, or a Hugging Face folder.
+
+    A folder has no settings of its own: there they are the defaults, and the overrides.  Raises UserError,
+    TrainingFailed for a damaged checkpoint.
+    """
+    from trainer.checkpoint.source import StoredWeights, find_checkpoint, is_checkpoint
+
+    if is_folder_of_weights(path) and not is_checkpoint(path):
+        recipe, _ = model_config_of(path, all_recipes())
+        text, weights, step = f"model:\n  name: {recipe.name}\n", path, None
+    else:
+        source = StoredWeights(find_checkpoint(path))
+        text, weights, step = source.config_yaml, str(source.place), source.manifest.step
+    given = {override.partition("=")[0] for override in overrides}
+    own = [f"{key}={value}" for key, value in (_OWN | {"train.init_from": weights}).items() if key not in given]
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "evaluation.yaml"
+        file.write_text(text, encoding="utf-8")
+        config = load_config(str(file), [*own, *overrides])
+        if not config.eval.every:  # a run that does not evaluate itself
+            config = load_config(str(file), [*own, *overrides, "eval.every=1"])
+    return Subject(config, weights, step)
+
+
+def looking(kind: type[Trainer]) -> type[Trainer]:
+    """Return a kind of Trainer that opens no data to train on, and keeps nothing for an optimizer."""
+    import torch
+
+    def build_loader(self: Trainer) -> tuple[()]:
+        return ()
+
+    def build_optimizer(self: Trainer) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.model.parameters(), lr=0.0)
+
+    return type(kind.__name__, (kind,), {"build_loader": build_loader, "build_optimizer": build_optimizer})
+
+
+def evaluate(trainer: Trainer) -> Record | None:
+    """Return the record of an evaluation with the weights of `train.init_from`; None if it was asked to stop.
+
+    Writes nothing of a run.  Raises UserError where nothing is held out.  Collective.
+    """
+    from trainer.weights.inference import begin_from
+
+    if trainer.eval_loader is None:
+        data = trainer.config.data
+        rule = f"data.source={data.source} holds nothing out"
+        raise setting_error("data.eval_path", data.eval_path, rule, fix="name data to evaluate on")
+    with trainer.lifecycle.looking():
+        begin_from(trainer.model, trainer.origin, trainer.config, trainer.world)
+        return trainer.evaluate()
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# What is shown
+
+
+def table(subject: Subject, record: Record) -> str:
+    """Return the evaluation for people: a line for each source, if there are several, and one for all."""
+    bits = record.get("bits_per_byte")
+    rows = [("", "loss", "" if bits is None else "bits per byte")]
+    of_sources = {name.removeprefix("loss_"): value for name, value in record.items() if name.startswith("loss_")}
+    rows += [(name, _number(value), "") for name, value in of_sources.items()]
+    rows.append(("all" if of_sources else "", _number(record["loss"]), "" if bits is None else _number(bits)))
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    step = "" if subject.step is None else f" (step {subject.step})"
+    return "\n".join([f"{subject.weights}{step}", *lines])
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.6f}"
+
+
+def as_json(subject: Subject, record: Record) -> str:
+    """Return the evaluation as one JSON object: the fields of the run's `eval` lines, and where the weights are."""
+    content: dict[str, Any] = {key: value for key, value in record.items() if key != "kind"}
+    return json.dumps({"weights": subject.weights, **content, "step": subject.step})
+
+
+def _show(subject: Subject, as_object: bool, trainer: Trainer) -> int:
+    record = evaluate(trainer)
+    if record is None:
+        return EXIT_STOPPED
+    if trainer.world.is_main:
+        tell(as_json(subject, record) if as_object else table(subject, record))
+    return EXIT_FINISHED
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Command line
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run what the command line asks for.  Returns the exit code; prints a user's mistake once, without traceback."""
+    words = sys.argv[1:] if argv is None else list(argv)
+    if not words or {"-h", "--help"} & set(words):
+        tell(__doc__.rstrip())
+        return EXIT_FINISHED if words else EXIT_USER_ERROR
+    look_in_working_folder()
+    limit_spinning()
+    env = Environment()
+    try:
+        env = find_environment()
+        if env.launcher in ("nproc", "torchrun") and env.has_a_parent:
+            follow_parent(True)
+        path, rest = _split(words)
+        arguments = parse(rest)
+        subject = find_subject(path, arguments.overrides)
+        is_spawning = run.spawns(arguments.nproc, env)
+        sizes = (arguments.nproc,) * 2 if is_spawning else (env.world_size, env.local_world_size)
+        check_config(subject.config, *(size or 1 for size in sizes))
+        check_needs(subject.config, likely_device(subject.config.run.device))
+    except UserError as error:
+        return run.report(error, env)
+    except TrainingFailed as error:
+        return run.report(error, env, EXIT_FAILED)
+    if is_spawning:
+        return spawn(arguments.nproc or 1, ["-m", "trainer.evaluate", *words], subject.config)
+    from trainer.trainer import Trainer
+
+    kind = looking(subject.config.recipe.trainer_class(Trainer))
+    return run.with_trainer(subject.config, kind, partial(_show, subject, "--json" in words))
+
+
+def _split(words: Sequence[str]) -> tuple[str, list[str]]:
+    """Return the path, which is what is no option and no setting, and the rest.  Raises UserError."""
+    rest = [word for word in words if word != "--json"]
+    paths = [word for word in rest if not word.startswith("-") and not _is_setting(word)]
+    if len(paths) != 1:
+        rule = f"is given {len(paths)} times: name one run, checkpoint or Hugging Face folder"
+        raise setting_error("the model", " ".join(paths), rule)
+    return paths[0], [word for word in rest if word not in paths]
+
+
+def _is_setting(word: str) -> bool:
+    key, equals, _ = word.partition("=")
+    return bool(equals) and "/" not in key
+
+
+def command_line() -> NoReturn:
+    """Run the command line and leave with its exit code."""
+    run.leave(main())
+
+
+if __name__ == "__main__":
+    command_line()
