@@ -21,7 +21,7 @@ from trainer import run
 from trainer.config import RunConfig, check_config, load_config
 from trainer.config.arguments import parse
 from trainer.config.needs import check_needs, likely_device
-from trainer.config.pretrained import is_folder_of_weights, model_config_of
+from trainer.config.pretrained import find_native, is_folder_of_weights
 from trainer.distributed.environment import Environment, find_environment, follow_parent, limit_spinning
 from trainer.errors import (
     EXIT_FAILED,
@@ -35,7 +35,7 @@ from trainer.errors import (
 )
 from trainer.lifecycle.launch import spawn
 from trainer.metrics.record import Record
-from trainer.recipe import all_recipes, look_in_working_folder
+from trainer.recipe import look_in_working_folder
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
@@ -71,13 +71,16 @@ def find_subject(path: str, overrides: Sequence[str]) -> Subject:
     from trainer.checkpoint.source import StoredWeights, find_checkpoint, is_checkpoint
 
     if is_folder_of_weights(path) and not is_checkpoint(path):
-        recipe, _ = model_config_of(path, all_recipes())
-        text, weights, step = f"model:\n  name: {recipe.name}\n", path, None
+        native = find_native(path)
+        model = {"name": native[0].name} if native else {"name": "hf", "path": path}
+        text, weights, step = json.dumps({"model": model}), path, None
+        begins_from = weights if native else "null"
     else:
         source = StoredWeights(find_checkpoint(path))
         text, weights, step = source.config_yaml, str(source.place), source.manifest.step
+        begins_from = weights
     given = {override.partition("=")[0] for override in overrides}
-    own = [f"{key}={value}" for key, value in (_OWN | {"train.init_from": weights}).items() if key not in given]
+    own = [f"{key}={value}" for key, value in (_OWN | {"train.init_from": begins_from}).items() if key not in given]
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "evaluation.yaml"
         file.write_text(text, encoding="utf-8")

@@ -105,7 +105,8 @@ class TransformersReader:
 
 def goes_through_sequence(model: nn.Module) -> bool:
     """Return whether the model takes a `Cache` for its documents: those of transformers have caches of their own."""
-    return "documents" in inspect.signature(model.forward).parameters and not is_of_transformers(model)
+    named = inspect.signature(model.forward).parameters
+    return {"documents", "borders"} <= named.keys() and not is_of_transformers(model)
 
 
 def is_of_transformers(model: nn.Module) -> bool:
