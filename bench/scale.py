@@ -201,7 +201,7 @@ def build_alone(config: RunConfig, device: str) -> tuple[Update, list[float]]:
 
     from trainer.loss import find_loss
     from trainer.model.materialize import materialize
-    from trainer.model.shard import apply_weights_dtype
+    from trainer.model.network import apply_weights_dtype
     from trainer.model.units import find_blocks
 
     with torch.device("meta"):
@@ -238,13 +238,13 @@ def build_rank(config: RunConfig, device: str, num_ranks: int) -> tuple[Update, 
     from trainer import Trainer
     from trainer.loss import find_loss
     from trainer.model.materialize import materialize
+    from trainer.model.network import build_network
     from trainer.model.shard import apply_sharding
     from trainer.optim.optimizer import Schedule, build_optimizer
 
     dist.init_process_group("fake", rank=0, world_size=num_ranks, store=FakeStore())  # type: ignore[no-untyped-call]
     mesh = init_device_mesh(device, (num_ranks,), mesh_dim_names=("shard",))
-    with torch.device("meta"):
-        model = config.recipe.build_model(config.model)
+    model = build_network(config)
     apply_sharding(model, config.recipe, config, mesh)
     materialize(model, config.run.seed, torch.device(device), config.recipe.init, False)
     let_nothing_travel(model)

@@ -177,15 +177,15 @@ DEFECTS: list[Defect] = [
     Defect(
         "built-whole",
         "memory",
-        "trainer/trainer.py",
+        "trainer/model/network.py",
         'with torch.device("meta"):',
-        "with self.world.device:",
+        'with torch.device("cpu"):',
     ),
     Defect(
         "same-start-everywhere",
         "initial-weights",
         "trainer/model/materialize.py",
-        "seed_of(seed, module_name), scratch",
+        "seed_of(seed, plain_name(module_name)), scratch",
         "seed, scratch",
     ),
     Defect(
@@ -442,6 +442,20 @@ DEFECTS: list[Defect] = [
         "trainer/weights/inference.py",
         "origin.files = read_folder(source.description)",
         "origin.files = {}",
+    ),
+    Defect(
+        "any-base-will-do",
+        "adapters",
+        "trainer/weights/adapters.py",
+        'plain["checksum"] == self.checksum',
+        "True",
+    ),
+    Defect(
+        "merged-with-another-scale",
+        "adapters",
+        "trainer/weights/inference.py",
+        "stored, alpha / rank, transposed",
+        "stored, alpha, transposed",
     ),
     Defect(
         "frozen-have-gradients",

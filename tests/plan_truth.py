@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 from trainer.config import MeshShape, RunConfig
 from trainer.loss import find_loss
 from trainer.model.gradients import gradient_sync
+from trainer.model.network import build_network
 from trainer.model.parameters import local
 from trainer.model.shard import apply_sharding
 from trainer.plan.communication import Collective
@@ -35,8 +36,7 @@ def fake_model(config: RunConfig, shape: MeshShape) -> Iterator[tuple[nn.Module,
     try:
         sizes = (shape.replicate, shape.shard) if shape.is_hybrid else (shape.shard,)
         mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :])
-        with torch.device("meta"):
-            model = config.recipe.build_model(config.model)
+        model = build_network(config)
         apply_sharding(model, config.recipe, config, mesh)
         with FakeTensorMode(allow_non_fake_inputs=True):
             yield model.to_empty(device="cpu"), mesh

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.test_huggingface import GPT2, LLAMA, TINY, build
 from tests.tiny import fit, tiny_config
-from trainer import Recipe, RunConfig, Trainer
+from trainer import Recipe, RunConfig, Trainer, UserError, load_weights
 from trainer.model.flops import flops_per_token
+from trainer.model.materialize import materialize
+from trainer.model.network import build_network
 from trainer.model.parameters import local
 from trainer.optim.optimizer import bytes_of_training
 
@@ -144,3 +147,89 @@ def test_a_plan_counts_the_same_flops() -> None:
         model = FROZEN.build_model(config.model)
     assert plan.flops == flops_per_token(FROZEN, config.model, model, 32) * plan.tokens
     assert plan.flops < 0.5 * LLAMA.flops(config.model, 32) * plan.tokens  # type: ignore[misc]
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# train.freeze
+
+
+@pytest.mark.parametrize(
+    ("patterns", "frozen"),
+    [
+        ("[tok_embeddings]", {"tok_embeddings.weight"}),
+        ("[layers.0.attention, head.norm.weight]", {"layers.0.attention.w*.weight", "head.norm.weight"}),
+        ("['*norm*']", {"layers.?.*_norm.weight", "head.norm.weight"}),
+        ("['layers.*.w1.*']", {"layers.?.feed_forward.w1.weight"}),
+    ],
+)
+def test_what_is_named_is_frozen(patterns: str, frozen: set[str], tmp_path: Path) -> None:
+    model = build_network(tiny_config(tmp_path, f"train.freeze={patterns}"))
+    found = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    assert found == {n for n, _ in model.named_parameters() if any(fnmatchcase(n, form) for form in frozen)} != set()
+
+
+def test_a_tied_weight_is_frozen_by_any_of_its_names(tmp_path: Path) -> None:
+    model = build_network(tiny_config(tmp_path, "model.tie_embeddings=true", "train.freeze=[head.output]"))
+    assert [name for name, p in model.named_parameters() if not p.requires_grad] == ["tok_embeddings.weight"]
+
+
+@pytest.mark.parametrize(
+    ("patterns", "says"),
+    [
+        (
+            "[layers.0,tok_embedings]",
+            "no parameter matches 'tok_embedings'\n  did you mean .*[layers.0,tok_embeddings]",
+        ),
+        ("[layers.7]", "no parameter matches 'layers.7'\n  did you mean .*[layers."),
+        ("['*']", "leaves nothing to train"),
+    ],
+)
+def test_a_pattern_that_means_nothing_is_refused(patterns: str, says: str, tmp_path: Path) -> None:
+    config = tiny_config(tmp_path / "run", f"train.freeze={patterns}")
+    with pytest.raises(UserError, match=re.escape(says).replace(r"\.\*", ".*")) as refused:
+        Trainer(config)
+    assert str(refused.value).startswith("train.freeze=[")
+    assert not (tmp_path / "run").exists()
+
+
+def test_frozen_weights_stay_and_are_resumed(tmp_path: Path) -> None:
+    frozen = ["train.freeze=[tok_embeddings,layers.0]", "checkpoint.every=1"]
+    start = fit(tmp_path, "train.steps=2", *frozen)[0]
+    first = dict(build_network(tiny_config(tmp_path)).named_parameters())
+    sizes = {name: p.numel() for name, p in first.items()}
+    assert start["trainable_parameters"] == sum(
+        size for name, size in sizes.items() if not name.startswith(("tok_embeddings", "layers.0."))
+    )
+    weights = load_weights(tmp_path).state_dict()
+    drawn = build_network(tiny_config(tmp_path))
+    materialize(drawn, 0, torch.device("cpu"))
+    for name, weight in drawn.state_dict().items():
+        assert torch.equal(weight, weights[name]) == name.startswith(("tok_embeddings", "layers.0.")), name
+    fit(tmp_path, "train.steps=3", *frozen)
+    with pytest.raises(
+        UserError, match=r"train\.freeze: \['tok_embeddings', 'layers\.0'\] in the checkpoint, \[\] now"
+    ):
+        fit(tmp_path, "train.steps=4")
+
+
+@pytest.mark.parametrize(
+    ("targets", "not_gone_back"),
+    [
+        # Into the first block nothing is gone back: not from the adapters of wq, wk and wv, nor through wk and wv, ...
+        ("all-linear", 2 * (3 * 4 * 32 + 2 * 32 * 16)),
+        # ... nor through its attention, nor from the adapter of w2.
+        ("[w2]", 2 / 3 * 6 * 2 * 32 * SEQ_LEN + 2 * 4 * 64),
+    ],
+)
+def test_flops_of_adapters_are_those_of_what_is_computed(targets: str, not_gone_back: float, tmp_path: Path) -> None:
+    """Six for each of theirs, and for what they are beside four."""
+    shape = [f"model.{key}={getattr(TINY, key)}" for key in ("dim", "num_heads", "num_kv_heads", "ffn_dim")]
+    overrides = [*shape, "model.num_layers=2", "model.vocab_size=263", "lora.rank=4", f"lora.targets={targets}"]
+    config = tiny_config(tmp_path, *overrides)
+    model = build_network(config)
+    materialize(model, 0, torch.device("cpu"))
+    whole = LLAMA.flops
+    assert whole is not None
+    squares = replace(LLAMA, flops=lambda config, seq_len: whole(config, 2 * seq_len))
+    found = flops_per_token(squares, config.model, model, SEQ_LEN)
+    assert found - not_gone_back == pytest.approx(counted(model), rel=1e-9)

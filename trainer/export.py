@@ -1,6 +1,7 @@
 """Command line: a checkpoint's weights for the world outside.
 
     python -m trainer.export <checkpoint or run.dir> <folder>             for Hugging Face, with config.json
+    python -m trainer.export <checkpoint or run.dir> <folder> --merged    the same of a run with adapters, merged
     python -m trainer.export <checkpoint or run.dir> weights.pt           one plain state dict, as torch.save writes it
     python -m trainer.export <checkpoint or run.dir> weights.safetensors  the same as safetensors
 
@@ -23,9 +24,11 @@ from trainer.config import config_from_yaml
 from trainer.data.tokenizer import find_tokenizer
 from trainer.errors import EXIT_FINISHED, UserError, run_command, tell
 from trainer.recipe import look_in_working_folder
+from trainer.weights.adapters import BASE
 from trainer.weights.exporting import export
-from trainer.weights.inference import build_plain, origin_of
+from trainer.weights.inference import fill_plain, merged, origin_of, plain_network
 from trainer.weights.origin import TOKENIZER, Origin, written_out
+from trainer.weights.peft import export_adapter
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -37,25 +40,40 @@ def export_checkpoint(
     max_shard_gb: float = 5.0,
     overwrite: bool = False,
     allow_import: Collection[str] = (),
+    merges: bool | None = None,
+    base: str | None = None,
 ) -> list[Path]:
     """Write the weights of `checkpoint` (one, or a run's newest) to `target`; returns the files.
 
     `target` ending in .pt or .safetensors is one plain state dict, whole in memory; anything else a folder that
     `transformers` loads.  `dtype`: None as they are stored.  `allow_import`: modules of one's own that may be imported
-    because the checkpoint names them (see `load_weights`).  Raises UserError, TrainingFailed if they are damaged.
+    because the checkpoint names them (see `load_weights`).  Of a run with adapters (LoRA) these alone go to a folder,
+    as `peft` loads them; with `merges` the whole model, the adapters in it.  `base`: where the weights under them are
+    now, if they have moved.  Raises UserError, TrainingFailed if they are damaged.
     """
-    source = StoredWeights(find_checkpoint(checkpoint))
-    config = config_from_yaml(source.config_yaml, allow_import=allow_import)
-    path = Path(target)
-    if path.suffix in (".pt", ".safetensors"):
+    stored = StoredWeights(find_checkpoint(checkpoint))
+    config = config_from_yaml(stored.config_yaml, allow_import=allow_import)
+    path, origin = Path(target), origin_of(stored)
+    is_file, has_adapters = path.suffix in (".pt", ".safetensors"), config.lora.rank > 0
+    if merges is False and not has_adapters:
+        raise UserError(f"--adapter: {checkpoint} is of a run without adapters (lora.rank=0)\n  to fix: leave it out")
+    if has_adapters and not merges:
+        if is_file:
+            raise UserError(f"{path}: a file is of one plain model\n  to fix: --merged, or a folder for the adapter")
+        plain = plain_network(config.recipe, config.model)
+        named = base or stored.parts.get(BASE, {}).get("path", "")
+        own = (stored, config.recipe, config.model, plain, config.lora, path)
+        return export_adapter(*own, base=named, dtype=dtype, origin=origin, overwrite=overwrite)
+    source = merged(stored, config.recipe, config.model, base)
+    if is_file:
         if path.exists() and not overwrite:
             raise UserError(f"{path}: exists; take another name, or --overwrite")
-        model = build_plain(config.recipe, config.model, source, torch.device("cpu"))
+        model = plain_network(config.recipe, config.model)
+        model = fill_plain(model, config.recipe, source, torch.device("cpu"))
         for name, parameter in model.named_parameters():
             parameter.data = parameter.data.to(dtype or source.dtypes.get(name, parameter.dtype))
         _write_plain(model if dtype is None else model.to(dtype), path)
         return [path]
-    origin = origin_of(source)
     return export(
         source,
         config.recipe,
@@ -97,6 +115,12 @@ def command_line(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("target", help="a folder for Hugging Face; or a file, *.pt or *.safetensors")
     parser.add_argument("--dtype", choices=DTYPES, help="default: as stored")
     parser.add_argument("--max-shard-gb", type=float, default=5.0, help="size of one safetensors file (default: 5)")
+    adapters = parser.add_mutually_exclusive_group()
+    adapters.add_argument("--merged", dest="merges", action="store_true", default=None, help="adapters in the weights")
+    adapters.add_argument(
+        "--adapter", dest="merges", action="store_false", default=None, help="the adapter alone (LoRA)"
+    )
+    parser.add_argument("--base", metavar="PATH", help="where the weights under the adapters are, if they have moved")
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier export")
     parser.add_argument(
         "--allow-import",
@@ -114,7 +138,7 @@ def _export(chosen: argparse.Namespace) -> int:
     if chosen.max_shard_gb <= 0:
         raise UserError(f"--max-shard-gb={chosen.max_shard_gb}: must be above 0\n  for example: --max-shard-gb=5")
     dtype = DTYPES[chosen.dtype] if chosen.dtype else None
-    how = (dtype, chosen.max_shard_gb, chosen.overwrite, chosen.allow_import)
+    how = (dtype, chosen.max_shard_gb, chosen.overwrite, chosen.allow_import, chosen.merges, chosen.base)
     for file in export_checkpoint(chosen.checkpoint, chosen.target, *how):
         tell(str(file))
     return EXIT_FINISHED

@@ -48,13 +48,14 @@ from trainer.metrics.tally import Amount
 from trainer.model.experts import balanced
 from trainer.model.flops import flops_per_token
 from trainer.model.gradients import clip_grad_norm, evaluating, gradient_sync
+from trainer.model.network import build_network
 from trainer.model.parameters import count_parameters, count_trained_parameters, tied_names
 from trainer.model.shard import apply_sharding
 from trainer.model.units import ShardUnit
 from trainer.optim.optimizer import Optimizer, Schedule, build_optimizer, bytes_of_training
 from trainer.plan.forecast import Forecast, resolve_auto
 from trainer.plan.show import choice_text
-from trainer.weights.inference import ORIGIN, begin_from, give_values, keep_tokenizer, load_weights
+from trainer.weights.inference import ORIGIN, begin_from, give_values, keep_tokenizer, load_weights, take_base
 from trainer.weights.origin import Origin
 
 
@@ -98,7 +99,8 @@ class Trainer:
         self.skips = SkipCounter(config.train.max_skipped_updates)
         self.metrics = Metrics(config, world.is_main)
         random_state = RandomState(config.run.seed, world.rank)
-        self.state = TrainState(self, self.model, self.optimizer, self.skips, random_state)
+        base = take_base(self.model, config, world)
+        self.state = TrainState(self, self.model, self.optimizer, self.skips, random_state, base)
         self.state.add_loaders(self.loader, self.eval_loader, world)
         self.state.add("metrics", self.metrics)
         self.origin = Origin()
@@ -140,8 +142,7 @@ class Trainer:
         recipe = config.recipe
 
         def build_sharded() -> torch.nn.Module:
-            with torch.device("meta"):
-                model = recipe.build_model(config.model)
+            model = build_network(config)
             ties = tied_names(model)
             units = apply_sharding(model, recipe, config, self.mesh)
             if config is self.config:

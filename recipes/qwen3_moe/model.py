@@ -68,6 +68,7 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         self.num_chosen, self.normalize = config.num_chosen, config.normalize_chosen
         self.router = Linear(config.dim, config.num_experts, std=config.init_std)
+        self.router.takes_adapter = False
         self.experts = Experts(config)
 
     def forward(self, x_BTD: torch.Tensor, counts_BT: torch.Tensor | None) -> tuple[torch.Tensor, Load | None]:

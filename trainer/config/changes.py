@@ -22,6 +22,8 @@ _FIXED_ON_RESUME = (
     "optim.state_dtype",
     "train.global_batch_size",
     "train.weights_dtype",
+    "train.freeze",
+    "lora.",
     "run.seed",
 )
 _FREE_ON_RESUME = (

@@ -45,6 +45,15 @@ def is_folder_of_weights(path: str | Path) -> bool:
     return folder.is_dir() and ((folder / CONFIG).is_file() or any(folder.glob("*.safetensors")))
 
 
+def stored_dtype(path: str | Path) -> str | None:
+    """Return the dtype that the folder's config.json says its weights have; None if it is no folder, or says none."""
+    try:
+        content = json.loads((Path(str(path).removeprefix("file://")) / CONFIG).read_text(encoding="utf-8"))
+        return str(content.get("dtype") or content.get("torch_dtype") or "") or None
+    except (OSError, ValueError, AttributeError):
+        return None
+
+
 # ---------------------------------------------------------------------------------------------------------------
 # What it says
 

@@ -20,6 +20,7 @@ from trainer.config.mixture import check_sources
 from trainer.config.relocate import CONFIG
 from trainer.config.schema import (
     AUTO,
+    LoraSection,
     RunConfig,
 )
 from trainer.errors import choice_error, nearest, setting_error
@@ -82,6 +83,7 @@ def _check_forms(config: RunConfig) -> None:
         _check_activation_checkpoint,
         _check_dtypes,
         _check_float8,
+        _check_lora,
         _check_wrap,
         _check_resume,
         _check_deadline,
@@ -147,6 +149,8 @@ def _check_init_from(config: RunConfig) -> None:
         rule = "must be a checkpoint, a run.dir, a folder of safetensors, or a file (.pt, .safetensors) of weights"
         own = config.run_dir / CONFIG
         advice = f"recipe={own} train.init_from=null goes on with the run, which needs it no more"
+        if config.lora.rank:
+            advice = "the run's adapters are for these weights: name the place where they are now"
         is_saved = own.is_file() and any((config.run_dir / "checkpoints").glob("step_*"))
         raise setting_error("train.init_from", start, f"{rule}; {advice}" if is_saved else rule)
 
@@ -190,6 +194,18 @@ def _check_float8(config: RunConfig) -> None:
     if isinstance(train.micro_batch_size, int) and train.micro_batch_size * config.data.seq_len % 16:
         tokens = f"train.micro_batch_size={train.micro_batch_size} x data.seq_len={config.data.seq_len} tokens"
         raise setting_error(key, train.float8, f"{tokens} of a forward pass must be a multiple of 16", "none")
+
+
+def _check_lora(config: RunConfig) -> None:
+    lora, without = config.lora, LoraSection()
+    if lora.rank:
+        if not lora.targets:
+            raise setting_error("lora.targets", lora.targets, "must name at least one layer", without.targets)
+        return
+    for key in ("alpha", "dropout", "targets", "base_dtype"):
+        if getattr(lora, key) != getattr(without, key):
+            rule = "is of adapters, and with lora.rank=0 there are none"
+            raise setting_error(f"lora.{key}", getattr(lora, key), rule, fix="set lora.rank, to 16 for example")
 
 
 def budget_of(checkpointing: int | str) -> float | None:

@@ -251,7 +251,29 @@ class TrainSection:
     init_from: str | None = declare(
         None, "weights to start from, with a fresh optimizer: a checkpoint, a run.dir, a folder of safetensors, a file"
     )
+    freeze: tuple[str, ...] = declare(
+        (), "parameters that are not trained: their names, those of modules, or patterns as layers.0.*"
+    )
     max_skipped_updates: int = declare(10, "non-finite steps in a row after which the run fails", at_least=1)
+
+
+@dataclass(frozen=True)
+class LoraSection:
+    """Adapters (LoRA): the model is frozen, and small matrices beside its linear layers are trained."""
+
+    rank: int = declare(0, "rank of the adapters; 0: none", at_least=0, at_most=2**16)
+    alpha: float = declare(16.0, "what an adapter adds is scaled by alpha / rank", above=0)
+    dropout: float = declare(0.0, "dropout on what goes into an adapter", at_least=0, below=1)
+    targets: str | list[str] = declare(
+        "all-linear",
+        "layers with an adapter: all-linear (every linear layer of the blocks), or a list of names of modules or the "
+        "last parts of these",
+    )
+    base_dtype: Literal["float32", "bfloat16"] | None = declare(
+        None,
+        "dtype in which the frozen weights are kept; null: bfloat16 where they come so or train.weights_dtype says so",
+        aliases=_DTYPES,
+    )
 
 
 @dataclass(frozen=True)
@@ -340,6 +362,7 @@ class RunConfig:
     optim: OptimSection = field(default_factory=OptimSection)
     schedule: ScheduleSection = field(default_factory=ScheduleSection)
     train: TrainSection = field(default_factory=TrainSection)
+    lora: LoraSection = field(default_factory=LoraSection)
     eval: EvalSection = field(default_factory=EvalSection)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     log: LogSection = field(default_factory=LogSection)

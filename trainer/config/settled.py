@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config.needs import likely_device
-from trainer.config.pretrained import is_folder_of_weights
-from trainer.config.schema import AUTO, DataSection, FsdpSection, RunConfig
+from trainer.config.pretrained import is_folder_of_weights, stored_dtype
+from trainer.config.schema import AUTO, DataSection, FsdpSection, LoraSection, RunConfig
 from trainer.errors import setting_error
 
 MODEL = "model"
@@ -20,8 +20,10 @@ MODEL = "model"
 
 
 def settled(config: RunConfig) -> RunConfig:
-    """Return the configuration with `data.holdout`, `data.tokenizer` and `fsdp.param_dtype` as plain values."""
-    return dataclasses.replace(config, data=_settled_data(config), fsdp=_settled_fsdp(config))
+    """Return the configuration with plain values for `data.holdout`, `data.tokenizer` and the dtypes."""
+    return dataclasses.replace(
+        config, data=_settled_data(config), fsdp=_settled_fsdp(config), lora=_settled_lora(config)
+    )
 
 
 def _settled_data(config: RunConfig) -> DataSection:
@@ -47,6 +49,15 @@ def _settled_fsdp(config: RunConfig) -> FsdpSection:
         return config.fsdp
     on_gpu = likely_device(config.run.device) == "cuda"
     return dataclasses.replace(config.fsdp, param_dtype="bfloat16" if on_gpu else "float32")
+
+
+def _settled_lora(config: RunConfig) -> LoraSection:
+    """Settle the dtype of what is frozen: weights that come in bfloat16 lose nothing by staying so."""
+    lora, source = config.lora, config.train.init_from or config.model_path
+    if not lora.rank or lora.base_dtype is not None:
+        return lora
+    comes_half = source is not None and stored_dtype(source) == "bfloat16"
+    return dataclasses.replace(lora, base_dtype="bfloat16" if comes_half else config.train.weights_dtype)
 
 
 def with_one_horizon(values: Mapping[str, Any], given: Mapping[str, str]) -> dict[str, Any]:

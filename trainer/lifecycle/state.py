@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,6 +28,7 @@ from trainer.errors import UserError
 from trainer.metrics.skips import SkipCounter
 from trainer.model.parameters import local, tied_names
 from trainer.optim.optimizer import Optimizer
+from trainer.weights.adapters import BASE, Base
 
 BEYOND_BELIEF = 2.0**64
 """A magnitude that no weight is trained to: its square is not finite in float32, so that no loss is."""
@@ -37,8 +38,15 @@ class TrainState:
     """The state of a run: counters, weights, optimizer, position in the data, random states."""
 
     def __init__(
-        self, owner: object, model: nn.Module, optimizer: Optimizer, skips: SkipCounter, random_state: RandomState
+        self,
+        owner: object,
+        model: nn.Module,
+        optimizer: Optimizer,
+        skips: SkipCounter,
+        random_state: RandomState,
+        base: Base | None = None,
     ) -> None:
+        """`base`: the weights under the model's adapters, which are named and not stored."""
         self._owner = owner
         self.step = 0
         self.tokens = 0
@@ -47,19 +55,22 @@ class TrainState:
         self.model, self.random, self.skips = model, random_state, skips
         names = {id(p): clean_name(name) for name, p in model.named_parameters()}
         self.parts: dict[str, Stateful] = {
-            "model": ModelState(model),
+            "model": ModelState(model, base.names if base else ()),
             "optimizer": OptimizerState(optimizer, names),
             "counters": _Counters(self),
             "skipped_updates": skips,
         }
         self.rank_parts: dict[str, Stateful] = {"random": random_state}
+        if base is not None:
+            self.parts[BASE] = base
         self._known: list[object] = [model, *optimizer.parts, optimizer, skips, random_state]
         self._frozen: dict[int, list[tuple[object, list[float]]]] = {}
 
     @property
     def weights(self) -> dict[str, float]:
-        named = self.model.named_parameters()
-        return {f"model.{clean_name(name)}": BEYOND_BELIEF if p.requires_grad else math.inf for name, p in named}
+        kept = self.parts["model"].state_dict()
+        named = ((clean_name(name), parameter) for name, parameter in self.model.named_parameters())
+        return {f"model.{name}": BEYOND_BELIEF if p.requires_grad else math.inf for name, p in named if name in kept}
 
     @property
     def num_skipped(self) -> int:
@@ -209,16 +220,16 @@ def clean_name(name: str) -> str:
 
 
 class ModelState:
-    """Parameters and persistent buffers by name; a tied parameter once, under its first name."""
+    """Parameters and persistent buffers by name, but those `elsewhere`; a tied parameter once, under its first name."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, elsewhere: Collection[str] = ()) -> None:
         self.model = model
-        self._aliases = {alias for _, *aliases in tied_names(model) for alias in aliases}
+        self._left_out = {alias for _, *aliases in tied_names(model) for alias in aliases} | set(elsewhere)
 
     def state_dict(self) -> dict[str, Any]:
         # With keep_vars no tensor is copied or detached; on a DTensor that alone costs some 50 us.
         whole = self.model.state_dict(keep_vars=True)
-        return {clean_name(name): value for name, value in whole.items() if name not in self._aliases}
+        return {clean_name(name): value for name, value in whole.items() if name not in self._left_out}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         live = self.state_dict()

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from trainer.model.lora import adapter_part
 from trainer.model.parameters import count_matrix_parameters
 from trainer.model.units import find_blocks
 from trainer.recipe import Recipe
@@ -15,11 +16,16 @@ from trainer.recipe import Recipe
 def flops_per_token(recipe: Recipe, model_config: Any, model: nn.Module, seq_len: int) -> float:
     """Return the model FLOPs of forward and backward for one token: 6 for each weight in a matrix, and attention's.
 
+    What a recipe says is of its own model: adapters come on top.
+
     A frozen weight has no gradient, so it costs 4; what lies below the first trained parameter is not gone back to, so
     it costs 2 a weight, and a third of its attention.  Below is what comes first in the order of `model.parameters()`.
     Source: Chowdhery et al. 2022, arXiv:2204.02311, appendix B.
     """
-    total = recipe.flops(model_config, seq_len) if recipe.flops else 6.0 * count_matrix_parameters(model)
+    total = 6.0 * count_matrix_parameters(model)
+    if recipe.flops:
+        adapters = sum(p.numel() for name, p in model.named_parameters() if adapter_part(name))
+        total = recipe.flops(model_config, seq_len) + 6.0 * adapters
     if all(parameter.requires_grad for parameter in model.parameters()):
         return total
     matrices = _matrices(model, with_tied_tables=recipe.flops is not None)

@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from trainer.errors import UserError
+from trainer.model.lora import Factor, plain_name
 from trainer.model.parameters import local, own_rows, seed_of, tied_names
 
 
@@ -29,9 +30,9 @@ def materialize(
 ) -> None:
     """Allocate and fill every parameter and buffer of `model` that is on the meta device, in place.
 
-    `init(module)`, or `init(module, name, model)`, fills what one module owns itself; by default it calls
-    `module.reset_parameters()`.  Tied parameters are filled once, by the first module that owns them.  The values are
-    computed on the CPU and end on `device`; those of parameters stay on the CPU if `cpu_offload`.
+    `init(module)`, or `init(module, name, model)`, fills what one module owns itself; by default, and for adapters, it
+    is `module.reset_parameters()`.  Tied parameters are filled once, by the first module that owns them.  The values
+    are computed on the CPU and end on `device`; those of parameters stay on the CPU if `cpu_offload`.
 
     Parameters whose name `filled_later` is true of are not drawn, since they will be read from somewhere: until then
     they are NaN.  Buffers always are filled.
@@ -55,7 +56,8 @@ def materialize(
         if filled_later is not None:
             fresh -= _left_to_others(module, module_name, fresh, filled_later)
         if fresh:
-            unfilled += _fill(module, module_name, fresh, seed_of(seed, module_name), scratch, fill)
+            fills = _default if isinstance(module, Factor) else fill
+            unfilled += _fill(module, module_name, fresh, seed_of(seed, plain_name(module_name)), scratch, fills)
             _move_buffers(module, [name.rpartition(".")[2] for name in own], device)
     if unfilled:
         raise UserError(
@@ -100,7 +102,7 @@ def _tie_again(model: nn.Module, ties: list[list[str]]) -> None:
 def _initializer(init: Callable[..., None] | None, model: nn.Module) -> Callable[[nn.Module, str], None]:
     """Return what fills a module of `model`, which it is given with its name."""
     if init is None:
-        return lambda module, name: _reset(module)
+        return _default
     if len(inspect.signature(init).parameters) > 1:
         return lambda module, name: init(module, name, model)
     return lambda module, name: init(module)
@@ -119,7 +121,7 @@ def _left_to_others(
     return {prefix + name for name in left}
 
 
-def _reset(module: nn.Module) -> None:
+def _default(module: nn.Module, name: str) -> None:
     # torch's MultiheadAttention and Transformer have theirs under a private name.
     reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
     if callable(reset):

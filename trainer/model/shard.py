@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from trainer.config import AUTO, FsdpSection, RunConfig, budget_of
 from trainer.errors import UserError, setting_error
 from trainer.model.float8 import apply_float8
+from trainer.model.network import build_network, kept_dtype
 from trainer.model.recompute import Place, choose_kept, keep_all_costly, keeping
 from trainer.model.units import ShardUnit, find_blocks, find_units
 from trainer.recipe import Recipe
@@ -37,7 +38,6 @@ def apply_sharding(model: nn.Module, recipe: Recipe, config: RunConfig, mesh: De
     resharding makes process groups: one set, shared by all units.
     """
     train = config.train
-    apply_weights_dtype(model, train.weights_dtype)
     works_on_blocks = train.activation_checkpoint != "none" or train.compile or train.float8 != "none"
     blocks = find_blocks(model, recipe) if works_on_blocks else []
     kept = kept_by_budget(model, blocks, config, train.activation_checkpoint, train.micro_batch_size)
@@ -65,20 +65,9 @@ def apply_sharding(model: nn.Module, recipe: Recipe, config: RunConfig, mesh: De
     return units
 
 
-def apply_weights_dtype(model: nn.Module, weights_dtype: str) -> None:
-    """Have the parameters of `model` kept in bfloat16, if that is asked for; what is tied stays so.
-
-    With `float32` they are as the model has made them.  Buffers are left alone.
-    """
-    for parameter in model.parameters() if weights_dtype == "bfloat16" else ():
-        if parameter.is_floating_point():
-            parameter.data = parameter.data.to(torch.bfloat16)
-
-
 def check_sharding(config: RunConfig) -> None:
     """Raise UserError if units or their resharding do not fit the model, which is built on the meta device."""
-    with torch.device("meta"):
-        model = config.recipe.build_model(config.model)
+    model = build_network(config)
     units = find_units(model, config.recipe, config.fsdp.wrap)
     reshard_of_units(config.fsdp.reshard_after_forward, units, num_shards=1)
     _check_blocks(find_blocks(model, config.recipe), units, config)
@@ -111,8 +100,7 @@ def reshard_of_units(
 
 def checkpointing_choices(config: RunConfig) -> list[int | str]:
     """Return the settings of `train.activation_checkpoint` that the model's blocks and units allow."""
-    with torch.device("meta"):
-        model = config.recipe.build_model(config.model)
+    model = build_network(config)
     blocks = find_blocks(model, config.recipe)
     choices: list[int | str] = ["none", *(n for n in (4, 2) if n <= len(blocks)), *(["full"] if blocks else [])]
     try:
@@ -215,7 +203,7 @@ def _precision(config: RunConfig) -> Callable[..., MixedPrecisionPolicy]:
 
     def policy(is_root: bool) -> MixedPrecisionPolicy:
         return MixedPrecisionPolicy(
-            param_dtype=None if fsdp.param_dtype == config.train.weights_dtype == "float32" else param_dtype,
+            param_dtype=None if fsdp.param_dtype == kept_dtype(config) == "float32" else param_dtype,
             reduce_dtype=None if reduce_dtype == param_dtype else reduce_dtype,
             output_dtype=output_dtype if is_root else None,
         )

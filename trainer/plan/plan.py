@@ -93,8 +93,10 @@ class Plan:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Bytes of one checkpoint: parameters and the optimizer's tensors, each once."""
-        parameters = [parameter for unit in self.trace.units for parameter in unit.parameters]
+        """Bytes of one checkpoint: parameters and the optimizer's tensors, each once; under adapters only these."""
+        config = self.config
+        names_base = config.lora.rank > 0 and (config.train.init_from or config.model_path) is not None
+        parameters = [p for unit in self.trace.units for p in unit.parameters if p.is_trained or not names_base]
         return sum(p.numel * (p.element_size + p.moments * p.moment_size) for p in parameters)
 
 
@@ -115,14 +117,12 @@ def layout_of(config: RunConfig, trace: Trace, mesh: MeshShape) -> Layout:
     entries = setting if isinstance(setting, list) else [setting] * trace.root
     meaning: dict[int | str, bool] = {"default": True, "always": True, "never": False, 1: False, mesh.shard: True}
     reshard = [meaning.get(entry, int(entry) if isinstance(entry, int) else True) for entry in entries]
-    stored = max((p.element_size for unit in trace.units for p in unit.parameters), default=4)
     return Layout(
         mesh.replicate,
         mesh.shard,
         (*reshard, setting == "always"),
         param_size=_SIZES[fsdp.param_dtype],
         reduce_size=_SIZES[fsdp.reduce_dtype],
-        casts=_SIZES[fsdp.param_dtype] != stored,
         cpu_offload=fsdp.cpu_offload,
         prefetch_forward=fsdp.prefetch_forward,
         prefetch_backward=fsdp.prefetch_backward,

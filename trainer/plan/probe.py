@@ -23,8 +23,9 @@ from trainer.errors import UserError, setting_error
 from trainer.loss import find_loss
 from trainer.model.fake import without_values
 from trainer.model.flops import flops_per_token
+from trainer.model.network import build_network
 from trainer.model.parameters import tied_names
-from trainer.model.shard import apply_activation_checkpointing, apply_weights_dtype, kept_by_budget, own_outputs
+from trainer.model.shard import apply_activation_checkpointing, kept_by_budget, own_outputs
 from trainer.model.units import ShardUnit, find_blocks, find_units
 from trainer.optim.optimizer import moments_of
 from trainer.plan.kernels import use_gpu_kernels
@@ -39,9 +40,7 @@ class Probe:
     def __init__(self, config: RunConfig, device_type: str) -> None:
         """`device_type` is `cuda` (with the fused kernels of a GPU) or `cpu`."""
         self.config, self.device_type = config, device_type
-        with torch.device("meta"):
-            self._model = config.recipe.build_model(config.model)
-        apply_weights_dtype(self._model, config.train.weights_dtype)
+        self._model = build_network(config)
         self._traces: dict[tuple[int, int | str], Trace] = {}
 
     @property

@@ -45,8 +45,6 @@ class Layout:
     """Bytes of an element of an unsharded parameter."""
     reduce_size: int
     """Bytes of an element of what is reduced."""
-    casts: bool
-    """Whether `fsdp.param_dtype` differs from that of the stored parameters."""
     cpu_offload: bool = False
     prefetch_forward: int = 0
     prefetch_backward: int = 0
@@ -84,6 +82,8 @@ class _Sizes:
     """Of each parameter's shard, as it is stored."""
     unsharded: tuple[int, ...]
     """Of each parameter, gathered."""
+    cast: tuple[int, ...]
+    """Of each parameter, gathered, that is stored in another dtype than it is gathered in; of others 0."""
     gradients: int
     """Of all trained parameters, unsharded, as autograd makes them."""
     accumulated: tuple[int, ...]
@@ -103,6 +103,10 @@ def _sizes_of(unit: UnitFacts, layout: Layout) -> _Sizes:
     return _Sizes(
         stored=tuple(stored),
         unsharded=tuple(n * layout.param_size for n in padded),
+        cast=tuple(
+            n * layout.param_size * (parameter.element_size != layout.param_size)
+            for n, parameter in zip(padded, unit.parameters, strict=True)
+        ),
         gradients=sum(parameter.numel for parameter in trained) * layout.param_size,
         accumulated=tuple(parameter.numel * layout.reduce_size for parameter in trained),
         reduced=trained_numel * layout.reduce_size,
@@ -235,7 +239,7 @@ class Step:
             return
         gathered = sum(group.sizes.unsharded)
         # The shards in the dtype of compute, or from host memory, are copied into the buffer and then freed.
-        copied = gathered // num_ranks if self.layout.casts or self.layout.cpu_offload else 0
+        copied = (gathered if self.layout.cpu_offload else sum(group.sizes.cast)) // num_ranks
         if copied:
             self.watcher.allocate("all-gather buffers", copied)
         self.watcher.allocate("all-gather buffers", gathered)
@@ -269,8 +273,8 @@ class Step:
     def _copy_shards(self, group: _Group) -> None:
         """On a shard axis of one rank each parameter is copied; the copy in another dtype lives until the next is."""
         before = 0
-        for num_bytes in group.sizes.unsharded:
-            if self.layout.casts:
+        for num_bytes, is_cast in zip(group.sizes.unsharded, group.sizes.cast, strict=True):
+            if is_cast:
                 self.watcher.allocate("all-gather buffers", num_bytes)
                 self.watcher.free("all-gather buffers", before)
                 before = num_bytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -17,21 +17,28 @@ from safetensors import SafetensorError, safe_open
 from trainer.config.pretrained import CONFIG, fields_of, find_huggingface
 from trainer.errors import UserError, setting_error
 from trainer.files import sync_folder
+from trainer.model.names import Names
 from trainer.recipe import Recipe, Stacked, Transposed
 from trainer.weights.access import WeightSource, find_weights, named_weights, row_blocks
-from trainer.weights.huggingface import DTYPE_NAMES, INDEX, WEIGHTS, Names
+from trainer.weights.huggingface import DTYPE_NAMES, INDEX, WEIGHTS
 from trainer.weights.origin import GENERATION, TOKENIZER, Origin, is_tokenizer_file, read_tokenizer
 
 PARTIAL = ".partial"
 """Ends the name of a file that is being written; a dot begins it."""
 
 MARK = {"exported_by": "meshtrainer"}
-"""Stands in config.json, or where that is kept as it came in the weights, so that a later export knows that it may
+"""Stands in config.json, or where that is not ours to change in the weights, so that a later export knows that it may
 replace the folder's files."""
+
+ADAPTER_WEIGHTS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+"""The files of an adapter, as peft calls them."""
+
+_MARKED = (CONFIG, ADAPTER_WEIGHTS)
+"""Files that may have the mark: of an earlier export they stay until others take their place."""
 
 
 @dataclass(frozen=True)
-class _Tensor:
+class Tensor:
     """One tensor to be written: its name here and there, its shape here, and its dtype there."""
 
     name: str
@@ -95,33 +102,56 @@ def export(
     texts = _texts(recipe, model_config, tensors, end_id, tokenizer, origin or Origin())
     index = {INDEX: _index_json(shards)} if len(shards) > 1 else {}
 
+    return write_folder(path, texts | index, shards, source, MARK if stored is not None else {}, overwrite, setting)
+
+
+def write_folder(
+    path: Path,
+    texts: Mapping[str, bytes],
+    shards: Mapping[str, Sequence[Tensor]],
+    source: WeightSource,
+    mark: Mapping[str, str],
+    overwrite: bool,
+    setting: str,
+) -> list[Path]:
+    """Write files of text and of tensors into `path`, under other names until all are there; return them.
+
+    `mark` goes into the headers of the tensors' files.
+
+    Raises UserError, named `setting`, if the folder holds anything but an earlier export that may be replaced.
+    """
     _make_room(path, overwrite, setting)
-    partial = {name: path / f".{name.replace('/', '-')}{PARTIAL}" for name in (*texts, *shards, *index)}
+    names = (*(name for name in texts if name != INDEX), *shards, *(name for name in texts if name == INDEX))
+    partial = {name: path / f".{name.replace('/', '-')}{PARTIAL}" for name in names}
     try:
-        for name, text in (texts | index).items():
+        for name, text in texts.items():
             with _synced(partial[name]) as file:
                 file.write(text)
         for name, shard in shards.items():
             with _synced(partial[name]) as file:
-                _write_safetensors(file, shard, source, MARK if stored is not None else {})
+                _write_safetensors(file, shard, source, mark)
     except BaseException:
         for unfinished in partial.values():
             unfinished.unlink(missing_ok=True)
         raise
-    for earlier in [file for file in path.glob("**/*") if _is_ours(str(file.relative_to(path)))]:
-        if earlier.name != CONFIG:
-            earlier.unlink()
+    earlier = [found for found in path.glob("**/*") if _is_ours(str(found.relative_to(path)))]
+    for found in earlier:
+        if found.name not in _MARKED:
+            found.unlink()
     sync_folder(path)
     for name in partial:
         (path / name).parent.mkdir(exist_ok=True)
         os.replace(partial[name], path / name)
+    for found in earlier:
+        if found.name in _MARKED and found.name not in partial:
+            found.unlink()
     sync_folder(path)
     return [path / name for name in partial]
 
 
 def _list_tensors(
     source: WeightSource, recipe: Recipe, model_config: Any, names: Names, dtype: torch.dtype | None
-) -> list[_Tensor]:
+) -> list[Tensor]:
     """Return what is to be written, in the model's order.  Raises UserError if the source or the names do not fit."""
     with torch.device("meta"):
         model = recipe.build_model(model_config)
@@ -135,22 +165,22 @@ def _list_tensors(
             continue
         kept = dtypes[stored]
         stored_dtype = dtype if dtype is not None and kept.is_floating_point else kept
-        tensors.append(_Tensor(stored, theirs, shapes[name], stored_dtype))
+        tensors.append(Tensor(stored, theirs, shapes[name], stored_dtype))
     if nameless:
         raise UserError(f"recipe {recipe.name!r}: hf.names lacks {', '.join(nameless)}")
     return tensors
 
 
-def _as_they_are(stored: WeightSource, dtype: torch.dtype | None) -> list[_Tensor]:
+def _as_they_are(stored: WeightSource, dtype: torch.dtype | None) -> list[Tensor]:
     """Return what is to be written of a source that has the tensors as they are stored."""
     kept = stored.dtypes
     changed = {name: dtype or own if own.is_floating_point else own for name, own in kept.items()}
-    return [_Tensor(name, name, shape, changed[name]) for name, shape in stored.shapes.items()]
+    return [Tensor(name, name, shape, changed[name]) for name, shape in stored.shapes.items()]
 
 
-def _split(tensors: Sequence[_Tensor], max_bytes: int) -> dict[str, list[_Tensor]]:
+def _split(tensors: Sequence[Tensor], max_bytes: int) -> dict[str, list[Tensor]]:
     """Return the files to write and the tensors of each, in the model's order."""
-    shards: list[list[_Tensor]] = [[]]
+    shards: list[list[Tensor]] = [[]]
     for tensor in tensors:
         if shards[-1] and sum(other.num_bytes for other in shards[-1]) + tensor.num_bytes > max_bytes:
             shards.append([])
@@ -163,7 +193,7 @@ def _split(tensors: Sequence[_Tensor], max_bytes: int) -> dict[str, list[_Tensor
 def _texts(
     recipe: Recipe,
     model_config: Any,
-    tensors: Sequence[_Tensor],
+    tensors: Sequence[Tensor],
     end_id: int | None,
     tokenizer: str,
     origin: Origin,
@@ -173,7 +203,7 @@ def _texts(
     came = origin.files
     if not came:
         texts = {CONFIG: _config_json(recipe, model_config, tensors, end_id)} | _complete(own, tokenizer, end_id)
-        return texts if end_id is None else texts | {GENERATION: _json({"eos_token_id": end_id})}
+        return texts if end_id is None else texts | {GENERATION: json_bytes({"eos_token_id": end_id})}
     has_another = bool(own) and own[TOKENIZER] != came.get(TOKENIZER, own[TOKENIZER])
     kept = {name: data for name, data in came.items() if not (has_another and is_tokenizer_file(name))}
     if TOKENIZER not in kept:
@@ -185,9 +215,9 @@ def _texts(
     return kept | {CONFIG: _config_that_came(kept[CONFIG], recipe, model_config, tensors)}
 
 
-def _config_json(recipe: Recipe, model_config: Any, tensors: Sequence[_Tensor], end_id: int | None) -> bytes:
+def _config_json(recipe: Recipe, model_config: Any, tensors: Sequence[Tensor], end_id: int | None) -> bytes:
     hf, dtype = find_huggingface(recipe), _main_dtype(tensors)
-    return _json(
+    return json_bytes(
         {
             # Without these, transformers takes those of the models that it knows.
             **{"bos_token_id": None, "eos_token_id": end_id, "pad_token_id": None},
@@ -200,7 +230,7 @@ def _config_json(recipe: Recipe, model_config: Any, tensors: Sequence[_Tensor], 
     )
 
 
-def _config_that_came(came: bytes, recipe: Recipe, model_config: Any, tensors: Sequence[_Tensor]) -> bytes:
+def _config_that_came(came: bytes, recipe: Recipe, model_config: Any, tensors: Sequence[Tensor]) -> bytes:
     """Return config.json as it came with the model, with no entry changed but those that are no longer true."""
     hf, content, dtype = find_huggingface(recipe), json.loads(came), _main_dtype(tensors)
     try:
@@ -216,7 +246,7 @@ def _config_that_came(came: bytes, recipe: Recipe, model_config: Any, tensors: S
     return came if content == json.loads(came) else (json.dumps(content, indent=2) + "\n").encode()
 
 
-def _main_dtype(tensors: Sequence[_Tensor]) -> str:
+def _main_dtype(tensors: Sequence[Tensor]) -> str:
     return str(max(tensors, key=lambda tensor: tensor.num_bytes).dtype).removeprefix("torch.")
 
 
@@ -230,14 +260,14 @@ def _ending_with(settings: bytes, end_id: int | None) -> bytes:
     return (json.dumps(content | {"eos_token_id": [*ends, end_id]}, indent=2) + "\n").encode()
 
 
-def _index_json(shards: Mapping[str, Sequence[_Tensor]]) -> bytes:
+def _index_json(shards: Mapping[str, Sequence[Tensor]]) -> bytes:
     total = sum(tensor.num_bytes for shard in shards.values() for tensor in shard)
     weight_map = {name: file for file, shard in shards.items() for tensor in shard for name in tensor.entries()}
-    return _json({"metadata": {"total_size": total}, "weight_map": weight_map})
+    return json_bytes({"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
 def _write_safetensors(
-    file: BinaryIO, tensors: Sequence[_Tensor], source: WeightSource, mark: Mapping[str, str]
+    file: BinaryIO, tensors: Sequence[Tensor], source: WeightSource, mark: Mapping[str, str]
 ) -> None:
     """Write one file: the header's length in 8 bytes, the header with `mark`, and the tensors one behind the other."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **mark}}
@@ -257,7 +287,7 @@ def _write_safetensors(
         _write_tensor(file, data + start, tensor, source)
 
 
-def _write_tensor(file: BinaryIO, position: int, tensor: _Tensor, source: WeightSource) -> None:
+def _write_tensor(file: BinaryIO, position: int, tensor: Tensor, source: WeightSource) -> None:
     num_rows = tensor.shape[0] if tensor.shape else 1
     widest = max(source.dtypes[tensor.name], tensor.dtype, key=lambda dtype: dtype.itemsize)
     for start, stop in row_blocks(tensor.shape, widest, 0, num_rows):
@@ -296,7 +326,7 @@ def _complete(files: Mapping[str, bytes], tokenizer: str, end_id: int | None) ->
         "clean_up_tokenization_spaces": False,
         **({"eos_token": end} if end is not None else {}),
     }
-    return {"tokenizer_config.json": _json(settings), **files}
+    return {"tokenizer_config.json": json_bytes(settings), **files}
 
 
 def _make_room(folder: Path, overwrite: bool, setting: str) -> None:
@@ -311,27 +341,27 @@ def _make_room(folder: Path, overwrite: bool, setting: str) -> None:
         raise setting_error(setting, folder, f"cannot be made ({error.strerror})") from error
     if not any(folder.iterdir()):
         return
-    if not _is_export(folder):
+    if not any(MARK.items() <= content.items() for content in _marks(folder)):
         raise setting_error(setting, folder, "holds files that are no earlier export; name a new or empty folder")
     if not overwrite:
         raise setting_error(setting, folder, "holds an earlier export; name a new folder, or ask to overwrite it")
 
 
-def _is_export(folder: Path) -> bool:
-    """Return whether what is in a folder was exported: its config.json or its weights say so."""
-    try:
-        if MARK.items() <= json.loads((folder / CONFIG).read_text()).items():
-            return True
-        with safe_open(next(folder.glob("*.safetensors")), framework="pt") as file:
-            return MARK.items() <= (file.metadata() or {}).items()
-    except (OSError, ValueError, AttributeError, StopIteration, SafetensorError):
-        return False
+def _marks(folder: Path) -> Iterator[Mapping[str, Any]]:
+    """Yield what might hold the mark of an earlier export: config.json, and the headers of the weights."""
+    with suppress(OSError, ValueError):
+        content = json.loads((folder / CONFIG).read_text())
+        yield content if isinstance(content, dict) else {}
+    for weights in folder.glob("*.safetensors"):
+        with suppress(OSError, SafetensorError), safe_open(weights, framework="pt") as file:
+            yield file.metadata() or {}
 
 
 def _is_ours(name: str) -> bool:
     """Return whether an export writes files of that name."""
     is_shard = fnmatch(name, "model-?????-of-?????.safetensors")
-    return is_shard or name in (WEIGHTS, INDEX, CONFIG, GENERATION) or is_tokenizer_file(name)
+    own = (WEIGHTS, INDEX, CONFIG, GENERATION, ADAPTER_WEIGHTS, ADAPTER_CONFIG)
+    return is_shard or name in own or is_tokenizer_file(name)
 
 
 @contextmanager
@@ -343,5 +373,6 @@ def _synced(path: Path) -> Iterator[BinaryIO]:
         os.fsync(file.fileno())
 
 
-def _json(content: Mapping[str, Any]) -> bytes:
+def json_bytes(content: Mapping[str, Any]) -> bytes:
+    """Return the content of a JSON file, as it is laid out here."""
     return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import nn
 
 from trainer.checkpoint.source import StoredWeights, find_checkpoint, is_checkpoint
 from trainer.checkpoint.tree import join
-from trainer.config import RunConfig, config_from_yaml, told_by_yaml
+from trainer.config import RunConfig, config_from_yaml, stored_value, told_by_yaml
 from trainer.config.pretrained import (
     CONFIG,
     any_model_of,
@@ -24,10 +25,24 @@ from trainer.config.pretrained import (
     told_by_folder,
 )
 from trainer.distributed.channel import Channel
-from trainer.errors import say, setting_error
+from trainer.errors import UserError, say, setting_error
+from trainer.model.lora import is_of_the_base, plain_name, transposed_layers
 from trainer.model.materialize import materialize
+from trainer.model.network import build_network
 from trainer.recipe import Recipe, all_recipes
-from trainer.weights.access import WeightSource, fill
+from trainer.weights.access import WeightSource, fill, find_weights
+from trainer.weights.adapters import (
+    BASE,
+    Base,
+    Joined,
+    Merged,
+    adapted_layers,
+    checksum_of,
+    checksums_of,
+    not_the_base,
+    under_adapters,
+    without_adapters,
+)
 from trainer.weights.huggingface import SafetensorsFolder
 from trainer.weights.origin import Origin, read_folder, read_tokenizer
 
@@ -98,13 +113,14 @@ def open_weights(path: str | os.PathLike[str], config: RunConfig) -> WeightSourc
     """
     if Path(path).suffix in _PLAIN:
         return PlainFile(Path(path), "train.init_from")
-    source: SafetensorsFolder | StoredWeights
+    source: WeightSource
     if _is_hugging_face(path):
         told = told_by_folder(os.fspath(path), config.recipe, "train.init_from")
         source = SafetensorsFolder(Path(path), config.recipe, config.model, setting="train.init_from")
     else:
-        source = StoredWeights(find_checkpoint(path))
-        told = told_by_yaml(source.config_yaml, config.recipe.name, f"{source.place}/config.yaml")
+        stored = StoredWeights(find_checkpoint(path))
+        told = told_by_yaml(stored.config_yaml, config.recipe.name, f"{stored.place}/config.yaml")
+        source = merged(stored, config.recipe, config.model)
     if told is not None:
         told.check(config.model, config.checkpoint.allow_changes)
     return source
@@ -113,12 +129,64 @@ def open_weights(path: str | os.PathLike[str], config: RunConfig) -> WeightSourc
 def origin_of(source: WeightSource) -> Origin:
     """Return what came with the weights of `source`: what stands beside them, or what a checkpoint has of it."""
     origin = Origin()
+    source = source.adapters if isinstance(source, Merged) else source
     if isinstance(source, SafetensorsFolder):
         origin.files = read_folder(source.description)
     elif isinstance(source, StoredWeights) and ORIGIN in source.parts:
         keys = [key for key in source.layout if key.startswith(f"{ORIGIN}.")]
         origin.load_state_dict(join(source.parts[ORIGIN], {key: source.read_stored(key) for key in keys}))
     return origin
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Checkpoints with adapters
+
+
+def base_of(stored: StoredWeights, recipe: Recipe, model_config: Any, path: str | None = None) -> WeightSource:
+    """Return the weights under a checkpoint's adapters, as a model without adapters has them.
+
+    They are where the checkpoint says, or at `path` if they have moved; or in it.  Raises UserError if they are not
+    there, or not the ones that they were.
+    """
+    named = stored.parts.get(BASE, {})
+    if not named.get("path"):
+        return without_adapters(stored)
+    where = path or str(named["path"])
+    if "://" not in where and not Path(where).exists():
+        raise UserError(f"{stored.description}: holds adapters for the weights of {where}, which is not there")
+    source = _open_base(where, recipe, model_config)
+    names = find_weights(plain_network(recipe, model_config), source, "base").values()
+    checksum = checksum_of([checksums_of(source, names)])
+    if checksum != named["checksum"]:
+        raise UserError(f"{stored.description}: {not_the_base(where, checksum, named)}")
+    return source
+
+
+def _open_base(path: str, recipe: Recipe, model_config: Any) -> WeightSource:
+    if Path(path).suffix in _PLAIN:
+        return PlainFile(Path(path), "base")
+    if _is_hugging_face(path):
+        own = recipe.first_weights(replace(model_config, path=path)) if recipe.weights is not None else None
+        return own or SafetensorsFolder(Path(path), recipe, model_config, setting="base")
+    return merged(StoredWeights(find_checkpoint(path)), recipe, model_config)
+
+
+def joined(stored: StoredWeights, recipe: Recipe, model_config: Any) -> WeightSource:
+    """Return all the weights of a checkpoint's model: with the base that it names, if it holds adapters alone."""
+    if not stored.parts.get(BASE, {}).get("path"):
+        return stored
+    return Joined(under_adapters(base_of(stored, recipe, model_config), stored.shapes), stored)
+
+
+def merged(stored: StoredWeights, recipe: Recipe, model_config: Any, base: str | None = None) -> WeightSource:
+    """Return the weights of a checkpoint's model without adapters: those that it has are merged into them."""
+    if not adapted_layers(stored.shapes):
+        return stored
+    alpha, rank = (stored_value(stored.config_yaml, f"lora.{key}") for key in ("alpha", "rank"))
+    assert isinstance(alpha, (int, float))
+    assert isinstance(rank, int)
+    transposed = transposed_layers(plain_network(recipe, model_config))
+    return Merged(base_of(stored, recipe, model_config, base), stored, alpha / rank, transposed)
 
 
 def doubts(path: str) -> str:
@@ -136,10 +204,46 @@ def give_values(model: nn.Module, config: RunConfig, device: torch.device, is_be
     recipe = config.recipe
     source = recipe.first_weights(config.model)
     are_read = source is not None or (is_begun_later and config.train.init_from is not None)
-    left_out = (lambda name: True) if are_read else None
-    materialize(model, config.run.seed, device, recipe.init, config.fsdp.cpu_offload, left_out)
+    materialize(
+        model, config.run.seed, device, recipe.init, config.fsdp.cpu_offload, is_of_the_base if are_read else None
+    )
     if source is not None and not is_begun_later:
-        fill(model, source, setting=f"model.name={config.model.name}")
+        _fill_base(model, source, f"model.name={config.model.name}")
+
+
+def _fill_base(model: nn.Module, source: WeightSource, setting: str) -> dict[str, str]:
+    """Fill all but adapters.  Returns the names of what was filled, each with its name in `source`."""
+    under = under_adapters(source, (name for name, _ in model.named_parameters()))
+    fill(model, under, setting, only=is_of_the_base)
+    found = find_weights(model, under, setting, only=is_of_the_base)
+    return {name: plain_name(stored) for name, stored in found.items()}
+
+
+def _first_weights(config: RunConfig, channel: Channel) -> tuple[WeightSource | None, str, str]:
+    """Return where the first weights are (None: they are drawn), the setting that says so, the path.  Collective."""
+    given = config.train.init_from
+    if given is None:
+        source = channel.agreed(lambda: config.recipe.first_weights(config.model))
+        return source, f"model.name={config.model.name}", config.model_path or ""
+    path: str = channel.broadcast(channel.agreed(lambda: settle_path(given) if channel.is_main else ""))
+    return channel.agreed(lambda: open_weights(path, config)), "train.init_from", path
+
+
+def take_base(model: nn.Module, config: RunConfig, channel: Channel) -> Base | None:
+    """Fill what is under the model's adapters with the first weights, and return which those are; None without any.
+
+    If the weights are drawn, nothing is filled, and checkpoints hold them.  Each rank reads its rows, and its share of
+    the tensors for the checksum.  Raises UserError, on all ranks alike, for weights that do not fit.  Collective: a
+    few small messages.
+    """
+    if not config.lora.rank:
+        return None
+    source, setting, path = _first_weights(config, channel)
+    if source is None:
+        return Base()
+    filled = channel.agreed(lambda: _fill_base(model, source, setting))
+    share = channel.agreed(lambda: checksums_of(source, filled.values(), channel.rank, channel.size))
+    return Base(path if "://" in path else str(Path(path).absolute()), checksum_of(channel.gather(share)), filled)
 
 
 def begin_from(model: nn.Module, origin: Origin, config: RunConfig, channel: Channel) -> None:
@@ -148,16 +252,11 @@ def begin_from(model: nn.Module, origin: Origin, config: RunConfig, channel: Cha
 
     Raises UserError, on all ranks alike, for weights that do not fit.  Collective.
     """
-    given = config.train.init_from
-    if given is not None:
-        path: str = channel.broadcast(channel.agreed(lambda: settle_path(given) if channel.is_main else ""))
-        source: WeightSource | None = channel.agreed(lambda: open_weights(path, config))
-        if channel.is_main and (doubt := doubts(path)):
-            say(f"warning: {doubt}")
-    else:
-        source = channel.agreed(lambda: config.recipe.first_weights(config.model))
-    setting = "train.init_from" if given is not None else f"model.name={config.model.name}"
-    channel.agreed(lambda: fill(model, source, setting) if source is not None else None)
+    source, setting, path = _first_weights(config, channel)
+    if config.train.init_from and channel.is_main and (doubt := doubts(path)):
+        say(f"warning: {doubt}")
+    if source is not None and not config.lora.rank:  # under adapters they are already
+        channel.agreed(lambda: fill(model, source, setting))
     came = channel.agreed(lambda: _files_of(source, config) if channel.is_main else {})
     origin.files = channel.broadcast(came)
     keep_tokenizer(origin, config, channel)
@@ -183,16 +282,14 @@ def load_weights(
     model.name=my_models:tiny).  What is imported runs, and a checkpoint may come from anywhere: by default only models
     that are registered already are built.  Raises UserError for others.
     """
-    source: WeightSource
     if _is_hugging_face(path):
         recipe, model_config = _model_in(Path(path))
-        read = recipe.first_weights(model_config)
-        source = SafetensorsFolder(Path(path), recipe, model_config) if read is None else read
-    else:
-        source = StoredWeights(find_checkpoint(path))
-        config = config_from_yaml(source.config_yaml, allow_import=allow_import)
-        recipe, model_config = config.recipe, config.model
-    return build_plain(recipe, model_config, source, torch.device(device))
+        read = recipe.first_weights(model_config) or SafetensorsFolder(Path(path), recipe, model_config)
+        return fill_plain(plain_network(recipe, model_config), recipe, read, torch.device(device))
+    stored = StoredWeights(find_checkpoint(path))
+    config = config_from_yaml(stored.config_yaml, allow_import=allow_import)
+    source = joined(stored, config.recipe, config.model)
+    return fill_plain(build_network(config), config.recipe, source, torch.device(device))
 
 
 def _model_in(folder: Path) -> tuple[Recipe, Any]:
@@ -209,10 +306,14 @@ def _files_of(source: WeightSource | None, config: RunConfig) -> dict[str, bytes
     return files or (read_folder(config.model_path) if config.model_path else {})
 
 
-def build_plain(recipe: Recipe, model_config: object, source: WeightSource, device: torch.device) -> nn.Module:
-    """Return the whole model on one device, filled from `source`."""
+def plain_network(recipe: Recipe, model_config: object) -> nn.Module:
+    """Return the model as the recipe builds it, on the meta device."""
     with torch.device("meta"):
-        model = recipe.build_model(model_config)
+        return recipe.build_model(model_config)
+
+
+def fill_plain(model: nn.Module, recipe: Recipe, source: WeightSource, device: torch.device) -> nn.Module:
+    """Return `model`, which is on the meta device, whole on `device` and filled from `source`."""
     materialize(model, 0, device, recipe.init, filled_later=lambda name: True)  # buffers may be stored nowhere
     fill(model, source, setting="load_weights")
     return model.eval().requires_grad_(False)

@@ -1,0 +1,212 @@
+"""LoRA: beside a linear layer, which is frozen, two small matrices whose product is added to its own.
+
+Modules and parameters are called as peft calls them, so that what is trained here means the same there:
+`<layer>.base_layer.weight` is the layer's own weight, `<layer>.lora_A.default.weight` (rank, in) and
+`<layer>.lora_B.default.weight` (out, rank) are the adapter.  Knows no recipe by name, no mesh and no file.
+
+Source: Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models", arXiv:2106.09685.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from trainer.config import LoraSection
+from trainer.errors import UserError, nearest, setting_error
+
+ALL_LINEAR = "all-linear"
+ADAPTER = "default"
+"""The name of the one adapter that a layer has here; peft has several."""
+
+_WEIGHT = re.compile(rf"(?P<layer>.+)\.lora_(?P<part>[AB])\.{ADAPTER}\.weight")
+
+
+class Factor(nn.Module):
+    """One of the two matrices of an adapter: `weight` (out, in), in float32 whatever the model is kept in.
+
+    The layer multiplies with it.
+    """
+
+    def __init__(self, in_features: int, out_features: int, starts_at_zero: bool) -> None:
+        super().__init__()
+        self.starts_at_zero = starts_at_zero
+        self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=torch.float32))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if self.starts_at_zero:
+            nn.init.zeros_(self.weight)
+        else:
+            nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
+
+
+class AdaptedLinear(nn.Module):
+    """A linear layer with an adapter: `base_layer(x) + scaling * lora_B(lora_A(dropout(x)))`.
+
+    x (..., in) to (..., out).  The second factor starts at zero, so that at first it computes what the layer does.
+    """
+
+    def __init__(self, base_layer: nn.Module, rank: int, scaling: float, dropout: float) -> None:
+        super().__init__()
+        self.in_features, self.out_features = _sizes(base_layer)
+        self.scaling = scaling
+        self.is_on = True
+        """Whether the adapter adds anything (see `without_adapters`)."""
+        self.base_layer = base_layer
+        self.lora_dropout = nn.ModuleDict({ADAPTER: nn.Dropout(dropout) if dropout else nn.Identity()})
+        self.lora_A = nn.ModuleDict({ADAPTER: Factor(self.in_features, rank, starts_at_zero=False)})
+        self.lora_B = nn.ModuleDict({ADAPTER: Factor(rank, self.out_features, starts_at_zero=True)})
+
+    @property
+    def factors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The two matrices of the adapter: (rank, in) and (out, rank)."""
+        return self.lora_A[ADAPTER].weight, self.lora_B[ADAPTER].weight  # type: ignore[return-value]
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The layer's own weight: code of a model may ask for its dtype or device."""
+        weight: torch.Tensor = self.base_layer.weight  # type: ignore[assignment]
+        return weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        own = self.base_layer(x)
+        if not self.is_on:
+            return own
+        down, up = self.factors
+        low = F.linear(self.lora_dropout[ADAPTER](x.to(down.dtype)), down)
+        # One product that adds to the layer's own, instead of a product, a scaling and a sum over (..., out).
+        whole = torch.addmm(own.flatten(0, -2).to(up.dtype), low.flatten(0, -2), up.t(), alpha=self.scaling)
+        return whole.view(own.shape).to(own.dtype)
+
+
+def add_adapters(
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    lora: LoraSection,
+    alias: Callable[[str], str | None] = lambda layer: None,
+) -> None:
+    """Freeze `model`, and give an adapter to each of its layers that `lora.targets` names, in place.
+
+    `blocks` are the model's repeated blocks, whose linear layers are `all-linear`; of a model without any, all are.
+    `alias` tells another name of a layer, under which it may be asked for, too.
+    With `lora.rank=0` nothing happens.  Raises UserError for a target that no layer has the name of, with the nearest.
+    """
+    if not lora.rank:
+        return
+    chosen = {id(model.get_submodule(name)) for name in find_layers(model, blocks, lora.targets, alias)}
+    model.requires_grad_(False)
+    adapted: dict[int, nn.Module] = {}
+    for parent in [*model.modules()]:
+        for name, child in [*parent.named_children()]:
+            if id(child) in chosen:
+                made = adapted.get(id(child)) or AdaptedLinear(child, lora.rank, lora.alpha / lora.rank, lora.dropout)
+                adapted[id(child)] = made
+                setattr(parent, name, made)
+
+
+def find_layers(
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    targets: str | Sequence[str],
+    alias: Callable[[str], str | None] = lambda layer: None,
+) -> list[str]:
+    """Return the names of the layers that `lora.targets` names.  Raises UserError for a target without a layer.
+
+    A layer can have an adapter if it does nothing but multiply: the output projection, which computes the loss too,
+    cannot.
+    """
+    able = [name for name, module in model.named_modules() if _is_plain_linear(module)]
+    if targets == ALL_LINEAR:
+        inside = {id(module) for block in blocks for module in block.modules()}
+        able = [name for name in able if not blocks or id(model.get_submodule(name)) in inside]
+        if not able:
+            raise setting_error("lora.targets", targets, "the model has no linear layer that could have an adapter")
+        return able
+    wanted = [targets] if isinstance(targets, str) else list(targets)
+    called = {name: [name, *filter(None, [alias(name)])] for name in able}
+    found = {
+        target: [name for name in able if any(_is_called(each, target) for each in called[name])] for target in wanted
+    }
+    for target, names in found.items():
+        if not names:
+            raise _no_layer(model, called, target, wanted)
+    return [name for name in able if any(name in names for names in found.values())]
+
+
+def _is_called(name: str, target: str) -> bool:
+    return name == target or name.endswith(f".{target}")
+
+
+def _no_layer(model: nn.Module, called: Mapping[str, Sequence[str]], target: str, wanted: Sequence[str]) -> UserError:
+    others = [name for name, _ in model.named_modules() if name and _is_called(name, target)]
+    every = [each for names in called.values() for each in names]
+    last_parts = [*dict.fromkeys(each.rpartition(".")[2] for each in every)]
+    rule = f"{others[0]} is no layer that could have an adapter" if others else f"no layer is called {target!r}"
+    best = nearest(target, [*last_parts, *every])
+    meant = [best if item == target else item for item in wanted] if best else None
+    rule += f"; those that could have an adapter: {', '.join(last_parts)}"
+    return setting_error("lora.targets", list(wanted), rule, meant=meant)
+
+
+def _is_plain_linear(module: nn.Module) -> bool:
+    """Return whether a module is a linear layer that computes nothing else: torch's, or the Conv1D of GPT-2's files.
+
+    One with `takes_adapter = False` says that it is to be left alone, as routers of experts do.
+    """
+    if "forward" in vars(module) or not getattr(module, "takes_adapter", True):
+        return False
+    if isinstance(module, nn.Linear):
+        return type(module).forward is nn.Linear.forward
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+
+
+def transposed_layers(model: nn.Module) -> set[str]:
+    """Return the names of the layers that have their weight as (in, out), as they are without adapters."""
+    return {plain_name(name) for name, module in model.named_modules() if type(module).__name__ == "Conv1D"}
+
+
+def _sizes(layer: nn.Module) -> tuple[int, int]:
+    """Return the sizes of what goes into a linear layer, and of what comes out of it."""
+    if isinstance(layer, nn.Linear):
+        return layer.in_features, layer.out_features
+    return int(layer.nx), int(layer.nf)  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Names
+
+
+def adapter_part(name: str) -> tuple[str, str] | None:
+    """Return of which layer a parameter is the adapter's, and A or B; None for any other parameter."""
+    match = _WEIGHT.fullmatch(name)
+    return (match["layer"], match["part"]) if match else None
+
+
+def plain_name(name: str) -> str:
+    """Return the name of a parameter or module as it is in the model without adapters."""
+    return name.replace(".base_layer.", ".").removesuffix(".base_layer")
+
+
+def is_of_the_base(name: str) -> bool:
+    """Return whether a parameter is none of an adapter's."""
+    return adapter_part(name) is None
+
+
+@contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """Have the model compute what its base does inside the block."""
+    layers = [module for module in model.modules() if isinstance(module, AdaptedLinear)]
+    for layer in layers:
+        layer.is_on = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.is_on = True

@@ -1,0 +1,94 @@
+"""Adapters as peft loads them: adapter_model.safetensors and adapter_config.json, under Hugging Face's names."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer.config import LoraSection
+from trainer.config.pretrained import find_huggingface
+from trainer.errors import UserError
+from trainer.model.lora import adapter_part, transposed_layers
+from trainer.model.names import Names
+from trainer.recipe import Recipe, Transposed
+from trainer.weights.access import WeightSource
+from trainer.weights.adapters import adapted_layers
+from trainer.weights.exporting import ADAPTER_CONFIG, ADAPTER_WEIGHTS, MARK, Tensor, json_bytes, write_folder
+from trainer.weights.origin import Origin, is_tokenizer_file
+
+
+def export_adapter(
+    source: WeightSource,
+    recipe: Recipe,
+    model_config: Any,
+    model: nn.Module,
+    lora: LoraSection,
+    folder: str | os.PathLike[str],
+    *,
+    base: str = "",
+    dtype: torch.dtype | None = None,
+    origin: Origin | None = None,
+    overwrite: bool = False,
+    setting: str = "folder",
+) -> list[Path]:
+    """Write the adapters of `source` to `folder` as peft reads them, and return the files.
+
+    `model` is the one without adapters, on any device, `base` the path that peft is told its weights are at.  They are
+    stored as `dtype`, or as they are.  The tokenizer's files in `origin` go along.  Raises UserError as
+    `exporting.export` does.
+    """
+    names, layers = Names(recipe, model_config), adapted_layers(source.shapes)
+    theirs = {layer: _their_weight(names, recipe, layer) for layer in layers}
+    is_transposed = {layer for layer in layers if isinstance(theirs[layer], Transposed)}
+    is_transposed |= layers & transposed_layers(model)
+    if is_transposed not in (set(), layers):
+        raise UserError(f"recipe {recipe.name!r}: of the layers with adapters only some are stored transposed")
+    tensors = []
+    for name, shape in source.shapes.items():
+        if part := adapter_part(name):
+            layer, letter = part
+            their_name = f"base_model.model.{theirs[layer].removesuffix('.weight')}.lora_{letter}.weight"
+            tensors.append(Tensor(name, their_name, shape, dtype or source.dtypes[name]))
+    every = [names.theirs(name) or name for name in model.state_dict(keep_vars=True)]
+    settings = {
+        **{"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base or None},
+        **{"r": lora.rank, "lora_alpha": _whole(lora.alpha), "lora_dropout": lora.dropout, "bias": "none"},
+        "target_modules": target_modules({name.removesuffix(".weight") for name in theirs.values()}, every),
+        **{"fan_in_fan_out": bool(is_transposed), "init_lora_weights": True, "inference_mode": True},
+    }
+    texts = {ADAPTER_CONFIG: json_bytes(settings), **_tokenizer_of(origin or Origin())}
+    shards = {ADAPTER_WEIGHTS: tensors}
+    return write_folder(Path(folder).expanduser(), texts, shards, source, MARK, overwrite, setting)
+
+
+def _their_weight(names: Names, recipe: Recipe, layer: str) -> str:
+    found = names.theirs(f"{layer}.weight")
+    if found is None and find_huggingface(recipe).stored is not None:
+        return f"{layer}.weight"  # a model of theirs, with their names
+    if found is None:
+        raise UserError(f"recipe {recipe.name!r}: hf.names lacks {layer}.weight")
+    return found
+
+
+def target_modules(layers: Collection[str], weights: Collection[str]) -> list[str]:
+    """Return what peft is to be told of the layers with adapters: the last parts of their names, where these say it.
+
+    `weights` are the names of all the model's tensors: a last part that other modules have, too, says too much.
+    """
+    modules = {name.rpartition(".")[0] for name in weights}
+    last_parts = {layer.rpartition(".")[2] for layer in layers}
+    says_it = all(module in layers for module in modules if module.rpartition(".")[2] in last_parts)
+    return sorted(last_parts if says_it else layers)
+
+
+def _whole(number: float) -> float:
+    return int(number) if number == int(number) else number
+
+
+def _tokenizer_of(origin: Origin) -> Mapping[str, bytes]:
+    return origin.tokenizer or {name: data for name, data in origin.files.items() if is_tokenizer_file(name)}
