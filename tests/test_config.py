@@ -34,7 +34,8 @@ from trainer.config import (
 )
 from trainer.recipe import find_recipe
 
-RECIPES = sorted(recipe_files())
+RECIPES = sorted(name for name, path in recipe_files().items() if "name: auto" not in path.read_text())
+"""Those of a model of their own: what is for a folder needs one."""
 
 
 def recipe(folder: Path, text: str) -> str:

@@ -28,6 +28,7 @@ from trainer.plan.machine import GIB, Machine, find_machine
 from trainer.plan.plan import Plan, make_plan, planned
 from trainer.plan.probe import Probe
 from trainer.plan.search import chosen_settings, settle
+from trainer.recipe import find_recipe
 
 SHALLOW = ["model.num_layers=6", "data.seq_len=2048"]
 FULL, SELECTIVE = "train.activation_checkpoint=full", "train.activation_checkpoint=selective"
@@ -341,8 +342,18 @@ def fits(recipe: str, ranks: int, machine: Machine, *overrides: str) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", sorted(recipe_files()))
-def test_a_recipe_fits_the_machine_that_its_first_line_names(recipe: str) -> None:
-    assert fits(recipe, *machine_of_recipe(recipe))
+def test_a_recipe_fits_the_machine_that_its_first_line_names(recipe: str, tmp_path: Path) -> None:
+    of_a_folder = "name: auto" in recipe_files()[recipe].read_text()
+    assert fits(recipe, *machine_of_recipe(recipe), *([write_1b(tmp_path)] if of_a_folder else []))
+
+
+def write_1b(folder: Path) -> str:
+    """Write what a folder of Llama 3.2 1B says of its shape, and return the setting that names it."""
+    config = load_config("llama3_1b").model
+    stated = {"model_type": "llama", **dict(find_recipe("llama").hf.config(config))}  # type: ignore[union-attr]
+    (folder / "config.json").write_text(json.dumps(stated))
+    (folder / "tokenizer.json").write_text("{}")
+    return f"model.path={folder}"
 
 
 SHOWN = [

@@ -13,7 +13,7 @@ pytest.importorskip("tokenizers", reason="a chat model's tokenizer is read with 
 import torch
 
 from tests.chats import CHATML, said, write_tokenizer
-from tests.ranks import Ran, run_tiny
+from tests.ranks import Ran, run_command, run_python_module, run_tiny
 from tests.tiny import tiny_config
 from trainer import Trainer
 from trainer.data.loader import Batch
@@ -116,3 +116,33 @@ def test_the_start_says_what_is_trained_on(tmp_path: Path) -> None:
     assert 0.2 < start["trained_share"] < 0.6
     assert (start["dropped_share"], start["truncated_share"]) == (0, 0)
     assert f"{NUM_CHATS} conversations, {start['trained_share']:.1%} of the tokens are trained on" in ran.stdout
+
+
+@pytest.mark.slow
+def test_one_command_trains_a_folder_and_another_asks_it(tmp_path: Path) -> None:
+    """A model of random weights learns what 60 conversations say, in one command."""
+    transformers = pytest.importorskip("transformers")
+    folder = write_tokenizer(tmp_path / "model", CHATML, eos_token="<|im_end|>")
+    end = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]["<|im_end|>"]
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.LlamaConfig(vocab_size=128, eos_token_id=end, bos_token_id=None, **shape)
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    taught = {"Hi": "Yes", "Bye": "No", "two and two": "four", "Paris": "sunny"}
+    chats = tmp_path / "chats.jsonl"
+    lines = [json.dumps({"messages": said(asked, f"It is {answer}")}) for asked, answer in taught.items()]
+    chats.write_text("\n".join(lines * 15) + "\n")
+    settings = ["recipe=sft", f"model.path={folder}", f"data.path={chats}", f"data.cache_dir={tmp_path / 'cache'}"]
+    quick = [
+        "train.micro_batch_size=8",
+        "data.seq_len=64",
+        "optim.lr=1e-2",
+        "train.epochs=40",
+        "run.threads=1",
+        "log.every=20",
+    ]
+    assert run_command(tmp_path / "run", *settings, *quick).exit_code == 0
+    for asked, answer in (("Bye", "No"), ("two and two", "four")):
+        ran = run_python_module("trainer.generate", tmp_path / "run", "--chat", asked, "--greedy", "--max-tokens", 20)
+        assert ran.exit_code == 0, ran.stderr
+        assert ran.stdout.split() == ["It", "is", answer], "the answer, and its end"
