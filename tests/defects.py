@@ -261,6 +261,27 @@ DEFECTS: list[Defect] = [
     ),
     # -- the data ------------------------------------------------------------------------------------------------
     Defect(
+        "prompt-trained-on",
+        "chat-masks",
+        "trainer/data/chat/masking.py",
+        "(places[:, 0] < end) & (places[:, 1] > start)",
+        "(places[:, 0] < end) & (places[:, 1] >= start)",
+    ),
+    Defect(
+        "end-of-turn-not-trained-on",
+        "chat-masks",
+        "trainer/data/chat/masking.py",
+        "return [*spans[:-1], (spans[-1][0], end)] if spans else []",
+        "return spans",
+    ),
+    Defect(
+        "pairs-of-neighbours",
+        "sft",
+        "trainer/data/chat/source.py",
+        "documents[row, end:] += 1",
+        "documents[row, end:] += 0",
+    ),
+    Defect(
         "each-epoch-alike",
         "data-order",
         "trainer/data/order.py",

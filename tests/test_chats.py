@@ -14,7 +14,7 @@ pytest.importorskip("tokenizers", reason="a chat model's tokenizer is read with 
 
 from tests.chats import CHATML, FAMILIES, GENERATION, QWEN3, Family, said, write_tokenizer
 from tests.ranks import merged
-from trainer import prepare, run
+from trainer import load_config, prepare, run
 from trainer.config import DataSection
 from trainer.data.chat.conversation import BadChat, Conversation
 from trainer.data.chat.masking import Encoder
@@ -363,3 +363,15 @@ def test_what_is_trained_on_is_shown(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert '⟪<tool_call>{"name": "weather", "arguments": {}}</tool_call><|im_end|>⟫' in shown
     assert "<|im_start|>assistant\n⟪It is sunny<|im_end|>⟫\n" in shown
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["chats.jsonl", "model"]
+
+
+def test_a_recipes_rows_are_no_longer_than_the_model_and_given_ones_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_lines(tmp_path / "chats.jsonl", [{"messages": ANSWERED}])
+    folder = write_tokenizer(tmp_path / "model", CHATML)
+    gpt2 = ["model.max_seq_len=24", "model.vocab_size=512", "data.source=chat", f"data.path={path}"]
+    settings = [*gpt2, f"data.tokenizer={folder}", f"run.dir={tmp_path / 'run'}"]
+    assert load_config("gpt2", settings).data.seq_len == 24
+    assert run.main(["recipe=gpt2", *settings, "data.seq_len=48"]) == 2
+    assert "data.seq_len=24" in capsys.readouterr().err

@@ -130,7 +130,7 @@ def _build(
     is_named = bool(assignments.get("run.name")) and not assignments.get("run.dir")
     folder = "" if is_named else config.run.dir
     run = dataclasses.replace(config.run, name=run_name, dir=folder or default_folder(run_name))
-    return settled(dataclasses.replace(config, run=run))
+    return settled(dataclasses.replace(config, run=run), assignments)
 
 
 def default_folder(name: str) -> str:

@@ -6,7 +6,7 @@ What is trained on, and in which dtype, must not change when a run is resumed.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,21 @@ MODEL = "model"
 """The tokenizer, and the chat template, that come with the model."""
 
 
-def settled(config: RunConfig) -> RunConfig:
-    """Return the configuration with plain values for `data.holdout`, `data.tokenizer` and the dtypes."""
-    return dataclasses.replace(
-        config, data=_settled_data(config), fsdp=_settled_fsdp(config), lora=_settled_lora(config)
-    )
+def settled(config: RunConfig, given: Collection[str]) -> RunConfig:
+    """Return the configuration with plain values for `data.holdout`, `data.tokenizer` and the dtypes.
+
+    given: the keys on the command line.
+    """
+    data = _settled_data(config)
+    if data.source == "chat" and "data.seq_len" not in given:
+        data = dataclasses.replace(data, seq_len=_fitting_length(config))
+    return dataclasses.replace(config, data=data, fsdp=_settled_fsdp(config), lora=_settled_lora(config))
+
+
+def _fitting_length(config: RunConfig) -> int:
+    """Return the length of a recipe's rows of chats, which is no longer than the model has positions for."""
+    longest = getattr(config.model, "max_seq_len", None)
+    return config.data.seq_len if longest is None else min(config.data.seq_len, longest)
 
 
 def _settled_data(config: RunConfig) -> DataSection:
