@@ -731,7 +731,7 @@ def _no_worker_is_left() -> Iterator[None]:
 def test_token_source_reads_three_shards_at_once(tmp_path: Path) -> None:
     write_shards(tmp_path, [b"a"], [b"b"], [b""], [b"cdefghij"])
     shards = [Shard(path) for path in sorted(tmp_path.glob("*.bin"))]
-    tokens, targets = read_all(TokenSource(shards, seq_len=6, pack=True))
+    tokens, targets = read_all(TokenSource(shards, seq_len=6))
     assert tokens.tolist()[0] == [97, 256, 98, 256, 256, 99]
     assert targets.tolist()[0] == [256, 98, 256, 256, 99, 100]
 

@@ -22,7 +22,9 @@ def relative(a: list[float], b: list[float]) -> float:
     return max(abs(x - y) / abs(y) for x, y in zip(a, b, strict=True))
 
 
-def train_each(runs: list[list[str]], num_steps: int = 20) -> list[dict[str, list[float]]]:
+def train_each(
+    runs: list[list[str]], num_steps: int = 20, data: str = "data.pack=false"
+) -> list[dict[str, list[float]]]:
     """Train tiny llama_small with each list of overrides, one after another in one process group.
 
     A document a row: what fills the rows up counts for nothing, and each rank has another number of targets.
@@ -35,7 +37,7 @@ def train_each(runs: list[list[str]], num_steps: int = 20) -> list[dict[str, lis
     fields = ("loss", "grad_norm", "tokens")
     found = []
     for overrides in runs:
-        trainer = Trainer(load_config("llama_small", tiny_overrides("train.steps=20", "data.pack=false", *overrides)))
+        trainer = Trainer(load_config("llama_small", tiny_overrides("train.steps=20", data, *overrides)))
         records = list(islice(trainer.steps(), num_steps))
         trainer.close()
         found.append({field: [record[field] for record in records] for field in fields})

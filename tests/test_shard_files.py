@@ -67,7 +67,7 @@ def many_shards(folder: Path, count: int) -> tuple[TokenSource, list[int]]:
     documents = [bytes([number % 256, number // 256, 7]) for number in range(count)]
     write_shards(folder, *([document] for document in documents))
     shards = [Shard(path) for path in sorted(folder.glob("*.bin"))]
-    return TokenSource(shards, seq_len=4, pack=True), stream_of(documents)
+    return TokenSource(shards, seq_len=4), stream_of(documents)
 
 
 def test_more_shards_than_descriptors(tmp_path: Path) -> None:

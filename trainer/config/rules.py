@@ -273,6 +273,11 @@ def _check_data(config: RunConfig) -> None:
         rule = "with data.holdout=0 and no data.eval_path there is nothing to evaluate on"
         raise setting_error("eval.every", config.eval.every, rule, 0)
     check_chats(config)
+    if not data.pack and data.documents == "masked":
+        rule = "data.pack=false gives each sequence to one document"
+        raise setting_error("data.documents", data.documents, rule, "apart")
+    if data.fit == "best" and data.arrangement == "apart":
+        raise setting_error("data.fit", data.fit, "with one document a sequence there is nothing to fit", "cut")
     check_sources(config)
 
 

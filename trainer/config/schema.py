@@ -172,7 +172,15 @@ class DataSection:
     too_long: Literal["drop", "truncate", "error"] = declare(
         "drop", "source=chat: what is done with a conversation that is longer than a sequence"
     )
-    pack: bool = declare(True, "true: sequences run across documents; false: one document a sequence, the rest ignored")
+    documents: Literal["joined", "masked", "apart"] = declare(
+        "joined",
+        "documents in a sequence: joined (it runs across them), masked (none sees another, each is counted from "
+        "position 0), apart (one a sequence, the rest ignored)",
+    )
+    fit: Literal["cut", "best"] = declare(
+        "cut", "documents where a sequence ends: cut, or best (best-fit packing: none is cut that is not longer)"
+    )
+    pack: bool = declare(True, "false: the same as documents=apart")
     num_workers: int = declare(
         0, "processes that prepare batches on each rank; 0: the rank itself", at_least=0, at_most=256
     )
@@ -182,6 +190,16 @@ class DataSection:
     def generated(self) -> DataSection:
         """Return the section with generated data of the same shape in place of files."""
         return DataSection(source="synthetic", seq_len=self.seq_len, pack=self.pack, num_workers=self.num_workers)
+
+    @property
+    def arrangement(self) -> Literal["joined", "masked", "apart"]:
+        """What is done with documents, by whichever of the two keys says it."""
+        return self.documents if self.pack else "apart"
+
+    @property
+    def fills_rows(self) -> bool:
+        """True if sequences are cut from one stream, and every token but its first is a target."""
+        return self.arrangement == "joined" and self.fit == "cut"
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 _NAME_OTHER_DATA = frozenset({"data", "data.path", "data.source", "data.tokenizer"})
-_CUT_OTHERWISE = frozenset({"data.seq_len", "data.pack", "data.holdout", "data.eval_path"})
+_CUT_OTHERWISE = frozenset(
+    {"data.seq_len", "data.documents", "data.fit", "data.pack", "data.holdout", "data.eval_path"}
+)
 """Keys that are allowed to change and thereby allow other data, or other samples of the same data."""
 
 

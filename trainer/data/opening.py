@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, overload
 
 from trainer.data.chat.source import open_chats
+from trainer.data.documents import open_shards
 from trainer.data.mixed import MixedSource
 from trainer.data.shards import Shard, ShardError
 from trainer.data.source import Part, Source, SyntheticSource, TokenSource
@@ -50,14 +51,14 @@ def open_source(data: DataSection, vocab_size: int | None, split: Split) -> Sour
         return SyntheticSource(data.seq_len, vocab_size or 256, data.seed, split)
     if data.source == "stdlib":
         shard = StdlibCorpus().shard(split, find_tokenizer(data.tokenizer), data.cache_dir)
-        key, setting, source = "data.source", "stdlib", TokenSource([shard], data.seq_len, data.pack)
+        key, setting, source = "data.source", "stdlib", open_shards([shard], data)
     elif split == "eval" and data.eval_path is not None:
         key, setting, source = "data.eval_path", str(data.eval_path), _open_shards(data, split)
     else:
         key, setting, source = "data.path", str(data.path), _open_shards(data, "train")
     if source.num_targets < 1:
         raise setting_error(key, setting, "holds no target: a sample needs two tokens of one document")
-    if split == "train" and data.pack and source.num_targets < data.seq_len:
+    if split == "train" and data.fills_rows and source.num_targets < data.seq_len:
         rule = f"one sample needs {data.seq_len + 1} tokens, {key}={setting} holds {source.num_targets + 1}"
         raise setting_error("data.seq_len", data.seq_len, rule, source.num_targets)
     if vocab_size is not None and source.vocab_size > vocab_size:
@@ -123,7 +124,7 @@ def _open_shards(data: DataSection, split: Split) -> TokenSource:
                     f"{shards[0].info.tokenizer} ({shards[0].info.vocab_size} ids, {shards[0].info.dtype}), "
                     f"{other.path} by {other.info.tokenizer} ({other.info.vocab_size} ids, {other.info.dtype})"
                 )
-        return TokenSource(shards, data.seq_len, data.pack)
+        return open_shards(shards, data)
     except ShardError as error:
         fix = "make shards from text with python -m trainer.prepare"
         raise setting_error(key, setting, str(error), fix=fix) from error

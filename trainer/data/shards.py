@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import dataclasses
 import errno
+import functools
 import json
 import os
 import secrets
@@ -86,12 +88,43 @@ class Shard:
                 size = self.path.stat().st_size
             raise ShardError(f"{self.path} has been cut short: it has {size} bytes, its metadata say {expected}")
 
-    def read_offsets(self) -> NDArray[np.int64]:
-        """Return where each document starts, and where the last one ends."""
-        offsets = np.fromfile(self.path.with_suffix(".idx"), dtype="<u8").astype(np.int64)
-        if offsets[0] != 0 or offsets[-1] != self.info.num_tokens or np.any(np.diff(offsets) < 0):
+    def read_offsets(self, first: int = 0, count: int | None = None) -> NDArray[np.int64]:
+        """Return where documents start, and where the last one ends: `count` of these from document `first` on.
+
+        Raises ShardError if they do not make up the tokens.
+        """
+        num_offsets = self.info.num_documents + 1
+        offsets = self._read_offsets(first, num_offsets - first if count is None else count)
+        stop, num_tokens = first + len(offsets), self.info.num_tokens
+        if (
+            (first == 0 and offsets[0] != 0)
+            or (stop == num_offsets and offsets[-1] != num_tokens)
+            or (not 0 <= offsets[0] <= offsets[-1] <= num_tokens or np.any(np.diff(offsets) < 0))
+        ):
             raise ShardError(f"{self.path.with_suffix('.idx')} is damaged: its documents do not make up the tokens")
         return offsets
+
+    def documents_between(self, first: int, last: int) -> NDArray[np.int64]:
+        """Return those of the tokens from `first` up to `last`, which is left out, that begin a document."""
+        documents = range(self.info.num_documents)
+        place = functools.partial(bisect.bisect_left, documents, key=lambda number: self._read_offsets(number, 1)[0])
+        start = place(first)
+        stop = place(last, lo=start)
+        return self.read_offsets(start, stop - start) if start < stop else np.empty(0, np.int64)
+
+    @functools.cached_property
+    def _index(self) -> Version:
+        return check_size(self.path.with_suffix(".idx"), (self.info.num_documents + 1) * 8)
+
+    def _read_offsets(self, first: int, count: int) -> NDArray[np.int64]:
+        found = np.empty(count, "<u8")
+        try:
+            num_bytes = SHARD_FILES.read_into(found, self._index, first * 8)
+        except OSError as error:
+            raise ShardError(f"{self._index[0]} cannot be read ({reason(error)})") from error
+        if num_bytes < found.nbytes:
+            raise ShardError(f"{self._index[0]} has been cut short")
+        return found.astype(np.int64)
 
 
 class ShardWriter:

@@ -51,6 +51,7 @@ class Source(ABC):
     vocab_size: every token id is below it.
     tokenizer: the name of the tokenizer that made the tokens; None for those that no text stands behind.
     bytes_per_token: bytes of raw text for each target, when every sample is read once; None without text.
+    attended: how many tokens a token attends to, twice the mean over all tokens; None for all of its row, seq_len.
     checks_ids: whether `batch` sees to it that no id is beyond the vocabulary; else the loader does.
     """
 
@@ -58,6 +59,7 @@ class Source(ABC):
     vocab_size: int
     tokenizer: str | None = None
     bytes_per_token: float | None = None
+    attended: float | None = None
     checks_ids: bool = False
 
     @abstractmethod
@@ -112,6 +114,11 @@ class Part(Source):
         return self._whole.batch(np.where(np.asarray(indices) < 0, -1, np.asarray(indices) + self._start))
 
     @property
+    def attended(self) -> float | None:  # type: ignore[override]
+        """That of the whole."""
+        return self._whole.attended
+
+    @property
     def fingerprint(self) -> Fingerprint:
         """That of the whole, with the number of these samples."""
         return dataclasses.replace(self._whole.fingerprint, num_samples=len(self))
@@ -156,75 +163,77 @@ _NUM_PLACES, _PLACE = 64, 2048
 class TokenSource(Source):
     """Windows over the tokens of one or several shards, read as one stream.
 
-    With `pack`, sample i holds tokens i * seq_len to (i + 1) * seq_len of the stream, across documents and shards, so
-    that every token but the first is a target once.  Without, windows start anew with each document, and a document's
-    first token is no target.  Where a window ends early, the rest is end tokens whose targets are ignored.
+    Sample i holds tokens i * seq_len to (i + 1) * seq_len of the stream, across documents and shards, so that every
+    token but the first is a target once.  Where the stream ends early, the rest is end tokens whose targets are
+    ignored.
     """
 
     checks_ids = True
 
-    def __init__(self, shards: Sequence[Shard], seq_len: int, pack: bool) -> None:
+    def __init__(self, shards: Sequence[Shard], seq_len: int) -> None:
         info = shards[0].info
         self.seq_len, self.vocab_size, self.tokenizer = seq_len, info.vocab_size, info.tokenizer
         self._shards, self._padding, self._dtype = list(shards), info.end_id, shards[0].dtype
         self._may_be_beyond = info.vocab_size <= np.iinfo(self._dtype).max
         self._shard_starts: list[int] = np.cumsum([0, *(shard.info.num_tokens for shard in shards)]).tolist()
-        # Windows lie in segments: documents, or all there is.
-        self._segment_starts = self._find_documents() if not pack else np.array([0, self._shard_starts[-1]])
-        targets = np.maximum(np.diff(self._segment_starts) - 1, 0)
-        self._first_windows = np.concatenate([[0], np.cumsum(-(-targets // seq_len))])
-        self.num_targets = int(targets.sum())
+        self.num_targets = self._count_targets()
         if self.num_targets:
             self.bytes_per_token = sum(shard.info.num_bytes for shard in shards) / self.num_targets
 
-    def __len__(self) -> int:
-        return int(self._first_windows[-1])
+    def _count_targets(self) -> int:
+        return self._shard_starts[-1] - 1
 
-    def batch(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def __len__(self) -> int:
+        return -(-self.num_targets // self.seq_len)
+
+    def batch(self, indices: NDArray[np.int64]) -> Samples:
         """Return tokens and targets of the samples at `indices`; see `Source.batch`."""
+        return self._windows(indices)
+
+    def _windows(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         indices = np.asarray(indices, dtype=np.int64)
         assert indices.size == 0 or -1 <= indices.min() <= indices.max() < len(self), (indices, len(self))
-        starts, counts = self._find_windows(indices)
-        windows = np.empty((len(indices), self.seq_len + 1), self._dtype)
-        for row, (start, count) in enumerate(zip(starts.tolist(), counts.tolist(), strict=True)):
-            try:
-                self._read(windows[row, : count + 1], start)
-            except ShardError as error:
-                raise ShardError(f"sample {indices[row]} cannot be read: {error}") from error
-            if count < self.seq_len:
-                windows[row, count + 1 :] = self._padding
-        if self._may_be_beyond and windows.max(initial=0) >= self.vocab_size:
-            raise ShardError(self._beyond(windows, indices, starts))
-        tokens, targets = windows[:, :-1].astype(np.int64), windows[:, 1:].astype(np.int64)
-        if np.any(counts < self.seq_len):
-            is_padding = np.arange(self.seq_len) >= counts[:, None]
-            tokens[is_padding], targets[is_padding] = self._padding, IGNORE
+        pieces = [self._pieces_of(index) for index in indices.tolist()]
+        tokens = np.full((len(indices), self.seq_len), self._padding, np.int64)
+        targets = np.full((len(indices), self.seq_len), IGNORE, np.int64)
+        for row, of_row in enumerate(pieces):
+            end = 0
+            for start, count in of_row:
+                found = self._read_piece(int(indices[row]), start, count + 1)
+                tokens[row, end : end + count], targets[row, end : end + count] = found[:-1], found[1:]
+                end += count
         return tokens, targets
 
-    def _beyond(
-        self, windows: NDArray[np.unsignedinteger[Any]], indices: NDArray[np.int64], starts: NDArray[np.int64]
-    ) -> str:
+    def _pieces_of(self, index: int) -> list[tuple[int, int]]:
+        """Return the first token and the number of targets of each piece of a sample; none for index -1."""
+        start = index * self.seq_len
+        return [(start, min(self.seq_len, self._shard_starts[-1] - 1 - start))] if index >= 0 else []
+
+    def _read_piece(self, index: int, start: int, count: int) -> NDArray[np.unsignedinteger[Any]]:
+        """Return `count` tokens of the stream for sample `index`.  Raises ShardError, for an unknown id as well."""
+        found = np.empty(count, self._dtype)
+        try:
+            self._read(found, start)
+        except ShardError as error:
+            raise ShardError(f"sample {index} cannot be read: {error}") from error
+        if self._may_be_beyond and found.max(initial=0) >= self.vocab_size:
+            raise ShardError(self._beyond(found, index, start))
+        return found
+
+    def _beyond(self, found: NDArray[np.unsignedinteger[Any]], index: int, start: int) -> str:
         """Return what to say of the first id that is beyond the vocabulary."""
-        row, position = (int(place) for place in np.argwhere(windows >= self.vocab_size)[0])
-        number, first = self._locate(int(starts[row]) + position)
+        position = int(np.argmax(found >= self.vocab_size))
+        number, first = self._locate(start + position)
         place = f"token {first} of {self._shards[number].path}"
         return (
-            f"sample {indices[row]} holds the id {windows[row, position]}, {place}: "
+            f"sample {index} holds the id {found[position]}, {place}: "
             f"ids must be below {self.vocab_size}, the size of the vocabulary; the shard is damaged, make it again"
         )
-
-    def _find_windows(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the first token and the number of targets of each window; none for index -1."""
-        valid = np.maximum(indices, 0)
-        segments = np.searchsorted(self._first_windows, valid, side="right") - 1
-        starts = self._segment_starts[segments] + (valid - self._first_windows[segments]) * self.seq_len
-        counts = np.minimum(self.seq_len, self._segment_starts[segments + 1] - 1 - starts)
-        return starts, np.where(indices < 0, 0, counts)
 
     @cached_property
     def fingerprint(self) -> Fingerprint:
         """Covers the shards' metadata and the content of some places in each.  Raises ShardError."""
-        content = _sample_content(self._shards)
+        content = sample_content(self._shards)
         return Fingerprint(len(self), len(self._shards), self._shard_starts[-1], content)
 
     def _locate(self, start: int) -> tuple[int, int]:
@@ -242,15 +251,8 @@ class TokenSource(Source):
             shard.read_into(found[filled : filled + count], first)
             filled, number, first = filled + count, number + 1, 0
 
-    def _find_documents(self) -> NDArray[np.int64]:
-        starts = [
-            shard.read_offsets()[:-1] + first
-            for shard, first in zip(self._shards, self._shard_starts[:-1], strict=True)
-        ]
-        return np.concatenate([*starts, self._shard_starts[-1:]])
 
-
-def _sample_content(shards: Sequence[Shard]) -> str:
+def sample_content(shards: Sequence[Shard]) -> str:
     """Return a digest of 64 places, spread over the shards with one in each at least, and of their sizes.
 
     Whatever changes in the middle of a document moves what comes after it, so that one place in each is its end.

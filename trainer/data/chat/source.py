@@ -70,7 +70,7 @@ def _samples(shard: Shard | None, kept: Kept, data: DataSection, encoder: Encode
         return None
     if kept.report.pairs:
         return PairSource(shard, kept.report, data.seq_len, encoder.tokenizer)
-    return ChatSource(shard, kept.report, data.seq_len, data.pack, encoder.tokenizer)
+    return ChatSource(shard, kept.report, data.seq_len, data.arrangement != "apart", encoder.tokenizer)
 
 
 class _Conversations(Source):
