@@ -320,8 +320,8 @@ DEFECTS: list[Defect] = [
         "padding-is-a-target",
         "windows",
         "trainer/data/source.py",
-        "is_padding = np.arange(self.seq_len) >= counts[:, None]",
-        "is_padding = np.arange(self.seq_len) > counts[:, None]",
+        "targets = np.full((len(indices), self.seq_len), IGNORE, np.int64)",
+        "targets = np.full((len(indices), self.seq_len), self._padding, np.int64)",
     ),
     Defect(
         "held-out-by-size",
@@ -715,11 +715,25 @@ DEFECTS: list[Defect] = [
         "return 10**9",
     ),
     Defect(
+        "next-document-is-a-target",
+        "packing",
+        "trainer/data/documents.py",
+        "targets[begins[:, 1:]] = IGNORE",
+        "targets[begins[:, :-1]] = IGNORE",
+    ),
+    Defect(
+        "documents-see-those-before",
+        "documents-apart",
+        "trainer/sequence.py",
+        "self.numbers_BT[:, None, :, None] == self.numbers_BT[:, None, None, :]",
+        "self.numbers_BT[:, None, :, None] >= self.numbers_BT[:, None, None, :]",
+    ),
+    Defect(
         "ids-unchecked",
         "damaged-data",
         "trainer/data/source.py",
-        "if self._may_be_beyond and windows.max(initial=0) >= self.vocab_size:",
-        "if self._may_be_beyond and windows.max(initial=0) > 10**6:",
+        "if self._may_be_beyond and found.max(initial=0) >= self.vocab_size:",
+        "if self._may_be_beyond and found.max(initial=0) > 10**6:",
     ),
 ]
 

@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from trainer.recipes.gpt2.config import GPT2Config
+from trainer.recipes.gpt2.model import GPT2
 
 from tests.ranks import run_ranks, run_tiny
+from tests.test_custom_loops import tiny_config
 from tests.test_data import DOCUMENTS, stream_of, write_shards
 from tests.test_exactness import relative, train_each
-from trainer.config import DataSection
+from trainer import Recipe, Trainer, UserError, load_config, register
+from trainer.config import DataSection, check_config
 from trainer.data import rows
 from trainer.data.loader import EvalLoader, TrainLoader
 from trainer.data.opening import open_source
 from trainer.data.order import sample_at
 from trainer.data.packing import best_fit
 from trainer.data.source import IGNORE
+from trainer.plan.probe import Probe
 
 Pairs = list[tuple[int, int]]
+MASKED, BEST = "data.documents=masked", "data.fit=best"
 
 
 def section(path: str, seq_len: int, documents: Any = "masked", fit: Any = "cut", **more: Any) -> DataSection:
@@ -151,7 +158,78 @@ def test_loaders_hand_borders_on(tmp_path: Path) -> None:
             assert all(np.array_equal(batch[name], expected[name]) for name in expected)
 
 
-MASKED, BEST = "data.documents=masked", "data.fit=best"
+def trainer_on(folder: Path, documents: str) -> Trainer:
+    own = ["data.source=stdlib", "model.vocab_size=257", "data.seq_len=2048", documents, "train.steps=1"]
+    return Trainer(tiny_config(folder, *own))
+
+
+class Ignores(GPT2):
+    """Takes documents, and makes nothing of them."""
+
+    def forward(self, tokens: Any, targets: Any = None, documents: Any = None) -> Any:
+        return super().forward(tokens, targets)
+
+
+class CountsOn(GPT2):
+    """Keeps documents to themselves, but counts through the row."""
+
+    def forward(self, tokens: Any, targets: Any = None, documents: Any = None) -> Any:
+        return super().forward(tokens, targets, torch.arange(tokens.shape[1]), documents)
+
+
+class KnowsNone(GPT2):
+    """Knows nothing of documents."""
+
+    def forward(self, tokens: Any, targets: Any = None) -> Any:
+        return super().forward(tokens, targets)
+
+
+for kind in (Ignores, CountsOn, KnowsNone):
+    register(Recipe(name=f"packing_{kind.__name__}", config=GPT2Config, build=kind, units=["blocks.*"]))
+
+
+@pytest.mark.parametrize("kind", [Ignores, CountsOn, KnowsNone])
+def test_a_model_that_mixes_documents_is_refused(kind: type, tmp_path: Path) -> None:
+    shape = [f"model.name=packing_{kind.__name__}", "model.dim=32", "model.num_heads=2", "model.num_layers=2"]
+    data = ["data.source=stdlib", "data.path=null", "model.vocab_size=257", "data.tokenizer=bytes", "data.seq_len=32"]
+    own = [*shape, *data, MASKED, "run.threads=1", "eval.every=0", "fsdp.param_dtype=float32", f"run.dir={tmp_path}"]
+    trainer = Trainer(load_config("gpt2", own))
+    with pytest.raises(UserError, match=r"data\.documents=masked: .*see each other\n.*data\.documents=apart"):
+        trainer.fit()
+    trainer.close()
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_what_is_attended_to_is_counted(tmp_path: Path) -> None:
+    """In the FLOPs of a token, which mfu goes by, and in the plan: attention alone costs less."""
+    trainer, joined = (trainer_on(tmp_path / end, f"data.documents={end}") for end in ("masked", "joined"))
+    attended = trainer.loader.source.attended  # type: ignore[attr-defined]
+    assert 200 < attended < 2048
+    flops, config = trainer.recipe.flops, trainer.config
+    assert flops is not None
+    assert (
+        joined.flops_per_token == flops(config.model, 2048) > trainer.flops_per_token == flops(config.model, attended)
+    )
+    work = []
+    for each in (config, joined.config):
+        found: Counter[str] = Counter()
+        for event in Probe(each, "cpu").trace(2, "none").events:
+            for kernel, count in event.before.work:
+                found[kernel.kind] += kernel.flops * count
+        work.append(found)
+    assert work[0]["matmul"] == work[1]["matmul"]
+    assert work[0]["attention"] == pytest.approx(work[1]["attention"] * attended / 2048, rel=1e-4)
+    for each in (trainer, joined):
+        each.close()
+
+
+def test_wrong_combinations_are_refused() -> None:
+    for overrides, said in (
+        (["data.pack=false", MASKED], "data.documents=masked: data.pack=false gives"),
+        (["data.documents=apart", BEST], "data.fit=best: with one document"),
+    ):
+        with pytest.raises(UserError, match=said):
+            check_config(load_config("llama_small", overrides), 1, 1)
 
 
 @pytest.mark.slow

@@ -138,7 +138,8 @@ class Recipe:
         a run that is resumed does not need it.
     notes: `notes(config, model)`, phrases for the start block's line on the model; or "package.module:function".
     check: `check(config)`, raises `UserError` for fields that do not fit together (see `setting_error`).
-    flops: `flops(config, seq_len)`, model FLOPs of forward and backward for one token; by default
+    flops: `flops(config, seq_len)`, model FLOPs of forward and backward for one token, where attention spans
+        `seq_len` tokens, a mean for documents that are kept to themselves; by default
         6 x parameters outside embeddings (Kaplan et al. 2020, arXiv:2001.08361).
     hf: how the model is called in Hugging Face's world; without it there is no export to it and no import from it.
     """
@@ -153,7 +154,7 @@ class Recipe:
     weights: Callable[[Any], WeightSource | None] | str | None = None
     notes: Callable[[Any, nn.Module], Sequence[str]] | str | None = None
     check: Callable[[Any], None] | None = None
-    flops: Callable[[Any, int], float] | None = None
+    flops: Callable[[Any, float], float] | None = None
     hf: HuggingFace | None = None
 
     def __post_init__(self) -> None:

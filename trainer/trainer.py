@@ -20,7 +20,7 @@ from trainer.checkpoint.saver import Saver
 from trainer.checkpoint.store import Checkpoints, Settings
 from trainer.config import RunConfig
 from trainer.data.epochs import with_steps
-from trainer.data.loader import Batch, EvalLoader, TrainLoader
+from trainer.data.loader import Batch, EvalLoader, TrainLoader, attended_length
 from trainer.data.opening import open_source
 from trainer.data.transfer import ahead
 from trainer.distributed.ballot import Ballot
@@ -183,7 +183,8 @@ class Trainer:
     @property
     def flops_per_token(self) -> float:
         """Model FLOPs of forward and backward for one token, recomputation not counted."""
-        return flops_per_token(self.recipe, self.config.model, self.model, self.config.data.seq_len)
+        length = attended_length(self.loader) or self.config.data.seq_len
+        return flops_per_token(self.recipe, self.config.model, self.model, length)
 
     # -- the step ------------------------------------------------------------------------------------------------
 

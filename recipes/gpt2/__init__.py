@@ -11,7 +11,7 @@ from trainer.recipes.gpt2.huggingface import HUGGINGFACE
 from trainer.recipe import Recipe, register
 
 
-def flops(config: GPT2Config, seq_len: int) -> float:
+def flops(config: GPT2Config, seq_len: float) -> float:
     """Return model FLOPs of forward and backward for one token: 6 a weight in a matrix, causal attention once."""
     matrices = config.num_layers * 12 * config.dim**2 + config.dim * config.vocab_size
     return 6.0 * (matrices + config.num_layers * config.dim * seq_len)

@@ -23,7 +23,7 @@ def units(model: nn.Module) -> list[str | tuple[str, ...]]:
     return ["tok_embeddings", "layers.*", "head"]
 
 
-def flops(config: LlamaConfig, seq_len: int) -> float:
+def flops(config: LlamaConfig, seq_len: float) -> float:
     """Return model FLOPs of forward and backward for one token: 6 a weight in a matrix, causal attention once.
 
     Chowdhery et al. 2022, arXiv:2204.02311, appendix B; a causal mask halves attention's score matrix.

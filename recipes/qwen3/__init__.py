@@ -20,7 +20,7 @@ def units(model: Any) -> list[str | tuple[str, ...]]:
     return ["tok_embeddings", "layers.*", "head"]
 
 
-def flops(config: Qwen3Config, seq_len: int) -> float:
+def flops(config: Qwen3Config, seq_len: float) -> float:
     """Return model FLOPs of forward and backward for one token: 6 a weight in a matrix, causal attention once."""
     attention = 2 * config.dim * config.head_dim * (config.num_heads + config.num_kv_heads)
     matrices = config.num_layers * (attention + 3 * config.dim * config.ffn_dim) + config.dim * config.vocab_size

@@ -12,7 +12,7 @@ from trainer.recipes.qwen3_moe.huggingface import HUGGINGFACE
 from trainer.recipe import Recipe, register
 
 
-def flops(config: Qwen3MoeConfig, seq_len: int) -> float:
+def flops(config: Qwen3MoeConfig, seq_len: float) -> float:
     """Return model FLOPs of forward and backward for one token: 6 a weight in a matrix that it goes through."""
     attention = 2 * config.dim * config.head_dim * (config.num_heads + config.num_kv_heads)
     experts = config.num_experts * config.dim + 3 * config.num_chosen * config.dim * config.expert_dim

@@ -205,6 +205,11 @@ def _fingerprint_of(source: Source) -> Fingerprint:
         raise UserError(f"the data cannot be read: {error}") from error
 
 
+def attended_length(loader: object) -> float | None:
+    """Return the `attended` of what a loader of this room reads; None of any other."""
+    return loader.source.attended if isinstance(loader, TrainLoader) else None
+
+
 class EvalLoader:
     """This rank's share of the first `num_batches` global batches (0: of all samples), in order; can be repeated.
 

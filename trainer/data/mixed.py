@@ -68,6 +68,14 @@ class MixedSource(Source):
         """Those of the sources, a line each."""
         return "\n".join(f"{name}: {own.sentence}" for name, own in self.sources.items() if own.sentence)
 
+    @property
+    def attended(self) -> float | None:  # type: ignore[override]
+        """The mean of the sources', by their sizes; None where one has none."""
+        of_each = [source.attended for source in self.sources.values()]
+        sizes = [len(source) for source in self.sources.values()]
+        known = [length * size for length, size in zip(of_each, sizes, strict=True) if length is not None]
+        return sum(known) / sum(sizes) if len(known) == len(sizes) else None
+
     @cached_property
     def fingerprint(self) -> Fingerprint:
         """Those of the sources, and what they amount to together."""

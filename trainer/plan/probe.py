@@ -8,17 +8,20 @@ and any resharding without running the model again.  Knows no model by name, no 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 
 import torch
 from torch import nn
 
 from trainer.config import RunConfig
+from trainer.data.opening import open_source
 from trainer.errors import UserError, setting_error
 from trainer.loss import find_loss
 from trainer.model.fake import without_values
@@ -46,8 +49,16 @@ class Probe:
     @property
     def flops_per_token(self) -> float:
         """Model FLOPs of forward and backward for one token, recomputation not counted."""
-        config = self.config
-        return flops_per_token(config.recipe, config.model, self._model, config.data.seq_len)
+        return flops_per_token(self.config.recipe, self.config.model, self._model, self._attended)
+
+    @cached_property
+    def _attended(self) -> float:
+        """How many tokens attention spans: what the data say, or where they are not to be had all of a sequence."""
+        data, length = self.config.data, None
+        if data.arrangement == "masked":
+            with contextlib.suppress(UserError):
+                length = open_source(data, self.config.vocab_size, "train").attended
+        return length or data.seq_len
 
     def trace(self, micro_batch_size: int, checkpointing: int | str) -> Trace:
         """Return the trace with units as `fsdp.wrap` says.
@@ -74,7 +85,9 @@ class Probe:
 
     def _run(self, micro_batch_size: int, checkpointing: int | str, shortens: bool) -> Trace:
         model = copy.deepcopy(self._model)
-        return _trace(model, self.config, micro_batch_size, checkpointing, self.device_type, shortens)
+        made = _trace(model, self.config, micro_batch_size, checkpointing, self.device_type, shortens)
+        # Whole rows were attended to, in kernels that hold no more for it.
+        return made.with_attention(self._attended / self.config.data.seq_len)
 
 
 def _trace(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from trainer.plan.kernels import Work
@@ -79,6 +79,14 @@ class Segment:
             tuple(work.items()),
         )
 
+    def with_attention(self, share: float) -> Segment:
+        """Return the segment with this share of attention's operations."""
+        work = Counter[Work]()
+        for kernel, count in self.work:
+            flops = round(kernel.flops * share) if kernel.kind == "attention" else kernel.flops
+            work[kernel._replace(flops=flops)] += count
+        return replace(self, work=tuple(work.items()))
+
 
 @dataclass(frozen=True)
 class Event:
@@ -103,3 +111,10 @@ class Trace:
     @property
     def root(self) -> int:
         return len(self.units) - 1
+
+    def with_attention(self, share: float) -> Trace:
+        """Return the trace of rows whose documents are kept to themselves: this share of attention is left."""
+        if share == 1.0:
+            return self
+        events = (replace(event, before=event.before.with_attention(share)) for event in self.events)
+        return replace(self, events=tuple(events))
