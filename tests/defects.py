@@ -320,8 +320,8 @@ DEFECTS: list[Defect] = [
         "padding-is-a-target",
         "windows",
         "trainer/data/source.py",
-        "targets = np.full((len(indices), self.seq_len), IGNORE, np.int64)",
-        "targets = np.full((len(indices), self.seq_len), self._padding, np.int64)",
+        "tokens[row, end:], targets[row, end:] = self._padding, IGNORE",
+        "tokens[row, end:], targets[row, end:] = self._padding, self._padding",
     ),
     Defect(
         "held-out-by-size",

@@ -194,14 +194,14 @@ class TokenSource(Source):
         indices = np.asarray(indices, dtype=np.int64)
         assert indices.size == 0 or -1 <= indices.min() <= indices.max() < len(self), (indices, len(self))
         pieces = [self._pieces_of(index) for index in indices.tolist()]
-        tokens = np.full((len(indices), self.seq_len), self._padding, np.int64)
-        targets = np.full((len(indices), self.seq_len), IGNORE, np.int64)
+        tokens, targets = (np.empty((len(indices), self.seq_len), np.int64) for _ in range(2))
         for row, of_row in enumerate(pieces):
             end = 0
             for start, count in of_row:
                 found = self._read_piece(int(indices[row]), start, count + 1)
                 tokens[row, end : end + count], targets[row, end : end + count] = found[:-1], found[1:]
                 end += count
+            tokens[row, end:], targets[row, end:] = self._padding, IGNORE
         return tokens, targets
 
     def _pieces_of(self, index: int) -> list[tuple[int, int]]:

@@ -16,8 +16,8 @@ from trainer.recipe import Recipe
 def flops_per_token(recipe: Recipe, model_config: Any, model: nn.Module, seq_len: float) -> float:
     """Return the model FLOPs of forward and backward for one token: 6 for each weight in a matrix, and attention's.
 
-    What a recipe says is of its own model: adapters come on top.  seq_len: how many tokens attention spans; of documents
-    kept to themselves the mean of the lengths that the tokens' documents have, no whole number as a rule.
+    What a recipe says is of its own model: adapters come on top.  seq_len: how many tokens attention spans; of
+    documents kept to themselves the mean of the lengths that the tokens' documents have, no whole number as a rule.
 
     A frozen weight has no gradient, so it costs 4; what lies below the first trained parameter is not gone back to, so
     it costs 2 a weight, and a third of its attention.  Below is what comes first in the order of `model.parameters()`.
