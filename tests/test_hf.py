@@ -19,6 +19,7 @@ from trainer import Source, Trainer, TrainLoader, UserError, load_config, load_w
 from trainer.config import MeshShape
 from trainer.export import command_line as export
 from trainer.generate import Writer
+from trainer.model.materialize import materialize
 from trainer.model.sample import GREEDY, write
 from trainer.plan.machine import find_machine
 from trainer.plan.plan import make_plan
@@ -279,6 +280,26 @@ def fresh_weights(folder: Path, kind: str, out: Path) -> dict[str, torch.Tensor]
     return whole
 
 
+def test_what_is_not_the_librarys_fills_itself(folders: Any) -> None:
+    """Such as the parts of an adapter."""
+
+    class Added(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.empty(3))
+
+        def reset_parameters(self) -> None:
+            torch.nn.init.constant_(self.weight, 5.0)
+
+    recipe = find_recipe("hf")
+    with torch.device("meta"):
+        model = recipe.build_model(config_of(folders("llama")))
+        model.model.layers[0].added = Added()  # type: ignore[union-attr, index]
+    materialize(model, 0, torch.device("cpu"), recipe.init)
+    assert model.model.layers[0].added.weight.eq(5.0).all()  # type: ignore[union-attr, index]
+    assert model.lm_head.weight.std().item() == pytest.approx(0.02, rel=0.1)  # type: ignore[union-attr, operator]
+
+
 @pytest.mark.slow
 def test_fresh_weights_are_drawn_as_the_library_does_alike_on_any_mesh(folders: Any, tmp_path: Path) -> None:
     """GPT-2's projections back into the residual stream are drawn a second time, by the block that they are in."""
@@ -424,5 +445,6 @@ def test_flops_count_the_experts_that_a_token_goes_to(folders: Any) -> None:
     assert recipe.flops is not None
     attention, expert, scores = 48 * 16 * (2 * 4 + 2 * 2), 3 * 48 * 32, 2 * (4 * 16) * 32 / 2
     assert recipe.flops(config, 32) == 6 * (2 * (attention + 2 * expert + 48 * 4 + scores) + 48 * 257)
+    assert recipe.flops(config_of(folders("mamba")), 32) > 0, "it has no attention"
     windowed = config_of(folders("mistral"))
     assert recipe.flops(windowed, 64) - recipe.flops(windowed, 16) == 6 * 2 * 2 * 48 * ((16 - 16**2 / 128) - 8)

@@ -43,8 +43,12 @@ def init(module: nn.Module, name: str, model: Any) -> None:
     """Fill what `module` owns itself as the library does, all else of the model left as it is.
 
     The library fills a module after those inside it, some of whose weights it draws once more: GPT-2's projections
-    back into the residual stream.  So those that `module` is in are asked too, from the inside out.
+    back into the residual stream.  So those that `module` is in are asked too, from the inside out.  A module that is
+    neither the library's nor torch's, such as a part of an adapter, fills itself.
     """
+    if not any(kind.__module__.startswith(("transformers.", "torch.nn.modules.")) for kind in _kinds(module)):
+        module.reset_parameters()  # type: ignore[operator]
+        return
     own = {id(parameter) for parameter in module.parameters(recurse=False)}
     for parameter in model.parameters():
         if id(parameter) not in own:
@@ -57,8 +61,12 @@ def init(module: nn.Module, name: str, model: Any) -> None:
             owner._init_weights(path[depth])
 
 
+def _kinds(module: nn.Module) -> list[type]:
+    return [kind for kind in type(module).__mro__ if kind is not nn.Module]
+
+
 def notes(config: HfConfig, model: Any) -> list[str]:
-    """Return what the start block says of the model: its class, its folder, what its loss is, what is left out."""
+    """Return what the start block says of the model: its class, what its loss is, what is left out."""
     found = [f"{architecture(config)} of transformers {transformers.__version__}"]
     if config.fresh:
         found.append("fresh weights")
@@ -100,8 +108,8 @@ def _work(content: str) -> tuple[float, list[tuple[int, int | None]]]:
             matrices += parameter.numel() * min(1.0, getattr(text, "num_experts_per_tok", 1) / parameter.shape[0])
         elif parameter.ndim == 2 and (parameter is not table or parameter is head):
             matrices += parameter.numel()
-    heads = text.num_attention_heads
-    width = heads * (getattr(text, "head_dim", None) or text.hidden_size // heads)
+    heads = getattr(text, "num_attention_heads", 0)
+    width = heads * (getattr(text, "head_dim", None) or text.hidden_size // max(1, heads))
     window = getattr(text, "sliding_window", None)
     kinds = getattr(text, "layer_types", None) or ["sliding" if window else "full"] * text.num_hidden_layers
     windows = {"full": None, "full_attention": None, "sliding": window, "sliding_attention": window}

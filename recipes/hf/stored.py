@@ -21,6 +21,8 @@ from trainer.recipes.hf.config import HfConfig
 from trainer.recipes.hf.model import build
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
     PrefixChange,
     WeightConverter,
     WeightRenaming,
@@ -30,6 +32,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
+from trainer.errors import setting_error
 from trainer.recipe import WeightSource
 from trainer.weights.access import find_weights
 from trainer.weights.huggingface import SafetensorsFolder
@@ -120,9 +123,9 @@ class _Conversion:
     def keeps_rows(self) -> bool:
         """Whether row n of what it makes is made of the n-th of its inputs alone, as an expert is."""
         first, *others = self.converter.operations
-        if type(first).__name__ != "MergeModulelist" or first.dim != 0:
+        if not isinstance(first, MergeModulelist) or first.dim != 0:
             return False
-        return all(type(other).__name__ == "Concatenate" and other.dim > 0 for other in others)
+        return all(isinstance(other, Concatenate) and other.dim > 0 for other in others)
 
 
 class _Made:
@@ -132,6 +135,7 @@ class _Made:
         """`renamings` are applied to what conversions make."""
         self.description = source.description
         self._model, self._source, self._renamings = model, source, renamings
+        self._shapes, self._dtypes = source.shapes, source.dtypes
         self._renamed: dict[str, str] = {}
         self._conversions: dict[str, _Conversion] = {}
         self._last: tuple[str, dict[str, torch.Tensor]] = ("", {})
@@ -151,23 +155,26 @@ class _Made:
         """Each converted tensor's conversion and shape, found without values."""
         found: dict[str, tuple[_Conversion, tuple[int, ...]]] = {}
         for conversion in self._conversions.values():
-            for name, tensor in self._run(conversion, lambda name: self._nowhere(name)).items():
-                found[name] = conversion, tuple(tensor.shape)
+            try:
+                made = self._run(conversion, self._nowhere)
+            except (RuntimeError, ValueError) as error:
+                what = f"{conversion.target} cannot be made of its parts ({error})"
+                raise setting_error("model.path", self.description, what) from error
+            found |= {name: (conversion, tuple(tensor.shape)) for name, tensor in made.items()}
         return found
 
     @cached_property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """The shape of each tensor."""
-        renamed = {new: self._source.shapes[name] for new, name in self._renamed.items()}
+        renamed = {new: self._shapes[name] for new, name in self._renamed.items()}
         return renamed | {name: shape for name, (_, shape) in self._results.items()}
 
     @cached_property
     def dtypes(self) -> Mapping[str, torch.dtype]:
         """The dtype of each tensor."""
-        dtypes = self._source.dtypes
-        renamed = {new: dtypes[name] for new, name in self._renamed.items()}
+        renamed = {new: self._dtypes[name] for new, name in self._renamed.items()}
         first = {name: next(iter(made.inputs.values()))[0] for name, (made, _) in self._results.items()}
-        return renamed | {name: dtypes[given] for name, given in first.items()}
+        return renamed | {name: self._dtypes[given] for name, given in first.items()}
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Return rows [start, stop) of a tensor, or all of it.
@@ -192,7 +199,7 @@ class _Made:
         return tensor[start:stop] if tensor.ndim else tensor
 
     def _nowhere(self, name: str) -> torch.Tensor:
-        return torch.empty(self._source.shapes[name], dtype=self._source.dtypes[name], device="meta")
+        return torch.empty(self._shapes[name], dtype=self._dtypes[name], device="meta")
 
     def _run(self, conversion: _Conversion, read: Any) -> dict[str, torch.Tensor]:
         converter = copy.deepcopy(conversion.converter)
