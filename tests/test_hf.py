@@ -291,9 +291,9 @@ def test_what_is_not_the_librarys_fills_itself(folders: Any) -> None:
         def reset_parameters(self) -> None:
             torch.nn.init.constant_(self.weight, 5.0)
 
-    recipe = find_recipe("hf")
+    recipe, config = find_recipe("hf"), config_of(folders("llama"))
     with torch.device("meta"):
-        model = recipe.build_model(config_of(folders("llama")))
+        model = recipe.build_model(config)
         model.model.layers[0].added = Added()  # type: ignore[union-attr, index]
     materialize(model, 0, torch.device("cpu"), recipe.init)
     assert model.model.layers[0].added.weight.eq(5.0).all()  # type: ignore[union-attr, index]
