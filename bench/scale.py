@@ -199,6 +199,7 @@ def build_alone(config: RunConfig, device: str) -> tuple[Update, list[float]]:
     """
     import torch
 
+    from trainer.config.needs import compiles_blocks
     from trainer.loss import find_loss
     from trainer.model.materialize import materialize
     from trainer.model.network import apply_weights_dtype
@@ -208,7 +209,7 @@ def build_alone(config: RunConfig, device: str) -> tuple[Update, list[float]]:
         model = config.recipe.build_model(config.model)
     apply_weights_dtype(model, config.fsdp.param_dtype)
     materialize(model, config.run.seed, torch.device(device), config.recipe.init, False)
-    for block in find_blocks(model, config.recipe) if config.train.compile else ():
+    for block in find_blocks(model, config.recipe) if compiles_blocks(config.train.compile, device) else ():
         block.compile(fullgraph=True)
     loss = find_loss(model)
     marks: list[float] = []

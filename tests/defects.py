@@ -93,8 +93,8 @@ DEFECTS: list[Defect] = [
         "compiler-not-looked-for",
         "needs",
         "trainer/config/needs.py",
-        "    if config.train.compile:",
-        '    if config.train.compile and device_type == "cuda":',
+        "    if config.train.compile is True:",
+        '    if config.train.compile is True and device_type == "cuda":',
     ),
     Defect(
         "advice-scrolled-away",

@@ -32,6 +32,7 @@ from trainer.config import (
     recipe_files,
     type_name,
 )
+from trainer.config.needs import compiles_blocks
 from trainer.recipe import find_recipe
 
 RECIPES = sorted(name for name, path in recipe_files().items() if "name: auto" not in path.read_text())
@@ -530,3 +531,26 @@ def test_another_model_on_the_command_line_starts_from_its_own_defaults() -> Non
     config = load_config("llama_small", ["model.name=gpt2", "model.num_layers=2"])
     assert (config.model.dim, config.model.num_layers, config.model.vocab_size) == (768, 2, 50257)
     assert load_config("llama_small", ["model.name=llama"]) == load_config("llama_small")
+
+
+@pytest.mark.parametrize(
+    ("setting", "device_type", "has_compiler", "expected"),
+    [
+        ("auto", "cuda", True, True),
+        ("auto", "cuda", False, False),
+        ("auto", "cpu", True, False),
+        ("true", "cpu", True, True),
+        ("false", "cuda", True, False),
+    ],
+)
+def test_blocks_are_compiled_where_that_pays(
+    setting: str, device_type: str, has_compiler: bool, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.config.needs.can_compile", lambda device_type: has_compiler)
+    config = load_config("llama_small", [f"train.compile={setting}"])
+    assert compiles_blocks(config.train.compile, device_type) is expected
+
+
+def test_what_train_compile_may_be() -> None:
+    with pytest.raises(UserError, match=r"train\.compile=blocks: must be one of true, false, auto"):
+        check_config(load_config("llama_small", ["train.compile=blocks"]), 1, 1)

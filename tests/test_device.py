@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import threading
+from types import SimpleNamespace
 
 import pytest
+import torch
 from torch.distributed import HashStore
 
 from trainer import UserError
-from trainer.distributed.device import choose_gpu, claim
+from trainer.checkpoint.tensors import Staging
+from trainer.distributed.device import add_in_order, choose_gpu, claim
 from trainer.distributed.environment import Environment
 from trainer.distributed.rendezvous import begin_together
 
@@ -92,3 +96,37 @@ def test_what_one_rank_has_found_all_raise() -> None:
     assert sorted(found) == [0, 1, 2]
     assert len({*found.values()}) == 1
     assert "nproc=2: this node has 1 GPU, one for each rank; ranks " in found[0]
+
+
+def test_kernels_that_add_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    try:
+        add_in_order()
+        assert torch.are_deterministic_algorithms_enabled()
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        torch.utils.deterministic.fill_uninitialized_memory = before[1]
+        monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+
+
+def test_memory_that_cannot_be_page_locked(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is used all the same, said once, and never unlocked."""
+    locked: list[int] = []
+
+    def lock(*_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    cudart = SimpleNamespace(cudaHostRegister=lock, cudaHostUnregister=locked.append)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    monkeypatch.setattr("trainer.checkpoint.tensors.torch.zeros", lambda *_, device: None)
+    staging = Staging(torch.device("cuda"))
+    assert staging._room_for({"w": torch.ones(100)}).nbytes >= 400
+    assert "cannot be page-locked (out of memory)" in capsys.readouterr().err
+    cudart.cudaHostRegister = lambda *_: 0
+    monkeypatch.setattr(torch.cuda, "check_error", lambda code: None)
+    assert staging._room_for({"w": torch.ones(200)}).nbytes >= 800
+    assert not locked
+    staging._unlock()
+    assert len(locked) == 1

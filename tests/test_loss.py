@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import trainer.loss
 from trainer.loss import IGNORE, count_targets, cross_entropy, find_loss, linear_cross_entropy
 
 NUM_ROWS, WIDTH, VOCAB = 24, 8, 50
@@ -261,3 +262,41 @@ def test_logits_in_bf16_are_summed_in_fp32() -> None:
     expected = F.cross_entropy(logits.double().flatten(0, 1), targets.flatten(), reduction="sum")
     assert loss.dtype == torch.float32
     assert error(loss, expected) < 1e-6
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# As on a GPU
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_compiled_for_a_gpu_computes_the_same(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The functions that become its kernels, as they stand: with targets that do not count, and by rows."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(2, 30, 16, generator=generator).to(dtype).requires_grad_()
+    weight = torch.randn(50, 16, generator=generator).to(dtype).requires_grad_()
+    targets = torch.randint(50, (2, 30), generator=generator).where(
+        torch.rand(2, 30, generator=generator) > 0.2, IGNORE
+    )
+
+    def results() -> list[torch.Tensor]:
+        found = []
+        for loss in (
+            linear_cross_entropy(hidden, weight, targets, 16 * 200),
+            (linear_cross_entropy(hidden, weight, targets, 16 * 200, "row") * torch.tensor([1.0, 3.0])).sum(),
+        ):
+            found += [loss.detach(), *torch.autograd.grad(loss, (hidden, weight))]
+        return found
+
+    expected = results()
+    made: list[object] = []
+
+    def chunk(*arguments: torch.Tensor) -> trainer.loss._FusedChunk:
+        made.append(None)
+        return trainer.loss._FusedChunk(*arguments)
+
+    monkeypatch.setattr("trainer.loss._chunk", chunk)
+    monkeypatch.setattr("trainer.loss._compiled", lambda function: function)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2  # two roundings to 8 bits, each of up to 1/256
+    for ours, theirs in zip(results(), expected, strict=True):
+        assert (ours.float() - theirs.float()).norm() <= tolerance * theirs.float().norm()
+    assert len(made) > 6

@@ -57,6 +57,7 @@ PRIVATE: dict[str, Callable[[], object]] = {
     "_execution_engine": lambda: callable(torch.autograd.Variable._execution_engine.queue_callback),
     "_is_profiler_enabled": lambda: torch.autograd.profiler._is_profiler_enabled is False,
     "_dump_snapshot": lambda: _takes(torch.cuda.memory._dump_snapshot, "filename"),
+    "_set_allocator_settings": lambda: _takes(torch.cuda.memory._set_allocator_settings, "env"),
     "_record_memory_history": lambda: _takes(torch.cuda.memory._record_memory_history, "enabled"),
     # distributed
     "torch._C._distributed_c10d": lambda: torch._C._distributed_c10d,

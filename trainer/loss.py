@@ -11,12 +11,15 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cache
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
+
+from trainer.config.needs import can_compile
 
 IGNORE = -100
 """Target that does not count (PyTorch's default `ignore_index`)."""
@@ -34,7 +37,7 @@ _plans_for_a_gpu = ContextVar("plans_for_a_gpu", default=False)
 
 @contextmanager
 def as_on_a_gpu() -> Iterator[None]:
-    """Work in a GPU's chunks, wherever the tensors are: for a plan, whose tensors are nowhere."""
+    """Work in a GPU's chunks and kernels, wherever the tensors are: for a plan, whose tensors are nowhere."""
     token = _plans_for_a_gpu.set(True)
     try:
         yield
@@ -132,6 +135,67 @@ class _Chunk:
         return torch.mul(probs_nV, scale_n1.where(self._counts_n1, 0.0), out=grad_nV)
 
 
+class _FusedChunk:
+    """The same in three compiled kernels, each of which goes over the logits once, in their own dtype."""
+
+    def __init__(self, hidden_nD: torch.Tensor, weight_VD: torch.Tensor, targets_n: torch.Tensor) -> None:
+        self._logits_nV, self._targets_n = hidden_nD @ weight_VD.T, targets_n
+        self._losses_n, self._logsumexp_n = _compiled(_losses)(self._logits_nV, targets_n)
+
+    def losses(self) -> torch.Tensor:
+        return self._losses_n
+
+    def take_gradient(self, scale_n1: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        _compiled(_put_gradient)(self._logits_nV, self._logsumexp_n, self._targets_n, scale_n1)
+        return self._logits_nV.to(dtype)
+
+
+class _PlannedChunk(_FusedChunk):
+    """The same without values: what it keeps, and what its kernels read and write."""
+
+    def __init__(self, hidden_nD: torch.Tensor, weight_VD: torch.Tensor, targets_n: torch.Tensor) -> None:
+        self._logits_nV = hidden_nD @ weight_VD.T
+        self._losses_n = self._logits_nV.sum(1, dtype=torch.float32)
+
+    def take_gradient(self, scale_n1: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return self._logits_nV.zero_().to(dtype)
+
+
+def _losses(logits_nV: torch.Tensor, targets_n: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the loss and the log of the sum of exponentials of each row, (n,) in fp32."""
+    values_nV, counts_n = logits_nV.float(), targets_n != IGNORE
+    logsumexp_n = values_nV.logsumexp(1)
+    picked_n = values_nV.gather(1, targets_n.where(counts_n, 0).unsqueeze(1)).squeeze(1)
+    return (logsumexp_n - picked_n).where(counts_n, 0.0), logsumexp_n
+
+
+def _put_gradient(
+    logits_nV: torch.Tensor, logsumexp_n: torch.Tensor, targets_n: torch.Tensor, scale_n1: torch.Tensor
+) -> None:
+    """Put the gradient of the losses, times `scale_n1`, in the place of the logits."""
+    places_V, targets_n1 = torch.arange(logits_nV.shape[1], device=logits_nV.device), targets_n.unsqueeze(1)
+    probs_nV = (logits_nV.float() - logsumexp_n.unsqueeze(1)).exp()
+    grad_nV = (probs_nV - (places_V == targets_n1).float()) * scale_n1.where(targets_n1 != IGNORE, 0.0)
+    logits_nV.copy_(grad_nV)
+
+
+@cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function compiled, as long as its first shape is the only one for that shape, then for any."""
+    compiled: Callable[..., Any] = torch.compile(function, fullgraph=True)
+    return compiled
+
+
+def _chunk(hidden_nD: torch.Tensor, weight_VD: torch.Tensor, targets_n: torch.Tensor) -> _Chunk | _FusedChunk:
+    """Return a chunk as it is best made where the weight lies: compiled on a GPU, if there is a compiler."""
+    kind: type[_Chunk | _FusedChunk] = _Chunk
+    if _plans_for_a_gpu.get():
+        kind = _PlannedChunk
+    elif weight_VD.device.type == "cuda" and can_compile("cuda"):
+        kind = _FusedChunk
+    return kind(hidden_nD, weight_VD, targets_n)
+
+
 class _Gradients:
     """The gradients of hidden states and weight, from chunk to chunk; None for what needs none."""
 
@@ -167,7 +231,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         total, one = hidden_ND.new_zeros((), dtype=torch.float32), hidden_ND.new_ones((), dtype=torch.float32)
         for start in range(0, hidden_ND.shape[0], rows):
             hidden_nD = hidden_ND[start : start + rows]
-            chunk = _Chunk(hidden_nD, weight_VD, targets_N[start : start + rows])
+            chunk = _chunk(hidden_nD, weight_VD, targets_N[start : start + rows])
             losses_n = chunk.losses()
             total += losses_n.sum()
             if notes is not None:
@@ -201,7 +265,7 @@ class _LinearCrossEntropyOfTokens(torch.autograd.Function):
         losses_N = hidden_ND.new_empty(targets_N.shape, dtype=torch.float32)
         for start in range(0, hidden_ND.shape[0], rows):
             part = slice(start, start + rows)
-            losses_N[part] = _Chunk(hidden_ND[part], weight_VD, targets_N[part]).losses()
+            losses_N[part] = _chunk(hidden_ND[part], weight_VD, targets_N[part]).losses()
         return losses_N
 
     @staticmethod
@@ -211,7 +275,7 @@ class _LinearCrossEntropyOfTokens(torch.autograd.Function):
         gradients = _Gradients(hidden_ND, *ctx.needs_input_grad[:2])
         for start in range(0, hidden_ND.shape[0], ctx.rows):
             part = slice(start, start + ctx.rows)
-            chunk = _Chunk(hidden_ND[part], weight_VD, targets_N[part])
+            chunk = _chunk(hidden_ND[part], weight_VD, targets_N[part])
             grad_nV = chunk.take_gradient(grad_outputs[0][part].unsqueeze(1), hidden_ND.dtype)
             gradients.add(grad_nV, hidden_ND[part], weight_VD, start)
         grad_weight_VD = None if gradients.weight_VD is None else gradients.weight_VD.to(weight_VD.dtype)

@@ -10,6 +10,7 @@ would otherwise gather and compare some hundred thousand items for every save.
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,6 +25,7 @@ from trainer.checkpoint.blocks import BlockReader, Blocks, BlockWriter, Damaged
 from trainer.checkpoint.layout import Box, Chunk, Layout, Part, Planned, Stored, Tensors, Written
 from trainer.checkpoint.place import Place
 from trainer.distributed.channel import Channel
+from trainer.errors import say
 from trainer.model.parameters import local
 
 
@@ -74,7 +76,7 @@ class Staging:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._buffer = np.empty(0, dtype=np.uint8)
+        self._buffer, self._is_locked = np.empty(0, dtype=np.uint8), False
 
     def copy(self, tensors: Tensors, boxes: Iterable[Box]) -> dict[str, torch.Tensor]:
         """Return copies, on the CPU, of this rank's parts of the tensors that `boxes` name.  Earlier ones are lost."""
@@ -94,13 +96,27 @@ class Staging:
             self._buffer = np.empty(0, dtype=np.uint8)  # before the larger one is there
             self._buffer = np.zeros(needed, dtype=np.uint8)
             if self._device.type == "cuda":
-                # Registered rather than allocated by torch, which would round up to a power of two.
-                cudart: Any = torch.cuda.cudart()
-                torch.cuda.check_error(cudart.cudaHostRegister(self._buffer.ctypes.data, self._buffer.nbytes, 0))
+                self._is_locked = self._lock()
         return self._buffer
 
+    def _lock(self) -> bool:
+        """Register the buffer, rather than have torch allocate one, which would round up to a power of two."""
+        cudart: Any = torch.cuda.cudart()
+        try:
+            torch.cuda.check_error(cudart.cudaHostRegister(self._buffer.ctypes.data, self._buffer.nbytes, 0))
+        except RuntimeError as error:
+            with contextlib.suppress(RuntimeError):
+                torch.zeros(1, device=self._device)  # CUDA keeps its last error for the next kernel to report: this one
+            say(
+                f"warning: {self._buffer.nbytes / 2**30:.2f} GiB of host memory cannot be page-locked "
+                f"({str(error).splitlines()[0]}): training stands still for longer while it is copied for a save"
+            )
+            return False
+        return True
+
     def _unlock(self) -> None:
-        if self._device.type == "cuda" and self._buffer.nbytes:
+        if self._is_locked:
+            self._is_locked = False
             cudart: Any = torch.cuda.cudart()
             torch.cuda.check_error(cudart.cudaHostUnregister(self._buffer.ctypes.data))
 

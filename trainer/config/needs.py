@@ -5,6 +5,7 @@ Looked for before anything is built, so that what is missing is one message.  Im
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import shlex
@@ -12,7 +13,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from trainer.config.schema import RunConfig
+from trainer.config.schema import AUTO, RunConfig
 from trainer.errors import setting_error
 
 
@@ -22,7 +23,7 @@ def check_needs(config: RunConfig, device_type: str) -> None:
         rule = "TensorBoard is not installed"
         raise setting_error("log.tensorboard", True, rule, fix="pip install 'meshtrainer[tensorboard]', or false")
     check_float8_installed(config.train.float8)
-    if config.train.compile:
+    if config.train.compile is True:
         _check_compilers("train.compile", True, device_type, "train.compile=false")
     for key, dtype in (
         ("train.weights_dtype", config.train.weights_dtype),
@@ -49,22 +50,38 @@ def likely_device(asked: str) -> str:
     return "cuda" if has_gpu and visible not in ("", "-1") else "cpu"
 
 
+@functools.cache
+def can_compile(device_type: str) -> bool:
+    """Return whether torch.compile finds what it makes kernels with: Triton on a GPU, C++ on a CPU."""
+    return not any(_missing_compiler(device_type))
+
+
+def compiles_blocks(setting: bool | str, device_type: str) -> bool:
+    """Return whether blocks are compiled under `train.compile`, on a device of type `cpu` or `cuda`."""
+    return setting is True or (setting == AUTO and device_type == "cuda" and can_compile("cuda"))
+
+
 def _check_compilers(key: str, value: object, device_type: str, instead: str) -> None:
-    """Raise UserError unless torch.compile finds what it makes kernels with: Triton on a GPU, C++ on a CPU."""
+    """Raise UserError unless torch.compile finds what it makes kernels with."""
+    rule, fix = _missing_compiler(device_type)
+    if rule:
+        raise setting_error(key, value, rule, fix=f"{fix}, or {instead}")
+
+
+def _missing_compiler(device_type: str) -> tuple[str, str]:
+    """Return what is missing to make kernels with, as a rule that is broken, and what to do; empty if nothing is."""
     if device_type == "cuda" and not _is_installed("triton"):
-        rule = "needs Triton, which comes with torch's CUDA builds"
-        raise setting_error(key, value, rule, fix=f"pip install triton, or {instead}")
+        return "needs Triton, which comes with torch's CUDA builds", "pip install triton"
     language, variable, known = (
         ("C", "CC", ("gcc", "clang"))
         if device_type == "cuda"
         else ("C++", "CXX", ("clang++",) if sys.platform == "darwin" else ("g++",))
     )
-    asked = shlex.split(os.environ.get(variable, ""))[:1]
-    names = asked or known
-    if not any(shutil.which(name) for name in names):
-        rule = f"needs a {language} compiler, and {' and '.join(names)} {'are' if len(names) > 1 else 'is'} not on PATH"
-        fix = f"install one (apt install g++), name it in {variable}, or {instead}"
-        raise setting_error(key, value, rule, fix=fix)
+    names = shlex.split(os.environ.get(variable, ""))[:1] or known
+    if any(shutil.which(name) for name in names):
+        return "", ""
+    rule = f"needs a {language} compiler, and {' and '.join(names)} {'are' if len(names) > 1 else 'is'} not on PATH"
+    return rule, f"install one (apt install g++), name it in {variable}"
 
 
 def _is_installed(library: str) -> bool:

@@ -33,6 +33,7 @@ def check_config(config: RunConfig, world_size: int, local_world_size: int) -> M
     """
     shape = find_mesh_shape(config.mesh, world_size, local_world_size)
     _check_batch(config, shape)
+    _check_compile(config.train.compile)
     _check_reshard(config, shape)
     _check_forms(config)
     _check_data(config)
@@ -40,6 +41,11 @@ def check_config(config: RunConfig, world_size: int, local_world_size: int) -> M
     if config.recipe.check is not None:
         config.recipe.check(config.model)
     return shape
+
+
+def _check_compile(setting: object) -> None:
+    if not isinstance(setting, bool) and setting != AUTO:
+        raise choice_error("train.compile", setting, [True, False, AUTO])
 
 
 def _check_batch(config: RunConfig, shape: MeshShape) -> None:

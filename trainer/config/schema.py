@@ -40,6 +40,9 @@ class RunSection:
         "where to train; auto: cuda where there is a GPU",
         aliases=dict.fromkeys(("gpu", "nvidia", "rocm", "hip", "cuda:0"), "cuda"),
     )
+    deterministic: bool = declare(
+        False, "the same bits in every run on a GPU, too, where some kernels add in any order: slower ones are used"
+    )
     threads: int = declare(
         0, "CPU threads of each rank; 0: an equal share of this process's cores", at_least=0, at_most=1024
     )
@@ -90,8 +93,8 @@ class FsdpSection:
     wrap: str = declare("block", "units: block (the recipe's), size:<parameters>, or package.module:function")
     reshard_after_forward: int | str | list[int | str] = declare(
         "default",
-        "default (units reshard, root does not), always, never, a number of ranks to reshard to, a list with one of "
-        "always, never, a number for each unit in the order of the forward pass, or auto (the planner's choice)",
+        "default (all but the last unit and the root reshard), always, never, a number of ranks to reshard to, a list "
+        "with always, never or a number for each unit in the order of the forward pass, or auto (the planner's choice)",
         aliases={"true": "always", "false": "never"},
     )
     param_dtype: Literal["float32", "bfloat16", "auto"] = declare(
@@ -254,7 +257,9 @@ class TrainSection:
         "none, full, selective (keeps matmuls and attention), budget:<share> (keeps of these what costs most, up to "
         "this share of a block's activations), n: every n-th block in full, or auto",
     )
-    compile: bool = declare(False, "torch.compile each block")
+    compile: bool | str = declare(
+        AUTO, "torch.compile each block; auto: on a GPU where there is what kernels are made with, and not on a CPU"
+    )
     float8: Literal["none", "tensorwise", "rowwise"] = declare(
         "none",
         "matrix products of the blocks' linear layers in float8, scaled by the tensor or, finer, by the row; needs "

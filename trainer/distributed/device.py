@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping
 
 import torch
 from torch.distributed import Store
 
-from trainer.distributed.environment import Environment
-from trainer.errors import UserError, setting_error
+from trainer.distributed.environment import EXPANDABLE, Environment
+from trainer.errors import UserError, say, setting_error
 
 
 def find_device(wanted: str, env: Environment) -> torch.device:
@@ -23,7 +24,33 @@ def find_device(wanted: str, env: Environment) -> torch.device:
         return torch.device("cpu")
     device = torch.device("cuda", index)
     torch.cuda.set_device(device)
+    _try_memory(device, env)
     return device
+
+
+def add_in_order() -> None:
+    """Have torch use kernels that give the same bits each time, for the rest of this process.
+
+    Before anything has run on a GPU: cuBLAS reads its workspace's size when it is first used.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def _try_memory(device: torch.device, env: Environment) -> None:
+    """Allocate a little; where the driver does not let memory grow in place, have it lie in blocks of fixed sizes."""
+    try:
+        torch.empty(1, device=device)
+    except RuntimeError as error:
+        if os.environ.get("PYTORCH_CUDA_ALLOC_CONF") != EXPANDABLE:
+            raise
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # some versions announce a successor, older ones lack it
+            torch.cuda.memory._set_allocator_settings("expandable_segments:False")
+        torch.empty(1, device=device)
+        if env.rank == 0:
+            say(f"warning: {EXPANDABLE} is off, since the driver refuses it: {str(error).splitlines()[0]}")
 
 
 def choose_gpu(wanted: str, env: Environment, num_gpus: int, variables: Mapping[str, str] = os.environ) -> int | None:

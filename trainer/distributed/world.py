@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from trainer.config import MeshShape, RunConfig
 from trainer.distributed.channel import Channel, Messages
 from trainer.distributed.deaths import find_dead, is_lost_connection, this_process
-from trainer.distributed.device import claim_gpu, find_device
+from trainer.distributed.device import add_in_order, claim_gpu, find_device
 from trainer.distributed.environment import (
     Environment,
     connect_late,
@@ -67,6 +67,8 @@ class World(Channel):
             problem = str(error)  # the other ranks hear of it where they meet
         torch.set_num_threads(config.run.threads or max(1, _num_cores() // self.env.local_world_size))
         share_compilers(_num_cores(), self.env.local_world_size)
+        if config.run.deterministic:
+            add_in_order()
         if self.device.type == "cpu":
             keep_freed_memory()
         if (advice := raise_file_limit()) and self.env.rank == 0:

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from trainer.config import AUTO, FsdpSection, RunConfig, budget_of
+from trainer.config.needs import compiles_blocks
 from trainer.errors import UserError, setting_error
 from trainer.model.float8 import apply_float8
 from trainer.model.network import build_network, kept_dtype
@@ -38,7 +39,8 @@ def apply_sharding(model: nn.Module, recipe: Recipe, config: RunConfig, mesh: De
     resharding makes process groups: one set, shared by all units.
     """
     train = config.train
-    works_on_blocks = train.activation_checkpoint != "none" or train.compile or train.float8 != "none"
+    compiles = compiles_blocks(train.compile, mesh.device_type)
+    works_on_blocks = train.activation_checkpoint != "none" or compiles or train.float8 != "none"
     blocks = find_blocks(model, recipe) if works_on_blocks else []
     kept = kept_by_budget(model, blocks, config, train.activation_checkpoint, train.micro_batch_size)
     apply_float8(blocks, train.float8, mesh.device_type)
@@ -47,7 +49,7 @@ def apply_sharding(model: nn.Module, recipe: Recipe, config: RunConfig, mesh: De
     if works_on_blocks:
         _check_blocks(blocks, units, config)
         apply_activation_checkpointing(blocks, train.activation_checkpoint, kept)
-        if train.compile:
+        if compiles:
             for block in blocks:
                 block.compile(fullgraph=True)
 
@@ -93,8 +95,18 @@ def reshard_of_units(
         best = (setting + ["always"] * len(units))[: len(units)]
         rule = f"a list needs one entry for each of the {len(units)} units ({names})"
         raise setting_error("fsdp.reshard_after_forward", setting, rule, best)
-    entries = setting if isinstance(setting, list) else [setting] * len(units)
-    meaning: dict[int | str, bool] = {"default": True, "always": True, "never": False, 1: False, num_shards: True}
+    return resharding(setting, len(units), num_shards)
+
+
+def resharding(setting: int | str | list[int | str], num_units: int, num_shards: int) -> list[bool | int]:
+    """Return what each unit does after its forward pass: stay as it is, reshard, or reshard to a number of ranks.
+
+    By default all but the last one reshard: the backward pass begins with that, which would be gathered again at once.
+    """
+    entries: Sequence[int | str] = setting if isinstance(setting, list) else [setting] * num_units
+    if setting == "default":
+        entries = ["always"] * (num_units - 1) + ["never"] * min(1, num_units)
+    meaning: dict[int | str, bool] = {"always": True, "never": False, 1: False, num_shards: True}
     return [meaning.get(entry, int(entry) if isinstance(entry, int) else True) for entry in entries]
 
 

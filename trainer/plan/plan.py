@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from trainer.config import MeshShape, RunConfig
+from trainer.model.shard import resharding
 from trainer.plan.clock import StepTime, time_of
 from trainer.plan.communication import Collective, collectives_of
 from trainer.plan.machine import GIB, Machine
@@ -114,9 +115,7 @@ def layout_of(config: RunConfig, trace: Trace, mesh: MeshShape) -> Layout:
     """Return how `config` lays the units of `trace` on `mesh`."""
     fsdp = config.fsdp
     setting = fsdp.reshard_after_forward
-    entries = setting if isinstance(setting, list) else [setting] * trace.root
-    meaning: dict[int | str, bool] = {"default": True, "always": True, "never": False, 1: False, mesh.shard: True}
-    reshard = [meaning.get(entry, int(entry) if isinstance(entry, int) else True) for entry in entries]
+    reshard = resharding(setting, trace.root, mesh.shard)
     return Layout(
         mesh.replicate,
         mesh.shard,

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from trainer.config.needs import compiles_blocks
 from trainer.plan.machine import GIB
 from trainer.plan.memory import Moment, memory_of
 from trainer.plan.plan import Plan
@@ -64,7 +65,7 @@ def _left_out(plan: Plan) -> list[str]:
         lines.append("not counted: time of copies to and from host memory, and of the optimizer there")
     if config.train.float8 != "none":
         lines.append("not counted: what float8 saves in time, and its casts; memory is that of bfloat16 layers")
-    if config.train.compile:
+    if compiles_blocks(config.train.compile, plan.machine.device_type):
         lines.append("not counted: what torch.compile saves")
     return lines
 

@@ -1,0 +1,56 @@
+"""Runs the tests on GPUs that are none, in an environment with torch's CUDA build.
+
+    python -m tests.fake_gpu [--torch 2.11.0] [-k EXPRESSION]
+
+Where this interpreter's own torch is a CUDA build, that is what is tested.  Else an environment is made in
+.fake-gpu/ with the version asked for, which takes some gigabytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import tomllib
+
+from tests.fake_gpu import PYTHON
+from tests.forked import REPOSITORY
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.fake_gpu", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--torch", default="", help="version of torch; by default the one that is here, or the newest")
+    parser.add_argument("-k", dest="expression", default="", help="only the tests that pytest selects by this")
+    options = parser.parse_args()
+    python = os.environ.get(PYTHON) or (sys.executable if not options.torch and is_cuda_build(sys.executable) else "")
+    os.environ[PYTHON] = python or make_environment(options.torch)
+    command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "tests/test_fake_gpu.py"]
+    return subprocess.run([*command, "-k", options.expression], cwd=REPOSITORY).returncode
+
+
+def is_cuda_build(python: str) -> bool:
+    """Return whether that interpreter's torch is a CUDA build."""
+    look = "import sys, torch, triton; sys.exit(torch.version.cuda is None)"
+    return subprocess.run([python, "-c", look], capture_output=True).returncode == 0
+
+
+def make_environment(version: str) -> str:
+    """Return the interpreter of an environment with that torch and what the trainer requires, made if need be."""
+    folder = REPOSITORY / ".fake-gpu" / (version or "newest")
+    python = str(folder / "bin" / "python")
+    if not Path(python).exists() or not is_cuda_build(python):
+        venv.create(folder, with_pip=True)
+        project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+        required = [f"torch=={version}" if version and name.startswith("torch>=") else name
+                    for name in project["dependencies"]]  # fmt: skip
+        extra = project["optional-dependencies"]["float8"]
+        subprocess.run([python, "-m", "pip", "install", "--quiet", *required, *extra], check=True)
+    return python
+
+
+if __name__ == "__main__":
+    sys.exit(main())
