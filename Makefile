@@ -5,7 +5,7 @@ PYTHON ?= python3
 WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(4, 1 + (os.cpu_count() or 2)))')
 PYTEST = $(PYTHON) -m pytest -q -n $(WORKERS) --dist worksteal
 
-.PHONY: install check test test-fast test-campaign durations format
+.PHONY: install check test test-fast test-campaign test-fake-gpu durations format
 
 install:
 	$(PYTHON) -m pip install -c constraints.txt -e '.[test]'
@@ -24,6 +24,10 @@ test:
 
 test-campaign:
 	$(PYTHON) -m tests.campaign
+
+# On GPUs that are none: torch's CUDA build, without a driver.  Where it is not installed it is, into .fake-gpu/.
+test-fake-gpu:
+	$(PYTHON) -m tests.fake_gpu
 
 # Writes how long each test took to tests/durations.json: on a quiet machine, when tests have become slower on purpose.
 durations:

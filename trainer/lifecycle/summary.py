@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from trainer.config import RunConfig
+from trainer.config.needs import compiles_blocks
 from trainer.data.loader import TrainLoader
 from trainer.data.portions import sentences
 from trainer.data.stdlib import gzip_bits_per_byte, held_out_text
@@ -118,7 +119,9 @@ def show_result(config: RunConfig, world: World, model: nn.Module, metrics: Metr
         metrics.say(f"gzip -9 on the same held-out text: {gzip_bits_per_byte(text):.4f} bits/byte", "green")
     tokenizer = find_tokenizer(config.data.tokenizer)
     prompt = [*tokenizer.start_ids, *tokenizer.encode("def ").tolist()]
+    sizes = config.log.sample_tokens, config.data.seq_len
+    compiles = compiles_blocks(config.train.compile, world.device.type)
     with evaluating(model):
-        tokens = write_sample(model, world, prompt, config.log.sample_tokens, config.data.seq_len, config.train.compile)
+        tokens = write_sample(model, world, prompt, *sizes, compiles)
     metrics.say("\na sample that the model wrote:\n", "bold")
     metrics.say(tokenizer.decode(tokens))
