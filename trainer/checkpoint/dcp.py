@@ -36,8 +36,8 @@ from trainer.distributed.channel import Channel
 def plan_save(tensors: Tensors, channel: Channel) -> tuple[list[Box], dict[str, Planned]]:
     """Return what this rank writes, and on rank 0 what there will be of each tensor.
 
-    Collective: three small messages, the plans of all ranks to rank 0, and its answer to all.  Raises on all ranks if
-    any fails.
+    Collective: two small messages, the plans of all ranks to rank 0, its answer to each.  Raises on all ranks if any
+    fails.
     """
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
 
@@ -47,7 +47,7 @@ def plan_save(tensors: Tensors, channel: Channel) -> tuple[list[Box], dict[str, 
         planner.set_up_planner(own, is_coordinator=channel.is_main)
         return planner.create_local_plan()
 
-    plans = channel.gather(channel.agreed(plan_own))
+    plans = channel.gather_to_main(channel.agreed(plan_own))
     planned: dict[str, Planned] = {}
 
     def plan_all() -> list[list[Box]]:
@@ -58,7 +58,7 @@ def plan_save(tensors: Tensors, channel: Channel) -> tuple[list[Box], dict[str, 
         _check_coverage(tensors, planned)
         return [_boxes(plan) for plan in found]
 
-    return channel.broadcast(channel.agreed(plan_all))[channel.rank], planned
+    return channel.scatter(channel.agreed(plan_all)), planned
 
 
 def _planned(metadata: Metadata) -> dict[str, Planned]:

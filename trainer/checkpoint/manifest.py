@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -146,16 +146,35 @@ def read_file(place: Place, manifest: Manifest, name: str) -> bytes:
     return data
 
 
-def read_blocks(place: Place, manifest: Manifest) -> dict[str, Blocks]:
-    """Return the checksums of every data file, themselves checked.  Raises Damaged."""
-    found = {}
-    for name, (size, crc) in manifest.files.items():
-        if is_data(name):
-            blocks = json.loads(read_file(place, manifest, blocks_name(name)))
+class StoredBlocks(Mapping[str, Blocks]):
+    """The checksums of every data file, each read when it is asked for, and itself checked.
+
+    A rank reads few of the files: with those of all others, 512 ranks would open a quarter of a million.
+    Raises Damaged.
+    """
+
+    def __init__(self, place: Place, manifest: Manifest) -> None:
+        self._place, self._manifest = place, manifest
+        self._names = [name for name in manifest.files if is_data(name)]
+        self._read: dict[str, Blocks] = {}
+
+    def __getitem__(self, name: str) -> Blocks:
+        if name not in self._read:
+            size, crc = self._manifest.files[name]
+            blocks = json.loads(read_file(self._place, self._manifest, blocks_name(name)))
             if checksum_of(blocks) != crc or sum(length for length, _ in blocks) != size:
-                raise Damaged(f"{place}/{blocks_name(name)}: does not belong to this manifest")
-            found[name] = blocks
-    return found
+                raise Damaged(f"{self._place}/{blocks_name(name)}: does not belong to this manifest")
+            self._read[name] = blocks
+        return self._read[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 def find_damage(place: Place, manifest: Manifest, depth: str, share: int = 0, num_shares: int = 1) -> list[str]:

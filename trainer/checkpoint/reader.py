@@ -23,10 +23,10 @@ from trainer.checkpoint.keeping import list_steps
 from trainer.checkpoint.layout import Layout
 from trainer.checkpoint.manifest import (
     Manifest,
+    StoredBlocks,
     check_format,
     find_damage,
     name_of,
-    read_blocks,
     read_file,
     read_manifest,
 )
@@ -204,7 +204,7 @@ class Reader:
         return Found(str(place), manifest, stored.config_yaml, warnings=warnings, changed=changed), []
 
     def _read(self, place: Place, manifest: Manifest, layout: Layout, targets: Mapping[str, torch.Tensor]) -> None:
-        blocks = read_blocks(place, manifest)
+        blocks = StoredBlocks(place, manifest)
         read_tensors(place, layout, blocks, targets, check=self._checksums)
 
     def _attempt(self, work: Callable[[], Result]) -> tuple[Result | None, list[str]]:

@@ -11,7 +11,7 @@ import torch
 from trainer.checkpoint.blocks import Damaged
 from trainer.checkpoint.keeping import newest_step
 from trainer.checkpoint.layout import layout_from_json
-from trainer.checkpoint.manifest import PREFIX, find_damage, name_of, read_blocks, read_file, read_manifest
+from trainer.checkpoint.manifest import PREFIX, StoredBlocks, find_damage, name_of, read_file, read_manifest
 from trainer.checkpoint.place import COMMIT, Place, find_place
 from trainer.checkpoint.tensors import read_rows
 from trainer.config import stored_value
@@ -31,7 +31,7 @@ class StoredWeights:
             if damage:
                 raise Damaged("\n  ".join(damage))
             layout = layout_from_json(read_file(place, self.manifest, "layout.json"))
-            self._blocks = read_blocks(place, self.manifest)
+            self._blocks = StoredBlocks(place, self.manifest)
             self.config_yaml = read_file(place, self.manifest, "config.yaml").decode()
             self.parts = json.loads(read_file(place, self.manifest, "state.json"))["parts"]
         except FileNotFoundError as error:

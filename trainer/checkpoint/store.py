@@ -262,7 +262,7 @@ class Checkpoints:
                 if not error:
                     own = (self.place / unpublished, snapshot, tensors)
                     written, error = self._at(f"writing {folder}", lambda: self._write_own(*own))
-                reports = self._channel.gather((error, written))
+                reports = self._channel.gather_to_main((error, written))
                 failed = joined(report[0] for report in reports)
                 end = (unpublished, final, snapshot, reports, failed)
                 outcome = self._channel.broadcast(self._at(f"publishing {folder}", lambda: self._finish(*end)))

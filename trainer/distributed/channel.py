@@ -59,6 +59,22 @@ class Channel:
             return box
         return [value]
 
+    def gather_to_main(self, value: Any) -> list[Any]:
+        """Return every rank's `value` on rank 0, in the order of ranks; an empty list on the others.  One gather."""
+        if self.size == 1:
+            return [value]
+        box: list[Any] | None = [None] * self.size if self.is_main else None
+        dist.gather_object(value, box, dst=0, group=self.group)
+        return box or []
+
+    def scatter(self, values: Sequence[Any]) -> Any:
+        """Return this rank's one of rank 0's `values`, of which there is one for each.  One scatter."""
+        if self.size == 1:
+            return values[0]
+        box = [None]
+        dist.scatter_object_list(box, [*values] if self.is_main else None, src=0, group=self.group)
+        return box[0]
+
     def agree(self, error: BaseException | None) -> None:
         """Raise on every rank if any rank brings an error, so that none waits for one that has left.
 
