@@ -48,21 +48,23 @@ class Row:
     """How long the whole row may take, its start included: a guess for the budget, not a measurement."""
 
 
-def sequences(number: int) -> tuple[str, str]:
-    """Return the overrides for a step of one micro-batch of so many sequences."""
-    return f"train.global_batch_size={number}", f"train.micro_batch_size={number}"
+def sequences(number: int, micro_batches: int = 1) -> tuple[str, str]:
+    """Return the overrides for a step of so many micro-batches, of so many sequences each."""
+    return f"train.global_batch_size={number * micro_batches}", f"train.micro_batch_size={number}"
 
 
 COMPILE = "train.compile=true"
 BF16_STATES = ("train.weights_dtype=bfloat16", "optim.state_dtype=bfloat16")
 BASE = {
-    "llama3_1b": ("data.seq_len=8192", *sequences(1)),
-    "llama3_8b": ("data.seq_len=4096", *sequences(1), "train.activation_checkpoint=full"),
+    "llama3_1b": ("data.seq_len=8192", *sequences(1), "train.compile=false"),
+    "llama3_8b": ("data.seq_len=4096", *sequences(1), "train.compile=false", "train.activation_checkpoint=full"),
 }
 """What all rows of a recipe have, unless they say otherwise."""
 
 _1b, _8b = partial(Row, recipe="llama3_1b"), partial(Row, recipe="llama3_8b")
 _KEPT = "train.activation_checkpoint=none"
+_GATHERED = ("fsdp.reshard_after_forward=never", "fsdp.reshard_after_backward=false")
+"""Copied once a step rather than once a micro-batch: with one rank FSDP's gather is a copy."""
 ROWS = (
     _1b("1b: as the recipe says"),
     _8b("8b: full recomputation"),
@@ -80,6 +82,12 @@ ROWS = (
         overrides=(*BF16_STATES, COMPILE, _KEPT, *sequences(2)),
         estimate_s=60,
     ),
+    _8b(
+        "8b: bf16 states, compile, nothing recomputed, 8 x 2 sequences, gathered for good, reduced in bf16",
+        overrides=(*BF16_STATES, COMPILE, _KEPT, *sequences(2, 8), *_GATHERED, "fsdp.reduce_dtype=bfloat16"),
+        estimate_s=120,
+    ),
+    _1b("1b: compile, 4 x 4 sequences, gathered", overrides=(COMPILE, *sequences(4, 4), *_GATHERED), estimate_s=90),
     _1b("1b: loss in chunks of 64 MiB", chunk_mib=64),
     _1b("1b: loss whole", loss="whole"),
     _1b("1b: compile, 2 sequences", overrides=(COMPILE, *sequences(2)), estimate_s=45),
@@ -192,7 +200,7 @@ ALLOCATOR = "expandable_segments:True"
 
 def check(options: argparse.Namespace) -> bool:
     """Train llama_small on the CPU and on the device.  Returns whether the losses agree."""
-    row = Row("llama_small", recipe="llama_small", overrides=("schedule.warmup_steps=5",))
+    row = Row("llama_small", recipe="llama_small", overrides=("schedule.warmup_steps=5", "train.compile=false"))
     sides = {}
     for device in ("cpu", options.device):
         sides[device] = start_row(row, options, CHECK_STEPS - 1, 1, device, options.limit_s)

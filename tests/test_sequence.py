@@ -188,3 +188,25 @@ def test_compiled_blocks_take_documents_of_any_length() -> None:
             assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-6)
     for one, other in zip(gradients(plain), gradients(model), strict=True):
         assert F.mse_loss(one, other).sqrt() < 1e-5 * one.abs().max()
+
+
+def test_heads_that_no_kernel_takes_in_groups_are_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU in fp32, where the scores of all pairs would lie in memory."""
+    assert not sequence._takes_groups("cuda", torch.float32)
+    assert sequence._takes_groups("cuda", torch.bfloat16)
+    assert sequence._takes_groups("cpu", torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(2, 6, 9, 8, generator=generator)
+    k, v = (torch.randn(2, 2, 9, 8, generator=generator) for _ in range(2))
+    expected = sequence.attend(q, k, v)
+    asked: list[bool] = []
+    attention = F.scaled_dot_product_attention
+
+    def attend(*tensors: torch.Tensor, enable_gqa: bool, **options: Any) -> torch.Tensor:
+        asked.append(enable_gqa)
+        return attention(*tensors, **options)
+
+    monkeypatch.setattr(sequence, "_takes_groups", lambda device_type, dtype: False)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attend)
+    torch.testing.assert_close(sequence.attend(q, k, v), expected)
+    assert asked == [False]

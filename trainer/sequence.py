@@ -123,6 +123,9 @@ def attend(
     grouped = k_BKTH.shape[1] != q_BNTH.shape[1]
     if isinstance(documents, Cache):
         return _attend_further(q_BNTH, *documents.extend(k_BKTH, v_BKTH), grouped)
+    if grouped and not _takes_groups(q_BNTH.device.type, q_BNTH.dtype):
+        heads_a_group, grouped = q_BNTH.shape[1] // k_BKTH.shape[1], False
+        k_BKTH, v_BKTH = (tensor.repeat_interleave(heads_a_group, 1) for tensor in (k_BKTH, v_BKTH))
     if documents is None:
         return F.scaled_dot_product_attention(
             q_BNTH, k_BKTH, v_BKTH, dropout_p=dropout, is_causal=True, enable_gqa=grouped
@@ -133,6 +136,11 @@ def attend(
         return _attend_in_turn(q_BNTH, k_BKTH, v_BKTH, documents.lengths, dropout)
     mask = documents.mask
     return F.scaled_dot_product_attention(q_BNTH, k_BKTH, v_BKTH, attn_mask=mask, dropout_p=dropout, enable_gqa=grouped)
+
+
+def _takes_groups(device_type: str, dtype: torch.dtype) -> bool:
+    """Return whether a kernel that never holds all scores takes heads that share keys: on a GPU in fp32 none does."""
+    return device_type != "cuda" or dtype in (torch.bfloat16, torch.float16)
 
 
 def positions(
