@@ -193,7 +193,7 @@ GATHERS: dict[str | int, list[tuple[str, int]]] = {
 
 # fsdp.reshard_after_forward, and what it means for the units (embedding, block, block, head) and for the root.
 RESHARD: dict[str, tuple[list[str | int], str]] = {
-    "default": (["always"] * 3 + ["never"], "never"),
+    "default": (["always"] * 4, "never"),
     "always": (["always"] * 4, "always"),
     "never": (["never"] * 4, "never"),
     "2": ([2] * 4, "never"),
@@ -277,9 +277,7 @@ def test_collectives_of_an_update(num_ranks: int, cases: list[Case]) -> None:
             units, root = RESHARD[case.reshard]
             if case.mesh[1] == 2:  # to 2 ranks is to all
                 units = ["always" if after_forward == 2 else after_forward for after_forward in units]
-            if case.wrap == ROOT:
-                units = [*units[:1], *units[3:]] if case.reshard == "default" else units[1:3]
-            units = [*units, root]
+            units = [*(units[1:3] if case.wrap == ROOT else units), root]
             expected = expected_calls(units, found["sizes"], case.mesh, case.num_micro_batches)
             assert (found["calls"] - expected, expected - found["calls"]) == (Counter(), Counter()), case
             # Targets, stop wish, how saving stands; the square of the norm, where it is spread over ranks; the loss.

@@ -93,8 +93,8 @@ class FsdpSection:
     wrap: str = declare("block", "units: block (the recipe's), size:<parameters>, or package.module:function")
     reshard_after_forward: int | str | list[int | str] = declare(
         "default",
-        "default (all but the last unit and the root reshard), always, never, a number of ranks to reshard to, a list "
-        "with always, never or a number for each unit in the order of the forward pass, or auto (the planner's choice)",
+        "default (units reshard, root does not), always, never, a number of ranks to reshard to, a list with one of "
+        "always, never, a number for each unit in the order of the forward pass, or auto (the planner's choice)",
         aliases={"true": "always", "false": "never"},
     )
     param_dtype: Literal["float32", "bfloat16", "auto"] = declare(

@@ -99,14 +99,9 @@ def reshard_of_units(
 
 
 def resharding(setting: int | str | list[int | str], num_units: int, num_shards: int) -> list[bool | int]:
-    """Return what each unit does after its forward pass: stay as it is, reshard, or reshard to a number of ranks.
-
-    By default all but the last one reshard: the backward pass begins with that, which would be gathered again at once.
-    """
+    """Return what each unit does after its forward pass: stay as it is, reshard, or reshard to a number of ranks."""
     entries: Sequence[int | str] = setting if isinstance(setting, list) else [setting] * num_units
-    if setting == "default":
-        entries = ["always"] * (num_units - 1) + ["never"] * min(1, num_units)
-    meaning: dict[int | str, bool] = {"always": True, "never": False, 1: False, num_shards: True}
+    meaning: dict[int | str, bool] = {"default": True, "always": True, "never": False, 1: False, num_shards: True}
     return [meaning.get(entry, int(entry) if isinstance(entry, int) else True) for entry in entries]
 
 

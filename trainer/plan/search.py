@@ -181,16 +181,12 @@ class _Search:
         return found[1:]
 
     def _simplified(self, plan: Plan) -> Plan:
-        """Return the plan with a word or a number for a list that it stands for; what only differs from the default in
-        resharding the last unit as well is that, if it fits.
-        """
+        """Return the plan with a word or a number for a list of equal entries."""
         entries, train = _as_list(plan), plan.config.train
-        if {*entries[:-1]} <= {"always"} and {*entries[-1:]} <= {"always", "never"}:
-            default = self._plan(int(train.micro_batch_size), train.activation_checkpoint, "default")
-            return default if default.fits else plan
         if len(set(entries)) > 1:
             return plan
-        return self._plan(int(train.micro_batch_size), train.activation_checkpoint, entries[0])
+        entry = "default" if entries[:1] in ([], ["always"]) else entries[0]
+        return self._plan(int(train.micro_batch_size), train.activation_checkpoint, entry)
 
     def _nothing_fits(self, smallest: Plan) -> str:
         asked = ", ".join(f"{key}=auto" for key, value in chosen_settings(self.config).items() if value == AUTO)
