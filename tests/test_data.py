@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gzip
+import itertools
 import json
 import math
 import multiprocessing
@@ -26,6 +27,7 @@ import torch
 
 from trainer.config import DataSection
 from trainer.data import stdlib as stdlib_module
+from trainer.data.ahead import Ahead
 from trainer.data.loader import EvalLoader, TrainLoader
 from trainer.data.opening import open_source
 from trainer.data.order import sample_at
@@ -280,6 +282,44 @@ def test_a_process_that_forgets_to_close_ends_all_the_same() -> None:
     root = Path(__file__).parent.parent
     done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, "end\n"), done.stderr
+
+
+def test_a_thread_works_ahead_and_hands_over_what_went_wrong_in_its_turn() -> None:
+    made: list[int] = []
+    full, go_on = threading.Event(), threading.Event()
+
+    def items() -> Iterator[int]:
+        for number in range(10):
+            made.append(number)
+            if number == 4:
+                full.set()
+            yield number
+        go_on.wait()
+        raise ValueError("the end")
+
+    ahead = Ahead(items(), most=4)
+    assert [next(ahead) for _ in range(2)] == [
+        0,
+        1,
+    ]  # of four that were ready: half are left, so there is need for more
+    assert full.wait(60)
+    assert [next(ahead) for _ in range(8)] == list(range(2, 10))
+    assert made == list(range(10))
+    go_on.set()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="the end"):
+            next(ahead)
+    ahead.close()
+
+
+def test_a_thread_ends_with_what_it_works_for() -> None:
+    before = threading.active_count()
+    ahead = Ahead(itertools.count(), most=2)
+    assert next(ahead) == 0
+    (thread,) = (thread for thread in threading.enumerate() if thread.name == "data")
+    del ahead
+    thread.join(60)
+    assert threading.active_count() == before
 
 
 # -- eval loader ------------------------------------------------------------------------------------------------

@@ -185,7 +185,10 @@ class DataSection:
     )
     pack: bool = declare(True, "false: the same as documents=apart")
     num_workers: int = declare(
-        0, "processes that prepare batches on each rank; 0: the rank itself", at_least=0, at_most=256
+        0,
+        "processes that prepare batches on each rank, where that is work; token shards are read by a thread",
+        at_least=0,
+        at_most=256,
     )
     seed: int = declare(0, "seed of the order of the samples", at_least=0)
     cache_dir: str | None = declare(None, "where tokenized text is kept; null: the user's cache folder")

@@ -14,7 +14,7 @@ import atexit
 import signal
 import warnings
 import weakref
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Generator, Iterator, Mapping
 from itertools import islice
 from typing import Any, TypeAlias
 
@@ -23,9 +23,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
-from torchdata.stateful_dataloader import StatefulDataLoader
 
 from trainer.config import RunConfig
+from trainer.data.ahead import Ahead
 from trainer.data.fingerprint import Fingerprint
 from trainer.data.mixed import find_order, spread
 from trainer.data.order import Order, Permutation, epochs
@@ -91,7 +91,7 @@ class TrainLoader:
         """Of the data, kept with the position; the same on all ranks."""
         self._num_handed_out = 0
         self._batches: Any = None
-        if num_workers:
+        if num_workers and not source.waits_for_storage:
             atexit.register(_close_if_alive, weakref.ref(self))
 
     @property
@@ -132,7 +132,7 @@ class TrainLoader:
 
     def __next__(self) -> Batch:
         if self._batches is None:
-            self._batches = iter(self._open())
+            self._batches = self._open()
         batch = _whole(next(self._batches))
         self._num_handed_out += 1
         if self._num_handed_out == self.micro_batches_per_update:
@@ -160,42 +160,96 @@ class TrainLoader:
         self._samples = int(state["samples"])
 
     def close(self) -> None:
-        """End the workers, if there are any; those that do not answer within seconds are killed.
+        """End the thread or the workers, if there are any; workers that do not answer within seconds are killed.
 
         The loader stays usable: the next micro-batch is the first one of the step that is not finished.
         """
-        workers = getattr(self._batches, "_workers", [])
-        self._batches = None  # the last reference: the iterator's own clean-up runs here
+        if self._batches is not None:
+            self._batches.close()
+        self._batches = None
         self._num_handed_out = 0
+
+    def _open(self) -> Iterator[Batch | TrainingFailed]:
+        """Return the micro-batches from here on, made by a thread, by workers, or as they are asked for."""
+        most = max(2, min(_MOST_AHEAD, _BYTES_AHEAD // (16 * self._micro_batch_size * self.source.seq_len)))
+        if self._num_workers and not self.source.waits_for_storage:
+            return _by_workers(self.source, self._sample_indices(), self._num_workers, most, self._pin_memory)
+        device = torch.cuda.current_device() if self._pin_memory else None
+        batches = _by_itself(self.source, self._sample_indices(), device)
+        return Ahead(batches, most) if self.source.waits_for_storage else batches
+
+    def _sample_indices(self) -> Iterator[NDArray[np.int64]]:
+        """Yield the indices of one micro-batch after the other."""
+        own = self._dp_rank * self._share
+        return _indices(self._order, self._samples, self._global_batch_size, own, self._share, self._micro_batch_size)
+
+
+_MOST_AHEAD, _BYTES_AHEAD = 16, 4 << 20
+"""Micro-batches, and bytes of them, that a thread or a message of a worker holds at most; two at least.  What has left
+the processor's caches before it is used costs as much again."""
+
+
+def _indices(
+    order: Order, start: int, global_batch: int, own: int, share: int, micro_batch: int
+) -> Iterator[NDArray[np.int64]]:
+    """Yield the indices of a rank's micro-batches from position `start` on: of each global batch its samples `own` to
+    `own + share`.  Many steps are computed at a time, which is cheap.
+    """
+    num_updates = max(1, 4096 // share)
+    positions = np.arange(num_updates)[:, None] * global_batch + own + np.arange(share)
+    while True:
+        yield from order.at(start + positions).reshape(-1, micro_batch)
+        start += num_updates * global_batch
+
+
+def _by_itself(
+    source: Source, indices: Iterator[NDArray[np.int64]], device: int | None
+) -> Generator[Batch | TrainingFailed]:
+    """Yield the micro-batches of a source, in pinned memory if there is a device to copy them to."""
+    batches = _Batches(source)
+    if device is not None:
+        torch.cuda.set_device(device)  # of this thread, which would otherwise pin memory for the first one
+    for some in indices:
+        yield _tensors(batches.read(some), device is not None)
+
+
+def _by_workers(
+    source: Source, indices: Iterator[NDArray[np.int64]], num_workers: int, most: int, pins: bool
+) -> Generator[Batch | TrainingFailed]:
+    """Yield the micro-batches that worker processes make; closed, it ends them."""
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # torchdata 0.11 on torch 2.13
+        loader = StatefulDataLoader(
+            _Batches(source),
+            batch_sampler=_in_messages(indices, most),
+            collate_fn=_as_it_is,
+            num_workers=num_workers,
+            worker_init_fn=_ignore_signals,
+            # It draws a seed for its workers, from the global generator if it has none of its own.
+            generator=torch.Generator(),
+            # Its own state holds each worker's, so that it loads on the same number of workers only: never taken.
+            snapshot_every_n_steps=2**62,
+        )
+        messages = iter(loader)
+    workers = list(messages._workers)
+    try:
+        for message in messages:
+            yield from (_tensors(found, pins) for found in message)
+    finally:
+        del messages  # the last reference: the iterator's own clean-up runs here
         for worker in workers:
             if worker.is_alive():
                 worker.kill()  # they ignore SIGTERM, which is all that the clean-up sends
 
-    def _open(self) -> StatefulDataLoader[Batch | TrainingFailed]:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # torchdata 0.11 on torch 2.13
-            return StatefulDataLoader(
-                _Batches(self.source),
-                batch_sampler=self._sample_indices(),
-                collate_fn=_as_it_is,
-                num_workers=self._num_workers,
-                worker_init_fn=_ignore_signals,
-                pin_memory=self._pin_memory,
-                # It draws a seed for its workers, from the global generator if it has none of its own.
-                generator=torch.Generator(),
-                # Its own state holds each worker's, so that it loads on the same number of workers only: never taken.
-                snapshot_every_n_steps=2**62,
-            )
 
-    def _sample_indices(self) -> Iterator[NDArray[np.int64]]:
-        """Yield the indices of one micro-batch after the other; many steps are computed at a time, which is cheap."""
-        num_updates = max(1, 4096 // self._share)
-        start = self._samples
-        updates = np.arange(num_updates)[:, None] * self._global_batch_size
-        positions = updates + self._dp_rank * self._share + np.arange(self._share)
-        while True:
-            yield from self._order.at(start + positions).reshape(-1, self._micro_batch_size)
-            start += num_updates * self._global_batch_size
+def _in_messages(indices: Iterator[NDArray[np.int64]], most: int) -> Iterator[list[NDArray[np.int64]]]:
+    """Yield what workers are asked for at a time: one micro-batch at first, so that training soon begins, then more."""
+    length = 1
+    while message := list(islice(indices, length)):
+        yield message
+        length = min(most, 2 * length)
 
 
 def _fingerprint_of(source: Source) -> Fingerprint:
@@ -250,7 +304,7 @@ class EvalLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         for indices in self._sample_indices():
-            yield _whole(self._batches.__getitems__(indices))
+            yield _whole(_tensors(self._batches.read(indices), pins=False))
 
     def _sample_indices(self) -> NDArray[np.int64]:
         """Return this rank's indices, a row for each micro-batch: ranks take micro-batches in turn."""
@@ -260,16 +314,24 @@ class EvalLoader:
         return indices.reshape(self._shape)[:, self._dp_rank]
 
 
-class _Batches(Dataset["Batch | TrainingFailed"]):
+Arrays: TypeAlias = "dict[str, NDArray[Any]]"
+
+
+class _Batches(Dataset["list[Arrays | TrainingFailed]"]):
     """Whole micro-batches by the indices of their samples: what `StatefulDataLoader` asks of a dataset.
 
     In place of one that cannot be had stands why: an exception of a worker's would arrive with its traceback for text.
+    Arrays, since torch hands each tensor of another process over through a file of its own.
     """
 
     def __init__(self, source: Source) -> None:
         self._source = source
 
-    def __getitems__(self, indices: NDArray[np.int64]) -> Batch | TrainingFailed:
+    def __getitems__(self, message: list[NDArray[np.int64]]) -> list[Arrays | TrainingFailed]:
+        return [self.read(indices) for indices in message]
+
+    def read(self, indices: NDArray[np.int64]) -> Arrays | TrainingFailed:
+        """Return the micro-batch of some samples."""
         try:
             batch = entries(self._source.batch(indices))
         except ShardError as error:
@@ -277,10 +339,16 @@ class _Batches(Dataset["Batch | TrainingFailed"]):
         ids = (batch["tokens"], batch["targets"])
         if not self._source.checks_ids and (found := _find_beyond(self._source.vocab_size, indices, *ids)):
             return TrainingFailed(found)
-        whole = {name: torch.from_numpy(entry) for name, entry in batch.items()}
-        if "documents" in whole:  # here the host can count them; after the transfer it would have to wait for that
-            whole["borders"] = find_borders(whole["documents"])
-        return whole
+        if "documents" in batch:  # here the host can count them; after the transfer it would have to wait for that
+            batch["borders"] = find_borders(torch.from_numpy(batch["documents"])).numpy()
+        return batch
+
+
+def _tensors(batch: Arrays | TrainingFailed, pins: bool) -> Batch | TrainingFailed:
+    if isinstance(batch, TrainingFailed):
+        return batch
+    tensors = {name: torch.from_numpy(entry) for name, entry in batch.items()}
+    return {name: tensor.pin_memory() for name, tensor in tensors.items()} if pins else tensors
 
 
 def _whole(batch: Batch | TrainingFailed) -> Batch:
@@ -299,8 +367,8 @@ def _find_beyond(limit: int, indices: NDArray[np.int64], *batch: NDArray[np.int6
     return ""
 
 
-def _as_it_is(batch: Batch | TrainingFailed) -> Batch | TrainingFailed:
-    return batch
+def _as_it_is(message: list[Arrays | TrainingFailed]) -> list[Arrays | TrainingFailed]:
+    return message
 
 
 def _ignore_signals(worker_id: int) -> None:

@@ -36,6 +36,7 @@ class MixedSource(Source):
         first = next(iter(self.sources.values()))
         self.seq_len, self.vocab_size, self.tokenizer = first.seq_len, first.vocab_size, first.tokenizer
         self.checks_ids = all(source.checks_ids for source in self.sources.values())
+        self.waits_for_storage = all(source.waits_for_storage for source in self.sources.values())
         self._starts = np.cumsum([0, *map(len, self.sources.values())])
 
     def __len__(self) -> int:

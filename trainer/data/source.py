@@ -53,6 +53,8 @@ class Source(ABC):
     bytes_per_token: bytes of raw text for each target, when every sample is read once; None without text.
     attended: how many tokens a token attends to, twice the mean over all tokens; None for all of its row, seq_len.
     checks_ids: whether `batch` sees to it that no id is beyond the vocabulary; else the loader does.
+    waits_for_storage: whether `batch` reads its samples and computes next to nothing, on whatever thread: then a thread
+        of the rank's own has them ready, and worker processes would only carry them about.
     """
 
     seq_len: int
@@ -61,6 +63,7 @@ class Source(ABC):
     bytes_per_token: float | None = None
     attended: float | None = None
     checks_ids: bool = False
+    waits_for_storage: bool = False
 
     @abstractmethod
     def __len__(self) -> int:
@@ -103,6 +106,7 @@ class Part(Source):
     def __init__(self, whole: Source, start: int, stop: int) -> None:
         self.seq_len, self.vocab_size, self.tokenizer = whole.seq_len, whole.vocab_size, whole.tokenizer
         self.bytes_per_token, self.checks_ids = whole.bytes_per_token, whole.checks_ids
+        self.waits_for_storage = whole.waits_for_storage
         self._whole, self._start, self._length = whole, start, stop - start
 
     def __len__(self) -> int:
@@ -168,7 +172,7 @@ class TokenSource(Source):
     ignored.
     """
 
-    checks_ids = True
+    checks_ids = waits_for_storage = True
 
     def __init__(self, shards: Sequence[Shard], seq_len: int) -> None:
         info = shards[0].info
