@@ -299,8 +299,8 @@ DEFECTS: list[Defect] = [
         "shares-overlap",
         "data-order",
         "trainer/data/loader.py",
-        "updates + self._dp_rank * self._share + np.arange(self._share)",
-        "updates + self._dp_rank * self._micro_batch_size + np.arange(self._share)",
+        "own = self._dp_rank * self._share",
+        "own = self._dp_rank * self._micro_batch_size",
     ),
     Defect(
         "phases-begin-anew",

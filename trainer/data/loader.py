@@ -14,7 +14,8 @@ import atexit
 import signal
 import warnings
 import weakref
-from collections.abc import Collection, Generator, Iterator, Mapping
+from collections import deque
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any, TypeAlias
 
@@ -171,9 +172,11 @@ class TrainLoader:
 
     def _open(self) -> Iterator[Batch | TrainingFailed]:
         """Return the micro-batches from here on, made by a thread, by workers, or as they are asked for."""
-        most = max(2, min(_MOST_AHEAD, _BYTES_AHEAD // (16 * self._micro_batch_size * self.source.seq_len)))
+        num_bytes = 16 * self._micro_batch_size * self.source.seq_len
         if self._num_workers and not self.source.waits_for_storage:
-            return _by_workers(self.source, self._sample_indices(), self._num_workers, most, self._pin_memory)
+            most = max(1, min(_MOST_IN_A_MESSAGE, _BYTES_IN_A_MESSAGE // num_bytes))
+            return _Workers(self.source, self._sample_indices(), self._num_workers, most, self._pin_memory)
+        most = max(2, min(_MOST_AHEAD, _BYTES_AHEAD // num_bytes))
         device = torch.cuda.current_device() if self._pin_memory else None
         batches = _by_itself(self.source, self._sample_indices(), device)
         return Ahead(batches, most) if self.source.waits_for_storage else batches
@@ -185,8 +188,10 @@ class TrainLoader:
 
 
 _MOST_AHEAD, _BYTES_AHEAD = 16, 4 << 20
-"""Micro-batches, and bytes of them, that a thread or a message of a worker holds at most; two at least.  What has left
-the processor's caches before it is used costs as much again."""
+"""Micro-batches, and bytes of them, that a thread has ready at most.  What has left the processor's caches before it is
+used costs as much again."""
+_MOST_IN_A_MESSAGE, _BYTES_IN_A_MESSAGE = 32, 8 << 20
+"""The same for what a worker hands over at a time."""
 
 
 def _indices(
@@ -213,35 +218,72 @@ def _by_itself(
         yield _tensors(batches.read(some), device is not None)
 
 
-def _by_workers(
-    source: Source, indices: Iterator[NDArray[np.int64]], num_workers: int, most: int, pins: bool
-) -> Generator[Batch | TrainingFailed]:
-    """Yield the micro-batches that worker processes make; closed, it ends them."""
-    from torchdata.stateful_dataloader import StatefulDataLoader
+class _Workers:
+    """The micro-batches that worker processes make."""
 
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # torchdata 0.11 on torch 2.13
-        loader = StatefulDataLoader(
-            _Batches(source),
-            batch_sampler=_in_messages(indices, most),
-            collate_fn=_as_it_is,
-            num_workers=num_workers,
-            worker_init_fn=_ignore_signals,
-            # It draws a seed for its workers, from the global generator if it has none of its own.
-            generator=torch.Generator(),
-            # Its own state holds each worker's, so that it loads on the same number of workers only: never taken.
-            snapshot_every_n_steps=2**62,
-        )
-        messages = iter(loader)
-    workers = list(messages._workers)
-    try:
-        for message in messages:
-            yield from (_tensors(found, pins) for found in message)
-    finally:
-        del messages  # the last reference: the iterator's own clean-up runs here
+    def __init__(self, source: Source, indices: Iterator[NDArray[np.int64]], num_workers: int, most: int, pins: bool):
+        from torchdata.stateful_dataloader import StatefulDataLoader
+
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # torchdata 0.11 on torch 2.13
+            loader = StatefulDataLoader(
+                _Messages(source),
+                batch_sampler=_in_messages(indices, most),
+                collate_fn=_as_it_is,
+                num_workers=num_workers,
+                worker_init_fn=_ignore_signals,
+                # It draws a seed for its workers, from the global generator if it has none of its own.
+                generator=torch.Generator(),
+                # Its own state holds each worker's, so that it loads on the same number of workers only: never taken.
+                snapshot_every_n_steps=2**62,
+            )
+            self._messages: Any = iter(loader)
+        self._pins = pins
+        self._ready: deque[Arrays | TrainingFailed] = deque()
+
+    def __iter__(self) -> Iterator[Batch | TrainingFailed]:
+        return self
+
+    def __next__(self) -> Batch | TrainingFailed:
+        if not self._ready:
+            self._ready.extend(_unpacked(next(self._messages)))
+        return _tensors(self._ready.popleft(), self._pins)
+
+    def close(self) -> None:
+        """End the workers; those that do not answer within seconds are killed."""
+        workers = self._messages._workers
+        self._messages = None  # the last reference: the iterator's own clean-up runs here
         for worker in workers:
             if worker.is_alive():
                 worker.kill()  # they ignore SIGTERM, which is all that the clean-up sends
+
+
+Message: TypeAlias = "dict[str, Tensor] | list[Arrays | TrainingFailed]"
+
+
+class _Messages(Dataset["Message"]):
+    """Several micro-batches at a time: what `StatefulDataLoader` asks of a dataset.
+
+    Each entry is one tensor for all of them: torch hands a tensor of another process over through a file of its own,
+    which costs more than a micro-batch does.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self._batches = _Batches(source)
+
+    def __getitems__(self, message: list[NDArray[np.int64]]) -> Message:
+        found = [self._batches.read(indices) for indices in message]
+        whole = [batch for batch in found if not isinstance(batch, TrainingFailed)]
+        if len(whole) < len(found):
+            return found
+        return {name: torch.from_numpy(np.stack([batch[name] for batch in whole])) for name in whole[0]}
+
+
+def _unpacked(message: Message) -> Iterable[Arrays | TrainingFailed]:
+    if isinstance(message, list):
+        return message
+    names, arrays = list(message), (tensor.numpy() for tensor in message.values())
+    return [dict(zip(names, entries, strict=True)) for entries in zip(*arrays, strict=True)]
 
 
 def _in_messages(indices: Iterator[NDArray[np.int64]], most: int) -> Iterator[list[NDArray[np.int64]]]:
@@ -317,18 +359,14 @@ class EvalLoader:
 Arrays: TypeAlias = "dict[str, NDArray[Any]]"
 
 
-class _Batches(Dataset["list[Arrays | TrainingFailed]"]):
-    """Whole micro-batches by the indices of their samples: what `StatefulDataLoader` asks of a dataset.
+class _Batches:
+    """Whole micro-batches by the indices of their samples.
 
     In place of one that cannot be had stands why: an exception of a worker's would arrive with its traceback for text.
-    Arrays, since torch hands each tensor of another process over through a file of its own.
     """
 
     def __init__(self, source: Source) -> None:
         self._source = source
-
-    def __getitems__(self, message: list[NDArray[np.int64]]) -> list[Arrays | TrainingFailed]:
-        return [self.read(indices) for indices in message]
 
     def read(self, indices: NDArray[np.int64]) -> Arrays | TrainingFailed:
         """Return the micro-batch of some samples."""
@@ -339,8 +377,6 @@ class _Batches(Dataset["list[Arrays | TrainingFailed]"]):
         ids = (batch["tokens"], batch["targets"])
         if not self._source.checks_ids and (found := _find_beyond(self._source.vocab_size, indices, *ids)):
             return TrainingFailed(found)
-        if "documents" in batch:  # here the host can count them; after the transfer it would have to wait for that
-            batch["borders"] = find_borders(torch.from_numpy(batch["documents"])).numpy()
         return batch
 
 
@@ -348,6 +384,8 @@ def _tensors(batch: Arrays | TrainingFailed, pins: bool) -> Batch | TrainingFail
     if isinstance(batch, TrainingFailed):
         return batch
     tensors = {name: torch.from_numpy(entry) for name, entry in batch.items()}
+    if "documents" in tensors:  # here the host can count them; after the transfer it would have to wait for that
+        tensors["borders"] = find_borders(tensors["documents"])
     return {name: tensor.pin_memory() for name, tensor in tensors.items()} if pins else tensors
 
 
@@ -367,7 +405,7 @@ def _find_beyond(limit: int, indices: NDArray[np.int64], *batch: NDArray[np.int6
     return ""
 
 
-def _as_it_is(message: list[Arrays | TrainingFailed]) -> list[Arrays | TrainingFailed]:
+def _as_it_is(message: Message) -> Message:
     return message
 
 
