@@ -310,6 +310,13 @@ DEFECTS: list[Defect] = [
         "numbers[chosen] = within",
     ),
     Defect(
+        "grams-half-as-often",
+        "data-command",
+        "trainer/data/check.py",
+        "return (parts[:-1] + parts[1:]) * self._inverses[: (whole - 1) * _STRIDE : _STRIDE]",
+        "return ((parts[:-1] + parts[1:]) * self._inverses[: (whole - 1) * _STRIDE : _STRIDE])[:1]",
+    ),
+    Defect(
         "another-past",
         "mixtures",
         "trainer/data/mixture.py",

@@ -289,6 +289,7 @@ COMMANDS = {
     "prepare": "trainer.prepare",
     "plan": "trainer.plan.__main__",
     "checkpoints": "trainer.checkpoints",
+    "data": "trainer.data.__main__",
     "evaluate": "trainer.evaluate",
     "generate": "trainer.generate",
     "export": "trainer.export",

@@ -107,7 +107,7 @@ class Part(Source):
         self.seq_len, self.vocab_size, self.tokenizer = whole.seq_len, whole.vocab_size, whole.tokenizer
         self.bytes_per_token, self.checks_ids = whole.bytes_per_token, whole.checks_ids
         self.waits_for_storage = whole.waits_for_storage
-        self._whole, self._start, self._length = whole, start, stop - start
+        self.whole, self._start, self._length = whole, start, stop - start
 
     def __len__(self) -> int:
         return self._length
@@ -115,17 +115,17 @@ class Part(Source):
     def batch(self, indices: NDArray[np.int64]) -> Samples:
         """Return the samples at `indices`; see `Source.batch`."""
         assert np.size(indices) == 0 or np.max(indices) < self._length, (indices, self._length)
-        return self._whole.batch(np.where(np.asarray(indices) < 0, -1, np.asarray(indices) + self._start))
+        return self.whole.batch(np.where(np.asarray(indices) < 0, -1, np.asarray(indices) + self._start))
 
     @property
     def attended(self) -> float | None:  # type: ignore[override]
         """That of the whole."""
-        return self._whole.attended
+        return self.whole.attended
 
     @property
     def fingerprint(self) -> Fingerprint:
         """That of the whole, with the number of these samples."""
-        return dataclasses.replace(self._whole.fingerprint, num_samples=len(self))
+        return dataclasses.replace(self.whole.fingerprint, num_samples=len(self))
 
 
 class SyntheticSource(Source):
@@ -177,7 +177,7 @@ class TokenSource(Source):
     def __init__(self, shards: Sequence[Shard], seq_len: int) -> None:
         info = shards[0].info
         self.seq_len, self.vocab_size, self.tokenizer = seq_len, info.vocab_size, info.tokenizer
-        self._shards, self._padding, self._dtype = list(shards), info.end_id, shards[0].dtype
+        self.shards, self._padding, self._dtype = list(shards), info.end_id, shards[0].dtype
         self._may_be_beyond = info.vocab_size <= np.iinfo(self._dtype).max
         self._shard_starts: list[int] = np.cumsum([0, *(shard.info.num_tokens for shard in shards)]).tolist()
         self.num_targets = self._count_targets()
@@ -228,7 +228,7 @@ class TokenSource(Source):
         """Return what to say of the first id that is beyond the vocabulary."""
         position = int(np.argmax(found >= self.vocab_size))
         number, first = self._locate(start + position)
-        place = f"token {first} of {self._shards[number].path}"
+        place = f"token {first} of {self.shards[number].path}"
         return (
             f"sample {index} holds the id {found[position]}, {place}: "
             f"ids must be below {self.vocab_size}, the size of the vocabulary; the shard is damaged, make it again"
@@ -237,8 +237,8 @@ class TokenSource(Source):
     @cached_property
     def fingerprint(self) -> Fingerprint:
         """Covers the shards' metadata and the content of some places in each.  Raises ShardError."""
-        content = sample_content(self._shards)
-        return Fingerprint(len(self), len(self._shards), self._shard_starts[-1], content)
+        content = sample_content(self.shards)
+        return Fingerprint(len(self), len(self.shards), self._shard_starts[-1], content)
 
     def _locate(self, start: int) -> tuple[int, int]:
         """Return the shard that a token of the stream lies in, and its place there."""
@@ -250,7 +250,7 @@ class TokenSource(Source):
         number, first = self._locate(start)
         filled = 0
         while filled < len(found):
-            shard = self._shards[number]
+            shard = self.shards[number]
             count = min(len(found) - filled, shard.info.num_tokens - first)
             shard.read_into(found[filled : filled + count], first)
             filled, number, first = filled + count, number + 1, 0

@@ -1,0 +1,139 @@
+"""Command line: what a run would train on, without training.
+
+    python -m trainer.data show [recipe=NAME] [section.key=value ...] [--step N] [--samples N] [--full]
+    python -m trainer.data check [recipe=NAME] [section.key=value ...]
+    python -m trainer.data plan [recipe=NAME] [section.key=value ...]
+
+  show    samples as the model sees them: text, where documents meet, what is trained on, source and epoch
+            --step N      those of this step (default 1)
+            --samples N   that many of them (default 2)
+            --full        all of their text, not only where each piece begins and ends
+  check   broken shards, documents that come twice, held-out text in the training data; exits with 1 if there is any
+  plan    tokens, share and epochs of each source, by phase
+
+recipe=NAME is a recipe or the folder of a run; without it, that of llama_small, whatever its vocabulary.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from trainer.config import RunConfig, check_config, least_mesh, load_config
+from trainer.data.check import check_data
+from trainer.data.epochs import with_steps
+from trainer.data.mixed import find_order
+from trainer.data.opening import open_source
+from trainer.data.portions import Portion, portions, sentences
+from trainer.data.show import show_samples
+from trainer.errors import (
+    EXIT_FAILED,
+    EXIT_FINISHED,
+    UserError,
+    choice_error,
+    nearest,
+    run_command,
+    setting_error,
+    tell,
+)
+from trainer.recipe import look_in_working_folder
+
+_COMMANDS = ("show", "check", "plan")
+
+
+@dataclass
+class _Asked:
+    """The arguments of the command line."""
+
+    command: str = ""
+    recipe: str | None = None
+    overrides: list[str] = field(default_factory=list)
+    numbers: dict[str, int] = field(default_factory=lambda: {"--step": 1, "--samples": 2})
+    """Options that take one."""
+    is_full: bool = False
+
+
+def command_line(argv: Sequence[str] | None = None) -> int:
+    """Run what the command line asks for.  Returns the exit code."""
+    look_in_working_folder()
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if "--help" in arguments or "-h" in arguments:
+        tell(__doc__ or "")
+        return EXIT_FINISHED
+    return run_command(lambda: _answer(_read(arguments)))
+
+
+def _read(arguments: Sequence[str]) -> _Asked:
+    asked, rest = _Asked(), iter(arguments)
+    for argument in rest:
+        key, _, value = argument.partition("=")
+        if key in asked.numbers:
+            asked.numbers[key] = _number(key, value or next(rest, ""))
+        elif argument == "--full":
+            asked.is_full = True
+        elif argument.startswith("-"):
+            best = nearest(argument, [*asked.numbers, "--full"])
+            raise UserError(f"{argument}: no such option\n  {f'did you mean {best}?' if best else 'see --help'}")
+        elif key == "recipe":
+            asked.recipe = value
+        elif "=" in argument:
+            asked.overrides.append(argument)
+        elif asked.command:
+            raise UserError(f"{argument!r}: an override has the form section.key=value")
+        else:
+            asked.command = argument
+    if asked.command not in _COMMANDS:
+        raise choice_error("command", asked.command or None, _COMMANDS)
+    return asked
+
+
+def _number(option: str, text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise setting_error(option, text or None, "must be a whole number, 1 at least", example=1)
+    return int(text)
+
+
+def _answer(asked: _Asked) -> int:
+    config = load_config(asked.recipe or "llama_small", asked.overrides)
+    least = least_mesh(config)
+    check_config(config, least.num_ranks, least.shard)
+    vocab_size = config.vocab_size if asked.recipe else None
+    if asked.command == "check":
+        return EXIT_FAILED if check_data(config.data, vocab_size, tell) else EXIT_FINISHED
+    config = with_steps(config)
+    source = open_source(config.data, vocab_size, "train")
+    order = find_order(source, config)
+    if asked.command == "show":
+        which = (asked.numbers["--step"], asked.numbers["--samples"], asked.is_full)
+        show_samples(source, order, config, *which, tell)
+        return EXIT_FINISHED
+    found = portions(order, config.train.global_batch_size, config.train.steps, source.seq_len)
+    tell("\n".join(_table(config, found)))
+    return EXIT_FINISHED
+
+
+def _table(config: RunConfig, found: Sequence[Portion]) -> list[str]:
+    heads = ("steps", "source", "tokens", "share", "samples", "epochs")
+    rows = [
+        (
+            f"{portion.first_step}-{portion.last_step}",
+            portion.source or config.data.source,
+            f"{portion.tokens:,}",
+            f"{100 * portion.share:.2f} %",
+            f"{portion.samples:,}",
+            f"{portion.epochs:.3f}",
+        )
+        for portion in found
+    ]
+    widths = [max(len(row[column]) for row in (heads, *rows)) for column in range(len(heads))]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in (heads, *rows)]
+    return [*lines, "epochs: how often a source has been read by the end of the phase", *_said_of(found)]
+
+
+def _said_of(found: Sequence[Portion]) -> list[str]:
+    return [line for line in sentences(found) if line.startswith("repeats")]
+
+
+if __name__ == "__main__":
+    sys.exit(command_line())

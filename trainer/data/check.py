@@ -1,0 +1,246 @@
+"""Checks data: shards that are broken, documents that come twice, held-out text that is also trained on.
+
+Documents are compared by a hash of all their tokens.  Held-out text is looked for by stretches of 32 tokens: all of
+those that are held out, and of the training data one in every 16 tokens, so that none that is shared over 47 tokens in
+a row can be missed.  What the hashes find is compared token by token.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainer.config import DataSection
+from trainer.data.mixed import MixedSource
+from trainer.data.opening import open_source
+from trainer.data.shards import Shard, ShardError
+from trainer.data.source import IGNORE, Part, Source, TokenSource, entries
+from trainer.data.tokenizer import Tokenizer, find_tokenizer
+
+Tell = Callable[[str], None]
+Hashes = NDArray[np.uint64]
+
+_GRAM, _STRIDE = 32, 16
+_CHUNK = 1 << 16
+"""Tokens that are hashed at a time: what they need stays in the processor's caches."""
+_LISTED = 10
+"""Places of a kind that are listed; all are counted."""
+
+
+def check_data(data: DataSection, vocab_size: int | None, tell: Tell) -> int:
+    """Tell what is wrong with the data, a line for each place; returns how many there are.
+
+    Raises UserError for settings that name no data.
+    """
+    broken = list(_broken(data))
+    for text in broken:
+        tell(f"broken: {text}")
+    if broken:
+        return len(broken)
+    train, held_out = open_source(data, vocab_size, "train"), open_source(data, vocab_size, "eval")
+    shards = _shards_of(train)
+    tell(f"{len(shards)} shards, {sum(shard.info.num_tokens for shard in shards):,} tokens: none is broken")
+    twice = _tell_duplicates(shards, [] if held_out is None else _shards_of(held_out), tell)
+    if held_out is None:
+        tell("nothing is held out")
+        return twice
+    return twice + _tell_leaks(train, held_out, find_tokenizer(data.tokenizer), tell)
+
+
+# -- shards -----------------------------------------------------------------------------------------------------
+
+
+def _broken(data: DataSection) -> Iterator[str]:
+    """Yield what is wrong with each shard that the settings name, if they name any."""
+    settings = [setting for setting in (data.path, data.eval_path) if setting is not None]
+    paths = [path for each in settings for path in (each.values() if isinstance(each, Mapping) else [each])]
+    for name in sorted({found for path in paths for found in glob.glob(os.path.expanduser(path), recursive=True)}):
+        if name.endswith(".bin") and Path(name).with_suffix(".json").exists():
+            try:
+                shard = Shard(Path(name))
+                shard.read_offsets()
+                for start in range(0, shard.info.num_tokens, _CHUNK):
+                    tokens = shard.read(start, min(_CHUNK, shard.info.num_tokens - start))
+                    if tokens.max(initial=0) >= shard.info.vocab_size:
+                        place = start + int(np.argmax(tokens >= shard.info.vocab_size))
+                        yield f"{name}: token {place} is {tokens[place - start]}, beyond the vocabulary"
+                        break
+            except ShardError as error:
+                yield str(error)
+
+
+def _shards_of(source: Source) -> list[Shard]:
+    if isinstance(source, MixedSource):
+        return [shard for own in source.sources.values() for shard in _shards_of(own)]
+    if isinstance(source, Part):
+        return _shards_of(source.whole)
+    return source.shards if isinstance(source, TokenSource) else []
+
+
+# -- hashes -----------------------------------------------------------------------------------------------------
+# The hash of tokens t_0 t_1 ... is the sum of mixed(t_i) * base**i, modulo 2**64.
+
+_BASE = 0x9E3779B97F4A7C15
+_INVERSE = pow(_BASE, -1, 2**64)
+
+
+def _powers(base: int, count: int) -> Hashes:
+    powers = np.full(count, base, dtype=np.uint64)
+    powers[0] = 1
+    return np.multiply.accumulate(powers)
+
+
+def _mixed(vocab_size: int) -> Hashes:
+    """Return a random number for each id."""
+    return np.random.Philox(key=vocab_size).random_raw(vocab_size)
+
+
+class _Hasher:
+    def __init__(self, vocab_size: int) -> None:
+        self._mixed = _mixed(vocab_size)
+        self._powers, self._inverses = _powers(_BASE, 1 << 12), _powers(_INVERSE, 1 << 12)
+
+    def _terms(self, tokens: NDArray[Any]) -> Hashes:
+        self._reach(len(tokens))
+        terms = self._mixed.take(tokens)
+        terms *= self._powers[: len(tokens)]
+        return terms
+
+    def _reach(self, count: int) -> None:
+        if count > len(self._powers):
+            self._powers, self._inverses = _powers(_BASE, 2 * count), _powers(_INVERSE, 2 * count)
+
+    def grams(self, tokens: NDArray[Any]) -> Hashes:
+        """Return the hashes of all stretches of 32 tokens."""
+        sums = np.concatenate([np.zeros(1, dtype=np.uint64), np.cumsum(self._terms(tokens))])
+        found = sums[_GRAM:] - sums[:-_GRAM]
+        return found * self._inverses[: len(found)]
+
+    def some_grams(self, tokens: NDArray[Any]) -> Hashes:
+        """Return the hashes of the stretches that begin at every 16th token."""
+        whole = len(tokens) // _STRIDE
+        parts = np.add.reduceat(self._terms(tokens)[: whole * _STRIDE], np.arange(0, whole * _STRIDE, _STRIDE))
+        return (parts[:-1] + parts[1:]) * self._inverses[: (whole - 1) * _STRIDE : _STRIDE]
+
+    def documents(self, shard: Shard, starts: NDArray[np.int64]) -> Hashes:
+        """Return the hashes of documents by where each starts; the last one ends with the shard."""
+        found = np.zeros(len(starts), dtype=np.uint64)
+        for first in range(0, shard.info.num_tokens, _CHUNK):
+            terms = self._terms(shard.read(first, min(_CHUNK, shard.info.num_tokens - first)))
+            begin = int(np.searchsorted(starts, first, side="right")) - 1
+            end = int(np.searchsorted(starts, first + len(terms)))
+            sums = np.add.reduceat(terms, np.maximum(starts[begin:end] - first, 0))
+            found[begin:end] += sums * np.uint64(pow(_BASE, first, 2**64))
+        return found * _raised(_INVERSE, starts)
+
+
+def _raised(base: int, exponents: NDArray[np.int64]) -> Hashes:
+    """Return base**exponents, modulo 2**64."""
+    found = np.ones(len(exponents), dtype=np.uint64)
+    for bit in range(int(exponents.max(initial=0)).bit_length()):
+        found[(exponents >> bit) & 1 == 1] *= np.uint64(pow(base, 1 << bit, 2**64))
+    return found
+
+
+# -- documents that come twice ----------------------------------------------------------------------------------
+
+
+def _tell_duplicates(train: list[Shard], held_out: list[Shard], tell: Tell) -> int:
+    """Tell which documents are the same, in any shards; returns how many are there already when they come again."""
+    shards = [*train, *(shard for shard in held_out if shard.path not in {own.path for own in train})]
+    starts, hashes = [], []
+    for shard in shards:
+        offsets = np.unique(shard.read_offsets())  # a document without a token is none
+        starts.append(offsets)
+        hashes.append(_Hasher(shard.info.vocab_size).documents(shard, offsets[:-1]))
+    if not shards:
+        return 0
+    numbers = np.cumsum([0, *map(len, hashes)])
+    all_hashes = np.concatenate(hashes)
+    order = np.argsort(all_hashes, kind="stable")
+    again = np.flatnonzero(all_hashes[order][1:] == all_hashes[order][:-1])
+
+    def read(document: int) -> tuple[str, bytes]:
+        shard = int(np.searchsorted(numbers, document, side="right")) - 1
+        number = document - int(numbers[shard])
+        start, end = starts[shard][number : number + 2].tolist()
+        return f"document {number} of {shards[shard].path}", shards[shard].read(start, end - start).tobytes()
+
+    pairs = ((read(int(order[place])), read(int(order[place + 1]))) for place in again)
+    same = [(first, second) for (first, text), (second, other) in pairs if text == other]
+    for first, second in same[:_LISTED]:
+        tell(f"twice: {second} is {first}")
+    more = f", of which {_LISTED} are listed" if len(same) > _LISTED else ""
+    tell(f"{len(all_hashes):,} documents: {len(same):,} come again{more}")
+    return len(same)
+
+
+# -- held-out text that is trained on ---------------------------------------------------------------------------
+
+
+class _HeldOut:
+    """The stretches of the held-out samples."""
+
+    def __init__(self, source: Source) -> None:
+        self.seq_len = source.seq_len
+        tokens, ignored = zip(*(found for _, *found in _stretches(source, overlap=0)), strict=True)
+        self.tokens = np.concatenate(tokens)
+        grams = _Hasher(source.vocab_size).grams(self.tokens)
+        # What fills up a row is the same everywhere, and counts for nothing.
+        is_told = _windows(np.concatenate(ignored), len(grams)) == 0
+        is_told &= _windows(np.diff(self.tokens, append=-1) != 0, len(grams), _GRAM - 1) > 0
+        places = np.flatnonzero(is_told)
+        order = np.argsort(grams[places], kind="stable")
+        self._grams, self._places = grams[places][order], places[order]
+        self._may_be = np.zeros(1 << 24, dtype=bool)
+        self._may_be[self._grams >> np.uint64(40)] = True
+
+    def find(self, grams: Hashes, tokens: NDArray[Any]) -> Iterator[tuple[int, int]]:
+        """Yield where training data and held-out tokens are the same, for stretches of every 16th token."""
+        numbers = np.flatnonzero(self._may_be[grams >> np.uint64(40)])
+        firsts, ends = (np.searchsorted(self._grams, grams[numbers], side=side) for side in ("left", "right"))
+        is_there = firsts < ends
+        for number, first, end in zip(*(each[is_there].tolist() for each in (numbers, firsts, ends)), strict=True):
+            start = number * _STRIDE
+            for place in self._places[first:end].tolist():
+                if np.array_equal(self.tokens[place : place + _GRAM], tokens[start : start + _GRAM]):
+                    yield start, place
+
+
+def _windows(flags: NDArray[np.bool_], count: int, width: int = _GRAM) -> NDArray[np.int64]:
+    """Return how many flags are set in each stretch of tokens."""
+    sums = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(flags)])
+    return sums[width : width + count] - sums[:count]
+
+
+def _stretches(source: Source, overlap: int) -> Iterator[tuple[int, NDArray[np.int64], NDArray[np.bool_]]]:
+    """Yield the first sample, the tokens, and which are ignored, of samples one behind the other."""
+    step = max(1, _CHUNK // source.seq_len)
+    for first in range(0, len(source), step):
+        found = entries(source.batch(np.arange(first, min(len(source), first + step + overlap))))
+        yield first, found["tokens"].ravel(), found["targets"].ravel() == IGNORE
+
+
+def _tell_leaks(train: Source, held_out: Source, tokenizer: Tokenizer, tell: Tell) -> int:
+    """Tell which held-out samples hold text that is trained on; returns how many."""
+    held, found = _HeldOut(held_out), dict[int, tuple[int, int]]()
+    hasher, seq_len = _Hasher(train.vocab_size), train.seq_len
+    for first, tokens, _ in _stretches(train, overlap=-(-(_GRAM + _STRIDE) // seq_len)):
+        if len(tokens) >= 2 * _STRIDE:
+            for start, place in held.find(hasher.some_grams(tokens), tokens):
+                found.setdefault(place // held.seq_len, (first + start // seq_len, place))
+    for sample, (trained, place) in sorted(found.items())[:_LISTED]:
+        piece = held.tokens[place : place + _GRAM]
+        text = (
+            repr(tokenizer.decode(piece)) if tokenizer.name == train.tokenizer else " ".join(map(str, piece.tolist()))
+        )
+        tell(f"leak: held-out sample {sample} has text of training sample {trained}: {text}")
+    more = f", of which {_LISTED} are listed" if len(found) > _LISTED else ""
+    tell(f"{len(held_out):,} held-out samples: {len(found):,} have text that is trained on{more}")
+    return len(found)

@@ -1,0 +1,84 @@
+"""Shows samples as the model sees them: text, where documents meet, what is trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainer.config import RunConfig
+from trainer.data.mixed import SOURCE, MixedSource
+from trainer.data.order import Order, epochs
+from trainer.data.shards import ShardError
+from trainer.data.source import IGNORE, Source, entries
+from trainer.data.tokenizer import Tokenizer, find_tokenizer
+from trainer.errors import TrainingFailed
+
+_SHOWN = 60
+"""Characters of a piece's begin and end."""
+
+
+def show_samples(
+    source: Source, order: Order, config: RunConfig, step: int, count: int, is_full: bool, tell: Callable[[str], None]
+) -> None:
+    """Tell the first `count` samples of a step, a block of lines each.  Raises TrainingFailed for data that is damaged.
+
+    Each line is a stretch of tokens of one document that are all trained on, or all ignored.
+    """
+    batch = config.train.global_batch_size
+    first, tokenizer = (step - 1) * batch, _tokenizer_of(source, config)
+    positions = first + np.arange(min(count, batch))
+    indices = order.at(positions)
+    try:
+        found = entries(source.batch(indices))
+    except ShardError as error:
+        raise TrainingFailed(str(error)) from error
+    names = list(source.sources) if isinstance(source, MixedSource) else [""]
+    for row, (position, index) in enumerate(zip(positions.tolist(), indices.tolist(), strict=True)):
+        name = names[int(found[SOURCE][row])] if SOURCE in found else ""
+        tell("\n".join([_title(step, position, index, name, order), *_lines(found, row, tokenizer, is_full), ""]))
+
+
+def _title(step: int, position: int, index: int, name: str, order: Order) -> str:
+    of = f", source {name}" if name else ""
+    return f"step {step}, position {position}: sample {index}{of}, epoch {epochs(order, position)[name]:.4f}"
+
+
+def _tokenizer_of(source: Source, config: RunConfig) -> Tokenizer | None:
+    """Return the tokenizer that made the tokens, if data.tokenizer names it; else ids are shown."""
+    tokenizer = find_tokenizer(config.data.tokenizer)
+    return tokenizer if tokenizer.name == source.tokenizer else None
+
+
+def _lines(found: dict[str, NDArray[Any]], row: int, tokenizer: Tokenizer | None, is_full: bool) -> Iterator[str]:
+    tokens, counts = found["tokens"][row], found["targets"][row] != IGNORE
+    documents = found["documents"][row] if "documents" in found else _documents_of(tokens, tokenizer)
+    borders = np.flatnonzero((np.diff(documents) != 0) | (np.diff(counts) != 0)) + 1
+    width = len(str(len(tokens)))
+    for start, end in zip([0, *borders.tolist()], [*borders.tolist(), len(tokens)], strict=True):
+        kind = "trained on" if counts[start] else "ignored   "
+        text = _text(tokens[start:end], tokenizer, is_full)
+        yield f"  {start:>{width}}-{end - 1:<{width}}  document {int(documents[start]) + 1}  {kind}  {text}"
+
+
+def _documents_of(tokens: NDArray[Any], tokenizer: Tokenizer | None) -> NDArray[np.int64]:
+    """Return the number of each token's document in its row, as ends of documents tell it: what fills it up is of the last."""
+    if tokenizer is None:
+        return np.zeros(len(tokens), dtype=np.int64)
+    is_end = tokens == tokenizer.end_id
+    return np.cumsum(np.concatenate([[False], is_end[:-1] & ~is_end[1:]]))
+
+
+def _text(tokens: NDArray[Any], tokenizer: Tokenizer | None, is_full: bool) -> str:
+    if tokenizer is None:
+        shown = (
+            tokens.tolist() if is_full or len(tokens) <= 16 else [*tokens[:8].tolist(), "...", *tokens[-8:].tolist()]
+        )
+        return " ".join(map(str, shown))
+    text = tokenizer.decode(tokens)
+    ends = " [end]" if tokens[-1] == tokenizer.end_id else ""
+    if is_full or len(text) <= 2 * _SHOWN + 5:
+        return repr(text) + ends
+    return f"{text[:_SHOWN]!r} ... {text[-_SHOWN:]!r}{ends}"
