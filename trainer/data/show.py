@@ -64,7 +64,7 @@ def _lines(found: dict[str, NDArray[Any]], row: int, tokenizer: Tokenizer | None
 
 
 def _documents_of(tokens: NDArray[Any], tokenizer: Tokenizer | None) -> NDArray[np.int64]:
-    """Return the number of each token's document in its row, as ends of documents tell it: what fills it up is of the last."""
+    """Return the document of each token in its row, as their ends tell it: what fills it up is of the last one."""
     if tokenizer is None:
         return np.zeros(len(tokens), dtype=np.int64)
     is_end = tokens == tokenizer.end_id
