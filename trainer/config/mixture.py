@@ -40,9 +40,11 @@ def source_names(data: DataSection) -> list[str]:
 def find_phases(config: RunConfig) -> list[Phase]:
     """Return the phases of a run with several sources, first to last; the first begins at sample 0.
 
-    Raises UserError that names the phase and the rule that it breaks.
+    Raises UserError that names the phase and the rule that it breaks.  Their order can be told once `train.epochs` is a
+    number of steps.
     """
     names, weights = source_names(config.data), config.data.weights
+    is_settled = config.train.epochs is None
     if weights is not None:
         _check_weights("data.weights", weights, names)
     phases = [Phase(0, weights)]
@@ -53,7 +55,8 @@ def find_phases(config: RunConfig) -> list[Phase]:
             raise setting_error(key, stated, "must hold `from` and `weights`, and nothing else", example=example)
         _check_weights(f"{key}.weights", stated["weights"], names)
         phase = Phase(_first_sample(f"{key}.from", stated["from"], config), stated["weights"])
-        if phase.start <= phases[-1].start and (phase.start or number or weights is not None):
+        is_late = phase.start > phases[-1].start or not (phase.start or number or weights is not None)
+        if is_settled and not is_late:
             raise _out_of_order(f"{key}.from", stated["from"], phases[-1].start, config)
         phases = [*phases[: len(phases) if phase.start else 0], phase]
     return phases
