@@ -159,6 +159,9 @@ def test_when_a_phase_begins() -> None:
     assert [phase.weights for phase in phases] == [None, {"web": 1}, {"code": 1}, {"web": 1}]
     first = find_phases(config_of(SOURCES, "data.phases=[{from: 1, weights: {web: 1}}]"))
     assert first == [Phase(0, {"web": 1})]
+    # Of epochs it is not known yet how many steps they are, so that 80 % may be before step 1500 or behind it.
+    mixed = "data.phases=[{from: 1500, weights: {web: 1}}, {from: 80%, weights: {code: 1}}]"
+    check_config(config_of(SOURCES, mixed, "train.epochs=2"), 1, 1)
 
 
 MISTAKES = {
