@@ -53,7 +53,7 @@ class MaskedSource(TokenSource):
         return -(-(self._shard_starts[-1] - 1) // self.seq_len)
 
     def _count_targets(self) -> int:
-        return self._shard_starts[-1] - sum(shard.info.num_documents for shard in self._shards)
+        return self._shard_starts[-1] - sum(shard.info.num_documents for shard in self.shards)
 
     def batch(self, indices: NDArray[np.int64]) -> Samples:
         """Return the samples at `indices`, with `documents` and `positions` (int32); see `Source.batch`."""
