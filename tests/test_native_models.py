@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import islice
@@ -27,6 +28,7 @@ from trainer.data.loader import TrainLoader
 from trainer.data.source import Source
 from trainer.export import command_line as main
 from trainer.model.experts import BalanceLoss, grouped_mm
+from trainer.plan.probe import _trace as trace
 
 STEPS = 20
 KINDS: dict[str, Callable[[], Any]] = {
@@ -161,3 +163,19 @@ def test_a_grouped_product_is_that_of_each_group() -> None:
     assert torch.equal(grouped_mm(x, weight, ends), expected)
     assert torch.autograd.gradcheck(lambda x, weight: grouped_mm(x, weight, ends), (x, weight))
     torch.library.opcheck(torch.ops.meshtrainer.grouped_mm.default, (x, weight, ends))
+
+
+@pytest.mark.slow
+def test_a_plan_of_balanced_experts_is_that_of_every_block() -> None:
+    """Though the middle ones are left out, and hand out their load beside what the next one reads."""
+    config = load_config("qwen3_moe_small", ["model.num_layers=9", "fsdp.param_dtype=bfloat16"])
+    with torch.device("meta"):
+        model = config.recipe.build_model(config.model)
+    for checkpointing in ("none", "selective", "full"):
+        short, whole = (
+            trace(copy.deepcopy(model), config, 2, checkpointing, "cpu", shortens) for shortens in (True, False)
+        )
+        assert [(event.mark, event.unit) for event in short.events] == [(e.mark, e.unit) for e in whole.events]
+        for one, other in zip(short.events, whole.events, strict=True):
+            assert abs(one.before.net - other.before.net) <= 4096, (one.mark, one.unit)
+            assert sum(w.flops * n for w, n in one.before.work) == sum(w.flops * n for w, n in other.before.work)

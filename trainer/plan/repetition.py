@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_map_only
 
 from trainer.model.parameters import tied_names
 from trainer.model.units import ShardUnit
@@ -57,6 +57,7 @@ class Repetition:
         self.left_out = {id(m) for run in self.runs for block in run.skipped for m in block.modules()}
         self._place: list[tuple[_Run, int]] = []  # of each watched block, by the number in its marks
         self._calls: dict[int, list[tuple[int, Any]]] = {id(run): [] for run in self.runs}
+        self._beside: dict[int, tuple[Any, ...] | None] = {}  # what a run's blocks hand out beside the next one's input
         self._home: dict[int, tuple[_Run, int, str]] = {}  # of each unit: its block, and its name therein
         self._unit_at: dict[tuple[int, int, str], int] = {}
         for run in self.runs:
@@ -79,9 +80,36 @@ class Repetition:
                 recorder.watch_block(block, len(self._place))
                 self._place.append((run, position))
                 if block in run.skipped:
-                    block.forward = _pass_on  # type: ignore[method-assign]
+                    block.forward = self._passing_on(run)  # type: ignore[method-assign]
                 else:
-                    block.register_forward_hook(_check_form)
+                    block.register_forward_hook(self._note_output(run))
+
+    def _note_output(self, run: _Run) -> Callable[..., None]:
+        """Return a hook that raises NotRepeated unless the next block could be given a block's (first) output."""
+
+        def note(block: nn.Module, args: Any, output: Any) -> None:
+            given = args[0] if args else None
+            first, *rest = output if isinstance(output, tuple) else (output,)
+            if not (isinstance(first, torch.Tensor) and isinstance(given, torch.Tensor)):
+                raise NotRepeated
+            if first.shape != given.shape or first.dtype != given.dtype:
+                raise NotRepeated
+            self._beside[id(run)] = tuple(rest) if isinstance(output, tuple) else None
+
+        return note
+
+    def _passing_on(self, run: _Run) -> Callable[..., Any]:
+        """Return what blocks that are left out do: hand on what they are given, beside it what the others hand out."""
+
+        def pass_on(*args: Any, **kwargs: Any) -> Any:
+            if not args:
+                raise NotRepeated
+            # As a node of its own in the graph, so that gradients of each block's output are known one after another.
+            first = args[0].view_as(args[0]) if isinstance(args[0], torch.Tensor) else args[0]
+            beside = self._beside[id(run)]
+            return first if beside is None else (first, *tree_map_only(torch.Tensor, torch.zeros_like, beside))
+
+        return pass_on
 
     def like(self, names: set[str]) -> set[str]:
         """Return the names of parameters, and those of the same parameters of blocks that were left out."""
@@ -176,22 +204,6 @@ def _form(arguments: Any) -> Any:
         (tuple(leaf.shape), leaf.dtype, leaf.requires_grad) if isinstance(leaf, torch.Tensor) else repr(leaf)
         for leaf in leaves
     ]
-
-
-def _pass_on(*args: Any, **kwargs: Any) -> Any:
-    if not args:
-        raise NotRepeated
-    # As a node of its own in the graph, so that the gradients of each block's output are known one after another.
-    return args[0].view_as(args[0]) if isinstance(args[0], torch.Tensor) else args[0]
-
-
-def _check_form(block: nn.Module, args: Any, output: Any) -> None:
-    """Raise NotRepeated unless a block's output could be the next one's input."""
-    given = args[0] if args else None
-    if not (isinstance(output, torch.Tensor) and isinstance(given, torch.Tensor)):
-        raise NotRepeated
-    if output.shape != given.shape or output.dtype != given.dtype:
-        raise NotRepeated
 
 
 def without_block_marks(events: Iterable[Event]) -> Iterator[Event]:
