@@ -213,7 +213,7 @@ DEFECTS: list[Defect] = [
         "evaluates-what-was-drawn",
         "evaluate",
         "trainer/evaluate.py",
-        "        begin_from(trainer.model, trainer.origin, trainer.config, trainer.world)\n",
+        "        _take_weights(trainer)\n",
         "",
     ),
     Defect(

@@ -14,9 +14,10 @@ import torch.nn.functional as F
 
 from tests.ranks import run_python_module
 from tests.runs import Shared
-from tests.test_pretrained import folder_of
+from tests.test_pretrained import config_of, folder_of
 from tests.tiny import fit, tiny_config
-from trainer import evaluate, load_weights
+from tests.tiny import lines as metrics_of
+from trainer import Trainer, evaluate, load_weights
 from trainer.data.opening import open_source
 from trainer.export import command_line as export
 
@@ -64,6 +65,24 @@ def test_a_run_that_does_not_evaluate_itself_and_a_folder_are_evaluated_too(
     tokens, targets = map(torch.from_numpy, open_source(config.data, 32, "eval").batch(torch.arange(8).numpy()))
     logits = load_weights(tmp_path / "run")(tokens)
     assert of_run["loss"] == pytest.approx(F.cross_entropy(logits.flatten(0, 1), targets.flatten()).item(), rel=1e-6)
+
+
+def test_adapters_are_evaluated_on_their_base(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = folder_of(tmp_path / "source")
+    own = [
+        "lora.rank=2",
+        "train.steps=3",
+        "optim.lr=0.1",
+        "eval.every=3",
+        "eval.steps=2",
+        f"run.dir={tmp_path / 'run'}",
+    ]
+    trainer = Trainer(config_of(source, *own))
+    assert trainer.fit() == 0
+    trainer.close()
+    (of_run,) = [line["loss"] for line in metrics_of(tmp_path / "run") if line["kind"] == "eval"]
+    assert found(capsys, tmp_path / "run")["loss"] == of_run
+    assert found(capsys, source, "data.source=synthetic", "data.seq_len=16", "eval.steps=2")["loss"] != of_run
 
 
 @pytest.mark.slow

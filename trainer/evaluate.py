@@ -108,15 +108,27 @@ def evaluate(trainer: Trainer) -> Record | None:
 
     Writes nothing of a run.  Raises UserError where nothing is held out.  Collective.
     """
-    from trainer.weights.inference import begin_from
-
     if trainer.eval_loader is None:
         data = trainer.config.data
         rule = f"data.source={data.source} holds nothing out"
         raise setting_error("data.eval_path", data.eval_path, rule, fix="name data to evaluate on")
     with trainer.lifecycle.looking():
-        begin_from(trainer.model, trainer.origin, trainer.config, trainer.world)
+        _take_weights(trainer)
         return trainer.evaluate()
+
+
+def _take_weights(trainer: Trainer) -> None:
+    """Fill the model: of a checkpoint all that it holds, adapters beside their base.  Collective."""
+    from trainer.checkpoint.source import StoredWeights, find_checkpoint
+    from trainer.weights.access import fill
+    from trainer.weights.inference import begin_from, joined
+
+    config, source = trainer.config, trainer.config.train.init_from
+    if source is None or is_folder_of_weights(source):
+        begin_from(trainer.model, trainer.origin, config, trainer.world)
+    else:
+        stored = trainer.world.agreed(lambda: StoredWeights(find_checkpoint(source)))
+        trainer.world.agreed(lambda: fill(trainer.model, joined(stored, config.recipe, config.model), source))
 
 
 # ---------------------------------------------------------------------------------------------------------------
