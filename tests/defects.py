@@ -472,6 +472,13 @@ DEFECTS: list[Defect] = [
         "origin.files = {}",
     ),
     Defect(
+        "reference-with-adapters",
+        "preferences",
+        "recipes/dpo/trainer.py",
+        "with _evaluated(self.model), without_adapters(self.model):",
+        "with _evaluated(self.model):",
+    ),
+    Defect(
         "any-base-will-do",
         "adapters",
         "trainer/weights/adapters.py",

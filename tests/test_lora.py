@@ -227,7 +227,7 @@ def test_another_base_is_refused_and_the_same_elsewhere_is_not(
     arguments = overrides_of(other, folder, "train.steps=3")
     assert run.main(["recipe=llama_small", *arguments]) == 2
     said = capsys.readouterr().err
-    assert f"train.init_from={other}: is not the base that the adapters were trained on; that was {base}" in said
+    assert f"train.init_from={other}: is not the base that this was trained on; that was {base}" in said
     assert f"cannot resume from {folder}/checkpoints/step_00000002" in said
     with pytest.raises(UserError, match=re.escape(f"for the weights of {base}, which is not there")):
         load_weights(folder)

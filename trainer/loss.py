@@ -59,17 +59,36 @@ def row_losses() -> Iterator[list[torch.Tensor]]:
         _rows.reset(token)
 
 
+_sums_by_row = ContextVar("sums_by_row", default=False)
+
+
+@contextmanager
+def by_row() -> Iterator[None]:
+    """Have the losses of models inside the block be one sum for each sequence, (B,), instead of one for all.
+
+    For models whose loss is computed by the functions here.
+    """
+    token = _sums_by_row.set(True)
+    try:
+        yield
+    finally:
+        _sums_by_row.reset(token)
+
+
 def count_targets(targets: torch.Tensor) -> int:
     """Return the number of targets that count."""
     return int((targets != IGNORE).sum())
 
 
 def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return the summed cross-entropy of `logits` (..., V) against `targets` (...), in fp32."""
+    """Return the summed cross-entropy of `logits` (..., V) against `targets` (...), in fp32; see also `by_row`."""
     pair, noted = (logits.flatten(0, -2).float(), targets.flatten()), _rows.get()
-    if noted is None:
+    if noted is None and not _sums_by_row.get():
         return F.cross_entropy(*pair, ignore_index=IGNORE, reduction="sum")
     losses = F.cross_entropy(*pair, ignore_index=IGNORE, reduction="none").view(targets.shape)
+    if _sums_by_row.get():
+        return losses.sum(-1)
+    assert noted is not None
     noted.append(losses.detach().sum(-1, dtype=torch.float64))
     return losses.sum()
 
@@ -79,7 +98,7 @@ def linear_cross_entropy(
     weight: torch.Tensor,
     targets: torch.Tensor,
     chunk_bytes: int | None = None,
-    reduction: Literal["sum", "row"] = "sum",
+    reduction: Literal["sum", "row"] | None = None,
 ) -> torch.Tensor:
     """Return the summed cross-entropy of `hidden @ weight.T` (..., V) against `targets` (...), in fp32.
 
@@ -90,7 +109,7 @@ def linear_cross_entropy(
     With `reduction="sum"` the result is a scalar, and the gradients are computed in the forward pass, while a chunk's
     logits are there, so that nothing is computed twice.  After Liger Kernel (arXiv:2410.10989).  With `"row"` it is one
     sum for each sequence, targets (B, T) to (B,), whose gradients may differ: the backward pass computes the logits
-    again.
+    again.  By default it is "sum", and inside `by_row` "row".
     """
     hidden_ND, targets_N = hidden.flatten(0, -2), targets.flatten()
     row_bytes = 4 * weight.shape[0]
@@ -99,7 +118,7 @@ def linear_cross_entropy(
         chunk_bytes = max(_CHUNK_BYTES, _GPU_CHUNK_ROWS * row_bytes if on_a_gpu else 0)
     num_chunks = max(1, math.ceil(hidden_ND.shape[0] / max(1, chunk_bytes // row_bytes)))
     arguments = (hidden_ND, weight, targets_N, num_chunks)
-    if reduction == "row":
+    if reduction == "row" or (reduction is None and _sums_by_row.get()):
         losses_N: torch.Tensor = _LinearCrossEntropyOfTokens.apply(*arguments)  # type: ignore[no-untyped-call]
         return losses_N.view(targets.shape).sum(-1)
     noted, tokens = _rows.get(), list[torch.Tensor]()

@@ -223,7 +223,7 @@ def with_trainer(config: RunConfig, own: type[Trainer] | None, act: Callable[[Tr
         warnings.simplefilter("ignore")  # the first rank warns for all
     try:
         with without_collecting():
-            trainer = (own or config.recipe.trainer_class(Trainer))(config)
+            trainer = (own or config.trainer_class(Trainer))(config)
         exit_code = act(trainer)
         ignore_termination()
         trainer.close()

@@ -46,7 +46,7 @@ from trainer.metrics.record import Record
 from trainer.metrics.skips import SkipCounter
 from trainer.metrics.tally import Amount
 from trainer.model.experts import balanced
-from trainer.model.flops import flops_per_token
+from trainer.model.flops import flops_of
 from trainer.model.gradients import clip_grad_norm, evaluating, gradient_sync
 from trainer.model.network import build_network
 from trainer.model.parameters import count_parameters, count_trained_parameters, tied_names
@@ -99,7 +99,7 @@ class Trainer:
         self.skips = SkipCounter(config.train.max_skipped_updates)
         self.metrics = Metrics(config, world.is_main)
         random_state = RandomState(config.run.seed, world.rank)
-        base = take_base(self.model, config, world)
+        base = take_base(self.model, config, world) if config.lora.rank else None
         self.state = TrainState(self, self.model, self.optimizer, self.skips, random_state, base)
         self.state.add_loaders(self.loader, self.eval_loader, world)
         self.state.add("metrics", self.metrics)
@@ -184,7 +184,7 @@ class Trainer:
     def flops_per_token(self) -> float:
         """Model FLOPs of forward and backward for one token, recomputation not counted."""
         length = attended_length(self.loader) or self.config.data.seq_len
-        return flops_per_token(self.recipe, self.config.model, self.model, length)
+        return flops_of(self.config, self.model, length)
 
     # -- the step ------------------------------------------------------------------------------------------------
 

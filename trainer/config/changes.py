@@ -23,6 +23,8 @@ _FIXED_ON_RESUME = (
     "train.global_batch_size",
     "train.weights_dtype",
     "train.freeze",
+    "train.objective",
+    "dpo.",
     "lora.",
     "run.seed",
 )

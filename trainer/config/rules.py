@@ -90,6 +90,7 @@ def _check_forms(config: RunConfig) -> None:
         _check_dtypes,
         _check_float8,
         _check_lora,
+        _check_objective,
         _check_wrap,
         _check_resume,
         _check_deadline,
@@ -212,6 +213,15 @@ def _check_lora(config: RunConfig) -> None:
         if getattr(lora, key) != getattr(without, key):
             rule = "is of adapters, and with lora.rank=0 there are none"
             raise setting_error(f"lora.{key}", getattr(lora, key), rule, fix="set lora.rank, to 16 for example")
+
+
+def _check_objective(config: RunConfig) -> None:
+    objective = config.train.objective
+    if objective == "tokens":
+        return
+    if config.recipe.trainer is not None:
+        rule = f"recipe {config.recipe.name!r} has a Trainer of its own, which trains for what it does"
+        raise setting_error("train.objective", objective, rule, "tokens")
 
 
 def budget_of(checkpointing: int | str) -> float | None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from omegaconf import OmegaConf
 
 from trainer.printable import masked
-from trainer.recipe import Recipe, declare, find_recipe
+from trainer.recipe import Recipe, TrainerType, declare, find_recipe, resolve
 
 WEEK_S = 7 * 24 * 3600.0
 """The longest time limit: what waits for ranks counts milliseconds in 32 bits, and three of these."""
@@ -23,6 +23,9 @@ _DTYPES = {
     **dict.fromkeys(("fp32", "f32", "float", "full", "torch.float32"), "float32"),
 }
 """What dtypes are called elsewhere."""
+
+OBJECTIVES = {"dpo": "trainer.recipes.dpo.trainer:PreferenceTrainer"}
+"""The Trainer classes of what is trained for, where that is another than the default."""
 
 AUTO = "auto"
 """The value of the keys that the planner settles, before anything is built."""
@@ -277,6 +280,11 @@ class TrainSection:
     init_from: str | None = declare(
         None, "weights to start from, with a fresh optimizer: a checkpoint, a run.dir, a folder of safetensors, a file"
     )
+    objective: Literal["tokens", "dpo"] = declare(
+        "tokens",
+        "tokens: the next token; dpo: of two answers the preferred one, beside a reference model (direct preference "
+        "optimisation)",
+    )
     freeze: tuple[str, ...] = declare(
         (), "parameters that are not trained: their names, those of modules, or patterns as layers.0.*"
     )
@@ -300,6 +308,13 @@ class LoraSection:
         "dtype in which the frozen weights are kept; null: bfloat16 where they come so or train.weights_dtype says so",
         aliases=_DTYPES,
     )
+
+
+@dataclass(frozen=True)
+class DpoSection:
+    """Direct preference optimisation, of train.objective=dpo."""
+
+    beta: float = declare(0.1, "how dear it is to leave the reference: log-probabilities are scaled by it", above=0)
 
 
 @dataclass(frozen=True)
@@ -389,6 +404,7 @@ class RunConfig:
     schedule: ScheduleSection = field(default_factory=ScheduleSection)
     train: TrainSection = field(default_factory=TrainSection)
     lora: LoraSection = field(default_factory=LoraSection)
+    dpo: DpoSection = field(default_factory=DpoSection)
     eval: EvalSection = field(default_factory=EvalSection)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     log: LogSection = field(default_factory=LogSection)
@@ -396,6 +412,27 @@ class RunConfig:
     @property
     def recipe(self) -> Recipe:
         return find_recipe(self.model.name)
+
+    def trainer_class(self, default: type[TrainerType]) -> type[TrainerType]:
+        """Return the Trainer class of the objective, or of the recipe, or `default`."""
+        if self.train.objective in OBJECTIVES:
+            return cast("type[TrainerType]", resolve(OBJECTIVES[self.train.objective], "train.objective"))
+        return self.recipe.trainer_class(default)
+
+    @property
+    def rows_per_sample(self) -> int:
+        """Sequences of one sample: of a pair, two."""
+        return 2 if self.train.objective == "dpo" else 1
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of one step, over all ranks, those that are no targets included."""
+        return self.train.global_batch_size * self.rows_per_sample * self.data.seq_len
+
+    @property
+    def holds_reference(self) -> bool:
+        """Whether a second, frozen model lies beside the one that is trained."""
+        return self.train.objective == "dpo" and not self.lora.rank
 
     @property
     def run_dir(self) -> Path:

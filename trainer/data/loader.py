@@ -34,7 +34,7 @@ from trainer.data.portions import Portion, portions
 from trainer.data.shards import ShardError
 from trainer.data.source import Source, entries
 from trainer.distributed.stop import STOP_SIGNALS
-from trainer.errors import TrainingFailed, UserError
+from trainer.errors import TrainingFailed, UserError, setting_error
 from trainer.sequence import find_borders
 
 Batch: TypeAlias = "dict[str, Tensor]"
@@ -54,7 +54,11 @@ class TrainLoader:
 
     @classmethod
     def of(cls, source: Source, config: RunConfig, rank: int, num_ranks: int, device: torch.device) -> TrainLoader:
-        """Return the loader that a configuration describes, for one rank and its device."""
+        """Return the loader that a configuration describes, for one rank and its device.
+
+        Raises UserError for data that are not what `train.objective` is for.
+        """
+        _check_rows(source, config)
         return cls(
             source,
             seed=config.data.seed,
@@ -306,6 +310,17 @@ def attended_length(loader: object) -> float | None:
     return loader.source.attended if isinstance(loader, TrainLoader) else None
 
 
+def _check_rows(source: Source, config: RunConfig) -> None:
+    objective = config.train.objective
+    if source.rows_per_sample == config.rows_per_sample:
+        return
+    if config.rows_per_sample > 1:
+        rule = f"needs pairs of answers of which one is preferred, and data.source={config.data.source} has none here"
+        fix = "data.source=chat and files with prompt, chosen and rejected"
+        raise setting_error("train.objective", objective, rule, fix=fix)
+    raise setting_error("train.objective", objective, "is not for pairs of which one is preferred", "dpo")
+
+
 class EvalLoader:
     """This rank's share of the first `num_batches` global batches (0: of all samples), in order; can be repeated.
 
@@ -315,7 +330,8 @@ class EvalLoader:
 
     @classmethod
     def of(cls, source: Source, config: RunConfig, rank: int, num_ranks: int) -> EvalLoader:
-        """Return the loader that a configuration describes, for one rank."""
+        """Return the loader that a configuration describes, for one rank; see `TrainLoader.of`."""
+        _check_rows(source, config)
         return cls(
             source,
             num_batches=config.eval.steps,

@@ -55,6 +55,7 @@ class Source(ABC):
     checks_ids: whether `batch` sees to it that no id is beyond the vocabulary; else the loader does.
     waits_for_storage: whether `batch` reads its samples and computes next to nothing, on whatever thread: then a thread
         of the rank's own has them ready, and worker processes would only carry them about.
+    rows_per_sample: sequences of one sample; 2 of pairs of which one is preferred.
     """
 
     seq_len: int
@@ -64,6 +65,7 @@ class Source(ABC):
     attended: float | None = None
     checks_ids: bool = False
     waits_for_storage: bool = False
+    rows_per_sample: int = 1
 
     @abstractmethod
     def __len__(self) -> int:

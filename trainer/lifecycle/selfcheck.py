@@ -35,7 +35,7 @@ from trainer.config.needs import check_needs
 from trainer.data.loader import TrainLoader
 from trainer.distributed.channel import Channel
 from trainer.distributed.world import World
-from trainer.errors import TrainingFailed, UserError
+from trainer.errors import TrainingFailed, UserError, setting_error
 from trainer.metrics.sinks import warn
 from trainer.model.gradients import reshard
 from trainer.model.parameters import tied_names
@@ -61,6 +61,11 @@ def check_same_run(channel: Channel, config: RunConfig, owner: type, exempt: Ite
     Python; `exempt` has patterns of keys and files that may differ.  To be called before anything is built, because
     ranks with different meshes would wait for each other.  One gather of a number where all is well.
     """
+    if config.train.objective != getattr(owner, "objective", "tokens"):
+        rule = f"is trained by {config.trainer_class(owner).__name__}, and this is {owner.__name__}"  # type: ignore[type-var]
+        raise setting_error(
+            "train.objective", config.train.objective, rule, fix="use that class, or python -m trainer.run"
+        )
     exempt = tuple(exempt)
     facts = {name: fact for name, fact in _facts(config, owner) if not _matches(name, exempt)}
     digest = zlib.crc32(json.dumps(facts, sort_keys=True).encode())

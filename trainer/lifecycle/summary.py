@@ -50,9 +50,12 @@ def start_facts(
     num_units, num_micro_batches = sizes
     axes = zip(mesh.mesh_dim_names or (SHARD,), mesh.shape, strict=True)
     batch, micro_batch = config.train.global_batch_size, int(config.train.micro_batch_size)
+    num_rows = batch * config.rows_per_sample
     num_parameters, num_trained = count_parameters(model), count_trained_parameters(model)
     trained = "" if num_trained == num_parameters else f", {readable_count(num_trained)} of them trained"
-    held = sum(bytes_of_training(model, config.optim))
+    weights, gradients, kept = bytes_of_training(model, config.optim)
+    held = weights * (1 + config.holds_reference) + gradients + kept
+    reference = ", a reference" if config.holds_reference else ""
     talks = f", small messages by {world.interface}" if world.interface else ""
     told = [config.model.name, *config.recipe.notes_on(config.model, model)]
     resumed = "" if resumed_step is None else f"  (resumed at step {resumed_step})"
@@ -61,9 +64,9 @@ def start_facts(
         "model": f"{', '.join(told)}, {readable_count(num_parameters)} parameters{trained}, "
         f"{num_units} FSDP units and the root",
         "mesh": " x ".join(f"{name} {size}" for name, size in axes) + f" on {device_name(world.device)}{talks}",
-        "memory": f"{readable_bytes(held)} per rank for weights, gradients and optimizer",
+        "memory": f"{readable_bytes(held)} per rank for weights{reference}, gradients and optimizer",
         "plan": plan,
-        "step": f"{readable_count(batch * config.data.seq_len)} tokens: {batch} x {config.data.seq_len}, "
+        "step": f"{readable_count(config.step_tokens)} tokens: {num_rows} x {config.data.seq_len}, "
         f"{num_micro_batches} micro-batches of {micro_batch} on each of {world.size} ranks",
         "data": _data_facts(config, loader),
     }

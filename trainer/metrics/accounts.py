@@ -282,5 +282,5 @@ class Accounts:
         peak = peak_flops(self._world.device)
         if peak is None:
             return None
-        tokens = self._config.train.global_batch_size * self._config.data.seq_len
+        tokens = self._config.step_tokens
         return flops_per_token * tokens / step_s / (peak * self._world.size)

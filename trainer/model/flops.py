@@ -7,10 +7,28 @@ from typing import Any
 
 from torch import nn
 
+from trainer.config import RunConfig
 from trainer.model.lora import adapter_part
 from trainer.model.parameters import count_matrix_parameters
 from trainer.model.units import find_blocks
 from trainer.recipe import Recipe
+
+
+def flops_of(config: RunConfig, model: nn.Module, seq_len: float) -> float:
+    """Return the model FLOPs of a run's step for one token; with a reference, those of its forward pass too."""
+    total = flops_per_token(config.recipe, config.model, model, seq_len)
+    return total + (_whole(config.recipe, config.model, model, seq_len) / 3 if config.rows_per_sample > 1 else 0.0)
+
+
+def _whole(recipe: Recipe, model_config: Any, model: nn.Module, seq_len: float) -> float:
+    """Return the FLOPs of forward and backward for one token where all is trained, those of adapters left out."""
+    if recipe.flops:
+        return recipe.flops(model_config, seq_len)
+    return 6.0 * (count_matrix_parameters(model) - _num_adapter_parameters(model))
+
+
+def _num_adapter_parameters(model: nn.Module) -> int:
+    return sum(parameter.numel() for name, parameter in model.named_parameters() if adapter_part(name))
 
 
 def flops_per_token(recipe: Recipe, model_config: Any, model: nn.Module, seq_len: float) -> float:
@@ -23,10 +41,7 @@ def flops_per_token(recipe: Recipe, model_config: Any, model: nn.Module, seq_len
     it costs 2 a weight, and a third of its attention.  Below is what comes first in the order of `model.parameters()`.
     Source: Chowdhery et al. 2022, arXiv:2204.02311, appendix B.
     """
-    total = 6.0 * count_matrix_parameters(model)
-    if recipe.flops:
-        adapters = sum(p.numel() for name, p in model.named_parameters() if adapter_part(name))
-        total = recipe.flops(model_config, seq_len) + 6.0 * adapters
+    total = _whole(recipe, model_config, model, seq_len) + 6.0 * _num_adapter_parameters(model)
     if all(parameter.requires_grad for parameter in model.parameters()):
         return total
     matrices = _matrices(model, with_tied_tables=recipe.flops is not None)

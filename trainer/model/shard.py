@@ -136,7 +136,8 @@ def kept_by_budget(
     share = budget_of(setting)
     if share is None:
         return []
-    shape, dtype = (int(micro_batch_size), config.data.seq_len), getattr(torch, config.fsdp.param_dtype)
+    shape = (int(micro_batch_size) * config.rows_per_sample, config.data.seq_len)
+    dtype = getattr(torch, config.fsdp.param_dtype)
     try:
         return choose_kept(model, blocks, shape, dtype, share)
     except Exception as error:  # the model's own

@@ -109,6 +109,6 @@ def at_rest(trace: Trace, layout: Layout) -> dict[Kind, int]:
         return kinds
     parameters = [p for unit in trace.units for p in unit.parameters]
     shards = [(p, padded_numel(p, layout.shard) // layout.shard) for p in parameters]
-    kinds["parameters"] = sum(numel * p.element_size for p, numel in shards)
+    kinds["parameters"] = (1 + layout.holds_reference) * sum(numel * p.element_size for p, numel in shards)
     kinds["optimizer"] = sum(numel * p.moments * p.moment_size for p, numel in shards)
     return kinds

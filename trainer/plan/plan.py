@@ -74,7 +74,7 @@ class Plan:
     @property
     def tokens(self) -> int:
         """Tokens of one step, all ranks together."""
-        return self.config.train.global_batch_size * self.config.data.seq_len
+        return self.config.step_tokens
 
     @property
     def flops(self) -> float:
@@ -123,6 +123,7 @@ def layout_of(config: RunConfig, trace: Trace, mesh: MeshShape) -> Layout:
         param_size=_SIZES[fsdp.param_dtype],
         reduce_size=_SIZES[fsdp.reduce_dtype],
         cpu_offload=fsdp.cpu_offload,
+        holds_reference=config.holds_reference,
         prefetch_forward=fsdp.prefetch_forward,
         prefetch_backward=fsdp.prefetch_backward,
         accumulates_shards=fsdp.accumulate == "sharded",

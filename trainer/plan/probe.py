@@ -14,6 +14,7 @@ import itertools
 import math
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property
 
@@ -23,9 +24,9 @@ from torch import nn
 from trainer.config import RunConfig
 from trainer.data.opening import open_source
 from trainer.errors import UserError, setting_error
-from trainer.loss import find_loss
+from trainer.loss import by_row, find_loss
 from trainer.model.fake import without_values
-from trainer.model.flops import flops_per_token
+from trainer.model.flops import flops_of
 from trainer.model.network import build_network
 from trainer.model.parameters import tied_names
 from trainer.model.shard import apply_activation_checkpointing, kept_by_budget, own_outputs
@@ -49,7 +50,7 @@ class Probe:
     @property
     def flops_per_token(self) -> float:
         """Model FLOPs of forward and backward for one token, recomputation not counted."""
-        return flops_per_token(self.config.recipe, self.config.model, self._model, self._attended)
+        return flops_of(self.config, self._model, self._attended)
 
     @cached_property
     def _attended(self) -> float:
@@ -112,7 +113,7 @@ def _trace(
     with warnings.catch_warnings(), without_values():
         warnings.simplefilter("ignore")  # of hooks on views, which are FSDP's to warn of
         buffer_bytes = _make_fake(model, compute_dtype, repetition.left_out)
-        shape = (micro_batch_size, config.data.seq_len)
+        shape = (micro_batch_size * config.rows_per_sample, config.data.seq_len)
         batch = {name: torch.zeros(shape, dtype=torch.int64) for name in ("tokens", "targets")}
         meter = MemoryMeter(model, batch.values())
         recorder = Recorder(meter, compute_dtype)
@@ -123,9 +124,12 @@ def _trace(
                 recorder.watch_unit(unit.modules, number)
         recorder.watch_unit((model,), len(units), is_root=True)
         loss_of = find_loss(model)
-        with meter:
+        with meter, by_row() if config.train.objective == "dpo" else nullcontext():
+            if config.train.objective == "dpo":
+                with torch.no_grad():  # the reference, which is like it
+                    loss_of(batch)
             loss = loss_of(batch)
-            (loss * 1.0).backward()
+            (loss * 1.0).sum().backward()
             del loss
             recorder.mark("end", len(units))
     events = tuple(without_block_marks(repetition.repeated(recorder.events)))

@@ -46,6 +46,8 @@ class Layout:
     reduce_size: int
     """Bytes of an element of what is reduced."""
     cpu_offload: bool = False
+    holds_reference: bool = False
+    """Whether a frozen copy of the model is sharded beside it."""
     prefetch_forward: int = 0
     prefetch_backward: int = 0
     accumulates_shards: bool = False

@@ -21,7 +21,7 @@ BASE = "base"
 
 
 class Base:
-    """The weights under a run's adapters: part of the state of a run that has them, the same on all ranks.
+    """The weights under a run's adapters, or of its reference model: part of its state, the same on all ranks.
 
     path: where they came from; empty if they were drawn, so that checkpoints hold them.
     checksum: of their values (see `checksum_of`).
@@ -43,9 +43,9 @@ class Base:
 
 
 def not_the_base(path: str, checksum: str, named: Mapping[str, Any]) -> str:
-    """Return the mistake of other weights than those that adapters were trained on, which `named` names."""
+    """Return the mistake of other weights than those that a run is based on, which `named` names."""
     return (
-        f"train.init_from={path or 'null'}: is not the base that the adapters were trained on; that was "
+        f"train.init_from={path or 'null'}: is not the base that this was trained on; that was "
         f"{named['path'] or 'drawn at random'} (checksum {named['checksum'] or 'none'}, this has {checksum or 'none'})"
     )
 

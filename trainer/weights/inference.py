@@ -229,15 +229,12 @@ def _first_weights(config: RunConfig, channel: Channel) -> tuple[WeightSource | 
     return channel.agreed(lambda: open_weights(path, config)), "train.init_from", path
 
 
-def take_base(model: nn.Module, config: RunConfig, channel: Channel) -> Base | None:
-    """Fill what is under the model's adapters with the first weights, and return which those are; None without any.
+def take_base(model: nn.Module, config: RunConfig, channel: Channel) -> Base:
+    """Fill what is no adapter of a model with the first weights, and return which those are.
 
-    If the weights are drawn, nothing is filled, and checkpoints hold them.  Each rank reads its rows, and its share of
-    the tensors for the checksum.  Raises UserError, on all ranks alike, for weights that do not fit.  Collective: a
-    few small messages.
+    If the weights are drawn, nothing is filled.  Each rank reads its rows, and its share of the tensors for the
+    checksum.  Raises UserError, on all ranks alike, for weights that do not fit.  Collective: a few small messages.
     """
-    if not config.lora.rank:
-        return None
     source, setting, path = _first_weights(config, channel)
     if source is None:
         return Base()

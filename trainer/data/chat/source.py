@@ -149,6 +149,8 @@ class ChatSource(_Conversations):
 class PairSource(_Conversations):
     """Pairs of answers: of sample i, row 2i of a batch is the chosen and row 2i + 1 the rejected one."""
 
+    rows_per_sample = 2
+
     def __len__(self) -> int:
         return (len(self._offsets) - 1) // 2
 

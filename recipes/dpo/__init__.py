@@ -1,0 +1,1 @@
+"""Direct preference optimisation: a Trainer for `train.objective=dpo`, with any model."""
