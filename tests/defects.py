@@ -213,8 +213,8 @@ DEFECTS: list[Defect] = [
         "evaluates-what-was-drawn",
         "evaluate",
         "trainer/evaluate.py",
-        "        _take_weights(trainer)\n",
-        "",
+        "        _take_weights(trainer)",
+        "        pass",
     ),
     Defect(
         "cache-of-another-layer",
