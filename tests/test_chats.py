@@ -259,6 +259,13 @@ def test_a_mistake_about_chats(mistake: str, tmp_path: Path, capsys: pytest.Capt
     assert all(text in stderr for text in expected), stderr
 
 
+def test_pairs_are_refused_where_nothing_compares_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_lines(tmp_path / "pairs.jsonl", [{"prompt": "Hi", "chosen": "Yes", "rejected": "No"}])
+    folder = write_tokenizer(tmp_path / "model", CHATML)
+    assert run.main(chat_settings(tmp_path, f"data.path={path}", f"data.tokenizer={folder}")) == 2
+    assert "data.format=preference: a rejected answer would be trained on" in capsys.readouterr().err
+
+
 def data_of(folder: Path, records: list[Any], **settings: Any) -> DataSection:
     path = write_lines(folder / "chats.jsonl", records)
     defaults = {"tokenizer": str(write_tokenizer(folder / "model", CHATML)), "cache_dir": str(folder / "cache")}
@@ -332,6 +339,14 @@ def test_each_conversation_is_packed_once_and_held_out_by_what_it_says(tmp_path:
     data = data_of(tmp_path, records, holdout=0.2)
     train, held_out = open_source(data, None, "train"), open_source(data, None, "eval")
     assert held_out is not None
+    found_rows = entries(train.batch(np.arange(len(train))))
+    own = [
+        np.sum(row == number)
+        for row, targets in zip(found_rows["documents"], found_rows["targets"], strict=True)
+        for number in np.unique(row)
+        if np.any(targets[row == number] != IGNORE)
+    ]
+    assert train.attended == np.square(own).sum() / found_rows["tokens"].size
     alone = open_source(dataclasses.replace(data, pack=False, holdout=0.0), None, "train")
     found = [text for source in (train, held_out) for text in trained_texts(source, data)]
     ends = "<|im_end|>"

@@ -20,6 +20,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from trainer.config.needs import can_compile
+from trainer.errors import setting_error
 
 IGNORE = -100
 """Target that does not count (PyTorch's default `ignore_index`)."""
@@ -310,6 +311,9 @@ def find_loss(model: nn.Module) -> Callable[[dict[str, torch.Tensor]], torch.Ten
     named = set(inspect.signature(model.forward).parameters)
 
     def loss(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        if "pair" in batch:
+            rule = "a rejected answer would be trained on as the chosen one is"
+            raise setting_error("data.format", "preference", rule, fix="a Trainer whose `loss` compares the two")
         others = {name: entry for name, entry in batch.items() if name in named and name != "tokens"}
         found: torch.Tensor = model(batch["tokens"], **others)
         return found if "targets" in named else cross_entropy(found, batch["targets"])

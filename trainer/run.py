@@ -155,6 +155,7 @@ def _check_without_torch(
     config: RunConfig, world_size: int, local_world_size: int, env: Environment, builds_own: bool = False
 ) -> None:
     """Find rules between fields that are broken, libraries and compilers that are missing, data that cannot be read."""
+    from trainer.data.chat.source import refuse_pairs
     from trainer.data.epochs import with_steps
     from trainer.data.mixed import find_order
     from trainer.data.opening import open_source
@@ -162,7 +163,9 @@ def _check_without_torch(
     check_config(config, world_size, local_world_size)
     check_needs(config, likely_device(config.run.device))
     if config.recipe.trainer is None and not builds_own and env.rank == 0:
-        find_order(open_source(config.data, config.vocab_size, "train"), with_steps(config))
+        source = open_source(config.data, config.vocab_size, "train")
+        find_order(source, with_steps(config))
+        refuse_pairs(source)
         open_source(config.data, config.vocab_size, "eval")
 
 

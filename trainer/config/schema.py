@@ -181,7 +181,7 @@ class DataSection:
     documents: Literal["joined", "masked", "apart"] = declare(
         "joined",
         "documents in a sequence: joined (it runs across them), masked (none sees another, each is counted from "
-        "position 0), apart (one a sequence, the rest ignored)",
+        "position 0), apart (one a sequence, the rest ignored); chats are masked in place of joined",
     )
     fit: Literal["cut", "best"] = declare(
         "cut", "documents where a sequence ends: cut, or best (best-fit packing: none is cut that is not longer)"

@@ -45,6 +45,8 @@ def _settled_data(config: RunConfig) -> DataSection:
         tokenizer = _folder_of(config) or MODEL
     if tokenizer != MODEL and (Path(tokenizer).expanduser() / "tokenizer.json").is_file():
         tokenizer = str((Path(tokenizer).expanduser() / "tokenizer.json").absolute())
+    if data.source == "chat" and data.arrangement != "apart":  # no conversation sees another, and none is cut
+        data = dataclasses.replace(data, documents="masked", fit="best")
     return dataclasses.replace(data, holdout=holdout, tokenizer=tokenizer)
 
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, overload
 
-from trainer.data.chat.source import open_chats
+from trainer.data.chat.source import PairSource, open_chats
 from trainer.data.documents import open_shards
 from trainer.data.mixed import MixedSource
 from trainer.data.shards import Shard, ShardError
@@ -85,6 +85,8 @@ def _open_several(
             raise UserError(f"source {name}: {error}") from error
         if source is not None:
             found[name] = source
+    if any(isinstance(source, PairSource) for source in found.values()):
+        raise setting_error("data.path", data.path, "pairs of answers are one source, not several")
     kinds = {name: (source.tokenizer, source.vocab_size) for name, source in found.items()}
     for name, kind in kinds.items():
         other = next(iter(kinds))

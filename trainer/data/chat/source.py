@@ -129,6 +129,8 @@ class ChatSource(_Conversations):
         alone = np.arange(len(lengths)), np.arange(len(lengths) + 1)
         self._order, self._starts = best_fit(lengths, seq_len) if pack else alone
         self._pack = pack
+        if pack:
+            self.attended = float(lengths @ lengths) / (len(self) * seq_len)
 
     def __len__(self) -> int:
         return len(self._starts) - 1
@@ -155,10 +157,17 @@ class PairSource(_Conversations):
         return (len(self._offsets) - 1) // 2
 
     def batch(self, indices: NDArray[np.int64]) -> Mapping[str, NDArray[Any]]:
-        """Return tokens and targets, each of shape (2 x len(indices), seq_len)."""
-        rows = self._blank(2 * len(indices))
+        """Return tokens and targets, of shape (2 x len(indices), seq_len), and as `pair` the number of each row's."""
+        rows = {**self._blank(2 * len(indices)), "pair": np.repeat(np.asarray(indices, np.int64), 2)}
         for sample, index in enumerate(np.asarray(indices).tolist()):
             for row, number in ((2 * sample, 2 * index), (2 * sample + 1, 2 * index + 1)):
                 if index >= 0:
                     self._put(rows, row, 0, number)
         return rows
+
+
+def refuse_pairs(source: Source) -> None:
+    """Raise UserError for pairs of answers, each of which the ordinary loss would train on."""
+    if isinstance(source, PairSource):
+        rule = "a rejected answer would be trained on as the chosen one is"
+        raise setting_error("data.format", "preference", rule, fix="a Trainer whose `loss` compares the two")
