@@ -15,7 +15,7 @@ pytest.importorskip("transformers", reason="the extra `transformers` is not inst
 
 from tests.hf_models import KINDS, folder_of, load_there, plain_losses
 from tests.ranks import Ran, run_command, run_ranks
-from trainer import Source, Trainer, TrainLoader, UserError, load_config, load_weights, run
+from trainer import Source, Trainer, TrainLoader, UserError, fill, load_config, load_weights, run
 from trainer.config import MeshShape
 from trainer.export import command_line as export
 from trainer.generate import Writer
@@ -172,12 +172,14 @@ def config_of(folder: Path) -> Any:
 
 def model_of(folder: Path) -> Any:
     """Return the model in a folder as a run has it, whole."""
-    from trainer.weights.inference import build_plain
-
     recipe, config = find_recipe("hf"), config_of(folder)
+    with torch.device("meta"):
+        model = recipe.build_model(config)
+    materialize(model, 0, torch.device("cpu"), recipe.init, filled_later=lambda name: True)
     source = recipe.first_weights(config)
     assert source is not None
-    return build_plain(recipe, config, source, torch.device("cpu"))
+    fill(model, source)
+    return model.eval().requires_grad_(False)
 
 
 @pytest.mark.parametrize("kind", kinds(TRAINED, (*TRIED, "gemma2", "qwen3_moe")))
