@@ -311,7 +311,7 @@ def find_loss(model: nn.Module) -> Callable[[dict[str, torch.Tensor]], torch.Ten
     named = set(inspect.signature(model.forward).parameters)
 
     def loss(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        if "pair" in batch:
+        if "pair" in batch and not _sums_by_row.get():
             rule = "a rejected answer would be trained on as the chosen one is"
             raise setting_error("data.format", "preference", rule, fix="a Trainer whose `loss` compares the two")
         others = {name: entry for name, entry in batch.items() if name in named and name != "tokens"}

@@ -165,7 +165,8 @@ def _check_without_torch(
     if config.recipe.trainer is None and not builds_own and env.rank == 0:
         source = open_source(config.data, config.vocab_size, "train")
         find_order(source, with_steps(config))
-        refuse_pairs(source)
+        if config.rows_per_sample == 1:
+            refuse_pairs(source)
         open_source(config.data, config.vocab_size, "eval")
 
 
