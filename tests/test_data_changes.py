@@ -21,7 +21,7 @@ from tests.test_data import Numbered, make_loader, write_shards
 from tests.tiny import fit, tiny_config
 from trainer import Trainer, UserError
 from trainer.config import DataSection, compare_configs, load_config
-from trainer.data import source as source_module
+from trainer.data import opening
 from trainer.data.loader import TrainLoader
 from trainer.data.opening import open_source
 from trainer.data.stdlib import StdlibCorpus
@@ -197,7 +197,7 @@ class OtherPython(StdlibCorpus):
 @pytest.mark.slow
 def test_another_python_has_another_standard_library(tmp_path: Path, monkeypatch: Any) -> None:
     stdlib = ["data.source=stdlib", "model.vocab_size=257", f"data.cache_dir={tmp_path}/cache"]
-    monkeypatch.setattr(source_module, "StdlibCorpus", OtherPython)
+    monkeypatch.setattr(opening, "StdlibCorpus", OtherPython)
     fit(tmp_path / "run", *stdlib, "train.steps=1")
     shutil.rmtree(tmp_path / "cache")  # another machine, with the same Python
     fit(tmp_path / "run", *stdlib, "train.steps=2")

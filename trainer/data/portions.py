@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from trainer.config import DataSection
 from trainer.data.order import Order
@@ -31,7 +32,7 @@ def portions(order: Order, batch: int, steps: int, seq_len: int) -> list[Portion
     """Return what `steps` steps of `batch` samples read, by phase and source; nothing of phases that do not begin."""
     found, starts = [], [start for start in order.starts if start < batch * steps]
     before = order.counts(0)
-    for start, end in zip(starts, [*starts[1:], batch * steps], strict=True):
+    for start, end in pairwise([*starts, batch * steps]):
         after, first, last = order.counts(end), start // batch + 1, -(-end // batch)
         for name, count in after.items():
             samples, epochs = count - before[name], count / order.sizes[name]
