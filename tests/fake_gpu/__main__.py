@@ -15,8 +15,6 @@ import sys
 import venv
 from pathlib import Path
 
-import tomllib
-
 from tests.fake_gpu import PYTHON
 from tests.forked import REPOSITORY
 
@@ -44,11 +42,8 @@ def make_environment(version: str) -> str:
     python = str(folder / "bin" / "python")
     if not Path(python).exists() or not is_cuda_build(python):
         venv.create(folder, with_pip=True)
-        project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
-        required = [f"torch=={version}" if version and name.startswith("torch>=") else name
-                    for name in project["dependencies"]]  # fmt: skip
-        extra = project["optional-dependencies"]["float8"]
-        subprocess.run([python, "-m", "pip", "install", "--quiet", *required, *extra], check=True)
+        required = [f"torch=={version}" if version else "torch", "-e", f"{REPOSITORY}[float8]"]
+        subprocess.run([python, "-m", "pip", "install", "--quiet", *required], check=True)
     return python
 
 

@@ -1,6 +1,6 @@
 /* A CUDA runtime that says yes: for what a program does on the host's side of a GPU, where there is none.
 
-   Loaded before libcudart, libcublas and libnccl (LD_PRELOAD).  Device memory is the host's, and zero; copies copy;
+   Loaded before libcudart, libcublas and libnccl (LD_PRELOAD).  Device memory is the host's, and stays zero;
    kernels, products and collectives do nothing; streams and events are numbers.  So it finds exceptions, waits of the
    host and hangs, and no wrong value.
 
@@ -92,21 +92,23 @@ int cudaHostRegister(void *start, size_t size, unsigned flags) {
 }
 int cudaHostUnregister(void *start) { return forget(start) ? SUCCESS : 713; /* cudaErrorHostMemoryNotRegistered */ }
 int cudaHostGetDevicePointer(void **out, void *start, unsigned flags) { return *out = start, SUCCESS; }
-int cudaMemcpyAsync(void *to, const void *from, size_t size, int kind, void *stream) {
-    return memmove(to, from, size), SUCCESS;
+static int copy(void *to, const void *from, size_t size) {
+    if (kind_of(to) != DEVICE) memmove(to, from, size); /* what is on a device stays zero */
+    return SUCCESS;
 }
-int cudaMemcpy(void *to, const void *from, size_t size, int kind) { return memmove(to, from, size), SUCCESS; }
+int cudaMemcpyAsync(void *to, const void *from, size_t size, int kind, void *stream) { return copy(to, from, size); }
+int cudaMemcpy(void *to, const void *from, size_t size, int kind) { return copy(to, from, size); }
 int cudaMemcpyPeerAsync(void *to, int there, const void *from, int here, size_t size, void *stream) {
-    return memmove(to, from, size), SUCCESS;
+    return copy(to, from, size);
 }
 int cudaMemcpy2DAsync(void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width, size_t height,
                       int kind, void *stream) {
     for (size_t row = 0; row < height; row++)
-        memmove((char *)to + row * to_pitch, (const char *)from + row * from_pitch, width);
+        copy((char *)to + row * to_pitch, (const char *)from + row * from_pitch, width);
     return SUCCESS;
 }
-int cudaMemsetAsync(void *start, int value, size_t size, void *stream) { return memset(start, value, size), SUCCESS; }
-int cudaMemset(void *start, int value, size_t size) { return memset(start, value, size), SUCCESS; }
+int cudaMemsetAsync(void *start, int value, size_t size, void *stream) { return SUCCESS; }
+int cudaMemset(void *start, int value, size_t size) { return SUCCESS; }
 int cudaGetSymbolAddress(void **out, const void *symbol) { return *out = calloc(1, 1 << 16), SUCCESS; }
 
 /* ---- devices ---- */

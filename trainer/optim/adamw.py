@@ -21,6 +21,8 @@ from trainer.errors import setting_error
 from trainer.model.parameters import local, own_rows, seed_of
 from trainer.optim.rounding import keys_of, mix, random_bits, round_stochastically
 
+_MOST_GRAPHS = 64
+
 _PIECE = {"cpu": 2**16, "cuda": 2**30}
 """Elements that are updated at a time.  Without a compiler their temporaries fit a cache; with one, 32 bits count
 them."""
@@ -184,7 +186,10 @@ def _update_by_pieces(
 ) -> None:
     """Update whole shards, of shape (N,) each; on a GPU with a compiled kernel.  See `_update`."""
     device, count = origin.device.type, tensors[0].numel()
-    update = _compiled_update() if device == "cuda" else _update
+    update: Callable[..., None] = _update
+    if device == "cuda":
+        # Copies: views at different places of one tensor would be compiled for each of some places.
+        update, numbers, origin = _compiled_update(), numbers.clone(), origin.clone()
     for start in range(0, count, _PIECE[device]):
         piece = slice(start, min(count, start + _PIECE[device]))
         here = torch.stack((origin[0], origin[1] + start)) if start else origin
@@ -199,4 +204,10 @@ def _compiled_update() -> Callable[..., None]:
     element's place would be found by dividing by a size, in 64 bits.
     """
     compiled: Callable[..., None] = torch.compile(_update, dynamic=True, fullgraph=True)
-    return compiled
+
+    def update(*arguments: Any) -> None:
+        # Several models in one process, of several dtypes, come to more graphs than are allowed by default.
+        with torch._dynamo.config.patch(recompile_limit=_MOST_GRAPHS):
+            compiled(*arguments)
+
+    return update
