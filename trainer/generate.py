@@ -150,8 +150,6 @@ def tokens_of_chat(text: str, tokenizer: str) -> list[int]:
 
     template, of_chats = find_template("model", tokenizer, key="--chat"), ChatTokenizer(tokenizer)
     if template is None:
-        raise setting_error("--chat", text, "the model's tokenizer has no chat template", fix="use --prompt")
-    if template is None:
         raise setting_error("--chat", text, f"data.tokenizer={tokenizer} has no chat template", fix="--prompt TEXT")
     message = {"role": "user", "content": of_chats.quoted(text)}
     ids, _ = of_chats.encode(template.render([message], prompts=True).text)
