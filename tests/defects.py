@@ -333,14 +333,14 @@ DEFECTS: list[Defect] = [
     Defect(
         "held-out-by-size",
         "prepare",
-        "trainer/prepare.py",
-        "chance = _draw(number)",
-        "chance = _draw(shards.num_tokens)",
+        "trainer/data/ingest/writing.py",
+        "digest.update(piece)",
+        "digest.update(piece[:1])",
     ),
     Defect(
         "old-shards-kept",
         "prepare-mistakes",
-        "trainer/prepare.py",
+        "trainer/data/ingest/publishing.py",
         "path.unlink()",
         "path.touch()",
     ),

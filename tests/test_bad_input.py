@@ -65,7 +65,7 @@ MISTAKES = {
                                         ["fsdp.wrap=tests.own_recipes:every_liner", "every_linear"]),
     "activation checkpointing in words": ([SMALL, "train.activation_checkpoint=ful"], ["=ful", "=full"]),
     "tokens without a path": ([SMALL, "data.source=tokens"], ["data.path=null", "token shards"]),
-    "path without tokens": ([SMALL, "data.path=a.bin"], ["data.path=a.bin", "data.source"]),
+    "path without tokens": ([SMALL, "data.path=a.bin", "data.source=stdlib"], ["data.path=a.bin", "data.source"]),
     "shard that is not there": ([SMALL, "data.source=tokens", "data.path=/nowhere/a.bin"], ["/nowhere/a.bin"]),
     "unknown tokenizer": ([SMALL, "data.tokenizer=byte"], ["data.tokenizer=byte", "bytes"]),
     "checkpoint that is not there": ([SMALL, "checkpoint.resume=nowhere"], ["checkpoint.resume=nowhere", "=auto"]),

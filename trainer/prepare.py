@@ -1,40 +1,47 @@
-"""Text to token shards: `python -m trainer.prepare INPUT... --out DIR/NAME`.
+"""Text to token shards: `python -m trainer.prepare FILE... --out DIR/NAME`.
 
-Reads .txt (a file is a document) and .jsonl (a line is a document), gzipped or not, and writes shards that
-`data.source=tokens` trains on (their format: `trainer.data.source`).  Memory stays constant.  Nothing stands under
-the shards' names before everything is written.  Imports no torch.
+Reads text and source code (a file is a document), .jsonl (a line), parquet and Arrow (a row), compressed or not, and
+writes shards that `data.source=tokens` trains on (their format: `trainer.data.source`).  Memory stays constant,
+whatever a document's length.  Nothing stands under the shards' names before everything is written.  Killed and run
+again it goes on where it was; several may work on the same output at once.  Imports no torch.
 """
 
 from __future__ import annotations
 
 import argparse
 import glob
-import gzip
 import hashlib
-import json
 import math
 import os
 import re
 import shlex
-import sys
-import time
+import shutil
 import typing
-import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
 
 from trainer.config import DataSection, declared_keys
 from trainer.data.chat.show import first_chats
-from trainer.data.shards import ShardWriter
-from trainer.data.tokenizer import Tokenizer, find_tokenizer
-from trainer.errors import EXIT_FINISHED, nearest, run_command, setting_error, tell
+from trainer.data.ingest.builder import build, usual_procs
+from trainer.data.ingest.inputs import NAMES, find_inputs
+from trainer.data.ingest.publishing import (
+    find_published,
+    is_under_way,
+    paths_of,
+    publish,
+    read_published,
+    was_published,
+)
+from trainer.data.ingest.report import Keys, Tally, describe, parse_limit
+from trainer.data.ingest.writing import Job
+from trainer.data.manifest import Manifest
+from trainer.data.shards import ShardError
+from trainer.data.tokenizer import find_tokenizer
+from trainer.errors import EXIT_FINISHED, run_command, setting_error, tell
 from trainer.printable import printable
 
-SUFFIXES = (".txt", ".jsonl", ".txt.gz", ".jsonl.gz")
-
-PIECE = 1 << 24
-"""Characters of a .txt file that are tokenized at a time; a piece ends with a line, so that few tokens notice."""
+_KEYS = Keys("INPUT", "--text-key", "--bad", "--holdout", "--tokenizer", "--out")
 
 
 def command_line(arguments: Sequence[str] | None = None) -> int:
@@ -79,6 +86,8 @@ def _prepare(options: argparse.Namespace) -> int:
         holdout=options.holdout,
         shard_tokens=options.shard_tokens,
         overwrite=options.overwrite,
+        bad=options.bad,
+        procs=options.procs,
     )
     tell(report)
     return EXIT_FINISHED
@@ -92,134 +101,84 @@ def prepare(
     holdout: float = 0.0,
     shard_tokens: int = 100_000_000,
     overwrite: bool = False,
+    bad: str = "error",
+    procs: int = 0,
 ) -> str:
     """Write token shards and return a report that ends with the settings to train on them.
 
-    The arguments are those of the command line.  A document is held out by a hash of its running number, so that the
-    same input is split in the same way.  Raises UserError; then nothing has been written or replaced.
+    The arguments are those of the command line.  A document is held out by a hash of its text, so that it does not
+    depend on what else there is, and equal documents are on the same side.  Raises UserError; then nothing has been
+    written or replaced, but for what an interrupted run had already done.
     """
+    job = _make_job(inputs, tokenizer, text_key, holdout, shard_tokens, bad)
+    if procs < 0:
+        raise setting_error("--procs", procs, "must be at least 1, or 0 for as many as there are cores", 0)
+    stem = _find_stem(out)
+    work = stem.with_name(f".{stem.name}.{_digest(job)}.building")
+    existing = find_published(stem)
+    if existing and not overwrite and not is_under_way(work):
+        rule = f"{existing[0]} is there already; choose another name, or add --overwrite"
+        raise setting_error("--out", out, rule, f"{out}-2")
+    try:
+        if overwrite or not was_published(work, stem):
+            manifest = build(job, work, procs or usual_procs())
+            _check_sides(manifest, holdout, work)
+            publish(manifest, work, stem)
+            return _describe(stem, manifest, tokenizer)
+    except (OSError, ShardError) as error:
+        is_gone = isinstance(error, (FileNotFoundError, ShardError))
+        if not (is_gone and was_published(work, stem)):  # by another process meanwhile
+            raise setting_error("--out", out, f"cannot be written ({getattr(error, 'strerror', error)})") from error
+    return _describe(stem, read_published(stem), tokenizer)
+
+
+def _make_job(inputs: Sequence[str], tokenizer: str, text_key: str, holdout: float, shard_tokens: int, bad: str) -> Job:
     if not 0 <= holdout < 1:
         raise setting_error("--holdout", holdout, "is a share of the documents, from 0 to below 1", 0.01)
     if shard_tokens < 1:
         raise setting_error("--shard-tokens", shard_tokens, "must be at least 1", 1)
+    parse_limit(bad, "--bad")
     encoder = find_tokenizer(tokenizer, key="--tokenizer")
-    files = _find_inputs(inputs)
-    stem = _find_stem(out)
-    existing = _find_outputs(stem)
-    if existing and not overwrite:
-        rule = f"{existing[0]} is there already; choose another name, or add --overwrite"
-        raise setting_error("--out", out, rule, f"{out}-2")
-
-    train = _Shards(stem, encoder, shard_tokens)
-    held_out = _Shards(stem.with_name(f"{stem.name}-eval"), encoder, shard_tokens)
-    try:
-        lowest = _tokenize(files, text_key, holdout, train, held_out)
-        if train.num_documents + held_out.num_documents == 0:
-            raise setting_error("INPUT", list(inputs), "there is no text in it")
-        if holdout and held_out.num_documents == 0:
-            rule = f"holds out none of {train.num_documents} documents"
-            raise setting_error("--holdout", holdout, rule, _round_up(lowest) if train.num_documents > 1 else 0)
-        if train.num_documents == 0:
-            rule = f"holds out all of {held_out.num_documents} documents"
-            raise setting_error("--holdout", holdout, rule, 0)
-        for shards in (train, held_out):
-            shards.close()
-        for path in existing:
-            path.unlink()
-        for shards in (train, held_out):
-            shards.publish()
-    except OSError as error:  # of writing: those of reading have been worded where they happened
-        raise setting_error("--out", out, f"cannot be written ({error.strerror})") from error
-    finally:
-        train.discard()
-        held_out.discard()
-    return _describe(train, held_out, tokenizer, encoder)
+    files = find_inputs(inputs, "INPUT")
+    return Job(tuple(files), encoder, text_key, bad, holdout, shard_tokens, _KEYS)
 
 
-class _Shards:
-    """The shards of one split: a new one is begun where a document ends beyond `shard_tokens`."""
+def _check_sides(manifest: Manifest, holdout: float, work: Path) -> None:
+    """Raise UserError unless something is trained on, and something held out if that was asked for."""
+    num_documents = sum(row[2] for row in (*manifest.train, *manifest.held_out))
+    if manifest.train and (manifest.held_out or not holdout):
+        return
+    shutil.rmtree(work, ignore_errors=True)
+    if manifest.train:
+        legal = _round_up(manifest.notes["lowest"]) if num_documents > 1 else 0
+        raise setting_error("--holdout", holdout, f"holds out none of {num_documents} documents", legal)
+    raise setting_error("--holdout", holdout, f"holds out all of {num_documents} documents", 0)
 
-    def __init__(self, stem: Path, tokenizer: Tokenizer, shard_tokens: int) -> None:
-        self._stem, self._tokenizer, self._shard_tokens = stem, tokenizer, shard_tokens
-        self._is_full = True
-        self.writers: list[ShardWriter] = []
 
-    def write(self, text: str) -> None:
-        if self._is_full:
-            path = self._stem.with_name(f"{self._stem.name}-{len(self.writers):05d}.bin")
-            if self.writers:
-                self.writers[-1].close()
-            self.writers.append(ShardWriter(path, self._tokenizer))
-            self._is_full = False
-        content = text.encode()
-        self.writers[-1].write(self._tokenizer.encode(content), len(content))
+def _digest(job: Job) -> str:
+    """Return a name for all that the shards depend on: the next run with the same arguments goes on with them."""
+    files = [(each.path, each.size, each.changed) for each in job.inputs]
+    content = repr([job.tokenizer.name, job.text_key, job.holdout, job.shard_tokens, files])
+    return hashlib.sha256(content.encode()).hexdigest()[:12]
 
-    def end_document(self) -> None:
-        self.writers[-1].end_document()
-        self._is_full = self.writers[-1].num_tokens >= self._shard_tokens
 
-    def close(self) -> None:
-        for writer in self.writers[-1:]:
-            writer.close()
+@dataclass(frozen=True)
+class _Side:
+    """The shards of one side: their paths, and what the manifest says of each."""
 
-    def publish(self) -> None:
-        for writer in self.writers:
-            writer.publish()
+    paths: list[Path]
+    rows: list[tuple[str, int, int, int]]
 
-    def discard(self) -> None:
-        for writer in self.writers:
-            writer.discard()
-
-    @property
-    def num_documents(self) -> int:
-        return sum(writer.num_documents for writer in self.writers)
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(writer.num_tokens for writer in self.writers)
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(writer.num_bytes for writer in self.writers)
+    def size(self) -> tuple[int, int, int]:
+        """The tokens, documents and bytes of text."""
+        return sum(row[1] for row in self.rows), sum(row[2] for row in self.rows), sum(row[3] for row in self.rows)
 
     @property
     def pattern(self) -> str:
         """The path or glob that names these shards, and no others: five characters, where `eval-` brings more."""
-        if len(self.writers) == 1:
-            return str(self.writers[0].path.absolute())
-        return glob.escape(str(self._stem.absolute())) + "-?????.bin"
-
-
-def _tokenize(files: Sequence[Path], text_key: str, holdout: float, train: _Shards, held_out: _Shards) -> float:
-    """Write every document to one of the two; return the smallest share that would hold one out."""
-    lowest, number, shown_at = 1.0, 0, time.monotonic()
-    chance = _draw(0)
-    is_empty = True
-    for path in files:
-        for text, ends_document in _read_pieces(path, text_key):
-            shards = held_out if chance < holdout else train
-            if text:
-                shards.write(text)
-                is_empty = False
-            if ends_document and not is_empty:  # an empty document is none
-                shards.end_document()
-                lowest = min(lowest, chance)
-                number, is_empty = number + 1, True
-                chance = _draw(number)
-            if sys.stderr.isatty() and time.monotonic() > shown_at + 1:
-                shown_at = time.monotonic()
-                num_bytes = train.num_bytes + held_out.num_bytes
-                shown = f"{number:,} documents, {num_bytes / 1e6:,.0f} MB  {printable(str(path))}"
-                print(f"\r{shown}", end="\x1b[K", file=sys.stderr)
-    if sys.stderr.isatty():
-        print(end="\r\x1b[K", file=sys.stderr)
-    return lowest
-
-
-def _draw(number: int) -> float:
-    """Return a number from 0 to below 1 that depends on `number` alone."""
-    digest = hashlib.blake2b(number.to_bytes(8, "little"), digest_size=6).digest()
-    return int.from_bytes(digest, "little") / (1 << 48)
+        if len(self.paths) == 1:
+            return str(self.paths[0].absolute())
+        return glob.escape(re.sub(r"-\d+\.bin$", "", str(self.paths[0].absolute()))) + "-?????.bin"
 
 
 def _round_up(share: float) -> float:
@@ -229,82 +188,6 @@ def _round_up(share: float) -> float:
         if rounded < min(1.0, 2 * share):
             return rounded
     return share
-
-
-# ---------------------------------------------------------------------------------------------------------------
-# Reading
-
-
-def _find_inputs(inputs: Sequence[str]) -> list[Path]:
-    """Return the files that paths, folders and globs name, each once, in the order of the arguments."""
-    found: dict[Path, None] = {}
-    for given in inputs:
-        matches = [given] if os.path.exists(given) else sorted(glob.glob(given, recursive=True))
-        if not matches:
-            there = [str(path) for path in Path(given).parent.glob("*")]
-            raise setting_error(
-                "INPUT", given, "no such file or folder, and no glob that matches", nearest(given, there)
-            )
-        for match in map(Path, matches):
-            inside = sorted(path for path in match.rglob("*") if path.is_file()) if match.is_dir() else [match]
-            texts = [path for path in inside if path.name.endswith(SUFFIXES)]
-            if not texts:
-                rule = "has no file whose name ends in" if match.is_dir() else "its name must end in"
-                raise setting_error("INPUT", match, f"{rule} {', '.join(SUFFIXES)}")
-            found.update(dict.fromkeys(path.resolve() for path in texts))
-    return list(found)
-
-
-def _read_pieces(path: Path, text_key: str) -> Iterator[tuple[str, bool]]:
-    """Yield pieces of text, and with each whether its document ends there."""
-    try:
-        with _open(path) as file:
-            if path.name.removesuffix(".gz").endswith(".jsonl"):
-                for number, line in enumerate(file, 1):
-                    if line.strip():
-                        yield _read_line(line, f"{path}:{number}", text_key), True
-            else:
-                while text := file.read(PIECE) + file.readline():
-                    yield text, False
-                yield "", True
-    except UnicodeDecodeError as error:
-        raise setting_error("INPUT", path, f"is not UTF-8 ({error.reason})", fix="convert it to UTF-8") from error
-    except (OSError, EOFError, zlib.error) as error:
-        raise setting_error("INPUT", path, f"cannot be read ({getattr(error, 'strerror', None) or error})") from error
-
-
-def _open(path: Path) -> TextIO:
-    if path.suffix == ".gz":
-        return gzip.open(path, "rt", encoding="utf-8", newline="\n")
-    return open(path, encoding="utf-8", newline="\n")
-
-
-def _read_line(line: str, place: str, text_key: str) -> str:
-    try:
-        record = json.loads(line)
-    except ValueError as error:
-        raise setting_error("INPUT", place, f"is not JSON ({error})") from error
-    if not isinstance(record, dict):
-        raise setting_error("INPUT", place, f"must be a JSON object, not {type(record).__name__}")
-    if text_key not in record:
-        keys = ", ".join(record) or "none"
-        raise setting_error(
-            "--text-key", text_key, f"{place} has no such key; its keys: {keys}", nearest(text_key, record)
-        )
-    text = record[text_key]
-    if not isinstance(text, str):
-        strings = [key for key, value in record.items() if isinstance(value, str)]
-        rule = f"at {place} it is no text but {type(text).__name__}"
-        raise setting_error("--text-key", text_key, rule, next(iter(strings), None))
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise setting_error("INPUT", place, f"is no Unicode text ({error.reason})") from error
-    return text
-
-
-# ---------------------------------------------------------------------------------------------------------------
-# Writing
 
 
 def _find_stem(out: str) -> Path:
@@ -319,32 +202,32 @@ def _find_stem(out: str) -> Path:
     return stem
 
 
-def _find_outputs(stem: Path) -> list[Path]:
-    """Return what an earlier run has written under this name."""
-    name = re.compile(re.escape(stem.name) + r"(-eval)?-\d{5,}\.(bin|idx|json)")
-    return sorted(path for path in stem.parent.iterdir() if name.fullmatch(path.name))
-
-
-def _describe(train: _Shards, held_out: _Shards, setting: str, tokenizer: Tokenizer) -> str:
+def _describe(stem: Path, manifest: Manifest, setting: str) -> str:
+    train, held_out = map(_Side, paths_of(manifest, stem), (manifest.train, manifest.held_out))
     lines = []
-    for what, shards in (("train", train), ("held out", held_out)):
-        if shards.writers:
-            sizes = f"{shards.num_documents:,} documents, {shards.num_tokens:,} tokens, {shards.num_bytes:,} bytes"
-            lines.append(f"{what}: {sizes}, {shards.num_tokens / shards.num_bytes:.3f} tokens/byte")
-            paths = [str(writer.path) for writer in shards.writers]
-            lines.append(f"  {' ... '.join(dict.fromkeys([paths[0], paths[-1]]))}, with .idx and .json beside each")
+    for what, side in (("train", train), ("held out", held_out)):
+        if side.paths:
+            tokens, documents, num_bytes = side.size()
+            sizes = f"{documents:,} documents, {tokens:,} tokens, {num_bytes:,} bytes"
+            lines.append(f"{what}: {sizes}, {tokens / max(1, num_bytes):.3f} tokens/byte")
+            ends = dict.fromkeys([str(side.paths[0]), str(side.paths[-1])])
+            lines.append(f"  {' ... '.join(ends)}, with .idx and .json beside each")
+    tally = Tally.of(manifest)
+    if tally.empty:
+        lines.append(f"{tally.empty:,} documents without text were left out")
+    lines += describe(tally).splitlines()
     settings = ["data.source=tokens", f"data.path={train.pattern}"]
-    if held_out.writers:
+    if held_out.paths:
         settings.append(f"data.eval_path={held_out.pattern}")
     if setting != "bytes":
         settings.append(f"data.tokenizer={Path(setting).expanduser().absolute()}")
-    settings.append(f"model.vocab_size={tokenizer.vocab_size}")
+    settings.append(f"model.vocab_size={manifest.vocab_size}")
     return "\n".join([*lines, "train on them with:", "  " + " ".join(map(shlex.quote, settings))])
 
 
 def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m trainer.prepare", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("inputs", nargs="+", metavar="INPUT", help=f"file ({', '.join(SUFFIXES)}), folder or glob")
+    parser.add_argument("inputs", nargs="+", metavar="FILE", help=f"file, folder or glob: {NAMES}")
     parser.add_argument("--out", metavar="DIR/NAME", help="shards are DIR/NAME-00000.bin and so on")
     parser.add_argument("--tokenizer", default="bytes", help="bytes, or the path of a Hugging Face tokenizer.json")
     parser.add_argument("--show", type=int, metavar="N", help="print N chats instead, what is trained on in colour")
@@ -355,12 +238,16 @@ def _make_parser() -> argparse.ArgumentParser:
         parser.add_argument(
             option, default=field.default, choices=choices, help=f"chats: as data.{key} ({field.default})"
         )
-    parser.add_argument("--text-key", default="text", metavar="KEY", help=".jsonl: the key of the text (text)")
+    parser.add_argument("--text-key", default="text", metavar="KEY", help="key or column of the text (text)")
     parser.add_argument("--holdout", type=float, default=0.0, metavar="SHARE", help="share of documents held out (0)")
     parser.add_argument("--shard-tokens", type=int, default=100_000_000, metavar="N", help="size of a shard (1e8)")
+    parser.add_argument(
+        "--bad", default="error", metavar="HOW", help="bad documents: error, skip, or the share allowed"
+    )
+    parser.add_argument("--procs", type=int, default=0, metavar="N", help="processes; 0: as many as there are cores")
     parser.add_argument("--overwrite", action="store_true", help="replace shards of the same name")
     return parser
 
 
 if __name__ == "__main__":
-    sys.exit(command_line())
+    raise SystemExit(command_line())

@@ -152,17 +152,28 @@ def _check(config: RunConfig, nproc: int, env: Environment, is_spawning: bool, b
 
 
 def _check_without_torch(
-    config: RunConfig, world_size: int, local_world_size: int, env: Environment, builds_own: bool = False
+    config: RunConfig,
+    world_size: int,
+    local_world_size: int,
+    env: Environment,
+    builds_own: bool = False,
+    tokenizes: bool = True,
 ) -> None:
-    """Find rules between fields that are broken, libraries and compilers that are missing, data that cannot be read."""
+    """Find rules between fields that are broken, libraries and compilers that are missing, data that cannot be read.
+
+    Text that has not been tokenized yet is, on all ranks together, unless it is only to be looked at.
+    """
     from trainer.data.chat.source import refuse_pairs
     from trainer.data.epochs import with_steps
     from trainer.data.mixed import find_order
-    from trainer.data.opening import open_source
+    from trainer.data.opening import is_untokenized, open_source
 
     check_config(config, world_size, local_world_size)
     check_needs(config, likely_device(config.run.device))
-    if config.recipe.trainer is None and not builds_own and env.rank == 0:
+    if config.recipe.trainer is not None or builds_own:
+        return
+    has_work = is_untokenized(config.data)  # for every rank, before any of them waits for another
+    if tokenizes if has_work else env.rank == 0:
         source = open_source(config.data, config.vocab_size, "train")
         find_order(source, with_steps(config))
         if config.rows_per_sample == 1:
@@ -180,17 +191,19 @@ def _check_as_printed(config: RunConfig, nproc: int | None, env: Environment) ->
     if nproc is None and not env.is_distributed:
         least = least_mesh(config)
         config = replace(config, log=replace(config.log, profile_ranks=(0,)))
-        _check_without_torch(config, least.num_ranks, least.shard, env)
+        _check_without_torch(config, least.num_ranks, least.shard, env, tokenizes=False)
     else:
         num_ranks = nproc or env.world_size
-        _check_without_torch(config, num_ranks, env.local_world_size if env.is_distributed else num_ranks, env)
+        local = env.local_world_size if env.is_distributed else num_ranks
+        _check_without_torch(config, num_ranks, local, env, tokenizes=False)
 
 
 def _with_steps(config: RunConfig) -> RunConfig:
     """Return what is printed, with the steps that its epochs take if the data are there."""
     from trainer.data.epochs import with_steps
+    from trainer.data.opening import is_untokenized
 
-    return with_steps(config) if config.data.path else config
+    return with_steps(config) if config.data.path and not is_untokenized(config.data) else config
 
 
 def report(error: UserError | TrainingFailed, env: Environment, exit_code: int = EXIT_USER_ERROR) -> int:

@@ -21,7 +21,7 @@ from trainer.config.auto import settle_auto
 from trainer.config.inherit import inherited
 from trainer.config.pretrained import Told, free_fields, is_folder_of_weights, told_by_folder
 from trainer.config.relocate import CONFIG, settle
-from trainer.config.schema import RunConfig
+from trainer.config.schema import DataSection, RunConfig
 from trainer.config.settled import settled, with_one_horizon
 from trainer.errors import UserError, choice_error, nearest, setting_error
 from trainer.printable import is_masked, masked
@@ -130,7 +130,16 @@ def _build(
     is_named = bool(assignments.get("run.name")) and not assignments.get("run.dir")
     folder = "" if is_named else config.run.dir
     run = dataclasses.replace(config.run, name=run_name, dir=folder or default_folder(run_name))
-    return settled(dataclasses.replace(config, run=run), assignments)
+    config = dataclasses.replace(config, run=run, data=_imply_source(config.data, {*values, *assignments}, assignments))
+    return settled(config, assignments)
+
+
+def _imply_source(data: DataSection, given: Collection[str], assignments: Mapping[str, str]) -> DataSection:
+    """A path that is given means tokens, unless a source is given with it, in the same place, or one that reads it."""
+    has_source = "data.source" in (assignments if "data.path" in assignments else given)
+    if not data.path or has_source or data.source not in ("stdlib", "synthetic"):
+        return data
+    return dataclasses.replace(data, source="tokens")
 
 
 def default_folder(name: str) -> str:

@@ -278,8 +278,8 @@ def _check_data(config: RunConfig) -> None:
     if longest is not None and data.seq_len > longest:
         raise setting_error("data.seq_len", data.seq_len, f"is longer than model.max_seq_len={longest}", longest)
     if data.source == "tokens" and not data.path:
-        rule = "data.source=tokens needs the path or glob of token shards"
-        raise setting_error("data.path", data.path, rule, fix="python -m trainer.prepare makes them from text")
+        rule = "data.source=tokens needs a path: token shards, or text"
+        raise setting_error("data.path", data.path, rule, example="corpus/*.jsonl")
     if data.source not in ("tokens", "chat"):
         for key in ("path", "eval_path"):
             if getattr(data, key):

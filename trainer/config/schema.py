@@ -130,16 +130,21 @@ class DataSection:
 
     source: Literal["stdlib", "synthetic", "tokens", "chat"] = declare(
         "stdlib",
-        "stdlib: this Python's own source text; synthetic: generated; tokens: shards from trainer.prepare; chat: "
+        "stdlib: this Python's own source text; synthetic: generated; tokens: what data.path names; chat: "
         "conversations in JSONL or parquet files",
     )
     path: str | dict[str, str] | None = declare(
         None,
-        "source=tokens: a token shard or a glob of several; source=chat: a file, folder or glob; or {name: path, ...} "
-        "for several sources",
+        "source=tokens, which it implies: a file, folder, glob or manifest of token shards, or of text (.txt, .md, "
+        "code, .jsonl, .parquet, .gz, .zst), which is tokenized on first use; source=chat: a file, folder or glob; or "
+        "{name: path, ...} for several sources",
     )
     eval_path: str | dict[str, str] | None = declare(
-        None, "source=tokens: a shard or glob to evaluate on, or {name: path, ...} for each source its own"
+        None, "source=tokens: the same, to evaluate on; {name: path, ...} for each source its own"
+    )
+    text_key: str = declare("text", "of JSONL and parquet: the key or column that holds the text")
+    bad: str = declare(
+        "error", "documents that cannot be read: error, skip (left out and counted), or the share that may be left out"
     )
     weights: dict[str, float] | None = declare(
         None, "shares of the sources of data.path, as {web: 0.7, code: 0.3}; null: by size"
@@ -151,8 +156,8 @@ class DataSection:
     )
     holdout: float | None = declare(
         None,
-        "without eval_path: share of the samples, the last, or with source=chat of the conversations, that is kept for "
-        "evaluation; null: 0.01 with eval.every, else 0",
+        "without eval_path: share that is kept for evaluation: of text the documents, by a hash; of shards the last "
+        "samples; with source=chat the conversations; null: 0.01 with eval.every, else 0",
         at_least=0,
         below=1,
     )

@@ -6,22 +6,19 @@ No torch here: opening a source is how the data settings are checked, before any
 from __future__ import annotations
 
 import dataclasses
-import glob
-import math
-import os
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal, overload
 
 from trainer.data.chat.source import PairSource, open_chats
 from trainer.data.documents import open_shards
 from trainer.data.mixed import MixedSource
-from trainer.data.shards import Shard, ShardError
-from trainer.data.source import Part, Source, SyntheticSource, TokenSource
+from trainer.data.paths import check_made_alike, check_size, find_shards, is_awaited, open_path, unusable
+from trainer.data.shards import ShardError
+from trainer.data.source import Source, SyntheticSource
 from trainer.data.stdlib import Split, StdlibCorpus
 from trainer.data.tokenizer import find_tokenizer
-from trainer.errors import UserError, nearest, setting_error
+from trainer.errors import UserError, setting_error
 
 if TYPE_CHECKING:
     from trainer.config import DataSection
@@ -51,22 +48,34 @@ def open_source(data: DataSection, vocab_size: int | None, split: Split) -> Sour
         return SyntheticSource(data.seq_len, vocab_size or 256, data.seed, split)
     if data.source == "stdlib":
         shard = StdlibCorpus().shard(split, find_tokenizer(data.tokenizer), data.cache_dir)
-        key, setting, source = "data.source", "stdlib", open_shards([shard], data)
-    elif split == "eval" and data.eval_path is not None:
-        key, setting, source = "data.eval_path", str(data.eval_path), _open_shards(data, split)
-    else:
-        key, setting, source = "data.path", str(data.path), _open_shards(data, "train")
-    if source.num_targets < 1:
-        raise setting_error(key, setting, "holds no target: a sample needs two tokens of one document")
-    if split == "train" and data.fills_rows and source.num_targets < data.seq_len:
-        rule = f"one sample needs {data.seq_len + 1} tokens, {key}={setting} holds {source.num_targets + 1}"
-        raise setting_error("data.seq_len", data.seq_len, rule, source.num_targets)
-    if vocab_size is not None and source.vocab_size > vocab_size:
-        rule = f"the ids of {key}={setting} (tokenizer {source.tokenizer}) need at least {source.vocab_size}"
-        raise setting_error("model.vocab_size", vocab_size, rule, source.vocab_size)
-    if data.source == "tokens" and data.eval_path is None:
-        return _part_of(source, data.holdout or 0.0, split)
-    return source
+        stdlib = open_shards([shard], data)
+        check_size(stdlib, data, vocab_size, split, "data.source", "stdlib")
+        return stdlib
+    path, held_out = data.path or "", data.eval_path
+    assert not isinstance(held_out, Mapping), "several sources are opened one by one"
+    if held_out is not None:
+        _check_apart(path, held_out, data)
+    if split == "eval" and held_out is not None:
+        return open_path(held_out, data, vocab_size, split, "data.eval_path")
+    return open_path(path, data, vocab_size, split)
+
+
+def is_untokenized(data: DataSection) -> bool:
+    """Return whether the settings name text whose tokens are not in the cache: opening it takes its time.
+
+    Raises UserError if it is not there.
+    """
+    if data.source != "tokens":
+        return False
+    settings = [*_each("data.path", data.path), *_each("data.eval_path", data.eval_path)]
+    awaited = [is_awaited(setting, data, key) for key, setting in settings]  # all, so that none is missing later
+    return any(awaited)
+
+
+def _each(key: str, setting: str | Mapping[str, str] | None) -> list[tuple[str, str]]:
+    """Return the paths that a setting names, each with the setting's name."""
+    paths = setting.values() if isinstance(setting, Mapping) else [setting]
+    return [(key, path) for path in paths if path]
 
 
 def _open_several(
@@ -96,56 +105,15 @@ def _open_several(
     return MixedSource(found) if found else None
 
 
-def _part_of(source: TokenSource, holdout: float, split: Split) -> Source | None:
-    """Return what is trained on, or what is held out: the last windows, at least one where there are two."""
-    num_held_out = min(len(source) - 1, math.ceil(holdout * len(source)))
-    if not num_held_out:
-        return source if split == "train" else None
-    first = len(source) - num_held_out
-    return Part(source, 0, first) if split == "train" else Part(source, first, len(source))
-
-
-def _open_shards(data: DataSection, split: Split) -> TokenSource:
-    """Return the source over the shards that data.path or data.eval_path names.  Raises UserError."""
-    train_paths = _find_paths("data.path", data.path)
-    eval_paths = _find_paths("data.eval_path", data.eval_path) if data.eval_path else []
-    shared = sorted({*train_paths} & {*eval_paths})
-    if shared and data.path != data.eval_path:  # the same setting twice is meant, a glob that reaches too far is not
-        rest = [path for path in train_paths if path not in shared]
+def _check_apart(path: str, held_out_path: str, data: DataSection) -> None:
+    """Raise UserError unless data.eval_path names other data than data.path does, made by the same tokenizer."""
+    train, held_out = find_shards(path, data, "data.path"), find_shards(held_out_path, data, "data.eval_path")
+    shared = sorted({*train.files} & {*held_out.files})
+    if shared and path != held_out_path:  # the same setting twice is meant, a glob that reaches too far is not
+        rest = [path for path in train.files if path not in shared]
         legal = re.sub(r"\d{5}\.bin$", "?????.bin", str(rest[0])) if rest else None
-        raise setting_error("data.path", data.path, f"takes in {shared[0]}, which data.eval_path holds out", legal)
-    key, setting, paths = ("data.path", data.path, train_paths)
-    if split == "eval":
-        key, setting, paths = ("data.eval_path", data.eval_path, eval_paths)
+        raise setting_error("data.path", path, f"takes in {shared[0]}, which data.eval_path holds out", legal)
     try:
-        shards = [Shard(path) for path in paths]
-        for other in [*shards, *([Shard(train_paths[0])] if split == "eval" else [])]:
-            if other.info.kind != shards[0].info.kind:
-                raise ShardError(
-                    f"shards that go together must be made alike: {shards[0].path} by tokenizer "
-                    f"{shards[0].info.tokenizer} ({shards[0].info.vocab_size} ids, {shards[0].info.dtype}), "
-                    f"{other.path} by {other.info.tokenizer} ({other.info.vocab_size} ids, {other.info.dtype})"
-                )
-        return open_shards(shards, data)
+        check_made_alike([*held_out.train, *train.train[:1]])
     except ShardError as error:
-        fix = "make shards from text with python -m trainer.prepare"
-        raise setting_error(key, setting, str(error), fix=fix) from error
-
-
-def _find_paths(key: str, setting: str | Mapping[str, str] | None) -> list[Path]:
-    """Return the .bin files that a path or glob names, sorted.  Raises UserError if there are none."""
-    assert not isinstance(setting, Mapping), "several sources are opened one by one"
-    if not setting:
-        raise setting_error(key, setting, "data.source=tokens needs the path or glob of token shards")
-    pattern = os.path.expanduser(setting)
-    if os.path.isdir(pattern):
-        rule = "is a folder; name the shards in it"
-        raise setting_error(key, setting, rule, example=os.path.join(setting, "*.bin"))
-    names = [pattern] if os.path.isfile(pattern) else glob.glob(pattern, recursive=True)
-    paths = sorted(Path(name) for name in names if name.endswith(".bin"))
-    if paths:
-        return paths
-    rule = "matches no token shard, whose name ends in .bin" if names else "no such file, and no glob that matches one"
-    there = sorted(glob.glob(os.path.join(glob.escape(os.path.dirname(pattern)), "*.bin")))
-    meant = nearest(pattern, there)
-    raise setting_error(key, setting, rule, meant=meant, example=None if meant else next(iter(there), None))
+        raise unusable("data.eval_path", held_out_path, error) from error

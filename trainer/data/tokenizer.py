@@ -8,13 +8,16 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from trainer.data.surroundings import added_ids, configured_end
 from trainer.errors import nearest, setting_error
+
+if TYPE_CHECKING:
+    import tokenizers
 
 END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>")
 """Names under which a tokenizer file that stands alone may hold its end-of-document token, in the order in which they
@@ -110,6 +113,11 @@ class FileTokenizer:
         self.end_ids = behind if self.end_id in behind else (*behind, self.end_id)
         made = repr((_RULES, self.start_ids, self.end_ids, self.end_id)).encode()
         self.name = f"{Path(path).stem}:{hashlib.sha256(content + made).hexdigest()[:16]}"
+
+    @property
+    def library(self) -> tokenizers.Tokenizer:
+        """The tokenizer of the library `tokenizers`, set so that text is text; not to be changed."""
+        return self._tokenizer
 
     def _find_end(self, path: Path, ids: dict[str, int], behind: tuple[int, ...], key: str) -> int:
         end = configured_end(path, ids, key)

@@ -1,0 +1,252 @@
+"""Engines: documents to ids, many at a time.
+
+The tokenizer's own library says what the ids of a text are.  A faster engine is used where it gives the same: on texts
+that are made to tell engines apart, before anything is read, and on a sample of each unit.  A unit with one id that
+differs is begun again without it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainer.data.tokenizer import FileTokenizer, Tokenizer
+
+Encoded: TypeAlias = "tuple[NDArray[np.integer[Any]], NDArray[np.int64]]"
+"""The ids of some texts one after the other, and how many each text has."""
+
+_SAMPLES, _SAMPLE = 8, 1024
+"""Texts that an engine is checked on at a time, and bytes of each."""
+
+
+class Differs(Exception):
+    """An engine gives other ids than the tokenizer's own library."""
+
+
+class Engine(Protocol):
+    """Turns texts into the ids that their tokenizer gives, without what begins and ends a document."""
+
+    name: str
+
+    def encode(self, texts: Sequence[bytes]) -> Encoded:
+        """Return the ids of texts in UTF-8."""
+        ...
+
+
+def find_engine(tokenizer: Tokenizer) -> Engine:
+    """Return the fastest engine whose ids are those of `tokenizer`, as far as can be told before texts are read."""
+    reference = find_reference(tokenizer)
+    if isinstance(tokenizer, FileTokenizer):
+        for make in (_Gigatoken, _Tiktoken):
+            with contextlib.suppress(ImportError, Differs, ValueError, KeyError, RuntimeError, TypeError):
+                engine = make(tokenizer, reference)
+                _compare(engine, reference, _probes(tokenizer))
+                return engine
+    return reference
+
+
+def find_reference(tokenizer: Tokenizer) -> Engine:
+    """Return the engine that is right by definition."""
+    return _Library(tokenizer) if isinstance(tokenizer, FileTokenizer) else _Bytes(tokenizer)
+
+
+def check_sample(engine: Engine, reference: Engine, texts: Sequence[bytes]) -> None:
+    """Compare an engine with the reference on the beginnings of some of `texts`.  Raises Differs."""
+    if engine is not reference and texts:
+        _compare(engine, reference, [_beginning(text) for text in texts[:: -(-len(texts) // _SAMPLES)]])
+
+
+def _beginning(text: bytes) -> bytes:
+    return text[:_SAMPLE].decode(errors="ignore").encode()
+
+
+def _compare(engine: Engine, reference: Engine, texts: Sequence[bytes]) -> None:
+    (found, found_counts), (right, counts) = engine.encode(texts), reference.encode(texts)
+    if not np.array_equal(found_counts, counts) or not np.array_equal(found, right):
+        raise Differs(f"{engine.name} gives other ids than the tokenizer's own library")
+
+
+class _Bytes:
+    """A tokenizer that has no better way than text by text; that of bytes needs none."""
+
+    name = "bytes"
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def encode(self, texts: Sequence[bytes]) -> Encoded:
+        return self._tokenizer.encode(b"".join(texts)), np.fromiter(map(len, texts), np.int64, len(texts))
+
+
+class _Library:
+    """The library `tokenizers` itself."""
+
+    name = "tokenizers"
+
+    def __init__(self, tokenizer: FileTokenizer) -> None:
+        self._library = tokenizer.library
+
+    def encode(self, texts: Sequence[bytes]) -> Encoded:
+        with _one_thread():
+            found = self._library.encode_batch_fast([text.decode() for text in texts], add_special_tokens=False)
+            return _joined([np.array(each.ids, dtype=np.uint32) for each in found])
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Keep `tokenizers` to this thread: processes share the work, and its own threads do not survive a fork."""
+    name = "TOKENIZERS_PARALLELISM"
+    before = os.environ.get(name)
+    os.environ[name] = "false"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+def _joined(ids: Sequence[NDArray[Any]]) -> Encoded:
+    counts = np.fromiter(map(len, ids), np.int64, len(ids))
+    return np.concatenate([np.empty(0, np.uint32), *ids]), counts
+
+
+class _Fast:
+    """An engine that knows no special tokens: a text in which it finds one goes the long way."""
+
+    name = ""
+
+    def __init__(self, tokenizer: FileTokenizer, reference: Engine) -> None:
+        self._reference = reference
+        self._is_added = np.zeros(tokenizer.vocab_size, dtype=bool)
+        self._is_added[list(tokenizer.library.get_added_tokens_decoder())] = True
+
+    def encode(self, texts: Sequence[bytes]) -> Encoded:
+        try:
+            ids = [self._ids_of(text) for text in texts]
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a panic of Rust is no Exception
+            raise Differs(f"{self.name} gives up ({error})") from error
+        joined, counts = _joined(ids)
+        if self._is_added[joined].any():
+            for number, found in enumerate(ids):
+                if self._is_added[found].any():
+                    ids[number] = self._reference.encode([texts[number]])[0].astype(np.uint32)
+            return _joined(ids)
+        return joined, counts
+
+    def _ids_of(self, text: bytes) -> NDArray[np.uint32]:
+        raise NotImplementedError
+
+
+class _Gigatoken(_Fast):
+    """The library `gigatoken`."""
+
+    name = "gigatoken"
+
+    def __init__(self, tokenizer: FileTokenizer, reference: Engine) -> None:
+        import gigatoken
+
+        super().__init__(tokenizer, reference)
+        content = json.loads(tokenizer.library.to_str())
+        content["added_tokens"] = [each for each in content["added_tokens"] if not each["special"]]
+        content["post_processor"] = None
+        self._encode: Callable[[bytes], NDArray[np.uint32]] = gigatoken.Tokenizer.from_json(json.dumps(content)).encode
+
+    def _ids_of(self, text: bytes) -> NDArray[np.uint32]:
+        return self._encode(text)
+
+
+class _Tiktoken(_Fast):
+    """The library `tiktoken`, for byte-level BPE: its ranks are the merges in their order."""
+
+    name = "tiktoken"
+
+    def __init__(self, tokenizer: FileTokenizer, reference: Engine) -> None:
+        import tiktoken
+
+        super().__init__(tokenizer, reference)
+        content = json.loads(tokenizer.library.to_str())
+        if content["model"]["type"] != "BPE" or content["normalizer"] is not None:
+            raise Differs("is no plain byte-level BPE")
+        ranks, self._id_of_rank = _ranks(content["model"])
+        pattern = _pattern(content["pre_tokenizer"])
+        encoding = tiktoken.Encoding("tokenizer", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
+        self._encode = encoding.encode_ordinary
+
+    def _ids_of(self, text: bytes) -> NDArray[np.uint32]:
+        return self._id_of_rank[np.array(self._encode(text.decode()), dtype=np.int64)]
+
+
+_GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+
+
+def _pattern(before: dict[str, Any] | None) -> str:
+    """Return the expression by which a pre-tokenizer splits text.  Raises Differs if it does something else too."""
+    steps = (before or {}).get("pretokenizers", [before])
+    last = steps[-1] or {}
+    if last.get("type") != "ByteLevel" or last.get("add_prefix_space") or len(steps) > 2:
+        raise Differs("its text is not split by one expression")
+    if len(steps) == 1 and last.get("use_regex", True):
+        return _GPT2
+    first = steps[0]
+    is_split = first.get("type") == "Split" and first.get("behavior") == "Isolated" and not first.get("invert")
+    if len(steps) != 2 or last.get("use_regex", True) or not is_split or "Regex" not in first["pattern"]:
+        raise Differs("its text is not split by one expression")
+    return str(first["pattern"]["Regex"])
+
+
+def _ranks(model: dict[str, Any]) -> tuple[dict[bytes, int], NDArray[np.uint32]]:
+    """Return the rank of each token that merges make, as bytes, and the id of each rank."""
+    byte_of = _bytes_of_characters()
+    vocabulary: dict[str, int] = model["vocab"]
+    tokens = [*byte_of]
+    for merge in model["merges"]:
+        left, right = merge.split(" ") if isinstance(merge, str) else merge
+        tokens.append(left + right)
+    ranks: dict[bytes, int] = {}
+    ids: list[int] = []
+    for token in dict.fromkeys(tokens):
+        ranks[bytes(byte_of[character] for character in token)] = len(ids)
+        ids.append(vocabulary[token])
+    return ranks, np.array(ids, dtype=np.uint32)
+
+
+def _bytes_of_characters() -> dict[str, int]:
+    """Return the byte that each character of a byte-level vocabulary stands for: printable ones for themselves."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {**{chr(byte): byte for byte in printable}, **{chr(256 + n): byte for n, byte in enumerate(others)}}
+
+
+_TELLING = (
+    "I'm we'll they'VE can't'S  x''s\n\n\n  indented\n\ttabs\t\t \r\n\r\nmixed \n \n  end   ",
+    "0 12 123 1234 12345678901234567890 1,234.56 3.14e-10 0x1F \u00bd \u0663\u0664 \u2167 x2y2 \uff12\uff10",
+    "foo_bar fooBar FOOBar __init__(self, *args) -> None: # ...!!! <<>>= {}[]();; \\n \\\\ /* */ a/b/c.d?e=f&g",
+    "naïve café cafe\u0301 Å A\u030a \ufb01 \ufb00 \uff46\uff55 ß \u1e9e \u0130i \u0131I \u01c5 \u03a9\u03c2",
+    "中文字符。日本語のテキスト、カタカナ한국어 조합 ไทยไม่มีช่องว่าง हिन्दी में عربي נִקּוּד",
+    "\U0001f600\U0001f469\u200d\U0001f469\u200d\U0001f467\U0001f1e9 \ufe0f\u200b\u00a0\u2028\u2029\u3000x\u0085y",
+    "\x00\x01\x7f\x80\ufeffbom\ufffd \ue000 \U0010fffd \U000e0041 a\u00adb \u202eabc\u202c",
+    *("   leading", "trailing   ", " ", "\n", "a", "", "a" * 200, "=" * 300 + "\n" + " " * 300 + "x"),
+)
+"""Texts on which tokenizers differ: contractions, white space, digits, code, scripts, marks, what is invisible."""
+
+
+def _probes(tokenizer: FileTokenizer) -> list[bytes]:
+    """Return texts that tell engines apart: those above, characters of all of Unicode, what spells added tokens."""
+    every = [chr(code) for code in range(0x20, 0x2FFFF, 37) if not 0xD800 <= code < 0xE000]
+    spelled = [str(token.content) for token in tokenizer.library.get_added_tokens_decoder().values()][:64]
+    texts = [
+        *_TELLING,
+        *("".join(every[start : start + 256]) for start in range(0, len(every), 256)),
+        *(f"a{text}b {text} \n{text}\n {text[:-1]}" for text in spelled),
+    ]
+    return [text.encode() for text in texts]

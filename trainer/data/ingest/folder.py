@@ -1,0 +1,132 @@
+"""The folder in which shards are built: a lock for each unit, a record of each that is done, the manifest at the end.
+
+lock            its bytes are locked, one for each unit; the kernel unlocks those of a process that has died
+00007.bin ...   shards of unit 7, renamed once they are on disk; those of what is held out end in -eval
+00007.done      its record: written last
+manifest.json   all shards: written when every unit is done; lock and records are gone then
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from trainer.data.ingest.report import Tally
+from trainer.data.manifest import Manifest
+from trainer.files import replacing, sync_folder
+
+MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True)
+class Record:
+    """A unit that is done: its shards by their names, those of training and those held out, and how it went."""
+
+    train: list[str] = field(default_factory=list)
+    held_out: list[str] = field(default_factory=list)
+    tally: Tally = field(default_factory=Tally)
+    lowest: float = 1.0
+    """The smallest share of documents that would hold one of these out."""
+
+
+class BuildFolder:
+    """The folder that builders share.  Raises OSError where the folder cannot be written or has no locks."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._descriptor = -1
+
+    def __enter__(self) -> BuildFolder:
+        self.path.mkdir(parents=True, exist_ok=True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    @property
+    def manifest_path(self) -> Path:
+        """The path of the manifest, once all is done."""
+        return self.path / MANIFEST
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every unit is done and the manifest says so."""
+        return self.manifest_path.exists()
+
+    def name_of(self, unit: int, number: int, is_held_out: bool) -> str:
+        """Return the name of a unit's shard, without its suffix."""
+        return f"{unit:05d}{f'.{number:03d}' if number else ''}{'-eval' if is_held_out else ''}"
+
+    def try_take(self, unit: int) -> bool:
+        """Lock a unit, unless another process has."""
+        try:
+            fcntl.lockf(self._lock(), fcntl.LOCK_EX | fcntl.LOCK_NB, 1, unit)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                return False
+            raise
+        return True
+
+    def take(self, unit: int) -> None:
+        """Lock a unit once no other process does: it has been done, or its builder has died."""
+        fcntl.lockf(self._lock(), fcntl.LOCK_EX, 1, unit)
+
+    def release(self, unit: int) -> None:
+        """Unlock a unit."""
+        fcntl.lockf(self._lock(), fcntl.LOCK_UN, 1, unit)
+
+    @contextlib.contextmanager
+    def taken(self, unit: int) -> Iterator[None]:
+        """Hold a unit for the time of a block."""
+        self.take(unit)
+        try:
+            yield
+        finally:
+            self.release(unit)
+
+    def is_done(self, unit: int) -> bool:
+        """Return whether there is a record of the unit."""
+        return self._record_path(unit).exists()
+
+    def read(self, unit: int) -> Record:
+        """Return the record of a unit that is done."""
+        stored = json.loads(self._record_path(unit).read_bytes())
+        return Record(**{**stored, "tally": Tally(**stored["tally"])})
+
+    def write(self, unit: int, record: Record) -> None:
+        """Record that a unit's shards are complete, on disk under their names."""
+        sync_folder(self.path)
+        with replacing(self._record_path(unit)) as partial:
+            partial.write_text(json.dumps(dataclasses.asdict(record)))
+
+    def clear(self, unit: int) -> None:
+        """Remove what builders that were killed have left of a unit.  The caller holds it."""
+        for path in self.path.glob(f".{unit:05d}[.-]*"):
+            path.unlink(missing_ok=True)
+
+    def complete(self, manifest: Manifest) -> None:
+        """Write the manifest, and remove all that was needed to build."""
+        manifest.write(self.manifest_path)
+        self.tidy()
+
+    def tidy(self) -> None:
+        """Remove lock and records, of which nothing is needed next to a manifest."""
+        for path in [*self.path.glob("[0-9]*.done"), *self.path.glob(".[0-9]*"), self.path / "lock"]:
+            path.unlink(missing_ok=True)
+
+    def _record_path(self, unit: int) -> Path:
+        return self.path / f"{unit:05d}.done"
+
+    def _lock(self) -> int:
+        if self._descriptor < 0:
+            self._descriptor = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        return self._descriptor

@@ -1,0 +1,147 @@
+"""Inputs: the files that a path, a folder or a glob names, and what is in them.
+
+Nothing is read here but names, sizes and times.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+from trainer.errors import nearest, setting_error
+
+Kind: TypeAlias = Literal["text", "jsonl", "parquet", "arrow"]
+Packing: TypeAlias = Literal["", "gz", "zst"]
+
+_PROSE = ".txt .md .markdown .rst .tex .org .adoc .html .htm .xml"
+_CODE = (
+    ".py .pyi .c .h .cc .cpp .cxx .hh .hpp .cu .cuh .m .mm .rs .go .java .kt .kts .scala .swift .cs .fs .js .jsx .mjs "
+    ".ts .tsx .rb .php .pl .pm .lua .r .jl .hs .ml .mli .ex .exs .erl .clj .lisp .el .scm .sh .bash .zsh .sql .css "
+    ".vue .proto .cmake .asm .s .f90 .f .zig .nim .dart .v .vhd .sv"
+)
+_KINDS: dict[str, Kind] = {
+    **dict.fromkeys((*_PROSE.split(), *_CODE.split()), "text"),
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+}
+_PACKINGS: dict[str, Packing] = {".gz": "gz", ".zst": "zst"}
+_MAY_BE_PACKED = ("text", "jsonl")
+
+NAMES = ".txt, .jsonl, .parquet, .arrow, .md, source code; .gz and .zst of text and of .jsonl"
+"""The kinds of files, for messages."""
+
+
+@dataclass(frozen=True)
+class Input:
+    """A file of documents, as it is now: `size` in bytes, `changed` its time of change in ns.
+
+    `key` is the setting that named it, for messages.
+    """
+
+    path: str
+    kind: Kind
+    packing: Packing
+    size: int
+    changed: int
+    key: str
+
+    @classmethod
+    def of(cls, path: str, key: str) -> Input | None:
+        """Return the file at `path`; None for one of another kind.  Raises UserError, with `key`, if it is gone."""
+        found = kind_of(path)
+        if found is None:
+            return None
+        try:
+            stat = os.stat(path)
+        except OSError as error:
+            raise setting_error(key, path, f"cannot be read ({error.strerror})") from error
+        return cls(path, *found, stat.st_size, stat.st_mtime_ns, key)
+
+
+def kind_of(path: str) -> tuple[Kind, Packing] | None:
+    """Return what a file is by its name, and how it is compressed; None for what holds no documents."""
+    stem, suffix = os.path.splitext(path.lower())
+    packing = _PACKINGS.get(suffix, "")
+    kind = _KINDS.get(os.path.splitext(stem)[1] if packing else suffix)
+    if kind is None or (packing and kind not in _MAY_BE_PACKED):
+        return None
+    return kind, packing
+
+
+def find_inputs(settings: Iterable[str], key: str) -> list[Input]:
+    """Return the files that paths, folders and globs name, each once, in the order of `settings`.
+
+    A folder means what is in it, at any depth, sorted; one that `datasets` has saved, the records of its split `train`.
+    Raises UserError, with `key` for the setting.
+    """
+    found: dict[str, Input] = {}
+    for setting in settings:
+        for match in _match(setting, key):
+            inside = list(_look_into(match, key))
+            if not inside:
+                rule = f"has no file whose name ends in {NAMES}" if os.path.isdir(match) else _refusal(match)
+                raise setting_error(key, match, rule)
+            found.update((each.path, each) for each in inside)
+    return list(found.values())
+
+
+def _refusal(path: str) -> str:
+    return f"its name must end in {NAMES}"
+
+
+def _match(setting: str, key: str) -> list[str]:
+    """Return the files and folders that a setting names.  Raises UserError if there are none."""
+    pattern = os.path.expanduser(setting)
+    matches = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
+    if matches:
+        return [os.path.realpath(match) for match in matches]
+    if "://" in setting:
+        raise setting_error(key, setting, "is on no file system here; fetch it, and name the folder that it is in")
+    parent = Path(pattern).parent
+    names = sorted(map(str, parent.glob("*")))
+    there = [name for name in names if os.path.isdir(name) or name.endswith(".bin") or kind_of(name) is not None]
+    meant = nearest(pattern, there)
+    example = None if meant else next(iter(there), None)
+    rule = "no such file or folder, and no glob that matches one"
+    raise setting_error(key, setting, rule, meant=meant, example=example)
+
+
+def _look_into(path: str, key: str) -> Iterator[Input]:
+    if not os.path.isdir(path):
+        found = Input.of(path, key)
+        if found is not None:
+            yield found
+        return
+    for inside in _walk(dataset_folder(path, key)):
+        found = Input.of(inside, key)
+        if found is not None:
+            yield found
+
+
+def _walk(folder: str) -> list[str]:
+    """Return the files of a folder, sorted as their paths are, without what is hidden."""
+    found = []
+    for inside, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        found += [os.path.realpath(os.path.join(inside, name)) for name in names if not name.startswith(".")]
+    return sorted(found)
+
+
+def dataset_folder(folder: str, key: str) -> str:
+    """Return where the records of a folder are: in the split `train` of what `datasets` has saved as several.
+
+    Raises UserError if it has splits, but none of that name.
+    """
+    if not os.path.isfile(os.path.join(folder, "dataset_dict.json")):
+        return folder
+    inside = os.path.join(folder, "train")
+    if os.path.isdir(inside):
+        return inside
+    splits = sorted(entry.path for entry in os.scandir(folder) if entry.is_dir())
+    raise setting_error(key, folder, "has no split `train`; name the one to read", example=next(iter(splits), None))

@@ -1,0 +1,136 @@
+"""One text out of a line of JSON that is too long to be held: read in pieces, in memory for one of them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import BinaryIO
+
+from trainer.data.ingest.streams import BLOCK, whole_characters
+
+MOST_BESIDE = 1 << 26
+"""Bytes that a line may hold beside its text."""
+
+_WHOLE = re.compile(
+    rb'(?:[^"\\]+'
+    rb"|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+    rb"|\\u(?![dD][89abAB])[0-9a-fA-F]{4}"
+    rb'|\\["\\/bfnrt])*'
+)
+"""The beginning of a string's content, as far as it is complete: no escape and no surrogate pair is cut."""
+
+_LONGEST_ESCAPE = 12
+
+
+class BadLine(Exception):
+    """A line has no text that can be read; says why."""
+
+
+def read_value(file: BinaryIO, key: str) -> Iterator[bytes]:
+    """Yield, in UTF-8, the text that the JSON object in the next line of `file` has under `key`.
+
+    Raises BadLine, and UnicodeDecodeError, as soon as that is found: what was yielded before is then to be forgotten.
+    """
+    line = _Line(file)
+    rest = bytearray()  # the line with an empty text
+    depth, name, was_found = 0, "", False
+    while True:
+        between = line.take_to(b'"')
+        rest += between
+        depth += sum(map(between.count, (b"{", b"["))) - sum(map(between.count, (b"}", b"]")))
+        if not between.endswith(b'"'):
+            break
+        if depth == 1 and name == key and between[:-1].strip() == b":":
+            if was_found:
+                raise BadLine(f"has two texts under {key}")
+            was_found = True
+            yield from line.take_string()
+            rest += b'"'
+            continue
+        content = b"".join(line.take_raw_string())
+        rest += content + b'"'
+        name = _decode(content).decode() if len(content) < BLOCK else ""
+        if len(rest) > MOST_BESIDE:
+            raise BadLine(f"holds more than {MOST_BESIDE >> 20} MB beside its text")
+    _check(bytes(rest), key, was_found)
+
+
+def _check(rest: bytes, key: str, was_found: bool) -> None:
+    """Raise BadLine unless a line, without its text, is an object that has one."""
+    try:
+        record = json.loads(rest)
+    except (ValueError, RecursionError) as error:
+        raise BadLine(f"is not JSON ({error})") from error
+    if not isinstance(record, dict):
+        raise BadLine(f"must be a JSON object, not {type(record).__name__}")
+    if not was_found:
+        raise BadLine(f"has no text under {key}; its keys: {', '.join(record) or 'none'}")
+
+
+class _Line:
+    """The bytes of a line, read as they are needed."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._held, self._is_all = file, b"", False
+
+    def take_to(self, mark: bytes) -> bytes:
+        """Return what comes up to `mark`, with it; or else up to the end of the line."""
+        found = bytearray()
+        while (place := self._held.find(mark)) < 0:
+            found += self._held
+            self._held = b""
+            if not self._read_on():
+                return bytes(found)
+            if len(found) > MOST_BESIDE:
+                raise BadLine(f"holds more than {MOST_BESIDE >> 20} MB beside its text")
+        found += self._held[: place + 1]
+        self._held = self._held[place + 1 :]
+        return bytes(found)
+
+    def take_raw_string(self) -> Iterator[bytes]:
+        """Yield the content of a string as it stands, up to its closing quote, which is taken too."""
+        while True:
+            end = _matched(self._held)
+            if end < len(self._held) and self._held[end] == 0x22:
+                yield self._held[:end]
+                self._held = self._held[end + 1 :]
+                return
+            end = whole_characters(self._held[:end])
+            if end:
+                yield self._held[:end]
+                self._held = self._held[end:]
+            elif len(self._held) >= _LONGEST_ESCAPE:
+                raise BadLine("is no Unicode text, or not JSON (an escape that is none)")
+            if not self._read_on():
+                raise BadLine("is not JSON (it ends within a text)")
+
+    def take_string(self) -> Iterator[bytes]:
+        """Yield the content of a string in UTF-8, up to its closing quote, which is taken too."""
+        return (piece for piece in map(_decode, self.take_raw_string()) if piece)
+
+    def _read_on(self) -> bool:
+        if self._is_all:
+            return False
+        block = self._file.read(BLOCK)
+        end = block.find(b"\n")
+        self._is_all = end >= 0 or not block
+        self._held += block if end < 0 else block[:end]
+        return True
+
+
+def _matched(content: bytes) -> int:
+    found = _WHOLE.match(content)
+    return found.end() if found else 0
+
+
+def _decode(content: bytes) -> bytes:
+    """Return in UTF-8 what a string's content in JSON means."""
+    try:
+        return str(json.loads(f'"{content.decode()}"')).encode()
+    except UnicodeDecodeError:
+        raise
+    except UnicodeEncodeError as error:
+        raise BadLine(f"is no Unicode text ({error.reason})") from error
+    except ValueError as error:
+        raise BadLine(f"is not JSON ({error})") from error

@@ -1,0 +1,93 @@
+"""Shards that are complete get the names that were asked for."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from trainer.data.ingest.folder import MANIFEST, BuildFolder
+from trainer.data.manifest import Manifest, Row, row_of
+from trainer.data.shards import SUFFIXES, Shard
+from trainer.files import sync_folder
+
+_PUBLISHING = 2**40 + 1
+"""The place in the lock of the folder that is held by the one that renames."""
+
+
+def find_published(stem: Path) -> list[Path]:
+    """Return the files of shards that there are under this name."""
+    name = re.compile(re.escape(stem.name) + r"(-eval)?-\d{5,}\.(bin|idx|json)")
+    return sorted(path for path in stem.parent.iterdir() if name.fullmatch(path.name))
+
+
+def is_under_way(work: Path) -> bool:
+    """Return whether a build in the folder `work` has begun and is not through."""
+    return work.exists() or _past(work).exists()
+
+
+def was_published(work: Path, stem: Path) -> bool:
+    """Return whether all that was built in `work` has its names: by another process, or by one that was killed then."""
+    past = _past(work)
+    if past.exists():
+        shutil.rmtree(past, ignore_errors=True)
+        return True
+    return not work.exists() and bool(find_published(stem))
+
+
+def publish(manifest: Manifest, work: Path, stem: Path) -> None:
+    """Rename a manifest's shards to `stem`-00000.bin and so on, in place of all that has these names; the folder is
+    gone then.
+
+    Killed and called again it goes on.  Processes that do it at the same time wait for the first.
+    """
+    train, held_out = paths_of(manifest, stem)
+    moves = list(_moves(work, [*manifest.train, *manifest.held_out], [*train, *held_out]))
+    with BuildFolder(work) as folder, folder.taken(_PUBLISHING):
+        if (work / MANIFEST).exists():  # else another has done so
+            wanted = {target for _, target in moves}
+            for path in find_published(stem):
+                if path not in wanted:
+                    path.unlink()
+            for source, target in moves:
+                if source.exists():
+                    os.replace(source, target)
+            sync_folder(stem.parent)
+            shutil.rmtree(_past(work), ignore_errors=True)
+            os.rename(work, _past(work))  # at once, so that no other process takes what is being removed for a build
+    for folder_path in (_past(work), work):
+        shutil.rmtree(folder_path, ignore_errors=True)
+
+
+def read_published(stem: Path) -> Manifest:
+    """Return what can be said of the shards that are there under a name.  Raises ShardError."""
+    paths = [path for path in find_published(stem) if path.suffix == ".bin"]
+    is_held_out = [path.name.startswith(f"{stem.name}-eval-") for path in paths]
+    shards = [Shard(path) for path in paths]
+    return Manifest(
+        *shards[0].info.kind,
+        train=[row_of(shard, stem.parent) for shard, out in zip(shards, is_held_out, strict=True) if not out],
+        held_out=[row_of(shard, stem.parent) for shard, out in zip(shards, is_held_out, strict=True) if out],
+    )
+
+
+def paths_of(manifest: Manifest, stem: Path) -> tuple[list[Path], list[Path]]:
+    """Return the paths that a manifest's shards are to have, those to train on and those held out."""
+    return _paths(stem, manifest.train), _paths(stem.with_name(f"{stem.name}-eval"), manifest.held_out)
+
+
+def _past(work: Path) -> Path:
+    return work.with_name(f"{work.name}.past")
+
+
+def _paths(stem: Path, rows: Sequence[Row]) -> list[Path]:
+    return [stem.with_name(f"{stem.name}-{number:05d}.bin") for number in range(len(rows))]
+
+
+def _moves(work: Path, rows: Sequence[Row], paths: Sequence[Path]) -> Iterator[tuple[Path, Path]]:
+    """Yield from where to where each file goes, metadata last: without it a shard is refused."""
+    for suffix in SUFFIXES:
+        for (name, *_), path in zip(rows, paths, strict=True):
+            yield (work / name).with_suffix(suffix), path.with_suffix(suffix)

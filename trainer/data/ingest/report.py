@@ -1,0 +1,108 @@
+"""Bad places: documents that cannot be read, refused or counted, as `data.bad` says."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from trainer.data.manifest import Manifest
+from trainer.errors import setting_error
+
+MOST_PLACES = 20
+"""Bad places that a unit's record names; all are counted."""
+
+
+@dataclass(frozen=True)
+class Keys:
+    """The names of the settings in messages: those of the configuration, or a command's arguments."""
+
+    inputs: str = "data.path"
+    text_key: str = "data.text_key"
+    bad: str = "data.bad"
+    holdout: str = "data.holdout"
+    tokenizer: str = "data.tokenizer"
+    folder: str = "data.cache_dir"
+
+
+@dataclass
+class Tally:
+    """Counts over documents: those that were read, of these the empty ones, and those that were bad, with places."""
+
+    documents: int = 0
+    empty: int = 0
+    bad: int = 0
+    places: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> Tally:
+        """Return what was counted while a manifest's shards were built."""
+        names = [each.name for each in dataclasses.fields(cls)]
+        return cls(**{name: manifest.notes[name] for name in names if name in manifest.notes})
+
+    def add(self, other: Tally) -> None:
+        """Add what was counted elsewhere."""
+        self.documents += other.documents
+        self.empty += other.empty
+        self.bad += other.bad
+        self.places += other.places[: MOST_PLACES - len(self.places)]
+
+
+class BadPlaces:
+    """Hears of each document that cannot be read.
+
+    `limit` is `error` (the first one ends it), `skip`, or the share of the documents up to which they are left out.
+    """
+
+    def __init__(self, limit: str, keys: Keys) -> None:
+        self.keys, self._limit = keys, limit
+        self.tally = Tally()
+
+    def refuse(self, key: str, value: object, rule: str, **advice: Any) -> None:
+        """Count a bad document, or raise the UserError that these words make."""
+        if self._limit == "error":
+            fix = f"{self.keys.bad}=skip leaves out what cannot be read, and counts it"
+            raise setting_error(key, value, rule, **(advice or {"fix": fix}))
+        self.tally.bad += 1
+        if len(self.tally.places) < MOST_PLACES:
+            self.tally.places.append(str(setting_error(key, value, rule)))
+
+
+def parse_limit(setting: str, key: str) -> float:
+    """Return the share of the documents that may be bad: 0 for `error`, 1 for `skip`.  Raises UserError."""
+    known: Mapping[str, float] = {"error": 0.0, "skip": 1.0}
+    if setting in known:
+        return known[setting]
+    try:
+        share = float(setting)
+    except ValueError:
+        _refuse_limit(setting, key)
+    if not 0 < share < 1:
+        _refuse_limit(setting, key)
+    return share
+
+
+def _refuse_limit(setting: str, key: str) -> NoReturn:
+    rule = "must be error, skip, or the share of the documents that may be left out, above 0 and below 1"
+    raise setting_error(key, setting, rule, example="0.001")
+
+
+def check_limit(tally: Tally, setting: str, keys: Keys) -> None:
+    """Raise UserError if more documents were bad than `setting` lets pass."""
+    allowed = parse_limit(setting, keys.bad)
+    share = tally.bad / max(1, tally.bad + tally.documents)
+    if tally.bad and share > allowed:
+        shown = "\n  ".join(tally.places[:5])
+        rule = f"{tally.bad:,} of {tally.bad + tally.documents:,} documents cannot be read\n  {shown}"
+        raise setting_error(keys.bad, setting, rule, "skip" if share >= 0.5 else f"{share * 1.01:.2g}")
+
+
+def describe(tally: Tally) -> str:
+    """Return what to say of bad documents; nothing if there were none."""
+    if not tally.bad:
+        return ""
+    total = tally.bad + tally.documents
+    shown = "".join(f"\n  {place.splitlines()[0]}" for place in tally.places[:5])
+    more = "\n  ..." if tally.bad > 5 else ""
+    return f"{tally.bad:,} of {total:,} documents cannot be read and were left out:{shown}{more}"

@@ -1,0 +1,98 @@
+"""Files as streams of bytes, decompressed."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import zlib
+from typing import Any, BinaryIO
+
+from trainer.data.ingest.inputs import Input
+from trainer.errors import setting_error
+
+BLOCK = 1 << 20
+"""Bytes that are read at a time."""
+
+UNREADABLE = (OSError, EOFError, zlib.error)
+"""Errors of reading a damaged file, compressed or not."""
+
+
+def open_stream(each: Input) -> BinaryIO:
+    """Open a file for reading its content, decompressed.  Raises one of UNREADABLE, then or when it is read."""
+    if each.packing == "gz":
+        return io.BufferedReader(gzip.open(each.path), BLOCK)
+    if each.packing == "zst":
+        return io.BufferedReader(_ZstFile(each), BLOCK)
+    return open(each.path, "rb")
+
+
+def move_to(file: BinaryIO, position: int) -> None:
+    """Go to a place in the content of a file that has just been opened."""
+    if file.seekable():
+        file.seek(position)
+        return
+    while position and (block := file.read(min(BLOCK, position))):
+        position -= len(block)
+
+
+def whole_characters(text: bytes) -> int:
+    """Return how many bytes of `text` lie before a character of UTF-8 that is cut off at its end."""
+    for back in range(1, min(4, len(text)) + 1):
+        first = text[-back]
+        if first < 0x80:
+            break
+        if first >= 0xC0:
+            needed = 2 if first < 0xE0 else 3 if first < 0xF0 else 4
+            return len(text) - back if back < needed else len(text)
+    return len(text)
+
+
+class _ZstFile(io.RawIOBase):
+    """The content of a file of Zstandard frames.  One that is cut short is an OSError, as any other damage is."""
+
+    def __init__(self, each: Input) -> None:
+        try:
+            import zstandard
+        except ImportError as error:
+            rule = "needs the library `zstandard`"
+            raise setting_error(each.key, each.path, rule, fix="pip install 'meshtrainer[data]'") from error
+        self._error = zstandard.ZstdError
+        self._new: Any = zstandard.ZstdDecompressor().decompressobj
+        self._file = open(each.path, "rb")  # noqa: SIM115
+        self._frame: Any = self._new()
+        self._packed = self._ready = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._ready and self._read_on():
+            pass
+        found, self._ready = self._ready[: len(buffer)], self._ready[len(buffer) :]
+        buffer[: len(found)] = found
+        return len(found)
+
+    def _read_on(self) -> bool:
+        """Decompress some more; returns whether there is more to come."""
+        if self._frame.eof:
+            self._packed, self._frame = self._frame.unused_data, self._new()
+        packed = self._packed or self._file.read(1 << 17)
+        if not packed:
+            if self._has_begun:
+                raise OSError("the compressed data are cut short")
+            return False
+        self._packed, self._has_begun = b"", True
+        try:
+            self._ready = self._frame.decompress(packed)
+        except self._error as error:
+            raise OSError(str(error)) from error
+        self._has_begun = not self._frame.eof
+        return True
+
+    _has_begun = False
+    """Whether a frame has begun and not ended."""
+
+    def close(self) -> None:
+        if not self.closed:
+            self._file.close()
+        super().close()

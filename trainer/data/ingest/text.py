@@ -1,0 +1,248 @@
+"""Documents out of files of text, a file each, and of JSONL, a line each.
+
+A reader yields lists of documents, each in UTF-8, and those that are too long to be held as `Long`: they are read when
+they are written, as often as is needed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, BinaryIO, Protocol, TypeAlias
+
+from trainer.data.ingest.inputs import Input
+from trainer.data.ingest.json_stream import BadLine, read_value
+from trainer.data.ingest.report import BadPlaces
+from trainer.data.ingest.streams import BLOCK, UNREADABLE, move_to, open_stream, whole_characters
+from trainer.errors import nearest
+
+LONGEST = 1 << 22
+"""Bytes of a line or of a file of text up to which it is held as a whole."""
+
+
+class Long(Protocol):
+    """A document that is too long to be held."""
+
+    def pieces(self) -> Iterator[bytes]:
+        """Yield its text in UTF-8, in pieces of some kB to some MB that are valid each.
+
+        Raises BadLine or UnicodeDecodeError where it cannot be read, OSError as `unreadable` names them.
+        """
+        ...
+
+    def refuse(self, error: Exception, bad: BadPlaces) -> None:
+        """Say that it cannot be read."""
+        ...
+
+
+Documents: TypeAlias = "list[bytes] | Long"
+
+
+def read_texts(inputs: Iterable[Input], bad: BadPlaces) -> Iterator[Documents]:
+    """Yield the documents of files of text, one each."""
+    found: list[bytes] = []
+    held = 0
+    for each in inputs:
+        try:
+            with closing(open_stream(each)) as file:
+                content = file.read(LONGEST + 1)
+            content.decode()
+        except UnicodeDecodeError as error:
+            if len(content) <= LONGEST:
+                _LongText(each).refuse(error, bad)
+                continue
+        except UNREADABLE as error:
+            _LongText(each).refuse(error, bad)
+            continue
+        if len(content) > LONGEST:
+            yield found
+            found, held = [], 0
+            yield _LongText(each)
+            continue
+        found.append(content)
+        held += len(content)
+        if held > BLOCK:
+            yield found
+            found, held = [], 0
+    yield found
+
+
+@dataclass(frozen=True)
+class _LongText:
+    """A file of text."""
+
+    input: Input
+
+    def pieces(self) -> Iterator[bytes]:
+        with closing(open_stream(self.input)) as file:
+            pending = b""
+            while block := file.read(BLOCK):
+                pending += block
+                end = whole_characters(pending)
+                pending[:end].decode()
+                yield pending[:end]
+                pending = pending[end:]
+            pending.decode()
+            if pending:
+                yield pending
+
+    def refuse(self, error: Exception, bad: BadPlaces) -> None:
+        refuse_file(self.input, error, bad)
+
+
+def refuse_file(each: Input, error: Exception, bad: BadPlaces) -> None:
+    """Say that a file cannot be read."""
+    if isinstance(error, UnicodeDecodeError):
+        bad.refuse(bad.keys.inputs, each.path, f"is not UTF-8 ({error.reason})", fix="convert it to UTF-8")
+    else:
+        why = getattr(error, "strerror", None) or error
+        bad.refuse(bad.keys.inputs, each.path, f"cannot be read ({why})")
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# JSONL
+
+
+def read_lines(each: Input, start: int, stop: int | None, text_key: str, bad: BadPlaces) -> Iterator[Documents]:
+    """Yield the documents of the lines that begin at `start` or behind it, and before `stop`."""
+    try:
+        with closing(open_stream(each)) as file:
+            for position, lines in _blocks(file, start, stop):
+                if lines is None:
+                    yield _LongLine(each, position, text_key)
+                    continue
+                yield _Lines(each, position, lines, text_key, bad).documents()
+    except UNREADABLE as error:
+        refuse_file(each, error, bad)
+
+
+def _blocks(file: BinaryIO, start: int, stop: int | None) -> Iterator[tuple[int, bytes | None]]:
+    """Yield whole lines, with where they begin; None for one that is too long to be held."""
+    position, pending = start, b""
+    if start:
+        move_to(file, start - 1)
+        position, pending = _skip_line(file, start - 1, stop)
+    while stop is None or position < stop:
+        block = file.read(BLOCK)
+        pending += block
+        end = (
+            pending.find(b"\n", stop - 1 - position) + 1 if stop is not None and stop - position <= len(pending) else 0
+        )
+        is_last = end > 0
+        end = end or pending.rfind(b"\n") + 1 or (0 if block else len(pending))
+        if end:
+            yield position, pending[:end]
+            position, pending = position + end, pending[end:]
+        elif len(pending) > LONGEST:
+            yield position, None
+            position, pending = _skip_line(file, position + len(pending), None)
+        if is_last or not block:
+            return
+
+
+def _skip_line(file: BinaryIO, position: int, stop: int | None) -> tuple[int, bytes]:
+    """Read on to the next line and return where it begins, and what has been read of it; none beyond `stop`."""
+    while (stop is None or position < stop) and (block := file.read(BLOCK)):
+        end = block.find(b"\n") + 1
+        if end:
+            return position + end, block[end:]
+        position += len(block)
+    return position, b""
+
+
+@dataclass(frozen=True)
+class _Lines:
+    """Whole lines of a file, from byte `position` on."""
+
+    input: Input
+    position: int
+    content: bytes
+    text_key: str
+    bad: BadPlaces
+
+    def documents(self) -> list[bytes]:
+        """Return the texts of the lines; those that have none are refused."""
+        content = self.content.removeprefix(b"\xef\xbb\xbf") if self.position == 0 else self.content
+        found, key, loads = [], self.text_key, json.loads
+        for number, line in enumerate(self._decoded(content)):
+            if not line or line.isspace():
+                continue
+            try:
+                found.append(loads(line)[key].encode())
+            except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+                _refuse_line(line, f"{self.input.path}:{self._first_line + number}", key, self.bad)
+        return found
+
+    def _decoded(self, content: bytes) -> Iterable[str]:
+        try:
+            return content.decode().split("\n")
+        except UnicodeDecodeError:
+            return (self._decode(line, number) for number, line in enumerate(content.split(b"\n")))
+
+    def _decode(self, line: bytes, number: int) -> str:
+        try:
+            return line.decode()
+        except UnicodeDecodeError as error:
+            rule = f"is not UTF-8 ({error.reason}, line {self._first_line + number})"
+            self.bad.refuse(self.bad.keys.inputs, self.input.path, rule, fix="convert it to UTF-8")
+            return ""
+
+    @cached_property
+    def _first_line(self) -> int:
+        """The number of the first of these lines, counted from 1."""
+        return line_number(self.input, self.position)
+
+
+def line_number(each: Input, position: int) -> int:
+    """Return the number of the line that begins at byte `position` of a file's content, counted from 1."""
+    number = 1
+    with closing(open_stream(each)) as file:
+        while position > 0 and (block := file.read(min(BLOCK, position))):
+            number += block.count(b"\n")
+            position -= len(block)
+    return number
+
+
+def _refuse_line(line: str, place: str, text_key: str, bad: BadPlaces) -> None:
+    """Say why a line has no text."""
+    keys = bad.keys
+    try:
+        record: Any = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        bad.refuse(keys.inputs, place, f"is not JSON ({error})")
+        return
+    if not isinstance(record, dict):
+        bad.refuse(keys.inputs, place, f"must be a JSON object, not {type(record).__name__}")
+    elif text_key not in record:
+        rule = f"{place} has no such key; its keys: {', '.join(record) or 'none'}"
+        bad.refuse(keys.text_key, text_key, rule, legal=nearest(text_key, record))
+    elif not isinstance(record[text_key], str):
+        strings = [key for key, value in record.items() if isinstance(value, str)]
+        rule = f"at {place} it is no text but {type(record[text_key]).__name__}"
+        bad.refuse(keys.text_key, text_key, rule, legal=next(iter(strings), None))
+    else:
+        bad.refuse(keys.inputs, place, "is no Unicode text (surrogates not allowed)")
+
+
+@dataclass(frozen=True)
+class _LongLine:
+    """A line of a JSONL file that begins at byte `position`."""
+
+    input: Input
+    position: int
+    text_key: str
+
+    def pieces(self) -> Iterator[bytes]:
+        with closing(open_stream(self.input)) as file:
+            move_to(file, self.position)
+            yield from read_value(file, self.text_key)
+
+    def refuse(self, error: Exception, bad: BadPlaces) -> None:
+        if isinstance(error, UNREADABLE):
+            refuse_file(self.input, error, bad)
+            return
+        place = f"{self.input.path}:{line_number(self.input, self.position)}"
+        bad.refuse(bad.keys.inputs, place, str(error) if isinstance(error, BadLine) else f"is not UTF-8 ({error})")

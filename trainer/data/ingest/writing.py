@@ -1,0 +1,213 @@
+"""One unit: its documents are read, tokenized and written as shards, those held out beside the others."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainer.data.ingest.cutting import Cutter
+from trainer.data.ingest.engines import Engine, check_sample, find_engine, find_reference
+from trainer.data.ingest.folder import BuildFolder, Record
+from trainer.data.ingest.inputs import Input
+from trainer.data.ingest.json_stream import BadLine
+from trainer.data.ingest.records import read_records
+from trainer.data.ingest.report import BadPlaces, Keys
+from trainer.data.ingest.streams import UNREADABLE
+from trainer.data.ingest.text import Documents, Long, read_lines, read_texts
+from trainer.data.ingest.units import Unit
+from trainer.data.shards import ShardWriter
+from trainer.data.tokenizer import Tokenizer
+
+CHECKED_EVERY = 1 << 22
+"""Bytes of text after which an engine is compared with the reference again, within a unit."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """All that shards depend on, and how the settings are called in messages.
+
+    bad: see `BadPlaces`.  holdout: share of the documents.  shard_tokens: a unit's next shard is begun where a document
+    ends beyond; 0 for one shard a unit.
+    """
+
+    inputs: tuple[Input, ...]
+    tokenizer: Tokenizer
+    text_key: str = "text"
+    bad: str = "error"
+    holdout: float = 0.0
+    shard_tokens: int = 0
+    keys: Keys = field(default_factory=Keys)
+
+    @cached_property
+    def engine(self) -> Engine:
+        """The engine that is used where its ids are right."""
+        return find_engine(self.tokenizer)
+
+    @cached_property
+    def reference(self) -> Engine:
+        """The engine that is right."""
+        return find_reference(self.tokenizer)
+
+    @cached_property
+    def cutter(self) -> Cutter:
+        """Cuts long documents."""
+        return Cutter(self.tokenizer)
+
+
+class UnitWriter:
+    """Writes the shards of one unit with one engine.  Nothing stands under their names before `publish`."""
+
+    def __init__(self, job: Job, unit: Unit, number: int, folder: BuildFolder, engine: Engine) -> None:
+        self._job, self._unit, self._engine = job, unit, engine
+        self._train = _Split(job, folder, number, False)
+        self._held_out = _Split(job, folder, number, True)
+        self._bad = BadPlaces(job.bad, job.keys)
+        self._lowest, self._unchecked = 1.0, 0
+
+    def write(self) -> Iterator[int]:
+        """Write all documents; yields how many bytes of text each step of it was.
+
+        Raises Differs if the engine is wrong, UserError for a bad document where none is allowed.
+        """
+        for documents in self._read():
+            if not isinstance(documents, list):
+                yield from self._write_long(documents)
+                continue
+            self._bad.tally.documents += len(documents)
+            short = [text for text in documents if text]
+            self._bad.tally.empty += len(documents) - len(short)
+            for is_long, texts in itertools.groupby(short, key=self._job.cutter.is_long):
+                if is_long:
+                    for text in texts:
+                        yield from self._write_pieces([text], self._split_of([text]))
+                else:
+                    yield self._write_short(list(texts))
+
+    def publish(self) -> Record:
+        """Rename the shards to their names and return what is to be recorded."""
+        return Record(self._train.publish(), self._held_out.publish(), self._bad.tally, self._lowest)
+
+    def discard(self) -> None:
+        """Remove what has not been published."""
+        self._train.discard()
+        self._held_out.discard()
+
+    def _read(self) -> Iterator[Documents]:
+        unit, job = self._unit, self._job
+        for kind, inputs in itertools.groupby(unit.inputs, key=lambda each: each.kind):
+            if kind == "text":
+                yield from read_texts(inputs, self._bad)
+                continue
+            read = read_lines if kind == "jsonl" else read_records
+            for each in inputs:
+                yield from read(each, unit.start, unit.stop, job.text_key, self._bad)
+
+    def _write_short(self, texts: Sequence[bytes]) -> int:
+        self._check(texts)
+        chosen = [self._split_of([text]) for text in texts] if self._job.holdout else [self._train] * len(texts)
+        for split in (self._train, self._held_out):
+            split.write_documents([text for text, own in zip(texts, chosen, strict=True) if own is split], self._engine)
+        return sum(map(len, texts))
+
+    def _check(self, texts: Sequence[bytes]) -> None:
+        """Compare the engine with the reference, at the beginning and then once in a while.  Raises Differs."""
+        if self._unchecked <= 0:
+            check_sample(self._engine, self._job.reference, texts)
+            self._unchecked = CHECKED_EVERY
+        self._unchecked -= sum(map(len, texts))
+
+    def _write_long(self, document: Long) -> Iterator[int]:
+        try:
+            split = self._split_of(document.pieces())  # read to its end: it is bad, or it is not
+        except (BadLine, UnicodeDecodeError, *UNREADABLE) as error:
+            document.refuse(error, self._bad)
+            return
+        self._bad.tally.documents += 1
+        yield from self._write_pieces(document.pieces(), split)
+
+    def _write_pieces(self, pieces: Iterator[bytes] | Sequence[bytes], split: _Split) -> Iterator[int]:
+        for piece in self._job.cutter.cut(pieces):
+            self._check([piece])
+            split.write_piece(piece, self._engine)
+            yield len(piece)
+        split.end_document()
+
+    def _split_of(self, pieces: Iterator[bytes] | Sequence[bytes]) -> _Split:
+        """Return which side a document is on, by a hash of its text: the same text is always on the same side."""
+        digest = hashlib.blake2b(digest_size=6)
+        for piece in pieces:
+            if self._job.holdout:
+                digest.update(piece)
+        chance = int.from_bytes(digest.digest(), "little") / (1 << 48) if self._job.holdout else 1.0
+        self._lowest = min(self._lowest, chance)
+        return self._held_out if chance < self._job.holdout else self._train
+
+
+class _Split:
+    """The shards of one side of a unit."""
+
+    def __init__(self, job: Job, folder: BuildFolder, unit: int, is_held_out: bool) -> None:
+        self._job, self._folder, self._unit, self._is_held_out = job, folder, unit, is_held_out
+        self._writers: list[ShardWriter] = []
+        self._is_full = True
+
+    def write_documents(self, texts: Sequence[bytes], engine: Engine) -> None:
+        if not texts:
+            return
+        ids, counts = engine.encode(texts)
+        around = len(self._job.tokenizer.start_ids) + len(self._job.tokenizer.end_ids)
+        sizes = np.fromiter(map(len, texts), np.int64, len(texts))
+        while len(counts):
+            writer = self._current
+            number = self._fitting(counts + around, writer.num_tokens)
+            end = int(counts[:number].sum())
+            writer.write_documents(ids[:end], counts[:number], int(sizes[:number].sum()))
+            ids, counts, sizes = ids[end:], counts[number:], sizes[number:]
+            self._note_full(writer)
+
+    def _fitting(self, counts: NDArray[np.int64], num_tokens: int) -> int:
+        """Return how many documents of these sizes go into a shard that has as many tokens; the last may be too long
+        for it.
+        """
+        if not self._job.shard_tokens:
+            return len(counts)
+        room = self._job.shard_tokens - num_tokens
+        return min(len(counts), int(np.searchsorted(np.cumsum(counts), room)) + 1)
+
+    def write_piece(self, text: bytes, engine: Engine) -> None:
+        self._current.write(engine.encode([text])[0], len(text))
+
+    def end_document(self) -> None:
+        writer = self._writers[-1]
+        writer.end_document()
+        self._note_full(writer)
+
+    def _note_full(self, writer: ShardWriter) -> None:
+        self._is_full = 0 < self._job.shard_tokens <= writer.num_tokens
+
+    def publish(self) -> list[str]:
+        for writer in self._writers[-1:]:
+            writer.close()
+        for writer in self._writers:
+            writer.publish()
+        return [writer.path.name for writer in self._writers]
+
+    def discard(self) -> None:
+        for writer in self._writers:
+            writer.discard()
+
+    @property
+    def _current(self) -> ShardWriter:
+        if self._is_full:
+            for writer in self._writers[-1:]:
+                writer.close()
+            name = self._folder.name_of(self._unit, len(self._writers), self._is_held_out)
+            self._writers.append(ShardWriter(self._folder.path / f"{name}.bin", self._job.tokenizer))
+            self._is_full = False
+        return self._writers[-1]

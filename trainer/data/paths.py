@@ -1,0 +1,226 @@
+"""Paths: what one value of `data.path` means, made into shards if it is none yet, and opened.
+
+`open_path` is all that is needed to make a source of a path, whatever stands there: token shards, a manifest, text,
+JSONL, parquet, folders and globs of them.  Text is tokenized on first use into `data.cache_dir`, by every process that
+asks for it, and found there by later ones.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainer.data.cache import find_cache_folders
+from trainer.data.catalogue import read_shards
+from trainer.data.documents import open_shards
+from trainer.data.ingest.builder import build, usual_procs
+from trainer.data.ingest.folder import MANIFEST
+from trainer.data.ingest.inputs import NAMES, find_inputs
+from trainer.data.ingest.report import Keys, Tally, check_limit, parse_limit
+from trainer.data.ingest.writing import Job
+from trainer.data.manifest import Manifest
+from trainer.data.shards import Shard, ShardError
+from trainer.data.source import Part, Source, TokenSource
+from trainer.data.stdlib import Split
+from trainer.data.tokenizer import find_tokenizer
+from trainer.errors import UserError, setting_error
+
+if TYPE_CHECKING:
+    from trainer.config import DataSection
+
+_LAYOUT = 1
+"""Changes with what is made of the same text and settings, so that no shards of before are taken for those of now."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """The shards that a path means: those to train on, those held out from them, and the files that it names.
+
+    The contents are digests as of `sample_content`, empty where they are not known.
+    """
+
+    files: list[str]
+    train: list[Shard]
+    train_content: str = ""
+    held_out: list[Shard] = field(default_factory=list)
+    held_out_content: str = ""
+
+
+def open_path(
+    setting: str, data: DataSection, vocab_size: int | None, split: Split, key: str = "data.path"
+) -> Source | None:
+    """Return the source over what a path names, or None if nothing of it is held out and `split` is `eval`.
+
+    Of text, `data.holdout` is a share of the documents, which a hash of their text chooses; of shards, and of text of
+    which that would leave one side empty, a share of the samples, the last.  `key` is the setting that names it:
+    `data.path`, or `data.eval_path`, which is not divided.
+
+    `vocab_size` is the model's; None if the model has none to compare with.  Raises UserError if the data cannot be
+    read, are too few for one sample, or have ids that the model has no room for.
+    """
+    holdout = _share_of(data, key)
+    found = find_shards(setting, data, key)
+    is_divided = bool(holdout and found.train and found.held_out)
+    shards, content = found.train, found.train_content
+    if (is_divided and split == "eval") or not shards:
+        shards, content = found.held_out, found.held_out_content
+    try:
+        check_made_alike(shards)
+        source = open_shards(shards, data)
+        source.known_content = content
+    except ShardError as error:
+        raise unusable(key, setting, error) from error
+    check_size(source, data, vocab_size, split, key, setting)
+    return source if is_divided or key == "data.eval_path" else _part_of(source, holdout, split)
+
+
+def check_size(
+    source: TokenSource, data: DataSection, vocab_size: int | None, split: Split, key: str, setting: str
+) -> None:
+    """Raise UserError for a source that has not one sample, or ids that the model has no room for."""
+    if source.num_targets < 1:
+        raise setting_error(key, setting, "holds no target: a sample needs two tokens of one document")
+    if split == "train" and data.fills_rows and source.num_targets < data.seq_len:
+        rule = f"one sample needs {data.seq_len + 1} tokens, {key}={setting} holds {source.num_targets + 1}"
+        raise setting_error("data.seq_len", data.seq_len, rule, source.num_targets)
+    if vocab_size is not None and source.vocab_size > vocab_size:
+        rule = f"the ids of {key}={setting} (tokenizer {source.tokenizer}) need at least {source.vocab_size}"
+        raise setting_error("model.vocab_size", vocab_size, rule, source.vocab_size)
+
+
+def _part_of(source: TokenSource, holdout: float, split: Split) -> Source | None:
+    """Return what is trained on, or what is held out: the last windows, at least one where there are two."""
+    num_held_out = min(len(source) - 1, math.ceil(holdout * len(source)))
+    if not num_held_out:
+        return source if split == "train" else None
+    first = len(source) - num_held_out
+    return Part(source, 0, first) if split == "train" else Part(source, first, len(source))
+
+
+def check_made_alike(shards: Sequence[Shard]) -> None:
+    """Raise ShardError unless all shards were made by the same tokenizer."""
+    for other in shards:
+        if other.info.kind != shards[0].info.kind:
+            raise ShardError(
+                f"shards that go together must be made alike: {shards[0].path} by tokenizer "
+                f"{shards[0].info.tokenizer} ({shards[0].info.vocab_size} ids, {shards[0].info.dtype}), "
+                f"{other.path} by {other.info.tokenizer} ({other.info.vocab_size} ids, {other.info.dtype})"
+            )
+
+
+def unusable(key: str, setting: str, error: ShardError) -> UserError:
+    """Return what to raise for shards that cannot be used."""
+    return setting_error(key, setting, str(error), fix="make shards from text with python -m trainer.prepare")
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# What a path means
+
+
+def find_shards(setting: str | None, data: DataSection, key: str) -> Found:
+    """Return the shards that a path means; text is made into shards first, if that has not been done.
+
+    Raises UserError.
+    """
+    if not setting:
+        raise setting_error(key, setting or None, f"data.source=tokens needs a path: token shards, or {NAMES}")
+    manifest, paths = _find_shard_files(setting, key)
+    try:
+        if manifest is not None:
+            return _listed(manifest)
+        if paths:
+            return Found(paths, *read_shards(paths, data.cache_dir))
+    except ShardError as error:
+        raise unusable(key, setting, error) from error
+    return _built(_job_of(setting, data, key), data)
+
+
+def is_awaited(setting: str, data: DataSection, key: str) -> bool:
+    """Return whether a path names text that has not been made into shards.  Raises UserError if it is not there."""
+    if any(_find_shard_files(setting, key)):
+        return False
+    job = _job_of(setting, data, key)
+    folders = [base / _name(job) for base in find_cache_folders(data.cache_dir)]
+    return not any((folder / MANIFEST).exists() for folder in folders)
+
+
+def _find_shard_files(setting: str, key: str) -> tuple[Path | None, list[str]]:
+    """Return the manifest that a path names, or else the shards; neither, if it is something else.
+
+    Raises UserError for a path that names neither and almost one of them.
+    """
+    pattern = os.path.expanduser(setting)
+    is_folder = os.path.isdir(pattern)
+    manifest = os.path.join(pattern, MANIFEST) if is_folder else pattern
+    shard = f"{pattern.removesuffix('.json')}.bin"
+    if not is_folder and pattern.endswith(".json") and os.path.isfile(shard):
+        raise setting_error(key, setting, "belongs to a token shard, whose name ends in .bin", meant=shard)
+    if manifest.endswith(".json") and os.path.isfile(manifest):
+        return Path(manifest), []
+    names = [pattern] if os.path.isfile(pattern) else glob.glob(pattern, recursive=True)
+    if is_folder:
+        names = glob.glob(os.path.join(glob.escape(pattern), "*.bin"))
+    return None, sorted(name for name in names if name.endswith(".bin"))
+
+
+def _listed(path: Path) -> Found:
+    """Return the shards of a manifest.  Raises ShardError."""
+    manifest = Manifest.read(path)
+    train, held_out = (manifest.shards(path.parent, is_held_out) for is_held_out in (False, True))
+    files = [str(shard.path) for shard in train]
+    return Found(files, train, manifest.train_content, held_out, manifest.held_out_content)
+
+
+def _job_of(setting: str, data: DataSection, key: str) -> Job:
+    """Return what is to be done with the text that a path names.  Raises UserError if it is not there."""
+    keys = Keys(inputs=key)
+    parse_limit(data.bad, keys.bad)
+    inputs = find_inputs([setting], key)
+    tokenizer = find_tokenizer(data.tokenizer)
+    return Job(tuple(inputs), tokenizer, data.text_key, data.bad, _share_of(data, key), keys=keys)
+
+
+def _share_of(data: DataSection, key: str) -> float:
+    """Return the share of what a setting names that is held out: none of what is held out from something else."""
+    return (data.holdout or 0.0) if key == "data.path" and data.eval_path is None else 0.0
+
+
+def _built(job: Job, data: DataSection) -> Found:
+    """Return the shards of text: those that are in the cache, or else they are made, and kept there."""
+    failure: OSError | None = None
+    for base in find_cache_folders(data.cache_dir):
+        try:
+            found = _kept(job, base / _name(job))
+        except OSError as error:
+            failure = error
+        else:
+            return Found([each.path for each in job.inputs], *found)
+    rule = f"tokenized text cannot be kept there ({failure})" if failure else "no folder to keep tokenized text in"
+    raise setting_error("data.cache_dir", data.cache_dir, rule, fix="name a folder that you can write to")
+
+
+def _kept(job: Job, path: Path) -> tuple[list[Shard], str, list[Shard], str]:
+    """Return the shards of a job, and the digests of their contents; they are made in `path` if they are not there."""
+    manifest = build(job, path, usual_procs())
+    check_limit(Tally.of(manifest), job.bad, job.keys)
+    try:
+        shards = [manifest.shards(path, is_held_out) for is_held_out in (False, True)]
+    except ShardError:  # cut short or removed by whatever befell the disk: made again
+        (path / MANIFEST).unlink(missing_ok=True)
+        manifest = build(job, path, usual_procs())
+        shards = [manifest.shards(path, is_held_out) for is_held_out in (False, True)]
+    return shards[0], manifest.train_content, shards[1], manifest.held_out_content
+
+
+def _name(job: Job) -> str:
+    """Return a folder's name for all that the shards of a job depend on, without reading the text."""
+    files = [(each.path, each.kind, each.packing, each.size, each.changed) for each in job.inputs]
+    content = json.dumps([_LAYOUT, job.tokenizer.name, job.text_key, job.holdout, files])
+    return f"tokens-{hashlib.sha256(content.encode()).hexdigest()[:20]}"
