@@ -63,7 +63,7 @@ class Writer:
 
     @property
     def room(self) -> int | None:
-        """How many tokens the model has positions for; None if it does not say."""
+        """The number of tokens that the model has positions for; None if it does not say."""
         config = getattr(self.model, "config", None)
         found = (getattr(config, name, None) for name in ("max_seq_len", "max_position_embeddings"))
         return next((int(room) for room in found if room), None)

@@ -1,4 +1,4 @@
-"""Where tokens meet: attention, and the positions that they stand at.
+"""The place where tokens meet: attention, and the positions that they stand at.
 
 A model that calls nothing else to mix or to count tokens keeps the documents of a batch to themselves, however they are
 packed into its rows: `attend` lets a token see what comes before it in its own document, `positions` counts from 0 in
@@ -24,7 +24,7 @@ _FEW_TOKENS = 8
 
 
 class Documents:
-    """Which document each token of a batch is in, and what attention wants of that: made once, used by every layer."""
+    """The document of each token of a batch, and what attention wants of that: made once, used by every layer."""
 
     @classmethod
     def of(cls, documents_BT: torch.Tensor | Cache | None, borders: torch.Tensor | None = None) -> Documents | None:

@@ -163,7 +163,7 @@ def _head_makes_the_logits(model: Any) -> bool:
 
 
 class _Outputs:
-    """What the layers below the head hand on: the last hidden state, and None for whatever else is asked for."""
+    """Output of the layers below the head: the last hidden state, and None for whatever else is asked for."""
 
     def __init__(self, last_hidden_state: torch.Tensor) -> None:
         self.last_hidden_state = last_hidden_state

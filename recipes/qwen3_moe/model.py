@@ -23,7 +23,7 @@ from trainer.sequence import Documents
 
 
 class Load(NamedTuple):
-    """What a layer's router has done with the tokens that count: two numbers for each expert, (E,)."""
+    """A record of what a layer's router has done with the tokens that count: two numbers for each expert, (E,)."""
 
     choices: torch.Tensor
     """How often it was chosen."""

@@ -1,4 +1,4 @@
-"""What a shell completes after `meshtrainer`: subcommands, recipes, keys and options."""
+"""Words that a shell completes after `meshtrainer`: subcommands, recipes, keys and options."""
 
 from __future__ import annotations
 

@@ -207,7 +207,7 @@ class DataSection:
 
     @property
     def arrangement(self) -> Literal["joined", "masked", "apart"]:
-        """What is done with documents, by whichever of the two keys says it."""
+        """The treatment of documents, by either of the two keys."""
         return self.documents if self.pack else "apart"
 
     @property

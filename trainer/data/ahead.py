@@ -44,7 +44,7 @@ class Ahead(Generic[Item]):
 
 
 class _Shelf(Generic[Item]):
-    """What is ready.  The thread knows this alone, so that it holds nothing of what would end it."""
+    """Batches that are ready.  The thread knows this alone, so that it holds nothing of what would end it."""
 
     def __init__(self, most: int) -> None:
         self._most, self._items = most, deque[Item]()

@@ -118,7 +118,7 @@ class TrainLoader:
 
     @property
     def epochs(self) -> dict[str, float]:
-        """How often the finished steps have gone through each source: `epoch_<source>`; `epoch` of one alone."""
+        """The passes of the finished steps over each source: `epoch_<source>`; `epoch` of one alone."""
         return {f"epoch_{name}" if name else "epoch": n for name, n in epochs(self._order, self._samples).items()}
 
     def portions(self, steps: int) -> list[Portion]:

@@ -24,7 +24,7 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 class Order(Protocol):
-    """Which sample comes at which position of an endless run: a function of the position and of nothing that moves.
+    """The sample at each position of an endless run: a function of the position and of nothing that moves.
 
     sizes: how many samples each source has, by name; one source alone has the name "".
     starts: the positions at which the shares of the sources begin to be others, the first is 0.

@@ -1,4 +1,4 @@
-"""What a run reads of its data: how much of each source, in which phase, and how often the same."""
+"""The share of its data that a run reads: how much of each source, in which phase, and how often the same."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainer.errors import setting_error
 
 @dataclass(frozen=True)
 class Portion:
-    """What the steps of one phase read of one source; `source` is empty where there is one source alone.
+    """The samples that the steps of one phase read of one source; `source` is empty where there is one source alone.
 
     share: of the samples of the phase.  epochs: how many times the source has been gone through once the phase is over,
     the phases before it included.

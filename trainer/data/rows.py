@@ -40,7 +40,7 @@ _BLOCK = 2**16
 
 @dataclass(frozen=True)
 class Totals:
-    """What the pieces amount to: their targets, and the sum of the squares of their lengths."""
+    """The sum of the pieces: their targets, and the sum of the squares of their lengths."""
 
     targets: int = 0
     squares: int = 0
@@ -180,7 +180,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 class DocumentIndex:
-    """Where documents begin in the tokens of several shards."""
+    """The beginnings of documents in the tokens of several shards."""
 
     def __init__(self, shards: Sequence[Shard]) -> None:
         self._shards = shards

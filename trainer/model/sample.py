@@ -19,7 +19,7 @@ _TOGETHER = 512
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is chosen.
+    """The way a token is chosen.
 
     temperature: what logits are divided by; 0 takes the likeliest token.  top_k: of how many likeliest tokens one is
     drawn, 0 for all; top_p: and of those, of as few as have this share of the probability together.

@@ -61,7 +61,7 @@ class Layout:
 
 
 class Watcher(Protocol):
-    """What is told of everything that happens in a step, in the order in which the host issues it.
+    """A listener that is told of everything that happens in a step, in the order in which the host issues it.
 
     `begin` opens a micro-batch that stands for `repeats` of them.  A gather is issued, and later waited for.
     """

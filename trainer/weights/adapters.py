@@ -112,7 +112,7 @@ def without_adapters(source: WeightSource) -> WeightSource:
 
 
 class Joined:
-    """What two sources have, of which none is in both: a `WeightSource`."""
+    """Two sources as one, which have no weight in common: a `WeightSource`."""
 
     def __init__(self, one: WeightSource, other: WeightSource) -> None:
         self.description = f"{one.description} and {other.description}"

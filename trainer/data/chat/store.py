@@ -43,7 +43,7 @@ _LARGE = 1 << 25
 
 @dataclass(frozen=True)
 class Order:
-    """What is to be made of which files: the settings that decide about it.
+    """A set of files and what is to be made of them: the settings that decide about it.
 
     key: the setting that names the files.
     """

@@ -1,6 +1,6 @@
 """Chat templates: a conversation as the one text that a model reads.
 
-A template is Jinja, written by whoever made the model, and runs in Jinja's sandbox: it reads plain JSON and nothing
+A template is Jinja, written by the makers of the model, and runs in Jinja's sandbox: it reads plain JSON and nothing
 else.  What it finds there (filters, functions, the `generation` tag, the tokenizer's special tokens) is what
 transformers gives it, so that it renders the same.
 """
