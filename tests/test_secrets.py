@@ -14,10 +14,9 @@ from rich.console import Console
 from tests.tiny import fit, lines, tiny_config
 from trainer import Trainer, UserError, checkpoints, export, load_config, run
 from trainer.config import check_config, compare_configs
-from trainer.errors import say, setting_error, tell
+from trainer.errors import is_masked, mask_credentials, masked, printable, say, setting_error, tell
 from trainer.lifecycle.folder import RunFolder
 from trainer.metrics.console import ConsoleSink
-from trainer.printable import is_masked, mask_credentials, masked, printable
 from trainer.report.__main__ import write_report
 
 PASSWORD, TOKEN = "hunter2", "s3cr3tt0ken"

@@ -24,7 +24,7 @@ from trainer.checkpoint.source import StoredWeights, find_checkpoint, is_checkpo
 from trainer.config import config_from_yaml
 from trainer.config.pretrained import CONFIG, is_folder_of_weights, model_config_of
 from trainer.data.tokenizer import Tokenizer, find_tokenizer
-from trainer.errors import EXIT_FINISHED, UserError, run_command, setting_error
+from trainer.errors import EXIT_FINISHED, UserError, printable, run_command, setting_error
 from trainer.model.sample import (
     GREEDY,
     CachedReader,
@@ -36,7 +36,6 @@ from trainer.model.sample import (
     is_of_transformers,
     write,
 )
-from trainer.printable import printable
 from trainer.recipe import all_recipes, look_in_working_folder
 from trainer.weights.inference import load_weights, origin_of
 from trainer.weights.origin import GENERATION, TOKENIZER, read_folder, written_out

@@ -39,7 +39,7 @@ from trainer.data.manifest import Manifest
 from trainer.data.shards import ShardError
 from trainer.data.tokenizer import find_tokenizer
 from trainer.errors import EXIT_FINISHED, run_command, setting_error, tell
-from trainer.printable import printable
+from trainer.errors import printable
 
 _KEYS = Keys("INPUT", "--text-key", "--bad", "--holdout", "--tokenizer", "--out")
 

@@ -14,9 +14,8 @@ import uuid
 from pathlib import Path
 from typing import Any, Protocol
 
-from trainer.errors import UserError
+from trainer.errors import UserError, mask_credentials, masked
 from trainer.files import find_folder, sync_folder
-from trainer.printable import mask_credentials, masked
 
 COMMIT = "manifest.json"
 """The file without which a folder holds no checkpoint."""

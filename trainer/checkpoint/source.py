@@ -16,8 +16,7 @@ from trainer.checkpoint.place import COMMIT, Place, find_place
 from trainer.checkpoint.tensors import read_rows
 from trainer.config import stored_value
 from trainer.config.relocate import CONFIG, moved_along
-from trainer.errors import TrainingFailed, UserError
-from trainer.printable import is_masked
+from trainer.errors import TrainingFailed, UserError, is_masked
 
 
 class StoredWeights:

@@ -23,8 +23,7 @@ from trainer.config.pretrained import Told, free_fields, is_folder_of_weights, t
 from trainer.config.relocate import CONFIG, settle
 from trainer.config.schema import DataSection, RunConfig
 from trainer.config.settled import settled, with_one_horizon
-from trainer.errors import UserError, choice_error, nearest, setting_error
-from trainer.printable import is_masked, masked
+from trainer.errors import UserError, choice_error, is_masked, masked, nearest, setting_error
 from trainer.recipe import Recipe, check_number, find_recipe, load_recipes
 
 

@@ -9,7 +9,7 @@ from typing import Any, Literal, cast
 
 from omegaconf import OmegaConf
 
-from trainer.printable import masked
+from trainer.errors import masked
 from trainer.recipe import Recipe, TrainerType, declare, find_recipe, resolve
 
 WEEK_S = 7 * 24 * 3600.0

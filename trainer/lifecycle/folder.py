@@ -19,9 +19,8 @@ from typing import Any
 
 from trainer.config import RunConfig
 from trainer.config.relocate import CONFIG
-from trainer.errors import EXIT_FAILED, UserError, say, setting_error
+from trainer.errors import EXIT_FAILED, UserError, mask_credentials, say, setting_error
 from trainer.files import find_folder, write_and_sync, write_atomically
-from trainer.printable import mask_credentials
 
 RECORD = ("metrics.jsonl", "metrics_superseded.jsonl", "console.log", "tensorboard", "wandb", "profile")
 """What a run that begins anew leaves behind, beside its checkpoints."""

@@ -19,11 +19,10 @@ from trainer.checkpoint.place import find_place, is_same_place
 from trainer.checkpoint.reader import Found
 from trainer.config import stored_value
 from trainer.config.relocate import is_another_run, shared_place
-from trainer.errors import UserError, setting_error
+from trainer.errors import UserError, masked, setting_error
 from trainer.lifecycle.folder import RunFolder
 from trainer.metrics.record import read_kinds
 from trainer.metrics.sinks import warn
-from trainer.printable import masked
 
 METRICS, STATUS = "metrics.jsonl", "status.json"
 

@@ -16,11 +16,11 @@ from trainer.checkpoint.source import find_checkpoint
 from trainer.checkpoint.store import Checkpoints
 from trainer.config import RunConfig, compare_configs, stored_value
 from trainer.distributed.world import World
+from trainer.errors import masked
 from trainer.lifecycle.folder import RECORD, RunFolder
 from trainer.lifecycle.history import History
 from trainer.metrics.fanout import Metrics
 from trainer.metrics.sinks import warn
-from trainer.printable import masked
 
 
 class Resume:

@@ -17,10 +17,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from trainer.errors import printable
 from trainer.metrics.breakdown import KINDS
 from trainer.metrics.outlet import Outlet
 from trainer.metrics.record import Record
-from trainer.printable import printable
 
 _SMOOTHING = 0.7
 """Share of the earlier lines in the mean that the time left is estimated from."""

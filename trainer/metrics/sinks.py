@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from trainer.config import RunConfig
-from trainer.errors import say, setting_error
+from trainer.errors import mask_credentials, say, setting_error
 from trainer.files import append_and_sync, write_atomically
 from trainer.metrics.goodput import Ledger
 from trainer.metrics.record import Record, read_lines
-from trainer.printable import mask_credentials
 
 
 class Sink(Protocol):

@@ -54,7 +54,7 @@ class Probe:
 
     @cached_property
     def _attended(self) -> float:
-        """The number of tokens that attention spans: what the data say, or where they are not to be had all of a sequence."""
+        """The number of tokens that attention spans: what the data say, or all of a sequence where they are away."""
         data, length = self.config.data, None
         if data.arrangement == "masked":
             with contextlib.suppress(UserError):

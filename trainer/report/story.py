@@ -17,11 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer.config import read_yaml
-from trainer.errors import UserError, nearest, setting_error
+from trainer.errors import UserError, mask_credentials, nearest, setting_error
 from trainer.lifecycle.folder import is_owned
 from trainer.metrics.goodput import Goodput, Ledger
 from trainer.metrics.record import read_records
-from trainer.printable import mask_credentials
 
 Column = NDArray[np.float64]
 
