@@ -18,6 +18,7 @@ import torch
 import torch._subclasses.fake_tensor
 import torch.distributed as dist
 import torch.distributed.tensor._utils
+import torch.nn.attention.varlen  # registers its operator
 import torch.utils._python_dispatch
 import torch.utils._pytree as pytree
 from torch import nn

@@ -38,8 +38,7 @@ from trainer.data.ingest.writing import Job
 from trainer.data.manifest import Manifest
 from trainer.data.shards import ShardError
 from trainer.data.tokenizer import find_tokenizer
-from trainer.errors import EXIT_FINISHED, run_command, setting_error, tell
-from trainer.errors import printable
+from trainer.errors import EXIT_FINISHED, printable, run_command, setting_error, tell
 
 _KEYS = Keys("INPUT", "--text-key", "--bad", "--holdout", "--tokenizer", "--out")
 
