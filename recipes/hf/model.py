@@ -18,7 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from trainer.errors import nearest, setting_error
 from trainer.loss import cross_entropy, linear_cross_entropy
-from trainer.model.parameters import storage_id
+from trainer.model.parameters import num_writes, storage_id
 from trainer.sequence import Documents
 
 _ATTENTION = {"flex": "flex_attention"}
@@ -178,4 +178,4 @@ class _Outputs:
 def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Return what two names of the same values have in common, and what changes when they are written into."""
     storage = storage_id(tensor.untyped_storage())
-    return storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor._version
+    return storage, tensor.storage_offset(), tensor.shape, tensor.stride(), num_writes(tensor)

@@ -26,7 +26,7 @@ from trainer.distributed.channel import Channel
 from trainer.distributed.random_state import RandomState
 from trainer.errors import UserError
 from trainer.metrics.skips import SkipCounter
-from trainer.model.parameters import local, tied_names
+from trainer.model.parameters import local, num_writes, tied_names
 from trainer.optim.optimizer import Optimizer
 from trainer.weights.adapters import BASE, Base
 
@@ -152,7 +152,10 @@ def _glance(tensor: torch.Tensor) -> tuple[object, list[float]]:
     """
     own = local(tensor.detach())
     some = own.real.flatten()[:: max(1, own.numel() // 16)]
-    return (type(tensor), tuple(own.shape)), [tensor._version + own._version, *some.double().nan_to_num().tolist()]
+    return (type(tensor), tuple(own.shape)), [
+        num_writes(tensor) + num_writes(own),
+        *some.double().nan_to_num().tolist(),
+    ]
 
 
 def _attributes(owner: object) -> Iterator[tuple[str, Any]]:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from trainer.errors import UserError
 from trainer.model.lora import Factor, plain_name
-from trainer.model.parameters import local, own_rows, seed_of, tied_names
+from trainer.model.parameters import local, num_writes, own_rows, seed_of, tied_names
 
 
 def materialize(
@@ -151,7 +151,7 @@ def _fill(
     for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
         if prefix + name in fresh:
             _poison(buffer)
-    versions = {name: tensor._version for name, tensor in _owned(module)}
+    versions = {name: num_writes(tensor) for name, tensor in _owned(module)}
     before = {name: id(tensor) for name, tensor in _owned(module)}
 
     with torch.random.fork_rng(devices=[]):
@@ -160,7 +160,7 @@ def _fill(
 
     unfilled = []
     for name, tensor in _owned(module):
-        written = tensor._version != versions[name] or id(tensor) != before[name]
+        written = num_writes(tensor) != versions[name] or id(tensor) != before[name]
         if prefix + name in fresh and (_is_poisoned(tensor) or not (written or tensor.is_floating_point())):
             unfilled.append(prefix + name)
     for name, parameter in sharded.items():

@@ -23,6 +23,11 @@ def seed_of(seed: int, name: str) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "little") >> 1
 
 
+def num_writes(tensor: torch.Tensor) -> int:
+    """Return how many times a tensor has been written to in place, through it or a view of it."""
+    return tensor._version
+
+
 def count_parameters(model: nn.Module) -> int:
     """Return the number of parameters of the whole model; shared ones count once."""
     return sum(parameter.numel() for parameter in model.parameters())

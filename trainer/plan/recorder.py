@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from trainer.model.parameters import storage_id
 from trainer.plan.kernels import Work, work_of
@@ -40,7 +40,7 @@ class MemoryMeter(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if func is torch.ops.prim.device.default:
             return result
-        for tensor in tree_leaves(result):
+        for tensor in pytree.tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
                 self._note(tensor.untyped_storage())
         work = work_of(func, args, kwargs or {}, result)
@@ -126,7 +126,7 @@ class Recorder:
         def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
             is_first = waiting == set(modules)
             if self.cast_dtype is not None:
-                args, kwargs = tree_map_only(torch.Tensor, self._cast, (args, kwargs))
+                args, kwargs = pytree.tree_map_only(torch.Tensor, self._cast, (args, kwargs))
             self.mark("pre_forward", unit)
             if is_first and torch.is_grad_enabled() and not is_root:
                 args, kwargs = self._note_inputs(unit, args, kwargs)
@@ -156,18 +156,18 @@ class Recorder:
                 is_done = True
                 self.mark(mark, unit)
 
-        for tensor in tree_leaves(output):
+        for tensor in pytree.tree_leaves(output):
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
                 tensor.register_hook(note)
 
     def _note_inputs(self, unit: int, args: Any, kwargs: Any) -> Any:
-        leaves, structure = tree_flatten((args, kwargs))
+        leaves, structure = pytree.tree_flatten((args, kwargs))
         with_gradient = [n for n, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
         if with_gradient:
             passed = _AfterBackward.apply(lambda: self.mark("post_backward", unit), *(leaves[n] for n in with_gradient))  # type: ignore[no-untyped-call]
             for n, tensor in zip(with_gradient, passed, strict=True):
                 leaves[n] = tensor
-        return tree_unflatten(leaves, structure)
+        return pytree.tree_unflatten(leaves, structure)
 
 
 class _AfterBackward(torch.autograd.Function):

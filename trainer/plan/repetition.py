@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_map_only
 
 from trainer.model.parameters import tied_names
 from trainer.model.units import ShardUnit
@@ -107,7 +107,7 @@ class Repetition:
             # As a node of its own in the graph, so that gradients of each block's output are known one after another.
             first = args[0].view_as(args[0]) if isinstance(args[0], torch.Tensor) else args[0]
             beside = self._beside[id(run)]
-            return first if beside is None else (first, *tree_map_only(torch.Tensor, torch.zeros_like, beside))
+            return first if beside is None else (first, *pytree.tree_map_only(torch.Tensor, torch.zeros_like, beside))
 
         return pass_on
 
@@ -199,7 +199,7 @@ class Repetition:
 
 def _form(arguments: Any) -> Any:
     """Return what two calls must have in common: structure, shapes and dtypes, and values that are no tensors."""
-    leaves, structure = tree_flatten(arguments)
+    leaves, structure = pytree.tree_flatten(arguments)
     return str(structure), [
         (tuple(leaf.shape), leaf.dtype, leaf.requires_grad) if isinstance(leaf, torch.Tensor) else repr(leaf)
         for leaf in leaves
