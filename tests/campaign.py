@@ -49,6 +49,11 @@ _ALONE = [
     Part("ray", ("test_ray.py",), 0.5, workers=1),
     Part("benches", ("test_benches.py",), 3.0, workers=1),
     Part("moments", ("test_moments.py",), 25.0, workers=1),
+    Part(
+        "architectures",
+        ("test_hf.py", "test_native_models.py", "test_lora.py", "test_generate.py", "test_mixture.py"),
+        20.0,
+    ),
 ]
 
 
