@@ -46,6 +46,7 @@ def test_of_a_key_given_twice_the_last_value_holds(capsys: pytest.CaptureFixture
 
 def meshtrainer(*words: str, monkeypatch: pytest.MonkeyPatch) -> object:
     monkeypatch.setattr(sys, "argv", ["meshtrainer", *words])
+    monkeypatch.setattr(run, "leave", sys.exit)  # which would end this process
     with pytest.raises(SystemExit) as left:
         run.meshtrainer()
     return left.value.code

@@ -765,7 +765,7 @@ def test_the_disk_of_the_run_itself_is_full_for_a_while(disk: Path, tmp_path: Pa
     )
     run = start(disk / "run", *with_("train.steps=36"), fault=fault, logs_in=tmp_path)
     assert run.wait() == [0], run.stderr
-    assert failures_of(run)[0][0] == 4
+    assert failures_of(run)[0][0] in (2, 4), "of step 2, if that one was still being written"
     assert steps_in(run.folder)[-1] == 36
     assert_all_good(run.folder / "checkpoints")
     assert of("train", run.folder, "step") == list(range(1, 37)), "what could not be written was written later"

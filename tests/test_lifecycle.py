@@ -56,6 +56,7 @@ class Run:
         self.progress = SimpleNamespace(step=3)
         config = load_config("llama_small", tiny_overrides(f"run.dir={folder}", "train.steps=5"))
         metrics = SimpleNamespace(
+            latest={},
             open=lambda path, step: self.say("open metrics"),
             wandb_id=None,
             longest_save_s=0.0,

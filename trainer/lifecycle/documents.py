@@ -39,7 +39,7 @@ def check_documents(world: World, model: nn.Module, loader: object, config: RunC
     is_told = "documents" in inspect.signature(model.forward).parameters
     if not is_told or _mixes(model, loader.source.vocab_size, world.device):
         rule = f"model.name={config.model.name} lets documents that share a row see each other"
-        raise setting_error("data.pack", True, rule, False)
+        raise setting_error("data.documents", "masked", rule, "apart")
 
 
 def _mixes(model: nn.Module, vocab_size: int, device: torch.device) -> bool:
