@@ -239,7 +239,7 @@ def test_a_model_that_mixes_documents_does_not_begin(kind: str, folders: Any, tm
     if kind == "llama":
         assert trainer.fit() == 0
     else:
-        with pytest.raises(UserError, match=r"^data\.pack=true: model\.name=hf lets documents .* see each"):
+        with pytest.raises(UserError, match=r"^data\.documents=masked: model\.name=hf lets documents .* see each"):
             trainer.fit()
         assert not list(tmp_path.iterdir())
     trainer.close()
