@@ -125,7 +125,7 @@ def prepare(
             publish(manifest, work, stem)
             return _describe(stem, manifest, tokenizer)
     except (OSError, ShardError) as error:
-        is_gone = isinstance(error, (FileNotFoundError, ShardError))
+        is_gone = isinstance(error, (FileNotFoundError, FileExistsError, ShardError))
         if not (is_gone and was_published(work, stem)):  # by another process meanwhile
             raise setting_error("--out", out, f"cannot be written ({getattr(error, 'strerror', error)})") from error
     return _describe(stem, read_published(stem), tokenizer)
