@@ -263,6 +263,7 @@ def test_a_place_in_memory(tmp_path: Path) -> None:
     again.close()
 
 
+@pytest.mark.slow
 def test_a_kind_of_url_that_nobody_knows(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="nowhere"):
         Trainer(tiny(tmp_path, "checkpoint.dir=nowhere://x"))
@@ -408,6 +409,7 @@ def test_what_cannot_be_saved_is_named(tmp_path: Path) -> None:
     trainer.close()
 
 
+@pytest.mark.slow
 def test_a_part_more_or_less_is_refused_unless_allowed(tmp_path: Path) -> None:
     first = OwnTrainer(tiny(tmp_path, "train.steps=2"))
     next(first.steps())

@@ -435,6 +435,7 @@ def changed_values(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe_name", ["llama_small", "gpt2"])
 def test_what_a_resume_may_change(recipe_name: str, tmp_path: Path) -> None:
     config = load_config(recipe_name)
@@ -466,6 +467,7 @@ def test_a_checkpoint_of_before_there_was_a_key_meant_its_default() -> None:
     assert refused == ["optim.state_dtype: float32 in the checkpoint, bfloat16 now"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe_name", ["llama_small", "llama3_8b", "gpt2"])
 def test_no_key_that_an_old_checkpoint_lacks_is_in_the_way(recipe_name: str) -> None:
     """A key that was added later: nobody had set it, or the recipe would have it."""

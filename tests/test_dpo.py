@@ -198,6 +198,7 @@ def test_pairs_are_evaluated_too(base: Path, tmp_path: Path) -> None:
     assert line["accuracy"] == pytest.approx(float((margins > 0).float().mean()))
 
 
+@pytest.mark.slow
 def test_the_reference_is_in_the_plan_and_the_start_block(
     base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -216,6 +217,7 @@ def test_the_reference_is_in_the_plan_and_the_start_block(
     assert adapted.memory.peak.by_kind["parameters"] < 1.2 * weights
 
 
+@pytest.mark.slow
 def test_another_reference_is_refused(base: Path, tmp_path: Path) -> None:
     saves = [*WITH["a second model"], "train.steps=1"]
     train(str(base), str(tmp_path / "run"), saves)

@@ -36,6 +36,7 @@ def content_of(folder: Path) -> dict[str, Any]:
 EVALUATED = ["train.steps=6", "eval.every=3", "eval.steps=3", "checkpoint.every=3", "checkpoint.keep_last=0"]
 
 
+@pytest.mark.slow
 def test_it_is_what_the_run_has_found_and_nothing_is_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -51,6 +52,7 @@ def test_it_is_what_the_run_has_found_and_nothing_is_written(
     assert content_of(tmp_path) == before
 
 
+@pytest.mark.slow
 def test_a_run_that_does_not_evaluate_itself_and_a_folder_are_evaluated_too(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -67,6 +69,7 @@ def test_a_run_that_does_not_evaluate_itself_and_a_folder_are_evaluated_too(
     assert of_run["loss"] == pytest.approx(F.cross_entropy(logits.flatten(0, 1), targets.flatten()).item(), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_adapters_are_evaluated_on_their_base(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = folder_of(tmp_path / "source")
     own = [
@@ -100,6 +103,7 @@ def test_on_other_ranks_than_the_run_was_on(four: Shared) -> None:
     assert content_of(folder) == before
 
 
+@pytest.mark.slow
 def test_people_see_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fit(tmp_path / "run", *EVALUATED)
     subject = evaluate.find_subject(str(tmp_path / "run"), [])

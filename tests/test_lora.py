@@ -209,6 +209,7 @@ def test_a_checkpoint_is_hardly_larger_than_adapters_and_moments(tmp_path: Path)
     assert 3 * 4 * adapters < found <= 1.2 * 3 * 4 * adapters
 
 
+@pytest.mark.slow
 def test_another_base_is_refused_and_the_same_elsewhere_is_not(
     base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -130,6 +130,7 @@ def test_lines_at_the_first_every_nth_and_the_last_step(resumed: Resumed) -> Non
     assert of("checkpoint", resumed[1], "step") == [3, 6, 8]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("every", "steps", "expected"), [(1, 3, [1, 2, 3]), (100, 4, [1, 4]), (2, 4, [1, 2, 4]), (5, 1, [1])]
 )
@@ -361,6 +362,7 @@ def test_wandb_is_not_touched_when_it_is_off(use_wandb: Any, tmp_path: Path) -> 
     assert fake.calls == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hangs", [False, True], ids=["raises", "hangs"])
 @pytest.mark.parametrize("trouble", ["init", "log", "finish"])
 def test_wandb_in_trouble_neither_stops_nor_holds_up_training(

@@ -154,6 +154,7 @@ def test_balance_is_least_where_all_experts_are_chosen_alike() -> None:
     assert float(balance(torch.tensor([30, 30, 0, 0]), torch.tensor([15.0, 15.0, 0.0, 0.0]))) > float(even)
 
 
+@pytest.mark.slow
 def test_a_grouped_product_is_that_of_each_group() -> None:
     """Groups without a row, gradients of both factors, and tensors without values."""
     x = torch.randn(10, 6, dtype=torch.float64, requires_grad=True)

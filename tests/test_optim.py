@@ -292,6 +292,7 @@ def test_what_is_configured_wins_over_what_is_stored(name: str, tmp_path: Path) 
         assert tuple(group.get("betas", (0.8, 0.9))) == (0.8, 0.9)
 
 
+@pytest.mark.slow
 def test_decay_all_may_change_on_resume(tmp_path: Path) -> None:
     """It is not among what a resume refuses; it moves parameters from one group to another."""
     straight = train(tiny_config(tmp_path / "straight", "optim.weight_decay=0.0"))
@@ -317,6 +318,7 @@ class TwoPartTrainer(OneBatchTrainer):
         return Optimizer(torch.optim.AdamW(rest), slow)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [AdamTrainer, TwoPartTrainer])
 def test_an_optimizer_of_ones_own_trains_and_resumes(kind: type[Trainer], tmp_path: Path) -> None:
     own = ["optim.lr=0.02", f"train.steps={STEPS}"]

@@ -188,6 +188,7 @@ for kind in (Ignores, CountsOn, KnowsNone):
     register(Recipe(name=f"packing_{kind.__name__}", config=GPT2Config, build=kind, units=["blocks.*"]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Ignores, CountsOn, KnowsNone])
 def test_a_model_that_mixes_documents_is_refused(kind: type, tmp_path: Path) -> None:
     shape = [f"model.name=packing_{kind.__name__}", "model.dim=32", "model.num_heads=2", "model.num_layers=2"]
@@ -200,6 +201,7 @@ def test_a_model_that_mixes_documents_is_refused(kind: type, tmp_path: Path) -> 
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_what_is_attended_to_is_counted(tmp_path: Path) -> None:
     """In the FLOPs of a token, which mfu goes by, and in the plan: attention alone costs less."""
     trainer, joined = (trainer_on(tmp_path / end, f"data.documents={end}") for end in ("masked", "joined"))

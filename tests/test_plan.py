@@ -566,6 +566,7 @@ def test_nothing_fits_in_a_run(tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "config.yaml").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["adamw", "sgd", "muon"])
 def test_what_optimizers_keep(name: str, tmp_path: Path) -> None:
     arguments = ["data.source=synthetic", f"optim.name={name}", "eval.every=0", f"run.dir={tmp_path}"]

@@ -308,6 +308,7 @@ def test_what_a_run_says_is_escaped(tmp_path: Path) -> None:
     assert "script" not in Page((tmp_path / "both.html").read_text()).tags
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "lines",
     [
@@ -349,6 +350,7 @@ def test_a_torn_last_line_and_debris(tmp_path: Path) -> None:
     assert read_run(tmp_path).reached == 6
 
 
+@pytest.mark.slow
 def test_a_run_in_progress_is_told_from_one_that_was_killed(tmp_path: Path) -> None:
     write(tmp_path, ONE_ATTEMPT, "running")
     assert (read_run(tmp_path).state, read_run(tmp_path).attempts[-1].ended) == ("killed", "killed")

@@ -397,6 +397,7 @@ def test_initial_weights_are_those_of_float32_rounded(tmp_path: Path) -> None:
     coarse.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [("bfloat16", "float32"), ("float32", "bfloat16")])
 def test_the_moments_dtype_may_change_where_that_is_allowed(before: str, after: str, tmp_path: Path) -> None:
     train(tiny(tmp_path, f"optim.state_dtype={before}", "train.steps=4"), save_at=2)
@@ -469,6 +470,7 @@ def test_the_planned_peak_is_that_of_the_storages(
     assert abs(plan.memory.peak.total / truth - 1) < 0.001
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overrides", [ALL_BFLOAT16, [*WEIGHTS, *COMPUTE], ["optim.state_dtype=bfloat16"]])
 def test_what_is_kept_is_what_was_planned(overrides: list[str], tmp_path: Path) -> None:
     from trainer.config import MeshShape
