@@ -36,8 +36,8 @@ def build(config: HfConfig) -> transformers.PreTrainedModel:
         model = transformers.AutoModelForCausalLM.from_config(
             settings, dtype=torch.float32, attn_implementation=attention, trust_remote_code=False
         )
-    except (ImportError, ValueError) as error:
-        if config.attention is None:
+    except Exception as error:  # whatever the library, or a layer of torch's, makes of sizes that do not go together
+        if config.attention is None or not isinstance(error, (ImportError, ValueError)):
             rule = f"transformers cannot build it ({_first_line(error)})"
             raise setting_error("model.path", config.path, rule) from error
         rule = f"transformers cannot compute it so ({_first_line(error)})"
