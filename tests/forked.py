@@ -16,6 +16,7 @@ import importlib.util
 import multiprocessing
 import multiprocessing.connection
 import multiprocessing.forkserver
+import multiprocessing.process
 import os
 import random
 import runpy
@@ -24,6 +25,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import uuid
@@ -161,12 +163,24 @@ def fork(
             environment |= rank_variables(rank, ranks, port)
         log = str(logs / str(rank))
         process = fork_server().Process(target=_main, args=(target, arguments, environment, log, str(cwd)))
-        process.start()
+        _start(process)
         processes.append(process)
     _started.extend(processes)
     return Forked(processes, logs)
 
 
+def _start(process: Any) -> None:
+    """Start a process that only the thread which waits for it asks for its exit code.
+
+    `Process.start` itself asks all that multiprocessing still lists.  The code can be read once: another thread that
+    waits for it at that moment would be told 255.
+    """
+    with _starting:
+        process.start()
+        multiprocessing.process._children.discard(process)  # type: ignore[attr-defined]
+
+
+_starting = threading.Lock()
 _started: list[Any] = []
 _commands: list[subprocess.Popen[str]] = []
 

@@ -1199,8 +1199,9 @@ def test_thirty_saves_in_a_row_take_the_memory_of_one(tmp_path: Path) -> None:
         ((staged, before, sizes),) = run_ranks(1, grow, folder / "run", 30)
     assert staged > 200
     assert len(sizes) == 30
-    # Medians: gradients come and go, and with them as much as half of a copy from one moment to the next.
-    assert median(sizes) - before < 1.1 * staged, (staged, before, sizes)
+    # Medians: gradients come and go, and with them as much as half of a copy from one moment to the next.  What the
+    # allocator keeps besides has been up to 0.11 of a copy, so the bound lies halfway between one copy and two.
+    assert median(sizes) - before < 1.5 * staged, (staged, before, sizes)
     assert median(sizes[20:]) - median(sizes[:10]) < 0.1 * staged, "it does not grow from save to save"
 
 
