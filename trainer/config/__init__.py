@@ -20,18 +20,18 @@ from trainer.config.load import (
 from trainer.config.mesh import MeshShape, find_mesh_shape, least_mesh
 from trainer.config.mixture import BLOCK, Phase, find_phases, source_names
 from trainer.config.rules import budget_of, check_config, find_deadline
-from trainer.config.schema import (
-    AUTO,
+from trainer.config.schema import RunConfig
+from trainer.config.sections import (
     CheckpointSection,
     DataSection,
     FsdpSection,
     LoraSection,
     MeshSection,
     OptimSection,
-    RunConfig,
     ScheduleSection,
     TrainSection,
 )
+from trainer.config.sections.limits import AUTO
 
 __all__ = [
     "AUTO",

@@ -9,10 +9,7 @@ from typing import Any
 from trainer.config.load import (
     read_stored,
 )
-from trainer.config.schema import (
-    RunConfig,
-    plain_lists,
-)
+from trainer.config.schema import RunConfig, plain_lists
 from trainer.errors import UserError
 
 _FIXED_ON_RESUME = (

@@ -21,7 +21,8 @@ from trainer.config.auto import settle_auto
 from trainer.config.inherit import inherited
 from trainer.config.pretrained import Told, free_fields, is_folder_of_weights, told_by_folder
 from trainer.config.relocate import CONFIG, settle
-from trainer.config.schema import DataSection, RunConfig
+from trainer.config.schema import RunConfig
+from trainer.config.sections import DataSection
 from trainer.config.settled import settled, with_one_horizon
 from trainer.errors import UserError, choice_error, is_masked, masked, nearest, setting_error
 from trainer.recipe import Recipe, check_number, find_recipe, load_recipes

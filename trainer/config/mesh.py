@@ -5,10 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from trainer.config.schema import (
-    MeshSection,
-    RunConfig,
-)
+from trainer.config.schema import RunConfig
+from trainer.config.sections import MeshSection
 from trainer.errors import setting_error
 
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from trainer.config.schema import DataSection, RunConfig
+from trainer.config.schema import RunConfig
+from trainer.config.sections import DataSection
 from trainer.errors import UserError, nearest, setting_error
 
 BLOCK = 1024

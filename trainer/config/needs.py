@@ -13,7 +13,8 @@ import shutil
 import sys
 from pathlib import Path
 
-from trainer.config.schema import AUTO, RunConfig
+from trainer.config.schema import RunConfig
+from trainer.config.sections.limits import AUTO
 from trainer.errors import setting_error
 
 

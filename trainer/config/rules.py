@@ -18,11 +18,9 @@ from trainer.config.load import (
 from trainer.config.mesh import MeshShape, divisor, find_mesh_shape
 from trainer.config.mixture import check_sources
 from trainer.config.relocate import CONFIG
-from trainer.config.schema import (
-    AUTO,
-    LoraSection,
-    RunConfig,
-)
+from trainer.config.schema import RunConfig
+from trainer.config.sections import LoraSection
+from trainer.config.sections.limits import AUTO
 from trainer.errors import choice_error, nearest, setting_error
 
 

@@ -12,7 +12,9 @@ from typing import Any
 
 from trainer.config.needs import likely_device
 from trainer.config.pretrained import is_folder_of_weights, stored_dtype
-from trainer.config.schema import AUTO, DataSection, FsdpSection, LoraSection, RunConfig
+from trainer.config.schema import RunConfig
+from trainer.config.sections import DataSection, FsdpSection, LoraSection
+from trainer.config.sections.limits import AUTO
 from trainer.errors import setting_error
 
 MODEL = "model"

@@ -1,0 +1,129 @@
+"""Sections of the step: optimizer, schedule, loop, adapters, preferences, evaluation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from trainer.config.sections.limits import AUTO, DTYPES, MAX_SIZE
+from trainer.recipe import declare
+
+
+@dataclass(frozen=True)
+class OptimSection:
+    """The optimizer."""
+
+    name: Literal["adamw", "sgd", "muon"] = declare("adamw", "muon: torch's, for matrices; AdamW for the rest")
+    lr: float = declare(3e-4, "peak learning rate", at_least=0)
+    betas: tuple[float, float] = declare((0.9, 0.95), "decay rates of AdamW's two averages", at_least=0, below=1)
+    eps: float = declare(1e-8, "AdamW's epsilon", above=0)
+    momentum: float = declare(0.95, "momentum of sgd and muon", at_least=0, below=1)
+    weight_decay: float = declare(0.1, "decoupled weight decay", at_least=0)
+    decay_all: bool = declare(False, "decay norms, biases and embeddings too")
+    state_dtype: Literal["float32", "bfloat16"] = declare("float32", "dtype of AdamW's two averages", aliases=DTYPES)
+    rounding: Literal["stochastic", "nearest"] = declare(
+        "stochastic", "how AdamW rounds bfloat16 weights and averages; nearest loses small steps"
+    )
+    max_grad_norm: float | None = declare(1.0, "gradients are scaled down to this global norm; null: never", above=0)
+
+
+@dataclass(frozen=True)
+class ScheduleSection:
+    """The learning rate over the run: a linear warmup, then the named shape."""
+
+    name: Literal["cosine", "linear", "wsd", "constant"] = declare("cosine", "shape after warmup")
+    warmup_steps: int = declare(0, "steps of linear warmup", at_least=0)
+    warmup_ratio: float = declare(
+        0.0, "share of the run that is linear warmup, where that is more steps than warmup_steps", at_least=0, below=1
+    )
+    min_lr_ratio: float = declare(0.1, "learning rate at the end, as a share of the peak", at_least=0, at_most=1)
+    decay_ratio: float = declare(0.2, "wsd: share of the run that decays, at its end", at_least=0, at_most=1)
+
+    def warmup(self, num_steps: int) -> int:
+        """Return the steps of warmup in a run of `num_steps`."""
+        return max(self.warmup_steps, round(self.warmup_ratio * num_steps))
+
+
+@dataclass(frozen=True)
+class TrainSection:
+    """The training loop."""
+
+    steps: int = declare(1000, "optimizer steps", at_least=0)
+    epochs: float | None = declare(
+        None, "passes over the data instead of steps, which it settles; null: steps", above=0
+    )
+    global_batch_size: int = declare(8, "sequences of one step, over all ranks", at_least=1, at_most=MAX_SIZE)
+    micro_batch_size: int | str = declare(
+        1, "sequences of one forward on one rank; auto: the planner's", at_least=1, at_most=MAX_SIZE
+    )
+    activation_checkpoint: int | str = declare(
+        "none",
+        "none, full, selective (keeps matmuls and attention), budget:<share> (keeps of these what costs most, up to "
+        "this share of a block's activations), n: every n-th block in full, or auto",
+    )
+    compile: bool | str = declare(
+        AUTO, "torch.compile each block; auto: on a GPU where there is what kernels are made with, and not on a CPU"
+    )
+    float8: Literal["none", "tensorwise", "rowwise"] = declare(
+        "none",
+        "matrix products of the blocks' linear layers in float8, scaled by the tensor or, finer, by the row; needs "
+        "torchao and is fast with train.compile",
+    )
+    weights_dtype: Literal["float32", "bfloat16"] = declare(
+        "float32",
+        "dtype in which weights and their gradients are kept, sharded: float32 (master weights), or bfloat16, which "
+        "takes half the memory (optim.rounding)",
+        aliases=DTYPES,
+    )
+    init_from: str | None = declare(
+        None, "weights to start from, with a fresh optimizer: a checkpoint, a run.dir, a folder of safetensors, a file"
+    )
+    objective: Literal["tokens", "dpo"] = declare(
+        "tokens",
+        "tokens: the next token; dpo: of two answers the preferred one, beside a reference model (direct preference "
+        "optimisation)",
+    )
+    freeze: tuple[str, ...] = declare(
+        (), "parameters that are not trained: their names, those of modules, or patterns as layers.0.*"
+    )
+    max_skipped_updates: int = declare(10, "non-finite steps in a row after which the run fails", at_least=1)
+
+
+@dataclass(frozen=True)
+class LoraSection:
+    """Adapters (LoRA): the model is frozen, and small matrices beside its linear layers are trained."""
+
+    rank: int = declare(0, "rank of the adapters; 0: none", at_least=0, at_most=2**16)
+    alpha: float = declare(16.0, "what an adapter adds is scaled by alpha / rank", above=0)
+    dropout: float = declare(0.0, "dropout on what goes into an adapter", at_least=0, below=1)
+    targets: str | list[str] = declare(
+        "all-linear",
+        "layers with an adapter: all-linear (every linear layer of the blocks), or a list of names of modules or the "
+        "last parts of these",
+    )
+    base_dtype: Literal["float32", "bfloat16"] | None = declare(
+        None,
+        "dtype in which the frozen weights are kept; null: bfloat16 where they come so or train.weights_dtype says so",
+        aliases=DTYPES,
+    )
+
+
+@dataclass(frozen=True)
+class DpoSection:
+    """Direct preference optimisation, of train.objective=dpo."""
+
+    beta: float = declare(0.1, "how dear it is to leave the reference: log-probabilities are scaled by it", above=0)
+
+
+@dataclass(frozen=True)
+class EvalSection:
+    """Evaluation on held-out data."""
+
+    every: int = declare(0, "steps between evaluations (one more at the end); 0: never", at_least=0)
+    steps: int = declare(
+        0, "batches of one evaluation, each the size of a global batch; 0: all that is held out", at_least=0
+    )
+
+    def due(self, step: int) -> bool:
+        """Return whether to evaluate after step `step`."""
+        return self.every > 0 and step % self.every == 0
