@@ -70,6 +70,20 @@ def test_a_run_that_does_not_evaluate_itself_and_a_folder_are_evaluated_too(
 
 
 @pytest.mark.slow
+def test_of_a_mixture_each_source_is_evaluated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.txt").write_text("".join(f"{name} {number}\n" for number in range(2000)))
+    paths = "{" + ", ".join(f"{name}: {tmp_path / name}.txt" for name in ("a", "b")) + "}"
+    data = ["data.source=tokens", f"data.path={paths}", "data.holdout=0.1", f"data.cache_dir={tmp_path / 'cache'}"]
+    *_, of_run, _, _ = fit(tmp_path / "run", *data, "model.vocab_size=257", "train.steps=2", "eval.every=2")
+    assert of_run["kind"] == "eval"
+    again = found(capsys, tmp_path / "run")
+    assert again["loss_a"] != again["loss_b"]
+    for field in ("loss", "loss_a", "loss_b"):
+        assert again[field] == of_run[field]
+
+
+@pytest.mark.slow
 def test_adapters_are_evaluated_on_their_base(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = folder_of(tmp_path / "source")
     own = [

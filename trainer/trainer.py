@@ -90,7 +90,7 @@ class Trainer:
         self.schedule = Schedule(self.config)
         self.loader = self.world.agreed(self.build_loader)
         self.eval_loader = self.world.agreed(self.build_eval_loader)
-        self._batch_loss = loss_by_source(find_loss(self.model), self.loader, self.log)
+        self._batch_loss = loss_by_source(find_loss(self.model), (self.loader, self.eval_loader), self.log)
         self._set_up_run(started)
 
     def _set_up_run(self, started: float) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from trainer.data.loader import Batch, TrainLoader
+from trainer.data.loader import Batch, EvalLoader, TrainLoader
 from trainer.data.mixed import SOURCE, MixedSource
 from trainer.loss import IGNORE, row_losses
 from trainer.metrics.tally import Amount
@@ -15,15 +15,16 @@ Loss = Callable[[Batch], torch.Tensor]
 Log = Callable[[str, Amount, Amount | None], None]
 
 
-def loss_by_source(loss: Loss, loader: object, log: Log) -> Loss:
-    """Return `loss`, or, where the loader's data have several sources, one that also logs each one's mean as
+def loss_by_source(loss: Loss, loaders: Sequence[object], log: Log) -> Loss:
+    """Return `loss`, or, where the data of a loader have several sources, one that also logs each one's mean as
     `loss_<source>`.
 
     The losses of the rows are those that the cross-entropies of `trainer.loss` sum up; of a model that computes its
     loss in another way nothing is known, and the fields are null.
     """
-    source = loader.source if isinstance(loader, TrainLoader) else None
-    return _LossBySource(loss, list(source.sources), log) if isinstance(source, MixedSource) else loss
+    opened = [loader.source for loader in loaders if isinstance(loader, (TrainLoader, EvalLoader))]
+    mixed = next((source for source in opened if isinstance(source, MixedSource)), None)
+    return loss if mixed is None else _LossBySource(loss, list(mixed.sources), log)
 
 
 class _LossBySource:
