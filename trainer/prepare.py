@@ -114,8 +114,9 @@ def prepare(
         raise setting_error("--procs", procs, "must be at least 1, or 0 for as many as there are cores", 0)
     stem = _find_stem(out)
     work = stem.with_name(f".{stem.name}.{_digest(job)}.building")
+    is_resumed = is_under_way(work)  # looked at first: another process may publish it meanwhile
     existing = find_published(stem)
-    if existing and not overwrite and not is_under_way(work):
+    if existing and not overwrite and not is_resumed:
         rule = f"{existing[0]} is there already; choose another name, or add --overwrite"
         raise setting_error("--out", out, rule, f"{out}-2")
     try:

@@ -50,6 +50,7 @@ def build(job: Job, path: Path, procs: int = 1) -> Manifest:
 
 
 def _build(job: Job, path: Path, procs: int) -> Manifest:
+    path.mkdir(parents=True, exist_ok=True)  # here alone: what another has published is begun anew by no helper
     with BuildFolder(path) as folder:
         if not folder.is_complete:
             units = plan(job.inputs)

@@ -1,9 +1,10 @@
 """The folder in which shards are built: a lock for each unit, a record of each that is done, the manifest at the end.
 
-lock            its bytes are locked, one for each unit; the kernel unlocks those of a process that has died
+lock            its bytes are locked, one for each unit; the kernel unlocks those of a process that has died; it stays,
+                so that all lock the same file, however late they come
 00007.bin ...   shards of unit 7, renamed once they are on disk; those of what is held out end in -eval
 00007.done      its record: written last
-manifest.json   all shards: written when every unit is done; lock and records are gone then
+manifest.json   all shards: written when every unit is done; the records are gone then
 """
 
 from __future__ import annotations
@@ -37,14 +38,13 @@ class Record:
 
 
 class BuildFolder:
-    """The folder that builders share.  Raises OSError where the folder cannot be written or has no locks."""
+    """The folder that builders share.  Raises OSError where the folder is gone, cannot be written or has no locks."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._descriptor = -1
 
     def __enter__(self) -> BuildFolder:
-        self.path.mkdir(parents=True, exist_ok=True)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -119,8 +119,8 @@ class BuildFolder:
         self.tidy()
 
     def tidy(self) -> None:
-        """Remove lock and records, of which nothing is needed next to a manifest."""
-        for path in [*self.path.glob("[0-9]*.done"), *self.path.glob(".[0-9]*"), self.path / "lock"]:
+        """Remove records, of which nothing is needed next to a manifest, and what killed builders have left."""
+        for path in [*self.path.glob("[0-9]*.done"), *self.path.glob(".[0-9]*")]:
             path.unlink(missing_ok=True)
 
     def _record_path(self, unit: int) -> Path:

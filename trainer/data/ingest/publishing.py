@@ -57,8 +57,7 @@ def publish(manifest: Manifest, work: Path, stem: Path) -> None:
             sync_folder(stem.parent)
             shutil.rmtree(_past(work), ignore_errors=True)
             os.rename(work, _past(work))  # at once, so that no other process takes what is being removed for a build
-    for folder_path in (_past(work), work):
-        shutil.rmtree(folder_path, ignore_errors=True)
+    shutil.rmtree(_past(work), ignore_errors=True)
 
 
 def read_published(stem: Path) -> Manifest:
