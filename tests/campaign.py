@@ -47,7 +47,7 @@ _ALONE = [
     Part("network", ("test_network.py",), 0.7, workers=1),
     Part("preemptions", ("test_preemptions.py",), 9.0, workers=1),
     Part("ray", ("test_ray.py",), 0.5, workers=1),
-    Part("benches", ("test_benches.py",), 3.0, workers=1),
+    Part("benches", ("test_benches.py", "test_profile.py"), 4.0, workers=1),
     Part("moments", ("test_moments.py",), 25.0, workers=1),
     Part(
         "architectures",
