@@ -150,7 +150,7 @@ def test_a_model_learns_as_from_each_document_alone(name: str) -> None:
     loss.backward()
     assert loss.item() == pytest.approx(total, rel=1e-6)
     for found, right in zip(gradients(model), expected, strict=True):
-        assert (found - right).norm() < 2e-6 * right.norm()
+        assert (found - right).norm() < 1e-5 * right.norm()
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -162,13 +162,20 @@ def test_no_other_document_has_any_influence(name: str, lengths: list[list[int]]
     row, span = list(spans(lengths))[1]
     changed[row, span] = (changed[row, span] + 1) % 50
     given = {"documents": batch["documents"]}
+    there = torch.zeros(changed.shape, dtype=torch.bool)
+    there[row, span] = True
     with torch.no_grad():
         before, after = (model(tokens, **given) for tokens in (batch["tokens"], changed))
         joined = model(changed) - model(batch["tokens"])
-    there = torch.zeros(changed.shape, dtype=torch.bool)
-    there[row, span] = True
-    assert torch.equal(before[~there], after[~there])
+    # How many tokens an expert gets decides how their products are added up, on several threads.
+    tolerance = 1e-5 if name == "qwen3_moe" else 0.0
+    torch.testing.assert_close(after[~there], before[~there], rtol=0.0, atol=tolerance)
     assert joined[~there].abs().max() > 1e-3, "it would be seen"
+    embedded: list[torch.Tensor] = []
+    table = next(module for module in model.modules() if isinstance(module, nn.Embedding))
+    table.register_forward_hook(lambda _, __, output: embedded.append(output))
+    (influence,) = torch.autograd.grad(model(batch["tokens"], **given)[~there].sum(), embedded)
+    assert influence[there].abs().max() == 0.0 < influence[~there].abs().max()
 
 
 def test_compiled_blocks_take_documents_of_any_length() -> None:

@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.config import DataSection, declared_keys
-from trainer.data.chat.show import first_chats
 from trainer.data.ingest.builder import build, usual_procs
 from trainer.data.ingest.inputs import NAMES, find_inputs
 from trainer.data.ingest.publishing import (
@@ -66,6 +65,8 @@ def _show(options: argparse.Namespace) -> int:
         chat_template=options.chat_template,
         train_on=options.train_on,
     )
+    from trainer.data.chat.show import first_chats  # with the library that renders templates
+
     for shown in first_chats(data, options.inputs, options.show, "INPUT"):
         text = Text()
         for piece, is_trained in shown.pieces:

@@ -163,10 +163,9 @@ def _check_without_torch(
 
     Text that has not been tokenized yet is, on all ranks together, unless it is only to be looked at.
     """
-    from trainer.data.chat.source import refuse_pairs
     from trainer.data.epochs import with_steps
     from trainer.data.mixed import find_order
-    from trainer.data.opening import is_untokenized, open_source
+    from trainer.data.opening import is_untokenized, open_source, refuse_pairs
 
     check_config(config, world_size, local_world_size)
     check_needs(config, likely_device(config.run.device))

@@ -10,7 +10,6 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal, overload
 
-from trainer.data.chat.source import PairSource, open_chats
 from trainer.data.documents import open_shards
 from trainer.data.mixed import MixedSource
 from trainer.data.paths import check_made_alike, check_size, find_shards, is_awaited, open_path, unusable
@@ -43,6 +42,8 @@ def open_source(data: DataSection, vocab_size: int | None, split: Split) -> Sour
     if isinstance(data.path, Mapping):
         return _open_several(data, data.path, vocab_size, split)
     if data.source == "chat":
+        from trainer.data.chat.source import open_chats  # with the library that renders templates
+
         return open_chats(data, vocab_size, split)
     if data.source == "synthetic":
         return SyntheticSource(data.seq_len, vocab_size or 256, data.seed, split)
@@ -94,7 +95,7 @@ def _open_several(
             raise UserError(f"source {name}: {error}") from error
         if source is not None:
             found[name] = source
-    if any(isinstance(source, PairSource) for source in found.values()):
+    if any(source.rows_per_sample > 1 for source in found.values()):
         raise setting_error("data.path", data.path, "pairs of answers are one source, not several")
     kinds = {name: (source.tokenizer, source.vocab_size) for name, source in found.items()}
     for name, kind in kinds.items():
@@ -117,3 +118,10 @@ def _check_apart(path: str, held_out_path: str, data: DataSection) -> None:
         check_made_alike([*held_out.train, *train.train[:1]])
     except ShardError as error:
         raise unusable("data.eval_path", held_out_path, error) from error
+
+
+def refuse_pairs(source: Source) -> None:
+    """Raise UserError for pairs of answers, each of which the ordinary loss would train on."""
+    if source.rows_per_sample > 1:
+        rule = "a rejected answer would be trained on as the chosen one is"
+        raise setting_error("data.format", "preference", rule, fix="a Trainer whose `loss` compares the two")

@@ -164,10 +164,3 @@ class PairSource(_Conversations):
                 if index >= 0:
                     self._put(rows, row, 0, number)
         return rows
-
-
-def refuse_pairs(source: Source) -> None:
-    """Raise UserError for pairs of answers, each of which the ordinary loss would train on."""
-    if isinstance(source, PairSource):
-        rule = "a rejected answer would be trained on as the chosen one is"
-        raise setting_error("data.format", "preference", rule, fix="a Trainer whose `loss` compares the two")
