@@ -16,6 +16,7 @@ from trainer.config import load_config
 from trainer.distributed.ballot import Ballot
 from trainer.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_USER_ERROR, TrainingFailed, UserError
 from trainer.lifecycle.lifecycle import TRANSITIONS, Event, Lifecycle, Phase
+from trainer.metrics.horizon import Horizon
 
 
 class OneRank:
@@ -79,7 +80,12 @@ class Run:
         )
         watchdog = SimpleNamespace(explain=lambda error: None, stop=lambda: self.say("stop watching"))
         accounts = SimpleNamespace(
-            productive_s=1.0, step_s=0.0, in_streak=False, good_until=None, settle=lambda: self.say("settle")
+            productive_s=1.0,
+            step_s=0.0,
+            in_streak=False,
+            good_until=None,
+            settle=lambda: self.say("settle"),
+            horizon=Horizon(config),
         )
         saver = SimpleNamespace(
             longest_s=0.0,

@@ -12,8 +12,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 
 import torch
@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from trainer.checkpoint.blocks import Damaged
-from trainer.checkpoint.keeping import list_steps
+from trainer.checkpoint.keeping import best_step, list_steps
 from trainer.checkpoint.layout import Stored
 from trainer.checkpoint.manifest import find_damage, find_index_damage, name_of, read_manifest
 from trainer.checkpoint.place import COMMIT, Place, find_place, split_parent
@@ -51,6 +51,10 @@ class Entry:
     """How many steps had been skipped in a row when it was saved: such a one is not gone on from by itself."""
     notes: tuple[str, ...] = ()
     """What else there is to know of it."""
+    evaluation: Mapping[str, float] = field(default_factory=dict)
+    """The losses of the evaluation of its step."""
+    is_best: bool = False
+    """True for the one that RUN/best means."""
 
 
 _IN_A_STREAK = "{}: was saved while steps were skipped ({} in a row); gone on from by name, or if there is no other"
@@ -60,7 +64,10 @@ def list_checkpoints(place: Place, verify: bool = False) -> list[Entry]:
     """Return every checkpoint in a folder, oldest first, the set aside ones at the end."""
     names = [name_of(step) for step in list_steps(place)]
     aside = [Entry(name, state="set aside") for name in place.names_aside()]
-    return [*(_entry(place, name, verify) for name in names), *aside]
+    entries, best = [_entry(place, name, verify) for name in names], best_step(place)
+    for entry in entries:
+        entry.is_best = entry.step is not None and entry.step == best
+    return [*entries, *aside]
 
 
 def _entry(place: Place, name: str, verify: bool) -> Entry:
@@ -74,6 +81,7 @@ def _entry(place: Place, name: str, verify: bool) -> Entry:
     else:
         entry.step, entry.bytes = manifest.step, manifest.num_bytes
         entry.created, entry.torch, entry.num_skipped = manifest.created, manifest.torch, manifest.num_skipped
+        entry.evaluation = dict(manifest.evaluation)
         entry.mesh = " x ".join(f"{axis} {size}" for axis, size in manifest.mesh.items())
         entry.damage = tuple(find_damage(folder, manifest, "full" if verify else "sizes"))
         index = find_index_damage(folder, manifest) if verify else ""
@@ -178,13 +186,15 @@ def _show_list(place: Place, entries: Sequence[Entry]) -> None:
     table.add_column("age", justify="right")
     table.add_column("mesh")
     table.add_column("torch")
+    table.add_column("loss on held-out data" if any(entry.evaluation for entry in entries) else "")
     table.add_column("state")
     styles = {"verified": "green", "whole": "", "damaged": "bold red", "set aside": "dim"}
     for entry in entries:
         size = "" if entry.bytes is None else _size(entry.bytes)
         state = Text(entry.state, styles[entry.state])
         words = (entry.name, size, _age(entry.created), entry.mesh, entry.torch)
-        table.add_row(*(Text(printable(word)) for word in words), state)
+        loss = f"{entry.evaluation['loss']:.4f}{' best' * entry.is_best}" if "loss" in entry.evaluation else ""
+        table.add_row(*(Text(printable(word)) for word in words), loss, state)
     console.print(table)
     for entry in entries:
         for note in entry.notes:

@@ -27,6 +27,7 @@ from trainer.distributed.ballot import Ballot
 from trainer.distributed.random_state import RandomState, seed_everything
 from trainer.distributed.world import World
 from trainer.lifecycle.documents import check_documents
+from trainer.lifecycle.evaluations import Evaluations
 from trainer.lifecycle.folder import RunFolder
 from trainer.lifecycle.garbage import GarbageCollection
 from trainer.lifecycle.lifecycle import Lifecycle
@@ -35,12 +36,13 @@ from trainer.lifecycle.resume import Resume
 from trainer.lifecycle.saves import RunSaves
 from trainer.lifecycle.selfcheck import check_same_run, check_shape, check_start
 from trainer.lifecycle.state import TrainState
-from trainer.lifecycle.summary import device_name, made_facts, mesh_sizes, show_result, start_facts, start_notes
+from trainer.lifecycle.summary import mesh_sizes, show_result, start_facts, start_notes, start_record
 from trainer.lifecycle.watchdog import Watchdog
 from trainer.loss import count_targets, find_loss
 from trainer.metrics.accounts import Accounts, Update
 from trainer.metrics.by_source import loss_by_source
 from trainer.metrics.fanout import Metrics
+from trainer.metrics.horizon import Horizon
 from trainer.metrics.profile import Profile
 from trainer.metrics.record import Record
 from trainer.metrics.skips import SkipCounter
@@ -49,7 +51,7 @@ from trainer.model.experts import balanced
 from trainer.model.flops import flops_of
 from trainer.model.gradients import clip_grad_norm, evaluating, gradient_sync
 from trainer.model.network import build_network
-from trainer.model.parameters import count_parameters, count_trained_parameters, tied_names
+from trainer.model.parameters import tied_names
 from trainer.model.shard import apply_sharding
 from trainer.model.units import ShardUnit
 from trainer.optim.optimizer import Optimizer, Schedule, build_optimizer, bytes_of_training
@@ -97,12 +99,13 @@ class Trainer:
         """Make the collaborators, from those that know least to the lifecycle."""
         config, world = self.config, self.world
         self.skips = SkipCounter(config.train.max_skipped_updates)
-        self.metrics = Metrics(config, world.is_main)
+        self.metrics, self.horizon = Metrics(config, world.is_main), Horizon(config)
         random_state = RandomState(config.run.seed, world.rank)
         base = take_base(self.model, config, world) if config.lora.rank else None
         self.state = TrainState(self, self.model, self.optimizer, self.skips, random_state, base)
         self.state.add_loaders(self.loader, self.eval_loader, world)
         self.state.add("metrics", self.metrics)
+        self.state.add("horizon", self.horizon)
         self.origin = Origin()
         """What came with the model: the files beside the weights that training started from, and its tokenizer's."""
         self.state.add(ORIGIN, self.origin)
@@ -114,15 +117,17 @@ class Trainer:
         self.profile = Profile(config, world.rank, world.device, self.metrics, self.watchdog)
         place = world.agreed(lambda: find_place(config.checkpoint.dir or self.folder.path / "checkpoints"))
         facts = Facts(config.on_record().to_yaml(), mesh_sizes(self.mesh), world.env.job, world.env.num_restarts)
-        self.checkpoints = Checkpoints(place, world, Settings.of(config.checkpoint), facts)
+        self.checkpoints = Checkpoints(place, world, Settings.of(config.checkpoint, config.eval.metric), facts)
 
         self.ballot = Ballot(world)
         observers = (self.checkpoints, self.profile, self.watchdog, self.forecast)
-        self.accounts = Accounts(config, world, self.metrics, self.skips, self.watchdog, observers, self.loader)
+        counted = (self.metrics, self.skips, self.horizon)
+        self.accounts = Accounts(config, world, *counted, self.watchdog, observers, self.loader)
         self.resume = Resume(config, world, self.checkpoints, self.folder, self.metrics)
         saves = RunSaves(world, self.folder, self.resume, self.accounts, self.watchdog, self.metrics)
         weights, _, kept = bytes_of_training(self.model, config.optim)
         self.saver = Saver(self.checkpoints, config.checkpoint, self.ballot, saves, weights + kept)
+        self.evaluations = Evaluations(self.state, self.watchdog, self.horizon, self.saver)
         others = (self.folder, self.metrics, self.watchdog, self.accounts, self.saver, self.forecast)
         self.lifecycle = Lifecycle(config, world, self.state, self.ballot, *others, self.loader, started)
 
@@ -233,7 +238,7 @@ class Trainer:
     # -- the loop ------------------------------------------------------------------------------------------------
 
     def fit(self) -> int:
-        """Train until `train.steps`, with evaluation, checkpoints and an orderly stop.  Returns the exit code.
+        """Train to the end, with evaluation, checkpoints and an orderly stop.  Returns the exit code.
 
         0: finished; 75: stopped on request after saving.  On any exception `status.json` and the end record say so.
         """
@@ -241,13 +246,12 @@ class Trainer:
             self.checkpoints.check(self.state)
             self.start()
             if self.state.eval_pending and not self.stopping:
-                with self.watchdog.running(), self.watchdog.during("evaluate"):
-                    self.evaluate()
+                with self.watchdog.running():
+                    self.evaluations.hold(self.evaluate)
             for record in self.steps():
                 self.on_step(record)
                 if self.config.eval.due(record.step):
-                    with self.watchdog.during("evaluate"):
-                        self.evaluate()
+                    self.evaluations.hold(self.evaluate)
                 if self.saver.due(record.step):
                     self.saver.try_save(self.state)
                 garbage.after(record.step)
@@ -263,12 +267,12 @@ class Trainer:
         """
         with self.watchdog.running(), self.profile:
             self.start()
-            if self.state.step >= self.config.train.steps:
+            if self.horizon.is_reached(self.state.step):
                 return
             with self.state.keeping_random_state():
                 batches = iter(self.loader)
             self.accounts.restart()
-            while self.state.step < self.config.train.steps and not self.stopping:
+            while not self.horizon.is_reached(self.state.step) and not self.stopping:
                 self.resume.confirm(self.state.step)
                 self.ballot.begin_step()
                 with self.accounts.step(self.state):
@@ -313,7 +317,7 @@ class Trainer:
         """Resume and begin the run, unless that has been done or there is nothing left to do.  Collective."""
         if self.lifecycle.phase == "built":
             self.load_checkpoint()
-        has_work = self.state.step < self.config.train.steps or self.state.eval_pending
+        has_work = not self.horizon.is_reached(self.state.step) or self.state.eval_pending
         if self.lifecycle.is_running or not has_work:
             return
         self.lifecycle.check_may_begin()
@@ -325,18 +329,7 @@ class Trainer:
         plan = self.forecast.sentence() if self.world.is_main else ""
         sizes = (len(self.units), self.num_micro_batches)
         shown = (self.config, self.world, self.mesh, self.model, self.loader, sizes, self.resume.step, plan)
-        record = {
-            "world_size": self.world.size,
-            "mesh": mesh_sizes(self.mesh),
-            "parameters": count_parameters(self.model),
-            "trainable_parameters": count_trained_parameters(self.model),
-            "torch": torch.__version__,
-            "device": device_name(self.world.device),
-            "resumed_step": self.resume.step,
-            "load_s": self.resume.seconds,
-            "skipped": self.skips.total,
-            **made_facts(self.loader),
-        }
+        record = start_record(self.world, self.mesh, self.model, self.resume, self.skips, self.loader)
         choice = choice_text(self.plan_choice) if self.plan_choice else ""
         notes = start_notes(choice, self.profile.advice(self.state.step), self.resume.changed)
         self.lifecycle.begin(start_facts(*shown), record, notes)
@@ -364,6 +357,7 @@ class Trainer:
             if found is not None:
                 self.accounts.discard()
                 self.saver.loaded(self.state, self.resume.is_own)
+                self.horizon.loaded(self.resume.is_own)
                 if any(line.startswith("data.tokenizer:") for line in self.resume.changed):
                     keep_tokenizer(self.origin, self.config, self.world)
                 self.lifecycle.restore()
@@ -377,8 +371,7 @@ class Trainer:
             self.skips.check_end(self.state.step)
             return self.lifecycle.end_without_work(self.resume.step, self.checkpoints.clean)
         if self.config.eval.every and self.accounts.evaluated_step != self.state.step and not self.stopping:
-            with self.watchdog.during("evaluate"):
-                self.evaluate()
+            self.evaluations.hold(self.evaluate)
         self.saver.finish()
         if self.state.step > 0 or not self.stopping:
             self.saver.save_at_the_end(self.state)

@@ -80,6 +80,11 @@ class Savable(Protocol):
         """
         ...
 
+    @property
+    def evaluation(self) -> Mapping[str, float]:
+        """The losses of the evaluation of this very step, by field; empty if there has been none."""
+        ...
+
     def check_complete(self) -> None:
         """Raise UserError if there is state that is not listed here."""
         ...
@@ -112,6 +117,7 @@ class Snapshot:
     """Checksums, by part, of what must be the same on all ranks: plain values, and tensors that are not sharded."""
     weights: Mapping[str, float]
     num_skipped: int
+    evaluation: Mapping[str, float] = field(default_factory=dict)
     due: Sequence[int] = ()
     """The steps whose saves this one makes up for."""
     unlike: list[str] = field(default_factory=list)
@@ -150,9 +156,8 @@ def collect(state: Savable, num_ranks: int) -> Snapshot:
         for name, part in state.rank_parts.items():
             own_plain[name], found = split(part.state_dict(), (name,))
             own_tensors |= {".".join(path): copy_of(tensor) for path, tensor in found.items()}
-    return Snapshot(
-        state.step, tensors, paths, plain, own_plain, own_tensors, digests, state.weights, state.num_skipped
-    )
+    of_step = state.weights, state.num_skipped, state.evaluation
+    return Snapshot(state.step, tensors, paths, plain, own_plain, own_tensors, digests, *of_step)
 
 
 def copy_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ it takes no other's place.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import islice
 
 from trainer.checkpoint.blocks import Damaged
@@ -31,6 +32,17 @@ def newest_step(place: Place) -> int | None:
     return next(settled, steps[-1] if steps else None)
 
 
+def best_step(place: Place) -> int | None:
+    """Return the step of the best evaluated checkpoint in `place`; None if none has been evaluated.
+
+    Best by the field that told the best when the newest of them was saved.
+    """
+    manifests = [m for step in list_steps(place) if (m := _read(place / name_of(step))) is not None]
+    good = [manifest for manifest in manifests if manifest.evaluation and not manifest.num_skipped]
+    scored = [(m.evaluation[good[-1].metric], m.step) for m in good if good[-1].metric in m.evaluation]
+    return min(scored)[1] if scored else None
+
+
 def _num_skipped(place: Place) -> int:
     manifest = _read(place)
     return 0 if manifest is None else manifest.num_skipped
@@ -48,24 +60,28 @@ class Keeping:
     """Says which checkpoints are obsolete.  For rank 0 alone; what it has to know of each it reads once.
 
     keep_last: how many good ones are kept, the newest; 0: all.  keep_every: those that stand for a multiple of so many
-    steps are kept for good; 0: none.
+    steps are kept for good; 0: none.  keep_best: how many are kept whose evaluation has the lowest `metric`; 0: none.
     """
 
-    def __init__(self, place: Place, keep_last: int, keep_every: int) -> None:
+    def __init__(self, place: Place, keep_last: int, keep_every: int, keep_best: int, metric: str) -> None:
         self._place, self._keep_last, self._keep_every = place, keep_last, keep_every
-        self._known: dict[int, tuple[bool, tuple[int, ...]]] = {}
+        self._keep_best, self._metric = keep_best, metric
+        self._known: dict[int, Manifest | None] = {}
 
     def note(self, manifest: Manifest) -> None:
         """Take note of a checkpoint that has just been published."""
-        self._known[manifest.step] = (not manifest.num_skipped, tuple(manifest.due))
+        self._known[manifest.step] = manifest
 
     def obsolete(self) -> list[str]:
         """Return the names of the checkpoints that are no longer kept.  Raises what the storage raises."""
         steps = list_steps(self._place)
-        last = list(islice((step for step in reversed(steps) if self._look_at(step)[0]), self._keep_last))
+        last = list(islice((step for step in reversed(steps) if self._is_good(step)), self._keep_last))
         if not last or len(last) < self._keep_last:
             return []
-        return [name_of(step) for step in steps if step < last[-1] and not self._is_kept_for_good(step)]
+        best = self._best(steps)
+        return [
+            name_of(step) for step in steps if step < last[-1] and step not in best and not self._is_kept_for_good(step)
+        ]
 
     def in_doubt(self, since: int) -> list[str]:
         """Return the names of the good ones from step `since` on, which was the last before all failed.
@@ -73,19 +89,29 @@ class Keeping:
         None if there is no good one before, to go on from instead.  None that has been in doubt before: then the same
         has come again from an older one, and it is not the checkpoint's fault.
         """
-        good = [step for step in list_steps(self._place) if self._look_at(step)[0]]
+        good = [step for step in list_steps(self._place) if self._is_good(step)]
         if not good or good[0] >= since:
             return []
         aside = self._place.names_aside()
         return [name_of(step) for step in good if step >= since and f"{DOUBTFUL}-{name_of(step)}" not in aside]
 
     def _is_kept_for_good(self, step: int) -> bool:
-        every = self._keep_every
-        return every > 0 and (step % every == 0 or any(due % every == 0 for due in self._look_at(step)[1]))
+        every, manifest = self._keep_every, self._look_at(step)
+        stands_for = (step, *(manifest.due if manifest is not None else ()))
+        return every > 0 and any(due % every == 0 for due in stands_for)
 
-    def _look_at(self, step: int) -> tuple[bool, tuple[int, ...]]:
-        """Return whether a checkpoint is good, as far as its manifest says, and which saves it stands for."""
+    def _best(self, steps: Sequence[int]) -> set[int]:
+        """Return those of the good ones that are kept for their evaluation; of equal ones the older."""
+        good = [m for step in steps if (m := self._look_at(step)) is not None and not m.num_skipped]
+        scored = sorted((m.evaluation[self._metric], m.step) for m in good if self._metric in m.evaluation)
+        return {step for _, step in scored[: self._keep_best]}
+
+    def _is_good(self, step: int) -> bool:
+        manifest = self._look_at(step)
+        return manifest is not None and not manifest.num_skipped
+
+    def _look_at(self, step: int) -> Manifest | None:
+        """Return the manifest of a checkpoint; None if that is none that can be gone on from."""
         if step not in self._known:
-            manifest = _read(self._place / name_of(step))
-            self._known[step] = (False, ()) if manifest is None else (not manifest.num_skipped, tuple(manifest.due))
+            self._known[step] = _read(self._place / name_of(step))
         return self._known[step]

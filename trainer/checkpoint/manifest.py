@@ -60,6 +60,17 @@ class Manifest:
         return tuple(self.extra.get("due", ()))
 
     @property
+    def evaluation(self) -> Mapping[str, float]:
+        """The losses of the evaluation of its step, by field; empty if there had been none."""
+        found: Mapping[str, float] = self.extra.get("evaluation", {})
+        return found
+
+    @property
+    def metric(self) -> str:
+        """The field of these that told the best."""
+        return str(self.extra.get("metric", "loss"))
+
+    @property
     def num_bytes(self) -> int:
         return sum(size for size, _ in self.files.values())
 

@@ -115,9 +115,9 @@ class Saver:
         self._is_written = ballot.ask(lambda: checkpoints.is_written)
         self._is_overdue = ballot.ask(lambda: checkpoints.is_overdue)
         self._may_retry = ballot.ask(lambda: checkpoints.world.is_main and self.schedule.may_retry())
-        self._started: tuple[int, bool] | None = None
-        self._saved: tuple[int, bool] | None = None
-        """Step and pending evaluation of the newest checkpoint here."""
+        self._started: tuple[object, ...] | None = None
+        self._saved: tuple[object, ...] | None = None
+        """What `_mark` says of the newest checkpoint here."""
         self.longest_s = 0.0
         """Seconds of the longest save."""
 
@@ -130,7 +130,8 @@ class Saver:
 
         While steps are skipped there is nothing good to save: the first one that counts makes up for it.
         """
-        if self._checkpoints.in_flight and self._config.when_busy == "skip":
+        is_begun = self._started == self._mark(state)  # as the best one, before it fell due
+        if self._checkpoints.in_flight and (is_begun or self._config.when_busy == "skip"):
             return
         self._listener.settle()
         if state.num_skipped:
@@ -176,7 +177,7 @@ class Saver:
 
     def loaded(self, state: Resumable, is_own: bool) -> None:
         """A checkpoint was loaded, of this run if `is_own`: it need not be saved again.  Not collective."""
-        self._saved = (state.step, state.eval_pending) if is_own else None
+        self._saved = self._mark(state) if is_own else None
 
     @property
     def expected_s(self) -> float:
@@ -196,12 +197,16 @@ class Saver:
         """Wait some time until pruned checkpoints are gone.  Not collective."""
         self._checkpoints.wait_for_deleting()
 
+    def _mark(self, state: Resumable) -> tuple[object, ...]:
+        """Return what tells a state from one of the same step: an evaluation, where a checkpoint is kept for it."""
+        return state.step, state.eval_pending, self._config.keep_best > 0 and tuple(state.evaluation.items())
+
     def _is_saved(self, state: Resumable) -> bool:
-        return self._saved == (state.step, state.eval_pending)
+        return self._saved == self._mark(state)
 
     def _start(self, state: Resumable, background: bool) -> None:
         self._listener.prepare(state)
-        self._started = (state.step, state.eval_pending)
+        self._started = self._mark(state)
         self._listener.began(lambda: self._checkpoints.stage)
         with self._listener.waiting():
             self._checkpoints.start(state, background, self.schedule.begin(state.step))

@@ -9,13 +9,13 @@ from collections.abc import Mapping
 import torch
 
 from trainer.checkpoint.blocks import Damaged
-from trainer.checkpoint.keeping import newest_step
+from trainer.checkpoint.keeping import best_step, newest_step
 from trainer.checkpoint.layout import layout_from_json
 from trainer.checkpoint.manifest import PREFIX, StoredBlocks, find_damage, name_of, read_file, read_manifest
 from trainer.checkpoint.place import COMMIT, Place, find_place
 from trainer.checkpoint.tensors import read_rows
 from trainer.config import stored_value
-from trainer.config.relocate import CONFIG, moved_along
+from trainer.config.relocate import CONFIG, moved_along, run_of_best
 from trainer.errors import TrainingFailed, UserError, is_masked
 
 
@@ -75,13 +75,20 @@ def find_checkpoints(path: str | os.PathLike[str]) -> Place:
 
 
 def find_checkpoint(path: str | os.PathLike[str]) -> Place:
-    """Return the checkpoint that `path` means: one itself, or the newest of a run's folder (one that was saved while
-    steps were skipped only if there is no other).  Raises UserError.
+    """Return the checkpoint that `path` means: one itself, the newest of a run's folder (one that was saved while
+    steps were skipped only if there is no other), or with `RUN/best` the one whose evaluation was the best.  Raises
+    UserError.
 
     It may be damaged: reading it will tell.
     """
     if is_checkpoint(path):
         return find_place(path)
+    if (run := run_of_best(os.fspath(path))) is not None:
+        folder = find_checkpoints(run)
+        best = best_step(folder)
+        if best is None:
+            raise UserError(f"{path}: none of the checkpoints in {folder} was saved after an evaluation of its step")
+        return folder / name_of(best)
     folder = find_checkpoints(path)
     step = newest_step(folder)
     if step is None:

@@ -60,17 +60,21 @@ class Settings:
 
     keep_last: int = 2
     keep_every: int = 0
+    keep_best: int = 0
+    metric: str = "loss"
+    """What tells which evaluation was the best."""
     checksums: bool = True
     timeout_s: float = 3600.0
     """How long a save may take.  Beyond, the storage is taken for lost."""
 
     @classmethod
-    def of(cls, section: CheckpointSection) -> Settings:
+    def of(cls, section: CheckpointSection, metric: str = "loss") -> Settings:
         """Return those of a configuration.
 
         The watchdog ends the run before the timeout given here, unless the process group is not ours.
         """
-        return cls(section.keep_last, section.keep_every, section.verify == "full", 1.2 * section.timeout_s + 30.0)
+        kept = (section.keep_last, section.keep_every, section.keep_best, metric)
+        return cls(*kept, section.verify == "full", 1.2 * section.timeout_s + 30.0)
 
 
 @dataclass(frozen=True)
@@ -102,7 +106,7 @@ class Checkpoints:
         self._staging = Staging(world.device)
         self.reader = Reader(place, world, settings.checksums)
         """What is there already."""
-        self._keeping = Keeping(place, settings.keep_last, settings.keep_every)
+        self._keeping = Keeping(place, settings.keep_last, settings.keep_every, settings.keep_best, settings.metric)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=_step_back)
         self._in_flight: Future[SaveResult] | None = None
         self.makes_way = False
@@ -393,6 +397,8 @@ class Checkpoints:
                 "restarts": self.facts.restarts,
                 "num_skipped": snapshot.num_skipped,
                 "due": list(snapshot.due),
+                "evaluation": dict(snapshot.evaluation),
+                "metric": self.settings.metric,
             },
         )
         write_files(folder, {COMMIT: manifest.to_json().encode()})

@@ -20,7 +20,7 @@ from yaml import YAMLError
 from trainer.config.auto import settle_auto
 from trainer.config.inherit import inherited
 from trainer.config.pretrained import Told, free_fields, is_folder_of_weights, told_by_folder
-from trainer.config.relocate import CONFIG, settle
+from trainer.config.relocate import CONFIG, run_of_best, settle
 from trainer.config.schema import RunConfig
 from trainer.config.sections import DataSection
 from trainer.config.settled import settled, with_one_horizon
@@ -153,7 +153,7 @@ def _told_by(source: str | None, recipe: Recipe) -> Told | None:
         return None
     if is_folder_of_weights(source):
         return told_by_folder(source, recipe, "train.init_from")
-    stored = Path(source.removeprefix("file://")) / "config.yaml"  # of a run, or of one checkpoint
+    stored = Path((run_of_best(source) or source).removeprefix("file://")) / CONFIG  # of a run, or of one checkpoint
     try:
         return told_by_yaml(stored.read_text(), recipe.name, str(stored)) if stored.is_file() else None
     except OSError as error:

@@ -14,6 +14,8 @@ from typing import Any
 from trainer.errors import UserError, setting_error
 
 CONFIG = "config.yaml"
+BEST = "best"
+"""What comes after a run's folder where its best checkpoint is meant."""
 _RECORD = ("status.json", "metrics.jsonl")
 _MANIFEST = "manifest.json"
 
@@ -21,6 +23,16 @@ _MANIFEST = "manifest.json"
 def is_run(folder: Path) -> bool:
     """Return whether a run has left its record in `folder`."""
     return any((folder / name).is_file() for name in _RECORD)
+
+
+def run_of_best(path: str) -> str | None:
+    """Return the folder or URL of the run of which `path` means the best checkpoint: RUN of RUN/best; None for others.
+
+    A folder that has this name is itself.
+    """
+    run, slash, name = path.rstrip("/").rpartition("/")
+    is_meant = name == BEST and slash and run and not Path(path).exists()
+    return run if is_meant else None
 
 
 def is_another_run(stored: str, here: Path) -> bool:

@@ -17,7 +17,7 @@ from trainer.config.load import (
 )
 from trainer.config.mesh import MeshShape, divisor, find_mesh_shape
 from trainer.config.mixture import check_sources
-from trainer.config.relocate import CONFIG
+from trainer.config.relocate import CONFIG, run_of_best
 from trainer.config.schema import RunConfig
 from trainer.config.sections import LoraSection
 from trainer.config.sections.limits import AUTO
@@ -89,6 +89,7 @@ def _check_forms(config: RunConfig) -> None:
         _check_float8,
         _check_lora,
         _check_objective,
+        _check_evaluation,
         _check_wrap,
         _check_resume,
         _check_deadline,
@@ -137,8 +138,8 @@ def _check_wrap(config: RunConfig) -> None:
 
 def _check_resume(config: RunConfig) -> None:
     resume = config.checkpoint.resume
-    if resume not in ("auto", "none") and "://" not in resume and not Path(resume).is_dir():
-        rule = "must be auto, none, or a folder (a checkpoint's, or a run's)"
+    if resume not in ("auto", "none") and "://" not in resume and not Path(run_of_best(resume) or resume).is_dir():
+        rule = "must be auto, none, or a folder: a checkpoint's, a run's, or RUN/best"
         raise setting_error("checkpoint.resume", resume, rule, example="auto")
 
 
@@ -150,7 +151,7 @@ def _check_deadline(config: RunConfig) -> None:
 
 def _check_init_from(config: RunConfig) -> None:
     start = config.train.init_from
-    if start is not None and "://" not in start and not Path(start).exists():
+    if start is not None and "://" not in start and not Path(run_of_best(start) or start).exists():
         rule = "must be a checkpoint, a run.dir, a folder of safetensors, or a file (.pt, .safetensors) of weights"
         own = config.run_dir / CONFIG
         advice = f"recipe={own} train.init_from=null goes on with the run, which needs it no more"
@@ -220,6 +221,18 @@ def _check_objective(config: RunConfig) -> None:
     if config.recipe.trainer is not None:
         rule = f"recipe {config.recipe.name!r} has a Trainer of its own, which trains for what it does"
         raise setting_error("train.objective", objective, rule, "tokens")
+
+
+def _check_evaluation(config: RunConfig) -> None:
+    """Check what is decided by evaluations."""
+    for key, value in (("checkpoint.keep_best", config.checkpoint.keep_best), ("eval.patience", config.eval.patience)):
+        if value and not config.eval.every:
+            rule = "goes by evaluations, and with eval.every=0 there are none"
+            raise setting_error(key, value, rule, fix="set eval.every, to 100 for example")
+    sources = config.data.path if isinstance(config.data.path, dict) else {}
+    known = ["loss", *(f"loss_{name}" for name in sources)]
+    if config.eval.metric not in known:
+        raise choice_error("eval.metric", config.eval.metric, known)
 
 
 def budget_of(checkpointing: int | str) -> float | None:

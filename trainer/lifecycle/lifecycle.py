@@ -154,23 +154,27 @@ class Lifecycle:
             self._metrics.say(f"stopped ({reason}) at step {step}; the same command continues from {there}", "yellow")
             self._end("stopped", EXIT_STOPPED, reason)
             return EXIT_STOPPED
-        for line in closing(self._config, self._metrics, time.monotonic() - self._started):
+        reason = self._accounts.horizon.reason(self._progress.step)
+        for line in closing(self._config, self._metrics, self._accounts.horizon, time.monotonic() - self._started):
             self._metrics.say(line, "bold")
-        self._end("finished", EXIT_FINISHED, "train.steps reached")
+        self._end("finished", EXIT_FINISHED, reason)
         return EXIT_FINISHED
 
     def end_without_work(self, resumed_step: int | None, clean: Callable[[], None]) -> int:
         """There is nothing left to train.  Returns the exit code.  `clean` removes what a killed attempt left."""
-        step, config = self._progress.step, self._config
+        step, config, horizon = self._progress.step, self._config, self._accounts.horizon
+        is_early = step < config.train.steps
+        longer = "eval.patience=0" if is_early else f"train.steps={2 * config.train.steps}"
         self._metrics.say(
-            f"nothing to do: {config.run.dir} is at step {step} of {config.train.steps}\n"
-            f"  to train longer: train.steps={2 * config.train.steps}\n"
+            f"nothing to do: {config.run.dir} is at step {step} of {config.train.steps}"
+            f"{f' ({horizon.reason(step)})' if is_early else ''}\n"
+            f"  to train longer: {longer}\n"
             "  to train another run: run.name=NAME\n"
             "  to start over: checkpoint.resume=none"
         )
         if self._world.is_main and resumed_step is not None and not self._folder.has_finished():
             clean()  # an attempt was killed after everything was saved
-            self._folder.write_status("finished", EXIT_FINISHED, step, "train.steps reached")
+            self._folder.write_status("finished", EXIT_FINISHED, step, horizon.reason(step))
         self._folder.release()
         return EXIT_FINISHED
 
@@ -252,7 +256,7 @@ class Lifecycle:
             self.fail(failure)
             raise
         if self.is_running:
-            has_finished = self._progress.step >= self._config.train.steps
+            has_finished = self._accounts.horizon.is_reached(self._progress.step)
             code = EXIT_FINISHED if has_finished else EXIT_STOPPED
             self._end("finished" if has_finished else "stopped", code, "closed")
         self._watchdog.stop()
@@ -264,7 +268,7 @@ class Lifecycle:
         self._saver.finish()
         if self.is_running:
             self._accounts.settle()
-            if self._progress.step >= self._config.train.steps:
+            if self._accounts.horizon.is_reached(self._progress.step):
                 self._accounts.check_end(self._progress.step)
 
     # -- requests to stop ----------------------------------------------------------------------------------------

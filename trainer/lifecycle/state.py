@@ -52,6 +52,8 @@ class TrainState:
         self.tokens = 0
         self.eval_pending = False
         """True if the evaluation of this step was abandoned: `fit` repeats it after the next start."""
+        self.evaluation: dict[str, float] = {}
+        """The losses of the evaluation of this step, by field, where they are finite; empty before there is one."""
         self.model, self.random, self.skips = model, random_state, skips
         names = {id(p): clean_name(name) for name, p in model.named_parameters()}
         self.parts: dict[str, Stateful] = {
@@ -101,6 +103,12 @@ class TrainState:
         """Count one completed step."""
         self.step += 1
         self.tokens += num_targets
+        self.evaluation = {}
+
+    def evaluated(self, record: Mapping[str, Any]) -> None:
+        """Note the losses of the evaluation of this step."""
+        losses = {name: value for name, value in record.items() if name == "loss" or name.startswith("loss_")}
+        self.evaluation = {k: v for k, v in losses.items() if isinstance(v, float) and math.isfinite(v)}
 
     @contextmanager
     def keeping_random_state(self) -> Iterator[None]:
@@ -381,8 +389,10 @@ class _Counters:
         self.state = state
 
     def state_dict(self) -> dict[str, Any]:
-        return {"tokens": self.state.tokens, "owes_evaluation": self.state.eval_pending}
+        state = self.state
+        return {"tokens": state.tokens, "owes_evaluation": state.eval_pending, "evaluation": dict(state.evaluation)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.state.tokens = state["tokens"]
         self.state.eval_pending = state.get("owes_evaluation", False)
+        self.state.evaluation = state.get("evaluation", {})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,8 +16,11 @@ from trainer.data.portions import sentences
 from trainer.data.stdlib import gzip_bits_per_byte, held_out_text
 from trainer.data.tokenizer import find_tokenizer
 from trainer.distributed.world import REPLICATE, SHARD, World
+from trainer.lifecycle.resume import Resume
 from trainer.metrics.console import readable_bytes, readable_count, readable_duration
 from trainer.metrics.fanout import Metrics
+from trainer.metrics.horizon import Horizon
+from trainer.metrics.skips import SkipCounter
 from trainer.model.gradients import evaluating
 from trainer.model.parameters import count_parameters, count_trained_parameters
 from trainer.model.sample import write_sample
@@ -86,12 +90,25 @@ def start_notes(choice: str, advice: str, changed: Sequence[str]) -> list[str]:
     return [note for note in (choice, advice, "\n".join(lines) if changed else "") if note]
 
 
-def made_facts(loader: object) -> Mapping[str, float]:
-    """Return what the start record has of how the samples were made; nothing for a loader of a user's own."""
-    return loader.source.facts if isinstance(loader, TrainLoader) else {}
+def start_record(
+    world: World, mesh: DeviceMesh, model: nn.Module, resume: Resume, skips: SkipCounter, loader: object
+) -> Mapping[str, Any]:
+    """Return the fields of the start record.  A loader of a user's own says nothing of how its samples were made."""
+    return {
+        "world_size": world.size,
+        "mesh": mesh_sizes(mesh),
+        "parameters": count_parameters(model),
+        "trainable_parameters": count_trained_parameters(model),
+        "torch": torch.__version__,
+        "device": device_name(world.device),
+        "resumed_step": resume.step,
+        "load_s": resume.seconds,
+        "skipped": skips.total,
+        **(loader.source.facts if isinstance(loader, TrainLoader) else {}),
+    }
 
 
-def closing(config: RunConfig, metrics: Metrics, seconds: float) -> list[str]:
+def closing(config: RunConfig, metrics: Metrics, horizon: Horizon, seconds: float) -> list[str]:
     """Return the closing block of a run that has finished: how long, how well, where things are, what next.
 
     Empty on all ranks but the first.
@@ -99,10 +116,15 @@ def closing(config: RunConfig, metrics: Metrics, seconds: float) -> list[str]:
     trained, evaluated = metrics.latest.get("train"), metrics.latest.get("eval")
     if trained is None:
         return []
-    folder = config.run.dir
+    folder, is_early = config.run.dir, trained.step < config.train.steps
     held_out = "" if evaluated is None else f", {evaluated.loss:.4f} on held-out data"
+    best = [
+        f"  best: step {step}, {loss:.4f}: {folder}/best" for loss, step in horizon.best[: config.checkpoint.keep_best]
+    ]
     return [
-        f"finished {config.train.steps} steps in {readable_duration(seconds)}: loss {trained.loss:.4f}{held_out}",
+        f"finished {trained.step} steps in {readable_duration(seconds)}: loss {trained.loss:.4f}{held_out}",
+        *([f"  sooner than train.steps={config.train.steps}: {horizon.reason(trained.step)}"] if is_early else []),
+        *best[:1],
         f"  in {folder}: metrics.jsonl, console.log, checkpoints",
         f"  next: python -m trainer.report {folder}",
         f"        python -m trainer.generate {folder} --prompt TEXT",

@@ -21,6 +21,7 @@ from trainer.data.transfer import Numbers
 from trainer.distributed.world import World
 from trainer.errors import TrainingFailed
 from trainer.metrics.fanout import Metrics
+from trainer.metrics.horizon import Horizon
 from trainer.metrics.meter import Meter, peak_flops, peak_memory_gib
 from trainer.metrics.observer import Phases, StepObserver
 from trainer.metrics.record import Record
@@ -88,12 +89,14 @@ class Accounts:
         world: World,
         metrics: Metrics,
         skips: SkipCounter,
+        horizon: Horizon,
         phases: Phases,
         observers: Sequence[StepObserver],
         loader: object,
     ) -> None:
         self._config, self._world, self._metrics = config, world, metrics
         self._skips, self._phases, self._observers, self._loader = skips, phases, observers, loader
+        self.horizon = horizon
         self.reads_late = world.device.type != "cpu"
         """True if the numbers of a step are read once the next one is queued; the same on all ranks."""
         self.productive_s = 0.0
@@ -145,7 +148,7 @@ class Accounts:
         all ranks alike, after too many skipped steps in a row.
         """
         step = progress.step
-        is_line = step == 1 or self._config.log.due(step) or step == self._config.train.steps or is_last
+        is_line = step == 1 or self._config.log.due(step) or self.horizon.may_end_at(step) or is_last
         self._close(update, step, at_once=is_line or not self.reads_late)
         logged: dict[str, float | None] = {}
         if is_line:

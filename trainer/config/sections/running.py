@@ -103,6 +103,12 @@ class CheckpointSection:
     )
     keep_last: int = declare(2, "newest checkpoints that are kept; 0: all", at_least=0)
     keep_every: int = declare(0, "checkpoints of every n-th step are kept for good; 0: none", at_least=0)
+    keep_best: int = declare(
+        0,
+        "checkpoints with the lowest eval.metric that are kept, saved when they are evaluated; 0: none; RUN/best is "
+        "the best one",
+        at_least=0,
+    )
     timeout_s: float = declare(
         3600.0, "seconds after which a save is stuck: the run ends, naming the rank", above=0, at_most=WEEK_S
     )

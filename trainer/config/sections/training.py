@@ -123,6 +123,10 @@ class EvalSection:
     steps: int = declare(
         0, "batches of one evaluation, each the size of a global batch; 0: all that is held out", at_least=0
     )
+    metric: str = declare("loss", "what tells the best evaluation: the lowest loss, or loss_<source> of one source")
+    patience: int = declare(
+        0, "evaluations in a row without a new best, after which the run has finished; 0: any number", at_least=0
+    )
 
     def due(self, step: int) -> bool:
         """Return whether to evaluate after step `step`."""
