@@ -23,7 +23,9 @@ from trainer.checkpoint.blocks import BlockReader, Blocks, Damaged, checksum_of,
 from trainer.checkpoint.place import COMMIT, Place, split_parent
 from trainer.errors import UserError
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
+_READ_VERSIONS = (2, 3)
+"""In format 2 the layout has a row for each chunk."""
 PREFIX = "step_"
 _NAME = re.compile(rf"{PREFIX}(\d{{8,}})")
 INDEX = ".metadata"
@@ -118,10 +120,10 @@ def read_manifest(place: Place) -> Manifest:
 
 def check_format(place: Place, version: object) -> None:
     """Raise UserError unless this version of the trainer reads the format, with what to do about it."""
-    if version == FORMAT_VERSION:
+    if version in _READ_VERSIONS:
         return
     if isinstance(version, int) and version > FORMAT_VERSION:
-        advice = "step meshtrainer"
+        advice = "update meshtrainer"
     else:
         advice = (
             "its index is a pickle without a checksum, which is not read here.  To go on from its weights:\n"

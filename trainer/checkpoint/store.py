@@ -28,7 +28,7 @@ from trainer.checkpoint.blocks import checksum_of
 from trainer.checkpoint.contents import Facts, Savable, Snapshot, collect, keep_own, unlike_parts
 from trainer.checkpoint.failures import describe, joined
 from trainer.checkpoint.keeping import Keeping
-from trainer.checkpoint.layout import Written, layout_of, layout_to_json
+from trainer.checkpoint.layout import Placed, layout_of, layout_to_json
 from trainer.checkpoint.manifest import (
     INDEX,
     PREFIX,
@@ -117,7 +117,7 @@ class Checkpoints:
         self._deleting: Future[None] | None = None
         self._warning = ""
         self._sent_chunks: Any = None
-        self._chunks_by_rank: dict[int, Written] = {}
+        self._chunks_by_rank: dict[int, Placed] = {}
         self._layout_files: dict[str, bytes] = {}
 
     def begin_step(self, step: int) -> None:
@@ -335,7 +335,7 @@ class Checkpoints:
         chunks = written.chunks if written is not None else []
         is_known = chunks == self._sent_chunks
         self._sent_chunks = chunks
-        return {"files": files, "chunks": None if is_known or written is None else written.without_checksums()}, ""
+        return {"files": files, "chunks": None if is_known or written is None else written.placed}, ""
 
     def _finish(
         self, unpublished: str, final: str, snapshot: Snapshot, reports: list[Any], failed: str
@@ -369,9 +369,10 @@ class Checkpoints:
         from trainer.checkpoint.dcp import pickled_metadata
 
         if not self._layout_files:
-            layout = layout_of(self._plans.planned, self._chunks_by_rank.values())
+            placed = list(self._chunks_by_rank.values())
+            layout = layout_of(self._plans.planned, placed)
             self._layout_files = {
-                "layout.json": layout_to_json(layout).encode(),
+                "layout.json": layout_to_json(layout, [part.file for part in placed]).encode(),
                 INDEX: pickled_metadata(layout, snapshot.paths),
             }
         common = {
