@@ -13,11 +13,11 @@ import pytest
 
 from tests.tiny import fit, tiny_config
 from trainer import Trainer, UserError, checkpoints, export, load_config, load_weights, run
-from trainer.checkpoint.blocks import crc32
 from trainer.checkpoint.manifest import COMMIT, read_manifest
 from trainer.checkpoint.place import LocalPlace
 from trainer.checkpoint.source import find_checkpoint, find_checkpoints
 from trainer.config import compare_configs, stored_value
+from trainer.files import crc32
 
 SECRET = "hunter2-of-the-environment"
 

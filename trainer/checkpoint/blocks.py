@@ -16,11 +16,7 @@ from itertools import accumulate
 from typing import Any
 
 from trainer.checkpoint.place import Place, Sink, Source
-
-try:
-    from isal.isal_zlib import crc32 as crc32  # the same sum: 26 GB/s, where this machine's zlib does 6
-except ImportError:  # no wheel for this machine
-    from zlib import crc32 as crc32
+from trainer.files import crc32
 
 BLOCK_BYTES = 4 << 20
 _WRITE_BYTES, _READ_BYTES = 128 << 10, 512 << 10

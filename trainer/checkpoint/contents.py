@@ -11,11 +11,11 @@ import safetensors.torch
 import torch
 from torch.distributed.tensor import DTensor
 
-from trainer.checkpoint.blocks import crc32
 from trainer.checkpoint.layout import Stored
 from trainer.checkpoint.tree import split
 from trainer.distributed.channel import Channel
 from trainer.errors import UserError
+from trainer.files import crc32
 
 
 class Stateful(Protocol):

@@ -19,9 +19,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from trainer.checkpoint.blocks import BlockReader, Blocks, Damaged, checksum_of, crc32
+from trainer.checkpoint.blocks import BlockReader, Blocks, Damaged, checksum_of
 from trainer.checkpoint.place import COMMIT, Place, split_parent
 from trainer.errors import UserError
+from trainer.files import crc32
 
 FORMAT_VERSION = 3
 _READ_VERSIONS = (2, 3)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from trainer.checkpoint.blocks import crc32
 from trainer.checkpoint.place import Place
+from trainer.files import crc32
 
 
 def check_visible(folder: Place, name: str, size: int, rank: int) -> None:

@@ -59,7 +59,11 @@ def check_data(data: DataSection, vocab_size: int | None, tell: Tell) -> int:
 def _broken(data: DataSection) -> Iterator[str]:
     """Yield what is wrong with each shard that the settings name, if they name any."""
     settings = [setting for setting in (data.path, data.eval_path) if setting is not None]
-    paths = [path for each in settings for path in (each.values() if isinstance(each, Mapping) else [each])]
+    paths = [
+        path.removeprefix("file://")
+        for each in settings
+        for path in (each.values() if isinstance(each, Mapping) else [each])
+    ]
     for name in sorted({found for path in paths for found in glob.glob(os.path.expanduser(path), recursive=True)}):
         if name.endswith(".bin") and Path(name).with_suffix(".json").exists():
             try:
@@ -153,7 +157,8 @@ def _raised(base: int, exponents: NDArray[np.int64]) -> Hashes:
 
 def _tell_duplicates(train: list[Shard], held_out: list[Shard], tell: Tell) -> int:
     """Tell which documents are the same, in any shards; returns how many are there already when they come again."""
-    shards = [*train, *(shard for shard in held_out if shard.path not in {own.path for own in train})]
+    names = {own.name for own in train}
+    shards = [*train, *(shard for shard in held_out if shard.name not in names)]
     starts, hashes = [], []
     for shard in shards:
         offsets = np.unique(shard.read_offsets())  # a document without a token is none
@@ -170,7 +175,7 @@ def _tell_duplicates(train: list[Shard], held_out: list[Shard], tell: Tell) -> i
         shard = int(np.searchsorted(numbers, document, side="right")) - 1
         number = document - int(numbers[shard])
         start, end = starts[shard][number : number + 2].tolist()
-        return f"document {number} of {shards[shard].path}", shards[shard].read(start, end - start).tobytes()
+        return f"document {number} of {shards[shard].name}", shards[shard].read(start, end - start).tobytes()
 
     pairs = ((read(int(order[place])), read(int(order[place + 1]))) for place in again)
     same = [(first, second) for (first, text), (second, other) in pairs if text == other]

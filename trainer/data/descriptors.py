@@ -62,6 +62,11 @@ class Descriptors:
             count += more
         return count
 
+    def forget(self, file: Version) -> None:
+        """Close a file, unless it is being read from at the moment."""
+        with self._lock:
+            self._open.pop(file, None)
+
     def close(self) -> None:
         """Close all files that are not being read from at the moment."""
         with self._lock:

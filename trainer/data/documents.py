@@ -23,12 +23,21 @@ _NUM_LOOKED_AT = 64
 """Windows from which the mean length of what tokens attend to is estimated."""
 
 
-def open_shards(shards: Sequence[Shard], data: DataSection) -> TokenSource:
-    """Return the source over shards that `data.documents` and `data.fit` ask for.  Raises ShardError, UserError."""
+def open_shards(shards: Sequence[Shard], data: DataSection, content: str = "") -> TokenSource:
+    """Return the source over shards that `data.documents` and `data.fit` ask for.
+
+    content: the shards' `sample_content`, where that is known.  Raises ShardError, UserError.
+    """
+    source = _open(shards, data, content)
+    source.known_content = content
+    return source
+
+
+def _open(shards: Sequence[Shard], data: DataSection, content: str) -> TokenSource:
     if data.arrangement == "apart":
-        return PackedSource(shards, data, packs=False)
+        return PackedSource(shards, data, content, packs=False)
     if data.fit == "best":
-        return PackedSource(shards, data, packs=True)
+        return PackedSource(shards, data, content, packs=True)
     return MaskedSource(shards, data.seq_len) if data.arrangement == "masked" else TokenSource(shards, data.seq_len)
 
 
@@ -80,9 +89,9 @@ class PackedSource(TokenSource):
     A document's first token is no target, and its last one has none.
     """
 
-    def __init__(self, shards: Sequence[Shard], data: DataSection, packs: bool) -> None:
+    def __init__(self, shards: Sequence[Shard], data: DataSection, content: str, packs: bool) -> None:
         self._masked = data.arrangement == "masked"
-        self._rows = find_rows(shards, data.seq_len, packs, sample_content(shards), data.cache_dir)
+        self._rows = find_rows(shards, data.seq_len, packs, content or sample_content(shards), data.cache_dir)
         super().__init__(shards, data.seq_len)
         if self._masked and len(self):
             self.attended = self._rows.totals.squares / (len(self) * self.seq_len)

@@ -182,7 +182,10 @@ class TrainLoader:
             return _Workers(self.source, self._sample_indices(), self._num_workers, most, self._pin_memory)
         most = max(2, min(_MOST_AHEAD, _BYTES_AHEAD // num_bytes))
         device = torch.cuda.current_device() if self._pin_memory else None
-        batches = _by_itself(self.source, self._sample_indices(), device)
+        everywhere = self._global_batch_size
+        steps = _indices(self._order, self._samples, everywhere, 0, everywhere, everywhere)
+        own = slice(self._dp_rank * self._share, (self._dp_rank + 1) * self._share)
+        batches = _by_itself(self.source, self.source.follow(self._sample_indices(), steps, own), device)
         return Ahead(batches, most) if self.source.waits_for_storage else batches
 
     def _sample_indices(self) -> Iterator[NDArray[np.int64]]:

@@ -41,15 +41,22 @@ class Manifest:
     def read(cls, path: Path) -> Manifest:
         """Return the manifest at `path`.  Raises ShardError."""
         try:
-            found = cls(**json.loads(path.read_bytes()))
+            content = path.read_bytes()
+        except OSError as error:
+            raise ShardError(f"the manifest {path} cannot be read ({error.strerror})") from error
+        return cls.parse(content, str(path))
+
+    @classmethod
+    def parse(cls, content: bytes, path: str) -> Manifest:
+        """Return the manifest that `content` holds; `path` is what messages call it.  Raises ShardError."""
+        try:
+            found = cls(**json.loads(content))
             if found.format != FORMAT:
                 raise ShardError(f"{path} has format {found.format}, this version reads format {FORMAT}")
             for row in (*found.train, *found.held_out):
                 name, *counts = row
                 if not isinstance(name, str) or [type(count) for count in counts] != [int] * 3 or min(counts) < 0:
                     raise ValueError(f"a shard is {row!r}")
-        except OSError as error:
-            raise ShardError(f"the manifest {path} cannot be read ({error.strerror})") from error
         except (ValueError, TypeError) as error:
             raise ShardError(f"{path} is no manifest of token shards ({error})") from error
         return found

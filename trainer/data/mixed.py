@@ -6,8 +6,9 @@ They are one whose indices count their samples on end, sorted by name, whatever 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
-from functools import cached_property
+from collections.abc import Iterator, Mapping
+from functools import cached_property, partial
+from itertools import tee
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -58,6 +59,21 @@ class MixedSource(Source):
                     whole = found.setdefault(name, np.zeros((len(indices), *entry.shape[1:]), entry.dtype))
                     whole[rows] = entry
         return found
+
+    def follow(
+        self, indices: Iterator[NDArray[np.int64]], steps: Iterator[NDArray[np.int64]], own: slice
+    ) -> Iterator[NDArray[np.int64]]:
+        """Let each source fetch ahead; see `Source.follow`."""
+        for number, (source, of_source) in enumerate(
+            zip(self.sources.values(), tee(steps, len(self.sources)), strict=True)
+        ):
+            indices = source.follow(indices, map(partial(self._within, number), of_source), own)
+        return indices
+
+    def _within(self, number: int, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return samples as one source numbers them, and -1 for those of others."""
+        start, stop = self._starts[number : number + 2]
+        return np.where((indices >= start) & (indices < stop), indices - start, -1)
 
     @property
     def facts(self) -> Mapping[str, float]:

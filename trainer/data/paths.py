@@ -31,6 +31,7 @@ from trainer.data.source import Part, Source, TokenSource
 from trainer.data.stdlib import Split
 from trainer.data.tokenizer import find_tokenizer
 from trainer.errors import UserError, setting_error
+from trainer.files import find_folder
 
 if TYPE_CHECKING:
     from trainer.config import DataSection
@@ -73,8 +74,7 @@ def open_path(
         shards, content = found.held_out, found.held_out_content
     try:
         check_made_alike(shards)
-        source = open_shards(shards, data)
-        source.known_content = content
+        source = open_shards(shards, data, content)
     except ShardError as error:
         raise unusable(key, setting, error) from error
     check_size(source, data, vocab_size, split, key, setting)
@@ -109,14 +109,16 @@ def check_made_alike(shards: Sequence[Shard]) -> None:
     for other in shards:
         if other.info.kind != shards[0].info.kind:
             raise ShardError(
-                f"shards that go together must be made alike: {shards[0].path} by tokenizer "
+                f"shards that go together must be made alike: {shards[0].name} by tokenizer "
                 f"{shards[0].info.tokenizer} ({shards[0].info.vocab_size} ids, {shards[0].info.dtype}), "
-                f"{other.path} by {other.info.tokenizer} ({other.info.vocab_size} ids, {other.info.dtype})"
+                f"{other.name} by {other.info.tokenizer} ({other.info.vocab_size} ids, {other.info.dtype})"
             )
 
 
 def unusable(key: str, setting: str, error: ShardError) -> UserError:
     """Return what to raise for shards that cannot be used."""
+    if find_folder(setting) is None:
+        return setting_error(key, setting, str(error))
     return setting_error(key, setting, str(error), fix="make shards from text with python -m trainer.prepare")
 
 
@@ -131,6 +133,8 @@ def find_shards(setting: str | None, data: DataSection, key: str) -> Found:
     """
     if not setting:
         raise setting_error(key, setting or None, f"data.source=tokens needs a path: token shards, or {NAMES}")
+    if find_folder(setting) is None:
+        return _remote(setting, data, key)
     manifest, paths = _find_shard_files(setting, key)
     try:
         if manifest is not None:
@@ -144,7 +148,7 @@ def find_shards(setting: str | None, data: DataSection, key: str) -> Found:
 
 def is_awaited(setting: str, data: DataSection, key: str) -> bool:
     """Return whether a path names text that has not been made into shards.  Raises UserError if it is not there."""
-    if any(_find_shard_files(setting, key)):
+    if find_folder(setting) is None or any(_find_shard_files(setting, key)):
         return False
     job = _job_of(setting, data, key)
     folders = [base / _name(job) for base in find_cache_folders(data.cache_dir)]
@@ -156,7 +160,7 @@ def _find_shard_files(setting: str, key: str) -> tuple[Path | None, list[str]]:
 
     Raises UserError for a path that names neither and almost one of them.
     """
-    pattern = os.path.expanduser(setting)
+    pattern = os.path.expanduser(setting.removeprefix("file://"))
     is_folder = os.path.isdir(pattern)
     manifest = os.path.join(pattern, MANIFEST) if is_folder else pattern
     shard = f"{pattern.removesuffix('.json')}.bin"
@@ -168,6 +172,18 @@ def _find_shard_files(setting: str, key: str) -> tuple[Path | None, list[str]]:
     if is_folder:
         names = glob.glob(os.path.join(glob.escape(pattern), "*.bin"))
     return None, sorted(name for name in names if name.endswith(".bin"))
+
+
+def _remote(setting: str, data: DataSection, key: str) -> Found:
+    """Return the shards that a URL names."""
+    from trainer.data.remote.listing import open_remote
+
+    try:
+        found = open_remote(setting, key, data.cache_dir, data.cache_gib)
+    except ShardError as error:
+        raise unusable(key, setting, error) from error
+    names = [shard.name for shard in found.train]
+    return Found(names, found.train, found.train_content, found.held_out, found.held_out_content)
 
 
 def _listed(path: Path) -> Found:
@@ -182,7 +198,7 @@ def _job_of(setting: str, data: DataSection, key: str) -> Job:
     """Return what is to be done with the text that a path names.  Raises UserError if it is not there."""
     keys = Keys(inputs=key)
     parse_limit(data.bad, keys.bad)
-    inputs = find_inputs([setting], key)
+    inputs = find_inputs([setting.removeprefix("file://")], key)
     tokenizer = find_tokenizer(data.tokenizer)
     return Job(tuple(inputs), tokenizer, data.text_key, data.bad, _share_of(data, key), keys=keys)
 

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from trainer.data.descriptors import SHARD_FILES, Version
 from trainer.data.tokenizer import Tokenizer
 from trainer.distributed.environment import file_limit
+from trainer.files import crc32
 
 SUFFIXES = (".bin", ".idx", ".json")
 """The files of a shard, metadata last."""
@@ -41,6 +42,8 @@ class ShardInfo:
     num_documents: int
     num_bytes: int
     format: int = 1
+    checksum: str = ""
+    """CRC-32 of the tokens and of the index, in hexadecimal; empty in shards of before there was one."""
 
     @property
     def kind(self) -> tuple[str, int, str, int]:
@@ -55,8 +58,12 @@ class Shard:
     Raises ShardError.
     """
 
+    is_elsewhere = False
+    """Whether it is to be fetched before it can be read."""
+
     def __init__(self, path: Path) -> None:
-        self._name = str(path)
+        self.name = str(path)
+        """Its path; of one that is elsewhere, its URL."""
         self.info = read_info(path.with_suffix(".json"))
         self._file = check_size(path, self.info.num_tokens * self.dtype.itemsize)
         check_size(path.with_suffix(".idx"), (self.info.num_documents + 1) * 8)
@@ -68,7 +75,7 @@ class Shard:
         Thousands take a fraction of a second.
         """
         shard = cls.__new__(cls)
-        shard._name, shard.info = name, info
+        shard.name, shard.info = name, info
         shard._file = _look_at(name, info.num_tokens * shard.dtype.itemsize)
         _look_at(f"{name.removesuffix('.bin')}.idx", (info.num_documents + 1) * 8)
         return shard
@@ -76,7 +83,7 @@ class Shard:
     @property
     def path(self) -> Path:
         """Where its tokens are."""
-        return Path(self._name)
+        return Path(self.name)
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -93,14 +100,14 @@ class Shard:
         """Fill an array of the shard's dtype, in one piece, with tokens from `start` on.  Raises ShardError."""
         offset = start * found.itemsize
         try:
-            count = SHARD_FILES.read_into(found, self._file, offset)
+            count = self._fill(found, offset, is_index=False)
         except OSError as error:
-            raise ShardError(f"{self.path} cannot be read ({reason(error)})") from error
+            raise ShardError(f"{self.name} cannot be read ({reason(error)})") from error
         if count < found.nbytes:
             size, expected = offset + count, self.info.num_tokens * found.itemsize
             with contextlib.suppress(OSError):
                 size = self.path.stat().st_size
-            raise ShardError(f"{self.path} has been cut short: it has {size} bytes, its metadata say {expected}")
+            raise ShardError(f"{self.name} has been cut short: it has {size} bytes, its metadata say {expected}")
 
     def read_offsets(self, first: int = 0, count: int | None = None) -> NDArray[np.int64]:
         """Return where documents start, and where the last one ends: `count` of these from document `first` on.
@@ -115,7 +122,7 @@ class Shard:
             or (stop == num_offsets and offsets[-1] != num_tokens)
             or (not 0 <= offsets[0] <= offsets[-1] <= num_tokens or np.any(np.diff(offsets) < 0))
         ):
-            raise ShardError(f"{self.path.with_suffix('.idx')} is damaged: its documents do not make up the tokens")
+            raise ShardError(f"{self._index_name} is damaged: its documents do not make up the tokens")
         return offsets
 
     def documents_between(self, first: int, last: int) -> NDArray[np.int64]:
@@ -126,6 +133,10 @@ class Shard:
         stop = place(last, lo=start)
         return self.read_offsets(start, stop - start) if start < stop else np.empty(0, np.int64)
 
+    @property
+    def _index_name(self) -> str:
+        return f"{self.name.removesuffix('.bin')}.idx"
+
     @functools.cached_property
     def _index(self) -> Version:
         return check_size(self.path.with_suffix(".idx"), (self.info.num_documents + 1) * 8)
@@ -133,12 +144,20 @@ class Shard:
     def _read_offsets(self, first: int, count: int) -> NDArray[np.int64]:
         found = np.empty(count, "<u8")
         try:
-            num_bytes = SHARD_FILES.read_into(found, self._index, first * 8)
+            num_bytes = self._fill(found, first * 8, is_index=True)
         except OSError as error:
-            raise ShardError(f"{self._index[0]} cannot be read ({reason(error)})") from error
+            raise ShardError(f"{self._index_name} cannot be read ({reason(error)})") from error
         if num_bytes < found.nbytes:
-            raise ShardError(f"{self._index[0]} has been cut short")
+            raise ShardError(f"{self._index_name} has been cut short")
         return found.astype(np.int64)
+
+    def _fill(self, buffer: NDArray[Any], offset: int, is_index: bool) -> int:
+        """Fill `buffer` with bytes of the tokens, or of the index; returns how many there were.  Raises OSError."""
+        return SHARD_FILES.read_into(buffer, self._index if is_index else self._file, offset)
+
+    def look(self, start: int, count: int) -> NDArray[np.unsignedinteger[Any]]:
+        """Return a few tokens, as `read` does; of a shard that is elsewhere these alone are fetched."""
+        return self.read(start, count)
 
 
 class ShardWriter:
@@ -153,7 +172,8 @@ class ShardWriter:
         self._dtype = np.dtype(find_dtype(tokenizer.vocab_size))
         self._attempt = f"{os.getpid()}-{secrets.token_hex(4)}.tmp"
         self._files = {suffix: open(self._temporary(suffix), "wb") for suffix in SUFFIXES}  # noqa: SIM115
-        self._files[".idx"].write(bytes(8))
+        self._checksums = dict.fromkeys(SUFFIXES, 0)
+        self._put(".idx", bytes(8))
         self.num_tokens = self.num_documents = self.num_bytes = 0
         self._has_begun = False
 
@@ -166,7 +186,7 @@ class ShardWriter:
         self.num_bytes += num_bytes
 
     def _append(self, ids: NDArray[np.integer[Any]]) -> None:
-        self._files[".bin"].write(ids.astype(self._dtype.newbyteorder("<"), copy=False).tobytes())
+        self._put(".bin", ids.astype(self._dtype.newbyteorder("<"), copy=False).tobytes())
         self.num_tokens += len(ids)
 
     def write_documents(self, ids: NDArray[np.integer[Any]], counts: NDArray[np.int64], num_bytes: int) -> None:
@@ -180,8 +200,8 @@ class ShardWriter:
             for number, special in enumerate(around):
                 found[places + number], is_text[places + number] = special, False
         found[is_text] = ids
-        self._files[".bin"].write(found.data)
-        self._files[".idx"].write((self.num_tokens + ends).astype("<u8").data)
+        self._put(".bin", found.data)
+        self._put(".idx", (self.num_tokens + ends).astype("<u8").data)
         self.num_tokens, self.num_documents = self.num_tokens + len(found), self.num_documents + len(counts)
         self.num_bytes += num_bytes
 
@@ -190,7 +210,11 @@ class ShardWriter:
         self.write(np.array(self._tokenizer.end_ids, dtype=self._dtype), num_bytes=0)
         self._has_begun = False
         self.num_documents += 1
-        self._files[".idx"].write(self.num_tokens.to_bytes(8, "little"))
+        self._put(".idx", self.num_tokens.to_bytes(8, "little"))
+
+    def _put(self, suffix: str, content: bytes | memoryview) -> None:
+        self._files[suffix].write(content)
+        self._checksums[suffix] = crc32(content, self._checksums[suffix])
 
     def close(self) -> None:
         """Bring everything to disk, still under temporary names."""
@@ -202,6 +226,7 @@ class ShardWriter:
             num_tokens=self.num_tokens,
             num_documents=self.num_documents,
             num_bytes=self.num_bytes,
+            checksum=f"{self._checksums['.bin']:08x}{self._checksums['.idx']:08x}",
         )
         self._files[".json"].write(json.dumps(dataclasses.asdict(info), indent=1).encode() + b"\n")
         for file in self._files.values():
@@ -227,9 +252,16 @@ class ShardWriter:
 def read_info(path: Path) -> ShardInfo:
     """Return what a shard's metadata say.  Raises ShardError."""
     try:
-        info = ShardInfo(**json.loads(path.read_bytes()))
+        content = path.read_bytes()
     except OSError as error:
         raise ShardError(f"the metadata {path} cannot be read ({error.strerror})") from error
+    return parse_info(content, str(path))
+
+
+def parse_info(content: bytes, path: str) -> ShardInfo:
+    """Return the metadata that `content` holds; `path` is what messages call it.  Raises ShardError."""
+    try:
+        info = ShardInfo(**json.loads(content))
     except (ValueError, TypeError) as error:
         raise ShardError(f"{path} is no metadata of a token shard ({error})") from error
     for declared in dataclasses.fields(ShardInfo):

@@ -17,7 +17,7 @@ import dataclasses
 import hashlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, TypeAlias
 
@@ -79,6 +79,16 @@ class Source(ABC):
         may hold more beside `tokens` and `targets`: the model's `forward` gets what it names, `Trainer.loss` all.
         """
 
+    def follow(
+        self, indices: Iterator[NDArray[np.int64]], steps: Iterator[NDArray[np.int64]], own: slice
+    ) -> Iterator[NDArray[np.int64]]:
+        """Return the samples of one micro-batch after the other, which stand in `indices`; called before they are read.
+
+        A source that has to fetch what it reads may do so ahead: `steps` has the samples of each step, those of all
+        ranks, and `own` says which of these are this rank's.
+        """
+        return indices
+
     @property
     def fingerprint(self) -> Fingerprint:
         """Identifies the samples, kept with a run's position in them: a run does not continue in others unasked.
@@ -117,7 +127,16 @@ class Part(Source):
     def batch(self, indices: NDArray[np.int64]) -> Samples:
         """Return the samples at `indices`; see `Source.batch`."""
         assert np.size(indices) == 0 or np.max(indices) < self._length, (indices, self._length)
-        return self.whole.batch(np.where(np.asarray(indices) < 0, -1, np.asarray(indices) + self._start))
+        return self.whole.batch(self._in_whole(np.asarray(indices)))
+
+    def _in_whole(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        return np.where(indices < 0, -1, indices + self._start)
+
+    def follow(
+        self, indices: Iterator[NDArray[np.int64]], steps: Iterator[NDArray[np.int64]], own: slice
+    ) -> Iterator[NDArray[np.int64]]:
+        """Let the whole fetch ahead; see `Source.follow`."""
+        return self.whole.follow(indices, map(self._in_whole, steps), own)
 
     @property
     def attended(self) -> float | None:  # type: ignore[override]
@@ -198,6 +217,22 @@ class TokenSource(Source):
         """Return tokens and targets of the samples at `indices`; see `Source.batch`."""
         return self._windows(indices)
 
+    def follow(
+        self, indices: Iterator[NDArray[np.int64]], steps: Iterator[NDArray[np.int64]], own: slice
+    ) -> Iterator[NDArray[np.int64]]:
+        """Fetch shards that are elsewhere before they are read; see `Source.follow`."""
+        if not self.shards[0].is_elsewhere:
+            return indices
+        from trainer.data.remote.coming import coming_from
+
+        return coming_from(self.shards, self._shards_of, steps, own).follow(indices)
+
+    def _shards_of(self, indices: NDArray[np.int64]) -> list[int]:
+        """Return the shards that samples lie in, in the order of the samples."""
+        places = [place for index in indices.tolist() for place in self._pieces_of(index)]
+        ends = [(self._locate(start)[0], self._locate(start + count)[0]) for start, count in places]
+        return list(dict.fromkeys(shard for first, last in ends for shard in range(first, last + 1)))
+
     def _windows(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         indices = np.asarray(indices, dtype=np.int64)
         assert indices.size == 0 or -1 <= indices.min() <= indices.max() < len(self), (indices, len(self))
@@ -232,7 +267,7 @@ class TokenSource(Source):
         """Return what to say of the first id that is beyond the vocabulary."""
         position = int(np.argmax(found >= self.vocab_size))
         number, first = self._locate(start + position)
-        place = f"token {first} of {self.shards[number].path}"
+        place = f"token {first} of {self.shards[number].name}"
         return (
             f"sample {index} holds the id {found[position]}, {place}: "
             f"ids must be below {self.vocab_size}, the size of the vocabulary; the shard is damaged, make it again"
@@ -273,5 +308,5 @@ def sample_content(shards: Sequence[Shard]) -> str:
         count = min(info.num_tokens, _PLACE)
         last = info.num_tokens - count
         for start in sorted({last - last * place // num_places for place in range(num_places)}):
-            digest.update(shard.read(start, count).tobytes())
+            digest.update(shard.look(start, count).tobytes())
     return digest.hexdigest()

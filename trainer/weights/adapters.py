@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from trainer.checkpoint.blocks import crc32
+from trainer.files import crc32
 from trainer.model.lora import ADAPTER, adapter_part, plain_name
 from trainer.weights.access import WeightSource, row_blocks
 

@@ -21,8 +21,8 @@ class DataSection:
     path: str | dict[str, str] | None = declare(
         None,
         "source=tokens, which it implies: a file, folder, glob or manifest of token shards, or of text (.txt, .md, "
-        "code, .jsonl, .parquet, .gz, .zst), which is tokenized on first use; source=chat: a file, folder or glob; or "
-        "{name: path, ...} for several sources",
+        "code, .jsonl, .parquet, .gz, .zst), which is tokenized on first use; or shards at a URL (https, s3, ...); "
+        "source=chat: a file, folder or glob; or {name: path, ...} for several sources",
     )
     eval_path: str | dict[str, str] | None = declare(
         None, "source=tokens: the same, to evaluate on; {name: path, ...} for each source its own"
@@ -84,7 +84,12 @@ class DataSection:
         at_most=256,
     )
     seed: int = declare(0, "seed of the order of the samples", at_least=0)
-    cache_dir: str | None = declare(None, "where tokenized text is kept; null: the user's cache folder")
+    cache_dir: str | None = declare(
+        None, "where tokenized text is kept, and shards from elsewhere; null: the user's cache folder"
+    )
+    cache_gib: float | None = declare(
+        None, "GiB of shards from elsewhere that are kept on each machine at a time; null: all that are read", above=0
+    )
 
     def generated(self) -> DataSection:
         """Return the section with generated data of the same shape in place of files."""

@@ -1,0 +1,275 @@
+"""Shards that are elsewhere: the samples of those on a disk, whatever befalls the connection, in bounded room."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import pytest
+
+from tests.ranks import run_tiny
+from tests.test_data import write_shards
+from trainer.config import DataSection
+from trainer.data.loader import TrainLoader
+from trainer.data.manifest import Manifest, rows_of
+from trainer.data.mixed import MixedSource
+from trainer.data.opening import open_source
+from trainer.data.remote import transport
+from trainer.data.shards import Shard
+from trainer.data.source import Source, sample_content
+from trainer.errors import UserError
+
+SIZES = range(300, 700, 50)
+"""Tokens of the shards: eight of them."""
+
+
+class Elsewhere(SimpleHTTPRequestHandler):
+    """A web server that loses what is in `trouble`: for each name how, for one request after the other."""
+
+    trouble: dict[str, list[str]]
+    asked: Counter[str]
+    gate: threading.Event
+    on_request: Any
+
+    def do_GET(self) -> None:
+        name = self.path.rpartition("/")[2]
+        self.asked[name] += 1
+        self.on_request(name)
+        left = self.trouble.get(name, [])
+        how = left.pop(0) if left else "whole"
+        if how == "503":
+            self.send_error(503)
+            return
+        if how == "whole":
+            super().do_GET()
+            return
+        content = Path(self.translate_path(self.path)).read_bytes()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        if how == "other bytes":
+            self.wfile.write(content[:-1] + bytes([content[-1] ^ 1]))
+            return
+        self.wfile.write(content[: len(content) // 2])
+        self.wfile.flush()
+        if how == "stalls":
+            self.gate.wait()
+        self.close_connection = True
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+class Server:
+    def __init__(self, folder: Path) -> None:
+        self.trouble: dict[str, list[str]] = {}
+        self.asked: Counter[str] = Counter()
+        self.gate = threading.Event()
+        self.on_request: Any = lambda _: None
+        handler = type("Handler", (Elsewhere,), {name: getattr(self, name) for name in ("trouble", "asked", "gate")})
+        handler.on_request = lambda _, name: self.on_request(name)  # type: ignore[attr-defined]
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), partial(handler, directory=str(folder)))
+        self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
+        self.thread = threading.Thread(target=self.server.serve_forever, args=(0.01,))
+        self.thread.start()
+
+    def close(self) -> None:
+        self.gate.set()
+        self.server.shutdown()
+        self.thread.join()
+        self.server.server_close()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder of shards and their manifest."""
+    rng = np.random.default_rng(0)
+    inside = tmp_path / "there"
+    inside.mkdir()
+    write_shards(inside, *([rng.bytes(size // 3), rng.bytes(size - size // 3)] for size in SIZES))
+    shards = [Shard(path) for path in sorted(inside.glob("*.bin"))]
+    Manifest(
+        *shards[0].info.kind, train=rows_of(shards, inside), held_out=[], train_content=sample_content(shards)
+    ).write(inside / "manifest.json")
+    return inside
+
+
+@pytest.fixture
+def server(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    monkeypatch.setattr(transport, "LONGEST_PAUSE_S", 0.0)
+    found = Server(folder)
+    yield found
+    found.close()
+
+
+def opened(tmp_path: Path, path: object, **more: Any) -> Source:
+    data = DataSection(
+        source="tokens",
+        path=path if isinstance(path, dict) else str(path),
+        seq_len=16,
+        cache_dir=str(tmp_path / "cache"),
+        **more,  # type: ignore[arg-type]
+    )
+    return open_source(data, 257, "train")
+
+
+def batches(source: Source, count: int, rank: int = 0, num_ranks: int = 1) -> list[dict[str, Any]]:
+    loader = TrainLoader(source, seed=3, global_batch_size=8, micro_batch_size=2, dp_rank=rank, num_dp_ranks=num_ranks)
+    found = list(islice(loader, count))
+    loader.close()
+    return found
+
+
+def same(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> bool:
+    return all(a.keys() == b.keys() and all((a[k] == b[k]).all() for k in a) for a, b in zip(one, other, strict=True))
+
+
+def kept(tmp_path: Path) -> int:
+    """Return how many bytes of shards are in the cache."""
+    return sum(path.stat().st_size for path in (tmp_path / "cache" / "shards").iterdir())
+
+
+# A test that waits for samples does so as long as they take: these are all events.
+
+
+@pytest.mark.parametrize("documents", ["joined", "masked"])
+def test_a_connection_that_stalls_and_drops_changes_nothing(
+    tmp_path: Path, folder: Path, server: Server, documents: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With room for half of the data, which is never exceeded."""
+    monkeypatch.setattr(transport, "STALL_S", 0.2)
+    names = sorted(path.name for path in folder.glob("*.bin"))
+    server.trouble.update(
+        {names[0]: ["drops", "503"], names[1]: ["stalls"], names[2]: ["other bytes"], "manifest.json": ["503"]}
+    )
+    half = sum(path.stat().st_size for suffix in ("bin", "idx") for path in folder.glob(f"*.{suffix}")) // 2
+    most: list[int] = []
+    server.on_request = lambda name: most.append(kept(tmp_path) if name.endswith(".bin") else 0)
+    there = opened(tmp_path, server.url, cache_gib=half / 2**30, documents=documents)
+    here = opened(tmp_path, folder, documents=documents)
+    assert there.fingerprint == here.fingerprint
+    assert same(batches(there, 100), batches(here, 100))
+    assert max(most) <= half
+    assert kept(tmp_path) <= half
+    assert {len(each) for each in server.trouble.values()} == {0}
+    said = capsys.readouterr().err
+    for word in ("connection was lost after", "stalled", "checksum", "503"):
+        assert word in said
+    assert sum(server.asked[name] for name in names) > 2 * len(names)  # or there was room for all
+
+
+def test_each_shard_is_fetched_once_for_all_ranks_of_a_machine_and_ahead(
+    tmp_path: Path, folder: Path, server: Server
+) -> None:
+    sources = [opened(tmp_path, server.url) for _ in range(2)]
+    for source in sources:
+        for shard in source.shards:  # type: ignore[attr-defined]
+            object.__setattr__(shard, "keep", _OwnCache(shard.keep.folder, id(source)))
+    here = opened(tmp_path, folder)
+    found: dict[int, bool] = {}
+
+    def read(rank: int) -> None:
+        found[rank] = same(batches(sources[rank], 40, rank, 2), batches(here, 40, rank, 2))
+
+    threads = [threading.Thread(target=read, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {0: True, 1: True}
+    assert {count for name, count in server.asked.items() if name.endswith(".bin")} == {1}
+
+
+class _OwnCache:
+    """As if of another process: no lock of this one's is shared."""
+
+    caches: dict[int, Any] = {}
+
+    def __init__(self, folder: Path, owner: int) -> None:
+        from trainer.data.remote.cache import ShardCache
+
+        self.cache = self.caches.setdefault(owner, ShardCache(folder, None))
+
+
+def test_what_is_needed_next_is_fetched_before_it_is_asked_for(tmp_path: Path, server: Server) -> None:
+    source = opened(tmp_path, server.url)
+    loader = TrainLoader(source, seed=3, global_batch_size=1, micro_batch_size=1)
+    steps, own = iter(loader.next_samples(of_all_ranks=True)[None]), slice(0, 1)
+    asked = threading.Event()
+    server.on_request = lambda name: asked.set() if name.endswith(".bin") else None
+    indices = source.follow(itertools.repeat(np.array([0])), steps, own)
+    next(indices)
+    assert asked.wait(60)  # though nothing has been read
+    indices.close()  # type: ignore[attr-defined]
+
+
+def test_what_a_killed_process_was_fetching_is_not_taken_for_a_shard(
+    tmp_path: Path, folder: Path, server: Server
+) -> None:
+    source = opened(tmp_path, server.url, cache_gib=1)
+    inside = tmp_path / "cache" / "shards"
+    for shard in source.shards:  # type: ignore[attr-defined]
+        (inside / f".{shard.tokens.name}.part").write_bytes(b"the beginning")
+    (inside / ".of-another-99.bin.part").write_bytes(b"what none wants any more")
+    assert same(batches(source, 60), batches(opened(tmp_path, folder), 60))
+    assert not list(inside.glob("*.part"))
+
+
+@pytest.mark.parametrize("path", ["", "/manifest.json", "/text-*.bin"])
+@pytest.mark.parametrize("kind", ["http", "memory"])
+def test_every_way_to_name_shards(tmp_path: Path, folder: Path, server: Server, kind: str, path: str) -> None:
+    url = server.url
+    if kind == "memory":
+        url = f"memory://{tmp_path.name}"
+        fsspec.filesystem("memory").put(f"{folder}/", f"/{tmp_path.name}/", recursive=True)
+    if path == "" and kind == "memory":
+        fsspec.filesystem("memory").rm(f"/{tmp_path.name}/manifest.json")
+    there, here = opened(tmp_path, url + path), opened(tmp_path, f"file://{folder}")
+    assert there.fingerprint == here.fingerprint
+    places = np.arange(len(here))
+    assert np.array_equal(there.batch(places)[0], here.batch(places)[0])  # type: ignore[index]
+
+
+def test_sources_of_both_kinds(tmp_path: Path, folder: Path, server: Server) -> None:
+    there = opened(tmp_path, {"a": server.url, "b": str(folder)})
+    here = opened(tmp_path, {"a": str(folder), "b": str(folder)})
+    assert isinstance(there, MixedSource)
+    assert same(batches(there, 60), batches(here, 60))
+
+
+def test_mistakes(tmp_path: Path, folder: Path, server: Server) -> None:
+    def refused(path: str, words: str, **more: Any) -> None:
+        with pytest.raises(UserError, match=words):
+            opened(tmp_path, path, **more)
+
+    refused(f"{server.url}/absent.json", "404")
+    refused(f"{server.url}/absent-*.bin", "names no token shards")
+    name = min(path.name for path in folder.glob("*.bin"))
+    refused(f"{server.url}/{name.replace('.bin', '.json')}", f"did you mean data.path=.*{name}")
+    refused(server.url, "data.cache_gib=1e-09: must hold the largest shard\n  nearest legal", cache_gib=1e-9)
+    refused("nowhere://x/y.bin", "nowhere")
+    port = server.url.rpartition(":")[2]
+    server.close()
+    refused(f"http://127.0.0.1:{port}/{name}", "refused")
+
+
+@pytest.mark.slow
+def test_losses_are_those_of_the_same_shards_on_a_disk(tmp_path: Path, folder: Path, server: Server) -> None:
+    server.trouble.update({path.name: ["drops"] for path in folder.glob("*.bin")})
+    common = ("train.steps=12", "model.vocab_size=257", "nproc=2", "data.source=tokens", "data.holdout=0")
+    half = sum(SIZES) * 2 / 2**30 / 2
+    there = run_tiny(
+        tmp_path / "a", *common, f"data.path={server.url}", f"data.cache_dir={tmp_path}/c", f"data.cache_gib={half}"
+    )
+    here = run_tiny(tmp_path / "b", *common, f"data.path={folder}")
+    assert there.exit_code == here.exit_code == 0
+    assert there.train("loss") == here.train("loss")

@@ -1,0 +1,213 @@
+"""Files of shards that are elsewhere, whole, in a folder that all processes of this machine share.
+
+    NAME          a file that is complete, and whose size and checksum are right
+    .NAME.part    one that is being fetched; its lock says by whom, and the kernel gives that back if they die
+    .lock         held while room is made
+
+A name ends in the file's size, so that what is being fetched counts from its beginning.  Where there is no room, the
+tokens that are needed last go first; an index stays.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import math
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from numpy.typing import NDArray
+
+from trainer.data.descriptors import SHARD_FILES, Version
+from trainer.data.remote.transport import MANY, Broken, again, download
+from trainer.files import crc32
+
+_PART = ".part"
+_BLOCK = 1 << 20
+
+
+class NoRoom(Exception):
+    """What is in the cache is needed sooner."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """A file that is elsewhere.  `checksum` is its CRC-32, or None where that is not known; it may have to be asked."""
+
+    name: str
+    url: str
+    size: int
+    checksum: Callable[[], int | None]
+
+
+class Plan(Protocol):
+    """Knows what is needed next."""
+
+    def need(self, name: str) -> float:
+        """Return how many steps from now a file is needed; infinity for one of which that is not known."""
+        ...
+
+
+class ShardCache:
+    """A folder of them, of `limit` bytes at most: None for as many as there are.  Safe for threads and processes."""
+
+    def __init__(self, folder: Path, limit: int | None) -> None:
+        self._folder, self._limit = folder, limit
+        self._here: dict[str, Version] = {}
+        self._fetching = threading.Lock()
+        self._plans: weakref.WeakSet[Plan] = weakref.WeakSet()
+
+    def heed(self, plan: Plan) -> None:
+        """Keep what `plan` needs soon, as long as there is that object."""
+        self._plans.add(plan)
+
+    def read_into(self, buffer: NDArray[Any], item: Item, offset: int) -> int:
+        """Fill `buffer` with bytes of a file, which is fetched if it is not here; see `Descriptors.read_into`.
+
+        Raises OSError, and ShardError if the file cannot be had.
+        """
+        while True:
+            try:
+                return SHARD_FILES.read_into(buffer, self._here.get(item.name) or self.fetch(item), offset)
+            except FileNotFoundError:  # another process has just made room
+                self._here.pop(item.name, None)
+
+    def has(self, name: str) -> bool:
+        """Return whether a file is here."""
+        return name in self._here or (self._folder / name).exists()
+
+    def fetch(self, item: Item, due: float = -1) -> Version:
+        """Return a file as it is here, once it is.  One that is due so many steps from now displaces none that is
+        needed sooner: then raises NoRoom.  Raises Unreachable, and OSError for the cache's own folder.
+        """
+        path = self._folder / item.name
+        with self._fetching:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            if not path.exists():
+                with _held(self._folder / f".{item.name}{_PART}") as partial:
+                    if not path.exists():  # another process may have had it
+                        self._make_room(item.size, due)
+                        again(item.url, MANY, lambda: _get(item, partial))
+                        os.replace(partial, path)
+            return self._found(item.name, path)
+
+    def let_go(self) -> None:
+        """Close what others have removed, so that its room is free."""
+        for name in list(self._here):
+            if not (self._folder / name).exists():
+                self._forget(name)
+
+    def _found(self, name: str, path: Path) -> Version:
+        stat = os.stat(path)
+        return self._here.setdefault(name, (str(path), stat.st_ino, stat.st_mtime_ns))
+
+    def _forget(self, name: str) -> None:
+        version = self._here.pop(name, None)
+        if version is not None:
+            SHARD_FILES.forget(version)
+
+    def _need(self, name: str) -> float:
+        return min((plan.need(name) for plan in list(self._plans)), default=math.inf)
+
+    def _make_room(self, size: int, due: float) -> None:
+        """Remove what is needed last, until as many bytes as are still to come have their room.  Raises NoRoom."""
+        if self._limit is None:
+            return
+        with open(self._folder / ".lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            self.let_go()
+            excess = sum(map(_size_of, self._names())) - self._limit  # that of what is fetched is among them
+            leaving: list[str] = []
+            for name, need in self._by_need():
+                if excess <= 0 or need <= due:
+                    break
+                leaving.append(name)
+                excess -= _size_of(name)
+            if excess > 0 and due >= 0:
+                raise NoRoom
+            for name in leaving:
+                (self._folder / name).unlink(missing_ok=True)
+                self._forget(name)
+
+    def _names(self) -> Sequence[str]:
+        """Return the files that are here or on their way; what dead processes have left is removed."""
+        found = []
+        for entry in os.scandir(self._folder):
+            if entry.name.endswith(_PART) and _is_left(Path(entry.path)):
+                Path(entry.path).unlink(missing_ok=True)
+            elif entry.name != ".lock":
+                found.append(entry.name)
+        return found
+
+    def _by_need(self) -> list[tuple[str, float]]:
+        """Return the files of tokens, those that are needed last first; of those that none knows of, the oldest."""
+        found = []
+        for name in self._names():
+            if name.endswith(".bin"):
+                found.append((name, self._need(name), os.stat(self._folder / name).st_mtime_ns))
+        found.sort(key=lambda each: (-each[1], each[2]))
+        return [(name, need) for name, need, _ in found]
+
+
+def _size_of(name: str) -> int:
+    """Return the size that a name ends in."""
+    return int(name.removesuffix(_PART).rpartition("-")[2].partition(".")[0])
+
+
+def _get(item: Item, path: Path) -> None:
+    """Fetch a file and flush it to disk.  Raises Broken if it is not what it should be."""
+    checksum = item.checksum()
+    download(item.url, path)
+    size, found = 0, 0
+    with open(path, "rb") as file:
+        while block := file.read(_BLOCK):
+            size, found = size + len(block), crc32(block, found)
+        os.fsync(file.fileno())
+    if size != item.size:
+        raise Broken(f"it has {size} bytes, its metadata say {item.size}")
+    if checksum is not None and found != checksum:
+        raise Broken("its checksum is not that of its metadata")
+
+
+@contextlib.contextmanager
+def _held(path: Path) -> Iterator[Path]:
+    """Be the only one that writes a file, which is gone after the block unless it was renamed."""
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if _is_at(descriptor, path):
+            break
+        os.close(descriptor)  # it was renamed, or removed, before it could be locked
+    try:
+        yield path
+    finally:
+        if _is_at(descriptor, path):
+            path.unlink()
+        os.close(descriptor)
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _is_left(path: Path) -> bool:
+    """Return whether a file that was being fetched is held by no process."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return _is_at(descriptor, path)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,120 @@
+"""The files that will be needed, in their order, which is known: a thread fetches them before they are."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainer.data.remote.cache import Item, NoRoom, ShardCache
+from trainer.data.remote.shard import RemoteShard
+from trainer.data.shards import Shard, ShardError
+
+_SAMPLES = 4096
+"""Samples that are looked ahead, in whole steps."""
+
+_PAUSE_S = 1.0
+"""Seconds between looks at a cache that has no room: other processes may have made some."""
+
+Samples = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What a step needs: on all ranks, by name, and on this one, in the order of its samples."""
+
+    names: frozenset[str]
+    own: Sequence[Item]
+
+
+def coming_from(
+    shards: Sequence[Shard], shards_of: Callable[[Samples], list[int]], steps: Iterator[Samples], own: slice
+) -> Coming:
+    """Return what steps need of shards that are elsewhere.  shards_of: those that some samples lie in, in order."""
+    elsewhere = [shard for shard in shards if isinstance(shard, RemoteShard)]
+    items = [shard.tokens for shard in elsewhere]
+    return Coming(elsewhere[0].keep.cache, steps, own, lambda samples: [items[n] for n in shards_of(samples)])
+
+
+class Coming:
+    """The files that steps need, from the next one on.  The thread lives while samples are taken from `follow`.
+
+    steps: the samples of each step, on all ranks.  own: which of these are this rank's.  items_of: the files that some
+    samples lie in, in their order.
+    """
+
+    def __init__(
+        self, cache: ShardCache, steps: Iterator[Samples], own: slice, items_of: Callable[[Samples], list[Item]]
+    ) -> None:
+        self._cache, self._steps, self._own, self._items_of = cache, steps, own, items_of
+        self._ahead: deque[_Step] = deque()
+        self._next: dict[str, int] = {}
+        self._num_taken = 0
+        self._changed = threading.Condition()
+        self._is_closed = False
+        self._look_ahead()
+        cache.heed(self)
+
+    def need(self, name: str) -> float:
+        """Return how many steps from now a file is needed."""
+        return self._next.get(name, math.inf)
+
+    def follow(self, indices: Iterator[Samples]) -> Iterator[Samples]:
+        """Yield the samples of one micro-batch after the other, as they stand in `indices`."""
+        threading.Thread(target=self._fetch, name="fetch", daemon=True).start()
+        try:
+            for some in indices:
+                yield some
+                self._take(len(some))
+        finally:
+            with self._changed:
+                self._is_closed = True
+                self._changed.notify()
+
+    def _take(self, count: int) -> None:
+        self._num_taken += count
+        if self._num_taken == self._own.stop - self._own.start:
+            self._num_taken = 0
+            with self._changed:
+                self._ahead.popleft()
+                self._look_ahead()
+                self._changed.notify()
+
+    def _look_ahead(self) -> None:
+        size = 0
+        for samples in self._steps:
+            in_order = self._items_of(samples[self._own])
+            names = frozenset(item.name for item in self._items_of(np.unique(samples)))
+            self._ahead.append(_Step(names, list({item.name: item for item in in_order}.values())))
+            size = len(samples)
+            if len(self._ahead) * size >= _SAMPLES:
+                break
+        self._next = {name: n for n in range(len(self._ahead) - 1, -1, -1) for name in self._ahead[n].names}
+
+    def _fetch(self) -> None:
+        while not self._is_closed:
+            with contextlib.suppress(NoRoom, ShardError, OSError):  # what is wrong is said when it is needed
+                if self._fetch_next():
+                    continue
+            with self._changed:
+                if not self._is_closed:
+                    self._changed.wait(_PAUSE_S)
+            self._cache.let_go()
+
+    def _fetch_next(self) -> bool:
+        """Fetch the first file that is missing; returns whether there was one."""
+        with self._changed:
+            steps = list(islice(self._ahead, len(self._ahead)))
+        for due, step in enumerate(steps):
+            for item in step.own:
+                if not self._cache.has(item.name):
+                    self._cache.fetch(item, due)
+                    return True
+        return False

@@ -1,0 +1,134 @@
+"""The shards that a URL means: one, those that a manifest lists, a glob, a folder."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainer.data.cache import find_cache_folders
+from trainer.data.manifest import Manifest, Row
+from trainer.data.remote.shard import Keep, RemoteShard
+from trainer.data.remote.transport import Unreachable, find, has_pattern, read
+from trainer.data.shards import Shard, ShardError, ShardInfo, parse_info
+from trainer.data.source import sample_content
+from trainer.distributed.environment import find_environment
+from trainer.errors import setting_error
+from trainer.files import replacing
+
+_AT_ONCE = 16
+"""Metadata that are asked for at a time."""
+
+
+@dataclass(frozen=True)
+class Listed:
+    """Shards to train on, and those held out from them, with digests of their contents as of `sample_content`."""
+
+    train: list[Shard]
+    train_content: str
+    held_out: list[Shard]
+    held_out_content: str
+
+
+def open_remote(setting: str, key: str, cache_dir: str | None, cache_gib: float | None) -> Listed:
+    """Return the shards that a URL means, which are kept in the cache as they are needed.
+
+    Raises ShardError, and UserError if it names none or they cannot be kept.
+    """
+    keep = Keep(_folder(cache_dir), None if cache_gib is None else int(cache_gib * 2**30))
+    url = setting.rstrip("/")
+    content = None
+    if url.endswith(".json"):
+        content = _read_manifest(setting, url, key)
+    elif not url.endswith(".bin"):
+        with contextlib.suppress(Unreachable):  # then its shards are looked for
+            content = read(f"{url}/manifest.json") if not has_pattern(url) else None
+            url = f"{url}/manifest.json"
+    found = _by_manifest(url, content, keep) if content is not None else _by_name(setting, url, key, keep)
+    if cache_gib is not None:
+        _check_room([*found.train, *found.held_out], cache_gib)
+    return found
+
+
+def _read_manifest(setting: str, url: str, key: str) -> bytes:
+    content = read(url)
+    with contextlib.suppress(ShardError):
+        parse_info(content, url)
+        meant = f"{url.removesuffix('.json')}.bin"
+        raise setting_error(key, setting, "belongs to a token shard, whose name ends in .bin", meant=meant)
+    return content
+
+
+def _by_manifest(url: str, content: bytes, keep: Keep) -> Listed:
+    manifest = Manifest.parse(content, url)
+    base, version = url.rpartition("/")[0], hashlib.blake2b(content, digest_size=12).hexdigest()
+    alike = (manifest.dtype, manifest.vocab_size, manifest.tokenizer, manifest.end_id)
+
+    def shards(rows: Sequence[Row]) -> list[Shard]:
+        return [
+            RemoteShard(_inside(base, name), ShardInfo(*alike, tokens, documents, num_bytes), keep, version)
+            for name, tokens, documents, num_bytes in rows
+        ]
+
+    train, held_out = shards(manifest.train), shards(manifest.held_out)
+    return Listed(train, manifest.train_content, held_out, manifest.held_out_content)
+
+
+def _inside(base: str, name: str) -> str:
+    if name.startswith("/"):
+        raise ShardError(f"the manifest {base}/ lists {name}, which is on a file system of another machine")
+    return name if "://" in name else f"{base}/{name}"
+
+
+def _by_name(setting: str, url: str, key: str, keep: Keep) -> Listed:
+    is_one = url.endswith(".bin") and not has_pattern(url)
+    urls = [url] if is_one else [found for found in find(url) if found.endswith(".bin")]
+    if not urls:
+        rule = "names no token shards: of what is elsewhere only these are read, .bin files or a manifest.json"
+        raise setting_error(key, setting, rule, fix="fetch text first, and name the folder that it is in")
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        told = list(pool.map(read, [f"{url.removesuffix('.bin')}.json" for url in urls]))
+    shards: list[Shard] = [
+        RemoteShard(url, parse_info(content, url), keep, hashlib.blake2b(content, digest_size=12).hexdigest())
+        for url, content in zip(urls, told, strict=True)
+    ]
+    return Listed(shards, _content(shards, b"\0".join(told), keep), [], "")
+
+
+def _content(shards: Sequence[Shard], told: bytes, keep: Keep) -> str:
+    """Return the digest of the shards' content: what was found out before, of shards with these metadata."""
+    digest = hashlib.blake2b(told, digest_size=12)
+    digest.update("\n".join(shard.name for shard in shards).encode())
+    path = keep.folder.with_name(f"content-{digest.hexdigest()}")
+    with contextlib.suppress(OSError):
+        return path.read_text()
+    content = sample_content(shards)
+    with contextlib.suppress(OSError), replacing(path) as partial:
+        partial.write_text(content)
+    return content
+
+
+def _folder(cache_dir: str | None) -> Path:
+    """Return the folder in which shards are kept.  Raises UserError if there is none that can be written."""
+    failure: OSError | None = None
+    for base in find_cache_folders(cache_dir):
+        try:
+            (base / "shards").mkdir(parents=True, exist_ok=True)
+            return base / "shards"
+        except OSError as error:
+            failure = error
+    rule = f"shards cannot be kept there ({failure})" if failure else "no folder to keep shards in"
+    raise setting_error("data.cache_dir", cache_dir, rule, fix="name a folder that you can write to")
+
+
+def _check_room(shards: Sequence[Shard], cache_gib: float) -> None:
+    """Raise UserError unless the cache holds a shard for each rank of this machine."""
+    ranks = find_environment().local_world_size
+    needed = ranks * max((shard.info.num_tokens * shard.dtype.itemsize for shard in shards), default=0)
+    if cache_gib * 2**30 < needed:
+        whose = f"a shard for each of {ranks} ranks" if ranks > 1 else "the largest shard"
+        legal = float(f"{needed / 2**30 * 1.0005 + 1e-9:.4g}")
+        raise setting_error("data.cache_gib", cache_gib, f"must hold {whose}", legal)

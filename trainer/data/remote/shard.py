@@ -1,0 +1,88 @@
+"""A token shard that is elsewhere, read through the cache."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainer.data.remote.cache import Item, ShardCache
+from trainer.data.remote.transport import MANY, read, read_range
+from trainer.data.shards import Shard, ShardError, ShardInfo, parse_info
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Where shards are kept, and how many bytes of them at most."""
+
+    folder: Path
+    limit: int | None
+
+    @property
+    def cache(self) -> ShardCache:
+        """The cache of this process."""
+        return _cache(self, os.getpid())
+
+
+@functools.cache
+def _cache(keep: Keep, process: int) -> ShardCache:
+    return ShardCache(keep.folder, keep.limit)
+
+
+class RemoteShard(Shard):
+    """The shard at a URL that has `info`.  Nothing is fetched before it is read.
+
+    version: some text that changes with what lists the shard, so that no file of before is taken for it.
+    """
+
+    is_elsewhere = True
+
+    def __init__(self, url: str, info: ShardInfo, keep: Keep, version: str) -> None:
+        self.name, self.info = url, info
+        self.keep, self._listed_as = keep, version
+
+    @functools.cached_property
+    def tokens(self) -> Item:
+        """The file of its tokens."""
+        return self._item(".bin", self.info.num_tokens * self.dtype.itemsize, slice(0, 8))
+
+    @functools.cached_property
+    def index(self) -> Item:
+        """The file of where its documents start."""
+        return self._item(".idx", (self.info.num_documents + 1) * 8, slice(8, 16))
+
+    def look(self, start: int, count: int) -> NDArray[np.unsignedinteger[Any]]:
+        """Return a few tokens, which alone are fetched where the server does so."""
+        if not self.keep.cache.has(self.tokens.name):
+            size = self.dtype.itemsize
+            found = read_range(self.name, start * size, (start + count) * size)
+            if found is not None and len(found) == count * size:
+                return np.frombuffer(found, self.dtype)
+        return self.read(start, count)
+
+    def _fill(self, buffer: NDArray[Any], offset: int, is_index: bool) -> int:
+        return self.keep.cache.read_into(buffer, self.index if is_index else self.tokens, offset)
+
+    def _item(self, suffix: str, size: int, digits: slice) -> Item:
+        url = f"{self.name.removesuffix('.bin')}{suffix}"
+        name = hashlib.blake2b(f"{url} {self._listed_as}".encode(), digest_size=12).hexdigest()
+        return Item(f"{name}-{size}{suffix}", url, size, lambda: self._checksum(digits))
+
+    def _checksum(self, digits: slice) -> int | None:
+        checksum = self.info.checksum or self._told.checksum
+        return int(checksum[digits], 16) if checksum else None
+
+    @functools.cached_property
+    def _told(self) -> ShardInfo:
+        """What its own metadata say.  Raises ShardError if that is not what lists it says."""
+        url = f"{self.name.removesuffix('.bin')}.json"
+        found = parse_info(read(url, MANY), url)
+        if replace(found, checksum="") != replace(self.info, checksum=""):
+            raise ShardError(f"{self.name} has changed: its metadata are not what the manifest says")
+        return found

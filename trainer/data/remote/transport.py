@@ -1,0 +1,184 @@
+"""Bytes from elsewhere: HTTP with the standard library, all else with fsspec.
+
+Whatever fails on the way is tried again, after ever longer pauses, and said; not so what trying again would not change,
+such as a file that is not there.
+"""
+
+from __future__ import annotations
+
+import errno
+import fnmatch
+import http.client
+import re
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from trainer.data.shards import ShardError
+from trainer.errors import say
+
+STALL_S = 60.0
+"""Seconds without a byte from a web server after which a connection counts as lost."""
+
+LONGEST_PAUSE_S = 60.0
+"""Pauses between tries double up to this, from one second on."""
+
+FEW, MANY = 3, 12
+"""Tries while the data are opened, where a mistake is likely, and in a run: some seven minutes."""
+
+_BLOCK = 1 << 20
+_ASK_AGAIN = (408, 425, 429)
+_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.ENOENT, errno.EISDIR)
+
+Result = TypeVar("Result")
+
+
+class Unreachable(ShardError):
+    """Something that is elsewhere cannot be had; `is_absent` if there is no such file."""
+
+    def __init__(self, message: str, is_absent: bool = False) -> None:
+        super().__init__(message)
+        self.is_absent = is_absent
+
+
+class Broken(OSError):
+    """What has arrived is not what was sent."""
+
+
+def read(url: str, tries: int = FEW) -> bytes:
+    """Return the content of a small file.  Raises Unreachable."""
+    return again(url, tries, lambda: b"".join(_content(url)))
+
+
+def read_range(url: str, start: int, stop: int, tries: int = FEW) -> bytes | None:
+    """Return bytes `start` to `stop` of a file; None if its server gives whole files alone.  Raises Unreachable."""
+    return again(url, tries, lambda: _range(url, start, stop))
+
+
+def download(url: str, path: Path) -> None:
+    """Write the content of a file to the one at `path`, in one try.  Raises whatever goes wrong."""
+    if not _is_http(url):
+        system, name = _system(url)
+        system.get_file(name, str(path))
+        return
+    with open(path, "wb") as file:
+        for block in _content(url):
+            file.write(block)
+
+
+def find(url: str) -> list[str]:
+    """Return the URLs of the files that a glob or a folder names, sorted: of a web server, those that the folder's page
+    links to.  Raises Unreachable.
+    """
+    return sorted(again(url, FEW, lambda: _linked(url) if _is_http(url) else _listed(url)))
+
+
+def has_pattern(url: str) -> bool:
+    """Return whether a URL is a glob."""
+    return bool(re.search(r"[*?\[]", url))
+
+
+def _listed(url: str) -> list[str]:
+    system, path = _system(url)
+    found = system.glob(path) if has_pattern(path) else system.ls(path, detail=False)
+    return [str(system.unstrip_protocol(name)) for name in found]
+
+
+def _linked(url: str) -> list[str]:
+    folder, _, pattern = url.rpartition("/") if has_pattern(url) else (url.rstrip("/"), "", "*")
+    page = b"".join(_content(f"{folder}/")).decode(errors="replace")
+    links = [
+        urllib.parse.unquote(link) for link in re.findall(r"""<a\s[^>]*?href=["']([^"'?#]+)""", page, re.IGNORECASE)
+    ]
+    names = {link.rpartition("/")[2] for link in links}
+    return [f"{folder}/{name}" for name in names if name and fnmatch.fnmatchcase(name, pattern)]
+
+
+def again(url: str, tries: int, act: Callable[[], Result]) -> Result:
+    """Return what `act` does, which is tried up to `tries` times.  Raises Unreachable, with the last reason."""
+    for left in range(tries - 1, -1, -1):
+        try:
+            return act()
+        except ShardError:
+            raise
+        except Exception as error:  # each file system raises errors of its own
+            if not left or _is_final(error):
+                raise Unreachable(f"{url} cannot be read ({_reason(error)})", _is_absent(error)) from error
+            pause = min(LONGEST_PAUSE_S, 2.0 ** (tries - 1 - left))
+            say(f"{url}: {_reason(error)}; trying again ({left} times more)")
+            time.sleep(pause)
+    raise AssertionError(tries)
+
+
+def _is_final(error: Exception) -> bool:
+    """Return whether trying again would be of no use."""
+    if isinstance(error, urllib.error.HTTPError):
+        return 400 <= error.code < 500 and error.code not in _ASK_AGAIN
+    is_of_the_disk = isinstance(error, OSError) and error.errno in _DISK
+    return is_of_the_disk or isinstance(error, (FileNotFoundError, PermissionError, ImportError, ValueError))
+
+
+def _is_absent(error: Exception) -> bool:
+    return isinstance(error, FileNotFoundError) or (isinstance(error, urllib.error.HTTPError) and error.code == 404)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, ImportError):
+        return f"{error}: pip install 'meshtrainer[remote]'"
+    cause = error.reason if isinstance(error, urllib.error.URLError) else error
+    if isinstance(cause, TimeoutError):
+        return "the connection has stalled"
+    if isinstance(error, urllib.error.HTTPError):
+        return f"the server says {error.code} {error.reason}"
+    return str(getattr(cause, "strerror", None) or cause) or type(error).__name__
+
+
+def _is_http(url: str) -> bool:
+    return url.startswith(("http://", "https://"))
+
+
+def _system(url: str) -> tuple[Any, str]:
+    """Return the file system of a URL, and the path there.  One for each process: fsspec keeps them."""
+    import fsspec
+
+    return fsspec.core.url_to_fs(url)  # type: ignore[no-any-return]
+
+
+def _content(url: str) -> Iterator[bytes]:
+    """Yield the content of a file in blocks."""
+    if not _is_http(url):
+        system, name = _system(url)
+        yield system.cat_file(name)
+        return
+    with _opened(url) as answer:
+        yield from _whole(answer)
+
+
+def _range(url: str, start: int, stop: int) -> bytes | None:
+    if not _is_http(url):
+        system, name = _system(url)
+        return bytes(system.cat_file(name, start=start, end=stop))
+    with _opened(url, Range=f"bytes={start}-{stop - 1}") as answer:
+        return b"".join(_whole(answer)) if answer.status == 206 else None
+
+
+@contextmanager
+def _opened(url: str, **headers: str) -> Iterator[http.client.HTTPResponse]:
+    request = urllib.request.Request(url, headers={"Accept-Encoding": "identity", **headers})
+    with urllib.request.urlopen(request, timeout=STALL_S) as answer:
+        yield answer
+
+
+def _whole(answer: http.client.HTTPResponse) -> Iterator[bytes]:
+    """Yield what an answer holds.  Raises Broken if the connection ends before it does."""
+    expected, count = answer.length, 0
+    while block := answer.read(_BLOCK):
+        count += len(block)
+        yield block
+    if expected is not None and count != expected:
+        raise Broken(f"the connection was lost after {count} of {expected} bytes")
