@@ -188,7 +188,7 @@ def test_a_loop_of_ones_own_does_not_end_well_in_a_streak(tmp_path: Path) -> Non
     assert json.loads((tmp_path / "status.json").read_text())["state"] == "failed"
 
 
-@pytest.mark.campaign
+@pytest.mark.slow
 def test_a_streak_that_begins_before_a_save_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The checkpoint of the moment before may be the broken one: until that is known, nothing older goes."""
     streak, publish = threading.Event(), LocalPlace.publish
