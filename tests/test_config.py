@@ -273,7 +273,7 @@ def test_help_lists_every_key_with_type_default_and_meaning(help_text: tuple[str
             assert rows, key
             assert type_name(item.type) in rows[0][1], key
             assert item.default is dataclasses.MISSING or rows[0][2], key
-    assert ("optim.betas", "a list of 2 x a number", "[0.9, 0.95]") in [row[:3] for row in listed]
+    assert ("optim.betas", "a list of 2 numbers", "[0.9, 0.95]") in [row[:3] for row in listed]
     assert ("data.path", "text or {name: text} or null", "null") in [row[:3] for row in listed]
     assert ("mesh.shard", "a whole number or text", "-1") in [row[:3] for row in listed]
 
@@ -398,7 +398,7 @@ def test_a_plain_dataclass_gets_typed_checks(
         ("model.width=null", "whole number"),
         ("model.scale=x", "a number"),
         ("model.flag=maybe", "true or false"),
-        ("model.sizes=[a]", "a list of a whole number"),
+        ("model.sizes=[a]", "a list of whole numbers"),
         ("model.widht=5", "did you mean model.width=5?"),
     ):
         with pytest.raises(UserError, match=re.escape(must_say)):

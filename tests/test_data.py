@@ -656,7 +656,7 @@ def test_held_out_shards_must_be_others_and_made_alike(tmp_path: Path) -> None:
     too_wide = DataSection(source="tokens", path=str(tmp_path / "text-*.bin"), eval_path=held_out, seq_len=4)
     message = message_of(too_wide)
     assert "takes in" in message
-    assert message.endswith(f"data.path={path}")
+    assert message.endswith(f"'data.path={path}'")
     assert open_source(dataclasses.replace(too_wide, path=path), 257, "eval") is not None
     same = dataclasses.replace(too_wide, path=path, eval_path=path)
     assert open_source(same, 257, "eval") is not None

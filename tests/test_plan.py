@@ -440,7 +440,7 @@ def test_what_does_not_fit_is_planned_and_exits_3(overrides: list[str], capsys: 
         (["recipe=llama_small", "ranks=2", "device=h1000"], "device=h1000: must be one of a100"),
         (["recipe=llama_small", "ranks=0"], "ranks=0: must be a whole number above 0"),
         (["recipe=llama_small", "ranks=3"], "train.global_batch_size=8: must be 3 data-parallel ranks"),
-        (["recipe=llama_small", "ranks=2", "--jason"], "--jason: no such option; nearest: --json"),
+        (["recipe=llama_small", "ranks=2", "--jason"], "--jason: no such option\n  did you mean --json?"),
         (["recipe=llama_small", "--picture=a.gif"], "--picture=a.gif: must be a file that ends in .png or .svg"),
         (["recipe=llama_smal"], "recipe=llama_smal"),
         ([], "recipe=NAME is missing"),

@@ -28,6 +28,7 @@ from trainer.checkpoint.manifest import find_damage, find_index_damage, name_of,
 from trainer.checkpoint.place import COMMIT, Place, find_place, split_parent
 from trainer.checkpoint.source import StoredWeights, find_checkpoints, is_checkpoint
 from trainer.config import compare_stored
+from trainer.config.arguments import CommandParser
 from trainer.errors import EXIT_FAILED, EXIT_FINISHED, UserError, printable, run_command, setting_error, tell
 
 ROWS_BYTES = 64 << 20
@@ -148,7 +149,7 @@ def _shape_of(stored: Stored | None) -> str:
 
 def command_line(argv: Sequence[str] | None = None) -> int:
     """Run what the command line asks for.  Returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m trainer.checkpoints", description=__doc__.partition("\n")[0])
+    parser = CommandParser(prog="python -m trainer.checkpoints", description=__doc__.partition("\n")[0])
     parser.add_argument("run_dir", help="a run.dir, or a folder or URL of checkpoints")
     parser.add_argument("--verify", action="store_true", help="check every checksum")
     parser.add_argument("--diff", nargs=2, metavar=("A", "B"), help="compare two steps (or paths)")

@@ -12,6 +12,7 @@ import contextlib
 import difflib
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TextIO
@@ -109,12 +110,17 @@ def setting_error(
     called elsewhere, much like this one; `example`, a value that shows the form; `fix`, what to do, in words.
     """
     advice = [
-        *([] if legal is None else [f"nearest legal value: {key}={_show(legal)}"]),
-        *([] if meant is None else [f"did you mean {key}={_show(meant)}?"]),
-        *([] if example is None else [f"for example: {key}={_show(example)}"]),
+        *([] if legal is None else [f"nearest legal value: {typed(key, legal)}"]),
+        *([] if meant is None else [f"did you mean {typed(key, meant)}?"]),
+        *([] if example is None else [f"for example: {typed(key, example)}"]),
         *([f"to fix: {fix}"] if fix else []),
     ]
     return UserError("\n  ".join([f"{key}={_show(value)}: {rule}", *advice]))
+
+
+def typed(key: str, value: object) -> str:
+    """Return `key=value` as it is typed in a shell: in quotes where that would read something else into it."""
+    return shlex.quote(f"{key}={_show(value)}")
 
 
 def choice_error(

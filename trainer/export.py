@@ -21,6 +21,7 @@ import torch
 
 from trainer.checkpoint.source import StoredWeights, find_checkpoint
 from trainer.config import config_from_yaml
+from trainer.config.arguments import CommandParser
 from trainer.data.tokenizer import find_tokenizer
 from trainer.errors import EXIT_FINISHED, UserError, run_command, tell
 from trainer.recipe import look_in_working_folder
@@ -110,7 +111,7 @@ def _write_plain(model: torch.nn.Module, path: Path) -> None:
 
 def command_line(argv: Sequence[str] | None = None) -> int:
     """Run what the command line asks for.  Returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m trainer.export", description=__doc__.partition("\n")[0])
+    parser = CommandParser(prog="python -m trainer.export", description=__doc__.partition("\n")[0])
     parser.add_argument("checkpoint", help="a checkpoint's folder or URL, or a run.dir (its newest)")
     parser.add_argument("target", help="a folder for Hugging Face; or a file, *.pt or *.safetensors")
     parser.add_argument("--dtype", choices=DTYPES, help="default: as stored")

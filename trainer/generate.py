@@ -22,6 +22,7 @@ from torch import nn
 
 from trainer.checkpoint.source import StoredWeights, find_checkpoint, is_checkpoint
 from trainer.config import config_from_yaml
+from trainer.config.arguments import CommandParser
 from trainer.config.pretrained import CONFIG, is_folder_of_weights, model_config_of
 from trainer.data.tokenizer import Tokenizer, find_tokenizer
 from trainer.errors import EXIT_FINISHED, UserError, printable, run_command, setting_error
@@ -183,7 +184,7 @@ def command_line(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m trainer.generate", description=__doc__.partition("\n")[0])
+    parser = CommandParser(prog="python -m trainer.generate", description=__doc__.partition("\n")[0])
     parser.add_argument("path", help="a run.dir (its newest checkpoint), a checkpoint, or a Hugging Face folder")
     text = parser.add_mutually_exclusive_group(required=True)
     text.add_argument("--prompt", metavar="TEXT", help="what the model goes on from")

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.config import DataSection, declared_keys
+from trainer.config.arguments import CommandParser
 from trainer.data.ingest.builder import build, usual_procs
 from trainer.data.ingest.inputs import NAMES, find_inputs
 from trainer.data.ingest.publishing import (
@@ -47,7 +48,7 @@ def command_line(arguments: Sequence[str] | None = None) -> int:
     parser = _make_parser()
     options = parser.parse_args(arguments)
     if options.out is None and not options.show:
-        parser.error("one of the arguments --out --show is required")
+        parser.error("--out DIR/NAME is missing (or --show N, to look at conversations)")
     return run_command(lambda: _show(options) if options.show else _prepare(options))
 
 
@@ -227,7 +228,7 @@ def _describe(stem: Path, manifest: Manifest, setting: str) -> str:
 
 
 def _make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m trainer.prepare", description=(__doc__ or "").partition("\n")[0])
+    parser = CommandParser(prog="python -m trainer.prepare", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("inputs", nargs="+", metavar="FILE", help=f"file, folder or glob: {NAMES}")
     parser.add_argument("--out", metavar="DIR/NAME", help="shards are DIR/NAME-00000.bin and so on")
     parser.add_argument("--tokenizer", default="bytes", help="bytes, or the path of a Hugging Face tokenizer.json")

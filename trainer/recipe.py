@@ -11,6 +11,7 @@ import importlib
 import math
 import os
 import pkgutil
+import re
 import sys
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -197,8 +198,9 @@ def declare(default: Any, meaning: str, **limits: Any) -> Any:
     """Return the dataclass field of one configuration key: its default, what `--help` says, and its limits.
 
     Limits of numbers: `at_least`, `above`, `at_most`, `below`.  `aliases` are other names of values, which an error
-    takes for what was meant: {"gpu": "cuda"}.  With `free=True` a model's field is of training alone, as dropout is: it
-    may be set to another value than the one that the weights of `train.init_from` come with.
+    takes for what was meant: {"gpu": "cuda"}.  `form` says what a value is like where its type does not.
+    With `free=True` a model's field is of training alone, as dropout is: it may be set to another value than the one
+    that the weights of `train.init_from` come with.
     """
     return field(default=default, metadata={"meaning": meaning, **limits})
 
@@ -217,7 +219,10 @@ def check_number(key: str, value: Any, number: float, limits: Mapping[str, Any])
     ):
         if word in limits and broken(limits[word]):
             inside = limits[word] if word in ("at_least", "at_most") and value == number else None
-            raise setting_error(key, value, f"must be {word.replace('_', ' ')} {limits[word]}", inside)
+            rule = f"must be {word.replace('_', ' ')} {limits[word]}"
+            null = re.search(r"null: ([^;]+)", str(limits.get("meaning", "")))
+            fix = f"{key}=null means {null[1]}" if null and inside is None else ""
+            raise setting_error(key, value, rule, inside, fix=fix)
 
 
 _registry: dict[str, Recipe] = {}
@@ -243,6 +248,10 @@ def find_recipe(name: str, may_import: Collection[str] | None = None) -> Recipe:
     if name not in _registry:
         load_recipes()
     if name not in _registry:
+        if "/" in name:
+            rule = f"must be a registered model ({', '.join(sorted(_registry))}), not a place"
+            fix = f"fetch that model, then model.name=auto model.path={name.rpartition('/')[2]}"
+            raise setting_error("model.name", name, rule, fix=fix)
         raise choice_error("model.name", name, sorted(_registry), "a registered model:")
     return _registry[name]
 
@@ -321,7 +330,10 @@ def _import_module(module_name: str, setting: str, value: str) -> Any:
         own = [frame for frame in frames if not frame.filename.startswith("<frozen")]
         where = f", in {own[-1].filename}, line {own[-1].lineno}" if own else ""
         rule = f"cannot import {module_name!r} ({type(error).__name__}: {error}{where})"
-        raise setting_error(setting, value, rule) from error
+        first = module_name.partition(".")[0]
+        is_missing = isinstance(error, ModuleNotFoundError) and error.name == first
+        fix = f"start where {first}.py is, or install it" if is_missing else "mend it there"
+        raise setting_error(setting, value, rule, fix=fix) from error
 
 
 def _with_name(config: type, name: str) -> type:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from trainer import __version__
 from trainer.config import RunConfig, check_config, least_mesh, load_config, usage
-from trainer.config.arguments import Arguments, parse
+from trainer.config.arguments import Arguments, no_recipe, parse
 from trainer.config.completion import completion
 from trainer.config.naming import free_name
 from trainer.config.needs import check_needs, likely_device
@@ -108,7 +108,7 @@ def _read(arguments: Arguments, env: Environment) -> RunConfig | None:
         return None
     if recipe is None:
         if overrides or arguments.options:
-            raise UserError(f"recipe=NAME is missing\n\n{usage.USAGE}\n{usage.recipe_list()}")
+            raise no_recipe(usage.USAGE.partition("\n")[0], overrides)
         raise UserError(f"{usage.USAGE}\n{usage.recipe_list()}")
     config = load_config(recipe, overrides)
     if arguments.asks_for("--print-config"):
@@ -315,6 +315,17 @@ COMMANDS = {
 """The subcommands of `meshtrainer`, and the module whose `command_line` each one is."""
 
 
+_ALSO_CALLED = {
+    **dict.fromkeys(("train", "fit", "launch", "start", "finetune", "sft"), "run"),
+    **dict.fromkeys(("eval", "test", "validate"), "evaluate"),
+    **dict.fromkeys(("chat", "sample", "inference", "infer"), "generate"),
+    **dict.fromkeys(("tokenize", "preprocess"), "prepare"),
+    **dict.fromkeys(("convert", "merge"), "export"),
+    **dict.fromkeys(("estimate", "estimate-memory"), "plan"),
+}
+"""What other command lines call them."""
+
+
 def meshtrainer() -> NoReturn:
     """The command `meshtrainer`: a subcommand with its arguments, or the arguments of `run` alone."""
     words = sys.argv[1:]
@@ -329,7 +340,7 @@ def _answer(words: Sequence[str]) -> int:
     if words[0] == "completion":
         tell(completion(words[1] if len(words) > 1 else "", COMMANDS), end="")
         return EXIT_FINISHED
-    best = nearest(words[0], [*COMMANDS, "completion"])
+    best = _ALSO_CALLED.get(words[0]) or nearest(words[0], [*COMMANDS, "completion"])
     meant = f"did you mean meshtrainer {best}?" if best else f"the commands: {', '.join([*COMMANDS, 'completion'])}"
     raise UserError(f"meshtrainer {words[0]}: no such command\n  {meant}")
 

@@ -71,7 +71,9 @@ def find_checkpoints(path: str | os.PathLike[str]) -> Place:
     for folder in (place, place / "checkpoints", *_elsewhere(place)):
         if any(name.startswith(PREFIX) for name in folder.names()) or folder.names_aside():
             return folder
-    raise UserError(f"{path}: holds no checkpoints; give a run.dir, or the folder that checkpoint.dir names")
+    raise UserError(
+        f"{path}: holds no checkpoints\n  to fix: give the folder of a run, or the one that checkpoint.dir names"
+    )
 
 
 def find_checkpoint(path: str | os.PathLike[str]) -> Place:

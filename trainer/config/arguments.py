@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import argparse
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from typing import NoReturn
 
-from trainer.errors import UserError, nearest, setting_error
+from trainer.config.load import declared_keys, recipe_files
+from trainer.config.spelling import stray_word, unknown_option
+from trainer.errors import EXIT_USER_ERROR, UserError, nearest, say, setting_error
 
 _MAX_PROCESSES = 1024
 """More than any machine has room for."""
@@ -33,34 +37,43 @@ def parse(argv: Sequence[str]) -> Arguments:
 
     Raises UserError for an argument that is none of the known forms.
     """
-    named: dict[str, str] = {}
+    argv, named = list(argv), dict[str, str]()
     options, overrides, sections = set(), [], []
     wants_help = "--help" in argv or "-h" in argv
-    for argument in argv:
+    for place, argument in enumerate(argv):
         key, equals, value = argument.partition("=")
         if argument in (*_OPTIONS, "-h"):
             options.add("--help" if argument == "-h" else argument)
         elif argument.startswith("-"):
-            raise UserError(f"{argument}: no such option\n  {_instead_of(argument)}")
+            raise unknown_option(argument, _OPTIONS, declared_keys())
         elif key in ("recipe", "nproc") and equals:
             named[key] = value
         elif wants_help and not equals:
             sections.append(argument)
+        elif not equals or not key:
+            raise stray_word(argv, place, recipe_files(), any(word.startswith("recipe=") for word in argv))
         else:
             overrides.append(argument)
     nproc = _parse_nproc(named["nproc"]) if "nproc" in named else None
     return Arguments(named.get("recipe"), overrides, nproc, frozenset(options), sections)
 
 
-def _instead_of(option: str) -> str:
-    """Return what is to be said of an option that there is none of."""
-    name = option.lstrip("-")
-    if name.partition("=")[0] in ("recipe", "nproc"):
-        return f"did you mean {name if '=' in name else f'{name}=...'}?"
-    if "=" in name or "." in name:
-        return f"to fix: keys are written without dashes, as {name if '=' in name else f'{name}=...'}"
-    best = nearest(name, [known.lstrip("-") for known in _OPTIONS])
-    return f"did you mean --{best}?" if best else "to fix: see --help"
+def no_recipe(usage: str, overrides: Collection[str]) -> UserError:
+    """Return the error for a command line without a recipe, which begins with `usage`."""
+    files = sorted(recipe_files())
+    given = dict(override.partition("=")[::2] for override in overrides)
+    meant = nearest(given.get("model.name", ""), files) if "model.name" in given else None
+    advice = f"did you mean recipe={meant}?" if meant else "for example: recipe=llama_small"
+    return UserError(f"recipe=NAME is missing\n  {advice}\n{usage}\nrecipes: {', '.join(files)}")
+
+
+class CommandParser(argparse.ArgumentParser):
+    """A parser of options whose complaint is one message, without the whole usage."""
+
+    def error(self, message: str) -> NoReturn:
+        """Say what is wrong and leave with the exit code of a user's mistake."""
+        say(f"error: {message}\n  to fix: see {self.prog} --help")
+        raise SystemExit(EXIT_USER_ERROR)
 
 
 def _parse_nproc(text: str) -> int:

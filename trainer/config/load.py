@@ -24,6 +24,7 @@ from trainer.config.relocate import CONFIG, run_of_best, settle
 from trainer.config.schema import RunConfig
 from trainer.config.sections import DataSection
 from trainer.config.settled import settled, with_one_horizon
+from trainer.config.spelling import stray_word, unknown_key
 from trainer.errors import UserError, choice_error, is_masked, masked, nearest, setting_error
 from trainer.recipe import Recipe, check_number, find_recipe, load_recipes
 
@@ -98,7 +99,12 @@ def _build(
         values = {key: value for key, value in values.items() if not key.startswith("model.")}
     if name is None:
         load_recipes()
-        raise setting_error("model.name", None, f"{path} must name a registered model", example="llama")
+        known = [field for field in _declared_keys(RunConfig()) if field[0].partition(".")[0] != "model"]
+        for key, value in values.items():
+            if not key.startswith("model.") and key not in dict(known):
+                raise unknown_key(key, value, dict(known), f" (in {path})")
+        fix = "begin the file with `recipe: llama_small`, or name one: `model: {name: llama}`"
+        raise setting_error("model.name", None, f"{path} must name a registered model", fix=fix)
     schema = RunConfig(model=find_recipe(str(name), may_import).config)
     tree = OmegaConf.structured(schema)
     for node in (tree, *(tree[f.name] for f in dataclasses.fields(RunConfig))):
@@ -109,7 +115,7 @@ def _build(
         _assign(tree, legal, key, value, f" (in {path})")
     for key, text in assignments.items():
         if key in legal:
-            _assign(tree, legal, key, _parse(key, text, legal[key].type), "")
+            _assign(tree, legal, key, _parse(key, text, legal[key].type), "", text)
         else:
             _assign(tree, legal, key, text, "")
     try:
@@ -203,8 +209,12 @@ def find_recipe_file(recipe: str) -> Path:
     files = recipe_files()
     if recipe in files:
         return files[recipe]
+    if Path(recipe).suffix in (".json", ".toml"):
+        raise setting_error("recipe", recipe, "recipe files are YAML", fix=f"begin from {_WRITES_ONE}")
     if Path(recipe).is_dir() and not (Path(recipe) / CONFIG).is_file():
-        raise setting_error("recipe", recipe, f"is a folder, but not of a run: there is no {CONFIG} in it")
+        rule = f"is a folder, but not of a run: there is no {CONFIG} in it"
+        inside = next(iter(sorted(Path(recipe).glob("*.y*ml"))), None)
+        raise setting_error("recipe", recipe, rule, example=inside or "llama_small")
     if Path(recipe).is_dir():
         return Path(recipe) / CONFIG
     kinds = "a path ending in .yaml, the folder of a run, or one of"
@@ -241,6 +251,9 @@ def _declared_keys(schema: RunConfig) -> Iterator[tuple[str, dataclasses.Field[A
             yield f"{section.name}.{item.name}", item
 
 
+_WRITES_ONE = "what python -m trainer.run recipe=llama_small --print-config writes"
+
+
 def read_yaml(path: Path) -> dict[str, Any]:
     """Return what a YAML file holds, by section, unchecked.  Raises UserError if it cannot be read."""
     try:
@@ -248,11 +261,17 @@ def read_yaml(path: Path) -> dict[str, Any]:
     except YAMLError as error:
         where = getattr(error, "problem_mark", None)
         line = f", line {where.line + 1}" if where else ""
-        raise setting_error("recipe", path, f"is not valid YAML{line}: {getattr(error, 'problem', error)}") from error
+        if where and "\t" in "".join(path.read_text().splitlines()[where.line : where.line + 1]):
+            fix = "indent with spaces"
+            raise setting_error("recipe", path, f"is not valid YAML{line}: there is a tab in it", fix=fix) from error
+        rule = f"is not valid YAML{line}: {getattr(error, 'problem', error)}"
+        fix = f"mend{line.replace(',', '')} or begin from {_WRITES_ONE}"
+        raise setting_error("recipe", path, rule, fix=fix) from error
     except (OSError, UnicodeDecodeError, OmegaConfBaseException) as error:
         raise setting_error("recipe", path, f"cannot be read: {error}") from error
     if not isinstance(tree, dict):
-        raise setting_error("recipe", path, "must hold sections such as `train:` with keys below them")
+        rule = "must hold sections such as `train:` with keys below them"
+        raise setting_error("recipe", path, rule, fix=f"begin from {_WRITES_ONE}")
     return {str(key): value for key, value in tree.items()}
 
 
@@ -260,12 +279,16 @@ def _leaves(tree: Mapping[str, Any], path: Path) -> Iterator[tuple[str, Any]]:
     sections = [f.name for f in dataclasses.fields(RunConfig)]
     for section, values in tree.items():
         if section not in sections:
-            best = nearest(section, sections)
-            raise setting_error(section, "...", f"no such section (in {path})", fix=f"write `{best}:`" if best else "")
+            name, _, key = section.partition(".")
+            best = name if name in sections else nearest(name, sections)
+            fix = f"write `{best}:`{f' with `{key}: {values}` below it' if key else ''}" if best else ""
+            known = f"the sections are {', '.join(sections)}"
+            raise setting_error(section, "...", f"no such section (in {path})", fix=fix or known)
         if values is None:
             continue
         if not isinstance(values, Mapping):
-            raise setting_error(section, values, f"a section holds keys, not a value (in {path})")
+            rule = f"a section holds keys, not a value (in {path})"
+            raise setting_error(section, values, rule, fix=f"see python -m trainer.run --help {section}")
         for key, value in values.items():
             yield f"{section}.{key}", value
 
@@ -275,7 +298,7 @@ def _split_overrides(overrides: Sequence[str]) -> dict[str, str]:
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals or not key:
-            raise UserError(f"{override!r}: an override has the form section.key=value")
+            raise stray_word([override], 0, (), has_recipe=True)
         assignments[key] = text
     return assignments
 
@@ -286,7 +309,9 @@ def _parse(key: str, text: str, hint: Any) -> Any:
     Where it may also be a mapping it is one if YAML reads one.
     """
     options = _options(hint)
-    if type(None) in options and text in ("null", "~", ""):
+    if type(None) in options and not text:
+        raise setting_error(key, text, "is empty, as a variable is that the shell does not know", example="null")
+    if type(None) in options and text in ("null", "~"):
         return None
     if all(option is str or typing.get_origin(option) is Literal or option is type(None) for option in options):
         return text
@@ -304,17 +329,16 @@ def _options(hint: Any) -> tuple[Any, ...]:
     return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
 
 
-def _assign(tree: Any, legal: Mapping[str, dataclasses.Field[Any]], key: str, value: Any, where: str) -> None:
+def _assign(
+    tree: Any, legal: Mapping[str, dataclasses.Field[Any]], key: str, value: Any, where: str, shown: str = ""
+) -> None:
     if key not in legal:
-        same_name = [known for known in legal if known.partition(".")[2] == key.rpartition(".")[2]]
-        best = same_name[0] if same_name else nearest(key, legal)
-        shown = f"{best}={value}" if best else None
-        raise UserError(
-            f"{key}={value}: no such key{where}" + (f"\n  did you mean {shown}?" if shown else "\n  see --help")
-        )
+        raise unknown_key(key, value, legal, where)
     hint = legal[key].type
     choices = [choice for option in _options(hint) for choice in typing.get_args(option) if isinstance(choice, str)]
     _refuse_resolvers(key, value, where)
+    if isinstance(value, str) and value.startswith("~/"):  # which a shell leaves as it is behind an equals sign
+        value = os.path.expanduser(value)
     if value is False and "off" in choices:  # YAML 1.1 reads a bare `off` as a boolean
         value = "off"
     try:
@@ -322,11 +346,11 @@ def _assign(tree: Any, legal: Mapping[str, dataclasses.Field[Any]], key: str, va
     except (OmegaConfBaseException, ValueError, TypeError, OverflowError) as error:
         if choices:
             raise choice_error(key, value, choices, aliases=legal[key].metadata.get("aliases")) from error
-        rule = f"must be {type_name(hint)}{where}"
+        rule = f"must be {legal[key].metadata.get('form', type_name(hint))}{where}"
         meant = legal[key].metadata.get("aliases", {}).get(str(value).lower())
         if meant is not None:
             raise setting_error(key, value, rule, meant=meant) from error
-        raise setting_error(key, value, rule, **_advice_of_type(value, hint, legal[key])) from error
+        raise setting_error(key, shown or value, rule, **_advice_of_type(value, hint, legal[key])) from error
 
 
 _OTHER_KEY = re.compile(r"(?<!\\)\$\{[\w.\[\]]+\}")
@@ -362,7 +386,10 @@ def type_name(hint: Any) -> str:
         return "{name: " + ("..." if value is Any else type_name(value)) + "}"
     if typing.get_origin(hint) is tuple:
         items = typing.get_args(hint)
-        return f"a list of {'' if Ellipsis in items else f'{len(items)} x '}{type_name(items[0])}"
+        several = {int: "whole numbers", float: "numbers"}.get(items[0])
+        if Ellipsis in items:
+            return f"a list of {several or type_name(items[0])}"
+        return f"a list of {len(items)} {several or f'x {type_name(items[0])}'}"
     options = _options(hint)
     if len(options) > 1:
         return " or ".join(type_name(option) for option in options)
@@ -393,13 +420,32 @@ def _advice_of_type(value: Any, hint: Any, key: dataclasses.Field[Any]) -> dict[
             rest = list(default or numbers[-1:] * len(items))[len(numbers) :]
             return {"legal": numbers if Ellipsis in items else (numbers + rest)[: len(items)]}
     if float in options or int in options:
-        digits = "".join(char for char in str(value) if char.isdigit() or char in "+-.e")
-        try:
-            number = float(digits)
-            return {"meant": number if float in options else int(number)}
-        except (ValueError, OverflowError):
+        number = _number_in(str(value))
+        if number is None or not (float in options or number.is_integer()):
             return {"example": default}
-    return {"example": default}
+        return {"meant": number if float in options else int(number)}
+    if any(typing.get_origin(option) is dict for option in options):
+        return {"example": {"a": 0.7, "b": 0.3}} if default is None else {"example": default}
+    return {"example": _FORMS.get(key.name, default)}
+
+
+_FORMS = {"profile_steps": [10, 13]}
+"""What a key looks like that is empty by default."""
+_TIMES = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9}
+
+
+def _number_in(text: str) -> float | None:
+    """Return the number that a text begins with, such as 10k or 1,000 steps; None where there is none, or many."""
+    found = re.fullmatch(
+        r"([+-]?[\d_]*\.?\d+(?:e[+-]?\d+)?)([kmbg]?)\s*[a-z]*", re.sub(r",(?=\d{3})", "", text.lower())
+    )
+    if found is None:
+        return None
+    try:
+        number = float(found[1]) * _TIMES[found[2]]
+    except (ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None
 
 
 def _check_limits(config: RunConfig) -> None:

@@ -174,13 +174,20 @@ def any_model_of(folder: str | Path) -> tuple[Recipe, Any]:
     return recipe, config
 
 
+def _fetch(folder: Path) -> str:
+    """Return how to get a model that is only named: the folder must be there, nothing is downloaded."""
+    *_, owner, name = ("", *folder.parts)
+    return f"fetch the model, and name its folder: hf download {owner}/{name} --local-dir {name}"
+
+
 def read_config(folder: Path, setting: str) -> dict[str, Any]:
     """Return what the folder's config.json says.  Raises UserError that begins with `setting` if that is no model."""
     try:
         content = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         content["model_type"]
     except OSError as error:
-        raise setting_error(setting, folder, f"{CONFIG}: cannot be read ({error.strerror})") from error
+        rule = f"{CONFIG}: cannot be read ({error.strerror})"
+        raise setting_error(setting, folder, rule, fix=_fetch(folder)) from error
     except (ValueError, KeyError, TypeError) as error:
         raise setting_error(setting, folder, f"{CONFIG}: describes no model ({error!r})") from error
     return dict(content)

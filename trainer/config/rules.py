@@ -157,6 +157,8 @@ def _check_init_from(config: RunConfig) -> None:
         advice = f"recipe={own} train.init_from=null goes on with the run, which needs it no more"
         if config.lora.rank:
             advice = "the run's adapters are for these weights: name the place where they are now"
+        if not Path(start).is_absolute() and start.count("/") == 1:
+            rule = f"{rule}; a model is fetched with hf download {start} --local-dir {start.rpartition('/')[2]}"
         is_saved = own.is_file() and any((config.run_dir / "checkpoints").glob("step_*"))
         raise setting_error("train.init_from", start, f"{rule}; {advice}" if is_saved else rule)
 

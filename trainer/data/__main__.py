@@ -20,7 +20,8 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from trainer.config import RunConfig, check_config, least_mesh, load_config
+from trainer.config import RunConfig, check_config, declared_keys, least_mesh, load_config, recipe_files
+from trainer.config.spelling import stray_word, unknown_option
 from trainer.data.check import check_data
 from trainer.data.epochs import with_steps
 from trainer.data.mixed import find_order
@@ -30,9 +31,7 @@ from trainer.data.show import show_samples
 from trainer.errors import (
     EXIT_FAILED,
     EXIT_FINISHED,
-    UserError,
     choice_error,
-    nearest,
     run_command,
     setting_error,
     tell,
@@ -73,14 +72,13 @@ def _read(arguments: Sequence[str]) -> _Asked:
         elif argument == "--full":
             asked.is_full = True
         elif argument.startswith("-"):
-            best = nearest(argument, [*asked.numbers, "--full"])
-            raise UserError(f"{argument}: no such option\n  {f'did you mean {best}?' if best else 'see --help'}")
+            raise unknown_option(argument, [*asked.numbers, "--full"], declared_keys())
         elif key == "recipe":
             asked.recipe = value
         elif "=" in argument:
             asked.overrides.append(argument)
         elif asked.command:
-            raise UserError(f"{argument!r}: an override has the form section.key=value")
+            raise stray_word(arguments, list(arguments).index(argument), recipe_files(), asked.recipe is not None)
         else:
             asked.command = argument
     if asked.command not in _COMMANDS:

@@ -254,7 +254,7 @@ def read_info(path: Path) -> ShardInfo:
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise ShardError(f"the metadata {path} cannot be read ({error.strerror})") from error
+        raise ShardError(f"the metadata {path} cannot be read ({error.strerror}); ids alone are no shard") from error
     return parse_info(content, str(path))
 
 
@@ -263,7 +263,7 @@ def parse_info(content: bytes, path: str) -> ShardInfo:
     try:
         info = ShardInfo(**json.loads(content))
     except (ValueError, TypeError) as error:
-        raise ShardError(f"{path} is no metadata of a token shard ({error})") from error
+        raise ShardError(f"{path} is no metadata of a token shard") from error
     for declared in dataclasses.fields(ShardInfo):
         value = getattr(info, declared.name)
         if type(value).__name__ != declared.type:

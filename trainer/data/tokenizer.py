@@ -152,7 +152,8 @@ def find_tokenizer(setting: str, key: str = "data.tokenizer") -> Tokenizer:
     if setting == "bytes":
         return ByteTokenizer()
     if not tokenizer_file(setting).is_file():
-        rule = "must be bytes, or the path of a Hugging Face tokenizer.json"
+        gone = "; no such file is there" if setting.endswith(".json") or "/" in setting else ""
+        rule = f"must be bytes, or the path of a Hugging Face tokenizer.json{gone}"
         fix = "fetch the tokenizer.json of that model, and give its path"
         meant = nearest(setting, ["bytes"])
         raise setting_error(key, setting, rule, meant=meant, fix="" if meant else fix)

@@ -26,10 +26,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.config import RunConfig, check_config, find_mesh_shape, load_config
+from trainer.config import RunConfig, check_config, declared_keys, find_mesh_shape, load_config, recipe_files
+from trainer.config.arguments import no_recipe
+from trainer.config.spelling import stray_word, unknown_option
 from trainer.data.epochs import with_steps
 from trainer.distributed.environment import find_environment
-from trainer.errors import EXIT_DOES_NOT_FIT, EXIT_FINISHED, UserError, nearest, run_command, say, setting_error, tell
+from trainer.errors import EXIT_DOES_NOT_FIT, EXIT_FINISHED, run_command, say, setting_error, tell
 from trainer.model.shard import check_sharding
 from trainer.plan.calibrate import calibrate
 from trainer.plan.machine import Machine, find_machine
@@ -37,6 +39,8 @@ from trainer.plan.plan import Plan, make_plan, planned
 from trainer.plan.search import Choice, NothingFits, asks_for_auto, settle
 from trainer.plan.show import draw, print_plan, remedies_text, to_json
 from trainer.recipe import look_in_working_folder
+
+_USAGE = "usage: python -m trainer.plan recipe=NAME [section.key=value ...] [ranks=N] [device=NAME]"
 
 
 @dataclass
@@ -67,7 +71,7 @@ def command_line(argv: Sequence[str] | None = None) -> int:
 def _plan(arguments: list[str]) -> int:
     asked, overrides = _read(arguments)
     if asked.recipe is None and not asked.calibrates:
-        raise UserError("recipe=NAME is missing; see --help")
+        raise no_recipe(_USAGE, overrides)
     config = load_config(asked.recipe or "llama_small", overrides)
     if config.data.path is not None:
         config = with_steps(config)
@@ -141,8 +145,9 @@ def _read(arguments: list[str]) -> tuple[_Asked, list[str]]:
         elif key in numbers:
             setattr(asked, "ranks" if key == "nproc" else key, _number(key, text, numbers[key]))
         elif argument.startswith("-"):
-            best = nearest(argument, ["--json", "--picture", "--calibrate", "--help"])
-            raise UserError(f"{argument}: no such option" + (f"; nearest: {best}" if best else ""))
+            raise unknown_option(argument, ["--json", "--picture", "--calibrate", "--help"], declared_keys())
+        elif not equals:
+            raise stray_word(arguments, arguments.index(argument), recipe_files(), asked.recipe is not None)
         else:
             overrides.append(argument)
     return asked, overrides

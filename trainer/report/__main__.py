@@ -8,12 +8,12 @@ Works on runs in progress too, and on runs that were killed.  Exit code 2 for a 
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from trainer.config.arguments import CommandParser
 from trainer.errors import EXIT_FINISHED, EXIT_USER_ERROR, UserError, say, setting_error, tell
 from trainer.report.charts import draw_png
 from trainer.report.page import facts_of, write_comparison, write_page
@@ -22,7 +22,7 @@ from trainer.report.story import read_run
 
 def command_line(argv: Sequence[str] | None = None) -> int:
     """Run what the command line asks for.  Returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m trainer.report", description=(__doc__ or "").partition("\n")[0])
+    parser = CommandParser(prog="python -m trainer.report", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("run_dirs", nargs="+", metavar="run_dir", help="a run.dir; several are compared")
     parser.add_argument("--out", help="the page; the picture goes beside it (default: run.dir/report.html)")
     chosen = parser.parse_args(argv)

@@ -105,7 +105,7 @@ def read_run(folder: Path) -> Run:
     """Return what the folder tells.  Raises UserError if it holds no record of a run."""
     path = folder / "metrics.jsonl"
     if not path.is_file():
-        raise setting_error("run.dir", folder, "holds no metrics.jsonl, so no run", _nearest_run(folder))
+        raise _no_run(folder, "holds no metrics.jsonl, so no run")
     train, evals = _Table(TRAIN), _Table(EVAL)
     saved, attempts, ledger = array("d"), list[Attempt](), Ledger()
     num_records = num_skipped = 0
@@ -127,7 +127,7 @@ def read_run(folder: Path) -> Run:
         elif kind == "end" and attempts:
             attempts[-1].ended = str(record.get("reason"))
     if not num_records:
-        raise setting_error("run.dir", folder, "metrics.jsonl holds no record yet", _nearest_run(folder))
+        raise _no_run(folder, "metrics.jsonl holds no record yet")
     _close_attempt(attempts, ledger, None)
     state, reason = _state(folder, attempts)
     if attempts and not attempts[-1].ended:
@@ -241,8 +241,14 @@ def _columns(values: Mapping[str, array[float]]) -> dict[str, Column]:
     return {name: column[order] for name, column in columns.items()}
 
 
+def _no_run(folder: Path, rule: str) -> UserError:
+    best = _nearest_run(folder)
+    fix = "" if best else "name the folder of a run, such as runs/llama_small"
+    return setting_error("run.dir", folder, rule, best, fix=fix)
+
+
 def _nearest_run(folder: Path) -> object:
     if folder.name == "metrics.jsonl" and folder.is_file():
         return folder.parent
     runs = [path.parent for place in (folder, folder.parent, Path("runs")) for path in place.glob("*/metrics.jsonl")]
-    return nearest(folder, runs) or (runs[0] if runs else "the folder that a run was given, such as runs/llama_small")
+    return nearest(folder, runs)

@@ -27,6 +27,7 @@ class FsdpSection:
         "default (units reshard, root does not), always, never, a number of ranks to reshard to, a list with one of "
         "always, never, a number for each unit in the order of the forward pass, or auto (the planner's choice)",
         aliases={"true": "always", "false": "never"},
+        form="default, always, never, a number of ranks, or a list of these",
     )
     param_dtype: Literal["float32", "bfloat16", "auto"] = declare(
         "float32",

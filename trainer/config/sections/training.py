@@ -60,6 +60,8 @@ class TrainSection:
         "none",
         "none, full, selective (keeps matmuls and attention), budget:<share> (keeps of these what costs most, up to "
         "this share of a block's activations), n: every n-th block in full, or auto",
+        aliases={"true": "full", "false": "none"},
+        form="none, full, selective, auto, budget:<share>, or a whole number",
     )
     compile: bool | str = declare(
         AUTO, "torch.compile each block; auto: on a GPU where there is what kernels are made with, and not on a CPU"

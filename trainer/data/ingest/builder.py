@@ -139,7 +139,8 @@ def _list_shards(job: Job, records: Sequence[Record], tally: Tally, path: Path) 
     train = [Shard(path / name) for record in records for name in record.train]
     held_out = [Shard(path / name) for record in records for name in record.held_out]
     if not train and not held_out:
-        raise setting_error(job.keys.inputs, [each.path for each in job.inputs][:5], "there is no text in it")
+        files = [each.path for each in job.inputs][:5]
+        raise setting_error(job.keys.inputs, files, "there is no text in it", fix="name a file with text in it")
     info = (train or held_out)[0].info
     return Manifest(
         dtype=info.dtype,

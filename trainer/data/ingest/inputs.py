@@ -5,6 +5,7 @@ Nothing is read here but names, sizes and times.
 
 from __future__ import annotations
 
+import difflib
 import glob
 import os
 from collections.abc import Iterable, Iterator
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from trainer.errors import nearest, setting_error
+from trainer.errors import setting_error
 
 Kind: TypeAlias = Literal["text", "jsonl", "parquet", "arrow"]
 Packing: TypeAlias = Literal["", "gz", "zst"]
@@ -74,6 +75,9 @@ def kind_of(path: str) -> tuple[Kind, Packing] | None:
     return kind, packing
 
 
+_LINE = '{"text": "..."}'
+
+
 def find_inputs(settings: Iterable[str], key: str) -> list[Input]:
     """Return the files that paths, folders and globs name, each once, in the order of `settings`.
 
@@ -86,7 +90,7 @@ def find_inputs(settings: Iterable[str], key: str) -> list[Input]:
             inside = list(_look_into(match, key))
             if not inside:
                 rule = f"has no file whose name ends in {NAMES}" if os.path.isdir(match) else _refusal(match)
-                raise setting_error(key, match, rule)
+                raise setting_error(key, match, rule, fix=f"write each document as a line of .jsonl: {_LINE}")
             found.update((each.path, each) for each in inside)
     return list(found.values())
 
@@ -102,14 +106,17 @@ def _match(setting: str, key: str) -> list[str]:
     if matches:
         return [os.path.realpath(match) for match in matches]
     if "://" in setting:
-        raise setting_error(key, setting, "is on no file system here; fetch it, and name the folder that it is in")
+        fix = "fetch it, and name the folder that it is in"
+        raise setting_error(key, setting, "is on no file system here", fix=fix)
     parent = Path(pattern).parent
-    names = sorted(map(str, parent.glob("*")))
-    there = [name for name in names if os.path.isdir(name) or name.endswith(".bin") or kind_of(name) is not None]
-    meant = nearest(pattern, there)
-    example = None if meant else next(iter(there), None)
+    names = sorted(path.name for path in parent.glob("[!.]*"))
+    there = [name for name in names if (parent / name).is_dir() or name.endswith(".bin") or kind_of(name) is not None]
+    meant = difflib.get_close_matches(Path(pattern).name, there, n=1, cutoff=0.7)
     rule = "no such file or folder, and no glob that matches one"
-    raise setting_error(key, setting, rule, meant=meant, example=example)
+    if meant:
+        raise setting_error(key, setting, rule, meant=parent / meant[0])
+    begins = "" if os.path.isabs(pattern) else f"; it is looked for in {Path.cwd()}"
+    raise setting_error(key, setting, rule, fix=f"name a file, a folder or a glob that is there{begins}")
 
 
 def _look_into(path: str, key: str) -> Iterator[Input]:

@@ -1,0 +1,256 @@
+"""66 mistakes of people who come from elsewhere or type in a hurry: one short message each, and nothing left behind.
+
+The message has at most six lines, names the setting and its value, and says what to do; the exit code is 2.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.forked import REPOSITORY
+from trainer import run
+
+SMALL = "recipe=llama_small"
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """Arguments (`@` is the test's folder), the subcommand, what lies in the folder, and what the message must hold."""
+
+    arguments: str | list[str]
+    says: str | list[str]
+    command: str = "run"
+    files: dict[str, str | bytes | Callable[[Path], object]] | None = None
+
+    def typed(self, folder: Path) -> list[str]:
+        words = self.arguments.split() if isinstance(self.arguments, str) else self.arguments
+        if self.command == "run" and not any(word.startswith("recipe") or "llama_small" in word for word in words):
+            words = [SMALL, *words]
+        return [word.replace("@", str(folder)) for word in words]
+
+
+def recipe(text: str) -> dict[str, str | bytes | Callable[[Path], object]]:
+    return {"r.yaml": text}
+
+
+def ids(path: Path) -> None:
+    np.arange(3000, dtype=np.uint16).tofile(path)
+
+
+MISTAKES = {
+    "1 a recipe misspelled": Mistake("recipe=lama_small", "did you mean recipe=llama_small?"),
+    "2 a key misspelled": Mistake("train.step=5", "did you mean train.steps=5?"),
+    "2 a key without its section": Mistake("steps=5", "did you mean train.steps=5?"),
+    "2 a key in capitals": Mistake("Train.Steps=5", "did you mean train.steps=5?"),
+    "3 keys with dashes": Mistake("--train.steps=10", "to fix: keys are written without dashes, as train.steps=10"),
+    "3 a recipe with dashes": Mistake("--recipe llama_small", "did you mean recipe=...?"),
+    "4 a recipe alone": Mistake("llama_small", "did you mean recipe=llama_small?"),
+    "4 spaces around =": Mistake(f"{SMALL} train.steps = 10", "to fix: write it without spaces: train.steps=10"),
+    "5 a number in words": Mistake("train.steps=ten", "for example: train.steps=1000"),
+    "5 a number in powers": Mistake("train.steps=1e3", ["train.steps=1e3: ", "nearest legal value: train.steps=1000"]),
+    "5 thousands": Mistake("train.steps=10k", "did you mean train.steps=10000?"),
+    "6 a device by another name": Mistake("run.device=gpu", "did you mean run.device=cuda?"),
+    "6 a switch for a choice": Mistake("log.wandb=true", "did you mean log.wandb=online?"),
+    "7 a list without brackets": Mistake("optim.betas=0.9,0.95", "for example: 'optim.betas=[0.9,0.95]'"),
+    "7 a list that is empty by default": Mistake("log.profile_steps=10,13", "'log.profile_steps=[10,13]'"),
+    "8 a switch for a policy": Mistake("fsdp.reshard_after_forward=true", "fsdp.reshard_after_forward=always?"),
+    "10 ranks that do not divide the batch": Mistake("nproc=3", "nearest legal value: train.global_batch_size=6"),
+    "11 an odd width": Mistake("model.dim=97", "nearest legal value: model.dim=98"),
+    "12 tabs in YAML": Mistake(
+        "recipe=@/r.yaml", ["line 2: there is a tab in it", "to fix: indent"], files=recipe("model:\n\tname: x\n")
+    ),
+    "14 part of a recipe": Mistake(
+        "recipe=@/r.yaml", "to fix: begin the file with `recipe: llama_small`", files=recipe("train: {steps: 3}\n")
+    ),
+    "14 an empty recipe": Mistake("recipe=@/r.yaml", "to fix: begin the file", files=recipe("")),
+    "14 a key misspelled in a file": Mistake(
+        "recipe=@/r.yaml", "did you mean train.steps=3?", files=recipe("train: {stepz: 3}\n")
+    ),
+    "14 a dotted key in a file": Mistake(
+        "recipe=@/r.yaml", "to fix: write `train:` with `steps: 3` below", files=recipe("train.steps: 3\n")
+    ),
+    "15 a folder that is no run": Mistake("recipe=@", "there is no config.yaml in it"),
+    "16 what a shell would expand": Mistake("optim.betas=[0.9]", "nearest legal value: 'optim.betas=[0.9,0.95]'"),
+    "18 a path with a space": Mistake(
+        [SMALL, "data.path=@/my", "books/a.txt"], "to fix: quote a value with spaces in it: 'data.path="
+    ),
+    "20 no data": Mistake("data.source=tokens", "for example: 'data.path=corpus/*.jsonl'"),
+    "20 data that are not there": Mistake("data.path=@/none.txt", "to fix: name a file, a folder or a glob"),
+    "20 a variable that is not set": Mistake("data.path=", "data.path=: is empty"),
+    "22 a tokenizer by its name": Mistake("data.tokenizer=gpt2", "to fix: fetch the tokenizer.json of that model"),
+    "22 a tokenizer that is not there": Mistake("data.tokenizer=@/tokenizer.json", "no such file is there"),
+    "23 a vocabulary that is too small": Mistake("model.vocab_size=100", "nearest legal value: model.vocab_size=257"),
+    "24 ids without metadata": Mistake("data.path=@/a.bin", "python -m trainer.prepare", files={"a.bin": ids}),
+    "25 metadata that are none": Mistake(
+        "data.path=@/a-00000.bin", "is no metadata", files={"a-00000.bin": b"ab" * 9, "a-00000.json": "{}"}
+    ),
+    "26 a sequence longer than the data": Mistake(
+        "data.path=@/a.txt data.seq_len=4096",
+        "nearest legal value: data.seq_len=1000",
+        files={"a.txt": "hi there. " * 100},
+    ),
+    "26 a sequence longer than the model": Mistake(
+        "recipe=gpt2 data.source=synthetic data.seq_len=2048", "nearest legal value: data.seq_len=1024"
+    ),
+    "27 text in another encoding": Mistake(
+        "@/a.txt --out @/p", "to fix: convert it to UTF-8", "prepare", {"a.txt": "caf\xe9 ".encode("latin-1")}
+    ),
+    "27 another text key": Mistake(
+        "@/a.jsonl --out @/p", "nearest legal value: --text-key=content", "prepare", {"a.jsonl": '{"content": "x"}\n'}
+    ),
+    "27 a folder for shards": Mistake("@/a.txt --out @", "legal value: --out=@/corpus", "prepare", {"a.txt": "x"}),
+    "28 a module that is not there": Mistake("model.name=nowhere_at:mine", "to fix: start where nowhere_at.py is"),
+    "29 a model misspelled in a module": Mistake(
+        "model.name=tests.own_recipes:mpl", "did you mean model.name=tests.own_recipes:mlp?"
+    ),
+    "45 a folder that cannot be": Mistake("run.dir=@/a.txt/run", "@/a.txt is not a folder", files={"a.txt": "x"}),
+    "47 accelerate: processes": Mistake("--num_processes=2", "did you mean nproc=2?"),
+    "48 accelerate: precision": Mistake("--mixed_precision bf16", "to fix: set fsdp.param_dtype=bfloat16"),
+    "49 HF: learning rate": Mistake("train.learning_rate=1e-4", "did you mean optim.lr=1e-4?"),
+    "50 HF: batch size": Mistake("train.per_device_train_batch_size=4", "did you mean train.micro_batch_size=4?"),
+    "51 HF: accumulation": Mistake("train.gradient_accumulation_steps=4", "to fix: it follows from train.global_batch"),
+    "52 HF: precision": Mistake("train.bf16=true", "to fix: set fsdp.param_dtype=bfloat16"),
+    "53 HF: saving": Mistake("train.save_steps=100", "did you mean checkpoint.every=100?"),
+    "54 HF: where to": Mistake("train.output_dir=out", "did you mean run.dir=out?"),
+    "55 HF: a model by its name": Mistake("model.name=Qwen/Qwen3-0.6B", "then model.name=auto model.path=Qwen3-0.6B"),
+    "56 HF: a model that was not fetched": Mistake(
+        "recipe=sft model.path=Qwen/Qwen3-0.6B data.path=x.jsonl", "to fix: fetch the model, and name its folder"
+    ),
+    "57 HF: a data set by its name": Mistake("data.path=wikitext", "to fix: name a file, a folder or a glob"),
+    "58 Lightning: devices": Mistake("trainer.devices=2", "did you mean nproc=2?"),
+    "59 Lightning: epochs": Mistake("trainer.max_epochs=2", "did you mean train.epochs=2?"),
+    "60 Lightning: clipping": Mistake("trainer.gradient_clip_val=1", "did you mean optim.max_grad_norm=1?"),
+    "61 Lightning: no clipping": Mistake("optim.max_grad_norm=0", "to fix: optim.max_grad_norm=null means never"),
+    "62 torchtitan: sharding": Mistake("parallelism.data_parallel_shard_degree=8", "did you mean mesh.shard=8?"),
+    "63 torchtitan: other axes": Mistake("parallelism.tensor_parallel_degree=2", "to fix: models are sharded and"),
+    "64 torchtitan: a file": Mistake("recipe=@/r.toml", "recipe files are YAML", files={"r.toml": "[training]"}),
+    "65 a section for a key": Mistake("model=llama", "did you mean model.name=llama?"),
+    "66 another command's name": Mistake("launch", "did you mean meshtrainer run?", "meshtrainer"),
+    "a plan of no recipe": Mistake("llama3_70b", "did you mean recipe=llama3_70b?", "plan"),
+    "a plan's option": Mistake("--model llama3_70b", "--model: no such option", "plan"),
+    "an export to nowhere": Mistake("@", "required: target", "export"),
+    "an export of nothing": Mistake("@ @/out", "to fix: give the folder of a run", "export"),
+    "no prompt": Mistake("@", "--prompt", "generate"),
+    "a report of nothing": Mistake("@", "to fix: name the folder of a run", "report"),
+    "checkpoints of nothing": Mistake("@", "to fix: give the folder of a run", "checkpoints"),
+    "an evaluation of nothing": Mistake("@", "to fix: give the folder of a run", "evaluate"),
+    "a csv file": Mistake("data.path=@/a.csv", "to fix: write each document as", files={"a.csv": "a,b"}),
+}  # fmt: skip
+
+HELD_ELSEWHERE = {
+    21: "test_data.py::test_held_out_shards_must_be_others_and_made_alike",
+    30: "test_faults.py::test_a_folder_belongs_to_one_run",
+    31: "test_bad_input.py::test_a_mistake_does_not_alter_an_existing_run",
+    32: "test_config.py::test_what_a_resume_may_change",
+    33: "test_processes.py::test_a_finished_run_started_again_does_nothing",
+    34: "test_checkpoints.py::test_a_changed_learning_rate_takes_effect",
+    35: "test_run_folders.py::test_a_configuration_means_the_folder_that_it_is_in",
+    36: "test_run_folders.py::test_no_line_is_lost_and_no_other_folder_touched",
+    37: "test_run_folders.py::test_no_line_is_lost_and_no_other_folder_touched",
+    38: "test_faults.py::test_all_are_damaged",
+    39: "test_stopping.py::test_a_closed_terminal_and_a_quit_stop_in_order",
+    40: "test_stopping.py::test_a_pipe_that_is_closed_early_breaks_no_command",
+    41: "test_stopping.py::test_a_second_interrupt_leaves_all_as_it_should_be",
+    42: "test_stopping.py::test_the_ranks_end_when_their_launcher_is_killed",
+    44: "test_plan.py::test_out_of_memory_is_explained",
+    46: "test_bad_input.py::test_what_is_not_installed_is_said_before_anything_is_built",
+}
+"""What happens to a run that has begun, or in one that exists: by number, the tests that hold it."""
+
+WORKS = {
+    9: "train.steps=10 train.steps=20",
+    13: "recipe=@/crlf.yml",
+    17: "data.path=@/*.txt",
+    19: "data.path=@/my books/a.txt",
+    43: "nproc=2",
+}
+"""What people fear to be a mistake, and is none."""
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else b"" for path in folder.rglob("*")}
+
+
+def answer(mistake: Mistake, folder: Path, monkeypatch: pytest.MonkeyPatch) -> object:
+    words = mistake.typed(folder)
+    if mistake.command == "run":
+        own = [] if any(word.startswith("run.dir=") for word in words) else [f"run.dir={folder / 'run'}"]
+        return run.main([*words, *own])
+    monkeypatch.setattr(run, "leave", pytest.fail)
+    monkeypatch.setattr("sys.argv", ["meshtrainer", *words])
+    try:
+        if mistake.command == "meshtrainer":
+            run.meshtrainer()
+        module = importlib.import_module(run.COMMANDS[mistake.command])
+        return module.main(words) if mistake.command == "evaluate" else module.command_line(words)
+    except SystemExit as left:
+        return left.code
+
+
+@pytest.mark.parametrize("name", list(MISTAKES))
+def test_a_mistake_is_one_short_message(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mistake = MISTAKES[name]
+    monkeypatch.chdir(REPOSITORY)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path.with_name("cache")))
+    monkeypatch.setattr(run, "with_trainer", lambda *given: pytest.fail("it would train"))
+    for file, content in (mistake.files or {}).items():
+        if callable(content):
+            content(tmp_path / file)
+        else:
+            (tmp_path / file).write_bytes(content if isinstance(content, bytes) else content.encode())
+    before = contents(tmp_path)
+    assert answer(mistake, tmp_path, monkeypatch) == 2
+    printed, said = capsys.readouterr()
+    assert (printed, said.count("error:"), "Traceback" in said) == ("", 1, False), said
+    assert len(said.splitlines()) <= 6, said
+    for text in [mistake.says] if isinstance(mistake.says, str) else mistake.says:
+        assert text.replace("@", str(tmp_path)) in said, said
+    assert re.search(r"did you mean|nearest legal|for example|to fix|must be|there is no|required", said), "what to do"
+    assert contents(tmp_path) == before, "nothing is left behind"
+
+
+def test_a_command_line_without_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run.main(["train.steps=10"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: recipe=NAME is missing\n  for example: recipe=llama_small\nusage: ")
+    assert "llama3_405b" in said
+    assert len(said.splitlines()) == 4
+    assert run.main(["model.name=gpt2"]) == 2
+    assert "did you mean recipe=gpt2?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", WORKS)
+def test_what_is_no_mistake(
+    number: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "my books").mkdir()
+    for name in ("a.txt", "my books/a.txt"):
+        (tmp_path / name).write_text("some text to train on. " * 999)
+    (tmp_path / "crlf.yml").write_bytes(b"recipe: llama_small\r\ntrain:\r\n  steps: 7\r\n")
+    words = [word.replace("@", str(tmp_path)) for word in re.split(r" (?=\w+\.\w+=)", WORKS[number])]
+    begun = [] if words[0].startswith("recipe=") else [SMALL]
+    assert run.main([*begun, *words, "--print-config"]) == 0, capsys.readouterr().err
+
+
+def test_a_home_that_the_shell_has_left_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run.main([SMALL, "run.dir=~/runs/mine", "--print-config"]) == 0
+    assert f"dir: {os.path.expanduser('~')}/runs/mine" in capsys.readouterr().out
+
+
+def test_all_of_66_are_here() -> None:
+    numbers = {int(name.split()[0]) for name in MISTAKES if name[0].isdigit()} | HELD_ELSEWHERE.keys() | WORKS.keys()
+    assert numbers == set(range(1, 67))
+    for test in HELD_ELSEWHERE.values():
+        file, _, function = test.partition("::")
+        assert f"def {function}(" in (REPOSITORY / "tests" / file).read_text(), test
