@@ -52,6 +52,14 @@ DEFECTS: list[Defect] = [
         "named not in (None, manifest.step)",
         "False",
     ),
+    # -- saving as it pays ---------------------------------------------------------------------------------------
+    Defect(
+        "each-rank-decides-when-to-save",
+        "pays",
+        "trainer/checkpoint/pace.py",
+        "pace.is_agreed = lambda: asked.anyone",
+        "pace.is_agreed = pace.is_time",
+    ),
     # -- streaks of skipped updates ------------------------------------------------------------------------------
     Defect(
         "save-postponed-for-good",

@@ -64,6 +64,8 @@ MISTAKES = {
     "wrap function that is not there": ([SMALL, "nproc=4", "fsdp.wrap=tests.own_recipes:every_liner"],
                                         ["fsdp.wrap=tests.own_recipes:every_liner", "every_linear"]),
     "activation checkpointing in words": ([SMALL, "train.activation_checkpoint=ful"], ["=ful", "=full"]),
+    "saving in words": ([SMALL, "checkpoint.every=often"], ["checkpoint.every=often", "=auto"]),
+    "nodes that last no time": ([SMALL, "checkpoint.node_mtbf_h=0"], ["checkpoint.node_mtbf_h=0", "above 0"]),
     "tokens without a path": ([SMALL, "data.source=tokens"], ["data.path=null", "token shards"]),
     "path without tokens": ([SMALL, "data.path=a.bin", "data.source=stdlib"], ["data.path=a.bin", "data.source"]),
     "shard that is not there": ([SMALL, "data.source=tokens", "data.path=/nowhere/a.bin"], ["/nowhere/a.bin"]),

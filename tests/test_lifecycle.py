@@ -27,6 +27,7 @@ class OneRank:
     def __init__(self, said: list[str]) -> None:
         self._said = said
         self.failures: list[Any] = []
+        self.env = SimpleNamespace(num_nodes=1)
 
     def sum(self, values: list[float]) -> list[float]:
         return [float(value) for value in values]
@@ -60,7 +61,6 @@ class Run:
             latest={},
             open=lambda path, step: self.say("open metrics"),
             wandb_id=None,
-            longest_save_s=0.0,
             before={},
             clock=SimpleNamespace(now=lambda: 0.0, at=lambda seconds: 0.0),
             start=lambda facts: self.say("start block"),
@@ -88,7 +88,7 @@ class Run:
             horizon=Horizon(config),
         )
         saver = SimpleNamespace(
-            longest_s=0.0,
+            begin=list,
             expected_s=0.0,
             finish=lambda: None,
             wait=lambda seconds: self.say("wait for the save"),

@@ -126,7 +126,7 @@ class Trainer:
         self.resume = Resume(config, world, self.checkpoints, self.folder, self.metrics)
         saves = RunSaves(world, self.folder, self.resume, self.accounts, self.watchdog, self.metrics)
         weights, _, kept = bytes_of_training(self.model, config.optim)
-        self.saver = Saver(self.checkpoints, config.checkpoint, self.ballot, saves, weights + kept)
+        self.saver = Saver(self.checkpoints, config, self.ballot, saves, weights + kept)
         self.evaluations = Evaluations(self.state, self.watchdog, self.horizon, self.saver)
         others = (self.folder, self.metrics, self.watchdog, self.accounts, self.saver, self.forecast)
         self.lifecycle = Lifecycle(config, world, self.state, self.ballot, *others, self.loader, started)

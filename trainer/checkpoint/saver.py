@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Protocol
 
 from trainer.checkpoint.contents import Savable
+from trainer.checkpoint.interval import guessed_s
 from trainer.checkpoint.manifest import name_of
+from trainer.checkpoint.pace import Pace, find_pace
 from trainer.checkpoint.store import Checkpoints, SaveResult
-from trainer.config import CheckpointSection
+from trainer.config import RunConfig
 from trainer.distributed.ballot import Ballot
 from trainer.errors import TrainingFailed
 from trainer.files import find_folder
+from trainer.metrics.goodput import Experience
 
 
 class Resumable(Savable, Protocol):
@@ -24,7 +27,18 @@ class Resumable(Savable, Protocol):
 
 
 class SaveListener(Protocol):
-    """Told how saves go."""
+    """Told how saves go; knows what the run has seen so far."""
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step; 0 where that is not known yet."""
+        ...
+
+    def experience(self) -> Experience:
+        """Return what the run has seen of saves and failures; on all ranks but the first, nothing."""
+
+    def expects(self, falls_due: Callable[[int], bool]) -> None:
+        """`falls_due(step)` says, once the ballot of step `step` has been cast, whether a save follows it."""
 
     def settle(self) -> None:
         """Find out whether the steps so far were skipped, as far as that is still open."""
@@ -38,23 +52,23 @@ class SaveListener(Protocol):
     def began(self, stage: Callable[[], str]) -> None:
         """A save has begun; `stage()` says what it is doing."""
 
-    def ended(self, result: SaveResult) -> None:
-        """The save in flight has ended, one way or the other."""
+    def ended(self, result: SaveResult, every_s: float | None) -> None:
+        """The save in flight has ended, one way or the other; it was one every `every_s` seconds, if that is so."""
 
     def warn(self, text: str) -> None:
         """Something that does not stop training."""
 
 
 class SaveSchedule:
-    """Every so many steps; after a failure as soon as a pause has passed, twice as long after each further one.
+    """As a pace has it; after a failure as soon as a pause has passed, twice as long after each further one.
 
     All ranks ask alike.  Only rank 0 looks at the clock: `may_retry` is its word, which the step's message carries.
     """
 
     FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 
-    def __init__(self, every: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self.every, self._clock = every, clock
+    def __init__(self, pace: Pace, clock: Callable[[], float] = time.monotonic) -> None:
+        self.pace, self._clock = pace, clock
         self.num_failures = 0
         """Failed saves in a row."""
         self._retry_at = 0.0
@@ -67,7 +81,7 @@ class SaveSchedule:
 
     def is_due(self, step: int, may_retry: bool) -> bool:
         """Return whether to save after step `step`.  `may_retry` is rank 0's."""
-        falls_due = self.every > 0 and step % self.every == 0
+        falls_due = self.pace.falls_due(step)
         if falls_due:
             self._owed.append(step)
         if self.num_failures:
@@ -81,6 +95,7 @@ class SaveSchedule:
     def begin(self, step: int) -> list[int]:
         """Note that a save begins, of step `step`; returns the steps whose saves it makes up for."""
         self._is_postponed = False
+        self.pace.began()
         return [due for due in self._owed if due < step]
 
     def failed(self) -> None:
@@ -103,15 +118,17 @@ class Saver:
     def __init__(
         self,
         checkpoints: Checkpoints,
-        config: CheckpointSection,
+        config: RunConfig,
         ballot: Ballot,
         listener: SaveListener,
         expected_bytes: int,
     ) -> None:
         """`expected_bytes` is about what this rank will write."""
-        self._checkpoints, self._config, self._listener = checkpoints, config, listener
+        self._checkpoints, self._config, self._listener = checkpoints, config.checkpoint, listener
         self._expected_bytes = expected_bytes
-        self.schedule = SaveSchedule(config.every)
+        pace = find_pace(config, checkpoints.world, ballot, expected_bytes, lambda: listener.step_s)
+        self.schedule = SaveSchedule(pace)
+        listener.expects(pace.falls_due)
         self._is_written = ballot.ask(lambda: checkpoints.is_written)
         self._is_overdue = ballot.ask(lambda: checkpoints.is_overdue)
         self._may_retry = ballot.ask(lambda: checkpoints.world.is_main and self.schedule.may_retry())
@@ -175,14 +192,21 @@ class Saver:
         if not self._is_saved(state):
             raise TrainingFailed(f"the final save has failed: {error}")
 
+    def begin(self) -> list[str]:
+        """The run begins: take into account what it has seen in earlier attempts; returns what there is to say."""
+        found = self._listener.experience()
+        self.longest_s = max(self.longest_s, found.longest_save_s)
+        self.schedule.pace.learn(found)
+        return self.schedule.pace.sentences()
+
     def loaded(self, state: Resumable, is_own: bool) -> None:
         """A checkpoint was loaded, of this run if `is_own`: it need not be saved again.  Not collective."""
         self._saved = self._mark(state) if is_own else None
 
     @property
     def expected_s(self) -> float:
-        """Seconds that a save takes: the longest so far; before the first, a gigabyte in five seconds."""
-        return self.longest_s or 5.0 * self._expected_bytes / 1e9
+        """Seconds that a save takes: the longest so far; before the first, a guess."""
+        return self.longest_s or guessed_s(self._expected_bytes)
 
     def wait(self, timeout_s: float) -> None:
         """Give the save in flight time to end, for a rank that is about to leave.  Not collective."""
@@ -218,7 +242,7 @@ class Saver:
         """
         with self._listener.waiting():
             result = self._checkpoints.take()
-        self._listener.ended(result)
+        self._listener.ended(result, self.schedule.pace.every_s)
         if result.lost == "storage":
             raise TrainingFailed(f"cannot save: {result.error} (checkpoint.timeout_s)")
         if result.error:
@@ -232,6 +256,7 @@ class Saver:
             return result
         self.schedule.succeeded(result.step)
         self.longest_s = max(self.longest_s, result.total_s)
+        self.schedule.pace.learn(self._listener.experience())
         self._saved = self._started
         if result.warning:
             self._listener.warn(result.warning)

@@ -92,6 +92,7 @@ def _check_forms(config: RunConfig) -> None:
         _check_evaluation,
         _check_wrap,
         _check_resume,
+        _check_every,
         _check_deadline,
         _check_init_from,
         _check_name,
@@ -122,6 +123,12 @@ def _check_dtypes(config: RunConfig) -> None:
         if dtype == "bfloat16" and optim.name != "adamw":
             rule = f"only optim.name=adamw computes in float32 and rounds; {optim.name} would lose small steps"
             raise setting_error(key, dtype, rule, "float32")
+
+
+def _check_every(config: RunConfig) -> None:
+    every = config.checkpoint.every
+    if isinstance(every, (str, bool)) and every != AUTO:
+        raise setting_error("checkpoint.every", every, "must be a whole number of steps, or auto", AUTO)
 
 
 def _check_wrap(config: RunConfig) -> None:

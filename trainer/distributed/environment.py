@@ -59,6 +59,11 @@ class Environment:
     """How often the launcher has started the job again."""
 
     @property
+    def num_nodes(self) -> int:
+        """Nodes, as far as one can tell from the ranks on this one."""
+        return -(-self.world_size // self.local_world_size)
+
+    @property
     def has_a_parent(self) -> bool:
         """True if the process that started this one lives as long as the run: variables alone may be set by hand."""
         return self.launcher in ("nproc", "srun") or (

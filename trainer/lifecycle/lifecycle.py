@@ -132,12 +132,13 @@ class Lifecycle:
         self._metrics.wandb_id = self._world.broadcast(self._metrics.wandb_id)
         self._enter("begin")
         self._watch_for_a_stop()
-        self._saver.longest_s = max(self._saver.longest_s, self._metrics.longest_save_s)
         self._folder.write_status("running", None, self._progress.step, "")
         self._metrics.start(facts)
-        for note in notes:
+        nodes = self._world.env.num_nodes
+        start = Record(kind="start", **record, nodes=nodes, started=self._began_at(), **self._metrics.before)
+        self._metrics.write(start)
+        for note in (*notes, *self._saver.begin()):
             self._metrics.say(note)
-        self._metrics.write(Record(kind="start", **record, started=self._began_at(), **self._metrics.before))
 
     def _began_at(self) -> float:
         """Return when the command began, or this Trainer, in seconds since 1970."""

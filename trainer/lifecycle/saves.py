@@ -13,6 +13,7 @@ from trainer.lifecycle.resume import Resume
 from trainer.lifecycle.watchdog import Watchdog
 from trainer.metrics.accounts import Accounts
 from trainer.metrics.fanout import Metrics
+from trainer.metrics.goodput import Experience
 from trainer.metrics.record import Record
 from trainer.metrics.sinks import warn
 
@@ -25,6 +26,16 @@ class RunSaves:
     ) -> None:
         self._world, self._folder, self._resume = world, folder, resume
         self._accounts, self._watchdog, self._metrics = accounts, watchdog, metrics
+
+    @property
+    def step_s(self) -> float:
+        return self._accounts.step_s
+
+    def experience(self) -> Experience:
+        return self._metrics.experience()
+
+    def expects(self, falls_due: Callable[[int], bool]) -> None:
+        self._accounts.is_saved_after = falls_due
 
     def settle(self) -> None:
         self._accounts.settle()
@@ -40,10 +51,11 @@ class RunSaves:
     def began(self, stage: Callable[[], str]) -> None:
         self._watchdog.save_begins(stage)
 
-    def ended(self, result: SaveResult) -> None:
+    def ended(self, result: SaveResult, every_s: float | None) -> None:
         self._watchdog.save_ends()
         if not result.error:
             times = {"blocked_s": result.blocked_s, "total_s": result.total_s}
+            times |= {} if every_s is None else {"every_s": every_s}
             self._metrics.write(Record(kind="checkpoint", step=result.step, **times, bytes=result.bytes))
 
     def warn(self, text: str) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any, Protocol
@@ -105,6 +105,8 @@ class Accounts:
         """Seconds of the last step; 0 before the second, since the first one compiles and allocates."""
         self.evaluated_step: int | None = None
         """Step of the last evaluation."""
+        self.is_saved_after: Callable[[int], bool] = lambda step: False
+        """Whether a save follows a step."""
         self.pending: tuple[Update, int, float] | None = None
         """The step whose numbers have not been read yet, its step, and its seconds."""
         self._logged, self._logged_aside = Tally(world, _TRAIN_FIELDS), Tally(world, _EVAL_FIELDS)
@@ -169,7 +171,7 @@ class Accounts:
         """
         self.settle()
         # Evaluation and saving are timed by themselves: this step must not be part of that.
-        if at_once or self._config.eval.due(step) or self._config.checkpoint.due(step):
+        if at_once or self._config.eval.due(step) or self.is_saved_after(step):
             update.wait()
         self._seconds = time.perf_counter() - self._started
         if self._config.log.profiles(step):

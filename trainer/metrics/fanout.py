@@ -13,7 +13,7 @@ from rich.console import Console
 from trainer.config import RunConfig
 from trainer.metrics.clock import Clock
 from trainer.metrics.console import ConsoleSink
-from trainer.metrics.goodput import Ledger
+from trainer.metrics.goodput import Experience, Ledger
 from trainer.metrics.outlet import KeptText
 from trainer.metrics.record import Record
 from trainer.metrics.sinks import JsonLines, Sink, TensorBoard, WandB, warn
@@ -36,8 +36,6 @@ class Metrics:
         self.before: dict[str, Any] = {}
         """What the start record says of the attempts before (how many steps are lost, where the time went) and of how
         this one tells the time."""
-        self.longest_save_s = 0.0
-        """Of the attempts before; 0 where there was none, and on all ranks but the first."""
         self.latest: dict[str, Record] = {}
         """The last record of each kind; empty on all ranks but the first."""
         self.wandb_id: str | None = None
@@ -57,7 +55,7 @@ class Metrics:
         before = dataclasses.asdict(file.before) if file.before.num_attempts else None
         clock = {"boot": self.clock.boot, "booted": self.clock.booted}
         self.before = {"lost_steps": file.lost_steps, "before": before, **clock}
-        self.longest_save_s = file.longest_save_s
+        self._ledger.remember(file.ledger)
         kept = Console(file=KeptText(path.parent / LOG), width=_WIDE, highlight=False, soft_wrap=True)  # type: ignore[arg-type]
         self._log = ConsoleSink(self._config.train.steps, kept)
         self._log.say(f"-- {time.strftime('%Y-%m-%d %H:%M:%S')}")
@@ -83,6 +81,10 @@ class Metrics:
             for sink in self._sinks:
                 sink.write(stamped)
         return record
+
+    def experience(self) -> Experience:
+        """Return what the run has seen of saves and failures, over all its attempts; nothing on other ranks."""
+        return self._ledger.experience()
 
     def totals(self) -> dict[str, Any]:
         """Return where the time of the run went, over all its attempts: the additional fields of an end record."""

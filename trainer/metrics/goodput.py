@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +37,14 @@ class Goodput:
     num_attempts: int = 0
     lost_steps: int = 0
     """Steps done again after a crash: from the checkpoint to the last step on record."""
+    failures: int = 0
+    """Attempts that ended unasked, after a step at least, and were followed by another."""
+    has_failed: bool = False
+    """Whether the last attempt has ended so, or would if it ended now."""
+    down_s: float = 0.0
+    """From the ends of those attempts until the next ones began their first step."""
+    node_s: float = 0.0
+    """Time of all attempts, times their nodes."""
     until: float = 0.0
     """When the last record was written, in seconds since 1970."""
     boot: str = ""
@@ -66,7 +75,22 @@ class Goodput:
         return {"goodput_total": self.share, **counts, "wall_s": self.wall_s, **self.parts(), "other_s": self.other_s}
 
 
+@dataclass(frozen=True)
+class Experience:
+    """What a run has seen of saves and failures."""
+
+    saves: Sequence[tuple[float, float]] = ()
+    """Of the newest: how long training stood still, and how long they took."""
+    longest_save_s: float = 0.0
+    failures: int = 0
+    node_s: float = 0.0
+    restart_s: float = 0.0
+    """Mean of what a restart took; 0 where there was none."""
+
+
 PARTS = ("update_s", "lost_s", "start_s", "load_s", "save_s", "eval_s", "between_s")
+_NUM_SAVES = 5
+"""What saves cost changes with the ranks and the storage: the newest count."""
 _NUMBERS = frozenset(field.name for field in dataclasses.fields(Goodput)) - {"boot"}
 
 
@@ -81,12 +105,16 @@ class Ledger:
         """Give `resumed_step` to learn what is lost if the next attempt goes on from there."""
         self.reached = 0
         """The last step on record of the attempt in hand."""
-        self.longest_save_s = 0.0
+        self._saves: deque[tuple[float, float]] = deque(maxlen=_NUM_SAVES)
+        self._longest_save_s = 0.0
         self._total = Goodput()
         self._resumed_step = resumed_step
         self._undone_s = 0.0
         self._skipped = self._counted_to = 0
-        self._has_finished = False
+        self._num_nodes = 0
+        self._began_at_step = 0
+        self._reason = ""
+        """How the attempt in hand ended; empty without an end record."""
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Take one record into account; fields that are missing or null count as nothing."""
@@ -95,7 +123,9 @@ class Ledger:
             self._start(record, time)
             return
         if time:
-            total.wall_s += max(0.0, time - total.until) if total.until else 0.0
+            passed_s = max(0.0, time - total.until) if total.until else 0.0
+            total.wall_s += passed_s
+            total.node_s += passed_s * self._num_nodes
             total.until = time  # earlier than before where the clock was set back: what follows counts all the same
         if kind == "train":
             self._train(record)
@@ -103,9 +133,10 @@ class Ledger:
             total.eval_s += _number(record, "eval_s")
         elif kind == "checkpoint":
             total.save_s += _number(record, "blocked_s")
-            self.longest_save_s = max(self.longest_save_s, _number(record, "total_s"))
+            self._saves.append((_number(record, "blocked_s"), _number(record, "total_s")))
+            self._longest_save_s = max(self._longest_save_s, _number(record, "total_s"))
         elif kind == "end":
-            self._has_finished = record.get("reason") == "finished"
+            self._reason = str(record.get("reason"))
         self.reached = max(self.reached, int(_number(record, "step")))
 
     def _start(self, record: Mapping[str, Any], time: float) -> None:
@@ -115,21 +146,28 @@ class Ledger:
             self._total = Goodput(**numbers, boot=str(before.get("boot") or ""))  # type: ignore[arg-type]
             self._total.num_attempts = int(self._total.num_attempts)
             self._total.lost_steps = int(self._total.lost_steps)
+            self._total.failures = int(self._total.failures)
+        else:
+            self._total.has_failed = self._has_failed
         total = self._total
+        total.failures += bool(total.has_failed)
         started, load_s = _number(record, "started") or time, _number(record, "load_s")
-        if total.until and not self._has_finished:
+        if total.until and self._reason != "finished":
             between_s = _between_s(total, record, started)
             total.between_s += between_s
             total.wall_s += between_s
+            total.down_s += (between_s + max(0.0, time - started)) * total.has_failed
         total.num_attempts += 1
         total.load_s += load_s
         total.start_s += max(0.0, time - started - load_s)
         total.wall_s += max(0.0, time - started)
+        self._num_nodes = int(_number(record, "nodes"))
+        total.node_s += max(0.0, time - started) * self._num_nodes
         total.until = time or total.until
         total.boot, total.booted = str(record.get("boot") or ""), _number(record, "booted")
-        self.reached = self._counted_to = int(_number(record, "resumed_step"))
+        self.reached = self._counted_to = self._began_at_step = int(_number(record, "resumed_step"))
         self._skipped = int(_number(record, "skipped"))
-        self._has_finished = False
+        self._reason = ""
 
     def _train(self, record: Mapping[str, Any]) -> None:
         """Count the steps since the line before; `step_s` is their mean."""
@@ -159,7 +197,24 @@ class Ledger:
             update_s=self._total.update_s - undone_s,
             lost_s=self._total.lost_s + undone_s,
             lost_steps=self._total.lost_steps + self.lost_steps,
+            has_failed=self._has_failed,
         )
+
+    @property
+    def _has_failed(self) -> bool:
+        """Whether the attempt in hand has ended unasked, and not before its first step: that is no broken node."""
+        return self._reason in ("", "failed") and self.reached > self._began_at_step
+
+    def experience(self) -> Experience:
+        """Return what the run has seen so far of saves and failures."""
+        total = self._total
+        restart_s = total.down_s / total.failures if total.failures else 0.0
+        return Experience(tuple(self._saves), self._longest_save_s, total.failures, total.node_s, restart_s)
+
+    def remember(self, earlier: Ledger) -> None:
+        """Take over what the saves of earlier attempts were like: start records do not carry it."""
+        self._saves.extend(earlier._saves)
+        self._longest_save_s = max(self._longest_save_s, earlier._longest_save_s)
 
 
 def _between_s(before: Goodput, start: Mapping[str, Any], started: float) -> float:

@@ -54,8 +54,8 @@ class JsonLines:
                 (kept if stays else dropped).append(line)
             self._keep_superseded("".join(dropped))
             write_atomically(self._path, "".join(kept))
+        self.ledger = ledger
         self.lost_steps, self.before = ledger.lost_steps, ledger.total()
-        self.longest_save_s = ledger.longest_save_s
         return open(self._path, "ab", buffering=0)
 
     def go_back(self, step: int) -> None:

@@ -11,6 +11,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from trainer.checkpoint.interval import Costs, costs_of
 from trainer.config import MeshShape, RunConfig
 from trainer.model.shard import resharding
 from trainer.plan.clock import StepTime, time_of
@@ -91,6 +92,21 @@ class Plan:
     def run_s(self) -> float:
         """Seconds of all steps, evaluation and saving left out."""
         return self.time.total_s * self.config.train.steps
+
+    @property
+    def num_nodes(self) -> int:
+        return -(-self.mesh.num_ranks // self.machine.rates.ranks_per_node)
+
+    @cached_property
+    def costs(self) -> Costs:
+        """What saves and failures cost, as far as that is known before any."""
+        return costs_of(self.config, self.num_nodes, self.checkpoint_bytes / self.mesh.num_ranks)
+
+    @property
+    def save_every_s(self) -> float:
+        """Seconds from save to save: as set, or what loses least."""
+        every = self.config.checkpoint.every
+        return every * self.time.total_s if isinstance(every, int) and every else self.costs.best_s
 
     @property
     def checkpoint_bytes(self) -> int:

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from trainer.checkpoint.interval import sentences
 from trainer.config.needs import compiles_blocks
 from trainer.plan.machine import GIB
 from trainer.plan.memory import Moment, memory_of
@@ -42,7 +43,7 @@ def print_plan(plan: Plan, choice: Choice | None = None, console: Console | None
     for line in _heading(plan):
         console.print(Text(line))
     tables = [_memory_table(plan), *([_communication_table(plan)] if plan.collectives else []), _time_table(plan)]
-    for title, table in [*([_choice_table(choice)] if choice else []), *tables]:
+    for title, table in [*([_choice_table(choice)] if choice else []), *tables, _saving_table(plan)]:
         console.print()
         console.print(Text(title, style="bold"))
         console.print(table)
@@ -164,6 +165,13 @@ def _time_table(plan: Plan) -> tuple[str, Table]:
     return "time of one step" + ("" if plan.machine.is_measured else f" (estimated from {plan.machine.source})"), table
 
 
+def _saving_table(plan: Plan) -> tuple[str, Table]:
+    table = _table("", "")
+    for topic, text in sentences(plan.costs, plan.save_every_s, plan.num_nodes).items():
+        table.add_row(topic, text)
+    return "saves and failures (guesses, until a run has seen them)", table
+
+
 def _table(*columns: str) -> Table:
     table = Table(header_style="dim", box=SIMPLE_HEAD)
     for name in columns:
@@ -235,6 +243,13 @@ def to_json(plan: Plan, choice: Choice | None = None) -> dict[str, Any]:
         "flops": plan.flops,
         "tokens": plan.tokens,
         "checkpoint_bytes": plan.checkpoint_bytes,
+        "saving": {
+            "every_s": plan.save_every_s,
+            "best_s": plan.costs.best_s,
+            "mtbf_s": plan.costs.mtbf_s,
+            "expected_goodput": plan.costs.goodput(plan.save_every_s),
+            "losses": plan.costs.losses(plan.save_every_s),
+        },
     } | ({} if choice is None else {"auto": _choice_to_json(choice)})
 
 

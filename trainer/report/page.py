@@ -11,6 +11,7 @@ from html import escape
 
 from trainer.metrics.console import readable_count, readable_duration
 from trainer.report.charts import BY_SOURCE, PANELS, PARTS, SERIES, draw_svg
+from trainer.report.saving import saving_of
 from trainer.report.story import Run
 
 NONE = "&ndash;"
@@ -94,6 +95,7 @@ def write_page(run: Run) -> str:
         _key(run),
         _sources(run),
         _attempts(run),
+        _saving(run),
         _configuration(run),
     ]
     return _html(run.name, parts)
@@ -243,6 +245,14 @@ def _attempts(run: Run) -> str:
     heads = ("", "began", "mesh", "ended", "ranks", "from step", "to step", "steps lost", "loading", "wall time")
     table = _table((*heads, "goodput"), rows, num_text=4)
     return f'<section class="card"><h2>Attempts</h2>{table}</section>'
+
+
+def _saving(run: Run) -> str:
+    """Return what its saves and failures lead to."""
+    rows = [[escape(topic), escape(text)] for topic, text in saving_of(run).items()]
+    if not rows:
+        return ""
+    return f'<section class="card"><h2>Saves and failures</h2>{_table(("", ""), rows, num_text=2)}</section>'
 
 
 def _configuration(run: Run, title: str = "Configuration") -> str:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from trainer.config import read_yaml
 from trainer.errors import UserError, mask_credentials, nearest, setting_error
 from trainer.lifecycle.folder import is_owned
-from trainer.metrics.goodput import Goodput, Ledger
+from trainer.metrics.goodput import Experience, Goodput, Ledger
 from trainer.metrics.record import read_records
 
 Column = NDArray[np.float64]
@@ -73,6 +73,10 @@ class Run:
     saved: Column
     """Steps of the checkpoints."""
     goodput: Goodput
+    checkpoint: Mapping[str, Any]
+    """The section of that name in `config.yaml`, as far as it can be read."""
+    experience: Experience
+    """What it has seen of saves and failures."""
     num_skipped: int = 0
     attempts: list[Attempt] = field(default_factory=list)
 
@@ -145,6 +149,8 @@ def read_run(folder: Path) -> Run:
         evals=_columns(evals.columns),
         saved=np.unique(np.asarray(saved)),
         goodput=ledger.total(),
+        checkpoint=section if isinstance(section := values.get("checkpoint"), Mapping) else {},
+        experience=ledger.experience(),
         num_skipped=num_skipped,
         attempts=attempts,
     )

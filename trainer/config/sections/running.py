@@ -94,7 +94,14 @@ class LogSection:
 class CheckpointSection:
     """Saving and resuming."""
 
-    every: int = declare(0, "steps between checkpoints; 0: only at the end", at_least=0)
+    every: int | str = declare(
+        0, "steps between checkpoints; 0: only at the end; auto: as often as it pays (node_mtbf_h)", at_least=0
+    )
+    node_mtbf_h: float = declare(
+        6000.0,
+        "mean hours until a node fails, for every=auto: what the run has seen itself counts beside it",
+        above=0,
+    )
     mode: Literal["async", "sync"] = declare(
         "async", "async: training waits for a copy in memory, which is written meanwhile; sync: until all is on disk"
     )
@@ -119,7 +126,3 @@ class CheckpointSection:
     verify: Literal["full", "sizes"] = declare("full", "what is checked before loading: all checksums, or sizes only")
     resume: str = declare("auto", "auto: the newest good checkpoint; none: start anew; or where one is, or a run")
     allow_changes: tuple[str, ...] = declare((), "what may differ from the checkpoint: keys, sections, state.<name>")
-
-    def due(self, step: int) -> bool:
-        """Return whether to save after step `step`."""
-        return self.every > 0 and step % self.every == 0
