@@ -134,10 +134,12 @@ class Lifecycle:
         self._watch_for_a_stop()
         self._folder.write_status("running", None, self._progress.step, "")
         self._metrics.start(facts)
+        for note in notes:
+            self._metrics.say(note)
         nodes = self._world.env.num_nodes
         start = Record(kind="start", **record, nodes=nodes, started=self._began_at(), **self._metrics.before)
         self._metrics.write(start)
-        for note in (*notes, *self._saver.begin()):
+        for note in self._saver.begin():  # which learns from the record
             self._metrics.say(note)
 
     def _began_at(self) -> float:
