@@ -299,9 +299,9 @@ DEFECTS: list[Defect] = [
     Defect(
         "seed-ignored",
         "data-order",
-        "trainer/data/loader.py",
-        "seed=config.data.seed,",
-        "seed=0,",
+        "trainer/data/mixed.py",
+        "Permutation(len(source), config.data.seed)",
+        "Permutation(len(source), 0)",
     ),
     Defect(
         "shares-overlap",
