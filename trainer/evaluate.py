@@ -127,7 +127,8 @@ def _take_weights(trainer: Trainer) -> None:
     if source is None or is_folder_of_weights(source):
         begin_from(trainer.model, trainer.origin, config, trainer.world)
     else:
-        stored = trainer.world.agreed(lambda: StoredWeights(find_checkpoint(source)))
+        averaged = config.train.ema > 0 and config.eval.ema
+        stored = trainer.world.agreed(lambda: StoredWeights(find_checkpoint(source), averaged))
         trainer.world.agreed(lambda: fill(trainer.model, joined(stored, config.recipe, config.model), source))
 
 

@@ -43,6 +43,7 @@ def export_checkpoint(
     allow_import: Collection[str] = (),
     merges: bool | None = None,
     base: str | None = None,
+    ema: bool = False,
 ) -> list[Path]:
     """Write the weights of `checkpoint` (one, or a run's newest) to `target`; returns the files.
 
@@ -50,9 +51,10 @@ def export_checkpoint(
     `transformers` loads.  `dtype`: None as they are stored.  `allow_import`: modules of one's own that may be imported
     because the checkpoint names them (see `load_weights`).  Of a run with adapters (LoRA) these alone go to a folder,
     as `peft` loads them; with `merges` the whole model, the adapters in it.  `base`: where the weights under them are
-    now, if they have moved.  Raises UserError, TrainingFailed if they are damaged.
+    now, if they have moved.  `ema`: the average of the weights, which a run with `train.ema` keeps.  Raises UserError,
+    TrainingFailed if they are damaged.
     """
-    stored = StoredWeights(find_checkpoint(checkpoint))
+    stored = StoredWeights(find_checkpoint(checkpoint), ema)
     config = config_from_yaml(stored.config_yaml, allow_import=allow_import)
     path, origin = Path(target), origin_of(stored)
     is_file, has_adapters = path.suffix in (".pt", ".safetensors"), config.lora.rank > 0
@@ -122,6 +124,7 @@ def command_line(argv: Sequence[str] | None = None) -> int:
         "--adapter", dest="merges", action="store_false", default=None, help="the adapter alone (LoRA)"
     )
     parser.add_argument("--base", metavar="PATH", help="where the weights under the adapters are, if they have moved")
+    parser.add_argument("--ema", action="store_true", help="the averaged weights, of a run with train.ema")
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier export")
     parser.add_argument(
         "--allow-import",
@@ -139,7 +142,7 @@ def _export(chosen: argparse.Namespace) -> int:
     if chosen.max_shard_gb <= 0:
         raise UserError(f"--max-shard-gb={chosen.max_shard_gb}: must be above 0\n  for example: --max-shard-gb=5")
     dtype = DTYPES[chosen.dtype] if chosen.dtype else None
-    how = (dtype, chosen.max_shard_gb, chosen.overwrite, chosen.allow_import, chosen.merges, chosen.base)
+    how = (dtype, chosen.max_shard_gb, chosen.overwrite, chosen.allow_import, chosen.merges, chosen.base, chosen.ema)
     for file in export_checkpoint(chosen.checkpoint, chosen.target, *how):
         tell(str(file))
     return EXIT_FINISHED

@@ -90,11 +90,14 @@ class Writer:
         return Sampling(**stated)
 
 
-def open_writer(path: str, device: torch.device, stack: ExitStack, allow_import: Collection[str] = ()) -> Writer:
+def open_writer(
+    path: str, device: torch.device, stack: ExitStack, allow_import: Collection[str] = (), ema: bool = False
+) -> Writer:
     """Return the model at `path`: a checkpoint, a run's folder (its newest), or a Hugging Face folder.
 
     A folder that no recipe builds is transformers' to build.  Files that live in a checkpoint are written to a folder
-    that lasts as long as `stack`.  Raises UserError for what cannot be read.
+    that lasts as long as `stack`.  `ema`: with the averaged weights of a run with `train.ema`.  Raises UserError for
+    what cannot be read.
     """
     if is_folder_of_weights(path) and not is_checkpoint(path):
         folder = Path(path)
@@ -105,7 +108,7 @@ def open_writer(path: str, device: torch.device, stack: ExitStack, allow_import:
     origin = origin_of(source)
     files = origin.tokenizer or {name: data for name, data in origin.files.items() if TOKENIZER in origin.files}
     tokenizer = str(stack.enter_context(written_out(files))) if files else config.data.tokenizer
-    model = load_weights(path, device, allow_import)
+    model = load_weights(path, device, allow_import, ema)
     return Writer(model, device, tokenizer, _settings(origin.files))
 
 
@@ -194,6 +197,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, help="the same text for the same seed (default: another one each time)")
     parser.add_argument("--temperature", type=float, help="default: the model's own generation_config.json, or 0.8")
     parser.add_argument("--top-p", type=float, help="default: the model's own generation_config.json, or 1")
+    parser.add_argument("--ema", action="store_true", help="with the averaged weights, of a run with train.ema")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU if there is")
     parser.add_argument(
         "--allow-import",
@@ -209,7 +213,7 @@ def _generate(chosen: argparse.Namespace) -> int:
     _check(chosen)
     device = chosen.device if chosen.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     with ExitStack() as stack:
-        writer = open_writer(chosen.path, torch.device(device), stack, chosen.allow_import)
+        writer = open_writer(chosen.path, torch.device(device), stack, chosen.allow_import, chosen.ema)
         tokenizer = find_tokenizer(writer.tokenizer)
         if chosen.chat is None:
             prompt = tokens_of_prompt(chosen.prompt, tokenizer)

@@ -54,6 +54,7 @@ from trainer.model.network import build_network
 from trainer.model.parameters import tied_names
 from trainer.model.shard import apply_sharding
 from trainer.model.units import ShardUnit
+from trainer.optim.average import EMA, WeightAverage
 from trainer.optim.optimizer import Optimizer, Schedule, build_optimizer, bytes_of_training
 from trainer.plan.forecast import Forecast, resolve_auto
 from trainer.plan.show import choice_text
@@ -106,6 +107,9 @@ class Trainer:
         self.state.add_loaders(self.loader, self.eval_loader, world)
         self.state.add("metrics", self.metrics)
         self.state.add("horizon", self.horizon)
+        self.average = WeightAverage(self.state.trained, config.train.ema, config.eval.ema)
+        self.optimizer.followers.append(self.average)
+        self.state.add(EMA, self.average)
         self.origin = Origin()
         """What came with the model: the files beside the weights that training started from, and its tokenizer's."""
         self.state.add(ORIGIN, self.origin)
@@ -125,7 +129,7 @@ class Trainer:
         self.accounts = Accounts(config, world, *counted, self.watchdog, observers, self.loader)
         self.resume = Resume(config, world, self.checkpoints, self.folder, self.metrics)
         saves = RunSaves(world, self.folder, self.resume, self.accounts, self.watchdog, self.metrics)
-        weights, _, kept = bytes_of_training(self.model, config.optim)
+        weights, _, kept = bytes_of_training(self.model, config.optim, config.train.ema > 0)
         self.saver = Saver(self.checkpoints, config, self.ballot, saves, weights + kept)
         self.evaluations = Evaluations(self.state, self.watchdog, self.horizon, self.saver)
         others = (self.folder, self.metrics, self.watchdog, self.accounts, self.saver, self.forecast)
@@ -299,7 +303,7 @@ class Trainer:
             return None
         started = time.perf_counter()
         total, count = torch.zeros((), device=self.world.device, dtype=torch.float64), 0.0
-        with evaluating(self.model), self.accounts.evaluation():
+        with self.average.in_place(), evaluating(self.model), self.accounts.evaluation():
             for batch in self.eval_loader:
                 self.ballot.cast()
                 if self.stopping:
@@ -377,7 +381,8 @@ class Trainer:
             self.saver.save_at_the_end(self.state)
         if not self.stopping:
             self.skips.check_end(self.state.step)
-            show_result(self.config, self.world, self.model, self.metrics)
+            with self.average.in_place():
+                show_result(self.config, self.world, self.model, self.metrics)
         return self.lifecycle.end()
 
     def close(self) -> None:

@@ -18,11 +18,18 @@ from trainer.config import stored_value
 from trainer.config.relocate import CONFIG, moved_along, run_of_best
 from trainer.errors import TrainingFailed, UserError, is_masked
 
+_AVERAGE = "ema.weights."
+"""What the keys of averaged weights begin with."""
+
 
 class StoredWeights:
     """The model's weights in one checkpoint.  What is read is checked."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: Place, averaged: bool = False) -> None:
+        """With `averaged` the average of those that were trained (`train.ema`) is read in their place, in their dtype.
+
+        Raises UserError if there is no checkpoint, or no average in it; TrainingFailed if it is damaged.
+        """
         self.place, self.description = place, str(place)
         try:
             self.manifest = read_manifest(place)
@@ -39,6 +46,14 @@ class StoredWeights:
             raise TrainingFailed(f"the checkpoint {place} is damaged:\n  {error}") from error
         self.layout = layout
         self._stored = {k.removeprefix("model."): stored for k, stored in layout.items() if k.startswith("model.")}
+        if averaged and not self.has_average:
+            raise UserError(f"{place}: holds no average of the weights: its run had train.ema=0")
+        self._keys = {name: f"{_AVERAGE}{name}" for name in self._stored if averaged and f"{_AVERAGE}{name}" in layout}
+
+    @property
+    def has_average(self) -> bool:
+        """True if there is an average of the weights beside them."""
+        return any(key.startswith(_AVERAGE) for key in self.layout)
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -50,6 +65,8 @@ class StoredWeights:
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Return rows [start, stop) of a parameter, or all of it.  Raises TrainingFailed if they are damaged."""
+        if name in self._keys:
+            return self.read_stored(self._keys[name], start, stop).to(self._stored[name].dtype)
         return self.read_stored(f"model.{name}", start, stop)
 
     def read_stored(self, key: str, start: int = 0, stop: int | None = None) -> torch.Tensor:

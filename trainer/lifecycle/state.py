@@ -75,6 +75,12 @@ class TrainState:
         return {f"model.{name}": BEYOND_BELIEF if p.requires_grad else math.inf for name, p in named if name in kept}
 
     @property
+    def trained(self) -> dict[str, nn.Parameter]:
+        """The parameters that are trained, by name; shared ones once."""
+        named = self.model.named_parameters()
+        return {clean_name(name): parameter for name, parameter in named if parameter.requires_grad}
+
+    @property
     def num_skipped(self) -> int:
         return self.skips.in_a_row
 

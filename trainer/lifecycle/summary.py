@@ -57,7 +57,7 @@ def start_facts(
     num_rows = batch * config.rows_per_sample
     num_parameters, num_trained = count_parameters(model), count_trained_parameters(model)
     trained = "" if num_trained == num_parameters else f", {readable_count(num_trained)} of them trained"
-    weights, gradients, kept = bytes_of_training(model, config.optim)
+    weights, gradients, kept = bytes_of_training(model, config.optim, config.train.ema > 0)
     held = weights * (1 + config.holds_reference) + gradients + kept
     reference = ", a reference" if config.holds_reference else ""
     talks = f", small messages by {world.interface}" if world.interface else ""

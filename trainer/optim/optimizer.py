@@ -8,7 +8,7 @@ takes effect as configured.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -19,11 +19,20 @@ from trainer.model.parameters import local
 from trainer.optim.adamw import FusedAdamW, RoundingAdamW
 
 
+class Follower(Protocol):
+    """Follows the weights from step to step."""
+
+    def follow(self, is_finite: torch.Tensor | None) -> None:
+        """A step has been made, and left out if the scalar `is_finite` is false.  Waits for no device."""
+
+
 class Optimizer:
     """One or several torch optimizers over disjoint parameters, stepped together."""
 
     def __init__(self, *parts: torch.optim.Optimizer) -> None:
         self.parts = parts
+        self.followers: list[Follower] = []
+        """Told of each step once it is made."""
 
     @classmethod
     def of(cls, built: Optimizer | torch.optim.Optimizer) -> Optimizer:
@@ -69,6 +78,8 @@ class Optimizer:
                     del part.found_inf  # type: ignore[attr-defined]
             elif is_finite:
                 part.step()
+        for follower in self.followers:
+            follower.follow(is_finite)
 
     def zero_grad(self) -> None:
         for part in self.parts:
@@ -122,8 +133,14 @@ def moments_of(model: nn.Module, config: OptimSection) -> dict[int, tuple[int, i
     return {id(p): (1 if id(p) in one_each else number, own_size or p.element_size()) for p in (*decayed, *rest)}
 
 
-def bytes_of_training(model: nn.Module, config: OptimSection) -> tuple[int, int, int]:
-    """Return the bytes on this rank of the weights, of their gradients, and of what the optimizer keeps for them."""
+AVERAGE_SIZE = 4
+"""Bytes of an element of an average of the weights."""
+
+
+def bytes_of_training(model: nn.Module, config: OptimSection, averages: bool = False) -> tuple[int, int, int]:
+    """Return the bytes on this rank of the weights, of their gradients, and of what is kept for them from step to step:
+    by the optimizer, and as an average if there is one.
+    """
     moments = moments_of(model, config)
     weights = gradients = kept = 0
     for parameter in model.parameters():
@@ -131,7 +148,7 @@ def bytes_of_training(model: nn.Module, config: OptimSection) -> tuple[int, int,
         number, size_of_each = moments.get(id(parameter), (0, 0))
         weights += numel * size
         gradients += numel * size * parameter.requires_grad
-        kept += numel * number * size_of_each
+        kept += numel * (number * size_of_each + AVERAGE_SIZE * parameter.requires_grad * averages)
     return weights, gradients, kept
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from trainer.optim.optimizer import AVERAGE_SIZE
 from trainer.plan.kernels import Work
 from trainer.plan.step import Axis, Kind, Layout, Step
 from trainer.plan.trace import Segment, Trace
@@ -164,9 +165,11 @@ def time_of(trace: Trace, layout: Layout, num_micro_batches: int, rates: Rates) 
     parameters = [p for unit in trace.units for p in unit.parameters if p.is_trained]
     shards = [(p, p.numel / layout.shard) for p in parameters]
     # Clipping reads gradients twice and writes them once; the step reads weight and gradient, writes the weight, and
-    # does both with each moment.
+    # does both with each moment; an average reads the weight, and does both with itself.
+    average = layout.averages / rates.memory
     optimizer_s = sum(
         3 * numel * p.element_size / rates.memory
+        + numel * (p.element_size + 2 * AVERAGE_SIZE) * average
         + numel * (3 * p.element_size + 2 * p.moments * p.moment_size) / rates.optimizer
         for p, numel in shards
     )

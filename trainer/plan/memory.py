@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import get_args
 
+from trainer.optim.optimizer import AVERAGE_SIZE
 from trainer.plan.step import Axis, Kind, Layout, Step, padded_numel
 from trainer.plan.trace import Segment, Trace
 
@@ -110,5 +111,6 @@ def at_rest(trace: Trace, layout: Layout) -> dict[Kind, int]:
     parameters = [p for unit in trace.units for p in unit.parameters]
     shards = [(p, padded_numel(p, layout.shard) // layout.shard) for p in parameters]
     kinds["parameters"] = (1 + layout.holds_reference) * sum(numel * p.element_size for p, numel in shards)
-    kinds["optimizer"] = sum(numel * p.moments * p.moment_size for p, numel in shards)
+    average = AVERAGE_SIZE * layout.averages
+    kinds["optimizer"] = sum(numel * (p.moments * p.moment_size + average * p.is_trained) for p, numel in shards)
     return kinds

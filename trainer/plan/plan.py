@@ -14,6 +14,7 @@ from functools import cached_property
 from trainer.checkpoint.interval import Costs, costs_of
 from trainer.config import MeshShape, RunConfig
 from trainer.model.shard import resharding
+from trainer.optim.optimizer import AVERAGE_SIZE
 from trainer.plan.clock import StepTime, time_of
 from trainer.plan.communication import Collective, collectives_of
 from trainer.plan.machine import GIB, Machine
@@ -114,7 +115,8 @@ class Plan:
         config = self.config
         names_base = config.lora.rank > 0 and (config.train.init_from or config.model_path) is not None
         parameters = [p for unit in self.trace.units for p in unit.parameters if p.is_trained or not names_base]
-        return sum(p.numel * (p.element_size + p.moments * p.moment_size) for p in parameters)
+        average = AVERAGE_SIZE * (config.train.ema > 0)
+        return sum(p.numel * (p.element_size + p.moments * p.moment_size + average * p.is_trained) for p in parameters)
 
 
 def make_plan(config: RunConfig, mesh: MeshShape, machine: Machine, probe: Probe | None = None) -> Plan:
@@ -140,6 +142,7 @@ def layout_of(config: RunConfig, trace: Trace, mesh: MeshShape) -> Layout:
         reduce_size=_SIZES[fsdp.reduce_dtype],
         cpu_offload=fsdp.cpu_offload,
         holds_reference=config.holds_reference,
+        averages=config.train.ema > 0,
         prefetch_forward=fsdp.prefetch_forward,
         prefetch_backward=fsdp.prefetch_backward,
         accumulates_shards=fsdp.accumulate == "sharded",

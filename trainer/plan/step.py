@@ -48,6 +48,8 @@ class Layout:
     cpu_offload: bool = False
     holds_reference: bool = False
     """Whether a frozen copy of the model is sharded beside it."""
+    averages: bool = False
+    """Whether an average of the trained weights is (`train.ema`)."""
     prefetch_forward: int = 0
     prefetch_backward: int = 0
     accumulates_shards: bool = False

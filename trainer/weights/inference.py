@@ -270,11 +270,15 @@ def _is_hugging_face(path: str | os.PathLike[str]) -> bool:
 
 
 def load_weights(
-    path: str | os.PathLike[str], device: torch.device | str = "cpu", allow_import: Collection[str] = ()
+    path: str | os.PathLike[str],
+    device: torch.device | str = "cpu",
+    allow_import: Collection[str] = (),
+    ema: bool = False,
 ) -> nn.Module:
     """Return the model whose weights are at `path`, whole and unsharded, in evaluation mode.
 
     `path`: a checkpoint, the folder of a run (its newest checkpoint), or a Hugging Face folder of a known model.
+    `ema`: take the average of the weights, which a run with `train.ema` keeps.
     `allow_import`: modules that may be imported because a checkpoint names them as its model's ("my_models" for
     model.name=my_models:tiny).  What is imported runs, and a checkpoint may come from anywhere: by default only models
     that are registered already are built.  Raises UserError for others.
@@ -283,7 +287,7 @@ def load_weights(
         recipe, model_config = _model_in(Path(path))
         read = recipe.first_weights(model_config) or SafetensorsFolder(Path(path), recipe, model_config)
         return fill_plain(plain_network(recipe, model_config), recipe, read, torch.device(device))
-    stored = StoredWeights(find_checkpoint(path))
+    stored = StoredWeights(find_checkpoint(path), ema)
     config = config_from_yaml(stored.config_yaml, allow_import=allow_import)
     source = joined(stored, config.recipe, config.model)
     return fill_plain(build_network(config), config.recipe, source, torch.device(device))

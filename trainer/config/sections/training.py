@@ -88,6 +88,12 @@ class TrainSection:
     freeze: tuple[str, ...] = declare(
         (), "parameters that are not trained: their names, those of modules, or patterns as layers.0.*"
     )
+    ema: float = declare(
+        0.0,
+        "decay of an exponential moving average of the weights, as 0.999, kept in float32 beside them; 0: none",
+        at_least=0,
+        below=1,
+    )
     max_skipped_updates: int = declare(10, "non-finite steps in a row after which the run fails", at_least=1)
 
 
@@ -126,6 +132,7 @@ class EvalSection:
         0, "batches of one evaluation, each the size of a global batch; 0: all that is held out", at_least=0
     )
     metric: str = declare("loss", "what tells the best evaluation: the lowest loss, or loss_<source> of one source")
+    ema: bool = declare(True, "with train.ema: evaluate the averaged weights; false: those that are trained")
     patience: int = declare(
         0, "evaluations in a row without a new best, after which the run has finished; 0: any number", at_least=0
     )
