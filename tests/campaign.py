@@ -51,8 +51,11 @@ _ALONE = [
     Part("moments", ("test_moments.py",), 25.0, workers=1),
     Part(
         "architectures",
-        ("test_hf.py", "test_native_models.py", "test_lora.py", "test_generate.py", "test_mixture.py"),
-        20.0,
+        (
+            *("test_hf.py", "test_native_models.py", "test_lora.py", "test_tuned_models.py"),
+            *("test_generate.py", "test_mixture.py"),
+        ),
+        25.0,
     ),
 ]
 

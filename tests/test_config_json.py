@@ -369,6 +369,19 @@ def test_a_variant_is_computed_as_transformers_does_or_refused(variant: Variant,
     assert content == variant.content | named
 
 
+def test_balancing_experts_has_no_model_hand_out_what_its_routers_say(tmp_path: Path) -> None:
+    """Neither one that was trained from nothing, nor one whose folder says no."""
+    folder = folder_of(moe(), tmp_path / "folder")
+    run_folder = trained(folder, tmp_path / "run", "model.balance=0.02", recipe=FILES["qwen3_moe"])
+    assert main([str(run_folder), str(tmp_path / "out")]) == 0
+    content = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (content["output_router_logits"], content["router_aux_loss_coef"]) == (False, 0.02)
+    hf = RECIPES["qwen3_moe"].hf
+    assert hf is not None
+    own = hf.config(RECIPES["qwen3_moe"].config(balance=0.02))
+    assert (own.get("output_router_logits"), own["router_aux_loss_coef"]) == (None, 0.02)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("rates", [(0.3, 0.0, 0.0), (0.0, 0.3, 0.0), (0.0, 0.0, 0.3), (0.1, 0.2, 0.3)])
 def test_each_dropout_of_gpt2_is_where_transformers_has_it(rates: tuple[float, float, float], tmp_path: Path) -> None:

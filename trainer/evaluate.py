@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from trainer import run
-from trainer.config import RunConfig, check_config, load_config
+from trainer.config import RunConfig, check_config, load_config, stored_value
 from trainer.config.arguments import parse
 from trainer.config.needs import check_needs, likely_device
 from trainer.config.pretrained import find_native, is_folder_of_weights
@@ -38,6 +38,7 @@ from trainer.metrics.record import Record
 from trainer.recipe import look_in_working_folder
 
 if TYPE_CHECKING:
+    from trainer.checkpoint.source import StoredWeights
     from trainer.trainer import Trainer
 
 _OWN = {
@@ -78,7 +79,7 @@ def find_subject(path: str, overrides: Sequence[str]) -> Subject:
     else:
         source = StoredWeights(find_checkpoint(path))
         text, weights, step = source.config_yaml, str(source.place), source.manifest.step
-        begins_from = weights
+        begins_from = _first_weights(source)
     given = {override.partition("=")[0] for override in overrides}
     own = [f"{key}={value}" for key, value in (_OWN | {"train.init_from": begins_from}).items() if key not in given]
     with tempfile.TemporaryDirectory() as folder:
@@ -88,6 +89,20 @@ def find_subject(path: str, overrides: Sequence[str]) -> Subject:
         if not config.eval.every:  # a run that does not evaluate itself
             config = load_config(str(file), [*own, *overrides, "eval.every=1"])
     return Subject(config, weights, step)
+
+
+def _first_weights(source: StoredWeights) -> str:
+    """Return `train.init_from` for an evaluation of a checkpoint.
+
+    Where that names weights beside its own, those under its adapters or of its reference model, they are these; null if
+    they come with the model, or are drawn.
+    """
+    from trainer.weights.adapters import BASE, REFERENCE
+
+    beside = next((source.parts[name] for name in (BASE, REFERENCE) if name in source.parts), None)
+    if beside is None:
+        return str(source.place)
+    return str(beside["path"] or "null") if stored_value(source.config_yaml, "train.init_from") else "null"
 
 
 def looking(kind: type[Trainer]) -> type[Trainer]:
@@ -103,33 +118,42 @@ def looking(kind: type[Trainer]) -> type[Trainer]:
     return type(kind.__name__, (kind,), {"build_loader": build_loader, "build_optimizer": build_optimizer})
 
 
-def evaluate(trainer: Trainer) -> Record | None:
-    """Return the record of an evaluation with the weights of `train.init_from`; None if it was asked to stop.
+def evaluate(trainer: Trainer, subject: Subject) -> Record | None:
+    """Return the record of an evaluation of `subject`; None if it was asked to stop.
 
-    Writes nothing of a run.  Raises UserError where nothing is held out.  Collective.
+    Writes nothing of a run.  Raises UserError where nothing is held out, or if the weights under adapters or of a
+    reference model are not those that the run had.  Collective.
     """
+    from trainer.checkpoint.source import StoredWeights, find_checkpoint
+    from trainer.weights.inference import begin_from
+
     if trainer.eval_loader is None:
         data = trainer.config.data
         rule = f"data.source={data.source} holds nothing out"
         raise setting_error("data.eval_path", data.eval_path, rule, fix="name data to evaluate on")
     with trainer.lifecycle.looking():
-        _take_weights(trainer)
+        if subject.step is None:
+            begin_from(trainer.model, trainer.origin, trainer.config, trainer.world)
+        else:
+            averaged = trainer.config.train.ema > 0 and trainer.config.eval.ema
+            place = trainer.world.agreed(lambda: find_checkpoint(subject.weights))
+            trainer.world.agreed(lambda: _fill(trainer, StoredWeights(place, averaged)))
         return trainer.evaluate()
 
 
-def _take_weights(trainer: Trainer) -> None:
-    """Fill the model: of a checkpoint all that it holds, adapters beside their base.  Collective."""
-    from trainer.checkpoint.source import StoredWeights, find_checkpoint
+def _fill(trainer: Trainer, stored: StoredWeights) -> None:
+    """Fill the model with what a checkpoint holds; what it only names, the Trainer has filled already."""
+    from trainer.model.lora import is_of_the_base
     from trainer.weights.access import fill
-    from trainer.weights.inference import begin_from, joined
+    from trainer.weights.adapters import BASE, Base
 
-    config, source = trainer.config, trainer.config.train.init_from
-    if source is None or is_folder_of_weights(source):
-        begin_from(trainer.model, trainer.origin, config, trainer.world)
-    else:
-        averaged = config.train.ema > 0 and config.eval.ema
-        stored = trainer.world.agreed(lambda: StoredWeights(find_checkpoint(source), averaged))
-        trainer.world.agreed(lambda: fill(trainer.model, joined(stored, config.recipe, config.model), source))
+    for name, part in trainer.state.parts.items():
+        if isinstance(part, Base) and name in stored.parts:
+            for mistake in part.changes_outside(stored.parts[name], ())[0]:
+                raise UserError(f"{stored.description}: {mistake}")
+    names_base = stored.parts.get(BASE, {}).get("path")
+    only = (lambda name: not is_of_the_base(name)) if names_base else None
+    fill(trainer.model, stored, stored.description, only=only)
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -160,7 +184,7 @@ def as_json(subject: Subject, record: Record) -> str:
 
 
 def _show(subject: Subject, as_object: bool, trainer: Trainer) -> int:
-    record = evaluate(trainer)
+    record = evaluate(trainer, subject)
     if record is None:
         return EXIT_STOPPED
     if trainer.world.is_main:

@@ -16,10 +16,8 @@ from trainer.loss import IGNORE, by_row, find_loss
 from trainer.model.gradients import reshard
 from trainer.model.lora import without_adapters
 from trainer.trainer import Trainer
+from trainer.weights.adapters import REFERENCE
 from trainer.weights.inference import take_base
-
-REFERENCE = "reference"
-"""The part of a run's state that names the weights of a reference model of its own."""
 
 
 class PreferenceTrainer(Trainer):

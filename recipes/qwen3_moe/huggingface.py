@@ -43,13 +43,15 @@ BALANCE = 0.001
 
 
 def config(config: Qwen3MoeConfig) -> dict[str, Any]:
-    """Return config.json's entries."""
+    """Return config.json's entries.
+
+    Nothing of `output_router_logits`: it would have a model that writes hand out its router's logits with every token.
+    """
     return {
         **{theirs: getattr(config, ours) for ours, (theirs, _) in FIELDS.items()},
         "head_dim": config.head_dim,
         "num_experts": config.num_experts,
         "mlp_only_layers": [],
-        "output_router_logits": config.balance > 0,
         "router_aux_loss_coef": config.balance or BALANCE,
         **rope_entries(config.rope_theta),
     }

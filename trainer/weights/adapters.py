@@ -19,6 +19,9 @@ from trainer.weights.access import WeightSource, row_blocks
 BASE = "base"
 """The part of a run's state that names the weights under its adapters."""
 
+REFERENCE = "reference"
+"""The part that names the weights of a reference model of its own."""
+
 
 class Base:
     """The weights under a run's adapters, or of its reference model: part of its state, the same on all ranks.
