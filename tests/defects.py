@@ -221,8 +221,15 @@ DEFECTS: list[Defect] = [
         "evaluates-what-was-drawn",
         "evaluate",
         "trainer/evaluate.py",
-        "        _take_weights(trainer)",
-        "        pass",
+        "    fill(trainer.model, stored, stored.description, only=only)",
+        "    pass",
+    ),
+    Defect(
+        "evaluated-as-its-own-reference",
+        "tuned-models",
+        "trainer/evaluate.py",
+        "    if beside is None:",
+        "    if beside is None or True:",
     ),
     Defect(
         "cache-of-another-layer",
