@@ -234,7 +234,7 @@ DEFECTS: list[Defect] = [
     Defect(
         "cache-of-another-layer",
         "generate",
-        "trainer/sequence.py",
+        "trainer/sequence/documents.py",
         "            self._layers[self._next] = (k_BKTH, v_BKTH)",
         "            self._layers[0] = (k_BKTH, v_BKTH)",
     ),
@@ -753,9 +753,30 @@ DEFECTS: list[Defect] = [
     Defect(
         "documents-see-those-before",
         "documents-apart",
-        "trainer/sequence.py",
+        "trainer/sequence/documents.py",
         "self.numbers_BT[:, None, :, None] == self.numbers_BT[:, None, None, :]",
         "self.numbers_BT[:, None, :, None] >= self.numbers_BT[:, None, None, :]",
+    ),
+    Defect(
+        "slices-counted-from-0",
+        "context",
+        "trainer/sequence/__init__.py",
+        "return counted if slices is None else take(slices, counted)",
+        "return counted if slices is None else counted[..., : tokens_BT.shape[1]]",
+    ),
+    Defect(
+        "tail-of-another-rank",
+        "context",
+        "trainer/sequence/context.py",
+        "torch.cat((heads_C2BKSH, tails_C2BKSH.flip(0)))",
+        "torch.cat((heads_C2BKSH, tails_C2BKSH))",
+    ),
+    Defect(
+        "slices-unchecked",
+        "context-refused",
+        "trainer/lifecycle/context.py",
+        "if not abs(one - other) <= tolerance * abs(one):",
+        "if abs(one) > 1e30:",
     ),
     Defect(
         "ids-unchecked",

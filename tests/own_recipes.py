@@ -54,6 +54,17 @@ class Viewing(Mlp):
         return self.out(x)
 
 
+class Shifting(Mlp):
+    """Each token takes something from the one before it, in a place that `trainer.sequence` does not know."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.table(tokens)
+        x = x + 0.1 * nn.functional.pad(x[:, :-1], (0, 0, 1, 0))
+        for layer in self.hidden:
+            x = x + layer(x).tanh()
+        return self.out(x)
+
+
 class Turned(nn.Module):
     """A unit whose output is a view of what its backward pass needs."""
 
@@ -220,6 +231,7 @@ def _tied(config: MlpConfig) -> nn.Module:
 UNITS = ["table", "hidden.*", "out"]
 register(Recipe("mlp", MlpConfig, Mlp, UNITS))
 register(Recipe("viewing_in_place", MlpConfig, viewing(adds_in_place=True), UNITS))
+register(Recipe("shifting", MlpConfig, Shifting, UNITS, context=True))
 register(Recipe("viewing", MlpConfig, viewing(adds_in_place=False), UNITS))
 register(Recipe("mlp_crashing", MlpConfig, Mlp, UNITS, trainer=CrashingTrainer))
 register(Recipe("mlp_sleeping", MlpConfig, Mlp, UNITS, trainer=SleepingTrainer))

@@ -14,7 +14,7 @@ from torch import nn
 from trainer import sequence
 from trainer.loss import IGNORE, find_loss
 from trainer.recipe import find_recipe
-from trainer.sequence import Documents, attend, find_borders, positions
+from trainer.sequence import Documents, attend, attention, find_borders, positions
 
 LENGTHS = [[5, 1, 10, 16], [32], [1, 1, 30], [20, 12]]
 """Of the documents in each row of a batch."""
@@ -89,9 +89,10 @@ def test_on_a_gpu_all_rows_lie_end_to_end(monkeypatch: pytest.MonkeyPatch) -> No
         found = [attend(*(tensor[:, :, part] for tensor in heads)) for part in parts]
         return torch.cat(found, 2)[0].transpose(0, 1)
 
-    monkeypatch.setattr(sequence, "varlen_attn", kernel)
+    monkeypatch.setattr(attention, "varlen_attn", kernel)
     given = inputs(LENGTHS)
-    check(sequence._attend_packed(*given, find_borders(numbers(LENGTHS))), given, LENGTHS)
+    documents = Documents(numbers(LENGTHS))
+    check(attention._attend_packed(*given, documents), given, LENGTHS)
 
 
 def test_positions_and_borders() -> None:
@@ -199,21 +200,21 @@ def test_compiled_blocks_take_documents_of_any_length() -> None:
 
 def test_heads_that_no_kernel_takes_in_groups_are_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU in fp32, where the scores of all pairs would lie in memory."""
-    assert not sequence._takes_groups("cuda", torch.float32)
-    assert sequence._takes_groups("cuda", torch.bfloat16)
-    assert sequence._takes_groups("cpu", torch.float32)
+    assert not attention._takes_groups("cuda", torch.float32)
+    assert attention._takes_groups("cuda", torch.bfloat16)
+    assert attention._takes_groups("cpu", torch.float32)
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(2, 6, 9, 8, generator=generator)
     k, v = (torch.randn(2, 2, 9, 8, generator=generator) for _ in range(2))
     expected = sequence.attend(q, k, v)
     asked: list[bool] = []
-    attention = F.scaled_dot_product_attention
+    plain = F.scaled_dot_product_attention
 
     def attend(*tensors: torch.Tensor, enable_gqa: bool, **options: Any) -> torch.Tensor:
         asked.append(enable_gqa)
-        return attention(*tensors, **options)
+        return plain(*tensors, **options)
 
-    monkeypatch.setattr(sequence, "_takes_groups", lambda device_type, dtype: False)
+    monkeypatch.setattr(attention, "_takes_groups", lambda device_type, dtype: False)
     monkeypatch.setattr(F, "scaled_dot_product_attention", attend)
     torch.testing.assert_close(sequence.attend(q, k, v), expected)
     assert asked == [False]

@@ -45,6 +45,7 @@ _OWN = {
     "run.dir": str(Path(tempfile.gettempdir()) / "meshtrainer-evaluate"),  # is never made
     "mesh.replicate": "1",
     "mesh.shard": "-1",
+    "mesh.context": "1",
     "checkpoint.resume": "none",
     "checkpoint.dir": "null",
     "log.wandb": "off",

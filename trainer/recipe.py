@@ -143,6 +143,8 @@ class Recipe:
         `seq_len` tokens, a mean for documents that are kept to themselves; by default
         6 x parameters outside embeddings (Kaplan et al. 2020, arXiv:2001.08361).
     hf: how the model is called in Hugging Face's world; without it there is no export to it and no import from it.
+    context: promises that nothing but `trainer.sequence.attend` and `trainer.sequence.positions` mixes or counts
+        tokens, so that ranks may hold slices of sequences (`mesh.context`).
     """
 
     name: str
@@ -157,6 +159,7 @@ class Recipe:
     check: Callable[[Any], None] | None = None
     flops: Callable[[Any, float], float] | None = None
     hf: HuggingFace | None = None
+    context: bool = False
 
     def __post_init__(self) -> None:
         if not dataclasses.is_dataclass(self.config):

@@ -26,6 +26,7 @@ from trainer.data.transfer import ahead
 from trainer.distributed.ballot import Ballot
 from trainer.distributed.random_state import RandomState, seed_everything
 from trainer.distributed.world import World
+from trainer.lifecycle.context import check_context
 from trainer.lifecycle.documents import check_documents
 from trainer.lifecycle.evaluations import Evaluations
 from trainer.lifecycle.folder import RunFolder
@@ -58,6 +59,7 @@ from trainer.optim.average import EMA, WeightAverage
 from trainer.optim.optimizer import Optimizer, Schedule, build_optimizer, bytes_of_training
 from trainer.plan.forecast import Forecast, resolve_auto
 from trainer.plan.show import choice_text
+from trainer.sequence import slice_sequences
 from trainer.weights.inference import ORIGIN, begin_from, give_values, keep_tokenizer, load_weights, take_base
 from trainer.weights.origin import Origin
 
@@ -85,6 +87,7 @@ class Trainer:
         self.forecast = Forecast(self.config, self.shape, self.world)
         seed_everything(self.config.run.seed, self.world.rank)
 
+        slice_sequences(self.config, self.world)
         self.mesh = self.build_mesh()
         self.units: list[ShardUnit] = []
         self.ties: list[list[str]] = []
@@ -114,13 +117,13 @@ class Trainer:
         """What came with the model: the files beside the weights that training started from, and its tokenizer's."""
         self.state.add(ORIGIN, self.origin)
 
-        choice = choice_text(self.plan_choice) if self.plan_choice else ""
-        self.folder = RunFolder(config, world.is_main, choice)
+        self.folder = RunFolder(config, world.is_main, choice_text(self.plan_choice))
         self.watchdog = Watchdog(world, config)
         watch_phases(self.watchdog, self.model, self.optimizer.parts)
         self.profile = Profile(config, world.rank, world.device, self.metrics, self.watchdog)
         place = world.agreed(lambda: find_place(config.checkpoint.dir or self.folder.path / "checkpoints"))
-        facts = Facts(config.on_record().to_yaml(), mesh_sizes(self.mesh), world.env.job, world.env.num_restarts)
+        sizes = mesh_sizes(self.mesh, config)
+        facts = Facts(config.on_record().to_yaml(), sizes, world.env.job, world.env.num_restarts)
         self.checkpoints = Checkpoints(place, world, Settings.of(config.checkpoint, config.eval.metric), facts)
 
         self.ballot = Ballot(world)
@@ -187,7 +190,7 @@ class Trainer:
     @property
     def num_micro_batches(self) -> int:
         """Micro-batches per step on each rank."""
-        return self.config.train.global_batch_size // (self.world.size * int(self.config.train.micro_batch_size))
+        return self.config.num_micro_batches(self.world.size)
 
     @property
     def flops_per_token(self) -> float:
@@ -328,14 +331,14 @@ class Trainer:
         self.world.agreed(self.folder.own)
         if self.config.run.selfcheck:
             check_start(self.world, self.model, self.mesh, self.ties, self.loader, self.exempt_from_selfcheck())
+            check_context(self.world, self.model, self.loader, self.config)
         check_documents(self.world, self.model, self.loader, self.config)
         self.resume.supersede()
         plan = self.forecast.sentence() if self.world.is_main else ""
         sizes = (len(self.units), self.num_micro_batches)
         shown = (self.config, self.world, self.mesh, self.model, self.loader, sizes, self.resume.step, plan)
-        record = start_record(self.world, self.mesh, self.model, self.resume, self.skips, self.loader)
-        choice = choice_text(self.plan_choice) if self.plan_choice else ""
-        notes = start_notes(choice, self.profile.advice(self.state.step), self.resume.changed)
+        record = start_record(self.config, self.world, self.mesh, self.model, self.resume, self.skips, self.loader)
+        notes = start_notes(choice_text(self.plan_choice), self.profile.advice(self.state.step), self.resume.changed)
         self.lifecycle.begin(start_facts(*shown), record, notes)
         self.ballot.cast()  # a stop requested during the start gets no step, which may compile for minutes
 

@@ -26,5 +26,6 @@ register(
         check=check,
         flops=flops,
         hf=HUGGINGFACE,
+        context=True,
     )
 )

@@ -44,5 +44,6 @@ register(
         check=check,
         flops=flops,
         hf=HUGGINGFACE,
+        context=True,
     )
 )

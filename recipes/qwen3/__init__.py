@@ -37,5 +37,6 @@ register(
         check=check,
         flops=flops,
         hf=HUGGINGFACE,
+        context=True,
     )
 )

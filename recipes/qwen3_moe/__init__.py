@@ -30,5 +30,6 @@ register(
         check=check,
         flops=flops,
         hf=HUGGINGFACE,
+        context=True,
     )
 )

@@ -7,6 +7,7 @@ anything is spawned.
 from __future__ import annotations
 
 from trainer.config.changes import compare_configs, compare_stored, stored_value
+from trainer.config.context import Slices, find_slices, with_method
 from trainer.config.load import (
     config_from_yaml,
     declared_keys,
@@ -46,6 +47,7 @@ __all__ = [
     "Phase",
     "RunConfig",
     "ScheduleSection",
+    "Slices",
     "TrainSection",
     "budget_of",
     "check_config",
@@ -57,6 +59,7 @@ __all__ = [
     "find_deadline",
     "find_mesh_shape",
     "find_phases",
+    "find_slices",
     "least_mesh",
     "load_config",
     "read_yaml",
@@ -65,4 +68,5 @@ __all__ = [
     "stored_value",
     "told_by_yaml",
     "type_name",
+    "with_method",
 ]

@@ -12,6 +12,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 
 from trainer.config.chats import check_chats
+from trainer.config.context import check_context
 from trainer.config.load import (
     declared_keys,
 )
@@ -30,6 +31,7 @@ def check_config(config: RunConfig, world_size: int, local_world_size: int) -> M
     Raises UserError that names one setting, the rule that it breaks, and the nearest legal value.
     """
     shape = find_mesh_shape(config.mesh, world_size, local_world_size)
+    check_context(config, shape, local_world_size)
     _check_batch(config, shape)
     _check_compile(config.train.compile)
     _check_reshard(config, shape)
@@ -51,14 +53,17 @@ def _check_batch(config: RunConfig, shape: MeshShape) -> None:
     if isinstance(micro, (str, bool)) and micro != AUTO:
         raise setting_error("train.micro_batch_size", micro, "must be a whole number, or auto", AUTO)
     micro = 1 if micro == AUTO else int(micro)
-    if batch % (shape.num_ranks * micro) == 0:
+    num_groups, context = config.num_groups(shape.num_ranks), config.mesh.context
+    if batch % (num_groups * micro) == 0:
         return
-    ranks = f"{shape.num_ranks} data-parallel ranks" if shape.num_ranks > 1 else "1 data-parallel rank"
+    ranks = f"{num_groups} data-parallel ranks" if num_groups > 1 else "1 data-parallel rank"
+    if context > 1:
+        ranks = f"{shape.num_ranks} ranks / mesh.context={context}"
     rule = (
         f"must be {ranks} x train.micro_batch_size={micro} x a whole number of accumulation steps, "
-        f"so a multiple of {shape.num_ranks * micro}"
+        f"so a multiple of {num_groups * micro}"
     )
-    legal = max(1, round(batch / (shape.num_ranks * micro))) * shape.num_ranks * micro
+    legal = max(1, round(batch / (num_groups * micro))) * num_groups * micro
     raise setting_error("train.global_batch_size", batch, rule, legal)
 
 

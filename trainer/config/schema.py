@@ -68,6 +68,14 @@ class RunConfig:
         """Tokens of one step, over all ranks, those that are no targets included."""
         return self.train.global_batch_size * self.rows_per_sample * self.data.seq_len
 
+    def num_groups(self, num_ranks: int) -> int:
+        """Return how many groups of ranks read samples of their own: all ranks, where none shares its sequences."""
+        return num_ranks // self.mesh.context
+
+    def num_micro_batches(self, num_ranks: int) -> int:
+        """Return how many micro-batches each of `num_ranks` ranks has in a step."""
+        return self.train.global_batch_size // (self.num_groups(num_ranks) * int(self.train.micro_batch_size))
+
     @property
     def holds_reference(self) -> bool:
         """Whether a second, frozen model lies beside the one that is trained."""

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from trainer.config import RunConfig
+from trainer.config import RunConfig, Slices, find_slices
 from trainer.data.ahead import Ahead
 from trainer.data.fingerprint import Fingerprint
 from trainer.data.mixed import find_order, spread
@@ -41,7 +41,8 @@ Batch: TypeAlias = "dict[str, Tensor]"
 """`tokens` and `targets`, both int64 of shape (micro_batch_size, seq_len), and what else the source has of each.
 
 Where it has `documents` (the number of each token's document in its row) and `positions`, both of that shape, there are
-`borders` as well: see `trainer.sequence`."""
+`borders` as well: see `trainer.sequence`.  With a context axis all but those two are this rank's slice: (B, seq_len /
+mesh.context)."""
 
 
 class TrainLoader:
@@ -65,8 +66,9 @@ class TrainLoader:
             order=find_order(source, config),
             global_batch_size=config.train.global_batch_size,
             micro_batch_size=int(config.train.micro_batch_size),
-            dp_rank=rank,
-            num_dp_ranks=num_ranks,
+            dp_rank=rank // config.mesh.context,
+            num_dp_ranks=config.num_groups(num_ranks),
+            slices=find_slices(config, rank),
             num_workers=config.data.num_workers,
             pin_memory=device.type == "cuda",
         )
@@ -83,6 +85,7 @@ class TrainLoader:
         num_workers: int = 0,
         pin_memory: bool = False,
         order: Order | None = None,
+        slices: Slices | None = None,
     ) -> None:
         assert global_batch_size % (num_dp_ranks * micro_batch_size) == 0, "check_config refuses such a batch"
         assert 0 <= dp_rank < num_dp_ranks, (dp_rank, num_dp_ranks)
@@ -91,6 +94,8 @@ class TrainLoader:
         self._global_batch_size, self._micro_batch_size = global_batch_size, micro_batch_size
         self._dp_rank, self._share = dp_rank, global_batch_size // num_dp_ranks
         self._num_workers, self._pin_memory = num_workers, pin_memory
+        self.slices = slices
+        """The slices of its samples that this rank takes; the other ranks that share them read the same ones."""
         self._samples = 0
         self.fingerprint = _fingerprint_of(source)
         """Of the data, kept with the position; the same on all ranks."""
@@ -131,6 +136,13 @@ class TrainLoader:
             positions = self._samples + np.arange(self._global_batch_size)
             return self._order.at(positions)
         return np.concatenate(list(islice(self._sample_indices(), self.micro_batches_per_update)))
+
+    def beginning(self, num_tokens: int, slices: Slices | None = None) -> Batch:
+        """Return the first tokens of the sample that this rank reads next, (1, num_tokens), or a slice of these."""
+        whole = entries(self.source.batch(self.next_samples()[:1]))
+        is_of_tokens = {name: entry.ndim > 1 and entry.shape[1] == self.source.seq_len for name, entry in whole.items()}
+        first = {name: entry[:, :num_tokens] if is_of_tokens[name] else entry for name, entry in whole.items()}
+        return _whole(_tensors(first if slices is None else cut(first, slices), pins=False))
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -176,16 +188,17 @@ class TrainLoader:
 
     def _open(self) -> Iterator[Batch | TrainingFailed]:
         """Return the micro-batches from here on, made by a thread, by workers, or as they are asked for."""
+        made = _Batches(self.source, self.slices)
         num_bytes = 16 * self._micro_batch_size * self.source.seq_len
         if self._num_workers and not self.source.waits_for_storage:
             most = max(1, min(_MOST_IN_A_MESSAGE, _BYTES_IN_A_MESSAGE // num_bytes))
-            return _Workers(self.source, self._sample_indices(), self._num_workers, most, self._pin_memory)
+            return _Workers(made, self._sample_indices(), self._num_workers, most, self._pin_memory)
         most = max(2, min(_MOST_AHEAD, _BYTES_AHEAD // num_bytes))
         device = torch.cuda.current_device() if self._pin_memory else None
         everywhere = self._global_batch_size
         steps = _indices(self._order, self._samples, everywhere, 0, everywhere, everywhere)
         own = slice(self._dp_rank * self._share, (self._dp_rank + 1) * self._share)
-        batches = _by_itself(self.source, self.source.follow(self._sample_indices(), steps, own), device)
+        batches = _by_itself(made, self.source.follow(self._sample_indices(), steps, own), device)
         return Ahead(batches, most) if self.source.waits_for_storage else batches
 
     def _sample_indices(self) -> Iterator[NDArray[np.int64]]:
@@ -215,10 +228,9 @@ def _indices(
 
 
 def _by_itself(
-    source: Source, indices: Iterator[NDArray[np.int64]], device: int | None
+    batches: _Batches, indices: Iterator[NDArray[np.int64]], device: int | None
 ) -> Generator[Batch | TrainingFailed]:
-    """Yield the micro-batches of a source, in pinned memory if there is a device to copy them to."""
-    batches = _Batches(source)
+    """Yield the micro-batches, in pinned memory if there is a device to copy them to."""
     if device is not None:
         torch.cuda.set_device(device)  # of this thread, which would otherwise pin memory for the first one
     for some in indices:
@@ -228,13 +240,13 @@ def _by_itself(
 class _Workers:
     """The micro-batches that worker processes make."""
 
-    def __init__(self, source: Source, indices: Iterator[NDArray[np.int64]], num_workers: int, most: int, pins: bool):
+    def __init__(self, made: _Batches, indices: Iterator[NDArray[np.int64]], num_workers: int, most: int, pins: bool):
         from torchdata.stateful_dataloader import StatefulDataLoader
 
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # torchdata 0.11 on torch 2.13
             loader = StatefulDataLoader(
-                _Messages(source),
+                _Messages(made),
                 batch_sampler=_in_messages(indices, most),
                 collate_fn=_as_it_is,
                 num_workers=num_workers,
@@ -275,8 +287,8 @@ class _Messages(Dataset["Message"]):
     which costs more than a micro-batch does.
     """
 
-    def __init__(self, source: Source) -> None:
-        self._batches = _Batches(source)
+    def __init__(self, batches: _Batches) -> None:
+        self._batches = batches
 
     def __getitems__(self, message: list[NDArray[np.int64]]) -> Message:
         found = [self._batches.read(indices) for indices in message]
@@ -340,8 +352,9 @@ class EvalLoader:
             num_batches=config.eval.steps,
             global_batch_size=config.train.global_batch_size,
             micro_batch_size=int(config.train.micro_batch_size),
-            dp_rank=rank,
-            num_dp_ranks=num_ranks,
+            dp_rank=rank // config.mesh.context,
+            num_dp_ranks=config.num_groups(num_ranks),
+            slices=find_slices(config, rank),
         )
 
     def __init__(
@@ -353,9 +366,10 @@ class EvalLoader:
         dp_rank: int = 0,
         num_dp_ranks: int = 1,
         num_batches: int = 0,
+        slices: Slices | None = None,
     ) -> None:
         assert 0 <= dp_rank < num_dp_ranks, (dp_rank, num_dp_ranks)
-        self.source, self._batches = source, _Batches(source)
+        self.source, self._batches = source, _Batches(source, slices)
         self.num_samples = min(len(source), num_batches * global_batch_size or len(source))
         self._shape = (-1, num_dp_ranks, micro_batch_size)
         self._dp_rank = dp_rank
@@ -384,11 +398,11 @@ class _Batches:
     In place of one that cannot be had stands why: an exception of a worker's would arrive with its traceback for text.
     """
 
-    def __init__(self, source: Source) -> None:
-        self._source = source
+    def __init__(self, source: Source, slices: Slices | None) -> None:
+        self._source, self._slices = source, slices
 
     def read(self, indices: NDArray[np.int64]) -> Arrays | TrainingFailed:
-        """Return the micro-batch of some samples."""
+        """Return the micro-batch of some samples, or this rank's slice of it."""
         try:
             batch = entries(self._source.batch(indices))
         except ShardError as error:
@@ -396,7 +410,20 @@ class _Batches:
         ids = (batch["tokens"], batch["targets"])
         if not self._source.checks_ids and (found := _find_beyond(self._source.vocab_size, indices, *ids)):
             return TrainingFailed(found)
-        return batch
+        return batch if self._slices is None else cut(batch, self._slices)
+
+
+def cut(batch: Arrays, slices: Slices) -> Arrays:
+    """Return a slice of the entries that have a value for each token of a row, but for `documents`, which stays whole.
+
+    Targets were shifted before: a slice's last one is the first token of the next.
+    """
+    found = {}
+    for name, entry in batch.items():
+        is_of_tokens = entry.ndim > 1 and entry.shape[1] == slices.seq_len and name != "documents"
+        parts = [entry[:, start:stop] for start, stop in slices.pieces]
+        found[name] = np.concatenate(parts, axis=1) if is_of_tokens else entry
+    return found
 
 
 def _tensors(batch: Arrays | TrainingFailed, pins: bool) -> Batch | TrainingFailed:

@@ -33,13 +33,14 @@ from trainer.distributed.environment import (
     raise_file_limit,
     share_compilers,
 )
+from trainer.distributed.exchange import know_group
 from trainer.distributed.failure import FAILURE, FailureListener, FailureWatch
 from trainer.distributed.interface import choose_interface
 from trainer.distributed.rendezvous import begin_together, meet_in_a_store
 from trainer.errors import PeerFailed, UserError, say
 
-REPLICATE, SHARD = "replicate", "shard"
-"""Names of the mesh's axes."""
+REPLICATE, SHARD, CONTEXT = "replicate", "shard", "context"
+"""Names of the mesh's axes, and of the one inside `shard` whose ranks hold slices of the same sequences."""
 
 _ANSWER_S = 5.0
 """How long the store has to answer."""
@@ -149,6 +150,17 @@ class World(Channel):
             _set_timeout(self.timeout, mesh.get_group(axis))
             self._groups.append(mesh.get_group(axis))
         return mesh
+
+    def open_context(self, num_ranks: int) -> str:
+        """Open the process group of this rank and its neighbours, `num_ranks` in all; return its name for `exchange`.
+
+        One of its own: what attention sends would wait behind the parameters that FSDP gathers.  Called by all ranks.
+        """
+        first = self.rank - self.rank % num_ranks
+        ranks = list(range(first, first + num_ranks))
+        group = dist.new_group(ranks, timeout=self.timeout, use_local_synchronization=True, group_desc=CONTEXT)
+        self._groups.append(group)
+        return know_group(group)
 
     def sum_on_device(self, value: torch.Tensor) -> torch.Tensor:
         """Return the sum of a scalar tensor over all ranks, on its device.  One all-reduce on the default group."""

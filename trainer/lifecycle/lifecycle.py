@@ -39,6 +39,7 @@ from trainer.metrics.accounts import Accounts
 from trainer.metrics.fanout import Metrics
 from trainer.metrics.record import Record
 from trainer.plan.forecast import Forecast
+from trainer.sequence import forget_slices
 
 Phase = Literal["built", "restored", "running", "ended"]
 Event = Literal["restore", "begin", "end"]
@@ -211,6 +212,7 @@ class Lifecycle:
         self._release()
 
     def _release(self) -> None:
+        forget_slices()
         self._folder.release()
         close = getattr(self._loader, "close", None)
         if callable(close):

@@ -198,7 +198,8 @@ def check_start(
     Every trainable parameter must be sharded over the last axis of `mesh` and replicated over the one before; the
     pieces must make up the whole; replicas (and frozen parameters that are whole on every rank) must be equal bit for
     bit; `ties`, groups of names, must still be one parameter; and what the ranks read for the next step must be the
-    global batch, each sample once, in order.  `exempt`: patterns of parameter names to pass over, and `DATA`.
+    global batch, each sample once, in order, and once for each rank that holds a slice of it.  `exempt`: patterns of
+    parameter names to pass over, and `DATA`.
 
     Reads each replicated parameter once; two gathers, of 24 bytes for each parameter and 8 for each sample.
     """
@@ -370,11 +371,13 @@ def _compare_data(reports: Sequence[_Report], loader: object) -> Iterator[str]:
     if unlike or reports[0].order is None or not isinstance(loader, TrainLoader):
         return
     expected, first = loader.next_samples(of_all_ranks=True), 0
+    num_sharing = 1 if loader.slices is None else loader.slices.count
     owner: dict[int, int] = {}
     for rank, report in enumerate(reports):
         own = report.samples if report.samples is not None else np.empty(0, dtype=np.int64)
         share = expected[first : first + own.size]
-        first += own.size
+        if (rank + 1) % num_sharing == 0:  # the last of those that hold slices of the same samples
+            first += own.size
         if not np.array_equal(own, share):
             others = sorted({owner[sample] for sample in own.tolist() if sample in owner})
             shared = f", of which {_ranks(others)} reads some too" if others else ""

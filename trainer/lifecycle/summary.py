@@ -15,7 +15,7 @@ from trainer.data.loader import TrainLoader
 from trainer.data.portions import sentences
 from trainer.data.stdlib import gzip_bits_per_byte, held_out_text
 from trainer.data.tokenizer import find_tokenizer
-from trainer.distributed.world import REPLICATE, SHARD, World
+from trainer.distributed.world import CONTEXT, REPLICATE, SHARD, World
 from trainer.lifecycle.resume import Resume
 from trainer.metrics.console import readable_bytes, readable_count, readable_duration
 from trainer.metrics.fanout import Metrics
@@ -27,9 +27,13 @@ from trainer.model.sample import write_sample
 from trainer.optim.optimizer import bytes_of_training
 
 
-def mesh_sizes(mesh: DeviceMesh) -> dict[str, int]:
-    """Return the size of each axis of a run's mesh, `replicate` first, also where it has only one."""
-    return {REPLICATE: 1, **dict(zip(mesh.mesh_dim_names or (SHARD,), mesh.shape, strict=True))}
+def mesh_sizes(mesh: DeviceMesh, config: RunConfig) -> dict[str, int]:
+    """Return the size of each axis of a run's mesh, `replicate` first, also where it has only one.
+
+    And `context`, the ranks of the shard axis that share sequences, where there is more than one.
+    """
+    shared = {CONTEXT: config.mesh.context} if config.mesh.context > 1 else {}
+    return {REPLICATE: 1, **dict(zip(mesh.mesh_dim_names or (SHARD,), mesh.shape, strict=True)), **shared}
 
 
 def device_name(device: torch.device) -> str:
@@ -53,6 +57,8 @@ def start_facts(
     """
     num_units, num_micro_batches = sizes
     axes = zip(mesh.mesh_dim_names or (SHARD,), mesh.shape, strict=True)
+    context, method = config.mesh.context, config.mesh.context_method
+    shared = f", {CONTEXT} {context} ({method}) inside {SHARD}" if context > 1 else ""
     batch, micro_batch = config.train.global_batch_size, int(config.train.micro_batch_size)
     num_rows = batch * config.rows_per_sample
     num_parameters, num_trained = count_parameters(model), count_trained_parameters(model)
@@ -67,7 +73,7 @@ def start_facts(
         "run": f"{config.run.name} in {config.run.dir}{resumed}",
         "model": f"{', '.join(told)}, {readable_count(num_parameters)} parameters{trained}, "
         f"{num_units} FSDP units and the root",
-        "mesh": " x ".join(f"{name} {size}" for name, size in axes) + f" on {device_name(world.device)}{talks}",
+        "mesh": " x ".join(f"{name} {size}" for name, size in axes) + f"{shared} on {device_name(world.device)}{talks}",
         "memory": f"{readable_bytes(held)} per rank for weights{reference}, gradients and optimizer",
         "plan": plan,
         "step": f"{readable_count(config.step_tokens)} tokens: {num_rows} x {config.data.seq_len}, "
@@ -91,12 +97,18 @@ def start_notes(choice: str, advice: str, changed: Sequence[str]) -> list[str]:
 
 
 def start_record(
-    world: World, mesh: DeviceMesh, model: nn.Module, resume: Resume, skips: SkipCounter, loader: object
+    config: RunConfig,
+    world: World,
+    mesh: DeviceMesh,
+    model: nn.Module,
+    resume: Resume,
+    skips: SkipCounter,
+    loader: object,
 ) -> Mapping[str, Any]:
     """Return the fields of the start record.  A loader of a user's own says nothing of how its samples were made."""
     return {
         "world_size": world.size,
-        "mesh": mesh_sizes(mesh),
+        "mesh": mesh_sizes(mesh, config),
         "parameters": count_parameters(model),
         "trainable_parameters": count_trained_parameters(model),
         "torch": torch.__version__,

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from trainer.distributed.world import World
-from trainer.sequence import Cache
+from trainer.sequence import Cache, whole
 
 _TOGETHER = 512
 """How many tokens of a prompt a model reads at once: the logits of all of them are there for a moment."""
@@ -152,4 +152,5 @@ def write_sample(
         read = CachedReader(model, world.device)
     generator = torch.Generator().manual_seed(0)
     agree: Callable[[int], int] = lambda token: int(world.broadcast(token))  # noqa: E731
-    return [*prompt, *write(read, prompt, num_tokens, Sampling(), generator, agree=agree)]
+    with whole():
+        return [*prompt, *write(read, prompt, num_tokens, Sampling(), generator, agree=agree)]

@@ -21,7 +21,7 @@ from torch.distributed.fsdp._fully_shard import _fully_shard as fully_shard_modu
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
-from trainer.config import AUTO, FsdpSection, RunConfig, budget_of
+from trainer.config import AUTO, FsdpSection, RunConfig, budget_of, find_slices
 from trainer.config.needs import compiles_blocks
 from trainer.errors import UserError, setting_error
 from trainer.model.float8 import apply_float8
@@ -29,6 +29,7 @@ from trainer.model.network import build_network, kept_dtype
 from trainer.model.recompute import Place, choose_kept, keep_all_costly, keeping
 from trainer.model.units import ShardUnit, find_blocks, find_units
 from trainer.recipe import Recipe
+from trainer.sequence import sliced
 
 
 def apply_sharding(model: nn.Module, recipe: Recipe, config: RunConfig, mesh: DeviceMesh) -> list[ShardUnit]:
@@ -136,10 +137,11 @@ def kept_by_budget(
     share = budget_of(setting)
     if share is None:
         return []
-    shape = (int(micro_batch_size) * config.rows_per_sample, config.data.seq_len)
+    shape = (int(micro_batch_size) * config.rows_per_sample, config.data.seq_len // config.mesh.context)
     dtype = getattr(torch, config.fsdp.param_dtype)
     try:
-        return choose_kept(model, blocks, shape, dtype, share)
+        with sliced(find_slices(config, rank=0)):
+            return choose_kept(model, blocks, shape, dtype, share)
     except Exception as error:  # the model's own
         text = str(error).splitlines()[0] if str(error) else ""
         rule = f"on tensors without values, which show what a block keeps, it fails with {type(error).__name__}: {text}"

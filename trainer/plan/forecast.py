@@ -11,7 +11,7 @@ from functools import cached_property
 
 import torch
 
-from trainer.config import MeshShape, RunConfig
+from trainer.config import MeshShape, RunConfig, with_method
 from trainer.distributed.world import World
 from trainer.errors import UserError, say
 from trainer.metrics.console import readable_bytes
@@ -35,6 +35,7 @@ def resolve_auto(config: RunConfig, mesh: MeshShape, world: World) -> tuple[RunC
     The memory is that of the rank with the least.  Collective where anything is `auto`; raises UserError on all ranks
     if nothing fits.
     """
+    config = with_method(config, world.env.local_world_size)
     if not asks_for_auto(config):
         return config, None
     (least,) = world.max([-machine_of(config, world).memory_gib])

@@ -20,6 +20,7 @@ from torch.utils.flop_counter import flop_registry, register_flop_formula, sdpa_
 from trainer.loss import as_on_a_gpu
 from trainer.model.fake import GROUPED_PRODUCT
 from trainer.model.recompute import ATTENTION
+from trainer.sequence import attention
 
 aten = torch.ops.aten
 
@@ -69,7 +70,10 @@ def work_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: An
 
 
 def _attention_flops(packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Return the operations of an attention kernel; a causal mask leaves out half of the score matrix."""
+    """Return the operations of an attention kernel; a causal mask leaves out half of the score matrix.
+
+    Of fewer queries than keys these are the last tokens, and the mask leaves out half a square.
+    """
     is_backward = "backward" in packet.__name__
     tensors = [a for a in args if isinstance(a, torch.Tensor)]
     q, k, v = tensors[1:4] if is_backward else tensors[:3]
@@ -77,7 +81,7 @@ def _attention_flops(packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     shapes = [q.shape, (*heads, *k.shape[2:]), (*heads, *v.shape[2:])]
     flops = sdpa_backward_flop(q.shape, *shapes) if is_backward else sdpa_flop(*shapes)
     flags = [a for a in (*args, *kwargs.values()) if isinstance(a, bool)]
-    return int(flops) // (2 if any(flags) else 1)
+    return int(flops * (1 - q.shape[2] / (2 * k.shape[2]))) if any(flags) else int(flops)
 
 
 class _FusedRmsNorm(torch.autograd.Function):
@@ -151,7 +155,7 @@ def use_gpu_kernels(model: nn.Module) -> None:
                 return forward(*args, **kwargs)
             is_on = True
             try:
-                with _GpuKernels(), as_on_a_gpu():
+                with _GpuKernels(), as_on_a_gpu(), attention.as_on_a_gpu():
                     return forward(*args, **kwargs)
             finally:
                 is_on = False

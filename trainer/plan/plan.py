@@ -40,8 +40,7 @@ class Plan:
 
     @property
     def num_micro_batches(self) -> int:
-        train = self.config.train
-        return train.global_batch_size // (self.mesh.num_ranks * int(train.micro_batch_size))
+        return self.config.num_micro_batches(self.mesh.num_ranks)
 
     @cached_property
     def memory(self) -> Memory:

@@ -21,7 +21,7 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from trainer.config import RunConfig
+from trainer.config import RunConfig, find_slices
 from trainer.data.opening import open_source
 from trainer.errors import UserError, setting_error
 from trainer.loss import by_row, find_loss
@@ -36,6 +36,7 @@ from trainer.plan.kernels import use_gpu_kernels
 from trainer.plan.recorder import MemoryMeter, Recorder
 from trainer.plan.repetition import Repetition, without_block_marks
 from trainer.plan.trace import ParameterFacts, Trace, UnitFacts
+from trainer.sequence import sliced
 
 
 class Probe:
@@ -113,7 +114,7 @@ def _trace(
     with warnings.catch_warnings(), without_values():
         warnings.simplefilter("ignore")  # of hooks on views, which are FSDP's to warn of
         buffer_bytes = _make_fake(model, compute_dtype, repetition.left_out)
-        shape = (micro_batch_size * config.rows_per_sample, config.data.seq_len)
+        shape = (micro_batch_size * config.rows_per_sample, config.data.seq_len // config.mesh.context)
         batch = {name: torch.zeros(shape, dtype=torch.int64) for name in ("tokens", "targets")}
         meter = MemoryMeter(model, batch.values())
         recorder = Recorder(meter, compute_dtype)
@@ -124,7 +125,7 @@ def _trace(
                 recorder.watch_unit(unit.modules, number)
         recorder.watch_unit((model,), len(units), is_root=True)
         loss_of = find_loss(model)
-        with meter, by_row() if config.train.objective == "dpo" else nullcontext():
+        with meter, sliced(find_slices(config, rank=0)), by_row() if config.train.objective == "dpo" else nullcontext():
             if config.train.objective == "dpo":
                 with torch.no_grad():  # the reference, which is like it
                     loss_of(batch)

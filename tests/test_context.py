@@ -1,0 +1,253 @@
+"""Sequences in slices on several ranks: the same losses, gradients and checkpoints as whole on one."""
+
+from __future__ import annotations
+
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ranks import run_command, run_ranks, run_tiny, tiny_overrides
+from tests.runs import STEPS, Shared
+from tests.test_exactness import relative
+from tests.test_sequence import LENGTHS, TINY, alone, inputs, numbers
+from trainer import Trainer, UserError, load_config
+from trainer.config import Slices, check_config, find_slices, with_method
+from trainer.data.loader import EvalLoader, TrainLoader
+from trainer.data.opening import open_source
+from trainer.sequence import Documents, attend, attention, context, positions, sliced
+
+CAMPAIGN = pytest.mark.campaign
+GATHER, HEADS = "mesh.context_method=gather", "mesh.context_method=heads"
+
+
+def slices_of(count: int, method: str, seq_len: int = 32) -> list[Slices]:
+    return [Slices(number, count, method, seq_len) for number in range(count)]
+
+
+def part_of(slices: Slices, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    return torch.cat([tensor.narrow(dim, start, stop - start) for start, stop in slices.pieces], dim)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Without processes
+
+
+@pytest.mark.parametrize("method", ["gather", "heads"])
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_slices_make_up_the_sequence(method: str, count: int) -> None:
+    found = slices_of(count, method)
+    tokens = [token for each in found for start, stop in each.pieces for token in range(start, stop)]
+    assert sorted(tokens) == list(range(32))
+    assert all(sum(stop - start for start, stop in each.pieces) == each.num_tokens for each in found)
+    if method == "gather":  # each token attends to those before it: all ranks have as much to do
+        assert len({sum(sum(range(start, stop)) for start, stop in each.pieces) for each in found}) == 1
+
+
+@pytest.mark.parametrize("lengths", [None, LENGTHS, TINY], ids=["whole rows", "documents", "tiny documents"])
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_a_slice_attends_to_its_whole_sequence(
+    lengths: list[list[int]] | None, count: int, is_packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the formula, with the other ranks' keys and values handed over without any ranks."""
+    if is_packed:  # as a GPU does
+        monkeypatch.setattr(attention, "varlen_attn", _packed)
+        monkeypatch.setattr(attention, "_attend_in_turn", lambda *given: attention._attend_packed(*given[:4]))
+        monkeypatch.setattr(Documents, "are_tiny", False)
+    whole = inputs(lengths or [[32]] * 2)
+    expected = alone(*whole, lengths or [[32]] * 2)
+    every = slices_of(count, "gather", whole[0].shape[2])
+    parts = torch.stack([torch.stack([part_of(each, tensor, 2) for tensor in whole[1:]]) for each in every])
+    monkeypatch.setattr(context, "gather_parts", lambda part, num_parts, group: parts)
+    found = []
+    for each in every:
+        with sliced(each):
+            documents = None if lengths is None else Documents.of(numbers(lengths))
+            q, k, v = (part_of(each, tensor, 2) for tensor in whole)
+            found.append(attend(q, k, v, documents))
+            right = torch.arange(each.seq_len) if lengths is None else Documents(numbers(lengths)).positions_BT
+            assert torch.equal(positions(q[:, 0, :, 0], None, documents), part_of(each, right, -1))
+    expected_parts = [part_of(each, expected, 2) for each in every]
+    for mine, theirs in zip(found, expected_parts, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+    weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
+    shares = [part_of(each, weights, 2) for each in every]
+    total = sum((mine * share).sum() for mine, share in zip(found, shares, strict=True))
+    for mine, theirs in zip(
+        torch.autograd.grad(total, whole), torch.autograd.grad((expected * weights).sum(), whole), strict=True
+    ):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=2e-6)
+
+
+def _packed(q: Any, k: Any, v: Any, of_queries: Any, of_keys: Any, *sizes: int, **more: Any) -> Any:
+    """Do by a loop what the kernel does on a GPU: a document's last query goes with its last key."""
+    found = []
+    for number in range(len(of_keys) - 1):
+        start, stop = of_queries[number : number + 2].tolist()
+        first, last = of_keys[number : number + 2].tolist()
+        if start < stop:
+            heads = [x.transpose(0, 1)[None] for x in (q[start:stop], k[first:last], v[first:last])]
+            found.append(attention.attend_whole(*heads)[0].transpose(0, 1))
+    return torch.cat(found)
+
+
+def test_the_ranks_of_a_group_read_the_same_rows() -> None:
+    config = load_config("llama_small", tiny_overrides("mesh.context=2", GATHER))
+    source = open_source(config.data, 257, "train")
+    whole = TrainLoader.of(source, load_config("llama_small", tiny_overrides()), 0, 1, torch.device("cpu"))
+    expected = [next(whole) for _ in range(8)]
+    for rank in range(4):
+        loader = TrainLoader.of(source, config, rank, 4, torch.device("cpu"))
+        assert loader.micro_batches_per_update == config.num_micro_batches(4) == 4
+        slices = find_slices(config, rank)
+        assert slices is not None
+        for number in range(4):
+            batch, right = next(loader), expected[4 * (rank // 2) + number]
+            for name in ("tokens", "targets"):
+                assert torch.equal(batch[name], part_of(slices, right[name], 1))
+    held_out = [EvalLoader.of(source, config, rank, 4) for rank in range(4)]
+    batches = [next(iter(loader))["targets"] for loader in held_out]
+    assert not torch.equal(batches[0], batches[2])
+    assert batches[0].shape == (1, 16)
+
+
+def test_mistakes() -> None:
+    for overrides, ranks, said in (
+        (["mesh.context=3"], 4, "mesh.context=3: must divide the shard axis, 4.*2"),
+        (["mesh.context=4", "mesh.replicate=2"], 4, "mesh.context=4: must divide the shard axis, 2.*2"),
+        (["mesh.context=2", "train.global_batch_size=9"], 4, "4 ranks / mesh.context=2 x train.micro.*a multiple of 2"),
+        (["mesh.context=2", "data.seq_len=30", GATHER], 2, "data.seq_len=30: must be a multiple of 4: 2 x mesh.*32"),
+        (["mesh.context=4", "data.seq_len=30", HEADS], 4, "data.seq_len=30: must be a multiple of 4: mesh.context=4"),
+        (["mesh.context=8", HEADS], 8, "mesh.context_method=heads: mesh.context=8 does not divide model.num_heads=4"),
+        (["mesh.context=2", "train.objective=dpo"], 2, "compares whole answers"),
+    ):
+        with pytest.raises(UserError, match=f"(?s){said}"):
+            check_config(load_config("llama_small", tiny_overrides(*overrides)), ranks, ranks)
+    own = load_config("llama_small", ["model.name=tests.own_recipes:mlp", "mesh.context=2", "data.seq_len=32"])
+    with pytest.raises(UserError, match=r"does not say that nothing but trainer\.sequence"):
+        check_config(own, 2, 2)
+
+
+def test_the_method_follows_from_heads_and_nodes() -> None:
+    config = load_config("llama_small", tiny_overrides("mesh.context=2", "model.num_kv_heads=2"))
+    assert with_method(config, 4).mesh.context_method == "heads"
+    assert with_method(config, 1).mesh.context_method == "gather"
+    config = load_config("llama_small", tiny_overrides("mesh.context=4", "model.num_kv_heads=2"))
+    assert with_method(config, 4).mesh.context_method == "gather"
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# On ranks
+
+
+def train(runs: list[list[str]], num_steps: int, *shared: str) -> list[dict[str, Any]]:
+    """Train and evaluate tiny llama_small with each list of overrides, one after another in one process group."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    found = []
+    for overrides in runs:
+        given = tiny_overrides("eval.every=100", "eval.steps=2", "train.steps=20", *shared, *overrides)
+        trainer = Trainer(load_config("llama_small", given))
+        records = list(islice(trainer.steps(), num_steps))
+        held_out: Any = trainer.evaluate()
+        trainer.close()
+        fields = ("loss", "grad_norm", "tokens")
+        found.append({name: [record[name] for record in records] for name in fields} | {"eval": held_out["loss"]})
+    return found
+
+
+MASKED = ["data.documents=masked"]
+ON_TWO = [["mesh.context=2", GATHER], ["mesh.context=2", HEADS], ["mesh.context=2", GATHER]]
+ON_FOUR = [
+    ["mesh.context=4", GATHER, "train.micro_batch_size=2", "train.activation_checkpoint=full"],
+    ["mesh.context=2", "mesh.replicate=2", HEADS, "fsdp.accumulate=sharded", "train.activation_checkpoint=selective"],
+]
+MORE_ON_FOUR = [
+    [context, *method, *more]
+    for context in ("mesh.context=2", "mesh.context=4")
+    for method in ([GATHER], [HEADS])
+    for more in (
+        [],
+        ["train.micro_batch_size=2", "fsdp.accumulate=sharded"],
+        ["train.activation_checkpoint=selective"],
+        ["train.activation_checkpoint=budget:0.3"],
+        ["train.activation_checkpoint=2", "fsdp.reshard_after_forward=2"],
+    )
+]
+COMPILED = [["mesh.context=2", "train.compile=true", *m] for m in ([GATHER], [HEADS])]
+ON_EIGHT = [["mesh.context=4", "mesh.replicate=2", "train.global_batch_size=8", *m] for m in ([GATHER], [HEADS])]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "runs", "data", "num_steps"),
+    [
+        (2, ON_TWO, MASKED, 4),
+        (4, ON_FOUR, MASKED, 4),
+        pytest.param(4, MORE_ON_FOUR, [], 20, marks=CAMPAIGN),
+        pytest.param(4, MORE_ON_FOUR, MASKED, 20, marks=CAMPAIGN),
+        pytest.param(4, MORE_ON_FOUR, ["data.documents=masked", "data.fit=best"], 20, marks=CAMPAIGN),
+        pytest.param(4, MORE_ON_FOUR, ["data.pack=false"], 20, marks=CAMPAIGN),
+        pytest.param(2, COMPILED, MASKED, 20, marks=CAMPAIGN),
+        pytest.param(2, COMPILED, [], 20, marks=CAMPAIGN),
+        pytest.param(8, ON_EIGHT, MASKED, 20, marks=CAMPAIGN),
+    ],
+    ids=["2", "4", "4 joined", "4 masked", "4 packed", "4 ragged", "compiled masked", "compiled", "8"],
+)
+def test_slices_train_as_whole_sequences_do(
+    ranks: int, runs: list[list[str]], data: list[str], num_steps: int, tmp_path: Path
+) -> None:
+    (whole,) = run_ranks(1, train, [[f"run.dir={tmp_path / 'one'}"]], num_steps, *data)[0]
+    own = [[*overrides, f"run.dir={tmp_path / str(number)}"] for number, overrides in enumerate(runs)]
+    found = run_ranks(ranks, train, own, num_steps, *data)[-1]
+    for overrides, each in zip(runs, found, strict=True):
+        assert relative(each["loss"], whole["loss"]) < 1e-6, overrides
+        assert relative(each["grad_norm"], whole["grad_norm"]) < 1e-5, overrides
+        assert relative([each["eval"]], [whole["eval"]]) < 1e-6, overrides
+        assert each["tokens"] == whole["tokens"], overrides
+    if runs is ON_TWO:
+        assert found[0] == found[2], "the same mesh twice"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "to",
+    [
+        ["nproc=2", "mesh.context=2"],
+        pytest.param(["nproc=4", "mesh.context=4"], marks=CAMPAIGN),
+        pytest.param(["nproc=4", "mesh.context=2", "mesh.replicate=2"], marks=CAMPAIGN),
+    ],
+    ids=["2", "4", "2x2"],
+)
+def test_a_run_goes_on_in_slices(to: list[str], tmp_path: Path, one: Shared) -> None:
+    ran = run_tiny(one.copied(tmp_path / "run", up_to=10), f"train.steps={STEPS}", "log.sample_tokens=4", *to)
+    starts = [line for line in ran.metrics if line["kind"] == "start"]
+    assert [line["resumed_step"] for line in starts] == [None, 10]
+    assert starts[-1]["mesh"]["context"] == int(to[1][-1])
+    assert "context" not in starts[0]["mesh"]
+    assert relative(ran.train("loss"), one.ran.train("loss")) < 1e-6
+    assert ran.train("tokens") == one.ran.train("tokens")
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("to", [["nproc=1"], ["nproc=4"], ["nproc=4", "mesh.context=4"]], ids=["1", "4", "4 of 4"])
+def test_a_run_in_slices_goes_on_elsewhere(to: list[str], tmp_path: Path, one: Shared) -> None:
+    run_tiny(tmp_path / "run", "nproc=2", "mesh.context=2", "train.steps=10", "schedule.name=constant")
+    ran = run_tiny(tmp_path / "run", "train.steps=20", *to, "schedule.name=constant")
+    straight = run_tiny(tmp_path / "straight", "train.steps=20", "schedule.name=constant")
+    assert relative(ran.train("loss"), straight.train("loss")) < 1e-6
+
+
+@pytest.mark.slow
+def test_a_recipe_that_mixes_tokens_elsewhere_is_refused(tmp_path: Path) -> None:
+    """It claims that it does not; both numbers are in the message, and nothing is left behind."""
+    settings = [text for text in tiny_overrides("nproc=2", "mesh.context=2") if not text.startswith("model.")]
+    ran = run_command(tmp_path / "run", "recipe=llama_small", "model.name=tests.own_recipes:shifting", *settings)
+    assert ran.exit_code == 2, ran.stderr
+    assert "mixes or counts tokens elsewhere than in trainer.sequence" in ran.stderr
+    assert "in the whole and" in ran.stderr
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()

@@ -1,0 +1,81 @@
+"""What ranks send each other in the midst of a forward pass, as operators.
+
+Autograd, compiled code, activation checkpointing and tensors without values see one operator each, whose shapes depend
+on no rank.  Each waits for its collective on the stream that it is called on.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_groups: dict[str, dist.ProcessGroup] = {}
+
+
+def know_group(group: dist.ProcessGroup) -> str:
+    """Return the name by which the operators know a process group of this rank."""
+    _groups[group.group_name] = group
+    return group.group_name
+
+
+@torch.library.custom_op("meshtrainer::gather_parts", mutates_args=())
+def gather_parts(part: torch.Tensor, num_parts: int, group: str) -> torch.Tensor:
+    """Return the parts of all ranks of a group, (num_parts, *part.shape), in the order of ranks.  One all-gather.
+
+    Backward: one reduce-scatter.
+    """
+    parts = part.new_empty((num_parts, *part.shape))
+    dist.all_gather_into_tensor(parts.view(-1), part.contiguous().view(-1), group=_groups[group])
+    return parts
+
+
+@torch.library.custom_op("meshtrainer::sum_parts", mutates_args=())
+def sum_parts(parts: torch.Tensor, group: str) -> torch.Tensor:
+    """Return the sum over a group of what each rank has for this one, of shape parts.shape[1:].  One reduce-scatter."""
+    part = parts.new_empty(parts.shape[1:])
+    dist.reduce_scatter_tensor(part.view(-1), parts.contiguous().view(-1), group=_groups[group])
+    return part
+
+
+@torch.library.custom_op("meshtrainer::exchange_parts", mutates_args=())
+def exchange_parts(parts: torch.Tensor, group: str) -> torch.Tensor:
+    """Send part n to the n-th rank of a group; return what each has sent, in the order of ranks.  One all-to-all.
+
+    Backward: another one.
+    """
+    received = torch.empty_like(parts, memory_format=torch.contiguous_format)
+    dist.all_to_all_single(received.view(-1), parts.contiguous().view(-1), group=_groups[group])
+    return received
+
+
+@gather_parts.register_fake
+def _(part: torch.Tensor, num_parts: int, group: str) -> torch.Tensor:
+    return part.new_empty((num_parts, *part.shape))
+
+
+@sum_parts.register_fake
+def _(parts: torch.Tensor, group: str) -> torch.Tensor:
+    return parts.new_empty(parts.shape[1:])
+
+
+@exchange_parts.register_fake
+def _(parts: torch.Tensor, group: str) -> torch.Tensor:
+    return torch.empty_like(parts, memory_format=torch.contiguous_format)
+
+
+def _keep_group(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    ctx.group = inputs[-1]
+
+
+def _sum(ctx: Any, grad_parts: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    return sum_parts(grad_parts, ctx.group), None, None
+
+
+def _exchange_back(ctx: Any, grad_parts: torch.Tensor) -> tuple[torch.Tensor, None]:
+    return exchange_parts(grad_parts, ctx.group), None
+
+
+gather_parts.register_autograd(_sum, setup_context=_keep_group)
+exchange_parts.register_autograd(_exchange_back, setup_context=_keep_group)

@@ -1,0 +1,81 @@
+"""Attention from a slice of a sequence to all of it, most of which is on other ranks.
+
+Shape suffixes: B batch, T tokens of a whole sequence, t of a slice, S of a piece, N query heads, K key and value heads,
+H head size, C slices.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from trainer.config import Slices
+from trainer.distributed.exchange import exchange_parts, gather_parts
+from trainer.errors import UserError, setting_error
+from trainer.sequence.attention import attend_whole
+from trainer.sequence.documents import Documents
+
+
+def attend_slices(
+    slices: Slices,
+    q_BNtH: torch.Tensor,
+    k_BKtH: torch.Tensor,
+    v_BKtH: torch.Tensor,
+    documents: Documents | None,
+    dropout: float,
+) -> torch.Tensor:
+    """Return causal attention of a slice's tokens to their sequence, or to their documents in it: (B, N, t, H)."""
+    if q_BNtH.shape[2] != slices.num_tokens:
+        raise UserError(
+            f"attention of {q_BNtH.shape[2]} tokens, where a slice of data.seq_len={slices.seq_len} has "
+            f"{slices.num_tokens} on each of mesh.context={slices.count} ranks\n"
+            "  for a whole sequence beside the training: with trainer.sequence.whole():"
+        )
+    attend = _attend_by_heads if slices.method == "heads" else _attend_gathered
+    return attend(slices, q_BNtH, k_BKtH, v_BKtH, documents, dropout)
+
+
+def _attend_gathered(
+    slices: Slices,
+    q_BNtH: torch.Tensor,
+    k_BKtH: torch.Tensor,
+    v_BKtH: torch.Tensor,
+    documents: Documents | None,
+    dropout: float,
+) -> torch.Tensor:
+    """Gather all keys and values; each piece attends to what comes before it."""
+    gathered_C2BKtH = gather_parts(torch.stack((k_BKtH, v_BKtH)), slices.count, slices.group)
+    heads_C2BKSH, tails_C2BKSH = gathered_C2BKtH.chunk(2, -2)
+    pieces_2BKPSH = torch.cat((heads_C2BKSH, tails_C2BKSH.flip(0))).movedim(0, 3)
+    k_BKTH, v_BKTH = pieces_2BKPSH.flatten(3, 4).unbind()
+    found = []
+    for number, (q_BNSH, (_, stop)) in enumerate(zip(q_BNtH.chunk(2, 2), slices.pieces, strict=True)):
+        apart = None if documents is None else documents.pieces[number]
+        found.append(attend_whole(q_BNSH, k_BKTH[:, :, :stop], v_BKTH[:, :, :stop], apart, dropout))
+    return torch.cat(found, 2)
+
+
+def _attend_by_heads(
+    slices: Slices,
+    q_BNtH: torch.Tensor,
+    k_BKtH: torch.Tensor,
+    v_BKtH: torch.Tensor,
+    documents: Documents | None,
+    dropout: float,
+) -> torch.Tensor:
+    """Exchange slices for heads: a rank attends from whole sequences with some of the heads, then sends them back."""
+    num_ranks, num_heads, num_kv_heads = slices.count, q_BNtH.shape[1], k_BKtH.shape[1]
+    if num_heads % num_ranks:
+        rule = f"needs a number of query heads that mesh.context={num_ranks} divides, and there are {num_heads}"
+        raise setting_error("mesh.context_method", "heads", rule, "gather")
+    repeats = math.lcm(num_kv_heads, num_ranks) // num_kv_heads
+    if repeats > 1:
+        k_BKtH, v_BKtH = (tensor.repeat_interleave(repeats, 1) for tensor in (k_BKtH, v_BKtH))
+    parts_BCXtH = [tensor.unflatten(1, (num_ranks, -1)) for tensor in (q_BNtH, k_BKtH, v_BKtH)]
+    sizes = [part.shape[2] for part in parts_BCXtH]
+    received_CBXtH = exchange_parts(torch.cat(parts_BCXtH, 2).transpose(0, 1), slices.group)
+    q_BnTH, k_BkTH, v_BkTH = received_CBXtH.movedim(0, 2).flatten(2, 3).split(sizes, 1)
+    found_BnTH = attend_whole(q_BnTH, k_BkTH, v_BkTH, documents, dropout)
+    parts_CBntH = exchange_parts(found_BnTH.unflatten(2, (num_ranks, -1)).movedim(2, 0), slices.group)
+    return parts_CBntH.movedim(0, 1).flatten(1, 2)
