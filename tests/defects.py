@@ -754,8 +754,8 @@ DEFECTS: list[Defect] = [
         "documents-see-those-before",
         "documents-apart",
         "trainer/sequence/documents.py",
-        "self.numbers_BT[:, None, :, None] == self.numbers_BT[:, None, None, :]",
-        "self.numbers_BT[:, None, :, None] >= self.numbers_BT[:, None, None, :]",
+        "own_BQ[:, None, :, None] == self.numbers_BT[:, None, None, :]",
+        "own_BQ[:, None, :, None] >= self.numbers_BT[:, None, None, :]",
     ),
     Defect(
         "slices-counted-from-0",
