@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import math
@@ -28,7 +29,7 @@ from trainer import Trainer
 from trainer.lifecycle import folder as rundir
 from trainer.lifecycle.folder import RunFolder, write_atomically
 from trainer.metrics.console import ConsoleSink, readable_bytes, readable_count, readable_duration
-from trainer.metrics.outlet import KeptText
+from trainer.metrics.outlet import KeptText, Outlet
 from trainer.metrics.record import Record
 from trainer.metrics.sinks import JsonLines, WandB
 
@@ -617,3 +618,20 @@ def test_a_status_that_cannot_be_written_is_tried_again(
     monkeypatch.undo()
     folder.release()
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["status.json"]
+
+
+def test_a_reader_that_reads_no_more_holds_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Outlet, "CLOSE_S", 0.0)
+    ours, theirs = os.pipe()
+    with os.fdopen(theirs, "w") as stream:
+        os.set_blocking(theirs, False)
+        with contextlib.suppress(BlockingIOError):
+            while os.write(theirs, bytes(4096)):
+                pass
+        os.set_blocking(theirs, True)
+        writer = threading.Thread(target=lambda: Outlet(stream).write("a line\n"), daemon=True)
+        writer.start()
+        writer.join(20)
+        waits = writer.is_alive()
+        os.close(ours)  # whoever still writes is told that there is no reader
+        assert not waits

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,9 @@ import pytest
 from tests.faults import start
 from tests.forked import REPOSITORY, popen
 from tests.gate import wait_until
-from tests.ranks import FRESH, Ran, run_command, run_tiny, tiny_overrides
+from tests.ranks import FRESH, Ran, run_command, run_ranks, run_tiny, tiny_overrides
 from tests.runs import Shared
+from trainer import load_config
 
 pytestmark = pytest.mark.slow
 
@@ -154,6 +156,29 @@ def test_the_exit_code_is_what_the_workers_say(tmp_path: Path) -> None:
     """Of workers that torch's launcher has started, and that have ended by themselves."""
     unfilled = run_command(tmp_path / "run", *MLP, OWN + "mlp_unfilled", "nproc=2", launcher=FRESH)
     assert unfilled.exit_code == 2, unfilled.stderr
+
+
+def spawn_workers_that_end_with(folder: Path, codes: list[int]) -> int:
+    """Return the exit code of `nproc=N` if torch's launcher says that its workers have ended with these."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+    from torch.distributed.launcher import api
+
+    from trainer.lifecycle.launch import spawn
+
+    def elastic_launch(*_: object) -> Callable[..., None]:
+        def fail(*_: object) -> None:
+            failures = {rank: ProcessFailure(rank, 1, code, "") for rank, code in enumerate(codes)}
+            raise ChildFailedError("workers", failures)
+
+        return fail
+
+    api.elastic_launch = elastic_launch  # type: ignore[assignment,misc]
+    return spawn(len(codes), [], load_config("llama_small", [f"run.dir={folder}"]))
+
+
+def test_the_exit_code_is_that_of_the_worker_that_knows_best(tmp_path: Path) -> None:
+    for codes, expected in (([75, 75], 75), ([1, 75], 75), ([75, 2], 2), ([1, 1], 1)):
+        assert run_ranks(1, spawn_workers_that_end_with, tmp_path, codes) == [expected]
 
 
 @pytest.mark.campaign
