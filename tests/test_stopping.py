@@ -237,7 +237,6 @@ def is_idle(pid: int) -> bool:
     return used() - before <= 5
 
 
-@pytest.mark.campaign
 def test_a_signal_while_one_rank_has_not_come_yet(tmp_path: Path) -> None:
     """The others wait for it, deaf to signals if they were in torch's code: all leave together, with 75."""
     folder, gate = tmp_path / "run", Gate(tmp_path / "gate", "import 1")
@@ -252,7 +251,6 @@ def test_a_signal_while_one_rank_has_not_come_yet(tmp_path: Path) -> None:
     wait_until(lambda: processes_of(folder) == [], "no rank is left", timeout_s=30)
 
 
-@pytest.mark.campaign
 def test_the_launcher_is_killed_before_its_ranks_have_met(tmp_path: Path) -> None:
     folder, gate = tmp_path / "run", Gate(tmp_path / "gate", "import 1")
     process = start(folder, "nproc=2", *SLOW, env=gate.variables)
