@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import http.client
 import json
+import math
 import os
-import re
+import threading
 import time
 from collections.abc import Sequence
 from html.parser import HTMLParser
@@ -15,13 +17,16 @@ import numpy as np
 import pytest
 
 from tests.faults import Fault, start
+from trainer import UserError
 from trainer.distributed.environment import SPAWNED_BY_US, STARTED, note_start, take_start
 from trainer.metrics.goodput import Goodput, Ledger, find_goodput
 from trainer.metrics.record import Record
 from trainer.metrics.sinks import JsonLines
 from trainer.report.__main__ import command_line
-from trainer.report.charts import BY_SOURCE, NUM_COLUMNS, PANELS, columns, draw_svg
+from trainer.report.charts import NUM_COLUMNS, columns
+from trainer.report.live import Server, watch
 from trainer.report.page import write_page
+from trainer.report.series import NUM_POINTS, PANELS, thinned
 from trainer.report.story import read_run
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -217,7 +222,8 @@ def test_a_run_that_is_killed_and_resumed(tmp_path: Path) -> None:
 class Page(HTMLParser):
     """Collects tags, what they refer to, and checks that each is closed in its turn."""
 
-    VOID = {"meta", "path", "use", "br", "rect"}
+    VOID = {"meta", "input", "br"}
+    CDATA_CONTENT_ELEMENTS = ("script", "style")
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -251,29 +257,34 @@ def report(folder: Path, *arguments: str) -> str:
     return (folder / "report.html").read_text()
 
 
+def data_in(html: str) -> dict[str, Any]:
+    """Return what the page's script draws."""
+    text = html.partition('<script type="application/json" id="data">')[2].partition("</script>")[0]
+    found: dict[str, Any] = json.loads(text)
+    return found
+
+
 def test_the_page_needs_nothing_beside_it(tmp_path: Path) -> None:
     html = report(write(tmp_path, ONE_ATTEMPT, "finished"))
     page = Page(html)
-    assert page.tags.count("svg") == len(PANELS)
-    assert not {"script", "link", "img", "iframe", "object"} & set(page.tags)
-    assert all(reference.startswith("#") for reference in page.refers)
-    assert not re.findall(r"url\((?!#)", html)
+    assert page.tags.count("script") == 2
+    assert not {"link", "img", "iframe", "object"} & set(page.tags)
+    assert page.refers == []
     assert "@import" not in html
-    ids = re.findall(r'\bid="([^"]*)"', html)
-    assert len(ids) == len(set(ids))
-    for reference in (*page.refers, *re.findall(r"url\((#[^)]*)\)", html)):
-        assert reference[1:] in ids, "what a chart refers to is there"
+    assert "http" not in html.replace("http://www.w3.org/2000/svg", "")
     assert "30.0 %" in page.text
-    assert "1.2340 k" not in page.text
     assert "1.23 k parameters" in page.text
 
 
-def test_charts_follow_the_pages_colours(tmp_path: Path) -> None:
-    run = read_run(write(tmp_path, ONE_ATTEMPT, "finished"))
-    for title in PANELS:
-        svg = draw_svg(title, [run])
-        assert "var(--ink)" in svg
-        assert set(re.findall(r"#[0-9a-f]{6}\b", svg)) <= {"#000000", "#ffffff"}, title
+def test_what_the_page_draws(tmp_path: Path) -> None:
+    data = data_in(report(write(tmp_path, ONE_ATTEMPT, "finished")))
+    assert [panel["title"] for panel in data["panels"]] == [panel.title for panel in PANELS]
+    (run,) = data["runs"]
+    assert run["train"]["step"] == [1, 2, 3, 4, 6]
+    assert run["train"]["tokens"] == [64, 128, 192, 256, 384]
+    assert run["train"]["hours"] == pytest.approx([11 / 3600, 12 / 3600, 13 / 3600, 14 / 3600, 20 / 3600], rel=1e-4)
+    assert (run["evals"]["loss"], run["evals"]["tokens"], run["saved"]) == ([2.0], [256], [4])
+    assert data["refresh_s"] == 0, "it is finished"
 
 
 EVIL = "<script>alert(1)</script> & \"$x_1$ '"
@@ -291,8 +302,13 @@ def test_sources_have_a_table_and_a_chart(tmp_path: Path) -> None:
     assert "Sources" in page.text
     assert "web3.00002.50000.50" in page.text
     assert "code1.25001.50001.50" in page.text
-    assert BY_SOURCE in page.text
-    assert BY_SOURCE not in Page(write_page(read_run(write(tmp_path / "one", ONE_ATTEMPT)))).text
+    panel = next(panel for panel in data_in(write_page(run))["panels"] if panel["title"] == "loss by source")
+    assert [(line["column"], line["of"]) for line in panel["lines"][:2]] == [
+        ("loss_web", "train"),
+        ("loss_web", "evals"),
+    ]
+    one = data_in(write_page(read_run(write(tmp_path / "one", ONE_ATTEMPT))))
+    assert len(one["panels"]) == len(PANELS)
 
 
 def test_what_a_run_says_is_escaped(tmp_path: Path) -> None:
@@ -301,11 +317,14 @@ def test_what_a_run_says_is_escaped(tmp_path: Path) -> None:
     folder = write(tmp_path, [*lines, {"kind": "end", "step": 6, "reason": "<em>", "time": 1021.0}], config=config)
     (folder / "status.json").write_text(json.dumps({"state": "<strong>", "reason": "<q>"}))
     page = Page(report(folder))
-    assert not {"script", "b", "i", "u", "s", "em", "strong", "q"} & (set(page.tags) - {"i", "b"})
+    assert not {"b", "i", "u", "s", "em", "strong", "q"} & (set(page.tags) - {"i", "b"})
+    assert page.tags.count("script") == 2
     assert EVIL in page.text
     assert page.tags.count("i") <= 3, "those of the key"
     assert command_line([str(folder), str(folder), "--out", str(tmp_path / "both.html")]) == 0
-    assert "script" not in Page((tmp_path / "both.html").read_text()).tags
+    both = (tmp_path / "both.html").read_text()
+    assert Page(both).tags.count("script") == 2
+    assert [run["name"] for run in data_in(both)["runs"]] == [f"{folder} (1)", f"{folder} (2)"]
 
 
 @pytest.mark.slow
@@ -388,6 +407,72 @@ def test_runs_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     assert sorted(path.name for path in folders[0].iterdir()) == ["metrics.jsonl", "status.json"]
 
 
+def test_what_differs_between_runs_is_said_first(tmp_path: Path) -> None:
+    config = "run:\n  name: mine\n  dir: {0}\noptim:\n  lr: {1}\n  name: adamw\n"
+    one = write(tmp_path / "one", ONE_ATTEMPT, "finished", config.format("one", 0.1))
+    two = write(tmp_path / "two", ONE_ATTEMPT, "finished", config.format("two", 0.2))
+    assert command_line([str(one), str(two), "--out", str(tmp_path / "both.html")]) == 0
+    page = Page((tmp_path / "both.html").read_text())
+    assert f"What differs{one}{two}optim.lr0.10.2" in page.text, "both are called mine; the folders are not"
+
+
+def test_samples_checkpoints_and_traces(tmp_path: Path) -> None:
+    sample = {"kind": "sample", "step": 4, "prompt": "Once <", "text": "upon a time"}
+    profile = {"kind": "profile", "step": 4, "trace": "trace_2-3_rank0.json.gz"}
+    folder = write(tmp_path / "a run", [*ONE_ATTEMPT, sample, profile], "finished")
+    (folder / "checkpoints" / "step_00000004").mkdir(parents=True)
+    (folder / "profile").mkdir()
+    (folder / "profile" / "trace_2-3_rank0.json.gz").write_bytes(b"trace")
+    page = Page(report(folder))
+    assert "step 4Once <upon a time" in page.text
+    assert page.refers == ["checkpoints/step_00000004", "profile/trace_2-3_rank0.json.gz"]
+    assert command_line([str(folder), "--out", str(tmp_path / "page.html")]) == 0
+    assert "a%20run/checkpoints/step_00000004" in (tmp_path / "page.html").read_text()
+
+
+def test_a_page_is_written_again_until_its_run_has_ended(tmp_path: Path) -> None:
+    folder = write(tmp_path, ONE_ATTEMPT[:3], "running")
+    (folder / ".owner.json").write_text("{}")
+    assert data_in(report(folder))["refresh_s"] > 0
+    pauses, pages = 0, []
+
+    def pause(seconds: float) -> None:
+        nonlocal pauses
+        pauses += 1
+        if pauses == 2:
+            write(folder, ONE_ATTEMPT, "finished")
+
+    watch([folder], lambda: pages.append(write_page(read_run(folder))), pause)
+    assert [data_in(page)["runs"][0]["train"]["step"] for page in pages] == [[1, 2], [1, 2, 3, 4, 6]]
+    assert pauses == 2, "it wrote nothing while nothing was new"
+    assert data_in(pages[-1])["refresh_s"] == 0
+
+
+def fetch(server: Server, path: str, **headers: str) -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=30)
+    connection.request("GET", path, headers=headers)
+    answer = connection.getresponse()
+    content = answer.read()
+    connection.close()
+    return answer.status, content
+
+
+def test_the_page_is_served_to_this_machine_alone(tmp_path: Path) -> None:
+    folder = write(tmp_path, ONE_ATTEMPT, "finished", config="run: {name: served}\n")
+    (folder / "profile").mkdir()
+    (folder / "profile" / "trace.json.gz").write_bytes(b"trace")
+    with Server([folder], port=0) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        assert data_in(fetch(server, "/")[1].decode())["runs"][0]["name"] == "served"
+        assert fetch(server, "/profile/trace.json.gz") == (200, b"trace")
+        for path in ("/config.yaml", "/profile/../config.yaml", "/profile/%2e%2e%2fconfig.yaml", "/profile", "/x"):
+            assert fetch(server, path)[0] == 404, path
+        assert fetch(server, "/", Host="elsewhere.example:80")[0] == 403
+        with pytest.raises(UserError, match="cannot be listened on"):
+            Server([folder], port=server.server_port)
+        server.shutdown()
+
+
 # ---------------------------------------------------------------------------------------------------------------
 # Mistakes
 
@@ -442,6 +527,24 @@ def test_columns_keep_least_and_most() -> None:
     few = columns(x[:50], y[:50])
     assert few.mean is few.low is few.high
     assert columns(x, np.full(x.size, np.nan)).x.size == 0
+
+
+def test_thinned_series_keep_means_least_and_most() -> None:
+    random = np.random.default_rng(0)
+    size = 7 * NUM_POINTS
+    table = {"step": np.arange(1.0, size + 1), "loss": random.normal(size=size), "lr": np.ones(size)}
+    table["loss"][[5, 4000]] = 99.0, math.nan
+    found = thinned(table)
+    assert {column.size for column in found.values()} == {NUM_POINTS}
+    assert (found["step"][0], found["step"][-1]) == (7, size)
+    assert found["loss_high"][0] == 99.0
+    assert found["loss"][1] == pytest.approx(table["loss"][7:14].mean())
+    assert np.all(found["loss_low"] <= found["loss"])
+    assert np.isfinite(found["loss"]).all(), "one value that is missing leaves no gap among others"
+    assert "lr_low" not in found
+    assert np.isnan(thinned({**table, "loss": np.full(size, math.nan)})["loss_low"]).all()
+    few = {"step": np.arange(3.0), "loss": np.arange(3.0)}
+    assert thinned(few) == few
 
 
 @pytest.mark.campaign

@@ -1,5 +1,6 @@
 """The report of a run: one page and one picture, from what the run has left in its folder.
 
 Reads files and nothing else: no torch, no process group, a run in progress or a dead one alike.  `story` reads,
-`charts` draws (the one door of matplotlib), `page` writes HTML, `__main__` is the command line.
+`series` thins out what the page's script (`charts.js`) draws, `page` writes HTML, `charts` the picture (the one door of
+matplotlib), `live` keeps pages up to date, `__main__` is the command line.
 """

@@ -2,20 +2,26 @@
 
     python -m trainer.report <run.dir> [--out report.html]   one run; the page and report.png are written into run.dir
     python -m trainer.report <run.dir> <run.dir> ...         several, compared in one page: comparison.html here
+    python -m trainer.report <run.dir> --watch               writes it again while the run goes on
+    python -m trainer.report <run.dir> --serve [PORT]        serves it, for a browser elsewhere
 
+The page of a run that goes on reloads itself.
 Works on runs in progress too, and on runs that were killed.  Exit code 2 for a mistake in what was asked.
 """
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from trainer.config.arguments import CommandParser
-from trainer.errors import EXIT_FINISHED, EXIT_USER_ERROR, UserError, say, setting_error, tell
+from trainer.errors import EXIT_FINISHED, run_command, setting_error, tell
 from trainer.report.charts import draw_png
+from trainer.report.live import PORT, serve, watch
 from trainer.report.page import facts_of, write_comparison, write_page
 from trainer.report.story import read_run
 
@@ -25,13 +31,24 @@ def command_line(argv: Sequence[str] | None = None) -> int:
     parser = CommandParser(prog="python -m trainer.report", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("run_dirs", nargs="+", metavar="run_dir", help="a run.dir; several are compared")
     parser.add_argument("--out", help="the page; the picture goes beside it (default: run.dir/report.html)")
+    parser.add_argument("--watch", action="store_true", help="write it again while a run goes on")
+    parser.add_argument(
+        "--serve", nargs="?", type=int, const=PORT, metavar="PORT", help=f"serve it on this machine (default: {PORT})"
+    )
     chosen = parser.parse_args(argv)
-    try:
-        for path in write_report([Path(folder) for folder in chosen.run_dirs], chosen.out and Path(chosen.out)):
-            tell(str(path))
-    except UserError as error:
-        say(f"error: {error}")
-        return EXIT_USER_ERROR
+    return run_command(lambda: _answer(chosen))
+
+
+def _answer(chosen: argparse.Namespace) -> int:
+    folders, out = [Path(folder) for folder in chosen.run_dirs], chosen.out and Path(chosen.out)
+    if chosen.serve is not None:
+        serve(folders, chosen.serve, tell)
+        return EXIT_FINISHED
+    for path in write_report(folders, out):
+        tell(str(path))
+    if chosen.watch:
+        with contextlib.suppress(KeyboardInterrupt):
+            watch(folders, lambda: write_report(folders, out))
     return EXIT_FINISHED
 
 
@@ -43,7 +60,7 @@ def write_report(folders: Sequence[Path], out: Path | None = None) -> tuple[Path
     runs = [read_run(folder) for folder in folders]
     one = runs[0] if len(runs) == 1 else None
     title = f"{one.name}: {one.state} at step {one.reached}" if one else f"{len(runs)} runs compared"
-    html = write_page(one) if one else write_comparison(runs)
+    html = write_page(one, page.absolute().parent) if one else write_comparison(runs)
     picture = page.with_suffix(".png")
     try:
         _write(page, html.encode())

@@ -1,4 +1,4 @@
-"""The charts of a report: SVG that follows the page's colours, and one PNG.
+"""The picture of a report: the charts of its page as one PNG.
 
 The one door of matplotlib.  A series of any length is drawn as one column a pixel: mean, and a band from least to most.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import io
 import logging
-import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -140,18 +139,6 @@ def _draw_memory(axes: Any, runs: Sequence[Run]) -> None:
     _limit(axes, [run.train["peak_memory_gib"] for run in runs], lambda value: f"{value:.3g} GiB")
 
 
-def _draw_by_source(axes: Any, runs: Sequence[Run]) -> None:
-    for run in runs:
-        for number, source in enumerate(run.sources):
-            colour, column = COLOURS[SERIES[number % len(SERIES)]], f"loss_{source}"
-            if column in run.train:
-                _draw_line(axes, run.train["step"], run.train[column], colour, source)
-            if column in run.evals:
-                points = columns(run.evals["step"], run.evals[column])
-                axes.plot(points.x, points.mean, "o", color=colour, markersize=3, zorder=4)
-    _legend(axes, runs[:1])
-
-
 PANELS: dict[str, Callable[[Any, Sequence[Run]], None]] = {
     "loss": _draw_loss,
     "gradient norm, before clipping": _draw_grad_norm,
@@ -161,9 +148,6 @@ PANELS: dict[str, Callable[[Any, Sequence[Run]], None]] = {
     "peak memory of a rank, GiB": _draw_memory,
 }
 """What is drawn, by title."""
-
-BY_SOURCE = "loss by source, dots: evaluation"
-"""The title of what is drawn besides, of one run whose data have several sources."""
 
 
 def _coloured(runs: Sequence[Run]) -> Iterator[tuple[Run, str]]:
@@ -254,7 +238,7 @@ def _mark_attempts(axes: Any, run: Run) -> None:
 def _panel(axes: Any, title: str, runs: Sequence[Run]) -> None:
     from matplotlib import ticker
 
-    draw = PANELS.get(title, _draw_by_source)
+    draw = PANELS[title]
     if any(run.train["step"].size for run in runs):
         draw(axes, runs)
         if len(runs) == 1:
@@ -300,8 +284,6 @@ def _house_style() -> Iterator[None]:
     logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
     spines = {f"axes.spines.{side}": False for side in ("top", "right", "left")}
     style = {
-        "svg.fonttype": "none",
-        "svg.hashsalt": "meshtrainer",
         "text.parse_math": False,
         "font.size": 8.5,
         "axes.titlesize": 9.0,
@@ -327,29 +309,6 @@ def _house_style() -> Iterator[None]:
     with matplotlib.rc_context(style), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a name in a script that the font lacks
         yield
-
-
-def draw_svg(title: str, runs: Sequence[Run]) -> str:
-    """Return one panel as an SVG element.  Its colours are the page's variables: `var(--blue)`."""
-    from matplotlib.figure import Figure
-
-    with _house_style():
-        figure = Figure(figsize=(4.7, 2.55), layout="constrained")
-        _panel(figure.add_subplot(), title, runs)
-        file = io.StringIO()
-        metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        figure.savefig(file, format="svg", transparent=True, metadata=metadata)
-    svg = file.getvalue()
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    svg = re.sub(r' id="(?![mp][0-9a-f]{8,}")[^"]*"', "", svg)  # of no use, and the same in every chart
-    svg = re.sub(r'width="[\d.]+pt" height="[\d.]+pt"', f'role="img" aria-label="{title}"', svg, count=1)
-    svg = re.sub(r"font: ([^;\"]*?)([\d.]+px)[^;\"]*", r"font: \1\2 var(--font)", svg)
-    svg = re.sub(r'(?<= d=")[^"]*', lambda path: re.sub(r"(\.\d\d)\d+", r"\1", path[0]), svg)
-    for name, colour in COLOURS.items():
-        svg = svg.replace(colour, f"var(--{name})")
-    prefix = re.sub(r"\W", "", title)
-    return re.sub(r'(id="|url\(#|href="#)([mp][0-9a-f]{8,})', rf"\1{prefix}-\2", svg)
 
 
 def draw_png(runs: Sequence[Run], title: str, facts: str) -> bytes:

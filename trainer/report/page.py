@@ -5,85 +5,32 @@ Whatever comes from a run (its name, reason, configuration) passes through `html
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
+from importlib import resources
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
 
 from trainer.metrics.console import readable_count, readable_duration
-from trainer.report.charts import BY_SOURCE, PANELS, PARTS, SERIES, draw_svg
+from trainer.report.charts import PARTS, SERIES
 from trainer.report.saving import saving_of
+from trainer.report.series import NUM_POINTS, data_of
 from trainer.report.story import Run
 
 NONE = "&ndash;"
 """Stands where there is no value."""
+REFRESH_S = 5.0
+"""How often a page reloads itself while its run goes on."""
 
-STYLE = """
-:root {
-  color-scheme: light dark;
-  --font: system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", "DejaVu Sans", sans-serif;
-  --page: #f6f7f9; --card: #ffffff; --line: #dfe3e8;
-  --ink: #1b1f24; --muted: #66707b; --grid: #e4e7eb;
-  --blue: #0072b2; --orange: #e69f00; --green: #009e73; --red: #d55e00; --sky: #56b4e9; --pink: #cc79a7;
-  --olive: #8c8a00; --black: #3d4650; --amber: #8f6200;
-}
-@media (prefers-color-scheme: dark) {
-  :root {
-    --page: #101317; --card: #181c21; --line: #2b3138;
-    --ink: #e8ebee; --muted: #98a2ad; --grid: #2b3138;
-    --blue: #4ba6e3; --orange: #f0b429; --green: #2bbf94; --red: #f08043; --sky: #8fd0f7; --pink: #e09cc3;
-    --olive: #c2bf3a; --black: #c3cad1; --amber: #f0b429;
-  }
-}
-* { box-sizing: border-box; }
-html { -webkit-text-size-adjust: 100%; }
-body { margin: 0; background: var(--page); color: var(--ink); font: 15px/1.5 var(--font); }
-main { max-width: 1180px; margin: 0 auto; padding: 28px 20px 40px; }
-header { margin-bottom: 20px; }
-h1 { font-size: 27px; line-height: 1.2; letter-spacing: -0.01em; margin: 0 0 6px; overflow-wrap: anywhere; }
-h2 { font-size: 16px; margin: 0 0 12px; }
-p { margin: 0; }
-.muted { color: var(--muted); }
-.state { display: inline-block; margin-left: 10px; padding: 2px 11px; border-radius: 99px; font-size: 13px;
-  font-weight: 600; letter-spacing: 0; vertical-align: 4px; border: 1.5px solid currentColor; }
-.finished { color: var(--green); } .running { color: var(--blue); } .stopped { color: var(--amber); }
-.failed, .killed { color: var(--red); } .unknown { color: var(--muted); }
-.card { background: var(--card); border: 1px solid var(--line); border-radius: 10px; padding: 18px 20px;
-  margin-bottom: 16px; min-width: 0; }
-.tiles { display: grid; grid-template-columns: repeat(5, minmax(0, 1fr)); gap: 18px 20px; margin: 0; }
-.tiles dt { color: var(--muted); font-size: 12.5px; }
-.tiles dd { margin: 0; font-size: 21px; font-weight: 600; line-height: 1.3; font-variant-numeric: tabular-nums; }
-.tiles small { display: block; font-size: 12.5px; font-weight: 400; color: var(--muted); }
-.bar { display: flex; gap: 2px; height: 22px; border-radius: 5px; overflow: hidden; margin-bottom: 12px; }
-.bar span { min-width: 2px; }
-.parts { display: flex; flex-wrap: wrap; gap: 4px 22px; margin: 0; padding: 0; list-style: none; font-size: 13.5px;
-  font-variant-numeric: tabular-nums; }
-.swatch { display: inline-block; width: 11px; height: 11px; border-radius: 3px; margin-right: 7px; }
-.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 430px), 1fr)); gap: 16px;
-  margin-bottom: 10px; }
-.charts figure { margin: 0; padding: 10px 10px 6px; }
-.charts svg { display: block; width: 100%; height: auto; }
-.key { display: flex; flex-wrap: wrap; gap: 4px 22px; font-size: 13px; color: var(--muted); margin: 0 4px 18px; }
-.key i { display: inline-block; vertical-align: middle; margin-right: 7px; }
-.scroll { overflow-x: auto; }
-table { border-collapse: collapse; width: 100%; font-size: 13.5px; font-variant-numeric: tabular-nums; }
-th { color: var(--muted); font-weight: 500; text-align: right; padding: 0 0 6px 20px; vertical-align: bottom;
-  white-space: nowrap; }
-td { border-top: 1px solid var(--line); padding: 6px 0 6px 20px; text-align: right; white-space: nowrap; }
-th.text, td.text { text-align: left; }
-th:first-child, td:first-child { padding-left: 0; }
-summary { cursor: pointer; font-weight: 600; font-size: 16px; }
-pre { margin: 12px 0 0; overflow-x: auto; font: 13px/1.5 ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace; }
-footer { color: var(--muted); font-size: 13px; margin: 18px 4px 0; }
-@media (max-width: 560px) {
-  main { padding: 18px 12px 28px; } h1 { font-size: 22px; } .card { padding: 14px; }
-  .charts figure { padding: 8px 6px 4px; } .tiles { gap: 14px; grid-template-columns: repeat(2, minmax(0, 1fr)); }
-}
-@media print { body { background: none; } .card { break-inside: avoid; } }
-"""
+STYLE = (resources.files("trainer.report") / "page.css").read_text(encoding="utf-8")
+SCRIPT = (resources.files("trainer.report") / "charts.js").read_text(encoding="utf-8")
 
 
-def write_page(run: Run) -> str:
-    """Return the page of one run."""
+def write_page(run: Run, beside: Path | None = None) -> str:
+    """Return the page of one run.  beside: the folder that it is for, from which its links lead; None for no links."""
     name, state = escape(run.name), escape(run.state)
     parts = [
         f'<header><h1>{name} <span class="state {_class(run.state)}">{state}</span></h1>',
@@ -94,35 +41,48 @@ def write_page(run: Run) -> str:
         _charts([run]),
         _key(run),
         _sources(run),
+        _samples(run),
+        _links(run, beside),
         _attempts(run),
         _saving(run),
         _configuration(run),
     ]
-    return _html(run.name, parts)
+    return _html(run.name, parts, [run], [run.name])
 
 
 def write_comparison(runs: Sequence[Run]) -> str:
-    """Return the page that compares runs: their curves in the same charts."""
-    rows = [[_name(number, run), *_summary(run)] for number, run in enumerate(runs)]
+    """Return the page that compares runs: what differs between them, and their curves in the same charts."""
+    names = names_of(runs)
+    rows = [[_name(number, name), *_summary(run)] for number, (name, run) in enumerate(zip(names, runs, strict=True))]
     heads = ("run", "state", "model", "parameters", "steps", "tokens", "loss", "eval loss", "tokens/s", "wall time")
     parts = [
         f'<header><h1>{len(runs)} runs compared</h1></header><section class="card">',
         _table((*heads, "goodput"), rows, num_text=3),
         "</section>",
+        _differences(runs, names),
         _charts(runs),
-        *(_configuration(run, f"Configuration of {run.name}") for run in runs),
+        *(_configuration(run, f"Configuration of {name}") for name, run in zip(names, runs, strict=True)),
     ]
-    return _html(f"{len(runs)} runs compared", parts)
+    return _html(f"{len(runs)} runs compared", parts, runs, names)
 
 
-def _html(title: str, parts: Iterable[str]) -> str:
+def names_of(runs: Sequence[Run]) -> list[str]:
+    """Return a name for each run that no other has: its own, or its folder's where two are called the same."""
+    own = [run.name for run in runs]
+    names = [name if own.count(name) == 1 else str(run.folder) for name, run in zip(own, runs, strict=True)]
+    return [name if names.count(name) == 1 else f"{name} ({number})" for number, name in enumerate(names, start=1)]
+
+
+def _html(title: str, parts: Iterable[str], runs: Sequence[Run], names: Sequence[str]) -> str:
     written = time.strftime("%Y-%m-%d %H:%M:%S")
+    data = data_of(runs, names, REFRESH_S if any(run.state == "running" for run in runs) else 0.0)
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{escape(title)}</title><style>{STYLE}</style></head>\n<body><main>\n"
         + "\n".join(part for part in parts if part)
-        + f"\n<footer>Written {written} by meshtrainer.</footer></main></body></html>\n"
+        + f"\n<footer>Written {written} by meshtrainer.</footer></main>\n"
+        + f'<script type="application/json" id="data">{data}</script>\n<script>\n{SCRIPT}</script></body></html>\n'
     )
 
 
@@ -184,10 +144,76 @@ def _time(run: Run) -> str:
     )
 
 
+_CONTROLS = """\
+<section class="controls" hidden>
+<label>over <select name="axis"><option value="step">steps</option><option value="tokens">tokens</option>
+<option value="hours">wall time</option></select></label>
+<label>scale <select name="log"><option value="auto">as fits</option><option value="linear">linear</option>
+<option value="log">logarithmic</option></select></label>
+<label>smoothing <input type="range" name="smoothing" min="0" max="0.98" step="0.02"></label>
+<label><input type="checkbox" name="live">refresh while it goes on</label></section>
+<noscript><p class="card">The charts need JavaScript. The picture beside this page has them too.</p></noscript>
+"""
+
+
 def _charts(runs: Sequence[Run]) -> str:
-    titles = [*PANELS, BY_SOURCE] if len(runs) == 1 and runs[0].sources else PANELS
-    figures = (f'<figure class="card">{draw_svg(title, runs)}</figure>' for title in titles)
-    return f'<section class="charts">{"".join(figures)}</section>'
+    return f'{_CONTROLS}<section class="charts"></section>'
+
+
+def _differences(runs: Sequence[Run], names: Sequence[str]) -> str:
+    """Return the table of the settings that are not the same in all runs, beside their names and folders."""
+    settings = [dict(_flat(run.values)) for run in runs]
+    keys = dict.fromkeys(key for values in settings for key in values)
+    differing = [
+        key
+        for key in keys
+        if key not in ("run.name", "run.dir") and len({str(values.get(key, NONE)) for values in settings}) > 1
+    ]
+    if not differing:
+        return '<section class="card"><h2>What differs</h2><p class="muted">No setting.</p></section>'
+    rows = [[escape(key), *(escape(_setting(values, key)) for values in settings)] for key in differing]
+    table = _table(("", *map(escape, names)), rows, num_text=len(names) + 1)
+    return f'<section class="card"><h2>What differs</h2>{table}</section>'
+
+
+def _flat(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for section, fields in values.items():
+        if isinstance(fields, Mapping):
+            yield from ((f"{section}.{key}", value) for key, value in fields.items())
+
+
+def _setting(values: Mapping[str, Any], key: str) -> str:
+    value = values.get(key, "")
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+_NUM_SAMPLES = 20
+
+
+def _samples(run: Run) -> str:
+    """Return what the model has written in training, the newest first."""
+    if not run.samples:
+        return ""
+    shown = [
+        f"<details{' open' if number == 0 else ''}><summary>step {escape(str(sample.get('step', '')))}</summary>"
+        f"<pre><b>{escape(str(sample.get('prompt', '')))}</b>{escape(str(sample.get('text', '')))}</pre></details>"
+        for number, sample in enumerate(reversed(run.samples[-_NUM_SAMPLES:]))
+    ]
+    return f'<section class="card samples"><h2>Samples</h2>{"".join(shown)}</section>'
+
+
+def _links(run: Run, beside: Path | None) -> str:
+    """Return links to the checkpoints and traces that are there, from the folder of the page."""
+    checkpoints = sorted((run.folder / "checkpoints").glob("step_*"))
+    traces = [path for name in dict.fromkeys(run.traces) if (path := run.folder / "profile" / name).is_file()]
+    found = [*checkpoints, *traces]
+    if beside is None or not found:
+        return ""
+    items = [
+        f'<li><a href="{escape(quote(os.path.relpath(path, beside)))}">{escape(path.name)}</a></li>' for path in found
+    ]
+    hint = '<p class="muted">Traces open in <b>ui.perfetto.dev</b>.</p>' if traces else ""
+    return f'<section class="card"><h2>Files</h2><ul class="links">{"".join(items)}</ul>{hint}</section>'
 
 
 def _key(run: Run) -> str:
@@ -200,8 +226,8 @@ def _key(run: Run) -> str:
     if run.goodput.lost_steps:
         style = "width: 14px; height: 14px; background: var(--red); opacity: .25"
         marks.append(f'<i style="{style}"></i>steps lost in a crash and done again')
-    if run.train["step"].size > 800:
-        marks.append("line: mean of a pixel's steps; band: least to most")
+    if run.train["step"].size > 2 * NUM_POINTS:
+        marks.append("line: mean of a point's steps; band: least to most")
     return f'<div class="key">{"".join(f"<span>{mark}</span>" for mark in marks)}</div>' if marks else ""
 
 
@@ -271,9 +297,10 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], num_text: int) -
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
-def _name(number: int, run: Run) -> str:
-    colour = SERIES[number % len(SERIES)]
-    return f'<span class="swatch" style="background: var(--{colour})"></span>{escape(run.name)}'
+def _name(number: int, name: str) -> str:
+    colour, shown = SERIES[number % len(SERIES)], escape(name)
+    box = f'<input type="checkbox" data-run="{shown}" checked>'
+    return f'<label>{box} <span class="swatch" style="background: var(--{colour})"></span>{shown}</label>'
 
 
 def _summary(run: Run) -> list[str]:

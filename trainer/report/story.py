@@ -24,8 +24,9 @@ from trainer.metrics.record import read_records
 
 Column = NDArray[np.float64]
 
-TRAIN = ("step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "step_s", "data_s", "mfu", "peak_memory_gib")
-EVAL = ("step", "loss", "bits_per_byte")
+_RATES = ("tokens_per_s", "step_s", "data_s", "mfu", "peak_memory_gib")
+TRAIN = ("step", "loss", "grad_norm", "lr", "tokens", *_RATES, "time")
+EVAL = ("step", "loss", "bits_per_byte", "time")
 _BY_SOURCE = ("loss_", "epoch_")
 """How the fields of one source begin; what follows is its name."""
 
@@ -78,6 +79,12 @@ class Run:
     experience: Experience
     """What it has seen of saves and failures."""
     num_skipped: int = 0
+    values: Mapping[str, Any] = field(default_factory=dict)
+    """What `config.yaml` holds, by section, as far as it can be read."""
+    traces: list[str] = field(default_factory=list)
+    """Names of the profiles in `profile/`."""
+    samples: list[Mapping[str, Any]] = field(default_factory=list)
+    """Records of what the model has written: `step`, `prompt`, `text`."""
     attempts: list[Attempt] = field(default_factory=list)
 
     @property
@@ -105,33 +112,48 @@ class Run:
         return float(np.median(finite)) if finite.size else None
 
 
+class _Reading:
+    """Takes in the records of `metrics.jsonl` in their order."""
+
+    def __init__(self) -> None:
+        self.train, self.evals = _Table(TRAIN), _Table(EVAL)
+        self.saved, self.attempts, self.ledger = array("d"), list[Attempt](), Ledger()
+        self.traces, self.samples = list[str](), list[Mapping[str, Any]]()
+        self.num_records = self.num_skipped = 0
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        kind, self.num_records = record.get("kind"), self.num_records + 1
+        if kind == "start":
+            _close_attempt(self.attempts, self.ledger, record)
+        self.ledger.add(record)
+        if kind == "start":
+            self.attempts.append(Attempt(_cleaned(record), update_s=self.ledger.total().update_s))
+        elif kind == "train":
+            self.train.append(record)
+            self.num_skipped = int(_number(record, "skipped")) or self.num_skipped
+        elif kind == "eval":
+            self.evals.append(record)
+        elif kind == "checkpoint":
+            self.saved.append(_value(record.get("step")))
+        elif kind == "profile" and isinstance(record.get("trace"), str):
+            self.traces.append(Path(record["trace"]).name)
+        elif kind == "sample":
+            self.samples.append(record)
+        elif kind == "end" and self.attempts:
+            self.attempts[-1].ended = str(record.get("reason"))
+
+
 def read_run(folder: Path) -> Run:
     """Return what the folder tells.  Raises UserError if it holds no record of a run."""
     path = folder / "metrics.jsonl"
     if not path.is_file():
         raise _no_run(folder, "holds no metrics.jsonl, so no run")
-    train, evals = _Table(TRAIN), _Table(EVAL)
-    saved, attempts, ledger = array("d"), list[Attempt](), Ledger()
-    num_records = num_skipped = 0
+    read = _Reading()
     for _, record in read_records(path):
-        kind, num_records = record.get("kind"), num_records + 1
-        if kind == "start":
-            _close_attempt(attempts, ledger, record)
-            ledger.add(record)
-            attempts.append(Attempt(_cleaned(record), update_s=ledger.total().update_s))
-            continue
-        ledger.add(record)
-        if kind == "train":
-            train.append(record)
-            num_skipped = int(_number(record, "skipped")) or num_skipped
-        elif kind == "eval":
-            evals.append(record)
-        elif kind == "checkpoint":
-            saved.append(_value(record.get("step")))
-        elif kind == "end" and attempts:
-            attempts[-1].ended = str(record.get("reason"))
-    if not num_records:
+        read.add(record)
+    if not read.num_records:
         raise _no_run(folder, "metrics.jsonl holds no record yet")
+    attempts, ledger = read.attempts, read.ledger
     _close_attempt(attempts, ledger, None)
     state, reason = _state(folder, attempts)
     if attempts and not attempts[-1].ended:
@@ -145,13 +167,16 @@ def read_run(folder: Path) -> Run:
         config_yaml=config_yaml,
         state=state,
         reason=reason,
-        train=_columns(train.columns),
-        evals=_columns(evals.columns),
-        saved=np.unique(np.asarray(saved)),
+        train=_columns(read.train.columns),
+        evals=_columns(read.evals.columns),
+        saved=np.unique(np.asarray(read.saved)),
         goodput=ledger.total(),
         checkpoint=section if isinstance(section := values.get("checkpoint"), Mapping) else {},
         experience=ledger.experience(),
-        num_skipped=num_skipped,
+        num_skipped=read.num_skipped,
+        values=values,
+        traces=read.traces,
+        samples=read.samples,
         attempts=attempts,
     )
 

@@ -1,0 +1,307 @@
+"use strict";
+// Draws the charts of a report from the JSON beside it, and reloads the page while a run goes on.
+// What a reader has chosen (axis, smoothing, runs, scale, open boxes, scroll) outlives a reload.
+(() => {
+  const data = JSON.parse(document.getElementById("data").textContent);
+  const colours = ["blue", "red", "green", "pink", "orange", "sky", "olive", "black"];
+  const key = `meshtrainer ${location.pathname}`;
+  const chosen = { axis: "step", smoothing: 0, log: null, hidden: [], open: [], live: true, scroll: 0 };
+  try { Object.assign(chosen, JSON.parse(sessionStorage.getItem(key) || "{}")); } catch { /* storage is off */ }
+  const keep = () => {
+    chosen.scroll = scrollY;
+    chosen.open = [...document.querySelectorAll("details")].map((box) => box.open);
+    try { sessionStorage.setItem(key, JSON.stringify(chosen)); } catch { /* storage is off */ }
+  };
+
+  const SVG = "http://www.w3.org/2000/svg";
+  const W = 520, H = 270, LEFT = 54, RIGHT = 12, TOP = 10, BOTTOM = 30;
+  function make(name, attributes, parent, text) {
+    const element = document.createElementNS(SVG, name);
+    for (const [attribute, value] of Object.entries(attributes)) element.setAttribute(attribute, value);
+    if (text !== undefined) element.textContent = text;
+    parent?.append(element);
+    return element;
+  }
+
+  const isNumber = (value) => value !== null && value !== undefined && Number.isFinite(value);
+  function short(value) {
+    const size = Math.abs(value);
+    if (size >= 1e12) return +(value / 1e12).toPrecision(4) + " T";
+    if (size >= 1e9) return +(value / 1e9).toPrecision(4) + " G";
+    if (size >= 1e6) return +(value / 1e6).toPrecision(4) + " M";
+    if (size >= 1e4) return +(value / 1e3).toPrecision(4) + " k";
+    return size && size < 1e-3 ? value.toExponential(2).replace(/\.?0+e/, "e") : String(+value.toPrecision(5));
+  }
+  const axes = {
+    step: ["step", short],
+    tokens: ["tokens", short],
+    hours: ["wall time", (hours) => (hours < 0.1 ? `${+(hours * 60).toPrecision(3)} min` : `${+hours.toPrecision(3)} h`)],
+  };
+
+  function ticks(low, high, isLog, count) {
+    if (isLog) {
+      const ratio = high / low, found = [];
+      const parts = ratio > 200 ? [1] : ratio > 20 ? [1, 2, 5] : [1, 1.5, 2, 3, 4, 5, 7];
+      for (let power = Math.floor(Math.log10(low)); power <= Math.log10(high); power++)
+        for (const part of parts) {
+          const tick = part * 10 ** power;
+          if (tick >= low && tick <= high) found.push(tick);
+        }
+      if (found.length > 1) return found.filter((_, place) => place % Math.ceil(found.length / 8) === 0);
+    }
+    const rough = (high - low) / count || 1, power = 10 ** Math.floor(Math.log10(rough));
+    const step = [1, 2, 2.5, 5, 10].map((part) => part * power).find((part) => part >= rough);
+    const found = [];
+    for (let tick = Math.ceil(low / step) * step; tick <= high + step / 1e6; tick += step) found.push(+tick.toPrecision(10));
+    return found;
+  }
+
+  // A mean that forgets, begun without a bias towards zero; gaps stay gaps.
+  function smoothed(values, weight) {
+    if (!weight) return values;
+    let sum = 0, share = 0;
+    return values.map((value) => {
+      if (!isNumber(value)) return null;
+      sum = weight * sum + (1 - weight) * value;
+      share = weight * share + (1 - weight);
+      return sum / share;
+    });
+  }
+
+  // x of a step on the chosen axis, between the points that are known.
+  function place(run, step) {
+    const steps = run.train.step, xs = run.train[chosen.axis] || [];
+    let at = steps.findIndex((known) => known >= step);
+    if (at < 0) at = steps.length - 1;
+    if (at <= 0 || steps[at] === step) return xs[at];
+    const share = (step - steps[at - 1]) / (steps[at] - steps[at - 1]);
+    return xs[at - 1] + share * (xs[at] - xs[at - 1]);
+  }
+
+  function linesOf(panel) {
+    const found = [];
+    data.runs.forEach((run, number) => {
+      if (chosen.hidden.includes(run.name)) return;
+      panel.lines.forEach((line) => {
+        const table = run[line.of], ys = table[line.column], xs = table[chosen.axis];
+        if (!ys || !xs) return;
+        const points = line.of === "evals";
+        const labels = [...new Set(panel.lines.map((each) => each.label))];
+        const one = data.runs.length === 1;
+        const hue = one ? colours[labels.indexOf(line.label) % colours.length] : colours[number % colours.length];
+        if (!one && line.column === "data_s") return;
+        const label = [one ? "" : run.name, points && line.label !== "evaluation" ? `${line.label}, evaluation` : line.label];
+        found.push({
+          xs, raw: ys, points, colour: `var(--${hue})`, label: label.filter(Boolean).join(", "),
+          ys: points ? ys : smoothed(ys, chosen.smoothing),
+          low: chosen.smoothing ? null : table[line.column + "_low"], high: table[line.column + "_high"],
+        });
+      });
+    });
+    return found;
+  }
+
+  function extent(lines, panel) {
+    const ys = [], xs = [];
+    for (const line of lines)
+      line.ys.forEach((y, at) => { if (isNumber(y) && isNumber(line.xs[at])) { ys.push(y); xs.push(line.xs[at]); } });
+    if (!ys.length) return null;
+    const sorted = [...ys].sort((one, other) => one - other);
+    let low = sorted[0], high = sorted[sorted.length - 1];
+    const usual = sorted[Math.floor(0.98 * (sorted.length - 1))];
+    const above = panel.from_zero && ys.length >= 8 && high > 2.5 * usual && usual > 0;
+    if (above) high = 1.5 * usual;
+    const wide = low > 0 && high / low > 3 && !panel.from_zero;
+    const isLog = low > 0 && (chosen.log === null ? wide : chosen.log && !panel.from_zero);
+    if (panel.from_zero) { low = Math.min(0, low); high = high > 0 ? high * (above ? 1 : 1.1) : 1; }
+    else if (isLog) { const pad = (high / low) ** 0.05; low /= pad; high *= Math.max(pad, 1.01); }
+    else { const pad = (high - low || Math.abs(high) || 1) * 0.05; low -= pad; high += pad; }
+    let first = xs[0], last = xs[0];
+    for (const x of xs) { first = Math.min(first, x); last = Math.max(last, x); }
+    if (first === last) last = first + 1;
+    const peak = above ? sorted[sorted.length - 1] : null;
+    return { low, high, first, last, isLog, peak, over: above ? ys.filter((y) => y > high).length : 0 };
+  }
+
+  function marks(svg, toX, range) {
+    if (data.runs.length !== 1) return;
+    const run = data.runs[0], inside = (x) => isNumber(x) && x >= range.first && x <= range.last;
+    for (const [from, to] of run.lost) {
+      const [left, right] = [place(run, from), place(run, to)].map((x) => Math.min(Math.max(x, range.first), range.last));
+      make("rect", { x: toX(left), y: TOP, width: Math.max(1, toX(right) - toX(left)), height: H - TOP - BOTTOM,
+        style: "fill: var(--red); opacity: .13" }, svg);
+    }
+    for (const step of run.restarts) if (inside(place(run, step))) {
+      const x = toX(place(run, step));
+      make("path", { d: `M${x} ${TOP}V${H - BOTTOM}`, style: "stroke: var(--muted); stroke-dasharray: 4 3" }, svg);
+    }
+    const saved = run.saved.map((step) => place(run, step)).filter(inside);
+    const d = saved.map((x) => `M${toX(x).toFixed(1)} ${H - BOTTOM - 7}v7`).join("");
+    if (d) make("path", { d, style: "stroke: var(--green); stroke-width: 1.5" }, svg);
+  }
+
+  function draw(figure, panel) {
+    const svg = figure.querySelector("svg"), lines = linesOf(panel), range = extent(lines, panel);
+    svg.replaceChildren();
+    figure.querySelector(".legend").replaceChildren(...legend(lines));
+    figure.chart = null;
+    if (!range) {
+      make("text", { x: W / 2, y: H / 2, "text-anchor": "middle", class: "tick" }, svg, "nothing on record yet");
+      return;
+    }
+    const scale = range.isLog ? Math.log : (y) => y;
+    const toX = (x) => LEFT + ((x - range.first) / (range.last - range.first)) * (W - LEFT - RIGHT);
+    const toY = (y) => H - BOTTOM - ((scale(y) - scale(range.low)) / (scale(range.high) - scale(range.low))) * (H - TOP - BOTTOM);
+    for (const tick of ticks(range.low, range.high, range.isLog, 5)) {
+      make("path", { d: `M${LEFT} ${toY(tick).toFixed(1)}H${W - RIGHT}`, style: "stroke: var(--grid)" }, svg);
+      make("text", { x: LEFT - 7, y: toY(tick) + 4, "text-anchor": "end", class: "tick" }, svg, short(tick));
+    }
+    const [axis, form] = axes[chosen.axis];
+    for (const tick of ticks(range.first, range.last, false, 5))
+      make("text", { x: toX(tick), y: H - 11, "text-anchor": "middle", class: "tick" }, svg, form(tick));
+    make("path", { d: `M${LEFT} ${H - BOTTOM}H${W - RIGHT}`, style: "stroke: var(--muted)" }, svg);
+    marks(svg, toX, range);
+    const clipped = (y) => Math.min(Math.max(y, TOP - 3), H - BOTTOM);
+    for (const line of lines) drawLine(svg, line, toX, (y) => clipped(toY(y)));
+    if (range.over) {
+      const text = `${range.over} above, up to ${short(range.peak)}`;
+      make("text", { x: W - RIGHT, y: TOP + 9, "text-anchor": "end", class: "tick" }, svg, text);
+    }
+    figure.querySelector(".scale").textContent = range.isLog ? "log scale" : "";
+    svg.setAttribute("aria-label", `${panel.title} by ${axis}`);
+    figure.chart = { lines, range, toX, toY, unit: panel.unit, cursor: make("g", {}, svg) };
+  }
+
+  function drawLine(svg, line, toX, toY) {
+    const points = [];
+    line.ys.forEach((y, at) => points.push(isNumber(y) && isNumber(line.xs[at]) ? [toX(line.xs[at]), toY(y)] : null));
+    if (line.low && line.high && !line.points) {
+      const at = points.map((point, number) => (point && isNumber(line.low[number]) ? number : -1)).filter((n) => n >= 0);
+      const top = at.map((n) => `${points[n][0].toFixed(1)} ${toY(line.high[n]).toFixed(1)}`);
+      const under = at.map((n) => `${points[n][0].toFixed(1)} ${toY(line.low[n]).toFixed(1)}`).reverse();
+      if (at.length > 1) make("path", { d: `M${[...top, ...under].join("L")}Z`, style: `fill: ${line.colour}; opacity: .2` }, svg);
+    }
+    let d = "", pen = "M";
+    for (const point of points) {
+      if (point) d += `${pen}${point[0].toFixed(1)} ${point[1].toFixed(1)}`;
+      pen = point ? "L" : "M";
+    }
+    const dash = line.points ? "; stroke-dasharray: 4 3" : "";
+    make("path", { d, style: `fill: none; stroke: ${line.colour}; stroke-width: 1.6; stroke-linejoin: round${dash}` }, svg);
+    const known = points.filter(Boolean);
+    if (line.points || known.length < 3)
+      for (const [x, y] of known) make("circle", { cx: x.toFixed(1), cy: y.toFixed(1), r: known.length > 40 ? 1.8 : 3, style: `fill: ${line.colour}` }, svg);
+  }
+
+  function legend(lines) {
+    if (lines.length < 2 || data.runs.length > 1) return [];
+    const seen = new Map(lines.map((line) => [line.label, line.colour]));
+    return [...seen].map(([label, colour]) => {
+      const item = document.createElement("span"), swatch = document.createElement("i");
+      swatch.style.background = colour;
+      item.append(swatch, label);
+      return item;
+    });
+  }
+
+  // The values of all lines nearest to the pointer.
+  function point(figure, event) {
+    const chart = figure.chart, tip = figure.querySelector(".tip");
+    if (!chart) return;
+    const svg = figure.querySelector("svg"), box = svg.getBoundingClientRect();
+    const at = ((event.clientX - box.left) / box.width) * W;
+    const { first, last } = chart.range;
+    const wanted = first + ((at - LEFT) / (W - LEFT - RIGHT)) * (last - first);
+    chart.cursor.replaceChildren();
+    const rows = [];
+    let nearest = null;
+    for (const line of chart.lines) {
+      let best = -1;
+      line.xs.forEach((x, number) => {
+        if (isNumber(x) && isNumber(line.ys[number]) && (best < 0 || Math.abs(x - wanted) < Math.abs(line.xs[best] - wanted))) best = number;
+      });
+      if (best < 0) continue;
+      const x = line.xs[best];
+      if (nearest === null || Math.abs(x - wanted) < Math.abs(nearest - wanted)) nearest = x;
+      const y = Math.min(Math.max(chart.toY(line.ys[best]), TOP), H - BOTTOM);
+      make("circle", { cx: chart.toX(x), cy: y, r: 3.5, style: `fill: ${line.colour}; stroke: var(--card)` }, chart.cursor);
+      rows.push([line.colour, line.label, short(line.raw[best]) + (chart.unit ? ` ${chart.unit}` : "")]);
+    }
+    if (nearest === null) return;
+    const x = chart.toX(nearest);
+    chart.cursor.prepend(make("path", { d: `M${x} ${TOP}V${H - BOTTOM}`, style: "stroke: var(--muted)" }));
+    const [name, form] = axes[chosen.axis];
+    const title = document.createElement("b");
+    title.textContent = chosen.axis === "step" ? `step ${Math.round(nearest).toLocaleString("en")}` : `${form(nearest)} ${chosen.axis === "tokens" ? name : ""}`;
+    tip.replaceChildren(title, ...rows.map(([colour, label, value]) => {
+      const row = document.createElement("div"), swatch = document.createElement("i"), number = document.createElement("em");
+      swatch.style.background = colour;
+      number.textContent = value;
+      row.append(swatch, label, number);
+      return row;
+    }));
+    tip.hidden = false;
+    const share = (x / W) * box.width;
+    tip.style.left = share < box.width / 2 ? `${share + 16}px` : `${Math.max(0, share - tip.offsetWidth - 4)}px`;
+  }
+
+  const figures = data.panels.map((panel) => {
+    const figure = document.createElement("figure");
+    figure.className = "card";
+    figure.innerHTML = '<figcaption><b></b> <small class="scale"></small><span class="legend"></span></figcaption><div class="tip" hidden></div>';
+    figure.querySelector("b").textContent = panel.title;
+    const svg = make("svg", { viewBox: `0 0 ${W} ${H}`, role: "img" });
+    figure.append(svg);
+    svg.addEventListener("pointermove", (event) => point(figure, event));
+    svg.addEventListener("pointerdown", (event) => point(figure, event));
+    svg.addEventListener("pointerleave", () => {
+      figure.querySelector(".tip").hidden = true;
+      figure.chart?.cursor.replaceChildren();
+    });
+    return figure;
+  });
+  document.querySelector(".charts").replaceChildren(...figures);
+  const drawAll = () => figures.forEach((figure, number) => draw(figure, data.panels[number]));
+
+  function controls() {
+    const bar = document.querySelector(".controls");
+    const axis = bar.querySelector("[name=axis]"), smoothing = bar.querySelector("[name=smoothing]");
+    const log = bar.querySelector("[name=log]"), live = bar.querySelector("[name=live]");
+    if (!data.runs.some((run) => (run.train.hours || []).some(isNumber))) axis.querySelector("[value=hours]").remove();
+    axis.value = chosen.axis;
+    if (axis.value !== chosen.axis) axis.value = chosen.axis = "step";
+    smoothing.value = chosen.smoothing;
+    log.value = chosen.log === null ? "auto" : chosen.log ? "log" : "linear";
+    axis.onchange = () => { chosen.axis = axis.value; keep(); drawAll(); };
+    smoothing.oninput = () => { chosen.smoothing = +smoothing.value; keep(); drawAll(); };
+    log.onchange = () => { chosen.log = log.value === "auto" ? null : log.value === "log"; keep(); drawAll(); };
+    live.checked = chosen.live;
+    live.onchange = () => { chosen.live = live.checked; keep(); };
+    live.parentElement.hidden = !data.refresh_s;
+    for (const box of document.querySelectorAll("[data-run]")) {
+      box.checked = !chosen.hidden.includes(box.dataset.run);
+      box.onchange = () => {
+        chosen.hidden = chosen.hidden.filter((name) => name !== box.dataset.run);
+        if (!box.checked) chosen.hidden.push(box.dataset.run);
+        keep();
+        drawAll();
+      };
+    }
+    bar.hidden = false;
+  }
+
+  controls();
+  drawAll();
+  [...document.querySelectorAll("details")].forEach((box, number) => { box.open = chosen.open[number] ?? box.open; });
+  history.scrollRestoration = "manual";
+  scrollTo(0, chosen.scroll);
+  addEventListener("pagehide", keep);
+  if (data.refresh_s) {
+    const again = () => {
+      const reading = document.hidden || !chosen.live || document.querySelector(".tip:not([hidden])") || String(getSelection());
+      if (reading) setTimeout(again, 1000);
+      else { keep(); location.reload(); }
+    };
+    setTimeout(again, 1000 * data.refresh_s);
+  }
+})();

@@ -1,0 +1,131 @@
+"""Pages that stay up to date: written again as their runs go on, or made for each request of a browser."""
+
+from __future__ import annotations
+
+import http.server
+import time
+from collections.abc import Callable, Sequence
+from http import HTTPStatus
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from trainer.errors import UserError, setting_error
+from trainer.report.page import REFRESH_S, write_comparison, write_page
+from trainer.report.story import read_run
+
+ADDRESS = "127.0.0.1"
+PORT = 8123
+_KINDS = {".gz": "application/gzip", ".pickle": "application/octet-stream"}
+
+
+def watch(folders: Sequence[Path], write: Callable[[], object], pause: Callable[[float], None] = time.sleep) -> None:
+    """Write the page, and again whenever there is more to show, until none of its runs goes on."""
+    shown = None
+    while True:
+        now, goes_on = version(folders), any(read_run(folder).state == "running" for folder in folders)
+        if now != shown:
+            write()
+            shown = now
+        if not goes_on:
+            return
+        pause(REFRESH_S)
+
+
+def version(folders: Sequence[Path]) -> list[tuple[int, int]]:
+    """Return what changes whenever a run has something new to show."""
+    found = []
+    for path in (folder / name for folder in folders for name in ("metrics.jsonl", "status.json")):
+        try:
+            stat = path.stat()
+            found.append((stat.st_mtime_ns, stat.st_size))
+        except OSError:
+            found.append((0, 0))
+    return found
+
+
+class Pages:
+    """The pages of some runs, made when they are asked for and kept until a run has more to show."""
+
+    def __init__(self, folders: Sequence[Path]) -> None:
+        self._folders = list(folders)
+        self._version: object = None
+        self._page = b""
+
+    def page(self) -> bytes:
+        now = version(self._folders), int(time.monotonic() / REFRESH_S)  # a killed run changes no file
+        if now != self._version:
+            runs = [read_run(folder) for folder in self._folders]
+            html = write_page(runs[0], runs[0].folder) if len(runs) == 1 else write_comparison(runs)
+            self._page, self._version = html.encode(), now
+        return self._page
+
+    def file(self, path: str) -> Path | None:
+        """Return the profile that a path of a request names, of one run; None for everything else."""
+        parts = path.strip("/").split("/")
+        if len(self._folders) != 1 or len(parts) != 2 or parts[0] != "profile":
+            return None
+        inside = {each.name: each for each in (self._folders[0] / "profile").glob("*") if each.is_file()}
+        return inside.get(parts[1])
+
+
+class Server(http.server.ThreadingHTTPServer):
+    """Serves the page of some runs to browsers on this machine alone; those elsewhere come through ssh."""
+
+    daemon_threads = True
+
+    def __init__(self, folders: Sequence[Path], port: int = PORT) -> None:
+        self.pages = Pages(folders)
+        try:
+            super().__init__((ADDRESS, port), _Handler)
+        except (OSError, OverflowError) as error:
+            rule = f"cannot be listened on ({getattr(error, 'strerror', None) or error})"
+            raise setting_error("--serve", port, rule, fix="name another, or 0 for any that is free") from error
+
+    @property
+    def url(self) -> str:
+        return f"http://{ADDRESS}:{self.server_port}/"
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    server: Server
+
+    def do_GET(self) -> None:
+        host = (self.headers.get("Host") or "").rpartition(":")[0] or self.headers.get("Host")
+        if host not in (ADDRESS, "localhost"):  # a page of somebody else's, under a name that leads here
+            return self.send_error(HTTPStatus.FORBIDDEN)
+        path = unquote(urlsplit(self.path).path)
+        try:
+            if path == "/":
+                return self._answer(self.server.pages.page(), "text/html; charset=utf-8")
+            if path == "/favicon.ico":  # browsers ask, and complain where there is nothing
+                return self._answer(b"", "image/x-icon")
+            if (file := self.server.pages.file(path)) is not None:
+                return self._answer(file.read_bytes(), _KINDS.get(file.suffix, "application/octet-stream"))
+        except (OSError, UserError) as error:
+            return self.send_error(HTTPStatus.SERVICE_UNAVAILABLE, explain=str(error))
+        return self.send_error(HTTPStatus.NOT_FOUND)
+
+    def _answer(self, content: bytes, kind: str) -> None:
+        self.send_response(HTTPStatus.OK)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(content)))
+        self.send_header("Cache-Control", "no-store")
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Say nothing: a page that refreshes itself would fill the terminal."""
+
+
+def serve(folders: Sequence[Path], port: int, tell: Callable[[str], object]) -> None:
+    """Serve the page until Ctrl-C.  Raises UserError for a port that is taken, and for what is no run."""
+    for folder in folders:
+        read_run(folder)
+    with Server(folders, port) as server:
+        tell(f"{server.url} (Ctrl-C ends it)")
+        port = server.server_port
+        tell(f"from elsewhere: ssh -L {port}:{ADDRESS}:{port} THIS_MACHINE, then the same address")
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            return
