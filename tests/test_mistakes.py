@@ -139,7 +139,7 @@ MISTAKES = {
     "an export to nowhere": Mistake("@", "required: target", "export"),
     "an export of nothing": Mistake("@ @/out", "to fix: give the folder of a run", "export"),
     "no prompt": Mistake("@", "--prompt", "generate"),
-    "a report of nothing": Mistake("@", "to fix: name the folder of a run", "report"),
+    "a report of nothing": Mistake("@/no_such_run_at_all", "to fix: name the folder of a run", "report"),
     "checkpoints of nothing": Mistake("@", "to fix: give the folder of a run", "checkpoints"),
     "an evaluation of nothing": Mistake("@", "to fix: give the folder of a run", "evaluate"),
     "a csv file": Mistake("data.path=@/a.csv", "to fix: write each document as", files={"a.csv": "a,b"}),

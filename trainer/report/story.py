@@ -5,6 +5,7 @@ Trusts nothing to be complete: the run may be going on, or have been killed in t
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
 from array import array
@@ -17,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer.config import read_yaml
-from trainer.errors import UserError, mask_credentials, nearest, setting_error
+from trainer.errors import UserError, mask_credentials, setting_error
 from trainer.lifecycle.folder import is_owned
 from trainer.metrics.goodput import Experience, Goodput, Ledger
 from trainer.metrics.record import read_records
@@ -282,4 +283,5 @@ def _nearest_run(folder: Path) -> object:
     if folder.name == "metrics.jsonl" and folder.is_file():
         return folder.parent
     runs = [path.parent for place in (folder, folder.parent, Path("runs")) for path in place.glob("*/metrics.jsonl")]
-    return nearest(folder, runs)
+    close = difflib.get_close_matches(folder.name, [run.name for run in runs], n=1, cutoff=0.7)
+    return next((run for run in runs if close == [run.name]), None)
