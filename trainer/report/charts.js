@@ -93,7 +93,7 @@
         const label = [one ? "" : run.name, points && line.label !== "evaluation" ? `${line.label}, evaluation` : line.label];
         found.push({
           xs, raw: ys, points, colour: `var(--${hue})`, label: label.filter(Boolean).join(", "),
-          ys: points ? ys : smoothed(ys, chosen.smoothing),
+          ys: points || !panel.is_noisy ? ys : smoothed(ys, chosen.smoothing),
           low: chosen.smoothing ? null : table[line.column + "_low"], high: table[line.column + "_high"],
         });
       });

@@ -39,12 +39,14 @@ class Panel:
     lines: tuple[Line, ...]
     unit: str = ""
     from_zero: bool = False
+    is_noisy: bool = True
+    """Whether it is smoothed where a reader asks for it."""
 
 
 PANELS = (
     Panel("loss", (Line("loss", "training"), Line("loss", "evaluation", "evals"))),
     Panel("gradient norm, before clipping", (Line("grad_norm"),)),
-    Panel("learning rate", (Line("lr"),), from_zero=True),
+    Panel("learning rate", (Line("lr"),), from_zero=True, is_noisy=False),
     Panel("target tokens per second", (Line("tokens_per_s"),), from_zero=True),
     Panel("seconds per step", (Line("step_s", "whole step"), Line("data_s", "waiting for data")), "s", True),
     Panel("peak memory of a rank", (Line("peak_memory_gib"),), "GiB", True),
