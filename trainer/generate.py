@@ -54,12 +54,14 @@ class Writer:
 
     tokenizer: what `data.tokenizer` would name: `bytes`, or a folder.
     settings: generation_config.json, and what config.json says of the ends of a text.
+    bos: the run's `data.bos`.
     """
 
     model: nn.Module
     device: torch.device
     tokenizer: str
     settings: Mapping[str, Any]
+    bos: bool | None = None
 
     @property
     def room(self) -> int | None:
@@ -109,7 +111,7 @@ def open_writer(
     files = origin.tokenizer or {name: data for name, data in origin.files.items() if TOKENIZER in origin.files}
     tokenizer = str(stack.enter_context(written_out(files))) if files else config.data.tokenizer
     model = load_weights(path, device, allow_import, ema)
-    return Writer(model, device, tokenizer, _settings(origin.files))
+    return Writer(model, device, tokenizer, _settings(origin.files), config.data.bos)
 
 
 def _load_folder(folder: Path, device: torch.device) -> nn.Module:
@@ -214,7 +216,7 @@ def _generate(chosen: argparse.Namespace) -> int:
     device = chosen.device if chosen.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     with ExitStack() as stack:
         writer = open_writer(chosen.path, torch.device(device), stack, chosen.allow_import, chosen.ema)
-        tokenizer = find_tokenizer(writer.tokenizer)
+        tokenizer = find_tokenizer(writer.tokenizer, bos=writer.bos)
         if chosen.chat is None:
             prompt = tokens_of_prompt(chosen.prompt, tokenizer)
         else:

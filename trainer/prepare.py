@@ -34,13 +34,14 @@ from trainer.data.ingest.publishing import (
     was_published,
 )
 from trainer.data.ingest.report import Keys, Tally, describe, parse_limit
+from trainer.data.ingest.tokens import check_tokens
 from trainer.data.ingest.writing import Job
 from trainer.data.manifest import Manifest
 from trainer.data.shards import ShardError
-from trainer.data.tokenizer import find_tokenizer
+from trainer.data.tokenizer import Tokenizer, find_tokenizer
 from trainer.errors import EXIT_FINISHED, printable, run_command, setting_error, tell
 
-_KEYS = Keys("INPUT", "--text-key", "--bad", "--holdout", "--tokenizer", "--out")
+_KEYS = Keys("INPUT", "--text-key", "--bad", "--holdout", "--tokenizer", "--out", "--bos")
 
 
 def command_line(arguments: Sequence[str] | None = None) -> int:
@@ -89,6 +90,7 @@ def _prepare(options: argparse.Namespace) -> int:
         overwrite=options.overwrite,
         bad=options.bad,
         procs=options.procs,
+        bos=options.bos,
     )
     tell(report)
     return EXIT_FINISHED
@@ -104,6 +106,7 @@ def prepare(
     overwrite: bool = False,
     bad: str = "error",
     procs: int = 0,
+    bos: bool | None = None,
 ) -> str:
     """Write token shards and return a report that ends with the settings to train on them.
 
@@ -111,7 +114,7 @@ def prepare(
     depend on what else there is, and equal documents are on the same side.  Raises UserError; then nothing has been
     written or replaced, but for what an interrupted run had already done.
     """
-    job = _make_job(inputs, tokenizer, text_key, holdout, shard_tokens, bad)
+    job = _make_job(inputs, find_tokenizer(tokenizer, "--tokenizer", bos), text_key, holdout, shard_tokens, bad, bos)
     if procs < 0:
         raise setting_error("--procs", procs, "must be at least 1, or 0 for as many as there are cores", 0)
     stem = _find_stem(out)
@@ -126,23 +129,33 @@ def prepare(
             manifest = build(job, work, procs or usual_procs())
             _check_sides(manifest, holdout, work)
             publish(manifest, work, stem)
-            return _describe(stem, manifest, tokenizer)
+            return _describe(stem, manifest, tokenizer, bos)
     except (OSError, ShardError) as error:
         is_gone = isinstance(error, (FileNotFoundError, FileExistsError, ShardError))
         if not (is_gone and was_published(work, stem)):  # by another process meanwhile
             raise setting_error("--out", out, f"cannot be written ({getattr(error, 'strerror', error)})") from error
-    return _describe(stem, read_published(stem), tokenizer)
+    return _describe(stem, read_published(stem), tokenizer, bos)
 
 
-def _make_job(inputs: Sequence[str], tokenizer: str, text_key: str, holdout: float, shard_tokens: int, bad: str) -> Job:
+def _make_job(
+    inputs: Sequence[str],
+    tokenizer: Tokenizer,
+    text_key: str,
+    holdout: float,
+    shard_tokens: int,
+    bad: str,
+    bos: bool | None,
+) -> Job:
     if not 0 <= holdout < 1:
         raise setting_error("--holdout", holdout, "is a share of the documents, from 0 to below 1", 0.01)
     if shard_tokens < 1:
         raise setting_error("--shard-tokens", shard_tokens, "must be at least 1", 1)
     parse_limit(bad, "--bad")
-    encoder = find_tokenizer(tokenizer, key="--tokenizer")
     files = find_inputs(inputs, "INPUT")
-    return Job(tuple(files), encoder, text_key, bad, holdout, shard_tokens, _KEYS)
+    check_tokens(files, tokenizer, bos, _KEYS)
+    if holdout and any(each.kind == "tokens" for each in files):
+        raise setting_error("--holdout", holdout, "tokens are taken as they are: hold out with data.holdout", 0)
+    return Job(tuple(files), tokenizer, text_key, bad, holdout, shard_tokens, _KEYS)
 
 
 def _check_sides(manifest: Manifest, holdout: float, work: Path) -> None:
@@ -204,14 +217,14 @@ def _find_stem(out: str) -> Path:
     return stem
 
 
-def _describe(stem: Path, manifest: Manifest, setting: str) -> str:
+def _describe(stem: Path, manifest: Manifest, setting: str, bos: bool | None) -> str:
     train, held_out = map(_Side, paths_of(manifest, stem), (manifest.train, manifest.held_out))
     lines = []
     for what, side in (("train", train), ("held out", held_out)):
         if side.paths:
             tokens, documents, num_bytes = side.size()
-            sizes = f"{documents:,} documents, {tokens:,} tokens, {num_bytes:,} bytes"
-            lines.append(f"{what}: {sizes}, {tokens / max(1, num_bytes):.3f} tokens/byte")
+            of_text = f", {num_bytes:,} bytes, {tokens / num_bytes:.3f} tokens/byte" if num_bytes else ""
+            lines.append(f"{what}: {documents:,} documents, {tokens:,} tokens{of_text}")
             ends = dict.fromkeys([str(side.paths[0]), str(side.paths[-1])])
             lines.append(f"  {' ... '.join(ends)}, with .idx and .json beside each")
     tally = Tally.of(manifest)
@@ -223,6 +236,8 @@ def _describe(stem: Path, manifest: Manifest, setting: str) -> str:
         settings.append(f"data.eval_path={held_out.pattern}")
     if setting != "bytes":
         settings.append(f"data.tokenizer={Path(setting).expanduser().absolute()}")
+    if bos is not None:
+        settings.append(f"data.bos={str(bos).lower()}")
     settings.append(f"model.vocab_size={manifest.vocab_size}")
     return "\n".join([*lines, "train on them with:", "  " + " ".join(map(shlex.quote, settings))])
 
@@ -240,6 +255,11 @@ def _make_parser() -> argparse.ArgumentParser:
         parser.add_argument(
             option, default=field.default, choices=choices, help=f"chats: as data.{key} ({field.default})"
         )
+    parser.add_argument(
+        "--bos",
+        action=argparse.BooleanOptionalAction,
+        help="begin each document with the tokenizer's beginning-of-text token (as the tokenizer itself does)",
+    )
     parser.add_argument("--text-key", default="text", metavar="KEY", help="key or column of the text (text)")
     parser.add_argument("--holdout", type=float, default=0.0, metavar="SHARE", help="share of documents held out (0)")
     parser.add_argument("--shard-tokens", type=int, default=100_000_000, metavar="N", help="size of a shard (1e8)")

@@ -313,6 +313,9 @@ def _check_data(config: RunConfig) -> None:
     if data.source in ("tokens", "chat") and config.eval.every and not data.eval_path and not data.holdout:
         rule = "with data.holdout=0 and no data.eval_path there is nothing to evaluate on"
         raise setting_error("eval.every", config.eval.every, rule, 0)
+    if data.bos is not None and data.source in ("synthetic", "chat"):
+        rule = "is for text" if data.source == "synthetic" else "is for text; how a chat begins, its template says"
+        raise setting_error("data.bos", data.bos, rule, None)
     check_chats(config)
     if not data.pack and data.documents == "masked":
         rule = "data.pack=false gives each sequence to one document"

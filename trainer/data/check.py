@@ -21,7 +21,7 @@ from trainer.data.mixed import MixedSource
 from trainer.data.opening import open_source
 from trainer.data.shards import Shard, ShardError
 from trainer.data.source import IGNORE, Part, Source, TokenSource, entries
-from trainer.data.tokenizer import Tokenizer, find_tokenizer
+from trainer.data.tokenizer import Tokenizer, tokenizer_of
 
 Tell = Callable[[str], None]
 Hashes = NDArray[np.uint64]
@@ -50,7 +50,7 @@ def check_data(data: DataSection, vocab_size: int | None, tell: Tell) -> int:
     if held_out is None:
         tell("nothing is held out")
         return twice
-    return twice + _tell_leaks(train, held_out, find_tokenizer(data.tokenizer), tell)
+    return twice + _tell_leaks(train, held_out, tokenizer_of(data), tell)
 
 
 # -- shards -----------------------------------------------------------------------------------------------------

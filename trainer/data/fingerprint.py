@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-_NAME_OTHER_DATA = frozenset({"data", "data.path", "data.source", "data.tokenizer"})
+_NAME_OTHER_DATA = frozenset({"data", "data.path", "data.source", "data.tokenizer", "data.bos"})
 _CUT_OTHERWISE = frozenset(
     {"data.seq_len", "data.documents", "data.fit", "data.pack", "data.holdout", "data.eval_path"}
 )

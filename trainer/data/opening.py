@@ -16,7 +16,7 @@ from trainer.data.paths import check_made_alike, check_size, find_shards, is_awa
 from trainer.data.shards import ShardError
 from trainer.data.source import Source, SyntheticSource
 from trainer.data.stdlib import Split, StdlibCorpus
-from trainer.data.tokenizer import find_tokenizer
+from trainer.data.tokenizer import tokenizer_of
 from trainer.errors import UserError, setting_error
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def open_source(data: DataSection, vocab_size: int | None, split: Split) -> Sour
     if data.source == "synthetic":
         return SyntheticSource(data.seq_len, vocab_size or 256, data.seed, split)
     if data.source == "stdlib":
-        shard = StdlibCorpus().shard(split, find_tokenizer(data.tokenizer), data.cache_dir)
+        shard = StdlibCorpus().shard(split, tokenizer_of(data), data.cache_dir)
         stdlib = open_shards([shard], data)
         check_size(stdlib, data, vocab_size, split, "data.source", "stdlib")
         return stdlib

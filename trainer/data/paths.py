@@ -22,14 +22,15 @@ from trainer.data.catalogue import read_shards
 from trainer.data.documents import open_shards
 from trainer.data.ingest.builder import build, usual_procs
 from trainer.data.ingest.folder import MANIFEST
-from trainer.data.ingest.inputs import NAMES, find_inputs
+from trainer.data.ingest.inputs import NAMES, find_inputs, is_of_others
 from trainer.data.ingest.report import Keys, Tally, check_limit, parse_limit
+from trainer.data.ingest.tokens import check_tokens
 from trainer.data.ingest.writing import Job
 from trainer.data.manifest import Manifest
 from trainer.data.shards import Shard, ShardError
 from trainer.data.source import Part, Source, TokenSource
 from trainer.data.stdlib import Split
-from trainer.data.tokenizer import find_tokenizer
+from trainer.data.tokenizer import tokenizer_of
 from trainer.errors import UserError, setting_error
 from trainer.files import find_folder
 
@@ -77,8 +78,16 @@ def open_path(
         source = open_shards(shards, data, content)
     except ShardError as error:
         raise unusable(key, setting, error) from error
+    _check_begin(source, data, setting)
     check_size(source, data, vocab_size, split, key, setting)
     return source if is_divided or key == "data.eval_path" else _part_of(source, holdout, split)
+
+
+def _check_begin(source: TokenSource, data: DataSection, setting: str) -> None:
+    """Raise UserError if data.bos says something of shards that were made in another way."""
+    if data.bos is not None and source.tokenizer != tokenizer_of(data).name:
+        rule = f"{setting} has been tokenized already, and not so by data.tokenizer={data.tokenizer}"
+        raise setting_error("data.bos", data.bos, rule, fix="make shards again from the text, or leave data.bos out")
 
 
 def check_size(
@@ -168,10 +177,21 @@ def _find_shard_files(setting: str, key: str) -> tuple[Path | None, list[str]]:
         raise setting_error(key, setting, "belongs to a token shard, whose name ends in .bin", meant=shard)
     if manifest.endswith(".json") and os.path.isfile(manifest):
         return Path(manifest), []
-    names = [pattern] if os.path.isfile(pattern) else glob.glob(pattern, recursive=True)
-    if is_folder:
-        names = glob.glob(os.path.join(glob.escape(pattern), "*.bin"))
-    return None, sorted(name for name in names if name.endswith(".bin"))
+    return None, [] if _bins_of_others(pattern) else _bins(pattern)
+
+
+def _bins(pattern: str) -> list[str]:
+    """Return the .bin files that a path, a glob or a folder means."""
+    names = [pattern] if os.path.isfile(pattern) else glob.glob(os.path.expanduser(pattern), recursive=True)
+    if os.path.isdir(os.path.expanduser(pattern)):
+        names = glob.glob(os.path.join(glob.escape(os.path.expanduser(pattern)), "*.bin"))
+    return sorted(name for name in names if name.endswith(".bin"))
+
+
+def _bins_of_others(pattern: str) -> list[str]:
+    """Return these files if they are tokens that others have made, all of them."""
+    found = _bins(pattern)
+    return found if all(map(is_of_others, found)) else []
 
 
 def _remote(setting: str, data: DataSection, key: str) -> Found:
@@ -198,9 +218,13 @@ def _job_of(setting: str, data: DataSection, key: str) -> Job:
     """Return what is to be done with the text that a path names.  Raises UserError if it is not there."""
     keys = Keys(inputs=key)
     parse_limit(data.bad, keys.bad)
-    inputs = find_inputs([setting.removeprefix("file://")], key)
-    tokenizer = find_tokenizer(data.tokenizer)
-    return Job(tuple(inputs), tokenizer, data.text_key, data.bad, _share_of(data, key), keys=keys)
+    path = setting.removeprefix("file://")
+    of_others = _bins_of_others(path)
+    inputs = find_inputs(of_others or [path], key)
+    tokenizer = tokenizer_of(data)
+    check_tokens(inputs, tokenizer, data.bos, keys)
+    holdout = 0.0 if of_others else _share_of(data, key)
+    return Job(tuple(inputs), tokenizer, data.text_key, data.bad, holdout, keys=keys)
 
 
 def _share_of(data: DataSection, key: str) -> float:

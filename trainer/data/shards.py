@@ -205,6 +205,12 @@ class ShardWriter:
         self.num_tokens, self.num_documents = self.num_tokens + len(found), self.num_documents + len(counts)
         self.num_bytes += num_bytes
 
+    def write_tokens(self, ids: NDArray[np.integer[Any]], ends: NDArray[np.int64]) -> None:
+        """Append tokens as they are, and where documents end among them."""
+        self._put(".idx", (self.num_tokens + ends).astype("<u8").data)
+        self._append(ids)
+        self.num_documents += len(ends)
+
     def end_document(self) -> None:
         """End the current document, which may be empty, as its tokenizer does."""
         self.write(np.array(self._tokenizer.end_ids, dtype=self._dtype), num_bytes=0)

@@ -13,7 +13,7 @@ from trainer.data.mixed import SOURCE, MixedSource
 from trainer.data.order import Order, epochs
 from trainer.data.shards import ShardError
 from trainer.data.source import IGNORE, Source, entries
-from trainer.data.tokenizer import Tokenizer, find_tokenizer
+from trainer.data.tokenizer import Tokenizer, tokenizer_of
 from trainer.errors import TrainingFailed
 
 _SHOWN = 60
@@ -48,7 +48,7 @@ def _title(step: int, position: int, index: int, name: str, order: Order) -> str
 
 def _tokenizer_of(source: Source, config: RunConfig) -> Tokenizer | None:
     """Return the tokenizer that made the tokens, if data.tokenizer names it; else ids are shown."""
-    tokenizer = find_tokenizer(config.data.tokenizer)
+    tokenizer = tokenizer_of(config.data)
     return tokenizer if tokenizer.name == source.tokenizer else None
 
 
@@ -78,7 +78,9 @@ def _text(tokens: NDArray[Any], tokenizer: Tokenizer | None, is_full: bool) -> s
         )
         return " ".join(map(str, shown))
     text = tokenizer.decode(tokens)
+    start = len(tokenizer.start_ids)
+    begins = "[begin] " if start and tuple(tokens[:start].tolist()) == tokenizer.start_ids else ""
     ends = " [end]" if tokens[-1] == tokenizer.end_id else ""
     if is_full or len(text) <= 2 * _SHOWN + 5:
-        return repr(text) + ends
-    return f"{text[:_SHOWN]!r} ... {text[-_SHOWN:]!r}{ends}"
+        return begins + repr(text) + ends
+    return f"{begins}{text[:_SHOWN]!r} ... {text[-_SHOWN:]!r}{ends}"

@@ -204,8 +204,9 @@ class TokenSource(Source):
         self._may_be_beyond = info.vocab_size <= np.iinfo(self._dtype).max
         self._shard_starts: list[int] = np.cumsum([0, *(shard.info.num_tokens for shard in shards)]).tolist()
         self.num_targets = self._count_targets()
-        if self.num_targets:
-            self.bytes_per_token = sum(shard.info.num_bytes for shard in shards) / self.num_targets
+        num_bytes = sum(shard.info.num_bytes for shard in shards)
+        if self.num_targets and num_bytes:  # none are known of tokens that others have made
+            self.bytes_per_token = num_bytes / self.num_targets
 
     def _count_targets(self) -> int:
         return self._shard_starts[-1] - 1

@@ -7,7 +7,7 @@ tokenizer.json, and nowhere in it.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,8 @@ _SAY_THE_END = (
     ("config.json", "eos_token_id"),
 )
 """The files that may say which token ends a text, and under which key; the tokenizer's own come first."""
+
+_SAY_THE_BEGIN = tuple((name, field.replace("eos", "bos")) for name, field in _SAY_THE_END)
 
 
 def added_ids(tokenizer: tokenizers.Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -44,7 +46,16 @@ def configured_end(path: Path, ids: Mapping[str, int], key: str) -> int | None:
     Files of these names belong to a tokenizer.json alone.  Raises UserError, with `key` for the setting, for one that
     cannot be read or names a token that `ids`, the vocabulary, does not have.
     """
-    for name, field in _SAY_THE_END if path.name == "tokenizer.json" else ():
+    return _configured(_SAY_THE_END, path, ids, key)
+
+
+def configured_begin(path: Path, ids: Mapping[str, int], key: str) -> int | None:
+    """Return the id of the token that begins a text; see `configured_end`."""
+    return _configured(_SAY_THE_BEGIN, path, ids, key)
+
+
+def _configured(files: Sequence[tuple[str, str]], path: Path, ids: Mapping[str, int], key: str) -> int | None:
+    for name, field in files if path.name == "tokenizer.json" else ():
         value = _first(_read(path, name, key).get(field))
         if value is None:
             continue

@@ -13,15 +13,20 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.data.surroundings import added_ids, configured_end
-from trainer.errors import nearest, setting_error
+from trainer.data.surroundings import added_ids, configured_begin, configured_end
+from trainer.errors import UserError, nearest, setting_error
 
 if TYPE_CHECKING:
     import tokenizers
 
+    from trainer.config import DataSection
+
 END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>")
 """Names under which a tokenizer file that stands alone may hold its end-of-document token, in the order in which they
 are tried: where nothing says which it is."""
+
+_BEGIN_OF_DOCUMENT = ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>", "[BOS]")
+"""The same for the token that begins a text."""
 
 _RULES = "text is text"
 """Changes with what is made of the same file, so that no tokens of before are taken for those of now."""
@@ -84,11 +89,13 @@ class FileTokenizer:
     tokenizer's post-processor adds, and ends with its end-of-document token: that of the files beside it (see
     `surroundings`), else the last that the post-processor adds, else one of END_OF_DOCUMENT.
 
+    bos: whether a document begins with the token that begins a text; None for what the post-processor does.
+
     `key` is the setting that errors name.  Raises UserError if the library or the file is missing, the file is no
-    tokenizer, or it has no end-of-document token.
+    tokenizer, or it has no end-of-document token, or none to begin with.
     """
 
-    def __init__(self, path: str, key: str = "data.tokenizer") -> None:
+    def __init__(self, path: str, key: str = "data.tokenizer", bos: bool | None = None) -> None:
         try:
             content = Path(path).expanduser().read_bytes()
         except OSError as error:
@@ -109,6 +116,13 @@ class FileTokenizer:
         ids: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(ids.values()) + 1  # ids may have gaps, so that their number is not enough
         self.start_ids, behind = added_ids(self._tokenizer)
+        if bos is not None:
+            begin = self._find_begin(Path(path).expanduser(), ids, key)
+            others = tuple(number for number in self.start_ids if number != begin)
+            if bos and begin is None:
+                named = ", ".join(_BEGIN_OF_DOCUMENT)
+                raise no_begin(path, f"tokenizer_config.json beside it names none, nor is one of {named} in it")
+            self.start_ids = (begin, *others) if bos and begin is not None else others
         self.end_id = self._find_end(Path(path).expanduser(), ids, behind, key)
         self.end_ids = behind if self.end_id in behind else (*behind, self.end_id)
         made = repr((_RULES, self.start_ids, self.end_ids, self.end_id)).encode()
@@ -118,6 +132,12 @@ class FileTokenizer:
     def library(self) -> tokenizers.Tokenizer:
         """The tokenizer of the library `tokenizers`, set so that text is text; not to be changed."""
         return self._tokenizer
+
+    def _find_begin(self, path: Path, ids: dict[str, int], key: str) -> int | None:
+        begin = configured_begin(path, ids, key)
+        if begin is None and self.start_ids:
+            begin = self.start_ids[0]
+        return next((ids[name] for name in _BEGIN_OF_DOCUMENT if name in ids), None) if begin is None else begin
 
     def _find_end(self, path: Path, ids: dict[str, int], behind: tuple[int, ...], key: str) -> int:
         end = configured_end(path, ids, key)
@@ -144,12 +164,24 @@ class FileTokenizer:
         return str(self._tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=True))
 
 
-def find_tokenizer(setting: str, key: str = "data.tokenizer") -> Tokenizer:
+def no_begin(tokenizer: object, why: str) -> UserError:
+    """Return the error for documents that are to begin with a token which their tokenizer does not have."""
+    return setting_error("data.bos", True, f"{tokenizer} has no token that begins a text: {why}", None)
+
+
+def tokenizer_of(data: DataSection) -> Tokenizer:
+    """Return the tokenizer that the settings name.  Raises UserError if there is none."""
+    return find_tokenizer(data.tokenizer, bos=data.bos)
+
+
+def find_tokenizer(setting: str, key: str = "data.tokenizer", bos: bool | None = None) -> Tokenizer:
     """Return the tokenizer that `setting` names: `bytes`, or the path of a tokenizer.json, or the folder of one.
 
-    Raises UserError that names `key` if there is none.
+    bos: see `FileTokenizer`.  Raises UserError that names `key` if there is none.
     """
     if setting == "bytes":
+        if bos:
+            raise no_begin("bytes", "it has the 256 bytes, and one that ends a document")
         return ByteTokenizer()
     if not tokenizer_file(setting).is_file():
         gone = "; no such file is there" if setting.endswith(".json") or "/" in setting else ""
@@ -157,7 +189,7 @@ def find_tokenizer(setting: str, key: str = "data.tokenizer") -> Tokenizer:
         fix = "fetch the tokenizer.json of that model, and give its path"
         meant = nearest(setting, ["bytes"])
         raise setting_error(key, setting, rule, meant=meant, fix="" if meant else fix)
-    return FileTokenizer(str(tokenizer_file(setting)), key)
+    return FileTokenizer(str(tokenizer_file(setting)), key, bos)
 
 
 def tokenizer_file(setting: str) -> Path:

@@ -14,7 +14,7 @@ from trainer.config.needs import compiles_blocks
 from trainer.data.loader import TrainLoader
 from trainer.data.portions import sentences
 from trainer.data.stdlib import gzip_bits_per_byte, held_out_text
-from trainer.data.tokenizer import find_tokenizer
+from trainer.data.tokenizer import tokenizer_of
 from trainer.distributed.world import CONTEXT, REPLICATE, SHARD, World
 from trainer.lifecycle.resume import Resume
 from trainer.metrics.console import readable_bytes, readable_count, readable_duration
@@ -154,7 +154,7 @@ def show_result(config: RunConfig, world: World, model: nn.Module, metrics: Metr
     text = held_out_text(config.data) if world.is_main else None
     if text:
         metrics.say(f"gzip -9 on the same held-out text: {gzip_bits_per_byte(text):.4f} bits/byte", "green")
-    tokenizer = find_tokenizer(config.data.tokenizer)
+    tokenizer = tokenizer_of(config.data)
     prompt = [*tokenizer.start_ids, *tokenizer.encode("def ").tolist()]
     sizes = config.log.sample_tokens, config.data.seq_len
     compiles = compiles_blocks(config.train.compile, world.device.type)

@@ -53,6 +53,11 @@ class DataSection:
     tokenizer: str = declare(
         "bytes", "bytes; a Hugging Face tokenizer.json, or its folder; or model, that of model.path or train.init_from"
     )
+    bos: bool | None = declare(
+        None,
+        "of text: whether documents begin with the tokenizer's beginning-of-text token; null: as the tokenizer itself "
+        "adds it, or not",
+    )
     format: Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "preference"] = declare(
         "auto", "source=chat: what a record is like; auto: as its keys say"
     )

@@ -25,6 +25,10 @@ _SAMPLES, _SAMPLE = 8, 1024
 """Texts that an engine is checked on at a time, and bytes of each."""
 
 
+_FEW = 4
+"""Ids that are looked for one by one."""
+
+
 class Differs(Exception):
     """An engine gives other ids than the tokenizer's own library."""
 
@@ -125,8 +129,7 @@ class _Fast:
 
     def __init__(self, tokenizer: FileTokenizer, reference: Engine) -> None:
         self._reference = reference
-        self._is_added = np.zeros(tokenizer.vocab_size, dtype=bool)
-        self._is_added[list(tokenizer.library.get_added_tokens_decoder())] = True
+        self._added = np.array(sorted(tokenizer.library.get_added_tokens_decoder()), np.uint32)
 
     def encode(self, texts: Sequence[bytes]) -> Encoded:
         try:
@@ -136,12 +139,18 @@ class _Fast:
         except BaseException as error:  # a panic of Rust is no Exception
             raise Differs(f"{self.name} gives up ({error})") from error
         joined, counts = _joined(ids)
-        if self._is_added[joined].any():
+        if self._has_added(joined):
             for number, found in enumerate(ids):
-                if self._is_added[found].any():
+                if self._has_added(found):
                     ids[number] = self._reference.encode([texts[number]])[0].astype(np.uint32)
             return _joined(ids)
         return joined, counts
+
+    def _has_added(self, ids: NDArray[np.integer[Any]]) -> bool:
+        """Return whether an added token is among `ids`; most vocabularies have few, or all of them at their end."""
+        if len(self._added) <= _FEW:
+            return any(bool((ids == number).any()) for number in self._added)
+        return bool(ids.max(initial=0) >= self._added[0] and np.isin(ids, self._added).any())
 
     def _ids_of(self, text: bytes) -> NDArray[np.uint32]:
         raise NotImplementedError

@@ -15,7 +15,7 @@ from typing import Literal, TypeAlias
 
 from trainer.errors import setting_error
 
-Kind: TypeAlias = Literal["text", "jsonl", "parquet", "arrow"]
+Kind: TypeAlias = Literal["text", "jsonl", "parquet", "arrow", "tokens"]
 Packing: TypeAlias = Literal["", "gz", "zst"]
 
 _PROSE = ".txt .md .markdown .rst .tex .org .adoc .html .htm .xml"
@@ -30,12 +30,17 @@ _KINDS: dict[str, Kind] = {
     ".ndjson": "jsonl",
     ".parquet": "parquet",
     ".arrow": "arrow",
+    ".bin": "tokens",
 }
 _PACKINGS: dict[str, Packing] = {".gz": "gz", ".zst": "zst"}
 _MAY_BE_PACKED = ("text", "jsonl")
 
-NAMES = ".txt, .jsonl, .parquet, .arrow, .md, source code; .gz and .zst of text and of .jsonl"
+NAMES = ".txt, .jsonl, .parquet, .arrow, .md, source code; .gz and .zst of text and of .jsonl; .bin of other trainers"
 """The kinds of files, for messages."""
+
+
+MEGATRON = b"MMIDIDX\0\0"
+"""The first bytes of Megatron's indices."""
 
 
 @dataclass(frozen=True)
@@ -122,13 +127,30 @@ def _match(setting: str, key: str) -> list[str]:
 def _look_into(path: str, key: str) -> Iterator[Input]:
     if not os.path.isdir(path):
         found = Input.of(path, key)
-        if found is not None:
+        if found is not None and (found.kind != "tokens" or is_of_others(path)):
             yield found
         return
     for inside in _walk(dataset_folder(path, key)):
         found = Input.of(inside, key)
-        if found is not None:
+        if found is not None and found.kind != "tokens":  # what else is called .bin is only known of one that is named
             yield found
+
+
+def is_of_others(path: str) -> bool:
+    """Return whether a .bin file is none of a token shard: it has no metadata beside it, nor an index of ours."""
+    stem = path.removesuffix(".bin")
+    if os.path.exists(f"{stem}.json"):
+        return False
+    return not os.path.exists(f"{stem}.idx") or is_megatron(path)
+
+
+def is_megatron(path: str) -> bool:
+    """Return whether there is an index of Megatron's beside a .bin file."""
+    try:
+        with open(f"{path.removesuffix('.bin')}.idx", "rb") as file:
+            return file.read(len(MEGATRON)) == MEGATRON
+    except OSError:
+        return False
 
 
 def _walk(folder: str) -> list[str]:

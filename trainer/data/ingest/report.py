@@ -24,6 +24,7 @@ class Keys:
     holdout: str = "data.holdout"
     tokenizer: str = "data.tokenizer"
     folder: str = "data.cache_dir"
+    bos: str = "data.bos"
 
 
 @dataclass

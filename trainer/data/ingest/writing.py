@@ -20,11 +20,12 @@ from trainer.data.ingest.records import read_records
 from trainer.data.ingest.report import BadPlaces, Keys
 from trainer.data.ingest.streams import UNREADABLE
 from trainer.data.ingest.text import Documents, Long, read_lines, read_texts
+from trainer.data.ingest.tokens import Tokens, read_tokens
 from trainer.data.ingest.units import Unit
 from trainer.data.shards import ShardWriter
 from trainer.data.tokenizer import Tokenizer
 
-CHECKED_EVERY = 1 << 22
+CHECKED_EVERY = 1 << 24
 """Bytes of text after which an engine is compared with the reference again, within a unit."""
 
 
@@ -76,6 +77,11 @@ class UnitWriter:
         Raises Differs if the engine is wrong, UserError for a bad document where none is allowed.
         """
         for documents in self._read():
+            if isinstance(documents, Tokens):
+                self._bad.tally.documents += len(documents.ends)
+                self._train.write_tokens(documents)
+                yield documents.ids.nbytes
+                continue
             if not isinstance(documents, list):
                 yield from self._write_long(documents)
                 continue
@@ -98,11 +104,15 @@ class UnitWriter:
         self._train.discard()
         self._held_out.discard()
 
-    def _read(self) -> Iterator[Documents]:
+    def _read(self) -> Iterator[Documents | Tokens]:
         unit, job = self._unit, self._job
         for kind, inputs in itertools.groupby(unit.inputs, key=lambda each: each.kind):
             if kind == "text":
                 yield from read_texts(inputs, self._bad)
+                continue
+            if kind == "tokens":
+                for each in inputs:
+                    yield from read_tokens(each, job.tokenizer, job.keys)
                 continue
             read = read_lines if kind == "jsonl" else read_records
             for each in inputs:
@@ -179,6 +189,18 @@ class _Split:
             return len(counts)
         room = self._job.shard_tokens - num_tokens
         return min(len(counts), int(np.searchsorted(np.cumsum(counts), room)) + 1)
+
+    def write_tokens(self, tokens: Tokens) -> None:
+        ids, ends = tokens.ids, tokens.ends
+        while len(ids):
+            writer = self._current
+            full = ends[writer.num_tokens + ends >= self._job.shard_tokens] if self._job.shard_tokens else ends[:0]
+            stop = int(full[0]) if len(full) else len(ids)
+            number = int(np.searchsorted(ends, stop, side="right"))
+            writer.write_tokens(ids[:stop], ends[:number])
+            ids, ends = ids[stop:], ends[number:] - stop
+            if len(full):
+                self._note_full(writer)
 
     def write_piece(self, text: bytes, engine: Engine) -> None:
         self._current.write(engine.encode([text])[0], len(text))

@@ -1,0 +1,136 @@
+"""Tokens that others have made, taken as they are: nanoGPT's files, and Megatron's with an index.
+
+nanoGPT writes uint16 and nothing else; where documents meet stands the token that ends one.  Files with a header
+(llm.c, modded-nanogpt) say how many tokens there are.  Megatron's NAME.idx beside NAME.bin says where sequences and
+documents begin.  None of them says which tokenizer made it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainer.data.ingest.inputs import MEGATRON, Input, is_megatron
+from trainer.data.ingest.report import Keys
+from trainer.data.shards import find_dtype
+from trainer.data.tokenizer import Tokenizer
+from trainer.errors import UserError, setting_error
+
+_MEGATRON_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+_HEADER = 256 * 4
+_HEADERS = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
+"""The dtypes of files with a header, by its first two numbers."""
+
+_CHUNK = 1 << 20
+"""Tokens that are read at a time."""
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Consecutive tokens of a file, and where documents end among them, counted from the first."""
+
+    ids: NDArray[np.integer[Any]]
+    ends: NDArray[np.int64]
+
+
+def check_tokens(inputs: Sequence[Input], tokenizer: Tokenizer, bos: bool | None, keys: Keys) -> None:
+    """Raise UserError for tokens of others unless the tokenizer that made them is named, and nothing is to be added."""
+    of_others = [each.path for each in inputs if each.kind == "tokens"]
+    if of_others and tokenizer.name == "bytes":
+        rule = f"{of_others[0]} does not say which tokenizer made its tokens"
+        raise setting_error(keys.tokenizer, "bytes", rule, example="gpt2/tokenizer.json")
+    if of_others and bos is not None:
+        rule = f"the tokens of {of_others[0]} are taken as they are"
+        raise setting_error(keys.bos, bos, rule, fix=f"leave {keys.bos} out")
+
+
+def read_tokens(each: Input, tokenizer: Tokenizer, keys: Keys) -> Iterator[Tokens]:
+    """Yield the tokens of a file.  Raises UserError if they cannot be read, or are not of `tokenizer`."""
+    try:
+        read = _read_megatron if is_megatron(each.path) else _read_plain
+        for tokens in read(each, tokenizer):
+            beyond = (tokens.ids < 0) | (tokens.ids >= tokenizer.vocab_size)
+            if beyond.any():
+                rule = f"{each.path} holds the id {tokens.ids[beyond.argmax()]}, it has {tokenizer.vocab_size}"
+                fix = "name the tokenizer that made the tokens"
+                raise setting_error(keys.tokenizer, tokenizer.name.partition(":")[0], rule, fix=fix)
+            yield tokens
+    except OSError as error:
+        raise setting_error(each.key, each.path, f"cannot be read ({error.strerror})") from error
+
+
+def _read_plain(each: Input, tokenizer: Tokenizer) -> Iterator[Tokens]:
+    """Yield the tokens of a file that nothing stands beside; behind each token that ends a document the next begins."""
+    dtype, start = _layout(each, tokenizer)
+    for ids, is_last in _chunks(each, dtype, start):
+        ends = np.flatnonzero(ids == tokenizer.end_id) + 1
+        is_cut = is_last and (not len(ends) or ends[-1] < len(ids))
+        yield Tokens(ids, np.append(ends, len(ids)) if is_cut else ends)
+
+
+def _layout(each: Input, tokenizer: Tokenizer) -> tuple[np.dtype[Any], int]:
+    """Return the dtype of a file's tokens, and the byte at which they begin."""
+    header = np.fromfile(each.path, "<i4", 3)
+    dtype = _HEADERS.get(tuple(header[:2].tolist())) if len(header) == 3 else None
+    if dtype is None:
+        plain = np.promote_types(find_dtype(tokenizer.vocab_size), "u2")
+        _check_size(each, each.size % plain.itemsize == 0, f"its size is no multiple of {plain.itemsize} bytes")
+        return plain.newbyteorder("<"), 0
+    expected = _HEADER + int(header[2]) * np.dtype(dtype).itemsize
+    _check_size(each, each.size == expected, f"it has {each.size} bytes, its header says {expected}")
+    return np.dtype(dtype), _HEADER
+
+
+def _read_megatron(each: Input, tokenizer: Tokenizer) -> Iterator[Tokens]:
+    dtype, borders = _read_index(each)
+    position = 0
+    for ids, _ in _chunks(each, dtype, 0):
+        first, last = np.searchsorted(borders, [position, position + len(ids)], side="right")
+        yield Tokens(ids, borders[first:last] - position)
+        position += len(ids)
+
+
+def _read_index(each: Input) -> tuple[np.dtype[Any], NDArray[np.int64]]:
+    """Return the dtype of Megatron's tokens, and where documents end."""
+    content = Path(each.path.removesuffix(".bin") + ".idx").read_bytes()
+    found = np.frombuffer(content, "<u8", 1, len(MEGATRON))[0] if len(content) >= 34 else 0
+    code = content[17] if found == 1 else 0
+    _check_size(each, code in _MEGATRON_DTYPES, "its .idx is of no version or type of Megatron's that is known")
+    dtype = np.dtype(_MEGATRON_DTYPES[code])
+    num_sequences, num_documents = np.frombuffer(content, "<u8", 2, 18).tolist()
+    expected = 34 + 12 * num_sequences + 8 * num_documents
+    _check_size(each, len(content) >= expected, f"its .idx has {len(content)} bytes and needs {expected}")
+    lengths = np.frombuffer(content, "<i4", num_sequences, 34).astype(np.int64)
+    pointers = np.frombuffer(content, "<i8", num_sequences, 34 + 4 * num_sequences)
+    documents = np.frombuffer(content, "<i8", num_documents, 34 + 12 * num_sequences)
+    ends = np.concatenate([[0], np.cumsum(lengths)])
+    is_whole = ends[-1] * dtype.itemsize == each.size and np.array_equal(pointers, ends[:-1] * dtype.itemsize)
+    _check_size(each, bool(is_whole), "its .idx does not say of all its bytes, one after the other, what they are")
+    _check_size(each, bool(np.all((documents >= 0) & (documents <= num_sequences))), "its .idx is damaged")
+    return dtype, np.unique(ends[np.append(documents, num_sequences)])[1:]
+
+
+def _chunks(each: Input, dtype: np.dtype[Any], start: int) -> Iterator[tuple[NDArray[Any], bool]]:
+    """Yield the tokens of a file from byte `start` on, some at a time, and whether they are the last."""
+    left = (each.size - start) // dtype.itemsize
+    with open(each.path, "rb") as file:
+        file.seek(start)
+        while left:
+            found = np.fromfile(file, dtype, min(_CHUNK, left))
+            _check_size(each, len(found) > 0, "it has been cut short")
+            left -= len(found)
+            yield found, left == 0
+
+
+def _check_size(each: Input, is_right: bool, rule: str) -> None:
+    if not is_right:
+        raise _damaged(each, rule)
+
+
+def _damaged(each: Input, rule: str) -> UserError:
+    return setting_error(each.key, each.path, f"is no file of tokens that is whole: {rule}")
