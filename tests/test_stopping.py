@@ -11,13 +11,15 @@ import socket
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from tests.faults import Started
 from tests.faults import start as start_faulty
-from tests.forked import REPOSITORY, free_port, popen, rank_variables
+from tests.forked import REPOSITORY, free_port, popen, rank_variables, start_run
 from tests.gate import Gate, wait_until
 from tests.ranks import Ran, run_tiny, tiny_overrides
 from tests.test_processes import processes_of, wait_for_step
@@ -237,6 +239,7 @@ def is_idle(pid: int) -> bool:
     return used() - before <= 5
 
 
+@pytest.mark.campaign
 def test_a_signal_while_one_rank_has_not_come_yet(tmp_path: Path) -> None:
     """The others wait for it, deaf to signals if they were in torch's code: all leave together, with 75."""
     folder, gate = tmp_path / "run", Gate(tmp_path / "gate", "import 1")
@@ -272,6 +275,17 @@ def test_a_signal_while_the_other_ranks_are_missing(tmp_path: Path) -> None:
     ran = ended(process, tmp_path / "run")
     assert ran.exit_code == 75, ran.stderr
     assert "Traceback" not in ran.stderr
+
+
+def test_a_signal_while_a_rank_that_has_come_does_not_go_on(tmp_path: Path) -> None:
+    """Opening a process group would hear no signal, so the ranks agree in the store before."""
+    port = free_port()
+    arguments = tiny_overrides("train.steps=5", f"run.dir={tmp_path / 'run'}")
+    rank = start_run(["recipe=llama_small", *arguments], tmp_path, variables=rank_variables(0, 2, str(port)))
+    store = dist.TCPStore("127.0.0.1", port, 2, is_master=False, timeout=timedelta(seconds=60))
+    store.wait(["meshtrainer/0/meeting/here"], timedelta(seconds=60))
+    rank.processes[0].terminate()
+    assert rank.wait() == [75], rank.stderr
 
 
 def _answers(port: int) -> bool:
