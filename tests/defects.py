@@ -60,6 +60,20 @@ DEFECTS: list[Defect] = [
         "pace.is_agreed = lambda: asked.anyone",
         "pace.is_agreed = pace.is_time",
     ),
+    Defect(
+        "tied-table-not-gathered-back",
+        "fewer-gathers",
+        "trainer/model/units.py",
+        "    return not any(id(parameter) in shared for module in modules for parameter in module.parameters())",
+        "    return True",
+    ),
+    Defect(
+        "fused-across-products",
+        "plan-published",
+        "trainer/plan/fusion.py",
+        "(operator.is_fused and not is_fused)",
+        "0",
+    ),
     # -- streaks of skipped updates ------------------------------------------------------------------------------
     Defect(
         "save-postponed-for-good",

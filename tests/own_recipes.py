@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from trainer.recipes.llama.config import LlamaConfig
 
 from trainer import Recipe, RunConfig, Trainer, register
 
@@ -246,3 +247,21 @@ register(Recipe("mlp_parted_tie", MlpConfig, _tied, UNITS))
 register(Recipe("mlp_faulty", MlpConfig, Mlp, UNITS, trainer="tests.faults:FaultyTrainer"))
 register(Recipe("mlp_repeating", MlpConfig, Mlp, UNITS, trainer="tests.faults:RepeatingTrainer"))
 register(Recipe("mlp_renamed", MlpConfig, Renamed, ["table", "inner.*", "out"]))
+
+
+def whole_logits(config: object) -> nn.Module:
+    """Return a Llama that hands out its logits, all of them at once, as others do."""
+    from trainer.recipes.llama.model import Llama
+
+    class WholeLogits(Llama):
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return super().forward(tokens)
+
+    return WholeLogits(config)  # type: ignore[arg-type]
+
+
+def _units(model: nn.Module) -> list[str]:
+    return ["layers.*"]
+
+
+register(Recipe("llama_whole_logits", LlamaConfig, whole_logits, _units))

@@ -211,6 +211,9 @@ REAL = [
 ]
 MORE_REAL = [
     (4, ["mesh.shard=4", NEVER, "fsdp.param_dtype=bfloat16"]),
+    (4, ["mesh.shard=4", "fsdp.separate_reduce=true"]),
+    (4, ["mesh.shard=4", "fsdp.reshard_after_backward=false", "train.global_batch_size=24"]),
+    (2, ["mesh.shard=2", "model.tie_embeddings=true"]),
     (4, ["mesh.shard=4", "fsdp.reshard_after_forward=2", FULL, "train.global_batch_size=16"]),
     (4, ["mesh.replicate=2", "mesh.shard=2", "fsdp.accumulate=sharded", "train.global_batch_size=24"]),
 ]
@@ -236,14 +239,14 @@ def test_a_real_run_needs_and_sends_what_was_planned(nproc: int, overrides: list
 
 @pytest.mark.parametrize("micro_batches", [1, 2, 3, 7])
 def test_each_micro_batch_gathers_anew_and_the_last_one_reduces(micro_batches: int) -> None:
-    """By hand: embedding, 4 blocks and head are gathered forward and backward; a root without parameters is not."""
+    """By hand: the embedding is gathered forward, 4 blocks and head backward too; a root without parameters is not."""
     plan = plan_of("llama_small", "model.num_layers=4", shape=MeshShape(2, 4), micro_batches=micro_batches)
     assert [bool(unit.numel) for unit in plan.trace.units] == [*[True] * 6, False]
     counts: Counter[str] = Counter()
     for collective, count in plan.collectives.items():
         if collective.num_bytes > 100:
             counts[collective.operation] += count
-    assert counts == {"all_gather": 2 * 6 * micro_batches, "reduce_scatter": 6, "all_reduce": 6}
+    assert counts == {"all_gather": 11 * micro_batches, "reduce_scatter": 6, "all_reduce": 6}
 
 
 # ---------------------------------------------------------------------------------------------------------------

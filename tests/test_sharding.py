@@ -7,7 +7,7 @@ import shutil
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from tests.ranks import run_ranks, tiny_overrides
 from trainer import Recipe, RunConfig, Trainer, UserError, load_config, register
@@ -27,7 +28,7 @@ from trainer.data.opening import open_source
 from trainer.model.gradients import clip_grad_norm, gradient_sync
 from trainer.model.materialize import materialize
 from trainer.model.parameters import count_parameters
-from trainer.model.units import ShardUnit, find_units
+from trainer.model.units import ShardUnit, find_units, is_looked_up
 from trainer.optim.optimizer import Schedule, build_optimizer
 
 LLAMA = tiny_overrides("data.source=synthetic", "model.vocab_size=264", "train.steps=10")
@@ -530,6 +531,46 @@ def test_a_tied_table_is_one_parameter(tmp_path: Path) -> None:
     tables = [name for name in found["stored"] if name.endswith(("wte.weight", "head.output.weight"))]
     assert [name for name in tables if "optim" not in name] == ["model.wte.weight"], tables
     assert not [name for name in tables if "head.output" in name], tables
+
+
+def train_each_way(folder: Path) -> list[list[tuple[float, float]]]:
+    """Return losses and norms of steps in which a table is gathered forward alone; backward too; and all reductions
+    have a communicator of their own."""
+    open_group()
+    found = []
+    for number, own in enumerate([[], [], ["fsdp.separate_reduce=true"]]):
+        config = load_config("llama_small", [*LLAMA, "train.steps=5", *own, f"run.dir={folder / str(number)}"])
+        with mock.patch("trainer.model.shard.is_looked_up", return_value=False) if number == 1 else nullcontext():
+            trainer = Trainer(config)
+        with closing(trainer.steps()) as steps:
+            found.append([(record.loss, record.grad_norm) for record in steps])
+        trainer.close()
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(FSDPModule, "set_separate_reduce_scatter_group"), reason="needs torch 2.13")
+def test_fewer_gathers_and_another_communicator_change_no_bit(tmp_path: Path) -> None:
+    plain, gathered_back, separate = run_ranks(2, train_each_way, tmp_path)[0]
+    assert len(plain) == 5
+    assert plain == gathered_back == separate
+
+
+def test_which_units_the_backward_pass_does_not_read() -> None:
+    def looked_up(*overrides: str) -> list[bool]:
+        config = load_config("llama_small", [*LLAMA, "model.num_layers=1", *overrides])
+        model = plain_model(config)
+        return [is_looked_up(unit.modules, model) for unit in find_units(model, config.recipe)]
+
+    assert looked_up() == [True, False, False], "embedding, block, head"
+    assert not any(looked_up("model.tie_embeddings=true")), "a table that the head shares is read"
+
+    class Scaled(nn.Embedding):
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            return super().forward(tokens) * self.weight.norm()
+
+    model = nn.Sequential(Scaled(4, 4), nn.Embedding(4, 4))
+    assert [is_looked_up([table], model) for table in model] == [False, True]
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -325,6 +325,11 @@ def _parse(key: str, text: str, hint: Any) -> Any:
     return text if may_be_text and not isinstance(value, dict) else value
 
 
+def parse_value(key: str, text: str) -> Any:
+    """Return what YAML reads in a text that is no value of a run's.  Raises UserError if it is none at all."""
+    return _parse(key, text, dict)
+
+
 def _options(hint: Any) -> tuple[Any, ...]:
     return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
 

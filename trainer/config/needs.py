@@ -62,6 +62,11 @@ def compiles_blocks(setting: bool | str, device_type: str) -> bool:
     return setting is True or (setting == AUTO and device_type == "cuda" and can_compile("cuda"))
 
 
+def compiles_when_planned(setting: bool | str, device_type: str) -> bool:
+    """Return whether blocks are to be compiled on a device that need not be here: a GPU is taken to have a compiler."""
+    return setting is True or (setting == AUTO and device_type == "cuda")
+
+
 def _check_compilers(key: str, value: object, device_type: str, instead: str) -> None:
     """Raise UserError unless torch.compile finds what it makes kernels with."""
     rule, fix = _missing_compiler(device_type)

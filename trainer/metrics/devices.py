@@ -8,6 +8,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+_H100, _MI300X = "nvidia.com/en-us/data-center/h100", "amd.com/en/products/accelerators/instinct/mi300"
+
 
 @dataclass(frozen=True)
 class Device:
@@ -20,11 +22,15 @@ class Device:
     bf16_flops: float
     fp32_flops: float
     """Of fp32 matrix products as torch does them by default, without TF32."""
+    fp8_flops: float | None
+    """None where it has no such products."""
     memory_gib: float
     """As the driver shows it, which is less than what it is sold as."""
     memory_bandwidth: float
     link_bandwidth: float
     """To the other devices of a node, in one direction."""
+    power_w: float
+    """What it may take, as it is sold."""
     source: str
 
     def flops(self, element_size: int) -> float:
@@ -33,16 +39,14 @@ class Device:
 
 
 DEVICES = (
-    Device("a100", "A100", 312e12, 19.5e12, 79.2, 2.04e12, 300e9, "nvidia.com/en-us/data-center/a100"),
-    Device("h200", "H200", 989e12, 67e12, 139.8, 4.8e12, 450e9, "nvidia.com/en-us/data-center/h200"),
-    Device("h100", "H100", 989e12, 67e12, 79.1, 3.35e12, 450e9, "nvidia.com/en-us/data-center/h100 (SXM)"),
-    Device("h100-pcie", "H100 PCIe", 756e12, 51e12, 79.1, 2.0e12, 64e9, "nvidia.com/en-us/data-center/h100 (PCIe)"),
-    Device("b200", "B200", 2250e12, 75e12, 178, 7.7e12, 900e9, "nvidia.com/en-us/data-center/dgx-b200"),
-    Device("l40s", "L40S", 362e12, 91.6e12, 44.4, 0.864e12, 32e9, "nvidia.com/en-us/data-center/l40s"),
-    Device(
-        "mi300x", "MI300X", 1307e12, 163.4e12, 191.7, 5.3e12, 448e9, "amd.com/en/products/accelerators/instinct/mi300"
-    ),
-    Device("rtx4090", "RTX 4090", 165e12, 82.6e12, 23.5, 1.01e12, 32e9, "nvidia.com/en-us/geforce, Ada whitepaper"),
+    Device("a100", "A100", 312e12, 19.5e12, None, 79.2, 2.04e12, 300e9, 400, "nvidia.com/en-us/data-center/a100"),
+    Device("h200", "H200", 989e12, 67e12, 1979e12, 139.8, 4.8e12, 450e9, 700, "nvidia.com/en-us/data-center/h200"),
+    Device("h100", "H100", 989e12, 67e12, 1979e12, 79.1, 3.35e12, 450e9, 700, f"{_H100} (SXM)"),
+    Device("h100-pcie", "H100 PCIe", 756e12, 51e12, 1513e12, 79.1, 2.0e12, 64e9, 350, f"{_H100} (PCIe)"),
+    Device("b200", "B200", 2250e12, 75e12, 4500e12, 178, 7.7e12, 900e9, 1000, "nvidia.com/en-us/data-center/dgx-b200"),
+    Device("l40s", "L40S", 362e12, 91.6e12, 733e12, 44.4, 0.864e12, 32e9, 350, "nvidia.com/en-us/data-center/l40s"),
+    Device("mi300x", "MI300X", 1307e12, 163.4e12, 2615e12, 191.7, 5.3e12, 448e9, 750, _MI300X),
+    Device("rtx4090", "RTX 4090", 165e12, 82.6e12, 330e12, 23.5, 1.01e12, 32e9, 450, "nvidia.com, Ada whitepaper"),
 )
 
 

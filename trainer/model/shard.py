@@ -27,7 +27,7 @@ from trainer.errors import UserError, setting_error
 from trainer.model.float8 import apply_float8
 from trainer.model.network import build_network, kept_dtype
 from trainer.model.recompute import Place, choose_kept, keep_all_costly, keeping
-from trainer.model.units import ShardUnit, find_blocks, find_units
+from trainer.model.units import ShardUnit, find_blocks, find_units, is_looked_up
 from trainer.recipe import Recipe
 from trainer.sequence import sliced
 
@@ -65,6 +65,7 @@ def apply_sharding(model: nn.Module, recipe: Recipe, config: RunConfig, mesh: De
         root_reshards = {"always": True, "never": False}.get(str(config.fsdp.reshard_after_forward))
         shard(model, reshard_after_forward=root_reshards, mp_policy=policy(is_root=True))
     _set_prefetch(units, config.fsdp)
+    _set_communication(model, units, config.fsdp)
     return units
 
 
@@ -246,6 +247,19 @@ def _shared_reshard_meshes() -> Iterator[None]:
         yield
     finally:
         setattr(fully_shard_module, _MAKES_RESHARD_MESH, make)
+
+
+def _set_communication(model: nn.Module, units: Sequence[ShardUnit], fsdp: FsdpSection) -> None:
+    """Leave out gathers that the backward pass has no use for, and give reductions a communicator of their own."""
+    if fsdp.reshard_after_backward:  # else what is gathered then saves the next micro-batch's
+        for unit in units:
+            if is_looked_up(unit.modules, model):
+                unit.fsdp_module.set_unshard_in_backward(False)
+    if fsdp.separate_reduce:
+        separate = getattr(model, "set_separate_reduce_scatter_group", None)
+        if separate is None:
+            raise setting_error("fsdp.separate_reduce", True, f"needs torch 2.13, this is {torch.__version__}", False)
+        separate()
 
 
 def _set_prefetch(units: Sequence[ShardUnit], fsdp: FsdpSection) -> None:

@@ -54,6 +54,19 @@ def find_units(model: nn.Module, recipe: Recipe, wrap: str = "block") -> list[Sh
     return units
 
 
+def is_looked_up(modules: Iterable[nn.Module], model: nn.Module) -> bool:
+    """Return whether a unit is made of embedding tables alone, whose backward pass does not read them.
+
+    A table that a head shares is read there, and one with a `forward` of its own may be.
+    """
+    modules = list(modules)
+    if not all(isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward for module in modules):
+        return False
+    tied = {name for group in tied_names(model) for name in group}
+    shared = {id(parameter) for name, parameter in model.named_parameters(remove_duplicate=False) if name in tied}
+    return not any(id(parameter) in shared for module in modules for parameter in module.parameters())
+
+
 def find_blocks(model: nn.Module, recipe: Recipe) -> list[nn.Module]:
     """Return the model's repeated blocks: the recipe's units that are elements of a list of modules.
 

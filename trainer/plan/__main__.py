@@ -4,7 +4,9 @@
     python -m trainer.plan recipe=llama3_8b ranks=64 fsdp.reshard_after_forward=auto train.micro_batch_size=auto
 
   ranks=N            number of ranks; not needed where mesh.replicate x mesh.shard says it (default: one node)
-  device=NAME        a100, h100, h100-pcie, h200, b200, l40s, mi300x, rtx4090, cpu; default: the GPU here, or h100
+  device=NAME        a100, h100, h100-pcie, h200, b200, l40s, mi300x, rtx4090, cpu; default: the GPU here, or h100;
+                     or one like these: "{like: h100, power_w: 500, memory_gib: 96, memory_tb_s: 2.4}", with link_gb_s,
+                     bf16_tflops and fp8_tflops, too
   memory_gib=X       memory of a device, if it is not the data sheet's
   ranks_per_node=N   default 8 (cpu: 1)
   network_gbps=X     what one rank has to other nodes, in Gbit/s (default 400)
@@ -14,8 +16,7 @@
                      measures the links between the ranks, too
 
 Every key of trainer.run may be overridden.  Exit code 2 for a mistake in what was asked; 3 if it does not fit, or
-nothing that `auto` could choose does: the plan, of what needs least, is printed all the same.  torch.compile is planned
-as if it were off.
+nothing that `auto` could choose does: the plan, of what needs least, is printed all the same.
 """
 
 from __future__ import annotations

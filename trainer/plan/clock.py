@@ -37,11 +37,16 @@ class Rates:
     link_latency_s: float
     network_latency_s: float
     ranks_per_node: int
+    taken_by_collectives: float = 0.0
+    """Share of a device that a collective keeps kernels from while it runs."""
 
     def kernel(self, work: Work) -> float:
         """Return the seconds of one kernel: as the roofline has it (Williams et al. 2009)."""
         rates = {"matmul": self.matmul, "attention": self.attention}.get(work.kind)
-        compute_s = work.flops / rates[min(work.element_size, 4)] if rates else 0.0
+        compute_s = 0.0
+        if rates:
+            size = min(work.element_size, 4)
+            compute_s = work.flops / rates.get(size, rates[2])  # without products in float8, as in bfloat16
         return max(compute_s, work.num_bytes / self.memory, self.kernel_s)
 
     def collective(self, operation: str, layout: Layout, axis: Axis, num_ranks: int, num_bytes: int) -> float:
@@ -66,7 +71,7 @@ class StepTime:
 
     total_s: float
     compute_s: float
-    """Kernels of forward and backward."""
+    """Kernels of forward and backward, slowed down by collectives that run beside them."""
     optimizer_s: float
     copy_s: float
     """Copies into and out of the collectives' buffers."""
@@ -173,10 +178,11 @@ def time_of(trace: Trace, layout: Layout, num_micro_batches: int, rates: Rates) 
         + numel * (3 * p.element_size + 2 * p.moments * p.moment_size) / rates.optimizer
         for p, numel in shards
     )
-    total_s = max(clock.total_s + optimizer_s, clock.host_s)
+    slowed_s = rates.taken_by_collectives * max(0.0, clock.communication_s - clock.exposed_s)
+    total_s = max(clock.total_s + slowed_s + optimizer_s, clock.host_s)
     return StepTime(
         total_s,
-        clock.compute_s,
+        clock.compute_s + slowed_s,
         optimizer_s,
         clock.copy_s,
         clock.communication_s,

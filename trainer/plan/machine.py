@@ -13,13 +13,17 @@ import torch
 from trainer.errors import UserError, choice_error, setting_error
 from trainer.metrics.devices import DEVICES, Device, find_device
 from trainer.plan.clock import Rates
+from trainer.plan.described import is_description, read_description
 
 GIB = 2**30
 
-# Shares of a data sheet that good kernels reach; all of them are replaced by --calibrate.  Matrix products: 790 of 989
-# TFLOP/s on an H200 (8192-cube, bf16).  Attention: Shah et al. 2024, arXiv:2407.08608, FlashAttention-2 on an H100.
-_MATMUL_SHARE, _ATTENTION_SHARE, _MEMORY_SHARE, _LINK_SHARE = 0.75, 0.38, 0.85, 0.8
+# Shares of a data sheet that good kernels reach; all of them are replaced by --calibrate.  Matrix products: fitted to
+# one figure of torchtitan's, Llama 2 13B on 64 A100 without recomputation; in float8 to another, Llama 3 8B on 8 H100
+# at 500 W.  Attention: Shah et al. 2024, arXiv:2407.08608, FlashAttention-2 on an H100.
+_MATMUL_SHARE, _FLOAT8_SHARE, _ATTENTION_SHARE, _MEMORY_SHARE, _LINK_SHARE = 0.73, 0.66, 0.38, 0.85, 0.8
 _KERNEL_S, _HOST_S = 2.5e-6, 8e-6
+_TAKEN_BY_COLLECTIVES = 0.15
+"""Share of a GPU's multiprocessors that a collective takes while it runs: NCCL's 16 to 24 of 108 to 132."""
 _LINK_LATENCY_S, _NETWORK_LATENCY_S = 5e-6, 15e-6
 _ALLOCATOR_SHARE = 0.16
 """What the caching allocator keeps beyond live tensors, as a share of these: in torchtitan's published figures of
@@ -67,6 +71,8 @@ def find_machine(
 ) -> Machine:
     """Return the machine called `device`: `cpu`, a data sheet's name, or `auto`, the GPU that is here, or `default`.
 
+    Or a mapping, which describes one that is like another: see `read_description`.
+
     What `--calibrate` has measured on such a device takes the place of the sheet's shares.  `network_gbps` is what one
     rank has to other nodes, in Gbit/s.  Raises UserError for an unknown device.
     """
@@ -75,6 +81,10 @@ def find_machine(
         device = torch.cuda.get_device_name() if is_here else default
     if is_here and memory_gib is None:
         memory_gib = torch.cuda.get_device_properties().total_memory / GIB
+    if is_description(device):
+        described = read_description(device)
+        machine = _from_sheet(described.sheet, ranks_per_node or 8, network_gbps, described.compute_share)
+        return _with_memory(machine, memory_gib, memory_key)
     sheet, measured = find_device(device), read_calibration(device)
     if device.lower() == "cpu":
         machine = _cpu(ranks_per_node or 1)
@@ -91,22 +101,29 @@ def find_machine(
         raise choice_error("device", device, [*(known.name for known in DEVICES), "cpu"])
     if (measured := measured or read_calibration(machine.name)) is not None:
         machine = _measured(machine, measured)
-    if memory_gib is not None:
-        if memory_gib <= machine.reserved_gib:
-            rule = f"must be above {machine.reserved_gib:g}, what driver and libraries take"
-            raise setting_error(memory_key, memory_gib, rule, f"{machine.memory_gib:.4g}")
-        machine = replace(machine, memory_gib=memory_gib)
-    return machine
+    return _with_memory(machine, memory_gib, memory_key)
+
+
+def _with_memory(machine: Machine, memory_gib: float | None, key: str) -> Machine:
+    if memory_gib is None:
+        return machine
+    if memory_gib <= machine.reserved_gib:
+        rule = f"must be above {machine.reserved_gib:g}, what driver and libraries take"
+        raise setting_error(key, memory_gib, rule, f"{machine.memory_gib:.4g}")
+    return replace(machine, memory_gib=memory_gib)
 
 
 _UNKNOWN = DEVICES[0]
 """Whose rates stand in for those of a GPU that has no sheet here, to compare settings with; no time is told by them."""
 
 
-def _from_sheet(device: Device, ranks_per_node: int, network_gbps: float) -> Machine:
+def _from_sheet(device: Device, ranks_per_node: int, network_gbps: float, compute_share: float = 1.0) -> Machine:
+    """Return the machine of a sheet, of whose compute a power limit leaves `compute_share`."""
+    peaks = {2: device.bf16_flops * compute_share, 4: device.fp32_flops * compute_share}
+    in_float8 = {} if device.fp8_flops is None else {1: device.fp8_flops * compute_share * _FLOAT8_SHARE}
     rates = Rates(
-        matmul={2: device.bf16_flops * _MATMUL_SHARE, 4: device.fp32_flops * _MATMUL_SHARE},
-        attention={2: device.bf16_flops * _ATTENTION_SHARE, 4: device.fp32_flops * _ATTENTION_SHARE},
+        matmul=in_float8 | {size: peak * _MATMUL_SHARE for size, peak in peaks.items()},
+        attention={size: peak * _ATTENTION_SHARE for size, peak in peaks.items()},
         memory=device.memory_bandwidth * _MEMORY_SHARE,
         optimizer=device.memory_bandwidth * _MEMORY_SHARE,
         kernel_s=_KERNEL_S,
@@ -116,6 +133,7 @@ def _from_sheet(device: Device, ranks_per_node: int, network_gbps: float) -> Mac
         link_latency_s=_LINK_LATENCY_S,
         network_latency_s=_NETWORK_LATENCY_S,
         ranks_per_node=ranks_per_node,
+        taken_by_collectives=_TAKEN_BY_COLLECTIVES,
     )
     return Machine(
         device.name,
@@ -195,6 +213,9 @@ def _measured(machine: Machine, values: dict[str, Any]) -> Machine:
     rates = {key: value for key, value in values.items() if key in known and value is not None}
     for key in ("matmul", "attention"):
         rates[key] = {int(size): rate for size, rate in values[key].items()}
+    if 1 in machine.rates.matmul and 1 not in rates["matmul"]:
+        in_float8 = machine.rates.matmul[1] / machine.rates.matmul[2]  # by the sheet: it is not measured
+        rates["matmul"][1] = in_float8 * rates["matmul"][2]
     return replace(
         machine,
         rates=replace(machine.rates, **rates),

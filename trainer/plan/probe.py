@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from trainer.config import RunConfig, find_slices
+from trainer.config.needs import compiles_when_planned
 from trainer.data.opening import open_source
 from trainer.errors import UserError, setting_error
 from trainer.loss import by_row, find_loss
@@ -30,7 +31,7 @@ from trainer.model.flops import flops_of
 from trainer.model.network import build_network
 from trainer.model.parameters import tied_names
 from trainer.model.shard import apply_activation_checkpointing, kept_by_budget, own_outputs
-from trainer.model.units import ShardUnit, find_blocks, find_units
+from trainer.model.units import ShardUnit, find_blocks, find_units, is_looked_up
 from trainer.optim.optimizer import moments_of
 from trainer.plan.kernels import use_gpu_kernels
 from trainer.plan.recorder import MemoryMeter, Recorder
@@ -110,14 +111,19 @@ def _trace(
     apply_activation_checkpointing(blocks, checkpointing, kept)
     checkpointed = {id(b) for b, forward in zip(blocks, before, strict=True) if vars(b).get("forward") is not forward}
     compute_dtype = getattr(torch, config.fsdp.param_dtype)
+    fuses = device_type == "cuda" and compiles_when_planned(config.train.compile, device_type)
+    if fuses:  # what is cheap is recomputed in compiled blocks, too, where nothing else was asked for
+        apply_activation_checkpointing([block for block in blocks if id(block) not in checkpointed], "selective")
     repetition = Repetition(model, units if shortens else (), checkpointed)
     with warnings.catch_warnings(), without_values():
         warnings.simplefilter("ignore")  # of hooks on views, which are FSDP's to warn of
         buffer_bytes = _make_fake(model, compute_dtype, repetition.left_out)
         shape = (micro_batch_size * config.rows_per_sample, config.data.seq_len // config.mesh.context)
         batch = {name: torch.zeros(shape, dtype=torch.int64) for name in ("tokens", "targets")}
-        meter = MemoryMeter(model, batch.values())
+        meter = MemoryMeter(model, batch.values(), fuses, config.train.float8)
         recorder = Recorder(meter, compute_dtype)
+        for block in blocks:
+            recorder.watch_inside(block)
         own_outputs((*(module for unit in units for module in unit.modules), model))
         repetition.attach(recorder)
         for number, unit in enumerate(units):
@@ -163,7 +169,7 @@ def _unit_facts(
                         *moments.get(id(parameter), (0, 0)),
                     )
                 )
-        found[number] = UnitFacts(name, tuple(own))
+        found[number] = UnitFacts(name, tuple(own), is_looked_up(modules, model))
     return tuple(found[number] for number in range(len(units) + 1))
 
 

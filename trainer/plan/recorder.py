@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.utils._pytree as pytree
@@ -13,19 +13,35 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.model.parameters import storage_id
+from trainer.plan.casts import Casts
+from trainer.plan.fusion import Operator, fuse
 from trainer.plan.kernels import Work, work_of
 from trainer.plan.trace import Event, Mark, Segment
 
 
 class MemoryMeter(TorchDispatchMode):
-    """Counts the bytes of the storages that operators make, until they are freed."""
+    """Counts the bytes of the storages that operators make, until they are freed, and the kernels that run.
 
-    def __init__(self, model: nn.Module, inputs: Iterable[torch.Tensor]) -> None:
+    A storage has a serial number; the negative of its address stands for one that was there before.
+    """
+
+    def __init__(
+        self, model: nn.Module, inputs: Iterable[torch.Tensor], fuses: bool = False, float8: str = "none"
+    ) -> None:
+        """fuses: blocks are compiled.  float8: what their layers multiply in, as `train.float8` says it."""
         super().__init__()
+        self.in_block = self.is_backward = False
+        """Whether what runs now is part of a block; whether it is the backward pass."""
+        self._fuses, self._casts = fuses, Casts(float8, fuses)
         self._known: dict[int, weakref.ref[Any]] = {}
-        self._live = self._start = self._peak = 0
-        self._gradients = self._start_gradients = self._peak_accumulating = 0
-        self._work: Counter[Work] = Counter()
+        self._serials: dict[int, int] = {}
+        self._num_made = 0
+        self._log: list[tuple[int, int]] = []
+        """Storages by serial number, as they come (bytes) and go (negative); 0: a gradient of a parameter is there."""
+        self._operators: list[Operator] = []
+        self._stretches: list[_Stretch] = []
+        self._made_forward: set[int] = set()
+        """What blocks have made in their forward pass."""
         self._not_counted = {
             storage_id(tensor.untyped_storage())
             for tensor in (*model.parameters(), *model.buffers(), *inputs)
@@ -45,26 +61,52 @@ class MemoryMeter(TorchDispatchMode):
                 self._note(tensor.untyped_storage())
         work = work_of(func, args, kwargs or {}, result)
         if work.num_bytes:
-            self._work[work] += 1
-        self._peak = max(self._peak, self._live)
-        self._peak_accumulating = max(self._peak_accumulating, self._live - self._gradients)
+            self._note_work(work, func, args, kwargs, result)
         return result
+
+    def _note_work(self, work: Work, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        is_fused = self._fuses and self.in_block and work.kind == "memory"
+        operator = Operator(work, self._touched((args, kwargs)), self._touched(result), is_fused)
+        if not self.in_block:
+            self._operators.append(operator)
+            return
+        serials = [self._serial(arg.untyped_storage()) for arg in args if isinstance(arg, torch.Tensor)]
+        self._operators += self._casts.around(func, args, operator, serials)
 
     def _note(self, storage: torch.UntypedStorage) -> None:
         key = storage_id(storage)
         if key not in self._known and key not in self._not_counted:
             size = storage.nbytes()
             self._known[key] = weakref.ref(storage, lambda _: self._forget(key, size))
-            self._live += size
+            self._num_made += 1
+            self._serials[key] = self._num_made
+            self._log.append((self._num_made, size))
+            if self.in_block and not self.is_backward:
+                self._made_forward.add(self._num_made)
 
     def _forget(self, key: int, size: int) -> None:
         del self._known[key]
-        self._live -= size
+        self._log.append((self._serials.pop(key), -size))
+
+    def _serial(self, storage: torch.UntypedStorage) -> int:
+        key = storage_id(storage)
+        return self._serials.get(key, -key)
+
+    def _touched(self, tree: Any) -> dict[int, int]:
+        """Return how many bytes the tensors in `tree` are of each storage."""
+        found: dict[int, int] = {}
+        for tensor in pytree.tree_leaves(tree):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                serial = self._serial(storage)
+                covered = found.get(serial, 0) + tensor.numel() * tensor.element_size()
+                found[serial] = min(storage.nbytes(), covered)
+        return found
 
     def _note_gradient(self, parameter: torch.Tensor) -> None:
         if id(parameter) not in self._with_gradient and parameter.grad is not None:
             self._with_gradient.add(id(parameter))
-            self._gradients += parameter.grad.numel() * parameter.grad.element_size()
+            self._log.append((0, parameter.grad.numel() * parameter.grad.element_size()))
 
     def unused(self, model: nn.Module) -> set[str]:
         """Return the names of the trainable parameters that have got no gradient."""
@@ -74,24 +116,59 @@ class MemoryMeter(TorchDispatchMode):
             if parameter.requires_grad and not parameter.is_meta and id(parameter) not in self._with_gradient
         }
 
-    def cut(self) -> Segment:
-        """Return what has happened since the last cut, and begin anew."""
-        gradients = self._gradients - self._start_gradients
-        segment = Segment(
-            peak=self._peak - self._start,
-            peak_accumulating=self._peak_accumulating - (self._start - self._start_gradients),
-            net=self._live - self._start - gradients,
-            gradients=gradients,
-            work=tuple(self._work.items()),
-        )
-        self._begin()
-        return segment
+    def cut(self) -> None:
+        """End a segment and begin the next."""
+        self._stretches.append(_Stretch(self._log, self._operators, frozenset(self._serials.values())))
+        self._log, self._operators = [], []
+        self._casts.clear()
 
-    def _begin(self) -> None:
-        self._start = self._peak = self._live
-        self._start_gradients = self._gradients
-        self._peak_accumulating = self._live - self._gradients
-        self._work = Counter()
+    def segments(self) -> list[Segment]:
+        """Return the segments so far, in order."""
+        if not self._fuses:
+            return [_segment_of(one.log, Counter(o.work for o in one.operators)) for one in self._stretches]
+        found, forgotten = list[Segment](), set[int]()
+        for one, unread in zip(self._stretches, self._unread(), strict=True):
+            sizes = dict(one.log)
+            dropped = {serial for serial in unread if serial in one.alive}
+            work, never_made = fuse(one.operators, one.alive - dropped)
+            log = [(serial, size) for serial, size in one.log if not (serial in forgotten and size < 0)]
+            log += [(serial, -sizes[serial]) for serial in dropped - never_made]
+            found.append(_segment_of(log, work, never_made))
+            forgotten |= dropped
+        return found
+
+    def _unread(self) -> list[set[int]]:
+        """Return, for each segment, what blocks have made in their forward pass and nothing reads after it.
+
+        Compiled code does not keep it, whatever recomputation was told to keep.
+        """
+        last_read: dict[int, int] = {}
+        for number, one in enumerate(self._stretches):
+            last_read |= {serial: number for operator in one.operators for serial in operator.reads}
+        return [
+            {serial for serial, size in one.log if serial in self._made_forward and last_read.get(serial, 0) <= number}
+            for number, one in enumerate(self._stretches)
+        ]
+
+
+class _Stretch(NamedTuple):
+    """A segment as it was watched."""
+
+    log: list[tuple[int, int]]
+    operators: list[Operator]
+    alive: frozenset[int]
+    """Storages that are there at its end."""
+
+
+def _segment_of(log: Iterable[tuple[int, int]], work: Counter[Work], never_made: Collection[int] = ()) -> Segment:
+    live = gradients = peak = peak_accumulating = 0
+    for serial, size in log:
+        if serial == 0:
+            gradients += size
+        elif serial not in never_made:
+            live += size
+            peak, peak_accumulating = max(peak, live), max(peak_accumulating, live - gradients)
+    return Segment(peak, peak_accumulating, live - gradients, gradients, tuple(work.items()))
 
 
 class Recorder:
@@ -100,10 +177,17 @@ class Recorder:
     def __init__(self, meter: MemoryMeter, compute_dtype: torch.dtype) -> None:
         self.meter = meter
         self.cast_dtype = None if compute_dtype == torch.float32 else compute_dtype
-        self.events: list[Event] = []
+        self._marks: list[tuple[Mark, int]] = []
+
+    @property
+    def events(self) -> list[Event]:
+        """The marks so far, each with what has happened since the one before."""
+        pairs = zip(self.meter.segments(), self._marks, strict=True)
+        return [Event(segment, mark, unit) for segment, (mark, unit) in pairs]
 
     def mark(self, mark: Mark, unit: int) -> None:
-        self.events.append(Event(self.meter.cut(), mark, unit))
+        self.meter.cut()
+        self._marks.append((mark, unit))
 
     def watch_block(self, block: nn.Module, position: int) -> None:
         """Note where the block begins, in both passes."""
@@ -114,6 +198,24 @@ class Recorder:
             self.mark("block_return", position)
 
         block.register_forward_hook(after)
+
+    def watch_inside(self, block: nn.Module) -> None:
+        """Tell the meter what runs inside of a block, in both passes; once one is gone back through, all that comes."""
+
+        def enter(*_: Any) -> None:
+            self.meter.in_block = True
+
+        def go_back(*_: Any) -> None:
+            self.meter.in_block = self.meter.is_backward = True
+
+        def leave(block: nn.Module, args: Any, output: Any) -> None:
+            self.meter.in_block = False
+            for tensor in pytree.tree_leaves(output):
+                if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                    tensor.register_hook(go_back)
+
+        block.register_forward_pre_hook(enter)
+        block.register_forward_hook(leave)
 
     def watch_unit(self, modules: Sequence[nn.Module], unit: int, is_root: bool = False) -> None:
         """Note what FSDP's hooks on `modules`, gathered together, do.

@@ -15,7 +15,6 @@ from rich.table import Table
 from rich.text import Text
 
 from trainer.checkpoint.interval import sentences
-from trainer.config.needs import compiles_blocks
 from trainer.plan.machine import GIB
 from trainer.plan.memory import Moment, memory_of
 from trainer.plan.plan import Plan
@@ -64,10 +63,8 @@ def _left_out(plan: Plan) -> list[str]:
         lines.append("not counted: what Muon sends, and multiplies, to orthogonalise whole matrices")
     if config.fsdp.cpu_offload:
         lines.append("not counted: time of copies to and from host memory, and of the optimizer there")
-    if config.train.float8 != "none":
-        lines.append("not counted: what float8 saves in time, and its casts; memory is that of bfloat16 layers")
-    if compiles_blocks(config.train.compile, plan.machine.device_type):
-        lines.append("not counted: what torch.compile saves")
+    if config.train.compile is True and plan.machine.device_type == "cpu":
+        lines.append("not counted: what torch.compile saves on a CPU")
     return lines
 
 

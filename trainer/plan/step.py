@@ -133,6 +133,8 @@ class _Group:
         self.number = number
         self.sizes = _sizes_of(unit, layout)
         self.reshard = layout.reshard[number]
+        self.is_gathered_back = not (unit.is_looked_up and layout.reshard_after_backward)
+        """Whether the backward pass gathers it."""
         self.state: Literal["sharded", "resharded", "unsharded"] = "sharded"
         self.is_pending = False
         self.phase: Literal["idle", "forward", "pre_backward", "post_backward"] = "idle"
@@ -251,6 +253,10 @@ class Step:
             self.watcher.free("all-gather buffers", copied)
         self.watcher.gather(group.number, "reshard" if group.state == "resharded" else "shard", num_ranks, gathered)
 
+    def _unshard_back(self, group: _Group) -> None:
+        if group.is_gathered_back:
+            self._unshard(group)
+
     def _ranks_of(self, group: _Group) -> int:
         return int(group.reshard) if group.state == "resharded" else self.layout.shard
 
@@ -298,14 +304,14 @@ class Step:
         if group.is_empty or group.phase == "pre_backward":
             return
         group.phase = "pre_backward"
-        self._unshard(group)
+        self._unshard_back(group)
         self._wait(group, is_forward=False)
         position = group.order.pop() if group.order else 0
         if self.layout.prefetch_backward and group.number != self.trace.root:
             for number in range(group.number - 1, max(-1, group.number - 1 - self.layout.prefetch_backward), -1):
-                self._unshard(self._groups[number])
+                self._unshard_back(self._groups[number])
         elif position > 0:
-            self._unshard(self._order[position - 1])
+            self._unshard_back(self._order[position - 1])
 
     def _post_backward(self, group: _Group, is_last: bool) -> None:
         if group.is_empty or group.phase == "post_backward":

@@ -45,6 +45,8 @@ class UnitFacts:
 
     name: str
     parameters: tuple[ParameterFacts, ...]
+    is_looked_up: bool = False
+    """Whether it is tables that the backward pass does not read."""
 
     @property
     def numel(self) -> int:

@@ -56,4 +56,7 @@ class FsdpSection:
     )
     cpu_offload: bool = declare(False, "keep parameters, gradients and optimizer state in host memory")
     prefetch_forward: int = declare(0, "units gathered ahead in forward; 0: FSDP's own overlap", at_least=0)
+    separate_reduce: bool = declare(
+        False, "reduce gradients on a communicator of their own, beside the gathers of the backward pass; torch 2.13"
+    )
     prefetch_backward: int = declare(0, "units gathered ahead in backward; 0: FSDP's own overlap (one)", at_least=0)
