@@ -63,8 +63,9 @@ def compiles_blocks(setting: bool | str, device_type: str) -> bool:
 
 
 def compiles_when_planned(setting: bool | str, device_type: str) -> bool:
-    """Return whether blocks are to be compiled on a device that need not be here: a GPU is taken to have a compiler."""
-    return setting is True or (setting == AUTO and device_type == "cuda")
+    """Return whether blocks are to be compiled on a device that need not be here: a GPU elsewhere has a compiler."""
+    is_elsewhere = device_type == "cuda" and likely_device(AUTO) != "cuda"
+    return compiles_blocks(setting, device_type) or (setting == AUTO and is_elsewhere)
 
 
 def _check_compilers(key: str, value: object, device_type: str, instead: str) -> None:
