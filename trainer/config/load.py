@@ -22,7 +22,7 @@ from trainer.config.inherit import inherited
 from trainer.config.pretrained import Told, free_fields, is_folder_of_weights, told_by_folder
 from trainer.config.relocate import CONFIG, run_of_best, settle
 from trainer.config.schema import RunConfig
-from trainer.config.sections import DataSection
+from trainer.config.sections import DataSection, RunSection
 from trainer.config.settled import settled, with_one_horizon
 from trainer.config.spelling import stray_word, unknown_key
 from trainer.errors import UserError, choice_error, is_masked, masked, nearest, setting_error
@@ -98,13 +98,7 @@ def _build(
     if name != values.get("model.name"):  # another model: the fields in the recipe file are not its
         values = {key: value for key, value in values.items() if not key.startswith("model.")}
     if name is None:
-        load_recipes()
-        known = [field for field in _declared_keys(RunConfig()) if field[0].partition(".")[0] != "model"]
-        for key, value in values.items():
-            if not key.startswith("model.") and key not in dict(known):
-                raise unknown_key(key, value, dict(known), f" (in {path})")
-        fix = "begin the file with `recipe: llama_small`, or name one: `model: {name: llama}`"
-        raise setting_error("model.name", None, f"{path} must name a registered model", fix=fix)
+        raise _no_model(values, path)
     schema = RunConfig(model=find_recipe(str(name), may_import).config)
     tree = OmegaConf.structured(schema)
     for node in (tree, *(tree[f.name] for f in dataclasses.fields(RunConfig))):
@@ -131,13 +125,30 @@ def _build(
         told.check(config.model, config.checkpoint.allow_changes)
     if follows and config.recipe.resolve is not None:
         config = dataclasses.replace(config, model=config.recipe.resolve(config.model))
-    run_name = config.run.name or path.stem
-    # A name on the command line is of another run than the one whose folder the recipe file names.
-    is_named = bool(assignments.get("run.name")) and not assignments.get("run.dir")
-    folder = "" if is_named else config.run.dir
-    run = dataclasses.replace(config.run, name=run_name, dir=folder or default_folder(run_name))
+    run = _named(config.run, path, assignments)
     config = dataclasses.replace(config, run=run, data=_imply_source(config.data, {*values, *assignments}, assignments))
     return settled(config, assignments)
+
+
+def _no_model(values: Mapping[str, Any], path: Path) -> UserError:
+    """Return the error of a file that names no model: of a key that no model has, rather."""
+    load_recipes()
+    known = dict(field for field in _declared_keys(RunConfig()) if field[0].partition(".")[0] != "model")
+    for key, value in values.items():
+        if not key.startswith("model.") and key not in known:
+            return unknown_key(key, value, known, f" (in {path})")
+    fix = "begin the file with `recipe: llama_small`, or name one: `model: {name: llama}`"
+    return setting_error("model.name", None, f"{path} must name a registered model", fix=fix)
+
+
+def _named(run: RunSection, path: Path, assignments: Mapping[str, str]) -> RunSection:
+    """Return the section with a name and a folder.
+
+    A name on the command line is of another run than the one whose folder the recipe file names.
+    """
+    name = run.name or path.stem
+    is_another = bool(assignments.get("run.name")) and not assignments.get("run.dir")
+    return dataclasses.replace(run, name=name, dir=("" if is_another else run.dir) or default_folder(name))
 
 
 def _imply_source(data: DataSection, given: Collection[str], assignments: Mapping[str, str]) -> DataSection:
