@@ -412,8 +412,8 @@ def test_a_plain_dataclass_gets_typed_checks(
 FREE = ("optim.lr", "optim.weight_decay", "schedule.", "train.steps", "eval.every", "checkpoint.every", "log.", "mesh.",
         "fsdp.", "data.num_workers", "data.weights", "data.phases", "train.micro_batch_size")  # fmt: skip
 FORBIDDEN = ("model.", "optim.name", "data.", "train.global_batch_size", "run.seed")
-UNSAID = ("data.cache_dir",)
-"""A place, not the data: the contract's `data.*` does not mean it."""
+UNSAID = ("data.cache_dir", "data.cache_gib")
+"""A place and its size, not the data: the contract's `data.*` does not mean it."""
 
 
 def changed_values(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
