@@ -158,6 +158,12 @@ class CollectiveLog(TorchDispatchMode):
             self.counts["all_gather", sizes[0] // sizes[1], sizes[0]] += 1
         elif name == "_reduce_scatter_base_":
             self.counts["reduce_scatter", sizes[1] // sizes[0], sizes[1]] += 1
+        elif name == "gather_parts":
+            self.counts["all_gather", args[1], args[1] * sizes[0]] += 1
+        elif name == "sum_parts":
+            self.counts["reduce_scatter", args[0].shape[0], sizes[0]] += 1
+        elif name == "exchange_parts":
+            self.counts["all_to_all", args[0].shape[0], sizes[0]] += 1
         elif name == "allreduce_":
             self.counts["all_reduce", 0, sizes[0]] += 1
         return func(*args, **(kwargs or {}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,13 @@ from tests.runs import STEPS, Shared
 from tests.test_exactness import relative
 from tests.test_sequence import LENGTHS, TINY, alone, inputs, numbers
 from trainer import Trainer, UserError, load_config
-from trainer.config import Slices, check_config, find_slices, with_method
+from trainer.config import MeshShape, Slices, check_config, find_slices, with_method
+from trainer.config.context import with_context
 from trainer.data.loader import EvalLoader, TrainLoader
 from trainer.data.opening import open_source
+from trainer.plan.machine import find_machine
+from trainer.plan.plan import make_plan, planned
+from trainer.plan.search import remedies, settle
 from trainer.sequence import Documents, attend, attention, context, positions, sliced
 
 CAMPAIGN = pytest.mark.campaign
@@ -137,6 +142,21 @@ def test_the_method_follows_from_heads_and_nodes() -> None:
     assert with_method(config, 1).mesh.context_method == "gather"
     config = load_config("llama_small", tiny_overrides("mesh.context=4", "model.num_kv_heads=2"))
     assert with_method(config, 4).mesh.context_method == "gather"
+
+
+def test_the_planner_chooses_slices_where_a_sequence_does_not_fit() -> None:
+    given = ["data.seq_len=4096", "model.max_seq_len=4096", "train.micro_batch_size=1", "train.global_batch_size=8"]
+    config, mesh = planned(load_config("llama_small", tiny_overrides(*given))), MeshShape(1, 8)
+    plain = make_plan(config, mesh, find_machine("h100"))
+    eighth = make_plan(with_method(with_context(config, 8), 8), mesh, plain.machine)
+    assert eighth.memory.peak.total < 0.25 * plain.memory.peak.total
+    narrow = plain.machine.with_budget(1.05 * eighth.memory.peak.total)
+    assert any("mesh.context=8" in line for line in remedies(replace(plain, machine=narrow), limit=9))
+    asks = replace(config, mesh=replace(config.mesh, context="auto"))
+    assert settle(asks, mesh, narrow).plan.config.context == 8
+    assert settle(asks, mesh, plain.machine).plan.config.context == 1, "there is room for all"
+    sent = {found[:3] for found in eighth.collectives if found.axis == "context"}
+    assert sent == {("all_gather", "context", 8), ("reduce_scatter", "context", 8)}
 
 
 # ---------------------------------------------------------------------------------------------------------------

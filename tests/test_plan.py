@@ -208,6 +208,7 @@ def measure(overrides: list[str]) -> tuple[int, Counter[tuple[str, int, int]]]:
 REAL = [
     (2, ["mesh.shard=2"]),
     (4, ["mesh.replicate=2", "mesh.shard=2", "train.global_batch_size=24"]),
+    (2, ["mesh.shard=2", "mesh.context=2", "mesh.context_method=gather"]),
 ]
 MORE_REAL = [
     (4, ["mesh.shard=4", NEVER, "fsdp.param_dtype=bfloat16"]),
@@ -216,6 +217,9 @@ MORE_REAL = [
     (2, ["mesh.shard=2", "model.tie_embeddings=true"]),
     (4, ["mesh.shard=4", "fsdp.reshard_after_forward=2", FULL, "train.global_batch_size=16"]),
     (4, ["mesh.replicate=2", "mesh.shard=2", "fsdp.accumulate=sharded", "train.global_batch_size=24"]),
+    (4, ["mesh.shard=4", "mesh.context=2", "mesh.context_method=heads"]),
+    (4, ["mesh.shard=4", "mesh.context=4", "mesh.context_method=gather", FULL]),
+    (4, ["mesh.shard=4", "mesh.context=4", "mesh.context_method=gather", "train.activation_checkpoint=selective"]),
 ]
 
 

@@ -7,7 +7,7 @@ anything is spawned.
 from __future__ import annotations
 
 from trainer.config.changes import compare_configs, compare_stored, stored_value
-from trainer.config.context import Slices, find_slices, with_method
+from trainer.config.context import Slices, context_choices, find_slices, with_method
 from trainer.config.load import (
     config_from_yaml,
     declared_keys,
@@ -54,6 +54,7 @@ __all__ = [
     "compare_configs",
     "compare_stored",
     "config_from_yaml",
+    "context_choices",
     "declared_keys",
     "description",
     "find_deadline",

@@ -12,7 +12,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 
 from trainer.config.chats import check_chats
-from trainer.config.context import check_context
+from trainer.config.context import check_batch, check_context, context_choices, with_context
 from trainer.config.load import (
     declared_keys,
 )
@@ -31,8 +31,10 @@ def check_config(config: RunConfig, world_size: int, local_world_size: int) -> M
     Raises UserError that names one setting, the rule that it breaks, and the nearest legal value.
     """
     shape = find_mesh_shape(config.mesh, world_size, local_world_size)
+    if config.mesh.context == AUTO:  # if none goes, sequences are whole, and it is said why these do not go
+        config = next(iter(context_choices(config, shape, local_world_size)), with_context(config, 1))
     check_context(config, shape, local_world_size)
-    _check_batch(config, shape)
+    check_batch(config, shape)
     _check_compile(config.train.compile)
     _check_reshard(config, shape)
     _check_forms(config)
@@ -46,25 +48,6 @@ def check_config(config: RunConfig, world_size: int, local_world_size: int) -> M
 def _check_compile(setting: object) -> None:
     if not isinstance(setting, bool) and setting != AUTO:
         raise choice_error("train.compile", setting, [True, False, AUTO])
-
-
-def _check_batch(config: RunConfig, shape: MeshShape) -> None:
-    batch, micro = config.train.global_batch_size, config.train.micro_batch_size
-    if isinstance(micro, (str, bool)) and micro != AUTO:
-        raise setting_error("train.micro_batch_size", micro, "must be a whole number, or auto", AUTO)
-    micro = 1 if micro == AUTO else int(micro)
-    num_groups, context = config.num_groups(shape.num_ranks), config.mesh.context
-    if batch % (num_groups * micro) == 0:
-        return
-    ranks = f"{num_groups} data-parallel ranks" if num_groups > 1 else "1 data-parallel rank"
-    if context > 1:
-        ranks = f"{shape.num_ranks} ranks / mesh.context={context}"
-    rule = (
-        f"must be {ranks} x train.micro_batch_size={micro} x a whole number of accumulation steps, "
-        f"so a multiple of {num_groups * micro}"
-    )
-    legal = max(1, round(batch / (num_groups * micro))) * num_groups * micro
-    raise setting_error("train.global_batch_size", batch, rule, legal)
 
 
 def _check_reshard(config: RunConfig, shape: MeshShape) -> None:

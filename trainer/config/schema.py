@@ -68,9 +68,14 @@ class RunConfig:
         """Tokens of one step, over all ranks, those that are no targets included."""
         return self.train.global_batch_size * self.rows_per_sample * self.data.seq_len
 
+    @property
+    def context(self) -> int:
+        """How many ranks hold slices of the same sequences, once that is settled."""
+        return int(self.mesh.context)
+
     def num_groups(self, num_ranks: int) -> int:
         """Return how many groups of ranks read samples of their own: all ranks, where none shares its sequences."""
-        return num_ranks // self.mesh.context
+        return num_ranks // self.context
 
     def num_micro_batches(self, num_ranks: int) -> int:
         """Return how many micro-batches each of `num_ranks` ranks has in a step."""

@@ -66,7 +66,7 @@ class TrainLoader:
             order=find_order(source, config),
             global_batch_size=config.train.global_batch_size,
             micro_batch_size=int(config.train.micro_batch_size),
-            dp_rank=rank // config.mesh.context,
+            dp_rank=rank // config.context,
             num_dp_ranks=config.num_groups(num_ranks),
             slices=find_slices(config, rank),
             num_workers=config.data.num_workers,
@@ -352,7 +352,7 @@ class EvalLoader:
             num_batches=config.eval.steps,
             global_batch_size=config.train.global_batch_size,
             micro_batch_size=int(config.train.micro_batch_size),
-            dp_rank=rank // config.mesh.context,
+            dp_rank=rank // config.context,
             num_dp_ranks=config.num_groups(num_ranks),
             slices=find_slices(config, rank),
         )

@@ -32,7 +32,7 @@ def mesh_sizes(mesh: DeviceMesh, config: RunConfig) -> dict[str, int]:
 
     And `context`, the ranks of the shard axis that share sequences, where there is more than one.
     """
-    shared = {CONTEXT: config.mesh.context} if config.mesh.context > 1 else {}
+    shared = {CONTEXT: config.context} if config.context > 1 else {}
     return {REPLICATE: 1, **dict(zip(mesh.mesh_dim_names or (SHARD,), mesh.shape, strict=True)), **shared}
 
 
@@ -57,7 +57,7 @@ def start_facts(
     """
     num_units, num_micro_batches = sizes
     axes = zip(mesh.mesh_dim_names or (SHARD,), mesh.shape, strict=True)
-    context, method = config.mesh.context, config.mesh.context_method
+    context, method = config.context, config.mesh.context_method
     shared = f", {CONTEXT} {context} ({method}) inside {SHARD}" if context > 1 else ""
     batch, micro_batch = config.train.global_batch_size, int(config.train.micro_batch_size)
     num_rows = batch * config.rows_per_sample

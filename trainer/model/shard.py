@@ -138,7 +138,7 @@ def kept_by_budget(
     share = budget_of(setting)
     if share is None:
         return []
-    shape = (int(micro_batch_size) * config.rows_per_sample, config.data.seq_len // config.mesh.context)
+    shape = (int(micro_batch_size) * config.rows_per_sample, config.data.seq_len // config.context)
     dtype = getattr(torch, config.fsdp.param_dtype)
     try:
         with sliced(find_slices(config, rank=0)):

@@ -27,7 +27,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.config import RunConfig, check_config, declared_keys, find_mesh_shape, load_config, recipe_files
+from trainer.config import (
+    RunConfig,
+    check_config,
+    declared_keys,
+    find_mesh_shape,
+    load_config,
+    recipe_files,
+    with_method,
+)
 from trainer.config.arguments import no_recipe
 from trainer.config.spelling import stray_word, unknown_option
 from trainer.data.epochs import with_steps
@@ -85,6 +93,7 @@ def _plan(arguments: list[str]) -> int:
     num_ranks = asked.ranks or _num_ranks(config, machine)
     config = planned(config)
     mesh = check_config(config, num_ranks, min(num_ranks, machine.rates.ranks_per_node))
+    config = with_method(config, min(num_ranks, machine.rates.ranks_per_node))
     check_sharding(config)
     if advice := mesh.advice(min(num_ranks, machine.rates.ranks_per_node)):
         say(f"warning: {advice}")

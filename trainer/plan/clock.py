@@ -59,8 +59,9 @@ class Rates:
         within = max(1, min(num_ranks, self.ranks_per_node // stride))
         num_nodes = -(-num_ranks // within)
         rounds = 2 if operation == "all_reduce" else 1
+        cards = 1 if operation == "all_to_all" else within  # what a rank sends to others is its own
         inside_s = num_bytes * (within - 1) / within / self.link if within > 1 else 0.0
-        outside_s = num_bytes * (num_nodes - 1) / num_nodes / (within * self.network) if num_nodes > 1 else 0.0
+        outside_s = num_bytes * (num_nodes - 1) / num_nodes / (cards * self.network) if num_nodes > 1 else 0.0
         latency_s = self.link_latency_s * math.log2(max(2, within)) + self.network_latency_s * math.log2(num_nodes)
         return rounds * (max(inside_s, outside_s) + latency_s)
 
@@ -88,7 +89,7 @@ class _Clock:
 
     def __init__(self, layout: Layout, rates: Rates) -> None:
         self._layout, self._rates = layout, rates
-        self._kernels: dict[tuple[tuple[Work, int], ...], tuple[float, int]] = {}
+        self._kernels: dict[tuple[tuple[Work, int], ...], tuple[float, float, int]] = {}
         self._now = self._gathers_free = self._gathers_may = self._scatters_free = self._sums_free = 0.0
         self._gathered: dict[int, float] = {}
         self._copied_before: float | None = None
@@ -102,12 +103,25 @@ class _Clock:
 
     def compute(self, segment: Segment, unit: int, is_backward: bool, accumulates: bool) -> None:
         if segment.work not in self._kernels:
-            seconds = sum(self._rates.kernel(work) * count for work, count in segment.work)
-            self._kernels[segment.work] = seconds, sum(count for _, count in segment.work)
-        seconds, num_kernels = self._kernels[segment.work]
-        self._now += seconds
+            self._kernels[segment.work] = self._times_of(segment)
+        seconds, sent_s, num_kernels = self._kernels[segment.work]
+        self._now += seconds + sent_s
         self.compute_s += self._repeats * seconds
+        self.exposed_s += self._repeats * sent_s  # kernels wait for what is sent in their midst
+        self._communicates(sent_s)
         self.host_s += self._repeats * num_kernels * self._rates.host_s
+
+    def _times_of(self, segment: Segment) -> tuple[float, float, int]:
+        """Return the seconds of a segment's kernels, those of the collectives between them, and how many all are."""
+        kernels_s = sent_s = 0.0
+        layout = self._layout
+        for work, count in segment.work:
+            if work.operation is None:
+                kernels_s += count * self._rates.kernel(work)
+            else:
+                num_ranks, num_bytes = layout.context, work.num_bytes
+                sent_s += count * self._rates.collective(work.operation, layout, "context", num_ranks, num_bytes)
+        return kernels_s, sent_s, sum(count for _, count in segment.work)
 
     def gather(self, unit: int, axis: Axis, num_ranks: int, num_bytes: int) -> None:
         seconds = self._rates.collective("all_gather", self._layout, axis, num_ranks, num_bytes)

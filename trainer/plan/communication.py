@@ -45,7 +45,11 @@ class _CollectiveCounter:
 
     def free(self, kind: Kind, num_bytes: int) -> None: ...
 
-    def compute(self, segment: Segment, unit: int, is_backward: bool, accumulates: bool) -> None: ...
+    def compute(self, segment: Segment, unit: int, is_backward: bool, accumulates: bool) -> None:
+        num_ranks = self._layout.context
+        for work, count in segment.work:
+            if work.operation is not None:
+                self.counts[Collective(work.operation, "context", num_ranks, work.num_bytes)] += count * self._repeats
 
     def wait_for_gather(self, unit: int, num_bytes: int, is_forward: bool) -> None: ...
 

@@ -54,7 +54,8 @@ def resolve_auto(config: RunConfig, mesh: MeshShape, world: World) -> tuple[RunC
         activation_checkpoint=settings["train.activation_checkpoint"],
         micro_batch_size=settings["train.micro_batch_size"],
     )
-    return replace(config, fsdp=fsdp, train=train), choice
+    settled = replace(config, fsdp=fsdp, train=train, mesh=replace(config.mesh, context=settings["mesh.context"]))
+    return with_method(settled, world.env.local_world_size), choice
 
 
 def machine_of(config: RunConfig, world: World) -> Machine:

@@ -7,8 +7,8 @@ while a model is probed.  Knows no model and no device's speed.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -29,14 +29,26 @@ class Work(NamedTuple):
     """The work of one kernel: floating-point operations, and bytes that it reads and writes."""
 
     kind: str
-    """matmul, attention, or memory (all that is as fast as the memory is)."""
+    """matmul, attention, memory (all that is as fast as the memory is), or a collective in the midst of a pass."""
     flops: int
     num_bytes: int
     element_size: int
     """Bytes of an element of what it makes: how fast a matrix product is depends on it."""
 
+    @property
+    def operation(self) -> Literal["all_gather", "reduce_scatter", "all_to_all"] | None:
+        """The collective that it is, whose bytes are then those of the whole tensor; None for a kernel."""
+        return next((operation for operation in SENT.values() if operation == self.kind), None)
+
 
 NOTHING = Work("memory", 0, 0, 0)
+
+SENT: Mapping[Any, Literal["all_gather", "reduce_scatter", "all_to_all"]] = {
+    torch.ops.meshtrainer.gather_parts.default: "all_gather",
+    torch.ops.meshtrainer.sum_parts.default: "reduce_scatter",
+    torch.ops.meshtrainer.exchange_parts.default: "all_to_all",
+}
+"""Operators that are collectives of the ranks that hold slices of the same sequences."""
 
 _FREE = {aten.detach.default, aten.empty.memory_format, aten.new_empty.default, aten.new_empty_strided.default}
 
@@ -59,7 +71,10 @@ def work_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: An
     if not made or func.is_view or func in _FREE:
         return NOTHING
     read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in (*read, *made))
+    sizes = [tensor.numel() * tensor.element_size() for tensor in (*read, *made)]
+    if func in SENT:
+        return Work(SENT[func], 0, max(sizes), made[0].element_size())
+    num_bytes = sum(sizes)
     packet = func.overloadpacket
     if packet in _ATTENTION:
         return Work("attention", _attention_flops(packet, args, kwargs), num_bytes, made[0].element_size())

@@ -141,6 +141,7 @@ def layout_of(config: RunConfig, trace: Trace, mesh: MeshShape) -> Layout:
         reduce_size=_SIZES[fsdp.reduce_dtype],
         cpu_offload=fsdp.cpu_offload,
         holds_reference=config.holds_reference,
+        context=config.context,
         averages=config.train.ema > 0,
         prefetch_forward=fsdp.prefetch_forward,
         prefetch_backward=fsdp.prefetch_backward,

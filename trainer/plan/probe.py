@@ -118,7 +118,7 @@ def _trace(
     with warnings.catch_warnings(), without_values():
         warnings.simplefilter("ignore")  # of hooks on views, which are FSDP's to warn of
         buffer_bytes = _make_fake(model, compute_dtype, repetition.left_out)
-        shape = (micro_batch_size * config.rows_per_sample, config.data.seq_len // config.mesh.context)
+        shape = (micro_batch_size * config.rows_per_sample, config.data.seq_len // config.context)
         batch = {name: torch.zeros(shape, dtype=torch.int64) for name in ("tokens", "targets")}
         meter = MemoryMeter(model, batch.values(), fuses, config.train.float8)
         recorder = Recorder(meter, compute_dtype)

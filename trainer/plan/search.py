@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from trainer.config import AUTO, MeshShape, RunConfig
+from trainer.config import AUTO, MeshShape, RunConfig, context_choices
 from trainer.errors import UserError
 from trainer.model.shard import checkpointing_choices
 from trainer.plan.machine import Machine
@@ -53,6 +53,7 @@ def chosen_settings(config: RunConfig) -> dict[str, object]:
         "fsdp.reshard_after_forward": config.fsdp.reshard_after_forward,
         "train.activation_checkpoint": config.train.activation_checkpoint,
         "train.micro_batch_size": config.train.micro_batch_size,
+        "mesh.context": config.mesh.context,
     }
 
 
@@ -66,7 +67,34 @@ def settle(config: RunConfig, mesh: MeshShape, machine: Machine) -> Choice:
 
     Raises NothingFits, with what would fit, if nothing does.
     """
-    return _Search(config, mesh, machine).best()
+    if config.mesh.context != AUTO:
+        return _Search(config, mesh, machine).best()
+    return _with_context(config, mesh, machine)
+
+
+def _with_context(config: RunConfig, mesh: MeshShape, machine: Machine) -> Choice:
+    """Return the choice with the fewest ranks to a sequence that is as fast as any, or nearly.
+
+    Sizes that divide a node go first; those across nodes are tried where none of these fits.
+    """
+    per_node = machine.rates.ranks_per_node
+    choices = context_choices(config, mesh, per_node)
+    inside = [one for one in choices if per_node % one.context == 0]
+    beyond = [one for one in choices if per_node % one.context]
+    found: list[Choice] = []
+    failed: list[NothingFits] = []
+    for group in (inside, beyond):
+        for one in group if not found else []:
+            try:
+                found.append(_Search(one, mesh, machine).best())
+            except NothingFits as error:
+                failed.append(error)
+    if not found:
+        raise min(failed, key=lambda error: error.plan.memory.peak.total)
+    fastest_s = min(choice.plan.time.total_s for choice in found)
+    best = next(choice for choice in found if choice.plan.time.total_s <= (1 + _GAIN) * fastest_s)
+    others = sorted((choice.plan for choice in found if choice is not best), key=lambda plan: plan.time.total_s)
+    return Choice(best.plan, (*best.runners_up, *others)[:4], sum(choice.num_candidates for choice in found))
 
 
 class _Search:
@@ -101,7 +129,7 @@ class _Search:
         micro = self.config.train.micro_batch_size
         if micro != AUTO:
             return [int(micro)]
-        for_each_rank = self.config.train.global_batch_size // self.mesh.num_ranks
+        for_each_rank = self.config.train.global_batch_size // self.config.num_groups(self.mesh.num_ranks)
         return [size for size in range(1, for_each_rank + 1) if for_each_rank % size == 0]
 
     @cached_property
@@ -205,7 +233,7 @@ def remedies(plan: Plan, limit: int = 2) -> list[str]:
     """
     found = []
     for change, config, mesh in _changes(plan):
-        same = _dtypes(config) == _dtypes(plan.config)
+        same = _traced(config) == _traced(plan.config)
         rounds = config.train.weights_dtype != plan.config.train.weights_dtype or config.optim != plan.config.optim
         other = make_plan(config, mesh, plan.machine, plan.probe if same else None)
         if other.fits:
@@ -221,9 +249,9 @@ def remedies(plan: Plan, limit: int = 2) -> list[str]:
     return [f"would fit: {text}" for *_, text in sorted(found)[:limit]]
 
 
-def _dtypes(config: RunConfig) -> tuple[str, ...]:
-    """Return the dtypes on which a trace depends."""
-    return config.fsdp.param_dtype, config.train.weights_dtype, config.optim.state_dtype
+def _traced(config: RunConfig) -> tuple[object, ...]:
+    """Return what a trace depends on: dtypes, and the slices of sequences."""
+    return config.fsdp.param_dtype, config.train.weights_dtype, config.optim.state_dtype, config.context
 
 
 def _changes(plan: Plan) -> Iterator[tuple[str, RunConfig, MeshShape]]:
@@ -231,7 +259,7 @@ def _changes(plan: Plan) -> Iterator[tuple[str, RunConfig, MeshShape]]:
     train, fsdp = config.train, config.fsdp
     if train.activation_checkpoint != "full":
         yield "train.activation_checkpoint=full", _with(config, activation_checkpoint="full"), mesh
-    for_each_rank = train.global_batch_size // mesh.num_ranks
+    for_each_rank = train.global_batch_size // config.num_groups(mesh.num_ranks)
     for size in {1, for_each_rank} - {int(train.micro_batch_size)}:
         yield f"train.micro_batch_size={size}", _with(config, micro_batch_size=size), mesh
     if fsdp.reshard_after_forward not in ("always", "default"):
@@ -254,9 +282,13 @@ def _changes(plan: Plan) -> Iterator[tuple[str, RunConfig, MeshShape]]:
     if fsdp.accumulate == "unsharded" and plan.num_micro_batches > 1:
         shards = replace(config, fsdp=replace(fsdp, accumulate="sharded"))
         yield "fsdp.accumulate=sharded", shards, mesh
+    per_node = plan.machine.rates.ranks_per_node
+    for sliced in context_choices(config, mesh, per_node) if config.recipe.context else []:
+        if config.context < sliced.context and per_node % sliced.context == 0:
+            yield f"mesh.context={sliced.context}", sliced, mesh
     for factor in (2, 4, 8, 16, 32, 64, 128, 256):
         larger = MeshShape(mesh.replicate, mesh.shard * factor)
-        at_a_time = larger.num_ranks * int(train.micro_batch_size)
+        at_a_time = config.num_groups(larger.num_ranks) * int(train.micro_batch_size)
         batch = -(-train.global_batch_size // at_a_time) * at_a_time
         words = f"{larger.num_ranks} ranks (mesh.shard={larger.shard})"
         words += f" with train.global_batch_size={batch}" if batch != train.global_batch_size else ""

@@ -97,7 +97,7 @@ def _heading(plan: Plan) -> list[str]:
 
 
 def _choice_table(choice: Choice) -> tuple[str, Table]:
-    table = _table("", "resharding", "checkpointing", "micro-batch")
+    table = _table("", "resharding", "checkpointing", "micro-batch", "context")
     for name in ("GiB", "s a step"):
         table.add_column(name, justify="right")
     for number, plan in enumerate((choice.plan, *choice.runners_up)):
@@ -207,7 +207,7 @@ def to_json(plan: Plan, choice: Choice | None = None) -> dict[str, Any]:
         "model": plan.config.model.name,
         "parameters": plan.num_parameters,
         "units": plan.trace.root,
-        "mesh": {"replicate": plan.mesh.replicate, "shard": plan.mesh.shard},
+        "mesh": {"replicate": plan.mesh.replicate, "shard": plan.mesh.shard, "context": plan.config.context},
         "num_ranks": plan.mesh.num_ranks,
         "num_micro_batches": plan.num_micro_batches,
         "device": plan.machine.name,

@@ -27,8 +27,8 @@ Kind = Literal[
     "temporaries",
     "buffers and inputs",
 ]
-Axis = Literal["shard", "replicate", "reshard", "world"]
-Operation = Literal["all_gather", "reduce_scatter", "all_reduce"]
+Axis = Literal["shard", "replicate", "reshard", "context", "world"]
+Operation = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,8 @@ class Layout:
     prefetch_backward: int = 0
     accumulates_shards: bool = False
     """Whether gradients are reduced after each micro-batch (`fsdp.accumulate=sharded`)."""
+    context: int = 1
+    """Ranks of the shard axis that hold slices of the same sequences."""
     reshard_after_backward: bool = True
     """Whether each micro-batch gathers anew; the last one of a step always leaves shards."""
 

@@ -15,7 +15,11 @@ class MeshSection:
 
     replicate: int = declare(1, "number of replicas of the sharded model; -1: all remaining ranks")
     shard: int | str = declare(-1, "ranks that share one copy; -1: all remaining ranks; node: the ranks of one node")
-    context: int = declare(1, "consecutive ranks of the shard axis that hold slices of the same sequences", at_least=1)
+    context: int | str = declare(
+        1,
+        "consecutive ranks of the shard axis that hold slices of the same sequences; auto: the planner's choice",
+        at_least=1,
+    )
     context_method: Literal["auto", "gather", "heads"] = declare(
         "auto",
         "the way slices attend to their whole sequence: gather (each rank gathers its keys and values), heads (slices "
