@@ -115,6 +115,27 @@ def test_dropout_is_of_what_goes_into_the_adapter_alone() -> None:
     torch.testing.assert_close(whole(x) - adapted.base_layer(x), x)
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.4])
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_gradients_are_those_of_the_formula(bias: bool, dropout: float) -> None:
+    whole = nn.Sequential(nn.Linear(6, 10, bias=bias, dtype=torch.float64))
+    add_adapters(whole, [], LoraSection(rank=2, alpha=6.0, dropout=dropout))
+    adapted: Any = whole[0].double()
+    factors = [factor.detach().normal_().requires_grad_() for factor in adapted.factors]
+    for part, factor in zip((adapted.lora_A, adapted.lora_B), factors, strict=True):
+        part["default"].weight = nn.Parameter(factor.detach().clone())
+    x, other = (torch.randn(3, 5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) for _ in range(2))
+    leaves = [x.requires_grad_(), other.requires_grad_()]
+    torch.manual_seed(1)
+    whole(leaves[0]).sin().sum().backward()
+    torch.manual_seed(1)
+    into = F.dropout(other.flatten(0, 1), dropout).view_as(other)
+    (adapted.base_layer(other) + 3.0 * into @ factors[0].T @ factors[1].T).sin().sum().backward()
+    found = [x.grad, *(part["default"].weight.grad for part in (adapted.lora_A, adapted.lora_B))]
+    torch.testing.assert_close(found, [other.grad, *(factor.grad for factor in factors)])
+    assert adapted.base_layer.weight.grad is None
+
+
 def test_all_linear_is_every_linear_layer_of_the_blocks() -> None:
     names = [name for name, _ in network().named_parameters()]
     of_a_block = [f"attention.{part}" for part in ("wq", "wk", "wv", "wo")] + ["feed_forward.w1", "feed_forward.w3"]

@@ -13,10 +13,13 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
 
 from trainer.config import LoraSection
 from trainer.errors import UserError, nearest, setting_error
@@ -76,14 +79,66 @@ class AdaptedLinear(nn.Module):
         return weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        own = self.base_layer(x)
         if not self.is_on:
-            return own
+            return self.base_layer(x)  # type: ignore[no-any-return]
         down, up = self.factors
+        if self._is_one_product(x, down, up):
+            bias, given = self.base_layer.bias, x.flatten(0, -2)
+            dropped = None if isinstance(self.lora_dropout[ADAPTER], nn.Identity) else self.lora_dropout[ADAPTER](given)
+            weight = self.weight if isinstance(self.base_layer, nn.Linear) else self.weight.t()
+            whole = _Product.apply(given, dropped, weight, bias, down, up, self.scaling)  # type: ignore[no-untyped-call]
+            return whole.view(*x.shape[:-1], self.out_features)  # type: ignore[no-any-return]
+        own = self.base_layer(x)
         low = F.linear(self.lora_dropout[ADAPTER](x.to(down.dtype)), down)
         # One product that adds to the layer's own, instead of a product, a scaling and a sum over (..., out).
         whole = torch.addmm(own.flatten(0, -2).to(up.dtype), low.flatten(0, -2), up.t(), alpha=self.scaling)
         return whole.view(own.shape).to(own.dtype)
+
+    def _is_one_product(self, x: torch.Tensor, *factors: torch.Tensor) -> bool:
+        """Return whether nothing needs to be converted, and the layer is no unit of its own, which would gather it."""
+        is_plain = _is_plain_linear(self.base_layer) and not self.weight.requires_grad
+        tensors = (self.weight, *factors)
+        return is_plain and all(t.dtype == x.dtype and not isinstance(t, DTensor) for t in tensors)
+
+
+class _Product(torch.autograd.Function):
+    """What a frozen layer and its adapter compute together, x (N, in) to (N, out), and its gradient.
+
+    Keeps what goes in and what lies between the adapter's factors.  Each product of the backward pass adds to the one
+    before, so that no sum goes over (N, in) or (N, out) once more, and what needs no gradient has no product.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        dropped: torch.Tensor | None,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        down: torch.Tensor,
+        up: torch.Tensor,
+        scaling: float,
+    ) -> torch.Tensor:
+        """`dropped`: x after dropout, which is what goes into the adapter; None if that is x itself."""
+        into = x if dropped is None else dropped
+        low = F.linear(into, down)
+        ctx.save_for_backward(into, low, weight, down, up)
+        ctx.scaling, ctx.drops = scaling, dropped is not None
+        return torch.addmm(F.linear(x, weight, bias), low, up.t(), alpha=scaling)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (grad,) = grad_outputs
+        into, low, weight, down, up = ctx.saved_tensors
+        wants_x, wants_dropped = ctx.needs_input_grad[:2]
+        grad_low = torch.mm(grad, up).mul_(ctx.scaling)
+        grad_x = torch.mm(grad, weight) if wants_x else None
+        if grad_x is not None and not ctx.drops:
+            grad_x.addmm_(grad_low, down)
+        grad_dropped = torch.mm(grad_low, down) if wants_dropped else None
+        grad_up = torch.mm(grad.t(), low).mul_(ctx.scaling)
+        return grad_x, grad_dropped, None, None, torch.mm(grad_low.t(), into), grad_up, None
 
 
 def add_adapters(
