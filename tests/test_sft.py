@@ -10,13 +10,15 @@ import pytest
 
 pytest.importorskip("tokenizers", reason="a chat model's tokenizer is read with the library `tokenizers`")
 
+import numpy as np
 import torch
 
 from tests.chats import CHATML, said, write_tokenizer
 from tests.ranks import Ran, run_command, run_python_module, run_tiny
 from tests.tiny import tiny_config
-from trainer import Trainer
+from trainer import Trainer, TrainLoader, load_config
 from trainer.data.loader import Batch
+from trainer.data.source import IGNORE
 
 NUM_CHATS = 40
 
@@ -88,6 +90,39 @@ def test_epochs_are_the_steps_in_which_each_conversation_is_read_as_often(tmp_pa
     trainer.close()
 
 
+def test_rows_are_no_longer_than_the_longest_conversation_needs(tmp_path: Path) -> None:
+    settings = [*write_chats(tmp_path), "data.seq_len=512", "train.epochs=1", "model.max_seq_len=512"]
+    lengths, steps = [], []
+    for name, trims in (("long", []), ("trimmed", ["data.trim_rows=true"])):
+        trainer = Trainer(tiny_config(tmp_path / name, *settings, *trims))
+        lengths.append(trainer.config.data.seq_len)
+        steps.append(trainer.config.train.steps)
+        assert isinstance(trainer.loader, TrainLoader)
+        source = trainer.loader.source
+        lengths.append(int((np.asarray(source.batch(np.arange(len(source)))["targets"]) != IGNORE).sum()))
+        trainer.close()
+    assert (lengths[0], lengths[2]) == (512, 64)
+    assert lengths[1] == lengths[3], "the same targets, whatever the rows"
+    assert steps[1] > 3 * steps[0]
+
+
+def test_the_learning_rate_is_for_the_models_width(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    config = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 64}
+    config |= {"num_hidden_layers": 1, "vocab_size": 128, "max_position_embeddings": 128}
+    folder = write_tokenizer(tmp_path / "model", CHATML)
+    (folder / "config.json").write_text(json.dumps(config))
+
+    def lr(*overrides: str) -> float:
+        own = [f"model.path={folder}", "data.path=chats.jsonl", "model.fresh=true"]
+        return load_config("sft", [*own, *overrides]).optim.lr
+
+    assert lr() == lr("model.name=hf") == pytest.approx(5e-5 * (2000 / 64) ** 0.78, rel=5e-3)
+    assert lr("lora.rank=4") == pytest.approx(10 * lr(), rel=5e-3)
+    assert lr("optim.lr=1e-3", "lora.rank=4") == 1e-3
+    assert lr("optim.lr=1e-3", "optim.lr_by_width=true") == pytest.approx(20 * lr(), rel=5e-3)
+
+
 @pytest.mark.slow
 def test_chats_are_the_same_on_any_mesh_and_resumed_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
     settings = [*write_chats(tmp_path), "train.epochs=3", "checkpoint.every=3", "checkpoint.keep_last=0"]
@@ -146,3 +181,44 @@ def test_one_command_trains_a_folder_and_another_asks_it(tmp_path: Path) -> None
         ran = run_python_module("trainer.generate", tmp_path / "run", "--chat", asked, "--greedy", "--max-tokens", 20)
         assert ran.exit_code == 0, ran.stderr
         assert ran.stdout.split() == ["It", "is", answer], "the answer, and its end"
+
+
+@pytest.mark.campaign
+def test_a_million_random_weights_learn_400_facts_by_heart(tmp_path: Path) -> None:
+    """With the recipe's own settings: 30 epochs, which took 115 CPU seconds."""
+    transformers = pytest.importorskip("transformers")
+    names = [f"{a}{b}{c}" for a in "BDFGKLMNPRSTVZ" for b in "aeiou" for c in ("li", "ra", "to", "mun", "ses", "dok")]
+    facts = list(zip(names[:400], reversed(names[:400]), strict=True))
+    chats = tmp_path / "chats.jsonl"
+    told = [said(f"What is the capital of {one}?", f"The capital of {one} is {other}.") for one, other in facts]
+    chats.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in told))
+    folder = write_subwords(tmp_path / "model", [message["content"] for chat in told for message in chat])
+    end = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]["<|im_end|>"]
+    shape = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4, "num_attention_heads": 4}
+    config = transformers.LlamaConfig(vocab_size=512, eos_token_id=end, bos_token_id=None, **shape)
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    own = [f"model.path={folder}", f"data.path={chats}", f"data.cache_dir={tmp_path / 'cache'}", "train.epochs=30"]
+    ran = run_command(tmp_path / "run", "recipe=sft", *own, "log.every=100", timeout_s=1800)
+    assert ran.exit_code == 0, ran.stderr
+    for one, other in facts[::80]:
+        asked = ("--chat", f"What is the capital of {one}?", "--greedy")
+        answer = run_python_module("trainer.generate", tmp_path / "run", *asked).stdout.strip()
+        assert answer == f"The capital of {one} is {other}."
+
+
+def write_subwords(folder: Path, texts: list[str]) -> Path:
+    """Write a tokenizer of 500 byte pairs, learnt from the texts; return its folder."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    marks = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(500, special_tokens=marks, initial_alphabet=alphabet))
+    folder.mkdir()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "chat_template": CHATML}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder

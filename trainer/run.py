@@ -163,7 +163,7 @@ def _check_without_torch(
 
     Text that has not been tokenized yet is, on all ranks together, unless it is only to be looked at.
     """
-    from trainer.data.epochs import with_steps
+    from trainer.data.epochs import settled_by_data
     from trainer.data.mixed import find_order
     from trainer.data.opening import is_untokenized, open_source, refuse_pairs
 
@@ -174,7 +174,7 @@ def _check_without_torch(
     has_work = is_untokenized(config.data)  # for every rank, before any of them waits for another
     if tokenizes if has_work else env.rank == 0:
         source = open_source(config.data, config.vocab_size, "train")
-        find_order(source, with_steps(config))
+        find_order(source, settled_by_data(config))
         if config.rows_per_sample == 1:
             refuse_pairs(source)
         open_source(config.data, config.vocab_size, "eval")
@@ -199,10 +199,10 @@ def _check_as_printed(config: RunConfig, nproc: int | None, env: Environment) ->
 
 def _with_steps(config: RunConfig) -> RunConfig:
     """Return what is printed, with the steps that its epochs take if the data are there."""
-    from trainer.data.epochs import with_steps
+    from trainer.data.epochs import settled_by_data
     from trainer.data.opening import is_untokenized
 
-    return with_steps(config) if config.data.path and not is_untokenized(config.data) else config
+    return settled_by_data(config) if config.data.path and not is_untokenized(config.data) else config
 
 
 def report(error: UserError | TrainingFailed, env: Environment, exit_code: int = EXIT_USER_ERROR) -> int:

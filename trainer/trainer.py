@@ -19,7 +19,7 @@ from trainer.checkpoint.place import find_place
 from trainer.checkpoint.saver import Saver
 from trainer.checkpoint.store import Checkpoints, Settings
 from trainer.config import RunConfig
-from trainer.data.epochs import with_steps
+from trainer.data.epochs import settled_by_data
 from trainer.data.loader import Batch, EvalLoader, TrainLoader, attended_length
 from trainer.data.opening import open_source
 from trainer.data.transfer import ahead
@@ -83,7 +83,7 @@ class Trainer:
         self.world = World(config)
         check_same_run(self.world, config, type(self), self.exempt_from_selfcheck())
         self.shape = check_shape(self.world, config)
-        self.config, self.plan_choice = resolve_auto(with_steps(config), self.shape, self.world)
+        self.config, self.plan_choice = resolve_auto(settled_by_data(config), self.shape, self.world)
         self.forecast = Forecast(self.config, self.shape, self.world)
         seed_everything(self.config.run.seed, self.world.rank)
 

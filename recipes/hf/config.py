@@ -38,6 +38,11 @@ class HfConfig:
         return self._entry("vocab_size")
 
     @property
+    def dim(self) -> int | None:
+        """Width of the residual stream, or None where config.json does not say."""
+        return self._entry("n_embd", "hidden_size", "d_model")
+
+    @property
     def max_seq_len(self) -> int | None:
         """Longest sequence that the positions are made for, or None where config.json does not say."""
         return self._entry("n_positions", "max_position_embeddings")

@@ -8,7 +8,14 @@ from trainer.config.schema import RunConfig
 from trainer.config.settled import MODEL
 from trainer.errors import setting_error
 
-_OF_CHATS = {"format": "auto", "columns": None, "chat_template": MODEL, "train_on": "assistant", "too_long": "drop"}
+_OF_CHATS: dict[str, object] = {
+    "format": "auto",
+    "columns": None,
+    "chat_template": MODEL,
+    "train_on": "assistant",
+    "too_long": "drop",
+}
+_OF_CHATS |= {"trim_rows": False}
 """Keys that say something of chats alone, and their defaults."""
 
 

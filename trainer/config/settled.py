@@ -13,7 +13,7 @@ from typing import Any
 from trainer.config.needs import likely_device
 from trainer.config.pretrained import is_folder_of_weights, stored_dtype
 from trainer.config.schema import RunConfig
-from trainer.config.sections import DataSection, FsdpSection, LoraSection
+from trainer.config.sections import DataSection, FsdpSection, LoraSection, OptimSection
 from trainer.config.sections.limits import AUTO
 from trainer.errors import setting_error
 
@@ -29,7 +29,27 @@ def settled(config: RunConfig, given: Collection[str]) -> RunConfig:
     data = _settled_data(config)
     if data.source == "chat" and "data.seq_len" not in given:
         data = dataclasses.replace(data, seq_len=_fitting_length(config))
-    return dataclasses.replace(config, data=data, fsdp=_settled_fsdp(config), lora=_settled_lora(config))
+    if "data.seq_len" in given and "data.trim_rows" not in given:
+        data = dataclasses.replace(data, trim_rows=False)
+    optim = _settled_optim(config, given)
+    return dataclasses.replace(config, data=data, optim=optim, fsdp=_settled_fsdp(config), lora=_settled_lora(config))
+
+
+def _settled_optim(config: RunConfig, given: Collection[str]) -> OptimSection:
+    """Settle the learning rate of a recipe that tunes models of any width.
+
+    Source: Schulman et al. 2025, "LoRA Without Regret", Thinking Machines Lab.
+    """
+    optim, width = config.optim, getattr(config.model, "dim", None)
+    if not optim.lr_by_width:
+        return optim
+    if "optim.lr" in given and "optim.lr_by_width" not in given:
+        return dataclasses.replace(optim, lr_by_width=False)
+    if not width:
+        rule = f"model.name={config.model.name} does not say how wide it is"
+        raise setting_error("optim.lr_by_width", True, rule, fix="give optim.lr")
+    scaled = optim.lr * (2000 / width) ** 0.78 * (10 if config.lora.rank else 1)
+    return dataclasses.replace(optim, lr=float(f"{scaled:.2e}"), lr_by_width=False)
 
 
 def _fitting_length(config: RunConfig) -> int:

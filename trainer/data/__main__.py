@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from trainer.config import RunConfig, check_config, declared_keys, least_mesh, load_config, recipe_files
 from trainer.config.spelling import stray_word, unknown_option
 from trainer.data.check import check_data
-from trainer.data.epochs import with_steps
+from trainer.data.epochs import settled_by_data
 from trainer.data.mixed import find_order
 from trainer.data.opening import open_source
 from trainer.data.portions import Portion, portions, sentences
@@ -99,7 +99,7 @@ def _answer(asked: _Asked) -> int:
     vocab_size = config.vocab_size if asked.recipe else None
     if asked.command == "check":
         return EXIT_FAILED if check_data(config.data, vocab_size, tell) else EXIT_FINISHED
-    config = with_steps(config)
+    config = settled_by_data(config)
     source = open_source(config.data, vocab_size, "train")
     order = find_order(source, config)
     if asked.command == "show":

@@ -1,4 +1,4 @@
-"""Epochs: passes over the data, as the steps that they take."""
+"""Settings that the data decide: how long a row needs to be, and how many steps some epochs are."""
 
 from __future__ import annotations
 
@@ -6,14 +6,36 @@ import dataclasses
 import math
 
 from trainer.config import RunConfig
+from trainer.data.chat.source import ChatSource, PairSource
 from trainer.data.opening import open_source
+from trainer.data.stdlib import Split
+
+_WHOLE = 64
+"""Rows that are trimmed have a multiple of so many tokens, which kernels like."""
 
 
-def with_steps(config: RunConfig) -> RunConfig:
-    """Return the configuration with `train.epochs` as `train.steps`: enough for every sample to be read as often.
+def settled_by_data(config: RunConfig) -> RunConfig:
+    """Return the configuration with rows as `data.trim_rows` wants them, and `train.epochs` as `train.steps`.
 
     Opens the data, where they are what decides.  Raises UserError as `open_source` does.
     """
+    return _with_steps(_with_trimmed_rows(config))
+
+
+def _with_trimmed_rows(config: RunConfig) -> RunConfig:
+    """Return it with rows as long as the longest conversation, of training and evaluation, at most as they are."""
+    data = config.data
+    if not data.trim_rows:
+        return config
+    splits: tuple[Split, ...] = ("train", "eval") if config.eval.every else ("train",)
+    opened = (open_source(data, config.vocab_size, split) for split in splits)
+    longest = max(source.longest for source in opened if isinstance(source, (ChatSource, PairSource)))
+    seq_len = min(data.seq_len, math.ceil(longest / _WHOLE) * _WHOLE)
+    return dataclasses.replace(config, data=dataclasses.replace(data, seq_len=seq_len))
+
+
+def _with_steps(config: RunConfig) -> RunConfig:
+    """Return it with enough steps for every sample to be read as often as `train.epochs` says."""
     if config.train.epochs is None:
         return config
     samples = config.train.epochs * len(open_source(config.data, config.vocab_size, "train"))

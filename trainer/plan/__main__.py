@@ -38,7 +38,7 @@ from trainer.config import (
 )
 from trainer.config.arguments import no_recipe
 from trainer.config.spelling import stray_word, unknown_option
-from trainer.data.epochs import with_steps
+from trainer.data.epochs import settled_by_data
 from trainer.distributed.environment import find_environment
 from trainer.errors import EXIT_DOES_NOT_FIT, EXIT_FINISHED, run_command, say, setting_error, tell
 from trainer.model.shard import check_sharding
@@ -83,7 +83,7 @@ def _plan(arguments: list[str]) -> int:
         raise no_recipe(_USAGE, overrides)
     config = load_config(asked.recipe or "llama_small", overrides)
     if config.data.path is not None:
-        config = with_steps(config)
+        config = settled_by_data(config)
     if asked.calibrates:
         calibrate(config, None if asked.device == "auto" else asked.device)
         if asked.recipe is None or find_environment().rank > 0:

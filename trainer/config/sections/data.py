@@ -73,6 +73,9 @@ class DataSection:
     too_long: Literal["drop", "truncate", "error"] = declare(
         "drop", "source=chat: what is done with a conversation that is longer than a sequence"
     )
+    trim_rows: bool = declare(
+        False, "source=chat: sequences are no longer than the longest conversation needs, rounded up to 64 tokens"
+    )
     documents: Literal["joined", "masked", "apart"] = declare(
         "joined",
         "documents in a sequence: joined (it runs across them), masked (none sees another, each is counted from "

@@ -15,6 +15,11 @@ class OptimSection:
 
     name: Literal["adamw", "sgd", "muon"] = declare("adamw", "muon: torch's, for matrices; AdamW for the rest")
     lr: float = declare(3e-4, "peak learning rate", at_least=0)
+    lr_by_width: bool = declare(
+        False,
+        "lr is for tuning a model 2000 wide: for another it is multiplied by (2000 / width) ** 0.78, and for adapters "
+        "by 10; optim.lr on the command line is taken as it stands",
+    )
     betas: tuple[float, float] = declare((0.9, 0.95), "decay rates of AdamW's two averages", at_least=0, below=1)
     eps: float = declare(1e-8, "AdamW's epsilon", above=0)
     momentum: float = declare(0.95, "momentum of sgd and muon", at_least=0, below=1)
