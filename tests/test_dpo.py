@@ -20,7 +20,7 @@ from torch.func import functional_call
 from trainer.recipes.dpo.trainer import PreferenceTrainer
 
 from tests.chats import CHATML, said, write_tokenizer
-from tests.ranks import merged, run_command, run_ranks
+from tests.ranks import merged, run_command, run_python_module, run_ranks
 from tests.test_lora import config_of
 from tests.test_pretrained import SOURCE, edit, folder_of
 from trainer import Trainer, UserError, load_weights
@@ -246,6 +246,9 @@ def test_one_command_trains_a_folder_on_a_file_of_pairs(tmp_path: Path) -> None:
     assert ran.exit_code == 0, ran.stderr
     assert ran.train("accuracy")[-1] == 1.0 > ran.train("accuracy")[0]
     assert ran.train("loss")[-1] < 0.5 * ran.train("loss")[0] == pytest.approx(0.5 * float(np.log(2)))
+    evaluated = run_python_module("trainer.evaluate", tmp_path / "run", f"data.eval_path={pairs}", "--json")
+    assert evaluated.exit_code == 0, evaluated.stderr
+    assert json.loads(evaluated.stdout)["accuracy"] == 1.0
     wrong = run_command(tmp_path / "other", *settings, *quick, "train.objective=tokens")
     assert wrong.exit_code == 2
     assert "a rejected answer would be trained on" in wrong.stderr

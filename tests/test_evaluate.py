@@ -159,3 +159,54 @@ def test_mistakes_are_said(
     words = [str(folder) if word == "FOLDER" else word for word in arguments]
     assert evaluate.main(words or ["data.seq_len=16"]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.campaign
+def test_tasks_of_lm_eval_in_one_command(tmp_path: Path) -> None:
+    """A task of local files: which of two numbers follows the others, which a run with adapters has learnt by heart."""
+    pytest.importorskip("lm_eval", reason="the extra `lm-eval` is not installed")
+    lines = [{"question": "ab" * 8, "choices": ["ab", "zz"], "answer": 0}] * 4
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    tasks = tmp_path / "tasks"
+    tasks.mkdir()
+    task = {"task": "goes_on", "dataset_path": "json", "output_type": "multiple_choice", "test_split": "test"}
+    task |= {"dataset_kwargs": {"data_files": {"test": str(tmp_path / "data.jsonl")}}, "target_delimiter": ""}
+    task |= {"doc_to_text": "question", "doc_to_choice": "choices", "doc_to_target": "answer"}
+    task |= {"metric_list": [{"metric": "acc"}]}
+    (tasks / "goes_on.yaml").write_text(json.dumps(task))
+    source = folder_of(tmp_path / "source")
+    write_bytes_tokenizer(source)
+    trainer = Trainer(config_of(source, "lora.rank=2", "train.steps=1", f"run.dir={tmp_path / 'run'}"))
+    assert trainer.fit() == 0
+    trainer.close()
+    own = ("--lm-eval", "goes_on", "--tasks", tasks)
+    ran = run_python_module("trainer.evaluate", tmp_path / "run", *own, "--json")
+    assert ran.exit_code == 0, ran.stderr
+    assert 0 <= json.loads(ran.stdout.splitlines()[-1])["results"]["goes_on"]["acc,none"] <= 1
+    assert "|goes_on|" in run_python_module("trainer.evaluate", tmp_path / "run", *own).stdout
+    wrong = run_python_module("trainer.evaluate", tmp_path / "run", "--lm-eval", "goes_off", "--tasks", tasks)
+    assert (wrong.exit_code, "--lm-eval=goes_off" in wrong.stderr) == (2, True)
+
+
+def write_bytes_tokenizer(folder: Path) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = {sign: number for number, sign in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab={**alphabet, "</s>": 256}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def test_without_lm_eval_it_is_one_message(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evaluate.importlib.util, "find_spec", lambda name: None)
+    assert evaluate.main([str(tmp_path), "--lm-eval", "arc_easy"]) == 2
+    assert "--lm-eval=arc_easy: needs the library lm_eval\n  to fix: pip install 'meshtrainer[lm-eval]'" in (
+        capsys.readouterr().err
+    )
+    assert evaluate.main([str(tmp_path), "--lm-eval", "arc_easy", "data.seq_len=1"]) == 2
+    assert "data.seq_len=1: goes with no --lm-eval" in capsys.readouterr().err

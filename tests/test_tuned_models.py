@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from tests.hf_models import folder_of, load_there
 from tests.ranks import run_ranks
 from tests.test_dpo import SEQ_LEN, OnPairs, Pairs, log_probabilities
+from tests.test_generate import written_here, written_there
 from tests.test_hf import LR, TRAINED, WHOLE_LOGITS, overrides
 from tests.test_lora import plain_loop
 from tests.test_sft import OneByOne, write_chats
@@ -188,3 +189,22 @@ def test_packed_chats_are_each_conversation_alone_in_any_model(kind: str, tmp_pa
         found.append([record.loss for record in trainer.steps()])
         trainer.close()
     assert found[0] == pytest.approx(found[1], rel=1e-6)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Text
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize("kind", [kind for kind in TRAINED if kind not in WHOLE_LOGITS])
+def test_greedy_text_is_what_transformers_generates_from_the_export(kind: str, adapted: bool, tmp_path: Path) -> None:
+    """Of runs with adapters, from the merged one; past the window of those that have one."""
+    source = folder_of(tmp_path / "source", kind)
+    own = ["train.steps=3", "optim.lr=1e-2", f"run.dir={tmp_path / 'run'}", *(["lora.rank=4"] if adapted else [])]
+    trainer = Trainer(load_config("llama_small", overrides(source, *own)))
+    assert trainer.fit() == 0
+    trainer.close()
+    assert export([str(tmp_path / "run"), str(tmp_path / "out"), *(["--merged"] if adapted else [])]) == 0
+    expected = written_there(tmp_path / "out", 40)
+    assert written_here(tmp_path / "run", 40) == written_here(tmp_path / "out", 40) == expected

@@ -2,12 +2,17 @@
 
     python -m trainer.evaluate <run.dir, checkpoint or Hugging Face folder> [section.key=value ...] [nproc=N] [--json]
 
+    python -m trainer.evaluate <the same> --lm-eval TASK,... [--tasks FOLDER] [--json]     by lm-evaluation-harness
+
 A run is evaluated as it evaluates itself, on as many ranks as are asked for.  Any key may have another value:
-data.eval_path names other data, eval.steps=0 takes all of them.
+data.eval_path names other data, eval.steps=0 takes all of them.  With --lm-eval it is its export that is evaluated,
+adapters merged, on tasks that the library lm_eval has, or that YAML files in a folder describe.
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import json
 import sys
 import tempfile
@@ -30,6 +35,8 @@ from trainer.errors import (
     EXIT_USER_ERROR,
     TrainingFailed,
     UserError,
+    choice_error,
+    run_command,
     setting_error,
     tell,
 )
@@ -194,6 +201,46 @@ def _show(subject: Subject, as_object: bool, trainer: Trainer) -> int:
 
 
 # ---------------------------------------------------------------------------------------------------------------
+# By lm-evaluation-harness
+
+
+def lm_eval(path: str, tasks: Sequence[str], more_tasks: str | None = None) -> dict[str, Any]:
+    """Return what the library lm_eval finds of a run, a checkpoint or a Hugging Face folder, as the library does.
+
+    A checkpoint is exported into a temporary folder first, adapters merged.  `more_tasks`: a folder of YAML files that
+    describe tasks.  Raises UserError without the library, and for tasks that it does not know.
+    """
+    if importlib.util.find_spec("lm_eval") is None:
+        fix = "pip install 'meshtrainer[lm-eval]'"
+        raise setting_error("--lm-eval", ",".join(tasks), "needs the library lm_eval", fix=fix)
+    from trainer.checkpoint.source import is_checkpoint
+    from trainer.export import export_checkpoint
+
+    harness, known = importlib.import_module("lm_eval"), importlib.import_module("lm_eval.tasks")
+    manager = known.TaskManager(include_path=more_tasks)
+    for task in tasks:
+        if not manager.match_tasks([task]):
+            raise choice_error("--lm-eval", task, manager.all_tasks, "a task of lm_eval;")
+    with tempfile.TemporaryDirectory() as exported:
+        folder = path
+        if is_checkpoint(path) or not is_folder_of_weights(path):
+            folder = str(Path(exported) / "model")
+            export_checkpoint(path, folder, merges=True)
+        settings = {"pretrained": folder, "dtype": "float32", "local_files_only": True}
+        found = harness.simple_evaluate(model="hf", model_args=settings, tasks=[*tasks], task_manager=manager)
+    return dict(found)
+
+
+def _show_lm_eval(path: str, tasks: Sequence[str], more_tasks: str | None, as_object: bool) -> int:
+    found = lm_eval(path, tasks, more_tasks)
+    if as_object:
+        tell(json.dumps({"weights": path, "results": found["results"]}, default=str))
+    else:
+        tell(importlib.import_module("lm_eval.utils").make_table(found))
+    return EXIT_FINISHED
+
+
+# ---------------------------------------------------------------------------------------------------------------
 # Command line
 
 
@@ -204,6 +251,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         tell(__doc__.rstrip())
         return EXIT_FINISHED if words else EXIT_USER_ERROR
     look_in_working_folder()
+    tasks, words = _option(words, "--lm-eval")
+    more_tasks, words = _option(words, "--tasks")
+    if tasks is not None:
+        return run_command(lambda: _show_lm_eval(_only_path(words), tasks.split(","), more_tasks, "--json" in words))
     limit_spinning()
     env = Environment()
     try:
@@ -225,8 +276,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         return spawn(arguments.nproc or 1, ["-m", "trainer.evaluate", *words], subject.config)
     from trainer.trainer import Trainer
 
-    kind = looking(subject.config.recipe.trainer_class(Trainer))
+    kind = looking(subject.config.trainer_class(Trainer))
     return run.with_trainer(subject.config, kind, partial(_show, subject, "--json" in words))
+
+
+def _option(words: Sequence[str], name: str) -> tuple[str | None, list[str]]:
+    """Return the value of an option, None if it is not given, and the other words."""
+    for number, word in enumerate(words):
+        if word == name and number + 1 < len(words):
+            return words[number + 1], [*words[:number], *words[number + 2 :]]
+        if word.startswith(f"{name}="):
+            return word.removeprefix(f"{name}="), [*words[:number], *words[number + 1 :]]
+    return None, list(words)
+
+
+def _only_path(words: Sequence[str]) -> str:
+    """Return the path.  Raises UserError for settings, which a task has none of."""
+    path, rest = _split(words)
+    if rest:
+        raise UserError(f"{rest[0]}: goes with no --lm-eval, whose tasks say what they are")
+    return path
 
 
 def _split(words: Sequence[str]) -> tuple[str, list[str]]:
