@@ -183,7 +183,7 @@ def test_adapters_are_drawn_as_peft_draws_them_and_the_model_as_ever() -> None:
     ("override", "says"),
     [
         ("lora.targets=[]", "lora.targets=[]: must name at least one layer"),
-        ("lora.targets=[q_porj]", "did you mean lora.targets=[q_proj]?"),
+        ("lora.targets=[q_porj]", "did you mean 'lora.targets=[q_proj]'?"),
         ("lora.rank=-1", "nearest legal value: lora.rank=0"),
         ("lora.dropout=1", "lora.dropout=1.0: must be below 1"),
         ("lora.rank=0", "lora.alpha=8.0: is of adapters, and with lora.rank=0 there are none"),
