@@ -5,7 +5,7 @@ PYTHON ?= python3
 WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(4, 1 + (os.cpu_count() or 2)))')
 PYTEST = $(PYTHON) -m pytest -q -n $(WORKERS) --dist worksteal
 
-.PHONY: install check test test-fast test-campaign test-fake-gpu durations format
+.PHONY: docs install check test test-fast test-campaign test-fake-gpu durations format
 
 install:
 	$(PYTHON) -m pip install -c constraints.txt -e '.[test]'
@@ -32,6 +32,11 @@ test-fake-gpu:
 # Writes how long each test took to tests/durations.json: on a quiet machine, when tests have become slower on purpose.
 durations:
 	$(PYTEST) -m "not campaign" --record-durations
+
+# The pages of docs/ as a site, in site/: what follows from the code is written anew.
+docs:
+	$(PYTHON) docs/generate.py
+	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --quiet --strict
 
 format:
 	$(PYTHON) -m ruff check --fix .

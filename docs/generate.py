@@ -1,0 +1,101 @@
+"""Writes the pages of docs/ that follow from the code: every setting with its type, default and meaning.
+
+python docs/generate.py writes them; with --check it says which are not what the code says, and ends with 1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trainer.config import RunConfig, declared_keys, type_name
+from trainer.recipe import all_recipes
+
+FOLDER = Path(__file__).parent
+_PAGES = {
+    "configuration.md": ("Settings", ("run", "data", "train", "optim", "schedule", "eval")),
+    "configuration_scale.md": ("Settings of scale", ("mesh", "fsdp", "checkpoint", "log", "lora", "dpo")),
+}
+_MODELS = "configuration_models.md"
+_NOTE = "This page is written by `python docs/generate.py` from the code."
+_INTRO = f"""\
+{_NOTE} `--help SECTION` shows the same in a terminal, and with `recipe=NAME` the values of that recipe.
+Give a setting on the command line as `section.key=value`, or in a [recipe file](models.md).
+
+More: [mesh, fsdp, checkpoint, log, lora, dpo](configuration_scale.md), [the models' fields](configuration_models.md).
+"""
+
+
+def pages() -> dict[str, str]:
+    """Return the pages by their names."""
+    known = {section.name for section in dataclasses.fields(RunConfig)}
+    listed = {section for _, sections in _PAGES.values() for section in sections}
+    assert listed == known - {"model"}, f"sections that no page lists: {known - {'model'} - listed}"
+    found = {}
+    for name, (title, sections) in _PAGES.items():
+        tables = [_section(section) for section in sections]
+        intro = _INTRO if name == "configuration.md" else f"{_NOTE} The others: [Settings](configuration.md).\n"
+        found[name] = f"# {title}\n\n{intro}\n" + "\n".join(tables)
+    models = [
+        _table(f"model.name={recipe.name}", "", declared_keys(recipe.config), "model")
+        for recipe in all_recipes()
+        if recipe.config.__module__.startswith("trainer.recipes.")
+    ]
+    intro = f"{_NOTE} The others: [Settings](configuration.md).\n"
+    found[_MODELS] = f"# Fields of the models\n\n{intro}\n" + "\n".join(models)
+    return found
+
+
+def _section(name: str) -> str:
+    owner = type(getattr(RunConfig(), name))
+    return _table(name, (owner.__doc__ or "").partition("\n")[0], declared_keys(), name)
+
+
+def _table(title: str, text: str, keys: Mapping[str, dataclasses.Field[Any]], section: str) -> str:
+    heads = ["| key | type | default | meaning |", "|---|---|---|---|"]
+    lines = [f"## {title}", "", *([text, ""] if text else []), *heads]
+    for key, item in keys.items():
+        own, _, name = key.partition(".")
+        meaning = str(item.metadata.get("meaning", ""))
+        if own == section and (meaning or name != "name"):
+            assert meaning, f"{key} has no meaning"
+            kind = str(item.metadata.get("form", type_name(item.type)))
+            default = "" if item.default is dataclasses.MISSING else _written(item.default)
+            lines.append(f"| `{key}` | {_cell(kind)} | {_cell(default)} | {_cell(meaning)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _written(value: object) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return f"[{', '.join(map(str, value))}]" if isinstance(value, tuple) else str(value)
+
+
+def _cell(text: str) -> str:
+    """Return text as a cell: what Markdown or HTML would read otherwise is written out."""
+    for char, instead in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ("|", "\\|"), ("*", "\\*"), ("_", "\\_")):
+        text = text.replace(char, instead)
+    return text
+
+
+def main(arguments: list[str]) -> int:
+    """Write the pages, or only compare them.  Returns the exit code."""
+    stale = [name for name, text in pages().items() if _read(FOLDER / name) != text]
+    for name in stale:
+        if "--check" in arguments:
+            print(f"docs/{name} is not what the code says: python docs/generate.py")
+        else:
+            (FOLDER / name).write_text(pages()[name])
+            print(f"docs/{name}")
+    return int(bool(stale) and "--check" in arguments)
+
+
+def _read(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
