@@ -88,7 +88,7 @@ MISTAKES = {
     "22 a tokenizer by its name": Mistake("data.tokenizer=gpt2", "to fix: fetch the tokenizer.json of that model"),
     "22 a tokenizer that is not there": Mistake("data.tokenizer=@/tokenizer.json", "no such file is there"),
     "23 a vocabulary that is too small": Mistake("model.vocab_size=100", "nearest legal value: model.vocab_size=257"),
-    "24 ids without metadata": Mistake("data.path=@/a.bin", "python -m trainer.prepare", files={"a.bin": ids}),
+    "24 ids without metadata": Mistake("data.path=@/a.bin", "for example: data.tokenizer=", files={"a.bin": ids}),
     "25 metadata that are none": Mistake(
         "data.path=@/a-00000.bin", "is no metadata", files={"a-00000.bin": b"ab" * 9, "a-00000.json": "{}"}
     ),
