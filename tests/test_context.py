@@ -15,7 +15,7 @@ from tests.runs import STEPS, Shared
 from tests.test_exactness import relative
 from tests.test_sequence import LENGTHS, TINY, alone, inputs, numbers
 from trainer import Trainer, UserError, load_config
-from trainer.config import MeshShape, Slices, check_config, find_slices, with_method
+from trainer.config import MeshShape, Slices, check_config, find_slices, least_mesh, with_method
 from trainer.config.context import with_context
 from trainer.data.loader import EvalLoader, TrainLoader
 from trainer.data.opening import open_source
@@ -136,6 +136,13 @@ def test_mistakes() -> None:
         check_config(own, 2, 2)
 
 
+def test_a_configuration_is_right_where_the_ranks_are_not_known() -> None:
+    config = load_config("llama_small", ["mesh.context=4", "train.global_batch_size=8"])
+    least = least_mesh(config)
+    assert least.shard == 4
+    check_config(config, least.num_ranks, least.shard)
+
+
 def test_the_method_follows_from_heads_and_nodes() -> None:
     config = load_config("llama_small", tiny_overrides("mesh.context=2", "model.num_kv_heads=2"))
     assert with_method(config, 4).mesh.context_method == "heads"
@@ -231,6 +238,39 @@ def test_slices_train_as_whole_sequences_do(
         assert each["tokens"] == whole["tokens"], overrides
     if runs is ON_TWO:
         assert found[0] == found[2], "the same mesh twice"
+
+
+def train_models(models: list[list[str]], *mesh: str) -> list[list[float]]:
+    """Train each model for three steps; return losses and norms."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    shared = [item for item in tiny_overrides("data.documents=masked", *mesh) if not item.startswith("model.")]
+    found = []
+    for overrides in models:
+        trainer = Trainer(load_config("llama_small", [*shared, *overrides]))
+        records = list(islice(trainer.steps(), 3))
+        trainer.close()
+        found.append([record[name] for record in records for name in ("loss", "grad_norm")])
+    return found
+
+
+_SHAPE = ["model.dim=32", "model.num_layers=2", "model.num_heads=4"]
+MODELS = {
+    "gpt2": ["model.name=gpt2", *_SHAPE, "model.max_seq_len=32", "model.vocab_size=257"],
+    "qwen3": ["model.name=qwen3", *_SHAPE, "model.head_dim=8"],
+    "qwen3_moe": ["model.name=qwen3_moe", *_SHAPE, "model.head_dim=8"],
+    "adapters": [*_SHAPE, "model.ffn_dim=64", "lora.rank=2"],
+}
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("mesh", [["mesh.context=2", GATHER], ["mesh.context=2", HEADS]], ids=["gather", "heads"])
+def test_every_model_trains_in_slices(mesh: list[str], tmp_path: Path) -> None:
+    runs = [[*overrides, f"run.dir={tmp_path / name}"] for name, overrides in MODELS.items()]
+    whole = run_ranks(1, train_models, runs)[0]
+    for name, found, right in zip(MODELS, run_ranks(2, train_models, runs, *mesh)[-1], whole, strict=True):
+        assert relative(found, right) < 1e-5, name
 
 
 @pytest.mark.slow

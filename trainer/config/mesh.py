@@ -74,7 +74,8 @@ def find_mesh_shape(mesh: MeshSection, world_size: int, local_world_size: int) -
 def least_mesh(config: RunConfig) -> MeshShape:
     """Return the smallest mesh that a configuration can mean, where the number of ranks is not known."""
     mesh, reshard = config.mesh, config.fsdp.reshard_after_forward
-    sizes = [size for size in (reshard if isinstance(reshard, list) else [reshard]) if isinstance(size, int)]
+    asked = [*(reshard if isinstance(reshard, list) else [reshard]), mesh.context]
+    sizes = [size for size in asked if isinstance(size, int)]
     shard = mesh.shard if isinstance(mesh.shard, int) and mesh.shard > 0 else math.lcm(*(max(1, n) for n in sizes))
     return MeshShape(max(1, mesh.replicate), shard)
 
