@@ -40,6 +40,7 @@ OPTIONS: dict[str, list[str]] = {
     "plain": ["train.compile=false"],
     "accumulated, evaluated": ["train.global_batch_size=16", "eval.every=3", "eval.steps=1", "train.compile=false"],
     "bf16, compiled": BF16,
+    "bf16 throughout": [*BF16, "fsdp.reduce_dtype=bfloat16", "train.global_batch_size=16"],
     "compiled, recomputed in part": ["train.activation_checkpoint=selective", "fsdp.param_dtype=bfloat16"],
     "float8": ["train.float8=tensorwise", "fsdp.param_dtype=bfloat16", "model.dim=64", "model.num_heads=4"],
     "in order": ["run.deterministic=true", "train.compile=false"],

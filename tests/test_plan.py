@@ -116,6 +116,7 @@ METERED: list[tuple[str, list[str], tuple[int, int], int]] = [
     ("llama_small", [*SMALL, "train.activation_checkpoint=budget:0.1"], (1, 4), 2),
     ("gpt2", ["train.micro_batch_size=1", "model.num_layers=6", "train.activation_checkpoint=budget:0.3"], (1, 4), 1),
     ("llama_small", [], (4, 1), 2),
+    ("llama_small", [*SMALL, "fsdp.param_dtype=bfloat16"], (1, 1), 2),
     ("gpt2", ["train.micro_batch_size=1", "model.num_layers=6"], (2, 4), 2),
     ("llama3_1b", [*SHALLOW, "fsdp.param_dtype=float32"], (1, 8), 1),
 ]
@@ -133,6 +134,25 @@ def test_the_peak_is_that_of_the_storages(
     plan = plan_of(recipe, *overrides, shape=shape, micro_batches=micro_batches)
     truth = metered_peak(plan.config, shape, micro_batches)
     assert abs(plan.memory.peak.total / truth - 1) < 0.001
+
+
+BF16 = ["train.weights_dtype=bfloat16", "fsdp.param_dtype=bfloat16", "fsdp.reduce_dtype=bfloat16"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("overrides", "micro_batches"), [([], 3), pytest.param([], 1, marks=pytest.mark.campaign), (BF16, 2)]
+)
+def test_the_peak_of_a_model_that_one_gpu_has_whole(
+    overrides: list[str], micro_batches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("trainer.model.shard", "trainer.plan.plan"):
+        monkeypatch.setattr(sys.modules[module], "stays_whole", lambda config, num_ranks, _: True)
+    shape = MeshShape(1, 1)
+    plan = plan_of("llama_small", *SMALL, *overrides, shape=shape, micro_batches=micro_batches)
+    truth = metered_peak(plan.config, shape, micro_batches)
+    assert abs(plan.memory.peak.total / truth - 1) < 0.001
+    assert not plan.collectives
 
 
 @pytest.mark.slow
@@ -243,14 +263,14 @@ def test_a_real_run_needs_and_sends_what_was_planned(nproc: int, overrides: list
 
 @pytest.mark.parametrize("micro_batches", [1, 2, 3, 7])
 def test_each_micro_batch_gathers_anew_and_the_last_one_reduces(micro_batches: int) -> None:
-    """By hand: the embedding is gathered forward, 4 blocks and head backward too; a root without parameters is not."""
+    """By hand: 4 blocks are gathered forward and backward, embedding and head once, an empty root not at all."""
     plan = plan_of("llama_small", "model.num_layers=4", shape=MeshShape(2, 4), micro_batches=micro_batches)
     assert [bool(unit.numel) for unit in plan.trace.units] == [*[True] * 6, False]
     counts: Counter[str] = Counter()
     for collective, count in plan.collectives.items():
         if collective.num_bytes > 100:
             counts[collective.operation] += count
-    assert counts == {"all_gather": 11 * micro_batches, "reduce_scatter": 6, "all_reduce": 6}
+    assert counts == {"all_gather": (2 * 4 + 2) * micro_batches, "reduce_scatter": 6, "all_reduce": 6}
 
 
 # ---------------------------------------------------------------------------------------------------------------

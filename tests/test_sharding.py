@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +21,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from tests.ranks import run_ranks, tiny_overrides
 from trainer import Recipe, RunConfig, Trainer, UserError, load_config, register
@@ -28,6 +30,7 @@ from trainer.data.opening import open_source
 from trainer.model.gradients import clip_grad_norm, gradient_sync
 from trainer.model.materialize import materialize
 from trainer.model.parameters import count_parameters
+from trainer.model.shard import stays_whole
 from trainer.model.units import ShardUnit, find_units, is_looked_up
 from trainer.optim.optimizer import Schedule, build_optimizer
 
@@ -194,7 +197,7 @@ GATHERS: dict[str | int, list[tuple[str, int]]] = {
 
 # fsdp.reshard_after_forward, and what it means for the units (embedding, block, block, head) and for the root.
 RESHARD: dict[str, tuple[list[str | int], str]] = {
-    "default": (["always"] * 4, "never"),
+    "default": ([*["always"] * 3, "never"], "never"),  # the head's backward pass comes right after its forward pass
     "always": (["always"] * 4, "always"),
     "never": (["never"] * 4, "never"),
     "2": ([2] * 4, "never"),
@@ -278,7 +281,8 @@ def test_collectives_of_an_update(num_ranks: int, cases: list[Case]) -> None:
             units, root = RESHARD[case.reshard]
             if case.mesh[1] == 2:  # to 2 ranks is to all
                 units = ["always" if after_forward == 2 else after_forward for after_forward in units]
-            units = [*(units[1:3] if case.wrap == ROOT else units), root]
+            # The embedding's backward pass reads no weight: it gathers once, whatever it does after the forward pass.
+            units = [*(units[1:3] if case.wrap == ROOT else ["never", *units[1:]]), root]
             expected = expected_calls(units, found["sizes"], case.mesh, case.num_micro_batches)
             assert (found["calls"] - expected, expected - found["calls"]) == (Counter(), Counter()), case
             # Targets, stop wish, how saving stands; the square of the norm, where it is spread over ranks; the loss.
@@ -412,6 +416,53 @@ def test_units_by_size_keep_tied_parameters_together(size: int) -> None:
     names = names_of("gpt2", GPT2, f"size:{size}")
     assert not any(name.startswith(("wte", "head.output")) or name == "head" for name in names), names
     assert names_of("gpt2", [*GPT2, "model.max_seq_len=64"], "size:9000") == ["blocks.0", "blocks.1"]
+
+
+BF16 = ["train.weights_dtype=bfloat16", "fsdp.param_dtype=bfloat16", "fsdp.reduce_dtype=bfloat16"]
+WHOLE = [
+    [],
+    [*BF16, "optim.state_dtype=bfloat16", "fsdp.output_dtype=float32"],
+    pytest.param(["model.tie_embeddings=true", "train.activation_checkpoint=full"], marks=pytest.mark.campaign),
+    pytest.param(["mesh.shard=1", "train.activation_checkpoint=selective"], marks=pytest.mark.campaign),
+    pytest.param([*BF16, "train.compile=true"], marks=pytest.mark.campaign),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("overrides", WHOLE)
+def test_one_gpu_copies_nothing_and_comes_to_the_same(
+    overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under FSDP it is bit for bit the same, with a copy of every weight for every micro-batch."""
+    overrides = [*LLAMA, "train.global_batch_size=8", "train.micro_batch_size=2", *overrides]
+    losses = losses_of("llama_small", [*overrides, f"run.dir={tmp_path / 'sharded'}"], 5)
+    for module in ("trainer.model.shard", "trainer.plan.plan"):
+        monkeypatch.setattr(sys.modules[module], "stays_whole", lambda config, num_ranks, _: True)
+    trainer = Trainer(load_config("llama_small", [*overrides, f"run.dir={tmp_path / 'built'}"]))
+    assert not any(isinstance(module, FSDPModule) for module in trainer.model.modules())
+    assert not any(isinstance(parameter, DTensor) for parameter in trainer.model.parameters())
+    trainer.close()
+    assert losses_of("llama_small", [*overrides, f"run.dir={tmp_path / 'whole'}"], 5) == losses
+
+
+@pytest.mark.parametrize(
+    ("overrides", "num_ranks", "is_whole"),
+    [
+        ([], 1, True),
+        ([], 2, False),
+        (BF16, 1, True),
+        (BF16[:2], 1, False),  # gradients add up in float32, which nothing but FSDP keeps
+        (BF16[1:], 1, False),
+        (["fsdp.reduce_dtype=bfloat16"], 1, False),
+        (["fsdp.cpu_offload=true"], 1, False),
+        ([*BF16, "lora.rank=4"], 1, False),  # adapters are float32
+        (["lora.rank=4"], 1, True),
+    ],
+)
+def test_which_models_one_gpu_has_whole(overrides: list[str], num_ranks: int, is_whole: bool) -> None:
+    config = load_config("llama_small", [*LLAMA, *overrides])
+    assert stays_whole(config, num_ranks, "cuda") == is_whole
+    assert not stays_whole(config, num_ranks, "cpu")
 
 
 def sharded_parameters(overrides: list[str]) -> tuple[dict[str, list[str]], list[float]]:

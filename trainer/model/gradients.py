@@ -24,9 +24,8 @@ def gradient_sync(model: nn.Module, enabled: bool, fsdp: FsdpSection | None = No
 
     The reduce-scatter over `shard` and the all-reduce over `replicate` both run in the enabled pass alone, and all
     gradients of the model lie unsharded on each rank in between; with `fsdp.accumulate=sharded` the reduce-scatter runs
-    in every pass, and only shards lie there.
+    in every pass, and only shards lie there.  A model that is not sharded has nothing to reduce.
     """
-    assert isinstance(model, FSDPModule)
     fsdp = fsdp or FsdpSection()
     # Not `set_is_last_backward` as well: it keeps FSDP from forgetting the order of the forward pass, and each further
     # micro-batch then gathers the last unit of the one before, for nothing.

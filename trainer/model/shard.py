@@ -35,9 +35,9 @@ from trainer.sequence import sliced
 def apply_sharding(model: nn.Module, recipe: Recipe, config: RunConfig, mesh: DeviceMesh) -> list[ShardUnit]:
     """Checkpoint, compile and shard `model` in place, bottom-up: inside the units, the units, then the root.
 
-    The mesh is (shard,) or (replicate, shard).  Parameters become DTensors sharded on dim 0; on the meta device
-    nothing is allocated.  Returns the units in the order of the forward pass.  Collective only where integer
-    resharding makes process groups: one set, shared by all units.
+    The mesh is (shard,) or (replicate, shard).  Parameters become DTensors sharded on dim 0, unless the model
+    `stays_whole`; on the meta device nothing is allocated.  Returns the units in the order of the forward pass.
+    Collective only where integer resharding makes process groups: one set, shared by all units.
     """
     train = config.train
     compiles = compiles_blocks(train.compile, mesh.device_type)
@@ -54,10 +54,32 @@ def apply_sharding(model: nn.Module, recipe: Recipe, config: RunConfig, mesh: De
             for block in blocks:
                 block.compile(fullgraph=True)
 
+    own_outputs((*(module for unit in units for module in unit.modules), model))
+    if stays_whole(config, mesh.size(), mesh.device_type):
+        _cast_at_borders(model, units, config)
+    else:
+        _shard(model, units, reshard, config, mesh)
+    return units
+
+
+def stays_whole(config: RunConfig, num_ranks: int, device_type: str) -> bool:
+    """Return whether the model is left unsharded: one GPU has it all, in the dtype of compute and of reduction.
+
+    Even there FSDP copies each parameter for every micro-batch, and each gradient for every reduction.  On a CPU, where
+    that hardly matters, parameters are DTensors on any number of ranks: code that is tried there needs no other case.
+    """
+    fsdp, dtype = config.fsdp, kept_dtype(config)
+    is_one_dtype = dtype == fsdp.param_dtype == fsdp.reduce_dtype and (dtype == "float32" or not config.lora.rank)
+    return device_type == "cuda" and num_ranks == 1 and is_one_dtype and not fsdp.cpu_offload
+
+
+def _shard(
+    model: nn.Module, units: Sequence[ShardUnit], reshard: Sequence[bool | int], config: RunConfig, mesh: DeviceMesh
+) -> None:
+    """Call `fully_shard` on the units, the innermost first, and on the model."""
     policy = _precision(config)
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if config.fsdp.cpu_offload else OffloadPolicy()
     shard = partial(fully_shard, mesh=mesh, offload_policy=offload)
-    own_outputs((*(module for unit in units for module in unit.modules), model))
     with _shared_reshard_meshes():
         for unit, after_forward in sorted(zip(units, reshard, strict=True), key=lambda pair: -pair[0].depth):
             modules = unit.modules[0] if len(unit.modules) == 1 else list(unit.modules)
@@ -66,7 +88,28 @@ def apply_sharding(model: nn.Module, recipe: Recipe, config: RunConfig, mesh: De
         shard(model, reshard_after_forward=root_reshards, mp_policy=policy(is_root=True))
     _set_prefetch(units, config.fsdp)
     _set_communication(model, units, config.fsdp)
-    return units
+
+
+def _cast_at_borders(model: nn.Module, units: Sequence[ShardUnit], config: RunConfig) -> None:
+    """Cast what comes into a unit of an unsharded model, and what leaves the model, as FSDP does."""
+    policy = _precision(config)(is_root=True)
+    if policy.param_dtype is not None:
+        for module in {model, *(unit.modules[0] for unit in units)}:
+            module.register_forward_pre_hook(partial(_cast_inputs, policy.param_dtype), with_kwargs=True)
+    if policy.output_dtype is not None:
+        model.register_forward_hook(partial(_cast_output, policy.output_dtype))
+
+
+def _cast_inputs(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    return _cast(args, dtype), _cast(kwargs, dtype)
+
+
+def _cast_output(dtype: torch.dtype, module: nn.Module, inputs: Any, output: Any) -> Any:
+    return _cast(output, dtype)
+
+
+def _cast(tensors: Any, dtype: torch.dtype) -> Any:
+    return tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, tensors)
 
 
 def check_sharding(config: RunConfig) -> None:
@@ -97,14 +140,24 @@ def reshard_of_units(
         best = (setting + ["always"] * len(units))[: len(units)]
         rule = f"a list needs one entry for each of the {len(units)} units ({names})"
         raise setting_error("fsdp.reshard_after_forward", setting, rule, best)
-    return resharding(setting, len(units), num_shards)
+    return resharding(setting, [str(unit) for unit in units], num_shards)
 
 
-def resharding(setting: int | str | list[int | str], num_units: int, num_shards: int) -> list[bool | int]:
-    """Return what each unit does after its forward pass: stay as it is, reshard, or reshard to a number of ranks."""
-    entries: Sequence[int | str] = setting if isinstance(setting, list) else [setting] * num_units
-    meaning: dict[int | str, bool] = {"default": True, "always": True, "never": False, 1: False, num_shards: True}
+def resharding(setting: int | str | list[int | str], names: Sequence[str], num_shards: int) -> list[bool | int]:
+    """Return what each unit does after its forward pass: stay as it is, reshard, or reshard to a number of ranks.
+
+    By default the last one stays where it is no block: its backward pass, which comes next, would gather it again.
+    """
+    if setting == "default":
+        return [*(True for _ in names[:-1]), *(_is_block(name) for name in names[-1:])]
+    entries: Sequence[int | str] = setting if isinstance(setting, list) else [setting] * len(names)
+    meaning: dict[int | str, bool] = {"always": True, "never": False, 1: False, num_shards: True}
     return [meaning.get(entry, int(entry) if isinstance(entry, int) else True) for entry in entries]
+
+
+def _is_block(name: str) -> bool:
+    """Return whether a unit is one of a list of modules, by its name."""
+    return name.rpartition(".")[2].isdigit()
 
 
 def checkpointing_choices(config: RunConfig) -> list[int | str]:

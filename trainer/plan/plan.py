@@ -13,7 +13,7 @@ from functools import cached_property
 
 from trainer.checkpoint.interval import Costs, costs_of
 from trainer.config import MeshShape, RunConfig
-from trainer.model.shard import resharding
+from trainer.model.shard import resharding, stays_whole
 from trainer.optim.optimizer import AVERAGE_SIZE
 from trainer.plan.clock import StepTime, time_of
 from trainer.plan.communication import Collective, collectives_of
@@ -125,14 +125,14 @@ def make_plan(config: RunConfig, mesh: MeshShape, machine: Machine, probe: Probe
     """
     probe = probe or Probe(config, machine.device_type)
     trace = probe.trace(int(config.train.micro_batch_size), config.train.activation_checkpoint)
-    return Plan(config, mesh, machine, trace, layout_of(config, trace, mesh), probe)
+    return Plan(config, mesh, machine, trace, layout_of(config, trace, mesh, machine.device_type), probe)
 
 
-def layout_of(config: RunConfig, trace: Trace, mesh: MeshShape) -> Layout:
-    """Return how `config` lays the units of `trace` on `mesh`."""
+def layout_of(config: RunConfig, trace: Trace, mesh: MeshShape, device_type: str) -> Layout:
+    """Return how `config` lays the units of `trace` on a `mesh` of such devices."""
     fsdp = config.fsdp
     setting = fsdp.reshard_after_forward
-    reshard = resharding(setting, trace.root, mesh.shard)
+    reshard = resharding(setting, [unit.name for unit in trace.units[: trace.root]], mesh.shard)
     return Layout(
         mesh.replicate,
         mesh.shard,
@@ -147,6 +147,7 @@ def layout_of(config: RunConfig, trace: Trace, mesh: MeshShape) -> Layout:
         prefetch_backward=fsdp.prefetch_backward,
         accumulates_shards=fsdp.accumulate == "sharded",
         reshard_after_backward=fsdp.reshard_after_backward,
+        is_whole=stays_whole(config, mesh.num_ranks, device_type),
     )
 
 

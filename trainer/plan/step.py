@@ -58,6 +58,8 @@ class Layout:
     """Ranks of the shard axis that hold slices of the same sequences."""
     reshard_after_backward: bool = True
     """Whether each micro-batch gathers anew; the last one of a step always leaves shards."""
+    is_whole: bool = False
+    """Whether the one rank has the model unsharded: nothing is gathered, reduced or copied."""
 
     @property
     def num_ranks(self) -> int:
@@ -239,7 +241,7 @@ class Step:
     # -- gathering -----------------------------------------------------------------------------------------------
 
     def _unshard(self, group: _Group) -> None:
-        if group.is_pending or group.state == "unsharded" or group.is_empty:
+        if group.is_pending or group.state == "unsharded" or group.is_empty or self.layout.is_whole:
             return
         group.is_pending = True
         num_ranks = self._ranks_of(group)
@@ -321,6 +323,9 @@ class Step:
         group.phase = "post_backward"
         sizes, watcher = group.sizes, self.watcher
         new = min(sizes.gradients, self._gradients) if not group.adds_in_place else 0
+        if self.layout.is_whole:
+            self._leave_gradients(group, new)
+            return
         if group.accumulated and new:  # added to what there is, in the dtype of the reduction
             self._free_gradients(new)
             new = 0
@@ -380,6 +385,12 @@ class Step:
             self.watcher.allocate("unsharded gradients", num_bytes)
             self._free_gradients(num_bytes * self.layout.param_size // self.layout.reduce_size)
         group.accumulated = sum(group.sizes.accumulated)
+
+    def _leave_gradients(self, group: _Group, new: int) -> None:
+        """Leave gradients where autograd has made them: these are the parameters' own."""
+        self._free_gradients(new)
+        self.watcher.allocate("gradients", new)
+        group.adds_in_place = group.adds_in_place or new > 0
 
     def _free_gradients(self, num_bytes: int) -> None:
         self._gradients -= num_bytes

@@ -34,8 +34,9 @@ class FsdpSection:
     wrap: str = declare("block", "units: block (the recipe's), size:<parameters>, or package.module:function")
     reshard_after_forward: int | str | list[int | str] = declare(
         "default",
-        "default (units reshard, root does not), always, never, a number of ranks to reshard to, a list with one of "
-        "always, never, a number for each unit in the order of the forward pass, or auto (the planner's choice)",
+        "default (units reshard, but neither the root nor a head that comes last), always, never, a number of ranks to "
+        "reshard to, a list with one of always, never, a number for each unit in the order of the forward pass, or "
+        "auto (the planner's choice)",
         aliases={"true": "always", "false": "never"},
         form="default, always, never, a number of ranks, or a list of these",
     )
