@@ -24,6 +24,7 @@ from trainer.checkpoint.source import StoredWeights, find_checkpoint, is_checkpo
 from trainer.config import config_from_yaml
 from trainer.config.arguments import CommandParser
 from trainer.config.pretrained import CONFIG, is_folder_of_weights, model_config_of
+from trainer.data.prompts import tokens_of_chat, tokens_of_prompt
 from trainer.data.tokenizer import Tokenizer, find_tokenizer
 from trainer.errors import EXIT_FINISHED, UserError, printable, run_command, setting_error
 from trainer.model.sample import (
@@ -137,30 +138,6 @@ def _settings(files: Mapping[str, bytes]) -> dict[str, Any]:
 # Text
 
 
-def tokens_of_prompt(text: str, tokenizer: Tokenizer) -> list[int]:
-    """Return the tokens of a text as documents begin; of none, what comes before a document."""
-    return [*tokenizer.start_ids, *tokenizer.encode(text).tolist()] or [tokenizer.end_id]
-
-
-def tokens_of_chat(text: str, tokenizer: str) -> list[int]:
-    """Return the tokens of a user's message up to where the assistant answers, by the tokenizer's chat template.
-
-    Raises UserError if it has none.
-    """
-    try:
-        from trainer.data.chat.template import find_template
-    except ImportError as error:
-        raise setting_error("--chat", text, f"needs the library {error.name}: pip install {error.name}") from error
-    from trainer.data.chat.tokens import ChatTokenizer
-
-    template, of_chats = find_template("model", tokenizer, key="--chat"), ChatTokenizer(tokenizer)
-    if template is None:
-        raise setting_error("--chat", text, f"data.tokenizer={tokenizer} has no chat template", fix="--prompt TEXT")
-    message = {"role": "user", "content": of_chats.quoted(text)}
-    ids, _ = of_chats.encode(template.render([message], prompts=True).text)
-    return [int(number) for number in ids]
-
-
 def pieces(tokens: Iterable[int], before: Sequence[int], decode: Callable[[Sequence[int]], str]) -> Iterator[str]:
     """Yield the text of `tokens`, which follow those `before`, as soon as its characters are whole."""
     context, new = list(before[-_CONTEXT_OF_DECODING:]), list[int]()
@@ -220,7 +197,7 @@ def _generate(chosen: argparse.Namespace) -> int:
         if chosen.chat is None:
             prompt = tokens_of_prompt(chosen.prompt, tokenizer)
         else:
-            prompt = tokens_of_chat(chosen.chat, writer.tokenizer)
+            prompt = tokens_of_chat(chosen.chat, writer.tokenizer, "--chat")
         num_tokens = _num_tokens(chosen, len(prompt), writer.room)
         generator = torch.Generator()
         generator.manual_seed(chosen.seed) if chosen.seed is not None else generator.seed()

@@ -19,6 +19,7 @@ from trainer.checkpoint.place import find_place
 from trainer.checkpoint.saver import Saver
 from trainer.checkpoint.store import Checkpoints, Settings
 from trainer.config import RunConfig
+from trainer.config.needs import compiles_blocks
 from trainer.data.epochs import settled_by_data
 from trainer.data.loader import Batch, EvalLoader, TrainLoader, attended_length
 from trainer.data.opening import open_source
@@ -34,6 +35,7 @@ from trainer.lifecycle.garbage import GarbageCollection
 from trainer.lifecycle.lifecycle import Lifecycle
 from trainer.lifecycle.phases import watch_phases
 from trainer.lifecycle.resume import Resume
+from trainer.lifecycle.samples import Samples
 from trainer.lifecycle.saves import RunSaves
 from trainer.lifecycle.selfcheck import check_same_run, check_shape, check_start
 from trainer.lifecycle.state import TrainState
@@ -44,6 +46,7 @@ from trainer.metrics.accounts import Accounts, Update
 from trainer.metrics.by_source import loss_by_source
 from trainer.metrics.fanout import Metrics
 from trainer.metrics.horizon import Horizon
+from trainer.metrics.norms import UnitNorms, parameters_by_unit
 from trainer.metrics.profile import Profile
 from trainer.metrics.record import Record
 from trainer.metrics.skips import SkipCounter
@@ -120,6 +123,7 @@ class Trainer:
         self.folder = RunFolder(config, world.is_main, choice_text(self.plan_choice))
         self.watchdog = Watchdog(world, config)
         watch_phases(self.watchdog, self.model, self.optimizer.parts)
+        self.metrics.show_phases(self.watchdog, compiles_blocks(config.train.compile, world.device.type))
         self.profile = Profile(config, world.rank, world.device, self.metrics, self.watchdog)
         place = world.agreed(lambda: find_place(config.checkpoint.dir or self.folder.path / "checkpoints"))
         sizes = mesh_sizes(self.mesh, config)
@@ -127,14 +131,19 @@ class Trainer:
         self.checkpoints = Checkpoints(place, world, Settings.of(config.checkpoint, config.eval.metric), facts)
 
         self.ballot = Ballot(world)
-        observers = (self.checkpoints, self.profile, self.watchdog, self.forecast)
+        own = parameters_by_unit(self.model, self.units)
+        norms = UnitNorms(config.log, own, self.mesh, self.metrics, lambda: self.accounts.last_grad_norm)
+        self.optimizer.followers.append(norms)
+        observers = (self.checkpoints, self.profile, self.watchdog, self.forecast, norms)
         counted = (self.metrics, self.skips, self.horizon)
         self.accounts = Accounts(config, world, *counted, self.watchdog, observers, self.loader)
         self.resume = Resume(config, world, self.checkpoints, self.folder, self.metrics)
         saves = RunSaves(world, self.folder, self.resume, self.accounts, self.watchdog, self.metrics)
         weights, _, kept = bytes_of_training(self.model, config.optim, config.train.ema > 0)
         self.saver = Saver(self.checkpoints, config, self.ballot, saves, weights + kept)
-        self.evaluations = Evaluations(self.state, self.watchdog, self.horizon, self.saver)
+        samples = Samples(config, world, self.model, self.average, self.metrics)
+        world.agreed(samples.check)
+        self.evaluations = Evaluations(self.state, self.watchdog, self.horizon, self.saver, samples)
         others = (self.folder, self.metrics, self.watchdog, self.accounts, self.saver, self.forecast)
         self.lifecycle = Lifecycle(config, world, self.state, self.ballot, *others, self.loader, started)
 

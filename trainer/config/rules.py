@@ -226,6 +226,14 @@ def _check_evaluation(config: RunConfig) -> None:
         if value and not config.eval.every:
             rule = "goes by evaluations, and with eval.every=0 there are none"
             raise setting_error(key, value, rule, fix="set eval.every, to 100 for example")
+    prompts = config.log.prompts
+    if prompts and not config.eval.every:
+        rule = "are continued at evaluations, and with eval.every=0 there are none"
+        raise setting_error("log.prompts", prompts, rule, fix="set eval.every, to 100 for example")
+    if prompts and config.data.source == "synthetic":
+        raise setting_error(
+            "log.prompts", prompts, "data.source=synthetic generates numbers, not text", fix="leave it out"
+        )
     sources = config.data.path if isinstance(config.data.path, dict) else {}
     known = ["loss", *(f"loss_{name}" for name in sources)]
     if config.eval.metric not in known:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from trainer.checkpoint.saver import Saver
+from trainer.lifecycle.samples import Samples
 from trainer.lifecycle.state import TrainState
 from trainer.metrics.horizon import Horizon
 from trainer.metrics.observer import Phases
@@ -12,10 +13,13 @@ from trainer.metrics.record import Record
 
 
 class Evaluations:
-    """Has an evaluation watched, and its result taken into account: by the run's end, and by what is saved."""
+    """Has an evaluation watched, its result taken into account (by the run's end, and by what is saved), and samples
+    written.
+    """
 
-    def __init__(self, state: TrainState, phases: Phases, horizon: Horizon, saver: Saver) -> None:
+    def __init__(self, state: TrainState, phases: Phases, horizon: Horizon, saver: Saver, samples: Samples) -> None:
         self._state, self._phases, self._horizon, self._saver = state, phases, horizon, saver
+        self._samples = samples
 
     def hold(self, evaluate: Callable[[], Record | None]) -> None:
         """Evaluate the state as it is, and save it if it is one of the best.  Collective.
@@ -24,8 +28,9 @@ class Evaluations:
         """
         with self._phases.during("evaluate"):
             record = evaluate()
-        if record is None:
-            return
+            if record is None:
+                return
+            self._samples.write(self._state.step)
         self._state.evaluated(record)
         if self._horizon.evaluated(record, self._state.step):
             self._saver.try_save(self._state)

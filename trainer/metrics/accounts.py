@@ -68,9 +68,28 @@ class Update:
 _FIELDS = ("kind", "step", "loss", "epoch", "time")
 _TRAIN_FIELDS = (
     *_FIELDS,
-    *("grad_norm", "lr", "tokens", "tokens_per_s", "step_s", "data_s", "mfu", "peak_memory_gib", "skipped", "profiled"),
+    *(
+        "mean_loss",
+        "grad_norm",
+        "lr",
+        "tokens",
+        "tokens_per_s",
+        "step_s",
+        "data_s",
+        "mfu",
+        "peak_memory_gib",
+        "skipped",
+        "profiled",
+    ),
 )
 _EVAL_FIELDS = (*_FIELDS, "bits_per_byte", "eval_s")
+
+
+def _mean_loss(total: float, number: int, unread: Update | None) -> float:
+    """Return the mean of `number` losses that add up to `total`, and of one that may still be on its way."""
+    if unread is not None and not unread.skipped:
+        total, number = total + unread.loss, number + 1
+    return total / number if number else math.nan
 
 
 class Progress(Protocol):
@@ -107,6 +126,7 @@ class Accounts:
         """Step of the last evaluation."""
         self.is_saved_after: Callable[[int], bool] = lambda step: False
         """Whether a save follows a step."""
+        self._latest: Update | None = None
         self.pending: tuple[Update, int, float] | None = None
         """The step whose numbers have not been read yet, its step, and its seconds."""
         self._logged, self._logged_aside = Tally(world, _TRAIN_FIELDS), Tally(world, _EVAL_FIELDS)
@@ -178,7 +198,7 @@ class Accounts:
             self._meter.count_profiled(self._seconds, self._data_s, update.num_targets)
         else:
             self._meter.count(self._data_s, update.num_targets)
-        self.pending = (update, step, self._seconds)
+        self._latest, self.pending = update, (update, step, self._seconds)
         if at_once:
             self.settle()
         self.step_s = self._seconds if self._num_steps else 0.0
@@ -192,7 +212,13 @@ class Accounts:
         if self.pending is not None:
             (update, step, seconds), self.pending = self.pending, None
             self.productive_s += seconds * (not update.skipped)
+            self._meter.count_loss(update.loss, update.skipped)
             self._skips.count(update.loss, update.grad_norm, step)
+
+    @property
+    def last_grad_norm(self) -> float:
+        """The gradient norm of the last step before clipping; reading it waits for the device."""
+        return math.nan if self._latest is None else self._latest.grad_norm
 
     @property
     def in_streak(self) -> bool:
@@ -246,11 +272,14 @@ class Accounts:
         logged: dict[str, float | None],
     ) -> Record:
         step_s, data_s, tokens_per_s = self._meter.read()
+        total, number = self._meter.loss_sum, self._meter.num_losses
+        unread = None if self.pending is None else update
         before = self._skips.total - (update.skipped if self.pending is None else 0)  # counted late, or already
         return Record(
             kind="train",
             step=progress.step,
             loss=lambda: update.loss,
+            mean_loss=lambda: _mean_loss(total, number, unread),
             grad_norm=lambda: update.grad_norm,
             lr=lr,
             tokens=progress.tokens,

@@ -25,6 +25,9 @@ from trainer.metrics.record import Record
 _SMOOTHING = 0.7
 """Share of the earlier lines in the mean that the time left is estimated from."""
 
+_DOING = {"evaluate": "evaluating", "save": "saving", "profile": "profiling"}
+"""What the status bar calls the phases outside of a step."""
+
 
 class ConsoleSink:
     """Prints records for a person."""
@@ -36,6 +39,9 @@ class ConsoleSink:
         self._live: Live | None = None
         self._last: tuple[float, int] | None = None
         self._step_s = math.nan  # a moving mean over the lines
+        self._step, self._doing = 0, ""
+        self.first_step = ""
+        """What the first step does, in a word, if it is more than a step."""
 
     def start(self, facts: Mapping[str, str]) -> None:
         """Print the start block."""
@@ -59,6 +65,11 @@ class ConsoleSink:
         elif record.kind == "eval":
             extra = f"  {record['bits_per_byte']:.4f} bits/byte" if "bits_per_byte" in record else ""
             self._print(f"eval  step {record.step:>6}  loss {record.loss:.4f}{extra}", "green")
+        elif record.kind == "sample":
+            self._print(f"sample step {record.step:>5}  {record.prompt}", "bold")
+            self._print(record.text)
+        elif record.kind == "norms":
+            self._print(f"norms step {record.step:>6}  {_extremes(record)}")
         elif record.kind == "checkpoint":
             size = readable_bytes(record.bytes)
             self._print(f"saved step {record.step:>6}  {size} in {record.total_s:.1f} s", "blue")
@@ -83,9 +94,11 @@ class ConsoleSink:
         known = not math.isnan(self._step_s)
         self._step_s = _SMOOTHING * self._step_s + (1 - _SMOOTHING) * record.step_s if known else record.step_s
         left = readable_duration(self._step_s * (self.num_steps - record.step))
+        mean = record.get("mean_loss", record.loss)
         fields = [
             (0, f"step {record.step:>6}/{self.num_steps}"),
             (0, f"loss {_number(record.loss, '.4f')}"),
+            *([(2, f"mean {_number(mean, '.4f')}")] if mean != record.loss else []),
             (3, f"grad {_number(record.grad_norm, '.3f')}"),
             (5, f"lr {record.lr:.2e}"),
             (1, f"{readable_count(record.tokens_per_s)} tok/s"),
@@ -97,16 +110,27 @@ class ConsoleSink:
 
     def progress(self, step: int) -> None:
         """Move the status bar; called every step, drawn a few times a second."""
-        if self._live is None:
-            return
-        now = time.perf_counter()
+        now, self._step, self.first_step = time.perf_counter(), step, ""
         if self._last is not None and now - self._last[0] < 0.2 and step < self.num_steps:
             return
         self._last = (now, step)
-        row = Table.grid(padding=(0, 1))
-        eta = "" if math.isnan(self._step_s) else f"eta {readable_duration(self._step_s * (self.num_steps - step))}"
+        self._draw()
+
+    def enter_phase(self, phase: str) -> None:
+        """Show in the status bar what is being done, where that is not a step."""
+        doing = _DOING.get(phase, self.first_step)
+        if doing != self._doing:
+            self._doing = doing
+            self._draw()
+
+    def _draw(self) -> None:
+        if self._live is None:
+            return
+        step, left = self._step, self._step_s * (self.num_steps - self._step)
+        what = self._doing or ("" if math.isnan(left) else f"eta {readable_duration(left)}")
         width = max(8, min(40, self.console.width - 32))
-        row.add_row(ProgressBar(total=self.num_steps, completed=step, width=width), f"{step}/{self.num_steps}", eta)
+        row = Table.grid(padding=(0, 1))
+        row.add_row(ProgressBar(total=self.num_steps, completed=step, width=width), f"{step}/{self.num_steps}", what)
         self._live.update(row)
 
 
@@ -122,6 +146,15 @@ def fitted(fields: Sequence[tuple[int, str]], width: int | None) -> str:
             return " ".join(" ".join(text.split()) for _, text in kept)
         kept = [(rank, text) for rank, text in kept if rank != least]
     return "  ".join(text for _, text in kept)
+
+
+def _extremes(record: Record) -> str:
+    """Return where the gradients are largest and smallest."""
+    norms = [(norm, name) for name, norm in record.grad_norm.items() if norm is not None]
+    if not norms:
+        return "not finite"
+    (least, lowest), (most, highest) = min(norms), max(norms)
+    return f"gradients from {least:.3g} ({lowest}) to {most:.3g} ({highest})"
 
 
 def _shares(record: Record) -> str:

@@ -14,12 +14,15 @@ from trainer.config import RunConfig
 from trainer.metrics.clock import Clock
 from trainer.metrics.console import ConsoleSink
 from trainer.metrics.goodput import Experience, Ledger
+from trainer.metrics.observer import Phases
 from trainer.metrics.outlet import KeptText
 from trainer.metrics.record import Record
-from trainer.metrics.sinks import JsonLines, Sink, TensorBoard, WandB, warn
+from trainer.metrics.sinks import JsonLines, SampleFile, Sink, TensorBoard, WandB, warn
 
 LOG = "console.log"
 """The file in the run's folder that keeps the text of the console."""
+SAMPLES = "samples.txt"
+"""The file that keeps what was made of `log.prompts`."""
 _WIDE = 1000
 
 
@@ -60,12 +63,20 @@ class Metrics:
         self._log = ConsoleSink(self._config.train.steps, kept)
         self._log.say(f"-- {time.strftime('%Y-%m-%d %H:%M:%S')}")
         self._sinks = [file, self.console, self._log]
+        if self._config.log.prompts:
+            self._sinks.append(SampleFile(path.parent / SAMPLES))
         if self._config.log.tensorboard:
             self._sinks.append(TensorBoard(path.parent / "tensorboard", resumed_step))
         if self._config.log.wandb != "off":
             sink = WandB(self._config, warn, self.wandb_id)
             self.wandb_id = sink.id
             self._sinks.append(sink)
+
+    def show_phases(self, phases: Phases, compiles: bool) -> None:
+        """Have the console show the phases of this rank; `compiles` says that the first step does."""
+        if self.console is not None:
+            self.console.first_step = "compiling" if compiles else ""
+            phases.observers.append(self.console)
 
     def go_back(self, step: int) -> None:
         """Drop what stands in the file of the steps past `step`: they are made anew.  Other sinks show them twice."""

@@ -36,6 +36,9 @@ class Meter:
     data_s: float = 0.0
     num_tokens: int = 0
     num_updates: int = 0
+    loss_sum: float = 0.0
+    num_losses: int = 0
+    """The steps whose losses have been read and are in the sum: those that were not skipped."""
     profiled: list[tuple[float, float, int]] = field(default_factory=list)
     """Seconds, seconds waiting for data, and tokens of each step under a profiler."""
 
@@ -54,6 +57,12 @@ class Meter:
         """True if the means are those of profiled steps."""
         return bool(self.profiled) and not self.num_updates
 
+    def count_loss(self, loss: float, is_skipped: bool) -> None:
+        """Take the loss of a step into the mean, unless it was skipped."""
+        if not is_skipped:
+            self.loss_sum += loss
+            self.num_losses += 1
+
     def leave_out(self, seconds: float) -> None:
         """Leave time out of the means: evaluation and saving are no part of a step."""
         self.started += seconds
@@ -70,4 +79,5 @@ class Meter:
 
     def reset(self) -> None:
         self.started, self.data_s, self.num_tokens, self.num_updates = time.perf_counter(), 0.0, 0, 0
+        self.loss_sum, self.num_losses = 0.0, 0
         self.profiled = []

@@ -19,6 +19,7 @@ from trainer.config import RunConfig
 from trainer.errors import mask_credentials, say, setting_error
 from trainer.files import append_and_sync, write_atomically
 from trainer.metrics.goodput import Ledger
+from trainer.metrics.outlet import KeptText
 from trainer.metrics.record import Record, read_lines
 
 
@@ -95,7 +96,7 @@ class JsonLines:
 SUPERSEDED = "metrics_superseded.jsonl"
 """What a resume has taken out of the metrics, because it was going to be written again: nothing is lost."""
 
-_MADE_ANEW = ("train", "eval", "profile")
+_MADE_ANEW = ("train", "eval", "profile", "sample", "norms")
 
 
 def _stays(record: Mapping[str, Any], resumed_step: int) -> bool:
@@ -105,6 +106,20 @@ def _stays(record: Mapping[str, Any], resumed_step: int) -> bool:
 def _finite(record: Mapping[str, Any]) -> dict[str, Any]:
     """Return the record with null for numbers that JSON cannot hold."""
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+
+
+class SampleFile:
+    """`samples.txt`: what the model has made of the prompts, for people; appended, over all attempts."""
+
+    def __init__(self, path: Path) -> None:
+        self._text = KeptText(path)
+
+    def write(self, record: Record) -> None:
+        if record.kind == "sample":
+            self._text.write(f"-- step {record.step}: {record.prompt}\n{record.text}\n\n")
+
+    def close(self) -> None:
+        self._text.close()
 
 
 class TensorBoard:
@@ -120,7 +135,7 @@ class TensorBoard:
         self._writer = SummaryWriter(str(folder), purge_step=resumed_step + 1)  # type: ignore[no-untyped-call]
 
     def write(self, record: Record) -> None:
-        if record.kind in ("train", "eval") and not self._failed:
+        if record.kind in _DRAWN and not self._failed:
             try:
                 for name, value in _numbers(record).items():
                     self._writer.add_scalar(f"{record.kind}/{name}", value, record.step)  # type: ignore[no-untyped-call]
@@ -191,7 +206,7 @@ class WandB:
         try:
             run = self._start()
             while (record := self._records.get()) is not None:
-                if record.kind in ("train", "eval"):
+                if record.kind in _DRAWN:
                     run.log({f"{record.kind}/{k}": v for k, v in _numbers(record).items()} | {"step": record.step})
             run.finish()
         except Exception as error:  # whatever goes wrong there, training goes on
@@ -242,10 +257,18 @@ def _remembered_id(folder: Path, restored: str | None) -> str:
     return path.read_text()
 
 
+_DRAWN = ("train", "eval", "norms")
+"""The kinds of records that are numbers over steps."""
+
+
 def _numbers(record: Record) -> dict[str, float]:
+    """Return the numbers of a record, those by layer as `grad_norm/<layer>`."""
+    flat: dict[str, Any] = {}
+    for name, value in record.items():
+        flat |= {f"{name}/{key}": one for key, one in value.items()} if isinstance(value, dict) else {name: value}
     return {
         name: value
-        for name, value in record.items()
+        for name, value in flat.items()
         if isinstance(value, (int, float)) and not isinstance(value, bool) and name not in ("step", "time")
     }
 

@@ -139,9 +139,15 @@ def write(
 
 @torch.no_grad()
 def write_sample(
-    model: nn.Module, world: World, prompt: list[int], num_tokens: int, context: int, is_compiled: bool = False
+    model: nn.Module,
+    world: World,
+    prompt: list[int],
+    num_tokens: int,
+    context: int,
+    is_compiled: bool = False,
+    ends: Collection[int] = (),
 ) -> list[int]:
-    """Return `prompt` followed by `num_tokens` that the model chose.
+    """Return `prompt` followed by at most `num_tokens` that the model chose, up to and with the first of `ends`.
 
     All ranks call it: each forward gathers a sharded model.  Rank 0 draws, and the others learn what it drew.
     `context`: how many tokens the model has been trained on at once.
@@ -153,4 +159,4 @@ def write_sample(
     generator = torch.Generator().manual_seed(0)
     agree: Callable[[int], int] = lambda token: int(world.broadcast(token))  # noqa: E731
     with whole():
-        return [*prompt, *write(read, prompt, num_tokens, Sampling(), generator, agree=agree)]
+        return [*prompt, *write(read, prompt, num_tokens, Sampling(), generator, ends, agree)]

@@ -75,6 +75,11 @@ class LogSection:
     wandb_project: str = declare("meshtrainer", "project in Weights & Biases")
     tensorboard: bool = declare(False, "write TensorBoard events to run.dir/tensorboard")
     sample_tokens: int = declare(0, "tokens of the sample that the model writes at the end; 0: none", at_least=0)
+    prompts: tuple[str, ...] = declare(
+        (), 'texts that the model continues at each evaluation, as ["Once upon a time"]; with chats, messages to answer'
+    )
+    prompt_tokens: int = declare(64, "tokens that it writes at most after each of them", at_least=1)
+    norms_every: int = declare(0, "steps between lines of gradient and parameter norms by layer; 0: none", at_least=0)
     profile_steps: tuple[int, int] | None = declare(
         None, "first and last step to profile, as [10,13]: a trace for Perfetto in run.dir/profile; null: none"
     )

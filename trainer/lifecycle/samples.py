@@ -1,0 +1,57 @@
+"""Samples: what the model makes of the user's own prompts, at each evaluation."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+from torch import nn
+
+from trainer.config import RunConfig
+from trainer.config.needs import compiles_blocks
+from trainer.data.prompts import tokens_of_chat, tokens_of_prompt
+from trainer.data.tokenizer import find_tokenizer
+from trainer.distributed.world import World
+from trainer.metrics.fanout import Metrics
+from trainer.metrics.record import Record
+from trainer.model.gradients import evaluating
+from trainer.model.sample import write_sample
+from trainer.optim.average import WeightAverage
+
+
+class Samples:
+    """Continues `log.prompts`: of chats, answers them.  The same seed each time, so that samples can be compared."""
+
+    def __init__(
+        self, config: RunConfig, world: World, model: nn.Module, average: WeightAverage, metrics: Metrics
+    ) -> None:
+        self._config, self._world, self._model = config, world, model
+        self._average, self._metrics = average, metrics
+
+    @cached_property
+    def _prompts(self) -> list[tuple[str, list[int]]]:
+        """Each prompt with its tokens."""
+        data = self._config.data
+        if data.source == "chat":
+            how = (data.tokenizer, "log.prompts", data.chat_template)
+            return [(text, tokens_of_chat(text, *how)) for text in self._config.log.prompts]
+        tokenizer = find_tokenizer(data.tokenizer)
+        return [(text, tokens_of_prompt(text, tokenizer)) for text in self._config.log.prompts]
+
+    def check(self) -> None:
+        """Raise UserError for a prompt that has no tokens: the tokenizer knows no chats, say."""
+        assert len(self._prompts) == len(self._config.log.prompts)
+
+    def write(self, step: int) -> None:
+        """Write a record for each prompt.  Collectives: those of one forward pass per token."""
+        if not self._prompts:
+            return
+        config, tokenizer = self._config, find_tokenizer(self._config.data.tokenizer)
+        sizes = config.log.prompt_tokens, config.data.seq_len
+        compiles = compiles_blocks(config.train.compile, self._world.device.type)
+        with self._average.in_place(), evaluating(self._model):
+            for prompt, given in self._prompts:
+                written = write_sample(self._model, self._world, given, *sizes, compiles, {tokenizer.end_id})[
+                    len(given) :
+                ]
+                text = tokenizer.decode([token for token in written if token != tokenizer.end_id])
+                self._metrics.write(Record(kind="sample", step=step, prompt=prompt, text=text))

@@ -1,0 +1,105 @@
+"""Norms by layer: of the gradients and of the weights of each unit, in the steps that `log.norms_every` asks for.
+
+In all other steps nothing is computed, and in none does the host wait for the device before the step has ended.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from trainer.config.sections import LogSection
+from trainer.data.transfer import Numbers
+from trainer.metrics.fanout import Metrics
+from trainer.metrics.record import Record
+from trainer.model.parameters import local
+from trainer.model.units import ShardUnit
+
+ROOT = "root"
+"""What parameters outside of all units are counted under."""
+
+
+def parameters_by_unit(model: nn.Module, units: Sequence[ShardUnit]) -> dict[str, list[nn.Parameter]]:
+    """Return the trained parameters of each unit that no unit inside it holds, in the order of the units, and of the
+    root; units without one are left out.
+    """
+    found: dict[str, list[nn.Parameter]] = {name: [] for name in (*map(str, units), ROOT)}
+    taken: set[int] = set()
+    innermost_first = sorted(units, key=lambda unit: -unit.depth)
+    for name, modules in [*((str(unit), unit.modules) for unit in innermost_first), (ROOT, (model,))]:
+        for parameter in (parameter for module in modules for parameter in module.parameters()):
+            if parameter.requires_grad and id(parameter) not in taken:
+                taken.add(id(parameter))
+                found[name].append(parameter)
+    return {name: parameters for name, parameters in found.items() if parameters}
+
+
+class UnitNorms:
+    """Follows the optimizer, and observes the steps."""
+
+    def __init__(
+        self,
+        log: LogSection,
+        parameters: Mapping[str, Sequence[nn.Parameter]],
+        mesh: DeviceMesh,
+        metrics: Metrics,
+        grad_norm: Callable[[], float],
+    ) -> None:
+        """`parameters`: by unit.  `grad_norm()` returns the global norm before clipping of the step that has ended."""
+        self._log, self._parameters, self._mesh, self._metrics = log, parameters, mesh, metrics
+        self._grad_norm = grad_norm
+        self._is_due = False
+        self._found: Numbers | None = None
+
+    def begin_step(self, step: int) -> None:
+        self._is_due = self._log.norms_every > 0 and step % self._log.norms_every == 0
+
+    def follow(self, is_finite: torch.Tensor | None = None) -> None:
+        """Have the norms computed, in a step where they are due.  One all-reduce over the `shard` axis then."""
+        if self._is_due:
+            self._found = Numbers(*self._squares())
+
+    @torch.no_grad()
+    def _squares(self) -> list[torch.Tensor]:
+        """Return the squared norms over all ranks, of each unit's gradients and then of each one's weights."""
+        device = torch.device(self._mesh.device_type)
+        units = self._parameters.values()
+        gradients = [_square([p.grad for p in own if p.grad is not None], device) for own in units]
+        squares = torch.stack([*gradients, *(_square(own, device) for own in units)])
+        if self._mesh.size(self._mesh.ndim - 1) > 1:
+            dist.all_reduce(squares, group=self._mesh.get_group(self._mesh.ndim - 1))
+        return list(squares.unbind())
+
+    def end_step(self, step: int, seconds: float, is_profiled: bool) -> None:
+        """Write the record of a step where they were due: waits for the device then."""
+        if self._found is None:
+            return
+        norms, self._found = [math.sqrt(square) for square in self._found.read()], None
+        gradients, weights = norms[: len(self._parameters)], norms[len(self._parameters) :]
+        clipped = math.sqrt(sum(norm**2 for norm in gradients))
+        scale = self._grad_norm() / clipped if clipped else 1.0  # clipping scales all of them alike
+        self._metrics.write(
+            Record(
+                kind="norms",
+                step=step,
+                grad_norm=self._by_unit([scale * norm for norm in gradients]),
+                param_norm=self._by_unit(weights),
+            )
+        )
+
+    def _by_unit(self, norms: Sequence[float]) -> dict[str, float | None]:
+        finite = (norm if math.isfinite(norm) else None for norm in norms)
+        return dict(zip(self._parameters, finite, strict=True))
+
+
+def _square(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Return the sum of squares over this rank's shards: a scalar on `device`, in float32 or wider."""
+    if not tensors:
+        return torch.zeros((), device=device)
+    norms = torch._foreach_norm([local(tensor.detach()) for tensor in tensors], 2.0, torch.float32)
+    return torch.stack(norms).to(device).square().sum()
