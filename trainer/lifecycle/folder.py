@@ -22,7 +22,7 @@ from trainer.config.relocate import CONFIG
 from trainer.errors import EXIT_FAILED, UserError, mask_credentials, say, setting_error
 from trainer.files import find_folder, write_and_sync, write_atomically
 
-RECORD = ("metrics.jsonl", "metrics_superseded.jsonl", "console.log", "tensorboard", "wandb", "profile")
+RECORD = ("metrics.jsonl", "metrics_superseded.jsonl", "console.log", "samples.txt", "tensorboard", "wandb", "profile")
 """What a run that begins anew leaves behind, beside its checkpoints."""
 
 
