@@ -273,7 +273,7 @@ def test_tensorboard(resumed: Resumed) -> None:
     events = EventAccumulator(str(folder / "tensorboard")).Reload()
     tags = events.Tags()["scalars"]
     for kind, steps in (("train", [1, 3, 6, 8]), ("eval", [3, 6, 8])):
-        (tag,) = [tag for tag in tags if "loss" in tag and kind in tag]  # two curves, not one
+        (tag,) = [tag for tag in tags if tag.endswith("/loss") and kind in tag]  # two curves, not one
         assert [event.step for event in events.Scalars(tag)] == steps
         assert [event.value for event in events.Scalars(tag)] == pytest.approx(of(kind, found, "loss"), rel=1e-6)
     assert any("grad_norm" in tag for tag in tags)

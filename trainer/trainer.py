@@ -46,7 +46,7 @@ from trainer.metrics.accounts import Accounts, Update
 from trainer.metrics.by_source import loss_by_source
 from trainer.metrics.fanout import Metrics
 from trainer.metrics.horizon import Horizon
-from trainer.metrics.norms import UnitNorms, parameters_by_unit
+from trainer.metrics.norms import UnitNorms
 from trainer.metrics.profile import Profile
 from trainer.metrics.record import Record
 from trainer.metrics.skips import SkipCounter
@@ -131,8 +131,7 @@ class Trainer:
         self.checkpoints = Checkpoints(place, world, Settings.of(config.checkpoint, config.eval.metric), facts)
 
         self.ballot = Ballot(world)
-        own = parameters_by_unit(self.model, self.units)
-        norms = UnitNorms(config.log, own, self.mesh, self.metrics, lambda: self.accounts.last_grad_norm)
+        norms = UnitNorms(config.log, self.model, self.units, self.mesh, self.metrics, lambda: self.accounts.grad_norm)
         self.optimizer.followers.append(norms)
         observers = (self.checkpoints, self.profile, self.watchdog, self.forecast, norms)
         counted = (self.metrics, self.skips, self.horizon)

@@ -216,7 +216,7 @@ class Accounts:
             self._skips.count(update.loss, update.grad_norm, step)
 
     @property
-    def last_grad_norm(self) -> float:
+    def grad_norm(self) -> float:
         """The gradient norm of the last step before clipping; reading it waits for the device."""
         return math.nan if self._latest is None else self._latest.grad_norm
 

@@ -6,7 +6,7 @@ In all other steps nothing is computed, and in none does the host wait for the d
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -45,13 +45,15 @@ class UnitNorms:
     def __init__(
         self,
         log: LogSection,
-        parameters: Mapping[str, Sequence[nn.Parameter]],
+        model: nn.Module,
+        units: Sequence[ShardUnit],
         mesh: DeviceMesh,
         metrics: Metrics,
         grad_norm: Callable[[], float],
     ) -> None:
-        """`parameters`: by unit.  `grad_norm()` returns the global norm before clipping of the step that has ended."""
-        self._log, self._parameters, self._mesh, self._metrics = log, parameters, mesh, metrics
+        """`grad_norm()` returns the global norm before clipping of the step that has ended."""
+        self._log, self._mesh, self._metrics = log, mesh, metrics
+        self._parameters = parameters_by_unit(model, units)
         self._grad_norm = grad_norm
         self._is_due = False
         self._found: Numbers | None = None
