@@ -53,6 +53,7 @@ _OWN = {
     "mesh.replicate": "1",
     "mesh.shard": "-1",
     "mesh.context": "1",
+    "run.on_end": "null",
     "checkpoint.resume": "none",
     "checkpoint.dir": "null",
     "log.wandb": "off",

@@ -45,7 +45,7 @@ from trainer.loss import count_targets, find_loss
 from trainer.metrics.accounts import Accounts, Update
 from trainer.metrics.by_source import loss_by_source
 from trainer.metrics.fanout import Metrics
-from trainer.metrics.horizon import Horizon
+from trainer.metrics.lr_range import find_horizon
 from trainer.metrics.norms import UnitNorms
 from trainer.metrics.profile import Profile
 from trainer.metrics.record import Record
@@ -105,8 +105,8 @@ class Trainer:
     def _set_up_run(self, started: float) -> None:
         """Make the collaborators, from those that know least to the lifecycle."""
         config, world = self.config, self.world
-        self.skips = SkipCounter(config.train.max_skipped_updates)
-        self.metrics, self.horizon = Metrics(config, world.is_main), Horizon(config)
+        self.skips = SkipCounter(config.train.max_skipped_updates, config.schedule.name == "range")
+        self.metrics, self.horizon = Metrics(config, world.is_main), find_horizon(config)
         random_state = RandomState(config.run.seed, world.rank)
         base = take_base(self.model, config, world) if config.lora.rank else None
         self.state = TrainState(self, self.model, self.optimizer, self.skips, random_state, base)

@@ -78,6 +78,7 @@ def _check_forms(config: RunConfig) -> None:
         _check_lora,
         _check_objective,
         _check_evaluation,
+        _check_lr_range,
         _check_wrap,
         _check_resume,
         _check_every,
@@ -218,6 +219,14 @@ def _check_objective(config: RunConfig) -> None:
     if config.recipe.trainer is not None:
         rule = f"recipe {config.recipe.name!r} has a Trainer of its own, which trains for what it does"
         raise setting_error("train.objective", objective, rule, "tokens")
+
+
+def _check_lr_range(config: RunConfig) -> None:
+    first, last = config.schedule.lr_range
+    if not first < last:
+        raise setting_error(
+            "schedule.lr_range", [first, last], "must rise", meant=[last, first] if last < first else None
+        )
 
 
 def _check_evaluation(config: RunConfig) -> None:

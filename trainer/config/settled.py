@@ -26,6 +26,7 @@ def settled(config: RunConfig, given: Collection[str]) -> RunConfig:
 
     given: the keys on the command line.
     """
+    config = _settled_range(config, given)
     data = _settled_data(config)
     if data.source == "chat" and "data.seq_len" not in given:
         data = dataclasses.replace(data, seq_len=_fitting_length(config))
@@ -50,6 +51,29 @@ def _settled_optim(config: RunConfig, given: Collection[str]) -> OptimSection:
         raise setting_error("optim.lr_by_width", True, rule, fix="give optim.lr")
     scaled = optim.lr * (2000 / width) ** 0.78 * (10 if config.lora.rank else 1)
     return dataclasses.replace(optim, lr=float(f"{scaled:.2e}"), lr_by_width=False)
+
+
+_RANGE_STEPS = 100
+
+
+def _settled_range(config: RunConfig, given: Collection[str]) -> RunConfig:
+    """Make a range test that is asked for on the command line a short run of its own, begun anew each time."""
+    if config.schedule.name != "range" or "schedule.name" not in given:
+        return config
+    run, train, evaluation = config.run, config.train, config.eval
+    checkpoint, log = config.checkpoint, config.log
+    if not {"run.name", "run.dir"} & set(given):
+        run = dataclasses.replace(run, name=f"{run.name}-lr", dir=f"{run.dir}-lr")
+    if not {"train.steps", "train.epochs"} & set(given):
+        train = dataclasses.replace(train, steps=_RANGE_STEPS, epochs=None)
+    if "eval.every" not in given:
+        evaluation = dataclasses.replace(evaluation, every=0, patience=0)
+        checkpoint = dataclasses.replace(checkpoint, keep_best=0)
+        log = dataclasses.replace(log, prompts=())
+    if "checkpoint.resume" not in given:
+        checkpoint = dataclasses.replace(checkpoint, resume="none")
+    parts = {"run": run, "train": train, "eval": evaluation, "checkpoint": checkpoint, "log": log}
+    return dataclasses.replace(config, **parts)  # type: ignore[arg-type]
 
 
 def _fitting_length(config: RunConfig) -> int:

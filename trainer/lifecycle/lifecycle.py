@@ -33,6 +33,7 @@ from trainer.distributed.stop import (
 from trainer.distributed.world import World
 from trainer.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_USER_ERROR, UserError
 from trainer.lifecycle.folder import RunFolder
+from trainer.lifecycle.on_end import tell_of_the_end
 from trainer.lifecycle.summary import closing
 from trainer.lifecycle.watchdog import Watchdog
 from trainer.metrics.accounts import Accounts
@@ -159,7 +160,10 @@ class Lifecycle:
             self._end("stopped", EXIT_STOPPED, reason)
             return EXIT_STOPPED
         reason = self._accounts.horizon.reason(self._progress.step)
-        for line in closing(self._config, self._metrics, self._accounts.horizon, time.monotonic() - self._started):
+        lines = closing(self._config, self._metrics, self._accounts.horizon, time.monotonic() - self._started)
+        if self._world.is_main:
+            lines += self._accounts.horizon.conclude(self._folder.path)
+        for line in lines:
             self._metrics.say(line, "bold")
         self._end("finished", EXIT_FINISHED, reason)
         return EXIT_FINISHED
@@ -208,8 +212,16 @@ class Lifecycle:
                 self._metrics.say(f"not as planned: {miss}")
         self._metrics.write(Record(kind="end", **facts, **self._metrics.totals()))
         self._folder.write_status(state, exit_code, self._progress.step, reason)
+        self._tell_of_the_end(state, exit_code)
         self._metrics.close()
         self._release()
+
+    def _tell_of_the_end(self, state: str, exit_code: int) -> None:
+        command, step = self._config.run.on_end, self._progress.step
+        if command and self._world.is_main:
+            facts = {"RUN_DIR": self._folder.path, "STATE": state, "EXIT_CODE": exit_code, "STEP": step}
+            if failure := tell_of_the_end(command, facts):
+                self._metrics.say(failure, "yellow")
 
     def _release(self) -> None:
         forget_slices()

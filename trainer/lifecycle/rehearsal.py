@@ -34,7 +34,7 @@ def rehearsing(config: RunConfig, env: Environment) -> Iterator[RunConfig]:
     try:
         yield replace(
             config,
-            run=replace(config.run, dir=str(folder / config.run.name)),
+            run=replace(config.run, dir=str(folder / config.run.name), on_end=None),
             checkpoint=replace(config.checkpoint, dir=None, resume=resume),
             log=replace(config.log, wandb="off", tensorboard=False),
         )

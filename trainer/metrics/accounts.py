@@ -181,6 +181,7 @@ class Accounts:
         self._metrics.progress(step)
         if is_line:
             self._metrics.write(record)
+            self.horizon.trained(record)
             self._meter.reset()
         return record
 

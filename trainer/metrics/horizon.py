@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from trainer.config import RunConfig
@@ -26,6 +27,13 @@ class Horizon:
         self.num_worse = 0
         """Evaluations since that one."""
         self._latest: int | None = None
+
+    def trained(self, record: Mapping[str, Any]) -> None:
+        """Take the line of a step into account."""
+
+    def conclude(self, folder: Path) -> list[str]:
+        """Return what there is to say at the end of the run in `folder`, beside what every run has.  On rank 0."""
+        return []
 
     def evaluated(self, record: Mapping[str, Any], step: int) -> bool:
         """Take the evaluation of a step into account.  Returns whether its checkpoint is one to keep.

@@ -10,8 +10,9 @@ from trainer.errors import TrainingFailed
 class SkipCounter:
     """Counts steps that were skipped because loss or gradient was not finite."""
 
-    def __init__(self, max_in_a_row: int) -> None:
-        self.max_in_a_row = max_in_a_row
+    def __init__(self, max_in_a_row: int, may_end_skipped: bool = False) -> None:
+        """`may_end_skipped`: whether a run may end in a streak, as a test of too high a learning rate does."""
+        self.max_in_a_row, self._may_end_skipped = max_in_a_row, may_end_skipped
         self.total = 0
         self.in_a_row = 0
         self.failed_since: int | None = None
@@ -37,7 +38,7 @@ class SkipCounter:
 
     def check_end(self, step: int) -> None:
         """Raise TrainingFailed if a run that ends with step `step` ends in a streak of skipped ones."""
-        if self.in_a_row:
+        if self.in_a_row and not self._may_end_skipped:
             last = "the last step was" if self.in_a_row == 1 else f"the last {self.in_a_row} steps were"
             raise TrainingFailed(
                 f"step {step}: the run has come to train.steps, but {last} skipped, since loss or gradient was not "

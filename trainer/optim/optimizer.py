@@ -211,6 +211,9 @@ class Schedule:
     def lr(self, step: int) -> float:
         """Return the learning rate of step `step`, the first being 1."""
         shape, warmup = self.shape, self.shape.warmup(self.num_steps)
+        if shape.name == "range":
+            first, last = shape.lr_range
+            return float(first * (last / first) ** ((step - 1) / max(1, self.num_steps - 1)))
         if step <= warmup:
             return self.peak * step / warmup
         return self.peak * (shape.min_lr_ratio + (1 - shape.min_lr_ratio) * self._height(step))

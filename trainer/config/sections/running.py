@@ -46,6 +46,11 @@ class RunSection:
     selfcheck: bool = declare(
         True, "before the first step, see on all ranks that sharding, replicas, data and code are as they should be"
     )
+    on_end: str | None = declare(
+        None,
+        "shell command that rank 0 runs once, when the run has ended (30 s at most), with RUN_DIR, STATE (finished, "
+        "stopped or failed), EXIT_CODE and STEP in its environment; null: none",
+    )
     deadline: str | None = declare(
         None, "when to be through with stopping, as 2026-01-31T18:00 (local) or with +01:00; null: the Slurm job's end"
     )

@@ -36,7 +36,12 @@ class OptimSection:
 class ScheduleSection:
     """The learning rate over the run: a linear warmup, then the named shape."""
 
-    name: Literal["cosine", "linear", "wsd", "constant"] = declare("cosine", "shape after warmup")
+    name: Literal["cosine", "linear", "wsd", "constant", "range"] = declare(
+        "cosine", "shape after warmup; range: a learning-rate range test, 100 steps in a run of its own"
+    )
+    lr_range: tuple[float, float] = declare(
+        (1e-7, 1.0), "name=range: the learning rate of the first step and of the last", above=0
+    )
     warmup_steps: int = declare(0, "steps of linear warmup", at_least=0)
     warmup_ratio: float = declare(
         0.0, "share of the run that is linear warmup, where that is more steps than warmup_steps", at_least=0, below=1

@@ -1,0 +1,32 @@
+"""The command that `run.on_end` names: told how the run has ended, by rank 0, once."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+from collections.abc import Mapping
+
+LIMIT_S = 30.0
+"""How long it may take: whatever has asked the run to stop waits for it."""
+
+
+def tell_of_the_end(command: str, facts: Mapping[str, object]) -> str:
+    """Run a command in a shell, with `facts` in its environment.  Returns what went wrong, in words; empty if nothing.
+
+    Signals to the run's process group do not reach it.
+    """
+    env = os.environ | {name: str(value) for name, value in facts.items()}
+    try:
+        process = subprocess.Popen(command, shell=True, env=env, stdin=subprocess.DEVNULL, start_new_session=True)
+    except (OSError, ValueError) as error:
+        return f"run.on_end cannot be started: {error}"
+    try:
+        code = process.wait(LIMIT_S)
+    except subprocess.TimeoutExpired:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        return f"run.on_end was ended: it took more than {LIMIT_S:.0f} s"
+    return f"run.on_end failed with exit code {code}" if code else ""
