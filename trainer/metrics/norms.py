@@ -103,5 +103,5 @@ def _square(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tens
     """Return the sum of squares over this rank's shards: a scalar on `device`, in float32 or wider."""
     if not tensors:
         return torch.zeros((), device=device)
-    norms = torch._foreach_norm([local(tensor.detach()) for tensor in tensors], 2.0, torch.float32)
+    norms = [torch.linalg.vector_norm(local(tensor.detach()), dtype=torch.float32) for tensor in tensors]
     return torch.stack(norms).to(device).square().sum()
