@@ -48,15 +48,15 @@ class Pages:
 
     def __init__(self, folders: Sequence[Path]) -> None:
         self._folders = list(folders)
-        self._version: object = None
+        self._stamp: object = None
         self._page = b""
 
     def page(self) -> bytes:
         now = version(self._folders), int(time.monotonic() / REFRESH_S)  # a killed run changes no file
-        if now != self._version:
+        if now != self._stamp:
             runs = [read_run(folder) for folder in self._folders]
             html = write_page(runs[0], runs[0].folder) if len(runs) == 1 else write_comparison(runs)
-            self._page, self._version = html.encode(), now
+            self._page, self._stamp = html.encode(), now
         return self._page
 
     def file(self, path: str) -> Path | None:
