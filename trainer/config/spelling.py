@@ -65,7 +65,7 @@ _MEANS = {name: key for key, names in _CALLED_ELSEWHERE.items() for name in name
 
 _COUNTED = "it follows from train.global_batch_size, train.micro_batch_size and the number of ranks"
 _BY_LAUNCHER = "start it with torchrun or srun, which say how many there are"
-_FSDP_ONLY = "models are sharded and replicated alone (mesh.shard, mesh.replicate)"
+_FSDP_ONLY = "models are sharded and replicated alone (mesh.shard, mesh.replicate; mesh.context for long sequences)"
 _INSTEAD = {
     **dict.fromkeys(("gradient_accumulation_steps", "accumulate_grad_batches", "grad_accum_steps"), _COUNTED),
     **dict.fromkeys(("bf16", "fp16", "precision", "mixed_precision", "amp"), "set fsdp.param_dtype=bfloat16"),
