@@ -227,8 +227,9 @@ def lm_eval(path: str, tasks: Sequence[str], more_tasks: str | None = None) -> d
         if is_checkpoint(path) or not is_folder_of_weights(path):
             folder = str(Path(exported) / "model")
             export_checkpoint(path, folder, merges=True)
-        settings = {"pretrained": folder, "dtype": "float32", "local_files_only": True}
-        found = harness.simple_evaluate(model="hf", model_args=settings, tasks=[*tasks], task_manager=manager)
+        settings = {"pretrained": folder, "dtype": "float32"}
+        device = likely_device("auto")  # the library would take a GPU that is not there
+        found = harness.simple_evaluate("hf", settings, tasks=[*tasks], device=device, task_manager=manager)
     return dict(found)
 
 
