@@ -41,7 +41,7 @@ def pages() -> dict[str, str]:
         found[name] = f"# {title}\n\n{intro}\n" + "\n".join(tables)
     models = [
         _table(f"model.name={recipe.name}", "", declared_keys(recipe.config), "model")
-        for recipe in all_recipes()
+        for recipe in sorted(all_recipes(), key=lambda recipe: recipe.name)
         if recipe.config.__module__.startswith("trainer.recipes.")
     ]
     intro = f"{_NOTE} The others: [Settings](configuration.md).\n"
