@@ -166,10 +166,10 @@ def test_when_a_phase_begins() -> None:
 
 MISTAKES = {
     "weights of one source": (["data.path=a.bin", "data.weights={web: 1}"], "data.path={web: PATH, code: PATH}"),
-    "weight without source": ([SOURCES, "data.weights={wbe: 1}"], "did you mean data.weights={web: 1.0}?"),
+    "weight without source": ([SOURCES, "data.weights={wbe: 1}"], "did you mean 'data.weights={web: 1.0}'?"),
     "negative": ([SOURCES, "data.weights={web: -1}"], "nearest legal value: data.weights.web=0"),
-    "nothing": ([SOURCES, "data.weights={web: 0}"], "for example: data.weights={code: 1, web: 1}"),
-    "tiny": ([SOURCES, "data.weights={web: 1, code: 0.0001}"], "legal value: data.weights={web: 1.0, code: 0.000978}"),
+    "nothing": ([SOURCES, "data.weights={web: 0}"], "for example: 'data.weights={code: 1, web: 1}'"),
+    "tiny": ([SOURCES, "data.weights={web: 1, code: 0.0001}"], "value: 'data.weights={web: 1.0, code: 0.000978}'"),
     "step 0": ([SOURCES, "data.phases=[{from: 0, weights: {web: 1}}]"], "nearest legal value: data.phases[0].from=1"),
     "words": ([SOURCES, "data.phases=[{from: late, weights: {web: 1}}]"], "for example: data.phases[0].from=80%"),
     "beyond the end": ([SOURCES, "data.phases=[{from: 120%, weights: {web: 1}}]"], "value: data.phases[0].from=100%"),
@@ -184,7 +184,7 @@ MISTAKES = {
     "another key": ([SOURCES, "data.phases=[{at: 9, weights: {web: 1}}]"], "must hold `from` and `weights`"),
     "a name": (["data.path={my web: a.bin}"], "a source has a name of letters"),
     "held out of nothing": ([SOURCES, "data.eval_path={math: a.bin}"], "data.path has no source math"),
-    "held out of all": ([SOURCES, "data.eval_path=a.bin"], "for example: data.eval_path={web: a.bin}"),
+    "held out of all": ([SOURCES, "data.eval_path=a.bin"], "for example: 'data.eval_path={web: a.bin}'"),
 }  # fmt: skip
 
 

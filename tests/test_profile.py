@@ -821,7 +821,7 @@ def test_settings_that_are_refused(override: str, legal: str) -> None:
     with pytest.raises(UserError) as refused:
         check_config(load_config("llama_small", [override, "train.micro_batch_size=1"]), 8, 8)
     assert str(refused.value).startswith(f"{override}: must be")
-    assert str(refused.value).endswith(f"nearest legal value: {key}={legal}")
+    assert str(refused.value).endswith(f"nearest legal value: '{key}={legal}'")
     check_config(load_config("llama_small", [f"{key}={legal}", "train.micro_batch_size=1"]), 8, 8)
 
 

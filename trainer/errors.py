@@ -119,8 +119,10 @@ def setting_error(
 
 
 def typed(key: str, value: object) -> str:
-    """Return `key=value` as it is typed in a shell: in quotes where that would read something else into it."""
-    return shlex.quote(f"{key}={_show(value)}")
+    """Return `key=value` as it is typed in a shell: in quotes where that would read something else into the value."""
+    shown = _show(value)
+    text = f"{key}={shown}"
+    return text if shlex.quote(shown) in (shown, "''") else shlex.quote(text)
 
 
 def choice_error(
