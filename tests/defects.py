@@ -796,8 +796,8 @@ DEFECTS: list[Defect] = [
         "ids-unchecked",
         "damaged-data",
         "trainer/data/source.py",
-        "if self._may_be_beyond and found.max(initial=0) >= self.vocab_size:",
-        "if self._may_be_beyond and found.max(initial=0) > 10**6:",
+        "return self._may_be_beyond and bool(found.max(initial=0) >= self.vocab_size)",
+        "return self._may_be_beyond and bool(found.max(initial=0) > 10**6)",
     ),
 ]
 

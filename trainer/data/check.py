@@ -21,7 +21,7 @@ from trainer.data.mixed import MixedSource
 from trainer.data.opening import open_source
 from trainer.data.shards import Shard, ShardError
 from trainer.data.source import IGNORE, Part, Source, TokenSource, entries
-from trainer.data.tokenizer import Tokenizer, tokenizer_of
+from trainer.data.tokenizer import tokenizer_of
 
 Tell = Callable[[str], None]
 Hashes = NDArray[np.uint64]
@@ -50,7 +50,7 @@ def check_data(data: DataSection, vocab_size: int | None, tell: Tell) -> int:
     if held_out is None:
         tell("nothing is held out")
         return twice
-    return twice + _tell_leaks(train, held_out, tokenizer_of(data), tell)
+    return twice + _tell_leaks(train, held_out, data, tell)
 
 
 # -- shards -----------------------------------------------------------------------------------------------------
@@ -194,7 +194,7 @@ class _HeldOut:
 
     def __init__(self, source: Source) -> None:
         self.seq_len = source.seq_len
-        tokens, ignored = zip(*(found for _, *found in _stretches(source, overlap=0)), strict=True)
+        tokens, ignored = zip(*_samples(source), strict=True)
         self.tokens = np.concatenate(tokens)
         grams = _Hasher(source.vocab_size).grams(self.tokens)
         # What fills up a row is the same everywhere, and counts for nothing.
@@ -224,26 +224,31 @@ def _windows(flags: NDArray[np.bool_], count: int, width: int = _GRAM) -> NDArra
     return sums[width : width + count] - sums[:count]
 
 
-def _stretches(source: Source, overlap: int) -> Iterator[tuple[int, NDArray[np.int64], NDArray[np.bool_]]]:
-    """Yield the first sample, the tokens, and which are ignored, of samples one behind the other."""
+def _samples(source: Source) -> Iterator[tuple[NDArray[np.int64], NDArray[np.bool_]]]:
+    """Yield the tokens, and which are ignored, of samples one behind the other."""
     step = max(1, _CHUNK // source.seq_len)
     for first in range(0, len(source), step):
-        found = entries(source.batch(np.arange(first, min(len(source), first + step + overlap))))
-        yield first, found["tokens"].ravel(), found["targets"].ravel() == IGNORE
+        found = entries(source.batch(np.arange(first, min(len(source), first + step))))
+        yield found["tokens"].ravel(), found["targets"].ravel() == IGNORE
 
 
-def _tell_leaks(train: Source, held_out: Source, tokenizer: Tokenizer, tell: Tell) -> int:
+def _tell_leaks(train: Source, held_out: Source, data: DataSection, tell: Tell) -> int:
     """Tell which held-out samples hold text that is trained on; returns how many."""
     held, found = _HeldOut(held_out), dict[int, tuple[int, int]]()
     hasher, seq_len = _Hasher(train.vocab_size), train.seq_len
-    for first, tokens, _ in _stretches(train, overlap=-(-(_GRAM + _STRIDE) // seq_len)):
+    overlap, step = -(-(_GRAM + _STRIDE) // seq_len), max(1, _CHUNK // seq_len)
+    for first in range(0, len(train), step):
+        tokens = train.stretch(first, min(len(train), first + step + overlap))
         if len(tokens) >= 2 * _STRIDE:
             for start, place in held.find(hasher.some_grams(tokens), tokens):
                 found.setdefault(place // held.seq_len, (first + start // seq_len, place))
+    tokenizer = tokenizer_of(data) if found else None
     for sample, (trained, place) in sorted(found.items())[:_LISTED]:
         piece = held.tokens[place : place + _GRAM]
         text = (
-            repr(tokenizer.decode(piece)) if tokenizer.name == train.tokenizer else " ".join(map(str, piece.tolist()))
+            repr(tokenizer.decode(piece))
+            if tokenizer is not None and tokenizer.name == train.tokenizer
+            else " ".join(map(str, piece.tolist()))
         )
         tell(f"leak: held-out sample {sample} has text of training sample {trained}: {text}")
     more = f", of which {_LISTED} are listed" if len(found) > _LISTED else ""

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from trainer.data.rows import DocumentIndex, find_rows
 from trainer.data.shards import Shard
-from trainer.data.source import IGNORE, Samples, TokenSource, sample_content
+from trainer.data.source import IGNORE, Samples, Source, TokenSource, sample_content
 
 if TYPE_CHECKING:
     from trainer.config import DataSection
@@ -104,6 +104,10 @@ class PackedSource(TokenSource):
 
     def _pieces_of(self, index: int) -> list[tuple[int, int]]:
         return self._rows.pieces_of(index) if index >= 0 else []
+
+    def stretch(self, first: int, last: int) -> NDArray[np.integer[Any]]:
+        """Return the tokens of samples one after the other; see `Source.stretch`."""
+        return Source.stretch(self, first, last)
 
     def batch(self, indices: NDArray[np.int64]) -> Samples:
         """Return the samples at `indices`, where documents are masked with those and positions; see `Source.batch`."""

@@ -177,7 +177,8 @@ def _find_shard_files(setting: str, key: str) -> tuple[Path | None, list[str]]:
         raise setting_error(key, setting, "belongs to a token shard, whose name ends in .bin", meant=shard)
     if manifest.endswith(".json") and os.path.isfile(manifest):
         return Path(manifest), []
-    return None, [] if _bins_of_others(pattern) else _bins(pattern)
+    found = _bins(pattern)
+    return None, [] if _are_of_others(found) else found
 
 
 def _bins(pattern: str) -> list[str]:
@@ -191,7 +192,11 @@ def _bins(pattern: str) -> list[str]:
 def _bins_of_others(pattern: str) -> list[str]:
     """Return these files if they are tokens that others have made, all of them."""
     found = _bins(pattern)
-    return found if all(map(is_of_others, found)) else []
+    return found if _are_of_others(found) else []
+
+
+def _are_of_others(paths: Sequence[str]) -> bool:
+    return bool(paths) and all(map(is_of_others, paths))
 
 
 def _remote(setting: str, data: DataSection, key: str) -> Found:
@@ -210,7 +215,7 @@ def _listed(path: Path) -> Found:
     """Return the shards of a manifest.  Raises ShardError."""
     manifest = Manifest.read(path)
     train, held_out = (manifest.shards(path.parent, is_held_out) for is_held_out in (False, True))
-    files = [str(shard.path) for shard in train]
+    files = [shard.name for shard in train]
     return Found(files, train, manifest.train_content, held_out, manifest.held_out_content)
 
 

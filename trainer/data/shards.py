@@ -88,7 +88,7 @@ class Shard:
     @property
     def dtype(self) -> np.dtype[Any]:
         """That of its tokens: unsigned, little-endian."""
-        return np.dtype(self.info.dtype).newbyteorder("<")
+        return _stored(self.info.dtype)
 
     def read(self, start: int, count: int) -> NDArray[np.unsignedinteger[Any]]:
         """Return `count` tokens from `start` on.  Raises ShardError if they are no longer there."""
@@ -308,6 +308,11 @@ def reason(error: OSError) -> str:
     """Return why the system refuses, with the limit if that is why."""
     limit = f"; `ulimit -n` is {file_limit()}" if error.errno in (errno.EMFILE, errno.ENFILE) else ""
     return f"{error.strerror}{limit}"
+
+
+@functools.cache
+def _stored(dtype: str) -> np.dtype[Any]:
+    return np.dtype(dtype).newbyteorder("<")
 
 
 def find_dtype(vocab_size: int) -> str:

@@ -79,6 +79,11 @@ class Source(ABC):
         may hold more beside `tokens` and `targets`: the model's `forward` gets what it names, `Trainer.loss` all.
         """
 
+    def stretch(self, first: int, last: int) -> NDArray[np.integer[Any]]:
+        """Return the tokens of samples `first` up to `last`, which is left out, one after the other."""
+        found: NDArray[np.integer[Any]] = entries(self.batch(np.arange(first, last)))["tokens"].ravel()
+        return found
+
     def follow(
         self, indices: Iterator[NDArray[np.int64]], steps: Iterator[NDArray[np.int64]], own: slice
     ) -> Iterator[NDArray[np.int64]]:
@@ -131,6 +136,10 @@ class Part(Source):
 
     def _in_whole(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         return np.where(indices < 0, -1, indices + self._start)
+
+    def stretch(self, first: int, last: int) -> NDArray[np.integer[Any]]:
+        """Return the tokens of samples one after the other; see `Source.stretch`."""
+        return self.whole.stretch(self._start + first, self._start + last)
 
     def follow(
         self, indices: Iterator[NDArray[np.int64]], steps: Iterator[NDArray[np.int64]], own: slice
@@ -218,6 +227,13 @@ class TokenSource(Source):
         """Return tokens and targets of the samples at `indices`; see `Source.batch`."""
         return self._windows(indices)
 
+    def stretch(self, first: int, last: int) -> NDArray[np.integer[Any]]:
+        """Return the tokens of samples one after the other, in the shards' dtype; see `Source.stretch`."""
+        start, stop = first * self.seq_len, min(last * self.seq_len, self._shard_starts[-1])
+        found = np.empty(stop - start, self._dtype)
+        self._read(found, start)
+        return found
+
     def follow(
         self, indices: Iterator[NDArray[np.int64]], steps: Iterator[NDArray[np.int64]], own: slice
     ) -> Iterator[NDArray[np.int64]]:
@@ -238,6 +254,8 @@ class TokenSource(Source):
         indices = np.asarray(indices, dtype=np.int64)
         assert indices.size == 0 or -1 <= indices.min() <= indices.max() < len(self), (indices, len(self))
         pieces = [self._pieces_of(index) for index in indices.tolist()]
+        if all(len(of_row) == 1 and of_row[0][1] == self.seq_len for of_row in pieces):
+            return self._whole_windows(indices.tolist(), [of_row[0][0] for of_row in pieces])
         tokens, targets = (np.empty((len(indices), self.seq_len), np.int64) for _ in range(2))
         for row, of_row in enumerate(pieces):
             end = 0
@@ -248,6 +266,20 @@ class TokenSource(Source):
             tokens[row, end:], targets[row, end:] = self._padding, IGNORE
         return tokens, targets
 
+    def _whole_windows(
+        self, indices: Sequence[int], starts: Sequence[int]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return tokens and targets of samples that are filled from one place each: read row by row, checked and
+        converted all at a time.
+        """
+        found = np.empty((len(starts), self.seq_len + 1), self._dtype)
+        for index, row, start in zip(indices, found, starts, strict=True):
+            self._read_sample(index, row, start)
+        if self._is_beyond(found):
+            number = int(np.argmax((found >= self.vocab_size).any(axis=1)))
+            raise ShardError(self._beyond(found[number], indices[number], starts[number]))
+        return found[:, :-1].astype(np.int64), found[:, 1:].astype(np.int64)
+
     def _pieces_of(self, index: int) -> list[tuple[int, int]]:
         """Return the first token and the number of targets of each piece of a sample; none for index -1."""
         start = index * self.seq_len
@@ -256,13 +288,20 @@ class TokenSource(Source):
     def _read_piece(self, index: int, start: int, count: int) -> NDArray[np.unsignedinteger[Any]]:
         """Return `count` tokens of the stream for sample `index`.  Raises ShardError, for an unknown id as well."""
         found = np.empty(count, self._dtype)
+        self._read_sample(index, found, start)
+        if self._is_beyond(found):
+            raise ShardError(self._beyond(found, index, start))
+        return found
+
+    def _read_sample(self, index: int, found: NDArray[np.unsignedinteger[Any]], start: int) -> None:
+        """Fill an array with tokens of the stream, for sample `index`.  Raises ShardError."""
         try:
             self._read(found, start)
         except ShardError as error:
             raise ShardError(f"sample {index} cannot be read: {error}") from error
-        if self._may_be_beyond and found.max(initial=0) >= self.vocab_size:
-            raise ShardError(self._beyond(found, index, start))
-        return found
+
+    def _is_beyond(self, found: NDArray[np.unsignedinteger[Any]]) -> bool:
+        return self._may_be_beyond and bool(found.max(initial=0) >= self.vocab_size)
 
     def _beyond(self, found: NDArray[np.unsignedinteger[Any]], index: int, start: int) -> str:
         """Return what to say of the first id that is beyond the vocabulary."""
