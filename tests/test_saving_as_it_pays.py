@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 import re
@@ -16,12 +17,15 @@ from tests.faults import Started, start
 from tests.gate import wait_until
 from tests.ranks import run_ranks
 from tests.test_faults import RUN, last_step, lines_of, of, steps_in, with_
+from tests.test_plan import run_plan
 from tests.tiny import fit, tiny_config
 from trainer import Trainer
 from trainer.checkpoint.interval import Costs, costs_of
 from trainer.checkpoint.pace import AsItPays
 from trainer.config import CheckpointSection, RunConfig
 from trainer.metrics.goodput import Experience, Ledger
+from trainer.report.saving import saving_of
+from trainer.report.story import read_run
 
 YEAR_S = 365.25 * 24 * 3600.0
 BLOCKED_S, TOTAL_S, RESTART_S, STEP_S = 3.0, 60.0, 480.0, 10.0
@@ -172,6 +176,24 @@ def test_start_records_carry_it_when_lines_are_dropped() -> None:
         again.add(record)
     assert again.experience() == whole.experience()
     assert again.experience().failures == 1
+
+
+def test_plan_and_report_say_what_to_expect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["recipe=llama_small", "ranks=64", "device=h100", "train.global_batch_size=128"]
+    planned = json.loads(run_plan(capsys, "--json", *arguments, "checkpoint.every=auto")[0])["saving"]
+    assert planned["mtbf_s"] == pytest.approx(6000 * 3600 / 8)
+    assert planned["every_s"] == planned["best_s"]
+    often = json.loads(run_plan(capsys, "--json", *arguments, "checkpoint.every=1")[0])["saving"]
+    assert often["expected_goodput"] < planned["expected_goodput"] < 1
+
+    with open(tmp_path / "metrics.jsonl", "w") as file:
+        file.writelines(json.dumps(record) + "\n" for record in records())
+    (tmp_path / "config.yaml").write_text("checkpoint:\n  every: auto\n  node_mtbf_h: 1.0\n")
+    said = saving_of(read_run(tmp_path))
+    # Of two failures, one of them what is set, in 284 seconds of a node and an hour; there are two nodes.
+    assert said["failures"] == "one in 16 min on 2 nodes, 55 s to go on"
+    assert said["saves"].startswith("every 44 s, standing still for 1 s")
+    assert said["expected goodput"].startswith("9")
 
 
 # ---------------------------------------------------------------------------------------------------------------
