@@ -42,7 +42,7 @@ def pages() -> dict[str, str]:
     models = [
         _table(f"model.name={recipe.name}", "", declared_keys(recipe.config), "model")
         for recipe in sorted(all_recipes(), key=lambda recipe: recipe.name)
-        if recipe.config.__module__.startswith("trainer.recipes.")
+        if f"{recipe.config.__module__}.".startswith(f"trainer.recipes.{recipe.name}.")
     ]
     intro = f"{_NOTE} The others: [Settings](configuration.md).\n"
     found[_MODELS] = f"# Fields of the models\n\n{intro}\n" + "\n".join(models)
