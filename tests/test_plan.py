@@ -362,6 +362,8 @@ def machine_of_recipe(recipe: str) -> tuple[int, Machine]:
 
 def fits(recipe: str, ranks: int, machine: Machine, *overrides: str) -> bool:
     config = planned(load_config(recipe, overrides))
+    if config.train.micro_batch_size == AUTO:  # takes what there is room for: one at the least
+        config = planned(load_config(recipe, [*overrides, "train.micro_batch_size=1"]))
     plan = make_plan(config, check_config(config, ranks, min(ranks, machine.rates.ranks_per_node)), machine)
     print(f"{recipe} {' '.join(overrides)} on {ranks} x {machine.name}: {plan.needed_gib:.1f} GiB")
     return plan.fits

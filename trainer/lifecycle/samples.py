@@ -31,6 +31,8 @@ class Samples:
     def _prompts(self) -> list[tuple[str, list[int]]]:
         """Each prompt with its tokens."""
         data = self._config.data
+        if not self._config.log.prompts:
+            return []
         if data.source == "chat":
             how = (data.tokenizer, "log.prompts", data.chat_template)
             return [(text, tokens_of_chat(text, *how)) for text in self._config.log.prompts]
