@@ -230,7 +230,7 @@ def test_slices_train_as_whole_sequences_do(
 ) -> None:
     (whole,) = run_ranks(1, train, [[f"run.dir={tmp_path / 'one'}"]], num_steps, *data)[0]
     own = [[*overrides, f"run.dir={tmp_path / str(number)}"] for number, overrides in enumerate(runs)]
-    found = run_ranks(ranks, train, own, num_steps, *data)[-1]
+    found = run_ranks(ranks, train, own, num_steps, *data, timeout_s=900)[-1]
     for overrides, each in zip(runs, found, strict=True):
         assert relative(each["loss"], whole["loss"]) < 1e-6, overrides
         assert relative(each["grad_norm"], whole["grad_norm"]) < 1e-5, overrides
