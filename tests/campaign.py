@@ -71,7 +71,7 @@ PARTS = [
     _ALONE[0],
     REST,
     *_ALONE[1:3],
-    Part("defects", (), 9.0, command=("-m", "tests.defects")),
+    Part("defects", (), 20.0, command=("-m", "tests.defects")),
     *_ALONE[3:],
 ]
 
