@@ -91,7 +91,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         host = (self.headers.get("Host") or "").rpartition(":")[0] or self.headers.get("Host")
-        if host not in (ADDRESS, "localhost"):  # a page of somebody else's, under a name that leads here
+        if host not in (ADDRESS, "localhost"):  # another site's page, under a name that leads here
             return self.send_error(HTTPStatus.FORBIDDEN)
         path = unquote(urlsplit(self.path).path)
         try:
