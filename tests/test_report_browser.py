@@ -19,11 +19,11 @@ from trainer.report.page import write_comparison, write_page
 from trainer.report.story import read_run
 
 pytestmark = pytest.mark.campaign
-playwright = pytest.importorskip("playwright.sync_api", reason="pip install playwright, and chromium")
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
+    playwright = pytest.importorskip("playwright.sync_api", reason="pip install playwright, and chromium")
     with playwright.sync_playwright() as tools:
         installed = shutil.which("chromium") or shutil.which("google-chrome")
         try:
