@@ -7,6 +7,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,7 +18,7 @@ from tests.test_sequence import LENGTHS, TINY, alone, inputs, numbers
 from trainer import Trainer, UserError, load_config
 from trainer.config import MeshShape, Slices, check_config, find_slices, least_mesh, with_method
 from trainer.config.context import with_context
-from trainer.data.loader import EvalLoader, TrainLoader
+from trainer.data.loader import EvalLoader, TrainLoader, cut
 from trainer.data.opening import open_source
 from trainer.plan.machine import find_machine
 from trainer.plan.plan import make_plan, planned
@@ -117,6 +118,16 @@ def test_the_ranks_of_a_group_read_the_same_rows() -> None:
     batches = [next(iter(loader))["targets"] for loader in held_out]
     assert not torch.equal(batches[0], batches[2])
     assert batches[0].shape == (1, 16)
+
+
+def test_what_a_batch_has_once_a_row_stays_whole() -> None:
+    """Which source a row is from, say; and numbers of documents, which every slice needs."""
+    tokens = np.arange(64).reshape(2, 32)
+    batch = {"tokens": tokens, "documents": tokens // 8, "source": np.array([0, 1]), "weights": np.ones((2, 3))}
+    for each in slices_of(2, "gather"):
+        found = cut(batch, each)
+        assert found["tokens"].tolist() == part_of(each, torch.from_numpy(tokens), 1).tolist()
+        assert all(np.array_equal(found[name], batch[name]) for name in ("documents", "source", "weights"))
 
 
 def test_mistakes() -> None:
@@ -277,7 +288,7 @@ def test_every_model_trains_in_slices(mesh: list[str], tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "to",
     [
-        ["nproc=2", "mesh.context=2"],
+        ["nproc=2", "mesh.context=2", GATHER],
         pytest.param(["nproc=4", "mesh.context=4"], marks=CAMPAIGN),
         pytest.param(["nproc=4", "mesh.context=2", "mesh.replicate=2"], marks=CAMPAIGN),
     ],
@@ -289,6 +300,7 @@ def test_a_run_goes_on_in_slices(to: list[str], tmp_path: Path, one: Shared) -> 
     assert [line["resumed_step"] for line in starts] == [None, 10]
     assert starts[-1]["mesh"]["context"] == int(to[1][-1])
     assert "context" not in starts[0]["mesh"]
+    assert "Warning" not in ran.stderr
     assert relative(ran.train("loss"), one.ran.train("loss")) < 1e-6
     assert ran.train("tokens") == one.ran.train("tokens")
 

@@ -418,11 +418,10 @@ def cut(batch: Arrays, slices: Slices) -> Arrays:
 
     Targets were shifted before: a slice's last one is the first token of the next.
     """
-    found = {}
+    found = dict(batch)
     for name, entry in batch.items():
-        is_of_tokens = entry.ndim > 1 and entry.shape[1] == slices.seq_len and name != "documents"
-        parts = [entry[:, start:stop] for start, stop in slices.pieces]
-        found[name] = np.concatenate(parts, axis=1) if is_of_tokens else entry
+        if entry.ndim > 1 and entry.shape[1] == slices.seq_len and name != "documents":
+            found[name] = np.concatenate([entry[:, start:stop] for start, stop in slices.pieces], axis=1)
     return found
 
 

@@ -6,10 +6,15 @@ on no rank.  Each waits for its collective on the stream that it is called on.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+gather_whole: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""All-gather into one tensor, by its newer name where this torch has it: the older one warns there."""
+_scatter_sum: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _groups: dict[str, dist.ProcessGroup] = {}
 
@@ -27,7 +32,7 @@ def gather_parts(part: torch.Tensor, num_parts: int, group: str) -> torch.Tensor
     Backward: one reduce-scatter.
     """
     parts = part.new_empty((num_parts, *part.shape))
-    dist.all_gather_into_tensor(parts.view(-1), part.contiguous().view(-1), group=_groups[group])
+    gather_whole(parts.view(-1), part.contiguous().view(-1), group=_groups[group])
     return parts
 
 
@@ -35,7 +40,7 @@ def gather_parts(part: torch.Tensor, num_parts: int, group: str) -> torch.Tensor
 def sum_parts(parts: torch.Tensor, group: str) -> torch.Tensor:
     """Return the sum over a group of what each rank has for this one, of shape parts.shape[1:].  One reduce-scatter."""
     part = parts.new_empty(parts.shape[1:])
-    dist.reduce_scatter_tensor(part.view(-1), parts.contiguous().view(-1), group=_groups[group])
+    _scatter_sum(part.view(-1), parts.contiguous().view(-1), group=_groups[group])
     return part
 
 

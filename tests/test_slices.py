@@ -1,0 +1,208 @@
+"""What slices of sequences must not change where that is easy to get wrong: few targets, half precision, all that a run
+shows and keeps, and where it goes on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from tests.ranks import run_ranks, run_tiny, tiny_overrides
+from tests.test_exactness import relative
+from trainer import RunConfig, Trainer, load_config
+from trainer.data.loader import Batch, EvalLoader, TrainLoader
+from trainer.data.opening import open_source
+from trainer.data.source import IGNORE, Part, Samples, Source, entries
+
+CAMPAIGN = pytest.mark.campaign
+GATHER, HEADS = "mesh.context_method=gather", "mesh.context_method=heads"
+
+# ---------------------------------------------------------------------------------------------------------------
+# Few targets
+
+Holes = Callable[[NDArray[np.int64], NDArray[Any]], None]
+
+
+class WithHoles(Part):
+    """Samples of another source, some of whose targets count for nothing."""
+
+    def __init__(self, whole: Source, holes: Holes) -> None:
+        super().__init__(whole, 0, len(whole))
+        self._holes = holes
+
+    def batch(self, indices: NDArray[np.int64]) -> Samples:
+        found = entries(super().batch(indices))
+        found["targets"] = found["targets"].copy()
+        self._holes(indices, found["targets"])
+        return found
+
+
+def beginnings(indices: NDArray[np.int64], targets: NDArray[Any]) -> None:
+    """Leave the first eighth of each row: all but the first slices have no target."""
+    targets[:, targets.shape[1] // 8 :] = IGNORE
+
+
+def one_in(rows: Iterable[int]) -> Holes:
+    """Leave one target of these rows, and none of any other."""
+    chosen = np.asarray(list(rows))
+
+    def holes(indices: NDArray[np.int64], targets: NDArray[Any]) -> None:
+        kept = targets[:, 5].copy()
+        targets[:] = IGNORE
+        targets[:, 5] = np.where(np.isin(indices, chosen), kept, IGNORE)
+
+    return holes
+
+
+class Sparse(Trainer):
+    """Trains on few targets: `beginnings`, or one target in each global batch."""
+
+    def __init__(self, config: RunConfig, kind: str) -> None:
+        self.kind = kind
+        super().__init__(config)
+
+    def build_loader(self) -> Iterable[Batch]:
+        source = open_source(self.config.data, 257, "train")
+        loader = TrainLoader.of(source, self.config, self.world.rank, self.world.size, self.world.device)
+        size = self.config.train.global_batch_size
+        rows = loader._order.at(np.arange(3, 100 * size, size))
+        loader.source = WithHoles(source, beginnings if self.kind == "beginnings" else one_in(rows))
+        return loader
+
+    def build_eval_loader(self) -> Iterable[Batch] | None:
+        source = open_source(self.config.data, 257, "eval")
+        assert source is not None
+        holes = WithHoles(source, beginnings if self.kind == "beginnings" else one_in([3]))
+        return EvalLoader.of(holes, self.config, self.world.rank, self.world.size)
+
+
+def digest_of(trainer: Trainer) -> str:
+    """Return one hash of all weights, whatever they are sharded over."""
+    found = hashlib.sha256()
+    for name, parameter in trainer.model.named_parameters():
+        whole: torch.Tensor = parameter.full_tensor()  # type: ignore[attr-defined]
+        found.update(f"{name} {tuple(whole.shape)}".encode() + whole.detach().numpy().tobytes())
+    return found.hexdigest()
+
+
+def train(runs: list[list[str]], kinds: list[str], num_steps: int, *shared: str) -> list[list[dict[str, Any]]]:
+    """Train and evaluate tiny llama_small on each kind of targets with each list of overrides, in one process group."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    found = []
+    for overrides in runs:
+        own = []
+        for kind in kinds:
+            given = tiny_overrides("eval.every=100", "eval.steps=2", "train.steps=20", *shared, *overrides)
+            config = load_config("llama_small", given)
+            trainer = Trainer(config) if kind == "all" else Sparse(config, kind)
+            initial = digest_of(trainer)
+            records = list(islice(trainer.steps(), num_steps))
+            held_out: Any = trainer.evaluate()
+            trainer.close()
+            values = {name: [record[name] for record in records] for name in ("loss", "grad_norm", "tokens")}
+            own.append(values | {"eval": [held_out["loss"]], "initial": initial})
+        found.append(own)
+    return found
+
+
+FEW = [["mesh.context=2", GATHER]]
+FEW_ON_FOUR = [
+    ["mesh.context=2", GATHER],
+    ["mesh.context=2", HEADS, "mesh.replicate=2", "fsdp.accumulate=sharded"],
+    ["mesh.context=4", GATHER, "train.micro_batch_size=2", "train.activation_checkpoint=full"],
+    ["mesh.context=4", HEADS],
+]
+KINDS = ["beginnings", "one"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "runs", "data", "num_steps"),
+    [
+        (2, FEW, "data.documents=masked", 3),
+        pytest.param(4, FEW_ON_FOUR, "data.documents=masked", 10, marks=CAMPAIGN),
+        pytest.param(4, FEW_ON_FOUR, "data.documents=joined", 10, marks=CAMPAIGN),
+    ],
+    ids=["2", "4 masked", "4 joined"],
+)
+def test_slices_without_a_target(ranks: int, runs: list[list[str]], data: str, num_steps: int, tmp_path: Path) -> None:
+    """Slices that have none, and one target in all of a global batch; and the first weights, bit for bit."""
+    (whole,) = run_ranks(1, train, [[f"run.dir={tmp_path / 'one'}"]], KINDS, num_steps, data)[0]
+    assert whole[1]["tokens"] == list(range(1, num_steps + 1)), "one target in each step"
+    own = [[*overrides, f"run.dir={tmp_path / str(number)}"] for number, overrides in enumerate(runs)]
+    for overrides, each in zip(runs, run_ranks(ranks, train, own, KINDS, num_steps, data)[-1], strict=True):
+        for kind, found, right in zip(KINDS, each, whole, strict=True):
+            assert relative(found["loss"], right["loss"]) < 1e-6, (kind, overrides)
+            assert relative(found["grad_norm"], right["grad_norm"]) < 1e-5, (kind, overrides)
+            assert relative(found["eval"], right["eval"]) < 1e-6, (kind, overrides)
+            assert found["tokens"] == right["tokens"], (kind, overrides)
+            assert found["initial"] == right["initial"], (kind, overrides)
+
+
+@pytest.mark.campaign
+def test_half_precision_rounds_as_it_does_without_slices(tmp_path: Path) -> None:
+    """No farther from one rank than three times plain two ranks."""
+    half = ["all"], 20, "fsdp.param_dtype=bfloat16"
+    runs = [[], ["mesh.context=2", GATHER], ["mesh.context=2", HEADS]]
+    own = [[*overrides, f"run.dir={tmp_path / str(number)}"] for number, overrides in enumerate(runs)]
+    whole: Any = run_ranks(1, train, [[f"run.dir={tmp_path / 'one'}"]], *half)[0][0][0]
+    plain, *sliced = [each[0] for each in run_ranks(2, train, own, *half)[-1]]
+    distance = relative(plain["loss"], whole["loss"])
+    assert distance > 0
+    for each in sliced:
+        print(distance, relative(each["loss"], whole["loss"]), relative(each["grad_norm"], whole["grad_norm"]))
+        assert relative(each["loss"], whole["loss"]) < 3 * distance
+        assert relative(each["grad_norm"], whole["grad_norm"]) < 2e-2
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# What a run shows and keeps
+
+SHOWN = ["eval.every=4", "eval.steps=2", "train.steps=12", "train.ema=0.6", "log.norms_every=3", "log.sample_tokens=4"]
+SHOWN += ["log.prompts=[def ]", "checkpoint.keep_best=1", "optim.lr=0.02"]
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("method", [GATHER, HEADS], ids=["gather", "heads"])
+def test_what_a_run_shows_and_keeps(method: str, tmp_path: Path) -> None:
+    """Evaluations of averages and of each source, norms by layer, samples, and which checkpoint is the best."""
+    for name in ("a", "b"):
+        text = "".join(f"{name} {number} * {number} = {number * number}\n" for number in range(3000))
+        (tmp_path / f"{name}.txt").write_text(text)
+    data = f"data.path={{a: {tmp_path / 'a.txt'}, b: {tmp_path / 'b.txt'}}}"
+    whole = run_tiny(tmp_path / "one", data, *SHOWN)
+    found = run_tiny(tmp_path / "two", data, *SHOWN, "nproc=2", "mesh.context=2", method)
+    for kind in ("train", "eval", "norms", "sample"):
+        ours, theirs = ([line for line in ran.metrics if line["kind"] == kind] for ran in (found, whole))
+        assert len(ours) == len(theirs) > 0, kind
+        for our, their in zip(ours, theirs, strict=True):
+            for name in our.keys() - {"time", "step_s", "ts"}:
+                compare(name, our[name], their[name])
+    assert "Warning" not in found.stderr
+    best = [(run.folder / "best").resolve().name for run in (found, whole)]
+    assert best[0] == best[1]
+
+
+TIMED = ("tokens_per_s", "tflops", "mfu", "_s", "time", "memory", "gib", "goodput", "wall")
+
+
+def compare(name: str, ours: Any, theirs: Any) -> None:
+    if isinstance(ours, dict):
+        assert ours.keys() == theirs.keys(), name
+        for key in ours:
+            compare(f"{name}.{key}", ours[key], theirs[key])
+    elif isinstance(ours, float) and isinstance(theirs, float):
+        if not any(part in name for part in TIMED):
+            assert ours == pytest.approx(theirs, rel=1e-5), name
+    elif not any(part in name for part in TIMED):
+        assert ours == theirs, name
