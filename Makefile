@@ -5,6 +5,9 @@ PYTHON ?= python3
 WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(4, 1 + (os.cpu_count() or 2)))')
 PYTEST = $(PYTHON) -m pytest -q -n $(WORKERS) --dist worksteal
 
+# The tests start many interpreters: what they compile is kept, also where the environment says not to.
+export PYTHONDONTWRITEBYTECODE =
+
 .PHONY: docs install check test test-fast test-campaign test-fake-gpu durations format
 
 install:

@@ -97,7 +97,7 @@ Move = tuple[str, str, str]
 EACH_ONCE: list[Move] = [("1", "2x2", "adamw"), ("2x2", "1", "adamw"), ("2", "4", "muon")]
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_each_mesh_to_another(tmp_path: Path) -> None:
     """Each mesh saves once, and loads once."""
     move(tmp_path, EACH_ONCE)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import trainer
-from tests.forked import REPOSITORY
+from tests.forked import REPOSITORY, fork, run_script
 from tests.ranks import run_command, tiny_overrides
 from trainer import load_config, run
 from trainer.config.naming import free_name
@@ -202,12 +202,13 @@ def test_a_script_of_ones_own_has_the_whole_command_line(tmp_path: Path) -> None
         "        return 2 * super().loss(batch)\n"
         "sys.exit(trainer.main(Doubled))\n"
     )
-    command = [sys.executable, str(script), "recipe=llama_small", *tiny_overrides("train.steps=2")]
+    arguments = ["recipe=llama_small", *tiny_overrides("train.steps=2")]
+    command = [sys.executable, str(script), *arguments, f"run.dir={tmp_path / 'run'}", "nproc=2"]
     env = os.environ | {"PYTHONPATH": str(REPOSITORY)}
-    done = subprocess.run([*command, f"run.dir={tmp_path / 'run'}", "nproc=2"], capture_output=True, text=True, env=env)
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert next(record["world_size"] for record in records if record["kind"] == "start") == 2
     assert next(record["loss"] for record in records if record["kind"] == "train") > 10, "twice a fresh model's 5.5"
-    wrong = subprocess.run([*command, "train.stepz=2"], capture_output=True, text=True, env=env)
-    assert (wrong.returncode, wrong.stderr.count("error:"), "Traceback" in wrong.stderr) == (2, 1, False)
+    wrong = fork(run_script, [str(script), [*arguments, "train.stepz=2"]], tmp_path)
+    assert (wrong.wait(60), wrong.stderr.count("error:"), "Traceback" in wrong.stderr) == ([2], 1, False)

@@ -162,8 +162,9 @@ def test_the_tree_is_frozen() -> None:
 
 
 @pytest.mark.slow
-def test_no_garbage_makes_it_crash_and_what_it_accepts_it_can_write(tmp_path: Path) -> None:
-    """200 random overrides, seeded: a configuration that its own YAML gives again, or a UserError, and nothing else."""
+@pytest.mark.parametrize("number_of", [60, pytest.param(1000, marks=pytest.mark.campaign)])
+def test_no_garbage_makes_it_crash_and_what_it_accepts_it_can_write(number_of: int, tmp_path: Path) -> None:
+    """Random overrides, seeded: a configuration that its own YAML gives again, or a UserError, and nothing else."""
     draw = random.Random(0)
     keys = [*declared_keys(find_recipe("llama").config), "model", "train", "a.b.c", "", ".", "train.", "..", "x"]
     values = [
@@ -185,7 +186,7 @@ def test_no_garbage_makes_it_crash_and_what_it_accepts_it_can_write(tmp_path: Pa
     ]
     values += ["", "???", "${x}", "${train.steps}", "!!python/none", "*a", "&a 1", "\x00", "2020-01-01", "0x1F", "é"]
     accepted = 0
-    for number in range(200):
+    for number in range(number_of):
         key, value = draw.choice(keys), draw.choice(values)
         if draw.random() < 0.3:
             value = "".join(draw.choice("[]{}:,#&*!|>'\"%@`$?-~ \t\n\\ax01.é") for _ in range(draw.randrange(8)))
@@ -205,7 +206,7 @@ def test_no_garbage_makes_it_crash_and_what_it_accepts_it_can_write(tmp_path: Pa
             again = tmp_path / f"{number}.yaml"
             again.write_text(config.to_yaml())
             assert load_config(str(again)) == config, override
-    assert 10 < accepted < 180, "both kinds must have been tried"
+    assert 0.05 < accepted / number_of < 0.9, "both kinds must have been tried"
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -162,6 +162,7 @@ def test_the_method_follows_from_heads_and_nodes() -> None:
     assert with_method(config, 4).mesh.context_method == "gather"
 
 
+@pytest.mark.campaign
 def test_the_planner_chooses_slices_where_a_sequence_does_not_fit() -> None:
     given = ["data.seq_len=4096", "model.max_seq_len=4096", "train.micro_batch_size=1", "train.global_batch_size=8"]
     config, mesh = planned(load_config("llama_small", tiny_overrides(*given))), MeshShape(1, 8)
@@ -224,7 +225,7 @@ ON_EIGHT = [["mesh.context=4", "mesh.replicate=2", "train.global_batch_size=8", 
 @pytest.mark.parametrize(
     ("ranks", "runs", "data", "num_steps"),
     [
-        (2, ON_TWO, MASKED, 4),
+        pytest.param(2, ON_TWO, MASKED, 4, marks=CAMPAIGN),
         (4, ON_FOUR, MASKED, 4),
         pytest.param(4, MORE_ON_FOUR, [], 20, marks=CAMPAIGN),
         pytest.param(4, MORE_ON_FOUR, MASKED, 20, marks=CAMPAIGN),

@@ -152,7 +152,7 @@ def test_another_cut_of_the_same_data_needs_no_more_than_its_own_key(tmp_path: P
     assert line.startswith("data: 3 shards")
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_a_checkpoint_of_before_there_were_fingerprints(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     """It is gone on from, with one warning; and the next one has a fingerprint."""
     path = write(tmp_path / "data", *TEXTS[:3])

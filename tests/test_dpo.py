@@ -161,7 +161,7 @@ def assert_close(lines: list[dict[str, Any]], expected: list[dict[str, float]]) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", list(WITH))
+@pytest.mark.parametrize("kind", ["adapters", pytest.param("a second model", marks=pytest.mark.campaign)])
 def test_it_is_the_formula_on_one_rank_and_two_and_a_resume_is_bit_equal(kind: str, base: Path, tmp_path: Path) -> None:
     expected = plain_loop(base, kind)
     assert expected[-1]["loss"] < 0.9 * expected[0]["loss"], "it learns"

@@ -102,7 +102,7 @@ def test_adapters_are_evaluated_on_their_base(tmp_path: Path, capsys: pytest.Cap
     assert found(capsys, source, "data.source=synthetic", "data.seq_len=16", "eval.steps=2")["loss"] != of_run
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_on_other_ranks_than_the_run_was_on(four: Shared) -> None:
     """As the command that it is, on two ranks, of a run on 2 x 2."""
     folder = four.ran.folder

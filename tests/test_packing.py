@@ -248,7 +248,7 @@ def test_packed_documents_train_alike_on_every_mesh(tmp_path: Path) -> None:
     assert relative(found[1][1]["loss"], found[1][2]["loss"]) < 1e-6
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_packed_documents_are_resumed_bit_for_bit(tmp_path: Path) -> None:
     settings = [MASKED, BEST, "nproc=2", "eval.every=3", "eval.steps=1"]
     straight = run_tiny(tmp_path / "straight", *settings, "train.steps=4")

@@ -189,7 +189,7 @@ def test_a_model_that_cannot_be_planned() -> None:
         make_plan(config, MeshShape(1, 2), find_machine("h100"))
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_the_largest_micro_batch_may_need_the_least() -> None:
     """Nothing accumulates there: no gradients of the whole model lie unsharded."""
     autos = [f"{key}={AUTO}" for key in chosen_settings(load_config("llama_small"))]
@@ -318,7 +318,7 @@ def test_auto_finds_what_an_exhaustive_search_finds(micros: Sequence[int], num_b
     assert worst < 0.03
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_nothing_fits() -> None:
     shape = MeshShape(1, 8)
     autos = ["fsdp.reshard_after_forward=auto", "train.activation_checkpoint=auto", "fsdp.accumulate=unsharded"]
@@ -451,7 +451,9 @@ TOO_LARGE = ["recipe=llama_small", "ranks=2", "device=h100", "model.dim=1024", "
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("overrides", [[], ["train.activation_checkpoint=auto"]])
+@pytest.mark.parametrize(
+    "overrides", [[], pytest.param(["train.activation_checkpoint=auto"], marks=pytest.mark.campaign)]
+)
 def test_what_does_not_fit_is_planned_and_exits_3(overrides: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(run_plan(capsys, *TOO_LARGE, *overrides, "--json", ends=3)[0])
     assert (found["num_ranks"], found["fits"]) == (2, False)

@@ -152,6 +152,7 @@ def test_a_finished_run_started_again_does_nothing(one: Shared, tmp_path: Path) 
     assert further.train("step") == list(range(1, 23))
 
 
+@pytest.mark.campaign
 def test_the_exit_code_is_what_the_workers_say(tmp_path: Path) -> None:
     """Of workers that torch's launcher has started, and that have ended by themselves."""
     unfilled = run_command(tmp_path / "run", *MLP, OWN + "mlp_unfilled", "nproc=2", launcher=FRESH)

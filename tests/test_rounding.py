@@ -296,14 +296,14 @@ def train_straight_and_in_halves(folder: Path, overrides: list[str]) -> dict[str
     return {"straight": straight, "halves": halves}
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.parametrize(
     ("ranks", "overrides"),
     [
         (4, ["mesh.replicate=2"]),
-        pytest.param(1, [], marks=pytest.mark.campaign),
-        pytest.param(2, ["train.micro_batch_size=2"], marks=pytest.mark.campaign),
-        pytest.param(4, ["model.vocab_size=5"], marks=pytest.mark.campaign),
+        (1, []),
+        (2, ["train.micro_batch_size=2"]),
+        (4, ["model.vocab_size=5"]),
     ],
     ids=["2x2", "1", "2", "an empty shard"],
 )

@@ -254,10 +254,8 @@ RIGHT: list[Case] = [
 ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "cases", [RIGHT[::2], pytest.param(RIGHT[1::2], marks=pytest.mark.campaign)], ids=["even", "odd"]
-)
+@pytest.mark.campaign
+@pytest.mark.parametrize("cases", [RIGHT[::2], RIGHT[1::2]], ids=["even", "odd"])
 def test_what_is_right_passes(cases: list[Case], tmp_path: Path) -> None:
     for found in run_ranks(4, outcomes, tmp_path, cases)[:2]:
         for case, outcome in zip(cases, found, strict=True):

@@ -599,7 +599,7 @@ def train_each_way(folder: Path) -> list[list[tuple[float, float]]]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.skipif(not hasattr(FSDPModule, "set_separate_reduce_scatter_group"), reason="needs torch 2.13")
 def test_fewer_gathers_and_another_communicator_change_no_bit(tmp_path: Path) -> None:
     plain, gathered_back, separate = run_ranks(2, train_each_way, tmp_path)[0]

@@ -254,6 +254,7 @@ def test_a_signal_while_one_rank_has_not_come_yet(tmp_path: Path) -> None:
     wait_until(lambda: processes_of(folder) == [], "no rank is left", timeout_s=30)
 
 
+@pytest.mark.campaign
 def test_the_launcher_is_killed_before_its_ranks_have_met(tmp_path: Path) -> None:
     folder, gate = tmp_path / "run", Gate(tmp_path / "gate", "import 1")
     process = start(folder, "nproc=2", *SLOW, env=gate.variables)

@@ -57,7 +57,7 @@ def everyday(kinds: list[str], *chosen: str) -> list[Any]:
 NATIVE = ["auto qwen3", "auto qwen3_moe"]
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.parametrize("kind", everyday([*TRAINED, *NATIVE], "gemma3"))
 def test_adapters_are_pefts_on_any_model(kind: str, tmp_path: Path) -> None:
     """On one rank and two; and what leaves loads there, bit for bit."""
@@ -143,8 +143,8 @@ def plain_preferences(source: Path, adapters: dict[str, torch.Tensor], exported:
     return losses
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("adapted", [True, pytest.param(False, marks=pytest.mark.campaign)])
+@pytest.mark.campaign
+@pytest.mark.parametrize("adapted", [True, False])
 @pytest.mark.parametrize("kind", everyday(["llama", "qwen3", "gemma3", "gpt2", "qwen3_moe", "auto qwen3"], "qwen3"))
 def test_preferences_are_the_formula_on_any_model(
     kind: str, adapted: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
