@@ -20,7 +20,7 @@ HERE = Path(__file__).parent
 
 
 class Collected:
-    """The tests that pytest finds in a collection within this process: `test_file.py::test_name`, without parameters."""
+    """The tests that pytest finds, collecting in this process: `test_file.py::test_name`, without parameters."""
 
     def __init__(self) -> None:
         self.everyday: set[str] = set()

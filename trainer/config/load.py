@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import functools
 import math
 import os
 import re
@@ -13,7 +15,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
@@ -99,12 +101,8 @@ def _build(
         values = {key: value for key, value in values.items() if not key.startswith("model.")}
     if name is None:
         raise _no_model(values, path)
-    schema = RunConfig(model=find_recipe(str(name), may_import).config)
-    tree = OmegaConf.structured(schema)
-    for node in (tree, *(tree[f.name] for f in dataclasses.fields(RunConfig))):
-        OmegaConf.set_readonly(node, False)
-
-    legal = dict(_declared_keys(schema))
+    model = find_recipe(str(name), may_import).config
+    tree, legal = copy.deepcopy(_empty_tree(model)), _declared_keys(model)
     for key, value in values.items():
         _assign(tree, legal, key, value, f" (in {path})")
     for key, text in assignments.items():
@@ -115,7 +113,7 @@ def _build(
     try:
         told = _told_by(tree.train.init_from, find_recipe(str(name))) if follows else None
         if told is not None:
-            _follow(tree, schema.model, legal, told, values, assignments)
+            _follow(tree, model, legal, told, values, assignments)
         config = OmegaConf.to_object(tree)
     except OmegaConfBaseException as error:
         raise UserError(f"{error.full_key}: {str(error).splitlines()[0]}") from error
@@ -133,7 +131,7 @@ def _build(
 def _no_model(values: Mapping[str, Any], path: Path) -> UserError:
     """Return the error of a file that names no model: of a key that no model has, rather."""
     load_recipes()
-    known = dict(field for field in _declared_keys(RunConfig()) if field[0].partition(".")[0] != "model")
+    known = {key: item for key, item in _declared_keys(None).items() if key.partition(".")[0] != "model"}
     for key, value in values.items():
         if not key.startswith("model.") and key not in known:
             return unknown_key(key, value, known, f" (in {path})")
@@ -248,18 +246,31 @@ def description(path: Path) -> str:
 
 def declared_keys(model: type | None = None) -> dict[str, dataclasses.Field[Any]]:
     """Return every key that may be set, with its field: type, default, and meaning in `metadata`."""
-    return dict(_declared_keys(RunConfig(model=model)))
+    return dict(_declared_keys(model))
 
 
-def _declared_keys(schema: RunConfig) -> Iterator[tuple[str, dataclasses.Field[Any]]]:
+@functools.cache
+def _declared_keys(model: type | None) -> Mapping[str, dataclasses.Field[Any]]:
+    schema, found = RunConfig(model=model), {}
     for section in dataclasses.fields(RunConfig):
-        owner = schema.model if section.name == "model" else type(getattr(schema, section.name))
+        owner = model if section.name == "model" else type(getattr(schema, section.name))
         if owner is None:
             continue
         hints = typing.get_type_hints(owner)
         for item in dataclasses.fields(owner):
             item.type = hints[item.name]
-            yield f"{section.name}.{item.name}", item
+            found[f"{section.name}.{item.name}"] = item
+    return found
+
+
+@functools.cache
+def _empty_tree(model: type) -> DictConfig:
+    """Return the tree of all defaults, to be copied: making one takes five times as long as copying it."""
+    tree = OmegaConf.structured(RunConfig(model=model))
+    for node in (tree, *(tree[section.name] for section in dataclasses.fields(RunConfig))):
+        OmegaConf.set_readonly(node, False)
+    assert isinstance(tree, DictConfig)
+    return tree
 
 
 _WRITES_ONE = "what python -m trainer.run recipe=llama_small --print-config writes"
@@ -465,7 +476,7 @@ def _number_in(text: str) -> float | None:
 
 
 def _check_limits(config: RunConfig) -> None:
-    for key, item in _declared_keys(dataclasses.replace(config, model=type(config.model))):
+    for key, item in declared_keys(type(config.model)).items():
         section, _, name = key.partition(".")
         value = getattr(getattr(config, section), name)
         for number in value if isinstance(value, tuple) else (value,):
