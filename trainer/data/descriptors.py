@@ -39,7 +39,10 @@ class _Descriptor:
 
 
 class Descriptors:
-    """A cache of open files, those used last.  Safe for threads; a forked process may go on with what it inherits."""
+    """A cache of open files, those opened last.  Safe for threads; a forked process may go on with what it inherits.
+
+    A file that is open is found without a lock, and no record is kept of its use: every sample comes this way.
+    """
 
     def __init__(self) -> None:
         self._open: dict[Version, _Descriptor] = {}
@@ -53,7 +56,7 @@ class Descriptors:
         Who has seen another version of the file reads through another descriptor: it may have been replaced.
         Raises OSError.
         """
-        descriptor = self._take(file)
+        descriptor = self._open.get(file) or self._take(file)
         count = os.preadv(descriptor.number, [buffer.data], offset)
         while 0 < count < buffer.nbytes:  # a signal, or the end
             more = os.preadv(descriptor.number, [buffer.data.cast("B")[count:]], offset + count)
@@ -74,12 +77,11 @@ class Descriptors:
 
     def _take(self, file: Version) -> _Descriptor:
         with self._lock:
-            descriptor = self._open.pop(file, None)
+            descriptor = self._open.get(file)  # another thread may just have opened it
             if descriptor is None:
                 for other in list(self._open)[: max(0, len(self._open) + 1 - self._room())]:
                     del self._open[other]
-                descriptor = self._open_anew(file[0])
-            self._open[file] = descriptor  # now the last one to go
+                descriptor = self._open[file] = self._open_anew(file[0])
             return descriptor
 
     def _open_anew(self, path: str) -> _Descriptor:

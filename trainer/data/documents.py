@@ -105,6 +105,9 @@ class PackedSource(TokenSource):
     def _pieces_of(self, index: int) -> list[tuple[int, int]]:
         return self._rows.pieces_of(index) if index >= 0 else []
 
+    def _starts_of(self, indices: Sequence[int]) -> None:
+        """Return None: a row is put together from its pieces, few of which fill it."""
+
     def stretch(self, first: int, last: int) -> NDArray[np.integer[Any]]:
         """Return the tokens of samples one after the other; see `Source.stretch`."""
         return Source.stretch(self, first, last)

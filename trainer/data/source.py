@@ -251,54 +251,48 @@ class TokenSource(Source):
         return list(dict.fromkeys(shard for first, last in ends for shard in range(first, last + 1)))
 
     def _windows(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        indices = np.asarray(indices, dtype=np.int64)
-        assert indices.size == 0 or -1 <= indices.min() <= indices.max() < len(self), (indices, len(self))
-        pieces = [self._pieces_of(index) for index in indices.tolist()]
-        if all(len(of_row) == 1 and of_row[0][1] == self.seq_len for of_row in pieces):
-            return self._whole_windows(indices.tolist(), [of_row[0][0] for of_row in pieces])
-        tokens, targets = (np.empty((len(indices), self.seq_len), np.int64) for _ in range(2))
-        for row, of_row in enumerate(pieces):
+        numbers: list[int] = np.asarray(indices, dtype=np.int64).tolist()
+        assert not numbers or -1 <= min(numbers) <= max(numbers) < len(self), (indices, len(self))
+        starts = self._starts_of(numbers)
+        if starts is not None:
+            rows = self._read_rows(numbers, starts, self.seq_len + 1)
+            return rows[:, :-1].astype(np.int64), rows[:, 1:].astype(np.int64)
+        tokens, targets = (np.empty((len(numbers), self.seq_len), np.int64) for _ in range(2))
+        for row, index in enumerate(numbers):
             end = 0
-            for start, count in of_row:
-                found = self._read_piece(int(indices[row]), start, count + 1)
+            for start, count in self._pieces_of(index):
+                found = self._read_rows([index], [start], count + 1)[0]
                 tokens[row, end : end + count], targets[row, end : end + count] = found[:-1], found[1:]
                 end += count
             tokens[row, end:], targets[row, end:] = self._padding, IGNORE
         return tokens, targets
 
-    def _whole_windows(
-        self, indices: Sequence[int], starts: Sequence[int]
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return tokens and targets of samples that are filled from one place each: read row by row, checked and
-        converted all at a time.
-        """
-        found = np.empty((len(starts), self.seq_len + 1), self._dtype)
-        for index, row, start in zip(indices, found, starts, strict=True):
-            self._read_sample(index, row, start)
-        if self._is_beyond(found):
-            number = int(np.argmax((found >= self.vocab_size).any(axis=1)))
-            raise ShardError(self._beyond(found[number], indices[number], starts[number]))
-        return found[:, :-1].astype(np.int64), found[:, 1:].astype(np.int64)
+    def _starts_of(self, indices: Sequence[int]) -> list[int] | None:
+        """Return the first token of each sample if all of them are filled from one place each; else None."""
+        if not indices or min(indices) < 0 or (max(indices) + 1) * self.seq_len >= self._shard_starts[-1]:
+            return None
+        return [index * self.seq_len for index in indices]
 
     def _pieces_of(self, index: int) -> list[tuple[int, int]]:
         """Return the first token and the number of targets of each piece of a sample; none for index -1."""
         start = index * self.seq_len
         return [(start, min(self.seq_len, self._shard_starts[-1] - 1 - start))] if index >= 0 else []
 
-    def _read_piece(self, index: int, start: int, count: int) -> NDArray[np.unsignedinteger[Any]]:
-        """Return `count` tokens of the stream for sample `index`.  Raises ShardError, for an unknown id as well."""
-        found = np.empty(count, self._dtype)
-        self._read_sample(index, found, start)
-        if self._is_beyond(found):
-            raise ShardError(self._beyond(found, index, start))
-        return found
+    def _read_rows(self, indices: Sequence[int], starts: Sequence[int], count: int) -> NDArray[np.unsignedinteger[Any]]:
+        """Return `count` tokens of the stream from each of `starts` on, for as many samples: (len(starts), count).
 
-    def _read_sample(self, index: int, found: NDArray[np.unsignedinteger[Any]], start: int) -> None:
-        """Fill an array with tokens of the stream, for sample `index`.  Raises ShardError."""
-        try:
-            self._read(found, start)
-        except ShardError as error:
-            raise ShardError(f"sample {index} cannot be read: {error}") from error
+        Raises ShardError, for an unknown id as well.
+        """
+        rows = np.empty((len(starts), count), self._dtype)
+        for index, row, start in zip(indices, rows, starts, strict=True):
+            try:
+                self._read(row, start)
+            except ShardError as error:
+                raise ShardError(f"sample {index} cannot be read: {error}") from error
+        if self._is_beyond(rows):
+            number = int(np.argmax((rows >= self.vocab_size).any(axis=1)))
+            raise ShardError(self._beyond(rows[number], indices[number], starts[number]))
+        return rows
 
     def _is_beyond(self, found: NDArray[np.unsignedinteger[Any]]) -> bool:
         return self._may_be_beyond and bool(found.max(initial=0) >= self.vocab_size)
@@ -327,6 +321,9 @@ class TokenSource(Source):
     def _read(self, found: NDArray[np.unsignedinteger[Any]], start: int) -> None:
         """Fill an array with tokens of the stream from `start` on, which may lie in several shards."""
         number, first = self._locate(start)
+        if start + len(found) <= self._shard_starts[number + 1]:
+            self.shards[number].read_into(found, first)
+            return
         filled = 0
         while filled < len(found):
             shard = self.shards[number]
