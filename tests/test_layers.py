@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -34,8 +35,13 @@ DOORS = {
 FILES = sorted(path for folder in ("trainer", "recipes") for path in (REPOSITORY / folder).rglob("*.py"))
 
 
-def names_used(source: str) -> Iterator[str]:
-    """Yield every module that is imported, every name that is imported from one, and every name and attribute used."""
+@functools.cache
+def names_used(source: str) -> frozenset[str]:
+    """Return every module that is imported, every name that is imported from one, and every name and attribute used."""
+    return frozenset(_names_used(source))
+
+
+def _names_used(source: str) -> Iterator[str]:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
