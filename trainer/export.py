@@ -126,13 +126,7 @@ def command_line(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--base", metavar="PATH", help="where the weights under the adapters are, if they have moved")
     parser.add_argument("--ema", action="store_true", help="the averaged weights, of a run with train.ema")
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier export")
-    parser.add_argument(
-        "--allow-import",
-        metavar="MODULE",
-        action="append",
-        default=[],
-        help="import this module of your own, if the checkpoint names it; give it once for each",
-    )
+    parser.add_allow_import()
     chosen = parser.parse_args(argv)
     look_in_working_folder()
     return run_command(lambda: _export(chosen))

@@ -165,7 +165,7 @@ def command_line(argv: Sequence[str] | None = None) -> int:
         return EXIT_INTERRUPTED
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> CommandParser:
     parser = CommandParser(prog="python -m trainer.generate", description=__doc__.partition("\n")[0])
     parser.add_argument("path", help="a run.dir (its newest checkpoint), a checkpoint, or a Hugging Face folder")
     text = parser.add_mutually_exclusive_group(required=True)
@@ -178,13 +178,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--top-p", type=float, help="default: the model's own generation_config.json, or 1")
     parser.add_argument("--ema", action="store_true", help="with the averaged weights, of a run with train.ema")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU if there is")
-    parser.add_argument(
-        "--allow-import",
-        metavar="MODULE",
-        action="append",
-        default=[],
-        help="import this module of your own, if the checkpoint names it; give it once for each",
-    )
+    parser.add_allow_import()
     return parser
 
 

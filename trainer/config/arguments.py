@@ -75,6 +75,11 @@ class CommandParser(argparse.ArgumentParser):
         say(f"error: {message}\n  to fix: see {self.prog} --help")
         raise SystemExit(EXIT_USER_ERROR)
 
+    def add_allow_import(self) -> None:
+        """Add the option that lets a checkpoint's own module be imported, which runs its code."""
+        meaning = "import this module of your own, if the checkpoint names it; give it once for each"
+        self.add_argument("--allow-import", metavar="MODULE", action="append", default=[], help=meaning)
+
 
 def _parse_nproc(text: str) -> int:
     rule = f"must be a number of processes, from 1 to {_MAX_PROCESSES}"
