@@ -6,7 +6,6 @@ import dataclasses
 import math
 
 from trainer.config import RunConfig
-from trainer.data.chat.source import ChatSource, PairSource
 from trainer.data.opening import open_source
 from trainer.data.stdlib import Split
 
@@ -27,6 +26,8 @@ def _with_trimmed_rows(config: RunConfig) -> RunConfig:
     data = config.data
     if not data.trim_rows:
         return config
+    from trainer.data.chat.source import ChatSource, PairSource  # with the library that renders templates
+
     splits: tuple[Split, ...] = ("train", "eval") if config.eval.every else ("train",)
     opened = (open_source(data, config.vocab_size, split) for split in splits)
     longest = max(source.longest for source in opened if isinstance(source, (ChatSource, PairSource)))
