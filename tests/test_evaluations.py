@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -81,6 +83,33 @@ def test_of_several_best_ones_each_is_kept(tmp_path: Path) -> None:
     assert kept(tmp_path / "run") == [4, 6, 10, 11]  # 2, the best at first, has gone
 
 
+class OnceFull(Scripted):
+    """Its disk is full when the best checkpoint is written."""
+
+    def evaluate(self) -> Record | None:
+        store = self.checkpoints
+        write = type(store)._write_own
+        if self.state.step == 4:
+            store._write_own = lambda *_: (None, "no space left")  # type: ignore[method-assign]
+            self.saver.schedule.failed = lambda: None  # type: ignore[method-assign]  # nor is it tried again
+        else:
+            store._write_own = functools.partial(write, store)  # type: ignore[method-assign]
+        return super().evaluate()
+
+
+@pytest.mark.slow
+def test_of_those_that_are_there_the_best_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One that could not be saved, or was deleted, is in no other's way."""
+    trained(tmp_path / "full", "checkpoint.keep_best=1", "checkpoint.mode=sync", "train.steps=9", kind=OnceFull)
+    assert kept(tmp_path / "full") == [6, 9], "4 would have been better"
+    assert "best: step 6, 2.0000" in capsys.readouterr().out
+    run = tmp_path / "deleted"
+    trained(run, "checkpoint.keep_best=1", "train.steps=7")
+    shutil.rmtree(run / "checkpoints" / "step_00000004")
+    trained(run, "checkpoint.keep_best=1", "train.steps=11")
+    assert kept(run) == [10, 11]
+
+
 @pytest.mark.slow
 def test_a_run_ends_when_its_evaluations_do_not_get_better(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run, patient = tmp_path / "run", ("eval.patience=3", "train.steps=1000")
@@ -119,19 +148,26 @@ def test_what_counts_as_better(losses: Sequence[float], best: tuple[float, int],
     for step, loss in enumerate(losses, start=1):
         horizon.evaluated({"loss": loss}, step)
         horizon.evaluated({"loss": loss}, step)  # the same once more counts once
-    assert (horizon.best[0], horizon.num_worse) == (best, num_worse)
+    assert (horizon.best, horizon.num_worse) == (best, num_worse)
 
 
 def test_one_source_tells_the_best() -> None:
     sources = ["data.path={web: a.txt, code: b.txt}", "eval.every=1", "checkpoint.keep_best=1"]
     horizon = Horizon(load_config("llama_small", [*sources, "eval.metric=loss_code"]))
-    assert horizon.evaluated({"loss": 1.0, "loss_code": 3.0}, 1)
-    assert not horizon.evaluated({"loss": 0.5, "loss_code": 4.0}, 2)
-    assert not horizon.evaluated({"loss": 0.4, "loss_code": None}, 3)
-    assert horizon.evaluated({"loss": 2.0, "loss_code": 2.0}, 4)
+    found: list[dict[str, float | None]] = [
+        {"loss": 1.0, "loss_code": 3.0},
+        {"loss": 0.5, "loss_code": 4.0},
+        {"loss": 0.4, "loss_code": None},
+        {"loss": 2.0, "loss_code": 2.0},
+    ]
+    bests = []
+    for step, record in enumerate(found, start=1):
+        horizon.evaluated(record, step)
+        bests.append(horizon.best)
+    assert bests == [(3.0, 1), (3.0, 1), (3.0, 1), (2.0, 4)]
     other = Horizon(load_config("llama_small", [*sources, "eval.metric=loss"]))
     other.load_state_dict(horizon.state_dict())
-    assert other.best == []
+    assert other.best is None
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Iterator
 from contextlib import closing
@@ -89,6 +90,7 @@ class Run:
         )
         saver = SimpleNamespace(
             begin=list,
+            best=None,
             expected_s=0.0,
             finish=lambda: None,
             wait=lambda seconds: self.say("wait for the save"),
@@ -271,3 +273,15 @@ def test_a_step_that_casts_no_ballot_gets_one() -> None:
     ballot.cast(3)
     ballot.ensure_cast()
     assert len(casts) == 2
+
+
+def test_the_command_of_the_end_is_told_once(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The watchdog and the main thread may both find that the run has failed."""
+    told: list[str] = []
+    monkeypatch.setattr("trainer.lifecycle.lifecycle.tell_of_the_end", lambda command, facts: told.append(command))
+    config = run.life._config
+    run.life._config = dataclasses.replace(config, run=dataclasses.replace(config.run, on_end="true"))
+    run.begin()
+    run.life.give_up("hangs")
+    run.life.fail(ConnectionError("the others have left"))
+    assert told == ["true"]

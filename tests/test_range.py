@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.forked import fork
+from tests.gate import wait_until
 from tests.ranks import run_command, tiny_overrides
 from tests.tiny import lines, tiny_config
 from trainer import Trainer, UserError, load_config
@@ -136,6 +139,24 @@ def test_it_is_told_of_a_failure_and_its_own_changes_nothing(
 def test_a_command_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(on_end, "LIMIT_S", 0.1)
     assert "took more than" in on_end.tell_of_the_end("sleep 100 & wait", {})
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("timeout") is None, reason="needs coreutils")
+def test_a_command_that_hangs_is_ended_though_its_run_was_killed(tmp_path: Path) -> None:
+    """Or has left at a second Ctrl-C."""
+    pid, partial = tmp_path / "pid", tmp_path / "partial"
+    run = fork(_tell, [f"sleep 1000 & echo $! > {partial} && mv {partial} {pid}; wait"], tmp_path)
+    wait_until(pid.exists, "the command")
+    run.kill()
+    state = Path("/proc") / pid.read_text().strip() / "stat"
+    wait_until(lambda: not state.exists() or ") Z" in state.read_text(), "the command has been ended")
+
+
+def _tell(command: str) -> int:
+    on_end.LIMIT_S, on_end._GRACE_S = 1000.0, -999.0  # only what limits it from outside does
+    on_end.tell_of_the_end(command, {})
+    return 0
 
 
 # ---------------------------------------------------------------------------------------------------------------

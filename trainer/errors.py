@@ -26,6 +26,10 @@ EXIT_STOPPED = 75
 """Stopped on request after saving: "run me again" (`EX_TEMPFAIL` of sysexits.h)."""
 
 
+EXIT_INTERRUPTED = 130
+"""What a shell gives a command that Ctrl-C has ended."""
+
+
 class UserError(Exception):
     """A mistake of the user's, found before training: shown as one message, exit code 2."""
 
@@ -75,6 +79,9 @@ def run_command(work: Callable[[], int]) -> int:
     except BrokenPipeError:
         discard_stream(sys.stdout)
         return EXIT_FINISHED
+    except KeyboardInterrupt:
+        say("interrupted")
+        return EXIT_INTERRUPTED
     except UserError as error:
         say(f"error: {error}")
         return EXIT_USER_ERROR

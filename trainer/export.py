@@ -24,6 +24,7 @@ from trainer.config import config_from_yaml
 from trainer.config.arguments import CommandParser
 from trainer.data.tokenizer import find_tokenizer
 from trainer.errors import EXIT_FINISHED, UserError, run_command, tell
+from trainer.files import replacing
 from trainer.recipe import look_in_working_folder
 from trainer.weights.adapters import BASE
 from trainer.weights.exporting import export
@@ -101,14 +102,11 @@ def _end_id(tokenizer: str, origin: Origin) -> int:
 
 def _write_plain(model: torch.nn.Module, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    if path.suffix == ".pt":
-        torch.save(model.state_dict(), partial)
-    else:
-        safetensors.torch.save_model(model, str(partial), metadata={"format": "pt"})  # a tied weight once
-    with open(partial, "rb+") as file:
-        os.fsync(file.fileno())
-    os.replace(partial, path)
+    with replacing(path) as partial:
+        if path.suffix == ".pt":
+            torch.save(model.state_dict(), partial)
+        else:
+            safetensors.torch.save_model(model, str(partial), metadata={"format": "pt"})  # a tied weight once
 
 
 def command_line(argv: Sequence[str] | None = None) -> int:

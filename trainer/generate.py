@@ -42,9 +42,6 @@ from trainer.recipe import all_recipes, look_in_working_folder
 from trainer.weights.inference import load_weights, origin_of
 from trainer.weights.origin import GENERATION, TOKENIZER, read_folder, written_out
 
-EXIT_INTERRUPTED = 130
-"""What a shell gives a command that Ctrl-C has ended."""
-
 _CONTEXT_OF_DECODING = 8
 """Tokens before a piece of text that say how it begins: with a space, say."""
 
@@ -159,10 +156,7 @@ def command_line(argv: Sequence[str] | None = None) -> int:
     """Run what the command line asks for.  Returns the exit code."""
     chosen = _parser().parse_args(argv)
     look_in_working_folder()
-    try:
-        return run_command(lambda: _generate(chosen))
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
+    return run_command(lambda: _generate(chosen))
 
 
 def _parser() -> CommandParser:

@@ -6,7 +6,8 @@ it takes no other's place.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from itertools import islice
 
 from trainer.checkpoint.blocks import Damaged
@@ -33,14 +34,20 @@ def newest_step(place: Place) -> int | None:
 
 
 def best_step(place: Place) -> int | None:
-    """Return the step of the best evaluated checkpoint in `place`; None if none has been evaluated.
+    """Return the step of the best evaluated checkpoint in `place`; None if none has been evaluated."""
+    best = find_best(place)
+    return None if best is None else best[1]
+
+
+def find_best(place: Place) -> tuple[float, int] | None:
+    """Return the loss and the step of the best evaluated checkpoint in `place`; None if none has been evaluated.
 
     Best by the field that told the best when the newest of them was saved.
     """
     manifests = [m for step in list_steps(place) if (m := _read(place / name_of(step))) is not None]
     good = [manifest for manifest in manifests if manifest.evaluation and not manifest.num_skipped]
     scored = [(m.evaluation[good[-1].metric], m.step) for m in good if good[-1].metric in m.evaluation]
-    return min(scored)[1] if scored else None
+    return min(scored, default=None)
 
 
 def _num_skipped(place: Place) -> int:
@@ -71,6 +78,19 @@ class Keeping:
     def note(self, manifest: Manifest) -> None:
         """Take note of a checkpoint that has just been published."""
         self._known[manifest.step] = manifest
+
+    def would_keep(self, evaluation: Mapping[str, float]) -> bool:
+        """Return whether a checkpoint with this evaluation is one of the best that there are; as good is not better.
+
+        What counts is what is there: one that could not be saved, or was deleted, is in no other's way.  Looks only,
+        as a save may be in flight, and raises what the storage raises.
+        """
+        value = evaluation.get(self._metric)
+        if value is None:
+            return False
+        found = (self._known.get(step) or _read(self._place / name_of(step)) for step in list_steps(self._place))
+        good = (manifest for manifest in found if manifest is not None and not manifest.num_skipped)
+        return sum(m.evaluation.get(self._metric, math.inf) <= value for m in good) < self._keep_best
 
     def obsolete(self) -> list[str]:
         """Return the names of the checkpoints that are no longer kept.  Raises what the storage raises."""

@@ -142,13 +142,26 @@ class Saver:
         """Return whether to save after step `step`, the same on all ranks.  Not collective."""
         return self.schedule.is_due(step, self._may_retry.anyone)
 
-    def try_save(self, state: Resumable) -> None:
+    def save_if_best(self, state: Resumable) -> None:
+        """Save a state that has just been evaluated, if that makes it one of the best of those that are saved.
+
+        It is saved now or never: `checkpoint.when_busy=skip` does not skip it.
+        """
+        if self._config.keep_best and self._checkpoints.is_among_the_best(state.evaluation):
+            self.try_save(state, may_skip=False)
+
+    @property
+    def best(self) -> tuple[float, int] | None:
+        """The loss and the step of the best checkpoint; None where none is kept for that.  Not collective."""
+        return self._checkpoints.best() if self._config.keep_best else None
+
+    def try_save(self, state: Resumable, may_skip: bool = True) -> None:
         """Save as `fit` does: a failure is counted, not raised, until there are too many in a row.
 
         While steps are skipped there is nothing good to save: the first one that counts makes up for it.
         """
         is_begun = self._started == self._mark(state)  # as the best one, before it fell due
-        if self._checkpoints.in_flight and (is_begun or self._config.when_busy == "skip"):
+        if self._checkpoints.in_flight and (is_begun or (may_skip and self._config.when_busy == "skip")):
             return
         self._listener.settle()
         if state.num_skipped:

@@ -27,7 +27,7 @@ import torch
 from trainer.checkpoint.blocks import checksum_of
 from trainer.checkpoint.contents import Facts, Savable, Snapshot, collect, keep_own, unlike_parts
 from trainer.checkpoint.failures import describe, joined
-from trainer.checkpoint.keeping import Keeping
+from trainer.checkpoint.keeping import Keeping, find_best
 from trainer.checkpoint.layout import Placed, layout_of, layout_to_json
 from trainer.checkpoint.manifest import (
     INDEX,
@@ -158,6 +158,19 @@ class Checkpoints:
                 raise UserError(str(error)) from error
 
         self.world.agreed(try_to_collect)
+
+    def is_among_the_best(self, evaluation: Mapping[str, float]) -> bool:
+        """Return whether a state with this evaluation is to be kept for it.  Collective: one broadcast."""
+        is_best = True  # where the storage is away: saving will say so
+        with contextlib.suppress(OSError):
+            is_best = self.world.is_main and self._keeping.would_keep(evaluation)
+        return self.world.broadcast(is_best)
+
+    def best(self) -> tuple[float, int] | None:
+        """Return the loss and the step of the best checkpoint that is there.  Not collective."""
+        with contextlib.suppress(OSError):
+            return find_best(self.place)
+        return None
 
     def start(self, state: Savable, background: bool, due: Sequence[int] = ()) -> None:
         """Begin to save `state` as it is now.  In the background, training stands still for a copy only; otherwise the

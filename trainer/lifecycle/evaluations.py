@@ -32,5 +32,5 @@ class Evaluations:
                 return
             self._samples.write(self._state.step)
         self._state.evaluated(record)
-        if self._horizon.evaluated(record, self._state.step):
-            self._saver.try_save(self._state)
+        self._horizon.evaluated(record, self._state.step)
+        self._saver.save_if_best(self._state)

@@ -94,6 +94,7 @@ class Lifecycle:
         self._loader, self._started = loader, started
         self._earlier_error = sys.exc_info()[1]  # one that is being handled already
         self.phase: Phase = "built"
+        self._has_told = False
         self.stopping = False
         """True on all ranks alike once any of them was asked to stop: the current step is the last."""
         self.stop = find_stop_request()
@@ -160,7 +161,8 @@ class Lifecycle:
             self._end("stopped", EXIT_STOPPED, reason)
             return EXIT_STOPPED
         reason = self._accounts.horizon.reason(self._progress.step)
-        lines = closing(self._config, self._metrics, self._accounts.horizon, time.monotonic() - self._started)
+        best = self._saver.best if self._world.is_main else None
+        lines = closing(self._config, self._metrics, self._accounts.horizon, best, time.monotonic() - self._started)
         if self._world.is_main:
             lines += self._accounts.horizon.conclude(self._folder.path)
         for line in lines:
@@ -218,7 +220,8 @@ class Lifecycle:
 
     def _tell_of_the_end(self, state: str, exit_code: int) -> None:
         command, step = self._config.run.on_end, self._progress.step
-        if command and self._world.is_main:
+        if command and self._world.is_main and not self._has_told:
+            self._has_told = True  # the watchdog and the main thread may both find that the run has failed
             facts = {"RUN_DIR": self._folder.path, "STATE": state, "EXIT_CODE": exit_code, "STEP": step}
             if failure := tell_of_the_end(command, facts):
                 self._metrics.say(failure, "yellow")

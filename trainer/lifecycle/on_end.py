@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 from collections.abc import Mapping
 
 LIMIT_S = 30.0
 """How long it may take: whatever has asked the run to stop waits for it."""
+_GRACE_S = 5.0
+"""After so much more the command is ended where the run no longer can: it was killed meanwhile, or left in a hurry."""
 
 
 def tell_of_the_end(command: str, facts: Mapping[str, object]) -> str:
@@ -19,7 +22,8 @@ def tell_of_the_end(command: str, facts: Mapping[str, object]) -> str:
     """
     env = os.environ | {name: str(value) for name, value in facts.items()}
     try:
-        process = subprocess.Popen(command, shell=True, env=env, stdin=subprocess.DEVNULL, start_new_session=True)
+        words = [*_limiter(), "/bin/sh", "-c", command]
+        process = subprocess.Popen(words, env=env, stdin=subprocess.DEVNULL, start_new_session=True)
     except (OSError, ValueError) as error:
         return f"run.on_end cannot be started: {error}"
     try:
@@ -30,3 +34,9 @@ def tell_of_the_end(command: str, facts: Mapping[str, object]) -> str:
         process.wait()
         return f"run.on_end was ended: it took more than {LIMIT_S:.0f} s"
     return f"run.on_end failed with exit code {code}" if code else ""
+
+
+def _limiter() -> list[str]:
+    """Return the command that ends another, and all that this has started, after a time; empty where there is none."""
+    program = shutil.which("timeout")
+    return [] if program is None else [program, "-s", "KILL", f"{LIMIT_S + _GRACE_S:g}"]

@@ -120,23 +120,22 @@ def start_record(
     }
 
 
-def closing(config: RunConfig, metrics: Metrics, horizon: Horizon, seconds: float) -> list[str]:
+def closing(
+    config: RunConfig, metrics: Metrics, horizon: Horizon, best: tuple[float, int] | None, seconds: float
+) -> list[str]:
     """Return the closing block of a run that has finished: how long, how well, where things are, what next.
 
-    Empty on all ranks but the first.
+    best: loss and step of the best checkpoint.  Empty on all ranks but the first.
     """
     trained, evaluated = metrics.latest.get("train"), metrics.latest.get("eval")
     if trained is None:
         return []
     folder, is_early = config.run.dir, trained.step < config.train.steps
     held_out = "" if evaluated is None else f", {evaluated.loss:.4f} on held-out data"
-    best = [
-        f"  best: step {step}, {loss:.4f}: {folder}/best" for loss, step in horizon.best[: config.checkpoint.keep_best]
-    ]
     return [
         f"finished {trained.step} steps in {readable_duration(seconds)}: loss {trained.loss:.4f}{held_out}",
         *([f"  sooner than train.steps={config.train.steps}: {horizon.reason(trained.step)}"] if is_early else []),
-        *best[:1],
+        *([] if best is None else [f"  best: step {best[1]}, {best[0]:.4f}: {folder}/best"]),
         f"  in {folder}: metrics.jsonl, console.log, checkpoints",
         f"  next: python -m trainer.report {folder}",
         f"        python -m trainer.generate {folder} --prompt TEXT",

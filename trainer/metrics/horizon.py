@@ -1,4 +1,4 @@
-"""Horizon: where a run ends, and which of its evaluations were the best.
+"""Horizon: where a run ends, and which of its evaluations was the best.
 
 It ends at `train.steps`, or sooner, when as many evaluations as `eval.patience` says have passed without a new best.
 """
@@ -21,9 +21,8 @@ class Horizon:
 
     def __init__(self, config: RunConfig) -> None:
         self.num_steps, self._eval = config.train.steps, config.eval
-        self._num_kept = config.checkpoint.keep_best
-        self.best: list[tuple[float, int]] = []
-        """The best evaluations, at least one, as (loss, step): the best first."""
+        self.best: tuple[float, int] | None = None
+        """Loss and step of the best evaluation, whether its checkpoint is there or not."""
         self.num_worse = 0
         """Evaluations since that one."""
         self._latest: int | None = None
@@ -35,21 +34,18 @@ class Horizon:
         """Return what there is to say at the end of the run in `folder`, beside what every run has.  On rank 0."""
         return []
 
-    def evaluated(self, record: Mapping[str, Any], step: int) -> bool:
-        """Take the evaluation of a step into account.  Returns whether its checkpoint is one to keep.
+    def evaluated(self, record: Mapping[str, Any], step: int) -> None:
+        """Take the evaluation of a step into account, once.
 
         What is not finite, or has no target, is not better than anything.
         """
-        value = record.get(self._eval.metric)
-        if step == self._latest or value is None or not math.isfinite(value):
-            self.num_worse += step != self._latest
-            self._latest = step
-            return False
-        self._latest = step
-        is_new_best = not self.best or value < self.best[0][0]
-        self.num_worse = 0 if is_new_best else self.num_worse + 1
-        self.best = sorted([*self.best, (value, step)])[: max(1, self._num_kept)]
-        return self._num_kept > 0 and (value, step) in self.best
+        if step == self._latest:
+            return
+        self._latest, value = step, record.get(self._eval.metric)
+        if value is not None and math.isfinite(value) and (self.best is None or value < self.best[0]):
+            self.best, self.num_worse = (value, step), 0
+        else:
+            self.num_worse += 1
 
     @property
     def has_lost_patience(self) -> bool:
@@ -68,21 +64,21 @@ class Horizon:
         """Return why the run ends at `step`."""
         if step >= self.num_steps or not self.has_lost_patience:
             return "train.steps reached"
-        best = f", which is {self.best[0][0]:.4f} at step {self.best[0][1]}" if self.best else ""
+        best = f", which is {self.best[0]:.4f} at step {self.best[1]}" if self.best else ""
         return f"eval.patience={self._eval.patience}: {self.num_worse} evaluations without a new best{best}"
 
     def loaded(self, is_own: bool) -> None:
         """A checkpoint was loaded: of another run, whose best ones are not here, the evaluations do not count."""
         if not is_own:
-            self.best, self.num_worse, self._latest = [], 0, None
+            self.best, self.num_worse, self._latest = None, 0, None
 
     def state_dict(self) -> dict[str, Any]:
-        best = [list(pair) for pair in self.best]
+        best = [] if self.best is None else [list(self.best)]
         return {"metric": self._eval.metric, "best": best, "num_worse": self.num_worse, "latest": self._latest}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there, or from nothing where another field told the best: numbers of two are not compared."""
         is_comparable = state["metric"] == self._eval.metric
-        self.best = [(loss, step) for loss, step in state["best"]] if is_comparable else []
+        self.best = next(((loss, step) for loss, step in state["best"]), None) if is_comparable else None
         self.num_worse = state["num_worse"] if is_comparable else 0
         self._latest = state["latest"]

@@ -252,9 +252,11 @@ def _services() -> set[int]:
 def _remembered_id(folder: Path, restored: str | None) -> str:
     """Return the run's id in W&B, made once and kept in the folder, so that a resumed run stays one line."""
     path = folder / "id"
-    if not path.exists():
-        path.write_text(restored or os.urandom(4).hex())
-    return path.read_text()
+    known = path.read_text() if path.exists() else ""
+    if not known:  # or a disk was full
+        known = restored or os.urandom(4).hex()
+        write_atomically(path, known)
+    return known
 
 
 _DRAWN = ("train", "eval", "norms")

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from trainer.errors import UserError, choice_error, setting_error
+from trainer.files import write_atomically
 from trainer.metrics.devices import DEVICES, Device, find_device
 from trainer.plan.clock import Rates
 from trainer.plan.described import is_description, read_description
@@ -188,7 +189,7 @@ def write_calibration(name: str, rates: dict[str, Any]) -> Path:
     """Keep what was measured; returns where."""
     path = calibration_path(name)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(rates, indent=1))
+    write_atomically(path, json.dumps(rates, indent=1))
     return path
 
 

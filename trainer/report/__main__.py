@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from trainer.config.arguments import CommandParser
 from trainer.errors import EXIT_FINISHED, run_command, setting_error, tell
+from trainer.files import replacing
 from trainer.report.charts import draw_png
 from trainer.report.live import PORT, serve, watch
 from trainer.report.page import facts_of, write_comparison, write_page
@@ -73,9 +73,8 @@ def write_report(folders: Sequence[Path], out: Path | None = None) -> tuple[Path
 
 def _write(path: Path, content: bytes) -> None:
     """Write so that a browser which reloads the page meanwhile sees the old one or the new one."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_bytes(content)
-    os.replace(partial, path)
+    with replacing(path) as partial:
+        partial.write_bytes(content)
 
 
 if __name__ == "__main__":

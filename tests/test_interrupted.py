@@ -1,0 +1,67 @@
+"""Commands that are ended in the middle, by Ctrl-C or a full disk: one line is said, and no half file is left."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import torch
+
+from trainer import export
+from trainer.errors import EXIT_INTERRUPTED, run_command
+from trainer.metrics.sinks import _remembered_id
+from trainer.plan.machine import calibration_path, read_calibration, write_calibration
+from trainer.report import __main__ as report
+
+
+def interrupt() -> NoReturn:
+    raise KeyboardInterrupt
+
+
+def full(path: Path, content: Any) -> NoReturn:
+    path.touch()
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_ctrl_c_ends_a_command_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(interrupt) == EXIT_INTERRUPTED
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_a_page_of_a_report_is_there_or_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "report.html").write_text("the page of before")
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(OSError, match="No space"):
+        report._write(tmp_path / "report.html", b"page")
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("report.html", "the page of before")]
+
+
+def test_a_plain_file_of_weights_is_there_or_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def save(_: object, path: Path) -> NoReturn:
+        path.touch()
+        interrupt()
+
+    monkeypatch.setattr(torch, "save", save)
+    with pytest.raises(KeyboardInterrupt):
+        export._write_plain(torch.nn.Linear(1, 1), tmp_path / "weights.pt")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_calibration_is_there_or_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    write_calibration("cpu", {"memory": 1.0})
+    monkeypatch.setattr("trainer.files.os.fsync", lambda _: interrupt())
+    with pytest.raises(KeyboardInterrupt):
+        write_calibration("cpu", {"memory": 2.0})
+    assert read_calibration("cpu") == {"memory": 1.0}
+    assert list(calibration_path("cpu").parent.iterdir()) == [calibration_path("cpu")]
+
+
+def test_an_empty_name_in_weights_and_biases_is_none(tmp_path: Path) -> None:
+    """A disk that was full as the run began has left the file empty."""
+    (tmp_path / "id").touch()
+    name = _remembered_id(tmp_path, None)
+    assert name
+    assert _remembered_id(tmp_path, "another") == name
