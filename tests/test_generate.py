@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from tests.test_native_models import KINDS, write_theirs
 from tests.test_pretrained import chat_folder, config_of, tokenizer_json
 from trainer import Trainer, generate, load_weights
 from trainer.data.tokenizer import ByteTokenizer
+from trainer.errors import TrainingFailed
 from trainer.export import command_line as export
 from trainer.generate import open_writer, pieces
 from trainer.model.sample import GREEDY, CachedReader, Sampling, WindowReader, write, write_sample
@@ -84,6 +86,17 @@ def test_how_tokens_are_chosen() -> None:
     assert drawn(Sampling(1.0, top_p=0.01)) == {0}
     assert drawn(Sampling(1.0, top_k=3)) == {0, 1, 2}
     assert drawn(Sampling(0.01)) == {0}
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), GREEDY, Sampling(top_k=2), Sampling(top_p=0.5)])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_logits_that_are_not_finite_end_a_text(sampling: Sampling, value: float) -> None:
+    """In a step of which the loss is not finite either: that one is skipped, and the run goes on."""
+    logits = torch.tensor([0.0, 1.0, value, -math.inf])
+    generator = torch.Generator()
+    assert list(write(lambda _: logits, [0], 5, sampling, generator)) == []
+    with pytest.raises(TrainingFailed, match="logits are not finite"):
+        list(write(lambda _: logits, [0], 5, sampling, generator, agree=generate._demanded))
 
 
 def test_text_comes_in_whole_characters() -> None:

@@ -26,9 +26,10 @@ from trainer.config.arguments import CommandParser
 from trainer.config.pretrained import CONFIG, is_folder_of_weights, model_config_of
 from trainer.data.prompts import tokens_of_chat, tokens_of_prompt
 from trainer.data.tokenizer import Tokenizer, find_tokenizer
-from trainer.errors import EXIT_FINISHED, UserError, printable, run_command, setting_error
+from trainer.errors import EXIT_FINISHED, TrainingFailed, UserError, printable, run_command, setting_error
 from trainer.model.sample import (
     GREEDY,
+    NO_TOKEN,
     CachedReader,
     Reader,
     Sampling,
@@ -190,7 +191,7 @@ def _generate(chosen: argparse.Namespace) -> int:
         generator = torch.Generator()
         generator.manual_seed(chosen.seed) if chosen.seed is not None else generator.seed()
         ends = writer.ends(tokenizer)
-        written = write(writer.read(), prompt, num_tokens, _sampling(chosen, writer), generator, ends)
+        written = write(writer.read(), prompt, num_tokens, _sampling(chosen, writer), generator, ends, _demanded)
         shown = printable if sys.stdout.isatty() else str
         try:
             for piece in pieces((token for token in written if token not in ends), prompt, tokenizer.decode):
@@ -200,6 +201,13 @@ def _generate(chosen: argparse.Namespace) -> int:
             raise
         print(flush=True)
     return EXIT_FINISHED
+
+
+def _demanded(token: int) -> int:
+    """Return the token that was chosen.  Raises TrainingFailed where there was none to choose."""
+    if token == NO_TOKEN:
+        raise TrainingFailed("the model's logits are not finite: its weights are damaged, or training has diverged")
+    return token
 
 
 def _check(chosen: argparse.Namespace) -> None:

@@ -13,6 +13,9 @@ from torch import nn
 from trainer.distributed.world import World
 from trainer.sequence import Cache, whole
 
+NO_TOKEN = -1
+"""What is chosen where the logits are not finite: a text ends there, and training goes on."""
+
 _TOGETHER = 512
 """How many tokens of a prompt a model reads at once: the logits of all of them are there for a moment."""
 
@@ -30,11 +33,13 @@ class Sampling:
     top_p: float = 1.0
 
     def choose(self, logits_V: torch.Tensor, generator: torch.Generator) -> int:
-        """Return a token by its logits (V,)."""
+        """Return a token by its logits (V,); NO_TOKEN where they tell of none."""
         logits_V = logits_V.float().cpu()
+        probs_V = (logits_V / (self.temperature or 1.0)).softmax(0)
+        if not probs_V.isfinite().all():
+            return NO_TOKEN
         if self.temperature == 0.0:
             return int(logits_V.argmax())
-        probs_V = (logits_V / self.temperature).softmax(0)
         if self.top_k or self.top_p < 1.0:
             sorted_V, order_V = probs_V.sort(descending=True, stable=True)
             before_V = sorted_V.cumsum(0) - sorted_V
@@ -124,13 +129,15 @@ def write(
     ends: Collection[int] = (),
     agree: Callable[[int], int] = int,
 ) -> Iterator[int]:
-    """Yield at most `num_tokens` tokens that follow `prompt`, up to and with the first of `ends`.
+    """Yield at most `num_tokens` tokens that follow `prompt`, up to and with the first of `ends`, or NO_TOKEN.
 
     agree: called with each token that was chosen; what it returns is what is taken.
     """
     given = list(prompt)
     for _ in range(num_tokens):
         token = agree(sampling.choose(read(given), generator))
+        if token == NO_TOKEN:
+            return
         yield token
         if token in ends:
             return
