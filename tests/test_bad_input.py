@@ -115,7 +115,7 @@ ADVICE = {
     "train.steps=ten": "for example: train.steps=1000",
     "train.steps=10x": "did you mean train.steps=10?",
     "train.steps=-1": "nearest legal value: train.steps=0",
-    "optim.eps=0": "must be above 0",
+    "optim.eps=0": "for example: optim.eps=1e-08",
     "run.deadline=2020-01-01T00:00": "for example: run.deadline=20",
     "run.deadline=tomorrow": "for example: run.deadline=20",
     "fsdp.wrap=layers": "must be block, size:<parameters>, or package.module:function",

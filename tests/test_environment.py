@@ -13,6 +13,7 @@ from trainer import UserError
 from trainer.distributed.environment import (
     SPAWNED_BY_US,
     Environment,
+    check_rendezvous,
     export_slurm_rendezvous,
     find_environment,
     without_collecting,
@@ -89,6 +90,25 @@ def test_a_batch_script_is_no_step() -> None:
 def test_malformed_variables_are_named(launcher: dict[str, str], name: str, text: str) -> None:
     with pytest.raises(UserError, match=name):
         find_environment(launcher | {name: text})
+
+
+@pytest.mark.parametrize(
+    ("variables", "key", "says"),
+    [
+        ({"RANK": "0"}, "RANK=0", "unset RANK"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2", "unset WORLD_SIZE"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2", "nearest legal value: RANK=1"),
+        (TORCHRUN | {"LOCAL_RANK": "4"}, "LOCAL_RANK=4", "nearest legal value: LOCAL_RANK=3"),
+        (TORCHRUN, "MASTER_ADDR=null", "to fix: start with torchrun"),
+        (TORCHRUN | {"MASTER_ADDR": "here"}, "MASTER_PORT=null", "to fix: start with torchrun"),
+        (TORCHRUN | {"MASTER_ADDR": "here", "MASTER_PORT": "tcp"}, "MASTER_PORT=tcp", "must be a port"),
+    ],
+)
+def test_variables_of_a_launcher_that_are_set_in_part(variables: dict[str, str], key: str, says: str) -> None:
+    with pytest.raises(UserError) as raised:
+        check_rendezvous(find_environment(variables), variables)
+    assert str(raised.value).startswith(f"{key}: ")
+    assert says in str(raised.value)
 
 
 # ---------------------------------------------------------------------------------------------------------------

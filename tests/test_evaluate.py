@@ -143,8 +143,8 @@ def content_after(capsys: pytest.CaptureFixture[str], folder: Path) -> str:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "the model=: is given 0 times"),
-        (["nowhere"], "nowhere: holds no checkpoints"),
+        ([], "none is named"),
+        (["nowhere"], "nowhere: no such folder"),
         (["FOLDER", "data.seq_len=0"], "data.seq_len=0: must be at least 1"),
         (["FOLDER", "data.sequence=1"], "data.sequence=1: no such key"),
         (["FOLDER", "--jsn"], "--jsn: no such option"),

@@ -1,4 +1,4 @@
-"""66 mistakes of people who come from elsewhere or type in a hurry: one short message each, and nothing left behind.
+"""Mistakes of people who come from elsewhere or type in a hurry: one short message each, and nothing left behind.
 
 The message has at most six lines, names the setting and its value, and says what to do; the exit code is 2.
 """
@@ -142,6 +142,72 @@ MISTAKES = {
     "a report of nothing": Mistake("@/no_such_run_at_all", "to fix: name the folder of a run", "report"),
     "checkpoints of nothing": Mistake("@", "to fix: give the folder of a run", "checkpoints"),
     "an evaluation of nothing": Mistake("@", "to fix: give the folder of a run", "evaluate"),
+    "a unit of time": Mistake("run.timeout_s=30m", "did you mean run.timeout_s=1800?"),
+    "a unit of memory": Mistake("data.cache_gib=50GB", "did you mean data.cache_gib=50?"),
+    "a comma for a point": Mistake("optim.lr=0,001", "did you mean optim.lr=0.001?"),
+    "no number at all": Mistake("optim.lr=inf", ["must be finite", "for example: optim.lr=0.0003"]),
+    "a share for a count": Mistake("schedule.warmup_steps=10%", "for example: schedule.warmup_steps=100"),
+    "minutes for steps": Mistake("eval.every=10min", "for example: eval.every=100"),
+    "one of two numbers too large": Mistake("optim.betas=[0.9,1.1]", "for example: 'optim.betas=[0.9,0.95]'"),
+    "an optimizer that is not here": Mistake("optim.name=lion", "must be one of adamw, sgd, muon"),
+    "a name without brackets": Mistake(
+        "checkpoint.allow_changes=model.dim", "nearest legal value: 'checkpoint.allow_changes=[model.dim]'"
+    ),
+    "two equals signs": Mistake("train.steps==5", "did you mean train.steps=5?"),
+    "a colon": Mistake([SMALL, "train.steps:5"], "did you mean train.steps=5?"),
+    "a recipe behind a recipe": Mistake([SMALL, "gpt2"], "did you mean recipe=gpt2?"),
+    "a dash of a text program": Mistake([SMALL, "\u2013\u2013dry-run"], "did you mean --dry-run?"),
+    "quotes of a text program": Mistake(["\u201ctrain.steps=5\u201d"], "to fix: type plain quotes, or none: train.st"),
+    "an empty name": Mistake("run.name=", "run.name=: is empty, as a variable is"),
+    "another trainer's key": Mistake("model.attention.heads=5", "to fix: see python -m trainer.run --help m"),
+    "a recipe in another encoding": Mistake(
+        "recipe=@/r.yaml", "to fix: save it as UTF-8", files={"r.yaml": "run: {name: caf\xe9}".encode("latin-1")}
+    ),
+    "a recipe as on the command line": Mistake(
+        "recipe=@/r.yaml", "to fix: write each key as `key: value`", files=recipe("recipe=llama_small\ntrain.steps=3\n")
+    ),
+    "a line without a colon": Mistake(
+        "recipe=@/r.yaml", "below `train:`, indented", files=recipe("recipe: llama_small\ntrain:\n  steps 3\n")
+    ),
+    "a key twice in a file": Mistake(
+        "recipe=@/r.yaml", ["line 3: found duplicate key steps", "to fix: mend line 3"],
+        files=recipe("train:\n  steps: 3\n  steps: 4\n"),
+    ),
+    "a recipe that is its own parent": Mistake(
+        "recipe=@/r.yaml", "to fix: begin one of them with another", files=recipe("recipe: r.yaml\n")
+    ),
+    "another key that is not there": Mistake(
+        "recipe=@/r.yaml", "to fix: write the value itself, or refer to another key",
+        files=recipe("recipe: llama_small\nrun: {name: '${run.nam}'}\n"),
+    ),
+    "a variable in a file": Mistake(
+        "recipe=@/r.yaml", "to fix: write the value itself, or give it on the command line: run.name=...",
+        files=recipe("recipe: llama_small\nrun: {name: '${oc.env:HOME}'}\n"),
+    ),
+    "a recipe file that is not there": Mistake("recipe=@/none/zzz.yaml", "no such file"),
+    "a model's file": Mistake("model.name=@/mine.py", "to fix: start where mine.py is, and name the module"),
+    "a model in a file": Mistake("model.name=mine.py:tiny", "did you mean model.name=mine:tiny?"),
+
+    "an empty file": Mistake("data.path=@/a.txt", "to fix: name a file with text in it", files={"a.txt": ""}),
+    "a document and no more": Mistake("data.path=@/a.txt", "one sample needs 257 tokens", files={"a.txt": "hello"}),
+    "an empty folder": Mistake("data.path=@", "has no file whose name ends in"),
+    "strings for objects": Mistake(
+        "data.path=@/a.jsonl", "a.jsonl:1: must be a JSON object", files={"a.jsonl": '"abc"\n"def"\n'}
+    ),
+    "a phase with a misspelled part": Mistake(
+        [SMALL, "data.path={a: @/a.txt}", "data.phases=[{form: 0, weights: {a: 1}}]"],
+        "must hold `from` and `weights`", files={"a.txt": "hi there. " * 100},
+    ),
+    "weights of a source that is not there": Mistake(
+        [SMALL, "data.path={a: @/a.txt}", "data.weights={b: 1}"], "data.path has no source b", files={"a.txt": "x"}
+    ),
+    "evaluating nothing": Mistake("", "none is named\n  for example: python -m trainer.evaluate", "evaluate"),
+    "looking at data without a word": Mistake("", "a command is missing: show, check, plan", "data"),
+    "an export into the run": Mistake("@/none @/none", "@/none: no such folder", "export"),
+    "a port that is a word": Mistake("@ --serve http", "--serve: invalid int value", "report"),
+    "text of a model, twice": Mistake("@ --prompt x --chat y", "--chat: not allowed with argument", "generate"),
+    "help as a word": Mistake("help", "did you mean meshtrainer --help?", "meshtrainer"),
+    "resuming as a word": Mistake("resume", "did you mean meshtrainer run?", "meshtrainer"),
     "a csv file": Mistake("data.path=@/a.csv", "to fix: write each document as", files={"a.csv": "a,b"}),
 }  # fmt: skip
 

@@ -93,7 +93,7 @@ def run_command(work: Callable[[], int]) -> int:
 def nearest(value: object, legal: Iterable[object]) -> object | None:
     """Return the legal value whose spelling is nearest to `value`, or None if none is near."""
     by_text = {str(candidate): candidate for candidate in legal}
-    found = difflib.get_close_matches(str(value), by_text, n=1, cutoff=0.5)
+    found = difflib.get_close_matches(str(value), by_text, n=1, cutoff=0.6)
     if not found:
         text = str(value).lower()
         found = [known for known in by_text if text and (known.lower().startswith(text) or text in known.lower())]

@@ -32,7 +32,6 @@ from trainer.errors import (
     EXIT_FAILED,
     EXIT_FINISHED,
     EXIT_STOPPED,
-    EXIT_USER_ERROR,
     TrainingFailed,
     UserError,
     choice_error,
@@ -249,9 +248,9 @@ def _show_lm_eval(path: str, tasks: Sequence[str], more_tasks: str | None, as_ob
 def main(argv: Sequence[str] | None = None) -> int:
     """Run what the command line asks for.  Returns the exit code; prints a user's mistake once, without traceback."""
     words = sys.argv[1:] if argv is None else list(argv)
-    if not words or {"-h", "--help"} & set(words):
+    if {"-h", "--help"} & set(words):
         tell(__doc__.rstrip())
-        return EXIT_FINISHED if words else EXIT_USER_ERROR
+        return EXIT_FINISHED
     look_in_working_folder()
     tasks, words = _option(words, "--lm-eval")
     more_tasks, words = _option(words, "--tasks")
@@ -305,8 +304,9 @@ def _split(words: Sequence[str]) -> tuple[str, list[str]]:
     rest = [word for word in words if word != "--json"]
     paths = [word for word in rest if not word.startswith("-") and not _is_setting(word)]
     if len(paths) != 1:
-        rule = f"is given {len(paths)} times: name one run, checkpoint or Hugging Face folder"
-        raise setting_error("the model", " ".join(paths), rule)
+        named = f"{len(paths)} are named: {' '.join(paths)}" if paths else "none is named"
+        example = "python -m trainer.evaluate runs/llama_small"
+        raise UserError(f"one run, checkpoint or Hugging Face folder is evaluated; {named}\n  for example: {example}")
     return paths[0], [word for word in rest if word not in paths]
 
 

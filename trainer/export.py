@@ -67,7 +67,7 @@ def export_checkpoint(
         plain = plain_network(config.recipe, config.model)
         named = base or stored.parts.get(BASE, {}).get("path", "")
         own = (stored, config.recipe, config.model, plain, config.lora, path)
-        return export_adapter(*own, base=named, dtype=dtype, origin=origin, overwrite=overwrite)
+        return export_adapter(*own, base=named, dtype=dtype, origin=origin, overwrite=overwrite, setting="target")
     source = merged(stored, config.recipe, config.model, base)
     if is_file:
         if path.exists() and not overwrite:
@@ -89,6 +89,7 @@ def export_checkpoint(
         end_id=_end_id(config.data.tokenizer, origin),
         origin=origin,
         overwrite=overwrite,
+        setting="target",
     )
 
 

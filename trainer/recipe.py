@@ -208,12 +208,15 @@ def declare(default: Any, meaning: str, **limits: Any) -> Any:
     return field(default=default, metadata={"meaning": meaning, **limits})
 
 
-def check_number(key: str, value: Any, number: float, limits: Mapping[str, Any]) -> None:
-    """Raise UserError unless `number`, which is `value` or in it, is finite and within the limits of `declare`."""
+def check_number(key: str, value: Any, number: float, limits: Mapping[str, Any], example: object = None) -> None:
+    """Raise UserError unless `number`, which is `value` or in it, is finite and within the limits of `declare`.
+
+    `example` is a value to show where none is nearest.
+    """
     if isinstance(number, int) and not -(2**63) <= number < 2**63:
         raise setting_error(key, "(a number of more than 63 bits)", "must be a number that a machine can hold")
     if not math.isfinite(number):
-        raise setting_error(key, value, "must be finite", limits.get("at_least", 0))
+        raise setting_error(key, value, "must be finite", example=example)
     for word, broken in (
         ("at_least", lambda bound: number < bound),
         ("at_most", lambda bound: number > bound),
@@ -225,7 +228,8 @@ def check_number(key: str, value: Any, number: float, limits: Mapping[str, Any])
             rule = f"must be {word.replace('_', ' ')} {limits[word]}"
             null = re.search(r"null: ([^;]+)", str(limits.get("meaning", "")))
             fix = f"{key}=null means {null[1]}" if null and inside is None else ""
-            raise setting_error(key, value, rule, inside, fix=fix)
+            shown = example if inside is None and not fix else None
+            raise setting_error(key, value, rule, inside, example=shown, fix=fix)
 
 
 _registry: dict[str, Recipe] = {}
@@ -251,6 +255,10 @@ def find_recipe(name: str, may_import: Collection[str] | None = None) -> Recipe:
     if name not in _registry:
         load_recipes()
     if name not in _registry:
+        if name.endswith(".py"):
+            module = name.rpartition("/")[2].removesuffix(".py")
+            fix = f"start where {module}.py is, and name the module: model.name={module}:NAME"
+            raise setting_error("model.name", name, "must be a registered model, or module:NAME, not a file", fix=fix)
         if "/" in name:
             rule = f"must be a registered model ({', '.join(sorted(_registry))}), not a place"
             fix = f"fetch that model, then model.name=auto model.path={name.rpartition('/')[2]}"
@@ -260,6 +268,9 @@ def find_recipe(name: str, may_import: Collection[str] | None = None) -> Recipe:
 
 
 def _find_in_module(name: str, module_name: str, registered: str) -> Recipe:
+    if module_name.endswith(".py"):
+        module = module_name.rpartition("/")[2].removesuffix(".py")
+        raise setting_error("model.name", name, "must name a module, not a file", meant=f"{module}:{registered}")
     before = set(_registry)
     _import_module(module_name, "model.name", name)
     if registered not in _registry:

@@ -31,6 +31,7 @@ from trainer.distributed import stop
 from trainer.distributed.environment import (
     Environment,
     allocate_in_segments,
+    check_rendezvous,
     find_environment,
     follow_parent,
     limit_spinning,
@@ -75,6 +76,7 @@ def main(argv: Sequence[str] | None = None, trainer: type[Trainer] | None = None
     env, trains = Environment(), False
     try:
         env = find_environment()
+        check_rendezvous(env)
         if env.launcher in ("nproc", "torchrun") and env.has_a_parent:
             follow_parent(True)
         arguments = parse(sys.argv[1:] if argv is None else argv)
@@ -316,7 +318,7 @@ COMMANDS = {
 
 
 _ALSO_CALLED = {
-    **dict.fromkeys(("train", "fit", "launch", "start", "finetune", "sft"), "run"),
+    **dict.fromkeys(("train", "fit", "launch", "start", "finetune", "sft", "resume"), "run"),
     **dict.fromkeys(("eval", "test", "validate"), "evaluate"),
     **dict.fromkeys(("chat", "sample", "inference", "infer"), "generate"),
     **dict.fromkeys(("tokenize", "preprocess"), "prepare"),
@@ -340,6 +342,8 @@ def _answer(words: Sequence[str]) -> int:
     if words[0] == "completion":
         tell(completion(words[1] if len(words) > 1 else "", COMMANDS), end="")
         return EXIT_FINISHED
+    if words[0] == "help":
+        raise UserError("meshtrainer help: no such command\n  did you mean meshtrainer --help?")
     best = _ALSO_CALLED.get(words[0]) or nearest(words[0], [*COMMANDS, "completion"])
     meant = f"did you mean meshtrainer {best}?" if best else f"the commands: {', '.join([*COMMANDS, 'completion'])}"
     raise UserError(f"meshtrainer {words[0]}: no such command\n  {meant}")

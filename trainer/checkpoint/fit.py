@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -73,7 +74,7 @@ def check_fit(
 ) -> tuple[set[str], list[str]]:
     """Return the parts that stay as they are because that is allowed, and what is to be told.
 
-    Raises UserError with all that does not fit, `different` among it.
+    Raises UserError with what does not fit, `different` among it.
     """
     unfit, left_out = find_differences(state, document, layout, allowed, is_same_size)
     told: list[str] = []
@@ -91,7 +92,7 @@ def check_fit(
 def find_differences(
     state: Savable, document: Mapping[str, Any], layout: Layout, allowed: frozenset[str], is_same_size: bool
 ) -> tuple[list[str], set[str]]:
-    """Return a line for everything that does not fit, and the parts that stay as they are because that is allowed."""
+    """Return some lines for each part that does not fit, and the parts that stay as they are as that is allowed."""
     # The first checkpoints of this format did not list the ranks' parts.
     parts, rank_parts = document["parts"], document.get("rank_parts", list(state.rank_parts))
     known = {*state.parts, *state.rank_parts, *parts, *rank_parts}
@@ -114,11 +115,22 @@ def find_differences(
         if unfit and f"state.{name}" in allowed:
             left_out.add(name)
         else:
-            lines += unfit
+            lines += _shortened(unfit)
     for name in [*parts, *rank_parts]:
         if name not in {*state.parts, *state.rank_parts} and f"state.{name}" not in allowed:
             lines.append(_other_state(name, "only in the checkpoint"))
     return lines, left_out
+
+
+_NUM_LINES, _NUM_CHARACTERS = 3, 300
+"""What is said of a part that does not fit: a cause such as another width is in each of its tensors."""
+
+
+def _shortened(lines: list[str]) -> list[str]:
+    """Return the first few lines, none of them long, and how many more there are."""
+    most = _NUM_LINES if len(lines) > _NUM_LINES + 1 else len(lines)
+    shown = [line if len(line) <= _NUM_CHARACTERS else f"{line[:_NUM_CHARACTERS]}..." for line in lines[:most]]
+    return [*shown, *([f"and {len(lines) - most} more like these"] if len(lines) > most else [])]
 
 
 def advice_on(different: list[str], unfit: list[str]) -> str:
@@ -126,10 +138,11 @@ def advice_on(different: list[str], unfit: list[str]) -> str:
     keys = [line.partition(":")[0] for line in different] + [part for line in unfit for part in _OFFER.findall(line)]
     if len(keys) < len(different) + len(unfit):
         return (
-            "take another run.dir; train.init_from starts one with the weights of a checkpoint, where they fit the "
-            "model.  checkpoint.allow_changes=[state.<name>] leaves one kind of state as it is made anew"
+            "to fix: take back what was changed, or train another run: run.name=NAME (train.init_from begins it with "
+            "these weights, where they fit); checkpoint.allow_changes=[state.<name>] starts one kind of state anew"
         )
-    return f"restore it, take another run.dir, or allow it: checkpoint.allow_changes=[{','.join(keys)}]"
+    allowed = shlex.quote(f"checkpoint.allow_changes=[{','.join(keys)}]")
+    return f"to fix: take back what was changed, train another run (run.name=NAME), or allow it: {allowed}"
 
 
 def _other_state(name: str, where: str) -> str:

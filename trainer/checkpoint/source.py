@@ -17,6 +17,7 @@ from trainer.checkpoint.tensors import read_rows
 from trainer.config import stored_value
 from trainer.config.relocate import CONFIG, moved_along, run_of_best
 from trainer.errors import TrainingFailed, UserError, is_masked
+from trainer.files import find_folder
 
 _AVERAGE = "ema.weights."
 """What the keys of averaged weights begin with."""
@@ -88,9 +89,9 @@ def find_checkpoints(path: str | os.PathLike[str]) -> Place:
     for folder in (place, place / "checkpoints", *_elsewhere(place)):
         if any(name.startswith(PREFIX) for name in folder.names()) or folder.names_aside():
             return folder
-    raise UserError(
-        f"{path}: holds no checkpoints\n  to fix: give the folder of a run, or the one that checkpoint.dir names"
-    )
+    local = find_folder(path)
+    rule = "no such folder" if local is not None and not local.exists() else "holds no checkpoints"
+    raise UserError(f"{path}: {rule}\n  to fix: give the folder of a run, or the one that checkpoint.dir names")
 
 
 def find_checkpoint(path: str | os.PathLike[str]) -> Place:

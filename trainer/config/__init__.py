@@ -6,6 +6,7 @@ anything is spawned.
 
 from __future__ import annotations
 
+from trainer.config.advice import type_name
 from trainer.config.changes import compare_configs, compare_stored, stored_value
 from trainer.config.context import Slices, context_choices, find_slices, with_method
 from trainer.config.load import (
@@ -16,7 +17,6 @@ from trainer.config.load import (
     read_yaml,
     recipe_files,
     told_by_yaml,
-    type_name,
 )
 from trainer.config.mesh import MeshShape, find_mesh_shape, least_mesh
 from trainer.config.mixture import BLOCK, Phase, find_phases, source_names

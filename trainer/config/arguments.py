@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from trainer.config.load import declared_keys, recipe_files
-from trainer.config.spelling import stray_word, unknown_option
+from trainer.config.spelling import DASHES, stray_word, unknown_option
 from trainer.errors import EXIT_USER_ERROR, UserError, nearest, say, setting_error
 
 _MAX_PROCESSES = 1024
@@ -44,7 +44,7 @@ def parse(argv: Sequence[str]) -> Arguments:
         key, equals, value = argument.partition("=")
         if argument in (*_OPTIONS, "-h"):
             options.add("--help" if argument == "-h" else argument)
-        elif argument.startswith("-"):
+        elif argument.startswith(DASHES):
             raise unknown_option(argument, _OPTIONS, declared_keys())
         elif key in ("recipe", "nproc") and equals:
             named[key] = value

@@ -36,7 +36,8 @@ def inherited(
         beside = seen[-1].parent / parent
         above = find(str(beside) if beside.exists() else parent).resolve()
         if above in seen:
-            raise setting_error(PARENT, parent, f"is its own parent, through {', '.join(map(str, seen))}")
+            rule = f"is its own parent, through {', '.join(map(str, seen))}"
+            raise setting_error(PARENT, parent, rule, fix="begin one of them with another recipe, such as llama_small")
         found = _over(_settings(read(above), above), found)
         seen.append(above)
     return found

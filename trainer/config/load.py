@@ -5,10 +5,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import math
 import os
 import re
-import types
 import typing
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from importlib import resources
@@ -19,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from trainer.config.advice import advice_of_type, options_of, type_name
 from trainer.config.auto import settle_auto
 from trainer.config.inherit import inherited
 from trainer.config.pretrained import Told, free_fields, is_folder_of_weights, told_by_folder
@@ -27,7 +26,7 @@ from trainer.config.schema import RunConfig
 from trainer.config.sections import DataSection, RunSection
 from trainer.config.settled import settled, with_one_horizon
 from trainer.config.spelling import stray_word, unknown_key
-from trainer.errors import UserError, choice_error, is_masked, masked, nearest, setting_error
+from trainer.errors import UserError, choice_error, is_masked, masked, nearest, setting_error, typed
 from trainer.recipe import Recipe, check_number, find_recipe, load_recipes
 
 
@@ -116,7 +115,10 @@ def _build(
             _follow(tree, model, legal, told, values, assignments)
         config = OmegaConf.to_object(tree)
     except OmegaConfBaseException as error:
-        raise UserError(f"{error.full_key}: {str(error).splitlines()[0]}") from error
+        key = str(error.full_key)
+        rule = f"cannot be resolved ({str(error).splitlines()[0]})"
+        fix = "write the value itself, or refer to another key that is there, such as ${run.seed}"
+        raise setting_error(key, assignments.get(key, values.get(key)), rule, fix=fix) from error
     assert isinstance(config, RunConfig)
     _check_limits(config)
     if told is not None:
@@ -213,7 +215,9 @@ def find_recipe_file(recipe: str) -> Path:
     if recipe.endswith((".yaml", ".yml")) and not Path(recipe).is_dir():
         path = Path(recipe)
         if not path.is_file():
-            raise setting_error("recipe", recipe, "no such file", meant=nearest(path.stem, recipe_files()))
+            best = nearest(path.stem, recipe_files())
+            fix = "" if best else f"give its path from {os.getcwd()}, or begin from {_WRITES_ONE}"
+            raise setting_error("recipe", recipe, "no such file", meant=best, fix=fix)
         return path
     files = recipe_files()
     if recipe in files:
@@ -289,8 +293,11 @@ def read_yaml(path: Path) -> dict[str, Any]:
         rule = f"is not valid YAML{line}: {getattr(error, 'problem', error)}"
         fix = f"mend{line.replace(',', '')} or begin from {_WRITES_ONE}"
         raise setting_error("recipe", path, rule, fix=fix) from error
-    except (OSError, UnicodeDecodeError, OmegaConfBaseException) as error:
-        raise setting_error("recipe", path, f"cannot be read: {error}") from error
+    except UnicodeDecodeError as error:
+        raise setting_error("recipe", path, "is not text in UTF-8", fix="save it as UTF-8 in your editor") from error
+    except (OSError, OmegaConfBaseException) as error:
+        rule = f"cannot be read: {error}"
+        raise setting_error("recipe", path, rule, fix="name a file that you can read") from error
     if not isinstance(tree, dict):
         rule = "must hold sections such as `train:` with keys below them"
         raise setting_error("recipe", path, rule, fix=f"begin from {_WRITES_ONE}")
@@ -301,6 +308,10 @@ def _leaves(tree: Mapping[str, Any], path: Path) -> Iterator[tuple[str, Any]]:
     sections = [f.name for f in dataclasses.fields(RunConfig)]
     for section, values in tree.items():
         if section not in sections:
+            if values is None and not section.isidentifier():  # a line without a colon
+                rule = f"must hold sections with keys below them, not {section!r}"
+                fix = "write each key as `key: value`, as in `recipe: llama_small`"
+                raise setting_error("recipe", path, rule, fix=fix)
             name, _, key = section.partition(".")
             best = name if name in sections else nearest(name, sections)
             fix = f"write `{best}:`{f' with `{key}: {values}` below it' if key else ''}" if best else ""
@@ -310,7 +321,8 @@ def _leaves(tree: Mapping[str, Any], path: Path) -> Iterator[tuple[str, Any]]:
             continue
         if not isinstance(values, Mapping):
             rule = f"a section holds keys, not a value (in {path})"
-            raise setting_error(section, values, rule, fix=f"see python -m trainer.run --help {section}")
+            fix = f"write each key in a line of its own below `{section}:`, indented, as `key: value`"
+            raise setting_error(section, values, rule, fix=fix)
         for key, value in values.items():
             yield f"{section}.{key}", value
 
@@ -321,6 +333,9 @@ def _split_overrides(overrides: Sequence[str]) -> dict[str, str]:
         key, equals, text = override.partition("=")
         if not equals or not key:
             raise stray_word([override], 0, (), has_recipe=True)
+        if text.startswith("="):
+            rule = "an argument has the form section.key=value"
+            raise UserError(f"{override!r}: {rule}\n  did you mean {typed(key, text.lstrip('='))}?")
         assignments[key] = text
     return assignments
 
@@ -330,9 +345,11 @@ def _parse(key: str, text: str, hint: Any) -> Any:
 
     Where it may also be a mapping it is one if YAML reads one.
     """
-    options = _options(hint)
-    if type(None) in options and not text:
-        raise setting_error(key, text, "is empty, as a variable is that the shell does not know", example="null")
+    options = options_of(hint)
+    if not text and {type(None), str} & set(options):
+        rule, fix = "is empty, as a variable is that the shell does not know", "leave it out, or give a value"
+        shown = "null" if type(None) in options else None
+        raise setting_error(key, text, rule, example=shown, fix="" if shown else fix)
     if type(None) in options and text in ("null", "~"):
         return None
     if all(option is str or typing.get_origin(option) is Literal or option is type(None) for option in options):
@@ -352,17 +369,13 @@ def parse_value(key: str, text: str) -> Any:
     return _parse(key, text, dict)
 
 
-def _options(hint: Any) -> tuple[Any, ...]:
-    return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
-
-
 def _assign(
     tree: Any, legal: Mapping[str, dataclasses.Field[Any]], key: str, value: Any, where: str, shown: str = ""
 ) -> None:
     if key not in legal:
         raise unknown_key(key, value, legal, where)
     hint = legal[key].type
-    choices = [choice for option in _options(hint) for choice in typing.get_args(option) if isinstance(choice, str)]
+    choices = [choice for option in options_of(hint) for choice in typing.get_args(option) if isinstance(choice, str)]
     _refuse_resolvers(key, value, where)
     if isinstance(value, str) and value.startswith("~/"):  # which a shell leaves as it is behind an equals sign
         value = os.path.expanduser(value)
@@ -377,7 +390,7 @@ def _assign(
         meant = legal[key].metadata.get("aliases", {}).get(str(value).lower())
         if meant is not None:
             raise setting_error(key, value, rule, meant=meant) from error
-        raise setting_error(key, shown or value, rule, **_advice_of_type(value, hint, legal[key])) from error
+        raise setting_error(key, shown or value, rule, **advice_of_type(value, hint, legal[key])) from error
 
 
 _OTHER_KEY = re.compile(r"(?<!\\)\$\{[\w.\[\]]+\}")
@@ -391,88 +404,7 @@ def _refuse_resolvers(key: str, value: Any, where: str) -> None:
             _refuse_resolvers(key, item, where)
     elif isinstance(value, str) and "${" in _OTHER_KEY.sub("", value):
         rule = f"of what begins with ${{ only another key's value, ${{section.key}}, can be used{where}; no resolvers"
-        raise setting_error(key, value, rule)
-
-
-def type_name(hint: Any) -> str:
-    """Return the type of a key in words."""
-    names = {
-        int: "a whole number",
-        float: "a number",
-        bool: "true or false",
-        str: "text",
-        type(None): "null",
-        Any: "a value",
-    }
-    if typing.get_origin(hint) is Literal:
-        return " or ".join(map(str, typing.get_args(hint)))
-    if typing.get_origin(hint) is list:
-        return f"a list of {type_name(typing.get_args(hint)[0])}"
-    if typing.get_origin(hint) is dict:
-        value = typing.get_args(hint)[1]
-        return "{name: " + ("..." if value is Any else type_name(value)) + "}"
-    if typing.get_origin(hint) is tuple:
-        items = typing.get_args(hint)
-        several = {int: "whole numbers", float: "numbers"}.get(items[0])
-        if Ellipsis in items:
-            return f"a list of {several or type_name(items[0])}"
-        return f"a list of {len(items)} {several or f'x {type_name(items[0])}'}"
-    options = _options(hint)
-    if len(options) > 1:
-        return " or ".join(type_name(option) for option in options)
-    return names.get(hint, getattr(hint, "__name__", str(hint)))
-
-
-_SWITCHES = {
-    **dict.fromkeys(("y", "t", "1", "enable", "enabled"), True),
-    **dict.fromkeys(("n", "f", "0", "disable", "disabled", "none"), False),
-}
-
-
-def _advice_of_type(value: Any, hint: Any, key: dataclasses.Field[Any]) -> dict[str, Any]:
-    """Return what `setting_error` is to say of a value that is not of the key's type, by the argument's name."""
-    options = _options(hint)
-    if int in options and isinstance(value, (float, bool)) and math.isfinite(value):
-        return {"legal": max(round(value), key.metadata.get("at_least", -math.inf))}
-    if bool in options:
-        meant = _SWITCHES.get(str(value).lower(), nearest(value, ("true", "false")))
-        return {"meant": bool(value) if isinstance(value, int) else meant}
-    default = None if key.default is dataclasses.MISSING else key.default
-    for items in (typing.get_args(option) for option in options if typing.get_origin(option) is tuple):
-        given = value if isinstance(value, list) else [value]
-        numbers = [
-            round(n) if items[0] is int else n for n in given if isinstance(n, (int, float)) and abs(n) < math.inf
-        ]
-        if numbers:
-            rest = list(default or numbers[-1:] * len(items))[len(numbers) :]
-            return {"legal": numbers if Ellipsis in items else (numbers + rest)[: len(items)]}
-    if float in options or int in options:
-        number = _number_in(str(value))
-        if number is None or not (float in options or number.is_integer()):
-            return {"example": default}
-        return {"meant": number if float in options else int(number)}
-    if any(typing.get_origin(option) is dict for option in options):
-        return {"example": {"a": 0.7, "b": 0.3}} if default is None else {"example": default}
-    return {"example": _FORMS.get(key.name, default)}
-
-
-_FORMS = {"profile_steps": [10, 13]}
-"""What a key looks like that is empty by default."""
-_TIMES = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9}
-
-
-def _number_in(text: str) -> float | None:
-    """Return the number that a text begins with, such as 10k or 1,000 steps; None where there is none, or many."""
-    found = re.fullmatch(
-        r"([+-]?[\d_]*\.?\d+(?:e[+-]?\d+)?)([kmbg]?)\s*[a-z]*", re.sub(r",(?=\d{3})", "", text.lower())
-    )
-    if found is None:
-        return None
-    try:
-        number = float(found[1]) * _TIMES[found[2]]
-    except (ValueError, OverflowError):
-        return None
-    return number if math.isfinite(number) else None
+        raise setting_error(key, value, rule, fix=f"write the value itself, or give it on the command line: {key}=...")
 
 
 def _check_limits(config: RunConfig) -> None:
@@ -481,4 +413,5 @@ def _check_limits(config: RunConfig) -> None:
         value = getattr(getattr(config, section), name)
         for number in value if isinstance(value, tuple) else (value,):
             if isinstance(number, (int, float)) and not isinstance(number, bool):
-                check_number(key, value, number, item.metadata)
+                example = None if item.default is dataclasses.MISSING else item.default
+                check_number(key, value, number, item.metadata, example)

@@ -94,7 +94,8 @@ def _check_weights(key: str, weights: Any, names: list[str]) -> None:
             rule = f"data.path has no source {name}, it has {', '.join(names)}"
             best = nearest(name, names)
             meant = {best if other == name else other: value for other, value in weights.items()} if best else None
-            raise setting_error(key, weights, rule, meant=meant)
+            shown = None if best else dict.fromkeys(names, 1)
+            raise setting_error(key, weights, rule, meant=meant, example=shown)
         if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(weight) or weight < 0:
             raise setting_error(f"{key}.{name}", weight, "must be a number, and not below 0", 0)
     whole = sum(weights.values())

@@ -69,7 +69,7 @@ _FSDP_ONLY = "models are sharded and replicated alone (mesh.shard, mesh.replicat
 _INSTEAD = {
     **dict.fromkeys(("gradient_accumulation_steps", "accumulate_grad_batches", "grad_accum_steps"), _COUNTED),
     **dict.fromkeys(("bf16", "fp16", "precision", "mixed_precision", "amp"), "set fsdp.param_dtype=bfloat16"),
-    **dict.fromkeys(("num_nodes", "num_machines", "nnodes", "machine_rank", "node_rank"), _BY_LAUNCHER),
+    **dict.fromkeys(("num_nodes", "num_machines", "nnodes", "nodes", "machine_rank", "node_rank"), _BY_LAUNCHER),
     **dict.fromkeys(("strategy", "distributed_type", "use_fsdp"), "leave it out: every run is sharded by FSDP2"),
     **dict.fromkeys(
         ("tensor_parallel_degree", "pipeline_parallel_degree", "tp_size", "pp_size", "deepspeed"), _FSDP_ONLY
@@ -85,6 +85,10 @@ _INSTEAD = {
 def unknown_key(key: str, value: Any, legal: Collection[str], where: str = "") -> UserError:
     """Return the error for a key that there is none of, on the command line or, as `where` says, in a file."""
     rule = f"no such key{where}"
+    plain = key.translate(_PLAIN)
+    if plain != key and plain in legal:  # copied from a page that prints quotes
+        fix = f"type plain quotes, or none: {plain}={str(value).translate(_PLAIN)}"
+        return setting_error(key, value, rule, fix=fix)
     best, instead = _meant(key, legal)
     if instead:
         return setting_error(key, value, rule, fix=instead)
@@ -96,6 +100,10 @@ def unknown_key(key: str, value: Any, legal: Collection[str], where: str = "") -
     return UserError(f"{setting_error(key, value, rule)}\n  did you mean {typed(best, value)}?")
 
 
+_PLAIN = str.maketrans("", "", "\u201c\u201d\u2018\u2019")
+"""Takes out the quotes that text programs put in place of those of a keyboard."""
+DASHES = ("-", "\u2013", "\u2014")
+"""What an option begins with, and what text programs make of it."""
 _ALWAYS = {"nproc", "recipe", "model.name", "model.path"}
 _WHOLE = {"activation_checkpoint.mode": "train.activation_checkpoint", "checkpoint.folder": "checkpoint.dir"}
 
@@ -120,7 +128,7 @@ def _meant(key: str, legal: Collection[str]) -> tuple[str | None, str]:
     if close:
         return f"{section}.{close[0]}", ""
     leaves = {known.partition(".")[2]: known for known in legal}
-    close = difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.8)
+    close = difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.85)
     return (leaves[close[0]], "") if close else (None, "")
 
 
@@ -130,7 +138,7 @@ def _likeness(one: str, other: str) -> float:
 
 def unknown_option(option: str, options: Iterable[str], keys: Collection[str] = ()) -> UserError:
     """Return the error for an argument that begins with a dash and is no option."""
-    name, equals, value = option.lstrip("-").partition("=")
+    name, equals, value = option.lstrip("".join(DASHES)).partition("=")
     value = value if equals else "..."
     if name in ("recipe", "nproc"):
         return UserError(f"{option}: no such option\n  did you mean {name}={value}?")
@@ -146,7 +154,7 @@ def unknown_option(option: str, options: Iterable[str], keys: Collection[str] = 
     return UserError(f"{option}: no such option\n  {advice}")
 
 
-def stray_word(argv: Sequence[str], place: int, recipes: Iterable[str], has_recipe: bool) -> UserError:
+def stray_word(argv: Sequence[str], place: int, recipes: Collection[str], has_recipe: bool) -> UserError:
     """Return the error for the argument at `place`, which assigns nothing."""
     word, before = argv[place], argv[place - 1] if place else ""
     rule = f"{word!r}: an argument has the form section.key=value"
@@ -155,9 +163,12 @@ def stray_word(argv: Sequence[str], place: int, recipes: Iterable[str], has_reci
         return UserError(f"{rule}\n  to fix: write it without spaces: {word}={after[1] if after[1:] else '...'}")
     if before.endswith("="):
         return UserError(f"{rule}\n  to fix: write it without spaces: {before}{word}")
-    if not has_recipe and (meant := nearest(word, recipes)) and "." not in word:
+    if (not has_recipe and (meant := nearest(word, recipes)) and "." not in word) or (meant := word) in recipes:
         return UserError(f"{rule}\n  did you mean recipe={meant}?")
-    if "=" in before and not _is_key(word):
+    key, colon, value = word.partition(":")
+    if colon and value and _is_key(key):
+        return UserError(f"{rule}\n  did you mean {typed(key, value)}?")
+    if "=" in before and not word.startswith("=") and not _is_key(word):
         return UserError(f"{rule}\n  to fix: quote a value with spaces in it: {shlex.quote(f'{before} {word}')}")
     return UserError(f"{rule}\n  for example: {word if _is_key(word) else 'train.steps'}=100")
 

@@ -31,6 +31,7 @@ from trainer.data.show import show_samples
 from trainer.errors import (
     EXIT_FAILED,
     EXIT_FINISHED,
+    UserError,
     choice_error,
     run_command,
     setting_error,
@@ -82,7 +83,10 @@ def _read(arguments: Sequence[str]) -> _Asked:
         else:
             asked.command = argument
     if asked.command not in _COMMANDS:
-        raise choice_error("command", asked.command or None, _COMMANDS)
+        if not asked.command:
+            example = "for example: python -m trainer.data show recipe=llama_small"
+            raise UserError(f"a command is missing: {', '.join(_COMMANDS)}\n  {example}")
+        raise choice_error("command", asked.command, _COMMANDS)
     return asked
 
 

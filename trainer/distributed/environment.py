@@ -15,7 +15,7 @@ import resource
 import signal
 import socket
 import subprocess
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -84,12 +84,13 @@ def find_environment(env: MutableMapping[str, str] = os.environ) -> Environment:
     """
     if "RANK" in env and "WORLD_SIZE" in env:
         world_size = _read(env, "WORLD_SIZE")
+        local_world_size = _read(env, "LOCAL_WORLD_SIZE", world_size)
         return Environment(
             launcher="nproc" if SPAWNED_BY_US in env else "torchrun",
-            rank=_read(env, "RANK"),
+            rank=_read(env, "RANK", below=("WORLD_SIZE", world_size)),
             world_size=world_size,
-            local_rank=_read(env, "LOCAL_RANK", 0),
-            local_world_size=_read(env, "LOCAL_WORLD_SIZE", world_size),
+            local_rank=_read(env, "LOCAL_RANK", 0, below=("LOCAL_WORLD_SIZE", local_world_size)),
+            local_world_size=local_world_size,
             job=_job(env),
             num_restarts=_restarts(env),
         )
@@ -103,7 +104,22 @@ def find_environment(env: MutableMapping[str, str] = os.environ) -> Environment:
             job=_job(env),
             num_restarts=_restarts(env),
         )
+    for name, other in (("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")):
+        if name in env:
+            rule = f"a launcher sets it together with {other}, which is not set"
+            raise setting_error(name, env[name], rule, fix=f"start with torchrun, srun or nproc=N, or unset {name}")
     return Environment(job=_job(env), num_restarts=_restarts(env))
+
+
+def check_rendezvous(here: Environment, env: Mapping[str, str] = os.environ) -> None:
+    """Raise UserError if the first rank cannot be found, as where torchrun's variables were set by hand."""
+    if here.launcher != "torchrun" or here.world_size == 1:
+        return
+    fix = "start with torchrun, which sets it, or name the machine of rank 0 and a free port of it"
+    if not env.get("MASTER_ADDR"):
+        raise setting_error("MASTER_ADDR", env.get("MASTER_ADDR"), "ranks have no address to meet at", fix=fix)
+    if not env.get("MASTER_PORT", "").isdecimal() or not 0 < int(env["MASTER_PORT"]) < 65536:
+        raise setting_error("MASTER_PORT", env.get("MASTER_PORT"), "must be a port, from 1 to 65535", fix=fix)
 
 
 def _job(env: MutableMapping[str, str]) -> str:
@@ -256,10 +272,16 @@ def export_slurm_rendezvous(env: MutableMapping[str, str] = os.environ) -> None:
         env["MASTER_PORT"] = str(15000 + (step[0] * 131 + step[1] * 7 + step[2]) % 15000)
 
 
-def _read(env: MutableMapping[str, str], name: str, default: int | None = None) -> int:
+def _read(
+    env: MutableMapping[str, str], name: str, default: int | None = None, below: tuple[str, int] | None = None
+) -> int:
+    """Return the number in a variable; `below` names another one that it must be below, and what that says."""
     text = env.get(name, "" if default is None else str(default))
     if not text.isdecimal():
         raise setting_error(name, text, "the launcher's variable must be a whole number", default)
+    if below is not None and int(text) >= below[1]:
+        rule = f"must be below {below[0]}={below[1]}: ranks are counted from 0"
+        raise setting_error(name, text, rule, max(0, below[1] - 1))
     return int(text)
 
 

@@ -174,7 +174,7 @@ class Lifecycle:
         """There is nothing left to train.  Returns the exit code.  `clean` removes what a killed attempt left."""
         step, config, horizon = self._progress.step, self._config, self._accounts.horizon
         is_early = step < config.train.steps
-        longer = "eval.patience=0" if is_early else f"train.steps={2 * config.train.steps}"
+        longer = "eval.patience=0" if is_early else f"train.steps={max(1, 2 * step)}"
         self._metrics.say(
             f"nothing to do: {config.run.dir} is at step {step} of {config.train.steps}"
             f"{f' ({horizon.reason(step)})' if is_early else ''}\n"

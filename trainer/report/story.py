@@ -153,7 +153,8 @@ def read_run(folder: Path) -> Run:
     for _, record in read_records(path):
         read.add(record)
     if not read.num_records:
-        raise _no_run(folder, "metrics.jsonl holds no record yet")
+        fix = "see its console.log, or wait until it has begun"
+        raise setting_error("run.dir", folder, "its metrics.jsonl holds no record", fix=fix)
     attempts, ledger = read.attempts, read.ledger
     _close_attempt(attempts, ledger, None)
     state, reason = _state(folder, attempts)

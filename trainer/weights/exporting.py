@@ -344,7 +344,8 @@ def _make_room(folder: Path, overwrite: bool, setting: str) -> None:
     if not any(MARK.items() <= content.items() for content in _marks(folder)):
         raise setting_error(setting, folder, "holds files that are no earlier export; name a new or empty folder")
     if not overwrite:
-        raise setting_error(setting, folder, "holds an earlier export; name a new folder, or ask to overwrite it")
+        rule = "holds an earlier export; name a new folder, or ask to overwrite it (--overwrite)"
+        raise setting_error(setting, folder, rule)
 
 
 def _marks(folder: Path) -> Iterator[Mapping[str, Any]]:

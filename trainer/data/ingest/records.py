@@ -88,7 +88,7 @@ def _check_column(each: Input, names: list[str], text_key: str, bad: BadPlaces) 
     """Raise UserError unless a table has the column: it then has it in no row."""
     if text_key not in names:
         rule = f"{each.path} has no such column; its columns: {', '.join(names) or 'none'}"
-        raise setting_error(bad.keys.text_key, text_key, rule, nearest(text_key, names))
+        raise setting_error(bad.keys.text_key, text_key, rule, nearest(text_key, names) or (*names, None)[0])
 
 
 def _open_parquet(each: Input) -> Any:

@@ -232,7 +232,7 @@ def _refuse_line(line: str, place: str, text_key: str, bad: BadPlaces) -> None:
         bad.refuse(keys.inputs, place, f"must be a JSON object, not {type(record).__name__}")
     elif text_key not in record:
         rule = f"{place} has no such key; its keys: {', '.join(record) or 'none'}"
-        bad.refuse(keys.text_key, text_key, rule, legal=nearest(text_key, record))
+        bad.refuse(keys.text_key, text_key, rule, legal=nearest(text_key, record) or (*record, None)[0])
     elif not isinstance(record[text_key], str):
         strings = [key for key, value in record.items() if isinstance(value, str)]
         rule = f"at {place} it is no text but {type(record[text_key]).__name__}"

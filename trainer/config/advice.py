@@ -1,0 +1,133 @@
+"""Values that are not of their key's type: what type that is, and what was meant.
+
+Knows the types of fields, and no key but by its last part: `_s` is in seconds, `_gib` in GiB.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+import types
+import typing
+from typing import Any, Literal
+
+from trainer.errors import nearest
+
+
+def options_of(hint: Any) -> tuple[Any, ...]:
+    """Return the types of which a key's value has one."""
+    return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+
+
+def type_name(hint: Any) -> str:
+    """Return the type of a key in words."""
+    names = {
+        int: "a whole number",
+        float: "a number",
+        bool: "true or false",
+        str: "text",
+        type(None): "null",
+        Any: "a value",
+    }
+    if typing.get_origin(hint) is Literal:
+        return " or ".join(map(str, typing.get_args(hint)))
+    if typing.get_origin(hint) is list:
+        return f"a list of {type_name(typing.get_args(hint)[0])}"
+    if typing.get_origin(hint) is dict:
+        value = typing.get_args(hint)[1]
+        return "{name: " + ("..." if value is Any else type_name(value)) + "}"
+    if typing.get_origin(hint) is tuple:
+        items = typing.get_args(hint)
+        several = {int: "whole numbers", float: "numbers"}.get(items[0])
+        if Ellipsis in items:
+            return f"a list of {several or type_name(items[0])}"
+        return f"a list of {len(items)} {several or f'x {type_name(items[0])}'}"
+    options = options_of(hint)
+    if len(options) > 1:
+        return " or ".join(type_name(option) for option in options)
+    return names.get(hint, getattr(hint, "__name__", str(hint)))
+
+
+_SWITCHES = {
+    **dict.fromkeys(("y", "t", "1", "enable", "enabled"), True),
+    **dict.fromkeys(("n", "f", "0", "disable", "disabled", "none"), False),
+}
+
+
+def advice_of_type(value: Any, hint: Any, key: dataclasses.Field[Any]) -> dict[str, Any]:
+    """Return what `setting_error` is to say of a value that is not of the key's type, by the argument's name."""
+    options = options_of(hint)
+    if int in options and isinstance(value, (float, bool)) and math.isfinite(value):
+        return {"legal": max(round(value), key.metadata.get("at_least", -math.inf))}
+    if bool in options:
+        meant = _SWITCHES.get(str(value).lower(), nearest(value, ("true", "false")))
+        return {"meant": bool(value) if isinstance(value, int) else meant}
+    default = None if key.default is dataclasses.MISSING else key.default
+    for items in (typing.get_args(option) for option in options if typing.get_origin(option) is tuple):
+        given = value if isinstance(value, list) else [value]
+        if items[0] is str and isinstance(value, str):
+            return {"legal": given}
+        numbers = [
+            round(n) if items[0] is int else n for n in given if isinstance(n, (int, float)) and abs(n) < math.inf
+        ]
+        if numbers and items[0] in (int, float):
+            rest = list(default or numbers[-1:] * len(items))[len(numbers) :]
+            return {"legal": numbers if Ellipsis in items else (numbers + rest)[: len(items)]}
+    if float in options or int in options:
+        number = _number_in(str(value), key.name)
+        if number is None or not (float in options or number.is_integer()):
+            return {"example": _FORMS.get(key.name, default)}
+        return {"meant": int(number) if number.is_integer() else number}
+    if any(typing.get_origin(option) is dict for option in options):
+        return {"example": {"a": 0.7, "b": 0.3}} if default is None else {"example": default}
+    return {"example": _FORMS.get(key.name, default)}
+
+
+_FORMS = {
+    "profile_steps": [10, 13],
+    "phases": [{"from": "80%", "weights": {"a": 0.7, "b": 0.3}}],
+    "every": 100,
+    "warmup_steps": 100,
+}
+"""What a key looks like that is empty, or says never, by default."""
+
+_COUNTS = {"k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "%": 0.01}
+_MINUTES = ("m", "min", "mins", "minutes")
+_UNITS = {
+    "s": {
+        "ms": 1e-3,
+        **dict.fromkeys(("", "s", "sec", "seconds"), 1.0),
+        **dict.fromkeys(_MINUTES, 60.0),
+        **dict.fromkeys(("h", "hours"), 3600.0),
+        **dict.fromkeys(("d", "days"), 86400.0),
+    },
+    "h": {**dict.fromkeys(("", "h", "hours"), 1.0), **dict.fromkeys(_MINUTES, 1 / 60), "d": 24.0, "days": 24.0},
+    "gib": {
+        **dict.fromkeys(("m", "mb", "mib"), 1 / 1024),
+        **dict.fromkeys(("", "g", "gb", "gib"), 1.0),
+        **dict.fromkeys(("t", "tb", "tib"), 1024.0),
+    },
+}
+"""By the last part of a key: what a unit is in that of the key."""
+
+
+def _number_in(text: str, name: str) -> float | None:
+    """Return the number that is meant by 10k, 1,000 steps, 0,5 or, of a key in seconds, 30m; None where none is."""
+    if re.fullmatch(r"[+-]?(0,\d+|\d+,(\d{1,2}|\d{4,}))", text):
+        text = text.replace(",", ".")
+    found = re.fullmatch(
+        r"([+-]?[\d_]*\.?\d+(?:e[+-]?\d+)?)\s*([a-z%]*)", re.sub(r",(?=\d{3})", "", text.strip().lower())
+    )
+    if found is None:
+        return None
+    units, unit = _UNITS.get(name.rpartition("_")[2]), found[2]
+    size = (units or _COUNTS).get(unit)
+    if size is None and (units or any(unit in others for others in _UNITS.values())):
+        return None  # minutes of what counts steps
+    size = 1.0 if size is None else size
+    try:
+        number = round(float(found[1]) * size, 12)
+    except (ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None
