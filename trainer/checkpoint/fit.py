@@ -122,15 +122,19 @@ def find_differences(
     return lines, left_out
 
 
-_NUM_LINES, _NUM_CHARACTERS = 3, 300
-"""What is said of a part that does not fit: a cause such as another width is in each of its tensors."""
+_NUM_LINES, _NUM_CHARACTERS = 2, 300
+"""What is said of each kind of difference in a part: a cause such as another width is in every tensor."""
 
 
 def _shortened(lines: list[str]) -> list[str]:
-    """Return the first few lines, none of them long, and how many more there are."""
-    most = _NUM_LINES if len(lines) > _NUM_LINES + 1 else len(lines)
-    shown = [line if len(line) <= _NUM_CHARACTERS else f"{line[:_NUM_CHARACTERS]}..." for line in lines[:most]]
-    return [*shown, *([f"and {len(lines) - most} more like these"] if len(lines) > most else [])]
+    """Return the first lines of each kind, none of them long, and how many more there are."""
+    kinds: dict[str, list[str]] = {}
+    for line in lines:
+        where = [where for where in ("not in the checkpoint", "only in the checkpoint") if line.endswith(where)]
+        kinds.setdefault("".join(where), []).append(line)
+    shown = [line for alike in kinds.values() for line in alike[:_NUM_LINES]]
+    rest = [f"and {len(lines) - len(shown)} more like these"] if len(lines) > len(shown) else []
+    return [line if len(line) <= _NUM_CHARACTERS else f"{line[:_NUM_CHARACTERS]}..." for line in shown] + rest
 
 
 def advice_on(different: list[str], unfit: list[str]) -> str:
