@@ -458,13 +458,18 @@ def fetch(server: Server, path: str, **headers: str) -> tuple[int, bytes]:
 
 
 def test_the_page_is_served_to_this_machine_alone(tmp_path: Path) -> None:
-    folder = write(tmp_path, ONE_ATTEMPT, "finished", config="run: {name: served}\n")
+    profile = {"kind": "profile", "step": 4, "trace": "trace.json.gz"}
+    folder = write(tmp_path, [*ONE_ATTEMPT, profile], "finished", config="run: {name: served}\n")
+    (folder / "checkpoints" / "step_00000004").mkdir(parents=True)
     (folder / "profile").mkdir()
     (folder / "profile" / "trace.json.gz").write_bytes(b"trace")
     with Server([folder], port=0) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         assert data_in(fetch(server, "/")[1].decode())["runs"][0]["name"] == "served"
         assert fetch(server, "/profile/trace.json.gz") == (200, b"trace")
+        page = Page(fetch(server, "/")[1].decode())
+        assert str(folder / "checkpoints" / "step_00000004") in page.text
+        assert [fetch(server, f"/{link}")[0] for link in page.refers] == [200], "every link leads somewhere"
         for path in ("/config.yaml", "/profile/../config.yaml", "/profile/%2e%2e%2fconfig.yaml", "/profile", "/x"):
             assert fetch(server, path)[0] == 404, path
         assert fetch(server, "/", Host="elsewhere.example:80")[0] == 403

@@ -92,7 +92,7 @@ _FORMS = {
 }
 """What a key looks like that is empty, or says never, by default."""
 
-_COUNTS = {"k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "%": 0.01}
+_COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "%": 0.01}
 _MINUTES = ("m", "min", "mins", "minutes")
 _UNITS = {
     "s": {

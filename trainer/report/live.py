@@ -55,7 +55,8 @@ class Pages:
         now = version(self._folders), int(time.monotonic() / REFRESH_S)  # a killed run changes no file
         if now != self._stamp:
             runs = [read_run(folder) for folder in self._folders]
-            html = write_page(runs[0], runs[0].folder) if len(runs) == 1 else write_comparison(runs)
+            one = runs[0] if len(runs) == 1 else None
+            html = write_page(one, one.folder, is_served=True) if one else write_comparison(runs)
             self._page, self._stamp = html.encode(), now
         return self._page
 

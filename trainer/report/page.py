@@ -29,8 +29,11 @@ STYLE = (resources.files("trainer.report") / "page.css").read_text(encoding="utf
 SCRIPT = (resources.files("trainer.report") / "charts.js").read_text(encoding="utf-8")
 
 
-def write_page(run: Run, beside: Path | None = None) -> str:
-    """Return the page of one run.  beside: the folder that it is for, from which its links lead; None for no links."""
+def write_page(run: Run, beside: Path | None = None, is_served: bool = False) -> str:
+    """Return the page of one run.  beside: the folder that it is for, from which its links lead; None for no links.
+
+    A page that is served has links to traces alone: a browser elsewhere can do nothing with a checkpoint's folder.
+    """
     name, state = escape(run.name), escape(run.state)
     parts = [
         f'<header><h1>{name} <span class="state {_class(run.state)}">{state}</span></h1>',
@@ -42,7 +45,7 @@ def write_page(run: Run, beside: Path | None = None) -> str:
         _key(run),
         _sources(run),
         _samples(run),
-        _links(run, beside),
+        _files(run, beside, is_served),
         _attempts(run),
         _saving(run),
         _configuration(run),
@@ -202,15 +205,18 @@ def _samples(run: Run) -> str:
     return f'<section class="card samples"><h2>Samples</h2>{"".join(shown)}</section>'
 
 
-def _links(run: Run, beside: Path | None) -> str:
-    """Return links to the checkpoints and traces that are there, from the folder of the page."""
+def _files(run: Run, beside: Path | None, is_served: bool) -> str:
+    """Return the checkpoints and traces that are there, with links from the folder of the page."""
     checkpoints = sorted((run.folder / "checkpoints").glob("step_*"))
     traces = [path for name in dict.fromkeys(run.traces) if (path := run.folder / "profile" / name).is_file()]
     found = [*checkpoints, *traces]
     if beside is None or not found:
         return ""
     items = [
-        f'<li><a href="{escape(quote(os.path.relpath(path, beside)))}">{escape(path.name)}</a></li>' for path in found
+        f"<li>{escape(str(path))}</li>"
+        if is_served and path in checkpoints
+        else f'<li><a href="{escape(quote(os.path.relpath(path, beside)))}">{escape(path.name)}</a></li>'
+        for path in found
     ]
     hint = '<p class="muted">Traces open in <b>ui.perfetto.dev</b>.</p>' if traces else ""
     return f'<section class="card"><h2>Files</h2><ul class="links">{"".join(items)}</ul>{hint}</section>'
