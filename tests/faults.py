@@ -23,6 +23,8 @@ from typing import Any
 import trainer.checkpoint.place
 import trainer.checkpoint.reader
 import trainer.checkpoint.store
+import trainer.distributed.exchange
+import trainer.sequence.context
 from tests.forked import Forked, start_run
 from tests.ranks import Ran
 from trainer import Trainer
@@ -53,6 +55,8 @@ class Fault:
     """Instead of at an event: after this step."""
     then: str = ""
     """What happens at `at_step`, if not a kill: `raise`, or the name of a signal that the rank sends itself."""
+    inside: str = ""
+    """In which function, one of `_PLACES`, the rank sends itself the signal `then`, instead of at a step."""
     fail: str = ""
     """Which function raises: one of `_PLACES`."""
     hang: str = ""
@@ -61,7 +65,7 @@ class Fault:
     hang_until: str = ""
     first: int = 0
     last: int = 0
-    """The calls that `fail` and `hang` hit, counted from 0."""
+    """The calls that `fail`, `hang` and `inside` hit, counted from 0."""
     write_s: float = 0.0
     """How long every write to a file of a checkpoint takes."""
     no_space_check: bool = False
@@ -142,6 +146,8 @@ _PLACES: dict[str, tuple[Any, str]] = {
     "prune": (LocalPlace, "retire"),
     "delete": (LocalPlace, "delete"),
     "load": (trainer.checkpoint.reader, "read_tensors"),
+    "attend": (trainer.sequence.context, "gather_parts"),
+    "attend backward": (trainer.distributed.exchange, "sum_parts"),
 }
 """Functions that can fail or hang, by what they do."""
 
@@ -222,7 +228,7 @@ def _kill(fault: Fault) -> None:
 def _fail_or_hang(name: str) -> None:
     fault = _FAULT
     assert fault is not None
-    if fault.rank != _RANK or name not in (fault.fail, fault.hang):
+    if fault.rank != _RANK or name not in (fault.fail, fault.hang, fault.inside):
         return
     with _lock:
         number = _calls.get(name, 0)
@@ -233,6 +239,8 @@ def _fail_or_hang(name: str) -> None:
         time.sleep(fault.hang_s)
         while fault.hang_until and not os.path.exists(fault.hang_until):
             time.sleep(0.01)
+    if name == fault.inside:
+        os.kill(os.getpid(), signal.Signals[fault.then])
     if name == fault.fail:
         raise _Injected(f"{name} fails on purpose")
 

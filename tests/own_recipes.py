@@ -265,3 +265,5 @@ def _units(model: nn.Module) -> list[str]:
 
 
 register(Recipe("llama_whole_logits", LlamaConfig, whole_logits, _units))
+_LLAMA = "trainer.recipes.llama.model:Llama"
+register(Recipe("llama_faulty", LlamaConfig, _LLAMA, _units, trainer="tests.faults:FaultyTrainer", context=True))

@@ -15,7 +15,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from tests.ranks import run_ranks, run_tiny, tiny_overrides
+from tests.faults import Fault, Started, start
+from tests.ranks import Ran, run_command, run_ranks, run_tiny, tiny_overrides
 from tests.test_exactness import relative
 from trainer import RunConfig, Trainer, load_config
 from trainer.data.loader import Batch, EvalLoader, TrainLoader
@@ -206,3 +207,64 @@ def compare(name: str, ours: Any, theirs: Any) -> None:
             assert ours == pytest.approx(theirs, rel=1e-5), name
     elif not any(part in name for part in TIMED):
         assert ours == theirs, name
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Ranks that fail, or are asked to stop, inside attention
+
+OF_FAULTS = ["recipe=llama_small", "model.name=tests.own_recipes:llama_faulty", "schedule.name=constant"]
+CALLS = {"attend": 21, "attend backward": 19}
+"""Calls, counted from 0, that are of step 3: 8 a step, and 2 more forward before the first."""
+
+
+def started(folder: Path, inside: str, then: str) -> Started:
+    """Start six steps on 4 ranks in 2 groups, whose rank 1 sends itself a signal inside attention."""
+    own = ["mesh.context=2", GATHER, "train.steps=6", "checkpoint.every=2", "run.step_timeout_s=6"]
+    fault = Fault(rank=1, inside=inside, then=then, first=CALLS[inside], last=CALLS[inside])
+    return start(folder, *OF_FAULTS, *tiny_overrides(*own), ranks=4, fault=fault)
+
+
+def went_on(folder: Path, *overrides: str) -> Ran:
+    ran = run_command(folder, *OF_FAULTS, *tiny_overrides("train.steps=6", *overrides))
+    assert ran.exit_code == 0, ran.stderr
+    return ran
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("place", CALLS)
+def test_a_rank_that_is_suspended_inside_attention(place: str, tmp_path: Path) -> None:
+    run = started(tmp_path / "run", place, "SIGSTOP")
+    try:
+        run.processes[0].join(240)
+    finally:
+        run.kill()
+    assert run.processes[0].exitcode == 1, run.stderr
+    assert "watchdog: rank 1 did not answer" in run.stderr
+    (waits,) = [line.split() for line in run.stderr.splitlines() if line.endswith("waits for its context group")]
+    assert waits[0] == "0", "the only one that shares its sequences"
+    stack = run.stderr.partition("rank 0 waits at\n")[2]
+    assert "recipes/llama/model.py" in stack or "backward" in place
+    assert f"in {'sum_parts' if 'backward' in place else 'gather_parts'}" in stack
+
+
+@pytest.mark.campaign
+def test_a_run_goes_on_without_slices_after_a_kill_inside_attention(tmp_path: Path) -> None:
+    run = started(tmp_path / "run", "attend", "SIGKILL")
+    codes = run.wait()
+    assert codes == [1, -9, 1, 1], run.stderr
+    assert "rank 1" in run.stderr
+    straight = went_on(tmp_path / "straight")
+    ran = went_on(tmp_path / "run", "nproc=2")
+    assert [line["resumed_step"] for line in ran.metrics if line["kind"] == "start"] == [None, 2]
+    assert relative(ran.train("loss"), straight.train("loss")) < 1e-6
+
+
+@pytest.mark.campaign
+def test_a_stop_that_is_asked_for_inside_attention(tmp_path: Path) -> None:
+    """The ranks agree on it as the next step begins, which is the last; the run goes on in other slices."""
+    run = started(tmp_path / "run", "attend", "SIGTERM")
+    assert run.wait() == [75] * 4, run.stderr
+    straight = went_on(tmp_path / "straight")
+    ran = went_on(tmp_path / "run", "nproc=4", "mesh.context=4", HEADS)
+    assert [line["resumed_step"] for line in ran.metrics if line["kind"] == "start"] == [None, 4]
+    assert relative(ran.train("loss"), straight.train("loss")) < 1e-6

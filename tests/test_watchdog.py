@@ -6,6 +6,7 @@ import json
 import os
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -261,6 +262,10 @@ def test_who_is_late() -> None:
     many = table("why", [rank(number, 5, 1 if number == 700 else 2, number != 700) for number in range(1000)])
     assert ">>  700" in many
     assert "and 968 more that are not late" in many
+    waits = replace(waiting, rank=7, group="context", stack=["b.py:2 in g"])
+    shown = table("why", [silent, replace(waiting, rank=6), waits])
+    assert "waits for its context group" in shown
+    assert shown.endswith("rank 7 waits at\n  b.py:2 in g"), "the silent one cannot say where it is"
 
 
 # ---------------------------------------------------------------------------------------------------------------

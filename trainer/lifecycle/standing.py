@@ -32,6 +32,8 @@ class Standing:
     """How many collectives its device has ended, has begun, and has queued; empty without a GPU."""
     device: str = ""
     """What its device waits for, in words."""
+    group: str = ""
+    """The ranks whose collective it is in, where these are those that share sequences: `context`."""
 
 
 def find_late(standings: Sequence[Standing]) -> list[Standing]:
@@ -81,11 +83,16 @@ def table(why: str, standings: Sequence[Standing]) -> str:
         if not row.answers:
             lines.append(f"  >> {row.rank:4}  does not answer")
             continue
-        state = "late" if row in late else "waits for others" if row.waits else ""
+        waits = f"waits for its {row.group} group" if row.group else "waits for others"
+        state = "late" if row in late else waits if row.waits else ""
         mark = ">>" if row in late else "  "
         lines.append(f"  {mark} {row.rank:4}  {row.step:6}  {row.phase:15}  {row.phase_s:6.1f} s  {state}".rstrip())
     if len(rows) > _MAX_ROWS:
         lines.append(f"     and {len(rows) - _MAX_ROWS} more that are not late")
-    for row in late[:4]:
-        lines += [f"rank {row.rank} is at", *(f"  {line}" for line in row.stack)] if row.answers else []
+    answering = [row for row in late[:4] if row.answers]
+    for row in answering:
+        lines += [f"rank {row.rank} is at", *(f"  {line}" for line in row.stack)]
+    if not answering:  # where it is itself cannot be known
+        for row in sorted((row for row in rows if row.waits), key=lambda row: not row.group)[:1]:
+            lines += [f"rank {row.rank} waits at", *(f"  {line}" for line in row.stack)]
     return "\n".join(lines)

@@ -32,8 +32,9 @@ from types import FrameType
 from typing import NoReturn
 
 from trainer.config import RunConfig
+from trainer.distributed import exchange
 from trainer.distributed.channel import Messages
-from trainer.distributed.world import World
+from trainer.distributed.world import CONTEXT, World
 from trainer.errors import EXIT_FAILED, PeerFailed, say
 from trainer.lifecycle.phases import IN_STEP
 from trainer.lifecycle.recorder import keep_record, progress_of, read_record
@@ -302,7 +303,7 @@ class Watchdog:
         seconds = round(time.monotonic() - since, 1)
         device = "" if progress is None else progress.waiting_for
         own = (self._world.rank, phase, seconds, self.step, self.marks, waits, within)
-        return Standing(*own, collectives=collectives, device=device, stack=stack)
+        return Standing(*own, collectives=collectives, device=device, group=_group_of(main), stack=stack)
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -329,6 +330,13 @@ def _is_in_a_collective(frame: FrameType | None) -> bool:
     return False
 
 
+def _group_of(frame: FrameType | None) -> str:
+    """Return `context` inside a collective of the ranks that share sequences, else nothing."""
+    while frame is not None and frame.f_code.co_filename != exchange.__file__:
+        frame = frame.f_back
+    return "" if frame is None else CONTEXT
+
+
 def _is_waiting_for_the_device(frame: FrameType | None) -> bool:
     """Return whether the innermost code waits for what is queued on a GPU, where a collective may hang."""
     return frame is not None and frame.f_code.co_filename.endswith(_WAITS_FOR_DEVICE)
@@ -341,7 +349,10 @@ def _is_in_another_thread(frame: FrameType | None) -> bool:
     return frame is not None and frame.f_code.co_filename == threading.__file__
 
 
-_LEFT_OUT = (f"{os.sep}torch{os.sep}nn{os.sep}modules{os.sep}module.py", f"{os.sep}contextlib.py")
+_OF_OPERATORS = ("_ops.py", "_compile.py", "_library/custom_ops.py", "_library/autograd.py", "_dynamo/eval_frame.py")
+_OF_TORCH = ("nn/modules/module.py", "autograd/function.py", *_OF_OPERATORS)
+_LEFT_OUT = (f"{os.sep}contextlib.py", *(os.sep + os.path.join("torch", *name.split("/")) for name in _OF_TORCH))
+"""Files whose frames only stand between those that tell something."""
 
 
 def _lines(frame: FrameType | None) -> list[str]:
