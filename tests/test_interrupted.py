@@ -10,11 +10,12 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
-from trainer import export
+from trainer import export, load_config
 from trainer.errors import EXIT_INTERRUPTED, run_command
 from trainer.metrics.sinks import _remembered_id
 from trainer.plan.machine import calibration_path, write_calibration
 from trainer.report import __main__ as report
+from trainer.run import with_trainer
 
 
 def interrupt() -> NoReturn:
@@ -29,6 +30,15 @@ def full(path: Path, content: Any) -> NoReturn:
 def test_ctrl_c_ends_a_command_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(interrupt) == EXIT_INTERRUPTED
     assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_ctrl_c_before_an_evaluation_begins(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.run.ignore_termination", lambda: None)  # these tests go on
+    interrupted: Any = lambda _: interrupt()  # noqa: E731 - in the place of a Trainer's class
+    assert with_trainer(load_config("llama_small"), interrupted, lambda _: 0) == EXIT_INTERRUPTED
+    assert capsys.readouterr().err == "error: interrupted\n"
 
 
 def test_a_page_of_a_report_is_there_or_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

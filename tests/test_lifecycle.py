@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import closing
@@ -285,3 +286,12 @@ def test_the_command_of_the_end_is_told_once(run: Run, monkeypatch: pytest.Monke
     run.life.give_up("hangs")
     run.life.fail(ConnectionError("the others have left"))
     assert told == ["true"]
+
+
+def test_a_stop_of_an_evaluation_promises_no_save(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
+    with run.life.looking():
+        signal.raise_signal(signal.SIGTERM)
+        run.ballot.cast()
+    assert run.life.stopping
+    assert capfd.readouterr().err == "Stopping: the evaluation is given up. Ctrl-C again quits at once.\n"
+    assert run.said == []

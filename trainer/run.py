@@ -41,6 +41,7 @@ from trainer.distributed.environment import (
 from trainer.errors import (
     EXIT_FAILED,
     EXIT_FINISHED,
+    EXIT_INTERRUPTED,
     EXIT_USER_ERROR,
     PeerFailed,
     TrainingFailed,
@@ -250,6 +251,8 @@ def with_trainer(config: RunConfig, own: type[Trainer] | None, act: Callable[[Tr
         return report(error, find_environment())
     except TrainingFailed as error:
         return report(error, find_environment(), EXIT_FAILED)
+    except KeyboardInterrupt:  # of a command that catches no signals yet
+        return report(TrainingFailed("interrupted"), find_environment(), EXIT_INTERRUPTED)
     except BaseException as error:
         first = trainer.world.first_failure if trainer is not None else None
         if is_out_of_memory(error):

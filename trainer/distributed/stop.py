@@ -106,9 +106,12 @@ class StopRequest:
 STOPPING = "Stopping: finishing this step and saving. Ctrl-C again quits at once, without saving."
 
 
-def answer_at_once() -> None:
+GIVING_UP = "Stopping: the evaluation is given up. Ctrl-C again quits at once."
+
+
+def answer_at_once(text: str = STOPPING) -> None:
     """Say that the run is stopping.  In a signal's handler: what it has interrupted may hold any lock."""
-    _write(2, f"{STOPPING}\n", _CLEAR_LINE)
+    _write(2, f"{text}\n", _CLEAR_LINE)
 
 
 def show_cursor() -> None:

@@ -22,6 +22,7 @@ from trainer.config import RunConfig, find_deadline
 from trainer.distributed.ballot import Ballot
 from trainer.distributed.environment import take_start
 from trainer.distributed.stop import (
+    GIVING_UP,
     NOTICE,
     STOPPING,
     answer_at_once,
@@ -251,6 +252,9 @@ class Lifecycle:
     def looking(self) -> Iterator[None]:
         """Catch requests to stop inside the block, in which nothing of the run is written, however it ends."""
         self._enter("end")
+        if self._world.is_main:
+            self.stop.on_ask = partial(answer_at_once, GIVING_UP)
+        self.stop.is_answered = True  # what is said of a run, that it is saved, is not true here
         self.stop.install()
         try:
             yield
