@@ -1,9 +1,11 @@
-"""Commands that are ended in the middle, by Ctrl-C or a full disk: one line is said, and no half file is left."""
+"""Commands that are ended in the middle, by a signal or a full disk: one line is said, and no half file is left."""
 
 from __future__ import annotations
 
 import errno
 import json
+import signal
+import tempfile
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -30,6 +32,27 @@ def full(path: Path, content: Any) -> NoReturn:
 def test_ctrl_c_ends_a_command_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(interrupt) == EXIT_INTERRUPTED
     assert capsys.readouterr().err == "interrupted\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_command_that_is_ended_leaves_no_temporary_folder(number: signal.Signals) -> None:
+    made: list[Path] = []
+
+    def work() -> int:
+        assert signal.getsignal(number) is not signal.SIG_DFL, "it would end these tests"
+        with tempfile.TemporaryDirectory() as folder:
+            made.append(Path(folder))
+            signal.raise_signal(number)
+        return 0
+
+    before = signal.signal(number, signal.SIG_DFL)
+    try:
+        with pytest.raises(SystemExit, match=str(128 + number)):
+            run_command(work)
+        assert signal.getsignal(number) is signal.SIG_DFL
+    finally:
+        signal.signal(number, before)
+    assert [folder.exists() for folder in made] == [False]
 
 
 def test_ctrl_c_before_an_evaluation_begins(

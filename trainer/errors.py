@@ -13,9 +13,11 @@ import difflib
 import os
 import re
 import shlex
+import signal
 import sys
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TextIO
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NoReturn, TextIO
 
 EXIT_FINISHED = 0
 EXIT_FAILED = 1
@@ -73,7 +75,8 @@ def discard_stream(stream: TextIO) -> None:
 def run_command(work: Callable[[], int]) -> int:
     """Return the exit code of what a command line asks for; what a user should know is printed without a traceback."""
     try:
-        code = work()
+        with _unwinding():
+            code = work()
         sys.stdout.flush()
         return code
     except BrokenPipeError:
@@ -88,6 +91,24 @@ def run_command(work: Callable[[], int]) -> int:
     except (TrainingFailed, OSError) as error:
         say(f"error: {error}")
         return EXIT_FAILED
+
+
+@contextlib.contextmanager
+def _unwinding() -> Iterator[None]:
+    """Have SIGTERM and a closed terminal end a command as Ctrl-C does: what it has in temporary folders goes, too."""
+
+    def end(number: int, frame: object) -> NoReturn:
+        raise SystemExit(128 + number)  # as a shell has it
+
+    is_main = threading.current_thread() is threading.main_thread()
+    caught = [n for n in (signal.SIGTERM, signal.SIGHUP) if is_main and signal.getsignal(n) is signal.SIG_DFL]
+    for number in caught:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number in caught:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def nearest(value: object, legal: Iterable[object]) -> object | None:
