@@ -41,14 +41,14 @@ class TorchClip(Trainer):
     """Clips with torch's own function, which takes the gradients as they are: DTensors."""
 
     def fit(self) -> int:
-        with mock.patch("trainer.trainer.clip_grad_norm", _clip_as_torch_does):
+        with mock.patch("trainer.trainer.find_clipping", _clip_as_torch_does):
             return super().fit()
 
 
-def _clip_as_torch_does(model: nn.Module, mesh: DeviceMesh, max_norm: float | None) -> torch.Tensor:
+def _clip_as_torch_does(model: nn.Module, mesh: DeviceMesh, max_norm: float | None) -> tuple[torch.Tensor, None]:
     limit = float("inf") if max_norm is None else max_norm
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm, None
 
 
 class FreeCollector(Trainer):

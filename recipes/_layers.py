@@ -94,15 +94,19 @@ class Rope(nn.Module):
         return self.theta**-exponents
 
     def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cosines and sines for `positions` (T,) or (B, T): (1, T, H/2) each, or (B, 1, T, H/2)."""
+        """Return cosines and sines for `positions` (T,) or (B, T): (T, 1, H/2) each, or (B, T, 1, H/2)."""
         angles = positions.float().unsqueeze(-1) * self.inv_freq
-        return angles.cos().unsqueeze(-3), angles.sin().unsqueeze(-3)
+        return angles.cos().unsqueeze(-2), angles.sin().unsqueeze(-2)
 
 
 def rotate(x_BNTH: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Turn each pair of a head by its angle; in fp32, returned in the dtype of `x_BNTH`."""
-    first, second = x_BNTH.float().chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x_BNTH.dtype)
+    """Turn each pair of a head by its angle; in fp32, returned in the dtype of `x_BNTH`.
+
+    In the order in which heads lie in memory once they are split, position by position: kernels read and write rows.
+    """
+    first, second = x_BNTH.transpose(1, 2).float().chunk(2, dim=-1)
+    turned_BTNH = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return turned_BTNH.to(x_BNTH.dtype).transpose(1, 2)
 
 
 def split_heads(x_BTD: torch.Tensor, num_heads: int) -> torch.Tensor:

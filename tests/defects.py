@@ -157,8 +157,15 @@ DEFECTS: list[Defect] = [
         "not-clipped",
         "clipping",
         "trainer/trainer.py",
-        "clip_grad_norm(self.model, self.mesh, self.config.optim.max_grad_norm)",
-        "clip_grad_norm(self.model, self.mesh, None)",
+        "find_clipping(self.model, self.mesh, self.config.optim.max_grad_norm)",
+        "find_clipping(self.model, self.mesh, None)",
+    ),
+    Defect(
+        "not-clipped-where-rounded",
+        "clipping",
+        "trainer/optim/adamw.py",
+        "g = scale * g",
+        "g = 1 * g",
     ),
     Defect(
         "norm-over-replicas",

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from trainer.recipes._layers import Rope, rotate, split_heads
 
 from tests.ranks import merged, run_command
 from tests.test_huggingface import (
@@ -144,6 +145,15 @@ def test_experts_are_balanced_over_the_global_batch(mesh: str, micro_batch_size:
     micro_batches = f"train.micro_batch_size={micro_batch_size}"
     losses, expected = losses_of_both(source, tmp_path / "run", "qwen3_moe", mesh, micro_batches)
     assert relative(losses, expected) < 1e-5
+
+
+def test_heads_are_turned_as_they_lie() -> None:
+    """Each pair by the angle of its position, in rows that no kernel has to copy before it attends."""
+    turned = rotate(x := split_heads(torch.randn(2, 5, 3 * 8), 3), *Rope(8, 100.0)(torch.arange(5)))
+    assert turned.transpose(1, 2).is_contiguous()
+    angles = torch.arange(5.0)[:, None] * 100.0 ** -(torch.arange(4) / 4)
+    pairs = torch.view_as_complex(torch.stack(x.chunk(2, dim=-1), -1)) * torch.polar(torch.ones(5, 4), angles)
+    torch.testing.assert_close(turned, torch.cat((pairs.real, pairs.imag), -1))
 
 
 def test_balance_is_least_where_all_experts_are_chosen_alike() -> None:

@@ -130,6 +130,28 @@ def test_matrices_alone_decay(recipe: str, name: Any) -> None:
     assert {value for key, value in found.items() if key not in DECAYED[recipe]} == {0.0}
 
 
+@pytest.mark.parametrize("kind", ["adamw", "sgd", "muon", "bfloat16"])
+def test_a_step_takes_gradients_times_a_scale(kind: Any) -> None:
+    """As if they had been multiplied before; another scale in each step, which AdamW's moments then differ by."""
+    config = OptimSection(state_dtype="bfloat16") if kind == "bfloat16" else OptimSection(name=kind, lr=0.01)
+    results = []
+    for is_multiplied_before in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
+        optimizer = build_optimizer(model, config)
+        for scale in (torch.tensor(0.3), None, torch.tensor(0.01)):
+            for parameter in model.parameters():
+                parameter.grad = torch.randn_like(parameter)
+                if is_multiplied_before and scale is not None:
+                    parameter.grad *= scale
+            optimizer.step(torch.tensor(True), None if is_multiplied_before else scale)
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, torch.nan)
+        optimizer.step(torch.tensor(False), torch.tensor(torch.nan))
+        results.append(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
+
+
 def test_a_tied_head_does_not_decay() -> None:
     model = plain_model("llama_small", "model.num_kv_heads=2", "model.tie_embeddings=true")
     found = decay_of(model, build_optimizer(model, OptimSection(weight_decay=0.3)))

@@ -27,7 +27,7 @@ from tests.ranks import run_ranks, tiny_overrides
 from trainer import Recipe, RunConfig, Trainer, UserError, load_config, register
 from trainer.data.loader import TrainLoader
 from trainer.data.opening import open_source
-from trainer.model.gradients import clip_grad_norm, gradient_sync
+from trainer.model.gradients import find_clipping, gradient_sync
 from trainer.model.materialize import materialize
 from trainer.model.parameters import count_parameters
 from trainer.model.shard import stays_whole
@@ -642,9 +642,9 @@ def clip_on_each(meshes: list[list[str]]) -> list[list[tuple[float, float, list[
             parameters = list(trainer.model.parameters())
             whole = [p.grad.full_tensor().clone() for p in parameters]  # type: ignore[union-attr, operator]
             bound = share * math.sqrt(sum(float(grad.double().square().sum()) for grad in whole))
-            norm = float(clip_grad_norm(trainer.model, trainer.mesh, bound))
-            clipped = [p.grad.full_tensor().clone() for p in parameters]  # type: ignore[union-attr, operator]
-            cases.append((norm, bound, clipped, whole))
+            norm, scale = find_clipping(trainer.model, trainer.mesh, bound)
+            assert scale is not None
+            cases.append((float(norm), bound, [scale * grad for grad in whole], whole))
             trainer.optimizer.zero_grad()
         found.append(cases)
         trainer.close()

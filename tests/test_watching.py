@@ -66,9 +66,9 @@ def test_norms_by_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     """Those of the gradients before clipping, and of the weights after the step; the same on two ranks."""
     own = ["log.norms_every=2", "optim.max_grad_norm=0.01", "train.steps=4"]
     seen: list[dict[str, float]] = []
-    clip = module.clip_grad_norm
+    clip = module.find_clipping
 
-    def noting(model: torch.nn.Module, *arguments: Any) -> torch.Tensor:
+    def noting(model: torch.nn.Module, *arguments: Any) -> Any:
         squares: dict[str, float] = {}
         for name, parameter in model.named_parameters():
             unit = ".".join(name.split(".")[:2]) if name.startswith("layers.") else name.split(".")[0]
@@ -77,7 +77,7 @@ def test_norms_by_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         seen.append({unit: math.sqrt(square) for unit, square in squares.items()})
         return clip(model, *arguments)
 
-    monkeypatch.setattr(module, "clip_grad_norm", noting)
+    monkeypatch.setattr(module, "find_clipping", noting)
     found = [line for line in fit(tmp_path / "one", *own) if line["kind"] == "norms"]
     monkeypatch.undo()
     assert [line["step"] for line in found] == [2, 4]

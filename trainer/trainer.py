@@ -53,7 +53,7 @@ from trainer.metrics.skips import SkipCounter
 from trainer.metrics.tally import Amount
 from trainer.model.experts import balanced
 from trainer.model.flops import flops_of
-from trainer.model.gradients import clip_grad_norm, evaluating, gradient_sync
+from trainer.model.gradients import evaluating, find_clipping, gradient_sync
 from trainer.model.network import build_network
 from trainer.model.parameters import tied_names
 from trainer.model.shard import apply_sharding
@@ -243,10 +243,10 @@ class Trainer:
                     loss = self.loss(batch)
                     (loss * scale).backward()
                 total += loss.detach()
-        grad_norm = clip_grad_norm(self.model, self.mesh, self.config.optim.max_grad_norm)
+        grad_norm, clipping = find_clipping(self.model, self.mesh, self.config.optim.max_grad_norm)
         mean_loss = self.world.sum_on_device(total) / (count or 1)
         self.optimizer.set_lr(self.schedule.lr(self.state.step + 1))
-        self.optimizer.step(is_finite=torch.isfinite(mean_loss + grad_norm))
+        self.optimizer.step(torch.isfinite(mean_loss + grad_norm), clipping)
         self.optimizer.zero_grad()
         return Update(mean_loss, grad_norm, int(num_targets))
 

@@ -79,9 +79,12 @@ def gradient_norm(gradients: list[torch.Tensor], mesh: DeviceMesh) -> torch.Tens
 
 
 @torch.no_grad()
-def clip_grad_norm(model: nn.Module, mesh: DeviceMesh, max_norm: float | None) -> torch.Tensor:
-    """Scale all gradients so that their global norm is at most `max_norm`; return the norm before that.
+def find_clipping(
+    model: nn.Module, mesh: DeviceMesh, max_norm: float | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the global norm of all gradients, and what to multiply them by for a norm of at most `max_norm`.
 
+    The latter is None without a `max_norm`; multiplying is left to the optimizer, which reads every gradient anyway.
     One all-reduce of a scalar over the `shard` axis, and no host synchronisation.  Works on the local shards: going
     through DTensor costs a dispatch for every parameter.
     """
@@ -89,7 +92,4 @@ def clip_grad_norm(model: nn.Module, mesh: DeviceMesh, max_norm: float | None) -
     if not gradients:
         raise UserError("loss: no parameter received a gradient; the loss must depend on a trainable parameter")
     norm = gradient_norm(gradients, mesh)
-    if max_norm is not None:
-        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        torch._foreach_mul_(gradients, scale.to(gradients[0].device))
-    return norm
+    return norm, None if max_norm is None else (max_norm / (norm + 1e-6)).clamp(max=1.0)

@@ -22,6 +22,7 @@ from trainer.model.parameters import local, own_rows, seed_of
 from trainer.optim.rounding import keys_of, mix, random_bits, round_stochastically
 
 _MOST_GRAPHS = 64
+_NUM_COLUMNS = 12
 
 _PIECE = {"cpu": 2**16, "cuda": 2**30}
 """Elements that are updated at a time.  Without a compiler their temporaries fit a cache; with one, 32 bits count
@@ -49,7 +50,7 @@ class RoundingAdamW(torch.optim.Optimizer):
 
     The moments have torch's names; the number of steps is a float32 on the parameter's device (`capturable`), and
     nothing here waits for the device.  As with torch's fused optimizers, a step is left out if the attribute
-    `found_inf`, a scalar tensor, is 1.
+    `found_inf`, a scalar tensor, is 1, and gradients are divided by the attribute `grad_scale`, another one.
 
     names: of each parameter, by its id.  seed: of the rounding.  stochastic: round so, or else to the nearest.
     Raises UserError if rounding stochastically for a parameter that is split along another dimension than the first.
@@ -93,12 +94,12 @@ class RoundingAdamW(torch.optim.Optimizer):
     def _step_group(self, group: Mapping[str, Any], parameters: list[torch.Tensor]) -> None:
         states = [self._state_of(p) for p in parameters]
         step_counts = [state["step"] for state in states]
-        found_inf = getattr(self, "found_inf", None)
+        found_inf, grad_scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         torch._foreach_add_(step_counts, 1)
         if found_inf is not None:  # a list: a tensor in place of a number would be read by the host
             torch._foreach_sub_(step_counts, [found_inf] * len(step_counts))
         steps = torch.stack(step_counts)
-        numbers = _numbers(group, steps, found_inf)
+        numbers = _numbers(group, steps, found_inf, grad_scale)
         places = self._place_of_all(parameters, steps.device)
         origins = torch.cat([keys_of(places[:, 0], steps)[:, None], places[:, 1:]], dim=1)
         for p, state, own, origin in zip(parameters, states, numbers.unbind(), origins.unbind(), strict=True):
@@ -137,17 +138,24 @@ def _place(parameter: torch.Tensor, name: str, seed: int) -> tuple[int, int]:
     return seed_of(seed, name) % 2**32 - 2**31, (rows[0] * columns + 2**31) % 2**32 - 2**31
 
 
-def _numbers(group: Mapping[str, Any], steps: torch.Tensor, found_inf: torch.Tensor | None) -> torch.Tensor:
-    """Return what the step of each parameter multiplies with: float32 of shape (P, 8), computed where the steps are.
+def _numbers(
+    group: Mapping[str, Any],
+    steps: torch.Tensor,
+    found_inf: torch.Tensor | None,
+    grad_scale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return what the step of each parameter multiplies with: float32 of shape (P, 12), computed where the steps are.
 
-    Padded to 8, so that each row begins at a multiple of 16 bytes, as compiled kernels want it.
+    Padded to 12, so that each row begins at a multiple of 16 bytes, as compiled kernels want it.
     """
     lr, (beta1, beta2) = group["lr"], group["betas"]
     # 1 - beta^t, exact for a beta near 1: as a float32 that would be off by 2e-5 of 1 - beta.
     corrections = [-torch.expm1(steps * math.log(beta)) if beta else torch.ones_like(steps) for beta in (beta1, beta2)]
     fixed = (1 - lr * group["weight_decay"], 1 - beta1, beta2, 1 - beta2, group["eps"])
     is_update = torch.ones_like(steps) if found_inf is None else (1 - found_inf).expand_as(steps)
+    scale = torch.ones_like(steps) if grad_scale is None else grad_scale.reciprocal().expand_as(steps)
     columns = [lr / corrections[0], corrections[1].rsqrt(), *(torch.full_like(steps, n) for n in fixed), is_update]
+    columns += [scale, *[torch.zeros_like(steps)] * (_NUM_COLUMNS - len(columns) - 1)]
     return torch.stack(columns, dim=1)
 
 
@@ -160,12 +168,13 @@ def _flat(tensor: torch.Tensor | None) -> torch.Tensor:
 def _update(tensors: list[torch.Tensor], numbers: torch.Tensor, origin: torch.Tensor, stochastic: bool) -> None:
     """Update N elements of a parameter and its two moments in place.
 
-    tensors: parameter, gradient, and the averages of the gradient and of its square.  numbers: (8,), see `_numbers`.
+    tensors: parameter, gradient, and the averages of the gradient and of its square.  numbers: (12,), see `_numbers`.
     origin: (4,), see `random_bits`.
     """
     parameter, _, mean, square = tensors
-    step_size, inverse_root, decay, gain1, keep2, gain2, eps, is_update = numbers.unbind()
+    step_size, inverse_root, decay, gain1, keep2, gain2, eps, is_update, scale, *_ = numbers.unbind()
     p, g, m, v = (tensor.float() for tensor in tensors)
+    g = scale * g
     new_m = m + gain1 * (g - m)
     new_v = keep2 * v + gain2 * g * g
     new_p = decay * p - step_size * new_m / (new_v.sqrt() * inverse_root + eps)

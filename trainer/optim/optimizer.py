@@ -59,24 +59,20 @@ class Optimizer:
         for group, values in zip(groups, settings, strict=True):
             group.update(values)
 
-    def step(self, is_finite: torch.Tensor | None = None) -> None:
-        """Update the parameters, unless the scalar `is_finite`, the same on all ranks, is false; then nothing changes.
+    def step(self, is_finite: torch.Tensor | None = None, scale: torch.Tensor | None = None) -> None:
+        """Update the parameters by their gradients times the scalar `scale`, on which all ranks agree; gradients may
+        or may not be multiplied by it afterwards.
 
-        AdamW looks at it on the device.  For any other optimizer the host must know it, and waits, as it does for
-        parameters that are offloaded to it.
+        Nothing changes if the scalar `is_finite`, the same on all ranks, is false.  AdamW looks at both on the device,
+        in the kernel that reads the gradients.  For any other optimizer gradients are multiplied before, and the host
+        must know whether they are finite: it waits, as it does for parameters that are offloaded to it.
         """
         for part in self.parts:
-            if is_finite is None:
-                part.step()
-            elif getattr(part, "looks_at_found_inf", False):
-                # Where the parameters are, and there before it is looked at: torch itself would not wait for the copy.
-                found_inf = (~is_finite).float().to(local(part.param_groups[0]["params"][0]).device)
-                part.found_inf = found_inf  # type: ignore[attr-defined]  # as torch.amp.GradScaler says it
-                try:
-                    part.step()
-                finally:
-                    del part.found_inf  # type: ignore[attr-defined]
-            elif is_finite:
+            if getattr(part, "looks_at_found_inf", False):
+                _step_on_device(part, is_finite, scale)
+            elif is_finite is None or is_finite:
+                if scale is not None:
+                    _multiply_gradients(part, scale)
                 part.step()
         for follower in self.followers:
             follower.follow(is_finite)
@@ -84,6 +80,31 @@ class Optimizer:
     def zero_grad(self) -> None:
         for part in self.parts:
             part.zero_grad(set_to_none=True)
+
+
+def _step_on_device(part: torch.optim.Optimizer, is_finite: torch.Tensor | None, scale: torch.Tensor | None) -> None:
+    """Step with what the kernel looks at: `found_inf`, and `grad_scale`, which gradients are divided by.
+
+    As torch.amp.GradScaler says them; where the parameters are, and there before they are looked at: torch itself would
+    not wait for the copy.
+    """
+    device = local(part.param_groups[0]["params"][0]).device
+    given = {"found_inf": None if is_finite is None else ~is_finite, "grad_scale": None if scale is None else 1 / scale}
+    told = {name: value.float().to(device) for name, value in given.items() if value is not None}
+    for name, value in told.items():
+        setattr(part, name, value)
+    try:
+        part.step()
+    finally:
+        for name in told:
+            delattr(part, name)
+
+
+@torch.no_grad()
+def _multiply_gradients(part: torch.optim.Optimizer, scale: torch.Tensor) -> None:
+    gradients = [local(p.grad) for group in part.param_groups for p in group["params"] if p.grad is not None]
+    if gradients:
+        torch._foreach_mul_(gradients, scale.to(gradients[0].device))
 
 
 def build_optimizer(model: nn.Module, config: OptimSection, seed: int = 0) -> Optimizer:

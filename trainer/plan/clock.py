@@ -183,11 +183,11 @@ def time_of(trace: Trace, layout: Layout, num_micro_batches: int, rates: Rates) 
     Step(trace, layout, num_micro_batches, clock).run()
     parameters = [p for unit in trace.units for p in unit.parameters if p.is_trained]
     shards = [(p, p.numel / layout.shard) for p in parameters]
-    # Clipping reads gradients twice and writes them once; the step reads weight and gradient, writes the weight, and
-    # does both with each moment; an average reads the weight, and does both with itself.
+    # Their norm reads gradients; the step reads weight and gradient, writes the weight, and torch's the gradient as it
+    # clips it, and does both with each moment; an average reads the weight, and does both with itself.
     average = layout.averages / rates.memory
     optimizer_s = sum(
-        3 * numel * p.element_size / rates.memory
+        2 * numel * p.element_size / rates.memory
         + numel * (p.element_size + 2 * AVERAGE_SIZE) * average
         + numel * (3 * p.element_size + 2 * p.moments * p.moment_size) / rates.optimizer
         for p, numel in shards
