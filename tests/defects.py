@@ -192,8 +192,8 @@ DEFECTS: list[Defect] = [
         "step-although-not-finite",
         "skipped-updates",
         "trainer/trainer.py",
-        "self.optimizer.step(is_finite=torch.isfinite(mean_loss + grad_norm))",
-        "self.optimizer.step()",
+        "self.optimizer.step(torch.isfinite(mean_loss + grad_norm), clipping)",
+        "self.optimizer.step(None, clipping)",
     ),
     Defect(
         "filling-evaluated",
@@ -216,6 +216,13 @@ DEFECTS: list[Defect] = [
         "trainer/model/materialize.py",
         "seed_of(seed, plain_name(module_name)), scratch",
         "seed, scratch",
+    ),
+    Defect(
+        "parts-from-the-beginning",
+        "initial-weights",
+        "trainer/model/drawing.py",
+        "skip_words(generator, first)",
+        "skip_words(generator, 0)",
     ),
     Defect(
         "ties-parted",

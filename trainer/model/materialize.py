@@ -2,13 +2,15 @@
 
 A sharded model is filled module by module.  Each module's own tensors are made whole on the CPU for a moment,
 initialised by the recipe's ordinary code with the random generator seeded by (seed, module's name), and each rank keeps
-its part.  So no rank holds more than its shards and one module, there is no communication, and the weights depend on
-the seed alone: not on the mesh, nor on the device, whose own generator would draw others.  Knows no recipe by name.
+its part; of large tensors only that part is drawn.  So no rank holds more than its shards and one module, there is no
+communication, and the weights depend on the seed alone: not on the mesh, nor on the device, whose own generator would
+draw others.  Knows no recipe by name.
 """
 
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
@@ -16,6 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from trainer.errors import UserError
+from trainer.model.drawing import Drawing, Drawings, can_be_drawn_in_part
 from trainer.model.lora import Factor, plain_name
 from trainer.model.parameters import local, num_writes, own_rows, seed_of, tied_names
 
@@ -144,30 +147,41 @@ def _fill(
     prefix = f"{module_name}." if module_name else ""
     sharded = dict(module.named_parameters(recurse=False, remove_duplicate=False))
     drawn = scratch.take({name: parameter for name, parameter in sharded.items() if prefix + name in fresh})
+    in_part = {name: whole for name, whole in drawn.items() if _is_drawn_in_part(sharded[name], whole)}
+    drawings = Drawings(in_part)
     for name, parameter in sharded.items():
         nowhere = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-        whole = nn.Parameter(_poison(drawn[name]) if name in drawn else nowhere, requires_grad=parameter.requires_grad)
-        module.register_parameter(name, whole)
+        whole = _poison(drawn[name]) if name in drawn.keys() - in_part.keys() else in_part.get(name, nowhere)
+        module.register_parameter(name, nn.Parameter(whole, requires_grad=parameter.requires_grad))
     for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
         if prefix + name in fresh:
             _poison(buffer)
     versions = {name: num_writes(tensor) for name, tensor in _owned(module)}
     before = {name: id(tensor) for name, tensor in _owned(module)}
 
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), drawings.watching():
         torch.default_generator.manual_seed(seed)
         init(module, module_name)
 
     unfilled = []
     for name, tensor in _owned(module):
         written = num_writes(tensor) != versions[name] or id(tensor) != before[name]
-        if prefix + name in fresh and (_is_poisoned(tensor) or not (written or tensor.is_floating_point())):
+        if prefix + name not in fresh or drawings.of(name, tensor):
+            continue
+        if _is_poisoned(tensor) or not (written or tensor.is_floating_point()):
             unfilled.append(prefix + name)
     for name, parameter in sharded.items():
         if prefix + name in fresh:
-            _keep_part(parameter, module.get_parameter(name).detach())
+            whole = module.get_parameter(name).detach()
+            _keep_part(parameter, whole, drawings.of(name, whole))
         module.register_parameter(name, parameter)
     return unfilled
+
+
+def _is_drawn_in_part(parameter: torch.Tensor, whole: torch.Tensor) -> bool:
+    """Return whether so few rows of a large tensor are kept that it pays to draw them by themselves."""
+    rows = own_rows(parameter)
+    return rows is not None and 2 * (rows[1] - rows[0]) <= whole.shape[0] and can_be_drawn_in_part(whole)
 
 
 class _Scratch:
@@ -201,10 +215,13 @@ def _owned(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from [*module.named_buffers(recurse=False, remove_duplicate=False)]
 
 
-def _keep_part(parameter: torch.Tensor, whole: torch.Tensor) -> None:
-    """Copy this rank's part of `whole` into `parameter`.  No communication: every rank has the whole."""
+def _keep_part(parameter: torch.Tensor, whole: torch.Tensor, drawing: Drawing | None = None) -> None:
+    """Copy this rank's part of `whole` into `parameter`, or draw it.  No communication: every rank has the whole."""
     rows = own_rows(parameter)
-    if rows is not None and whole.ndim:
+    if rows is not None and drawing is not None:
+        columns, kept = math.prod(whole.shape[1:]), local(parameter.detach())
+        kept.copy_(drawing.part(rows[0] * columns, rows[1] * columns).view(kept.shape))
+    elif rows is not None and whole.ndim:
         local(parameter.detach()).copy_(whole[slice(*rows)])  # no more of it goes to the device
     elif isinstance(parameter, DTensor):
         part = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)

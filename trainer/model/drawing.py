@@ -1,0 +1,159 @@
+"""Random numbers for a part of a tensor, as if the whole of it had been drawn.
+
+A recipe fills whole tensors, of which a rank keeps some rows.  Of a large one only those are drawn, with the words that
+they would have had, by skipping the others: the values are those of a whole drawing, to the bit.  Whatever else is done
+to such a tensor finds all of its values, which are drawn at that moment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from trainer.model.mersenne import skip_words
+
+LEAST = 2**23
+"""Elements of a tensor that is worth it: to skip takes as long as to draw some two million."""
+_BLOCK = 16
+"""So many normal numbers are made of as many words at a time."""
+
+_DRAWN: dict[Any, Callable[..., torch.Tensor]] = {
+    torch.ops.aten.normal_.default: torch.Tensor.normal_,
+    torch.ops.aten.uniform_.default: torch.Tensor.uniform_,
+}
+_LEAVING = (
+    *(torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.tolist),
+    *(torch.Tensor.data_ptr, torch.Tensor.untyped_storage, torch.Tensor.__dlpack__),
+)
+"""What reads a tensor's memory without an operator of torch."""
+
+
+def can_be_drawn_in_part(whole: torch.Tensor) -> bool:
+    """Return whether a part of this tensor can be drawn by itself, and it is worth it."""
+    is_large = whole.numel() >= LEAST and whole.numel() % _BLOCK == 0
+    return is_large and whole.dtype == torch.float32 and whole.is_contiguous()
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A tensor that has been filled with random numbers, but is not there yet."""
+
+    fill: Callable[..., torch.Tensor]
+    numbers: tuple[float, ...]
+    """Mean and standard deviation, or the bounds."""
+    state: torch.Tensor
+    """That of the generator before."""
+
+    def part(self, start: int, stop: int) -> torch.Tensor:
+        """Return elements [start, stop) of the flat tensor."""
+        first, last = start // _BLOCK * _BLOCK, -(-stop // _BLOCK) * _BLOCK
+        generator = torch.Generator()
+        generator.set_state(self.state)
+        skip_words(generator, first)
+        drawn = torch.empty(last - first, dtype=torch.float32)
+        if drawn.numel():
+            self.fill(drawn, *self.numbers, generator=generator)
+        return drawn[start - first : stop - first]
+
+
+class Drawings:
+    """Watches what is done to some whole tensors, by name, from before they are filled.
+
+    Until one is drawn, or something else than a drawing is done to it, its memory is not touched.
+    """
+
+    def __init__(self, wholes: Mapping[str, torch.Tensor]) -> None:
+        self._wholes = {whole.data_ptr(): whole.detach() for whole in wholes.values()}
+        self._addresses = {name: whole.data_ptr() for name, whole in wholes.items()}
+        self._pending: dict[int, Drawing | None] = dict.fromkeys(self._wholes)
+        """None: it is to hold what no initialisation leaves."""
+        self._num_owed = 0
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch inside the block; afterwards all have their values but those that `of` knows of."""
+        with _Operators(self), _Departures(self):
+            yield
+        for address in [address for address, drawing in self._pending.items() if drawing is None]:
+            self._do(address)
+
+    def of(self, name: str, tensor: torch.Tensor) -> Drawing | None:
+        """Return how the tensor of that name is to be drawn; None if its values are there, or it is another one."""
+        address = self._addresses.get(name, -1)
+        return self._pending.get(address) if tensor.data_ptr() == address else None
+
+    def take(self, operator: Any, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> bool:
+        """Take note of what fills a watched tensor with random numbers; return whether that is left for later."""
+        if operator not in _DRAWN or options.get("generator") is not None:
+            return False
+        address = arguments[0].data_ptr()
+        whole = self._wholes.get(address)
+        if whole is None or arguments[0].shape != whole.shape or not arguments[0].is_contiguous():
+            return False
+        self.pay()
+        self._pending[address] = Drawing(_DRAWN[operator], arguments[1:], torch.default_generator.get_state())
+        self._num_owed = whole.numel()
+        return True
+
+    def pay(self) -> None:
+        """Bring the generator to where it would be."""
+        owed, self._num_owed = self._num_owed, 0
+        skip_words(torch.default_generator, owed)
+
+    def settle(self, values: Any) -> None:
+        """Give those watched tensors their values whose memory is also that of a tensor in `values`."""
+        for value in tree_leaves(values) if self._pending else ():
+            if isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.numel():
+                first, last = _reach(value)
+                for address in [a for a in self._pending if first < _reach(self._wholes[a])[1] and a < last]:
+                    self._do(address)
+
+    def _do(self, address: int) -> None:
+        drawing, whole = self._pending.pop(address), self._wholes[address]
+        if drawing is None:
+            whole.fill_(torch.nan)
+        else:
+            whole.view(-1).copy_(drawing.part(0, whole.numel()))
+
+
+def _reach(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return where a tensor's memory begins and ends."""
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + span * tensor.element_size()
+
+
+class _Operators(TorchDispatchMode):
+    """Sees what is done by torch's operators, whoever calls them."""
+
+    def __init__(self, drawings: Drawings) -> None:
+        super().__init__()
+        self._drawings = drawings
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = kwargs or {}
+        if self._drawings.take(func, args, options):
+            return args[0]
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self._drawings.pay()
+        self._drawings.settle((args, options))
+        return func(*args, **options)
+
+
+class _Departures(TorchFunctionMode):
+    """Sees what reads memory in other ways."""
+
+    def __init__(self, drawings: Drawings) -> None:
+        super().__init__()
+        self._drawings = drawings
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _LEAVING:
+            self._drawings.settle(args)
+        return func(*args, **(kwargs or {}))
