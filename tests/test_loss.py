@@ -270,7 +270,8 @@ def test_logits_in_bf16_are_summed_in_fp32() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_is_compiled_for_a_gpu_computes_the_same(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The functions that become its kernels, as they stand: with targets that do not count, and by rows."""
+    """The functions that become its kernels, as they stand: with targets that do not count, by rows, and with
+    a vocabulary whose rows are aligned."""
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(2, 30, 16, generator=generator).to(dtype).requires_grad_()
     weight = torch.randn(50, 16, generator=generator).to(dtype).requires_grad_()
@@ -288,11 +289,12 @@ def test_what_is_compiled_for_a_gpu_computes_the_same(dtype: torch.dtype, monkey
         return found
 
     expected = results()
-    made: list[object] = []
+    made: list[int] = []
 
     def chunk(*arguments: torch.Tensor) -> trainer.loss._FusedChunk:
-        made.append(None)
-        return trainer.loss._FusedChunk(*arguments)
+        made_now = trainer.loss._FusedChunk(*arguments)
+        made.append(made_now._logits_nV.stride(0) * dtype.itemsize)
+        return made_now
 
     monkeypatch.setattr("trainer.loss._chunk", chunk)
     monkeypatch.setattr("trainer.loss._compiled", lambda function: function)
@@ -300,3 +302,4 @@ def test_what_is_compiled_for_a_gpu_computes_the_same(dtype: torch.dtype, monkey
     for ours, theirs in zip(results(), expected, strict=True):
         assert (ours.float() - theirs.float()).norm() <= tolerance * theirs.float().norm()
     assert len(made) > 6
+    assert set(made) == {256 if dtype == torch.float32 else 128}, "the bytes of a row of logits, of which 50 are used"

@@ -159,7 +159,7 @@ class _FusedChunk:
     """The same in three compiled kernels, each of which goes over the logits once, in their own dtype."""
 
     def __init__(self, hidden_nD: torch.Tensor, weight_VD: torch.Tensor, targets_n: torch.Tensor) -> None:
-        self._logits_nV, self._targets_n = hidden_nD @ weight_VD.T, targets_n
+        self._logits_nV, self._targets_n = _in_aligned_rows(hidden_nD, weight_VD), targets_n
         self._losses_n, self._logsumexp_n = _compiled(_losses)(self._logits_nV, targets_n)
 
     def losses(self) -> torch.Tensor:
@@ -168,6 +168,17 @@ class _FusedChunk:
     def take_gradient(self, scale_n1: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         _compiled(_put_gradient)(self._logits_nV, self._logsumexp_n, self._targets_n, scale_n1)
         return self._logits_nV.to(dtype)
+
+
+def _in_aligned_rows(hidden_nD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
+    """Return `hidden @ weight.T`, whose rows begin at multiples of 128 bytes, whatever the size of the vocabulary.
+
+    A GPU's kernels load 16 bytes at a time where they may.  GPT-2's vocabulary of 50,257 would have its rows begin
+    anywhere: in the logits, and in both products that their gradient is multiplied in.
+    """
+    size, aligned = weight_VD.shape[0], 128 // hidden_nD.element_size()
+    room_nW = hidden_nD.new_empty(hidden_nD.shape[0], math.ceil(size / aligned) * aligned)
+    return torch.mm(hidden_nD, weight_VD.T, out=room_nW[:, :size])
 
 
 class _PlannedChunk(_FusedChunk):
