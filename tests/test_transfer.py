@@ -257,3 +257,44 @@ def test_numbers_and_batches_arrive(device: str) -> None:
     assert [tokens.device.type for tokens in arrived] == [device] * 5
     assert [tokens.tolist() for tokens in arrived] == [[2 * (k + n) for k in range(4)] for n in range(5)]
     assert list(ahead([], torch.device(device))) == []
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_line_is_written_once_the_next_step_is_queued(
+    every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host reads no number of a step before it has queued the next; lines are those of a run that reads at once."""
+    own = ("train.steps=7", f"log.every={every}", "eval.every=0", "checkpoint.every=4")
+    events: list[str] = []
+
+    class Noted(Numbers):
+        def read(self) -> list[float]:
+            if self._values is not None and self not in seen:
+                seen.append(self)
+                events.append(f"read {len(seen)}")
+            return super().read()
+
+    seen: list[Numbers] = []
+    for reads_late in (False, True):
+        trainer = make(tmp_path / str(reads_late), *own)
+        trainer.accounts.reads_late = reads_late
+        step = trainer.train_step
+
+        def train_step(micro_batches: Any, step: Any = step) -> Any:
+            events.append("queue")
+            return step(micro_batches)
+
+        trainer.train_step = train_step  # type: ignore[method-assign]
+        with monkeypatch.context() as patch:
+            patch.setattr("trainer.metrics.accounts.Numbers", Noted)
+            events.clear()
+            seen.clear()
+            assert trainer.fit() == 0
+    late = [sum(event == "queue" for event in events[: events.index(f"read {step}")]) - step for step in range(1, 8)]
+    assert late == [0, 1, 1, 0, 1, 1, 0], "but for the first step, the last, and one that is saved"
+    at_once, one_late = (
+        [{k: line[k] for k in ("kind", "step", "loss", "mean_loss", "skipped", "tokens")} for line in lines(folder)
+         if line["kind"] == "train"]
+        for folder in (tmp_path / "False", tmp_path / "True")
+    )  # fmt: skip
+    assert one_late == at_once
