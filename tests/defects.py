@@ -221,8 +221,8 @@ DEFECTS: list[Defect] = [
         "parts-from-the-beginning",
         "initial-weights",
         "trainer/model/drawing.py",
-        "skip_words(generator, first)",
-        "skip_words(generator, 0)",
+        "state, distance = self.state, first",
+        "state, distance = self.state, 0",
     ),
     Defect(
         "ties-parted",

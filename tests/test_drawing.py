@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.ranks import run_ranks
+from tests.ranks import run_ranks, tiny_overrides
 from tests.test_sharding import open_group
 from trainer import Trainer, UserError, load_config
 from trainer.model import drawing, materialize
@@ -111,6 +111,17 @@ def fills_two_of_three(layer: Layer) -> None:
     nn.init.zeros_(layer.bias)
 
 
+def test_threads_share_a_drawing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In pieces that none of them has to wait for."""
+    generator = torch.Generator().manual_seed(3)
+    drawn = drawing.Drawing(torch.Tensor.normal_, (0.5, 2.0), generator.get_state())
+    expected = torch.empty(16 * 1000).normal_(0.5, 2.0, generator=generator)
+    monkeypatch.setattr(drawing, "_PIECE", 16 * 37)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    assert torch.equal(drawn.part(0, 16_000), expected)
+    assert torch.equal(drawn.part(777, 15_555), expected[777:15_555])
+
+
 def test_what_is_left_unfilled_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drawing, "LEAST", 1)
     with pytest.raises(UserError, match=r"uninitialized: other:"):
@@ -122,7 +133,9 @@ def weights_drawn(least: list[int]) -> list[list[torch.Tensor]]:
     open_group()
     found = []
     for drawing.LEAST in least:
-        trainer = Trainer(load_config("llama_small", ["data.source=synthetic", "model.num_layers=1"]))
+        trainer = Trainer(
+            load_config("llama_small", tiny_overrides("data.source=synthetic", "train.global_batch_size=6"))
+        )
         found.append([parameter.full_tensor() for parameter in trainer.model.parameters()])  # type: ignore[attr-defined]
         trainer.close()
     return found

@@ -1,26 +1,30 @@
 """Random numbers for a part of a tensor, as if the whole of it had been drawn.
 
 A recipe fills whole tensors, of which a rank keeps some rows.  Of a large one only those are drawn, with the words that
-they would have had, by skipping the others: the values are those of a whole drawing, to the bit.  Whatever else is done
+they would have had, by skipping the others: the values are those of a whole drawing, to the bit.  For the same reason
+several threads may share a drawing.  Whatever else is done
 to such a tensor finds all of its values, which are drawn at that moment.
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from trainer.model.mersenne import skip_words
 
 LEAST = 2**23
 """Elements of a tensor that is worth it: to skip takes as long as to draw some two million."""
+_PIECE = 2**24
+"""Elements that one thread draws at a time."""
 _BLOCK = 16
 """So many normal numbers are made of as many words at a time."""
 
@@ -54,13 +58,24 @@ class Drawing:
     def part(self, start: int, stop: int) -> torch.Tensor:
         """Return elements [start, stop) of the flat tensor."""
         first, last = start // _BLOCK * _BLOCK, -(-stop // _BLOCK) * _BLOCK
-        generator = torch.Generator()
-        generator.set_state(self.state)
-        skip_words(generator, first)
-        drawn = torch.empty(last - first, dtype=torch.float32)
-        if drawn.numel():
-            self.fill(drawn, *self.numbers, generator=generator)
+        drawn = torch.empty(max(0, last - first), dtype=torch.float32)
+        pieces = drawn.split(_PIECE) if drawn.numel() else ()
+        with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+            deque(threads.map(self._fill, pieces, self._generators(first)), maxlen=0)  # an error in one is raised here
         return drawn[start - first : stop - first]
+
+    def _fill(self, piece: torch.Tensor, generator: torch.Generator) -> None:
+        self.fill(piece, *self.numbers, generator=generator)
+
+    def _generators(self, first: int) -> Iterator[torch.Generator]:
+        """Return the generators of one piece after another, from element `first` on."""
+        state, distance = self.state, first
+        while True:
+            generator = torch.Generator()
+            generator.set_state(state)
+            skip_words(generator, distance)
+            state, distance = generator.get_state(), _PIECE
+            yield generator
 
 
 class Drawings:
@@ -109,9 +124,9 @@ class Drawings:
 
     def settle(self, values: Any) -> None:
         """Give those watched tensors their values whose memory is also that of a tensor in `values`."""
-        for value in tree_leaves(values) if self._pending else ():
-            if isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.numel():
-                first, last = _reach(value)
+        for tensor in _tensors_in(values) if self._pending else ():
+            if tensor.device.type == "cpu" and tensor.numel():
+                first, last = _reach(tensor)
                 for address in [a for a in self._pending if first < _reach(self._wholes[a])[1] and a < last]:
                     self._do(address)
 
@@ -121,6 +136,15 @@ class Drawings:
             whole.fill_(torch.nan)
         else:
             whole.view(-1).copy_(drawing.part(0, whole.numel()))
+
+
+def _tensors_in(values: Any) -> Iterator[torch.Tensor]:
+    """Return the tensors among the arguments of an operator, which may be lists of them."""
+    if isinstance(values, torch.Tensor):
+        yield values
+    elif isinstance(values, (tuple, list, dict)):
+        for value in values.values() if isinstance(values, dict) else values:
+            yield from _tensors_in(value)
 
 
 def _reach(tensor: torch.Tensor) -> tuple[int, int]:

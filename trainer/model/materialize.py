@@ -179,9 +179,10 @@ def _fill(
 
 
 def _is_drawn_in_part(parameter: torch.Tensor, whole: torch.Tensor) -> bool:
-    """Return whether so few rows of a large tensor are kept that it pays to draw them by themselves."""
+    """Return whether few rows of a large tensor are kept, or several threads are here to draw them."""
     rows = own_rows(parameter)
-    return rows is not None and 2 * (rows[1] - rows[0]) <= whole.shape[0] and can_be_drawn_in_part(whole)
+    is_less = rows is not None and (2 * (rows[1] - rows[0]) <= whole.shape[0] or torch.get_num_threads() > 1)
+    return is_less and can_be_drawn_in_part(whole)
 
 
 class _Scratch:
