@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 from trainer.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
@@ -137,10 +137,11 @@ def _are_borders(library: Any, pairs: Iterable[tuple[str, str]]) -> bool:
     def words(text: str) -> list[str]:
         return [word for word, _ in split(normalize(text))]
 
+    words_of_half = cache(words)  # each is part of hundreds of pairs
     contexts = itertools.cycle(_CONTEXTS)
     for left, right in pairs:
         before, behind = next(contexts)
         first, second = before + left, right + behind
-        if words(first + second) != words(first) + words(second):
+        if words(first + second) != words_of_half(first) + words_of_half(second):
             return False
     return True
