@@ -772,6 +772,13 @@ DEFECTS: list[Defect] = [
         "return 10**9",
     ),
     Defect(
+        "left-step-is-counted",
+        "late-data",
+        "trainer/data/loader.py",
+        "        self.close()\n        self._samples = self._begun_at\n",
+        "        self.close()\n",
+    ),
+    Defect(
         "next-document-is-a-target",
         "packing",
         "trainer/data/documents.py",

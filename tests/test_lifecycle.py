@@ -252,7 +252,7 @@ class Ranks(OneRank):
 
 def test_a_ballot_counts_targets_and_answers() -> None:
     asked: list[str] = []
-    ballot = Ballot(Ranks([[10, True, False, True], [20, True, False, False]]))  # type: ignore[arg-type]
+    ballot = Ballot(Ranks([[10, 0, True, False, True], [20, 0, True, False, False]]))  # type: ignore[arg-type]
     all_yes = ballot.ask(lambda: True)
     nobody = ballot.ask(lambda: False, lambda: asked.append("nobody"))
     one = ballot.ask(lambda: False, lambda: asked.append("one"))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+import signal
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -16,8 +18,11 @@ import fsspec
 import numpy as np
 import pytest
 
-from tests.ranks import run_tiny
+from tests.faults import start as start_faulty
+from tests.gate import wait_until
+from tests.ranks import run_tiny, tiny_overrides
 from tests.test_data import write_shards
+from tests.test_lifecycle import Ranks
 from trainer.config import DataSection
 from trainer.data.loader import TrainLoader
 from trainer.data.manifest import Manifest, rows_of
@@ -25,8 +30,10 @@ from trainer.data.mixed import MixedSource
 from trainer.data.opening import open_source
 from trainer.data.remote import transport
 from trainer.data.shards import Shard
-from trainer.data.source import Source, sample_content
+from trainer.data.source import Source, SyntheticSource, sample_content
+from trainer.distributed.ballot import Ballot
 from trainer.errors import UserError
+from trainer.lifecycle import leaving
 
 SIZES = range(300, 700, 50)
 """Tokens of the shards: eight of them."""
@@ -78,6 +85,7 @@ class Server:
         handler = type("Handler", (Elsewhere,), {name: getattr(self, name) for name in ("trouble", "asked", "gate")})
         handler.on_request = lambda _, name: self.on_request(name)  # type: ignore[attr-defined]
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), partial(handler, directory=str(folder)))
+        self.server.handle_error = lambda *_: None  # type: ignore[method-assign]  # a reader that goes away
         self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
         self.thread = threading.Thread(target=self.server.serve_forever, args=(0.01,))
         self.thread.start()
@@ -252,7 +260,8 @@ def test_mistakes(tmp_path: Path, folder: Path, server: Server) -> None:
             opened(tmp_path, path, **more)
 
     refused(f"{server.url}/absent.json", "404")
-    refused(f"{server.url}/absent-*.bin", "names no token shards")
+    refused(f"{server.url}/absent-*.bin", "names neither token shards .* nor text")
+    refused(f"{server.url}/absent.jsonl", "404")
     name = min(path.name for path in folder.glob("*.bin"))
     refused(f"{server.url}/{name.replace('.bin', '.json')}", f"did you mean data.path=.*{name}")
     refused(server.url, "data.cache_gib=1e-09: must hold the largest shard\n  nearest legal", cache_gib=1e-9)
@@ -260,6 +269,90 @@ def test_mistakes(tmp_path: Path, folder: Path, server: Server) -> None:
     port = server.url.rpartition(":")[2]
     server.close()
     refused(f"http://127.0.0.1:{port}/{name}", "refused")
+
+
+def test_text_is_fetched_and_made_into_the_shards_of_the_same_files_here(
+    tmp_path: Path, folder: Path, server: Server
+) -> None:
+    inside = folder / "text"
+    inside.mkdir()
+    (inside / "a.jsonl").write_text("".join(f'{{"text": "{n} documents"}}\n' for n in range(90)))
+    (inside / "b.txt").write_text("another document " * 20)
+    server.trouble.update({"a.jsonl": ["whole", "drops"], "b.txt": ["503"]})
+    memory = fsspec.filesystem("memory")
+    memory.put(str(inside), "/of-text", recursive=True)
+
+    def shards(cache: Path) -> list[bytes]:
+        return [path.read_bytes() for path in sorted(cache.glob("cache/tokens-*/*")) if path.name != "manifest.json"]
+
+    here = opened(tmp_path / "here", inside)
+    for name, url in (("http", f"{server.url}/text/"), ("memory", "memory://of-text/*.*")):
+        there = opened(tmp_path / name, url)
+        assert same(batches(there, 40), batches(here, 40))
+        assert shards(tmp_path / name) == shards(tmp_path / "here")
+        assert not list((tmp_path / name / "cache" / "text").iterdir())
+    before = server.asked["a.jsonl"]
+    assert same(batches(opened(tmp_path / "http", f"{server.url}/text/"), 9), batches(here, 9))
+    assert server.asked["a.jsonl"] == before + 1, "whether it is still the same"
+
+
+class Stalling(SyntheticSource):
+    """Samples that do not come after the first step."""
+
+    checks_ids = waits_for_storage = True
+
+    def __init__(self, come: threading.Event) -> None:
+        super().__init__(seq_len=4, vocab_size=50, seed=0, split="train")
+        self.come, self.left = come, 8
+
+    def batch(self, indices: Any) -> Any:
+        self.left -= len(indices)
+        if self.left < 0:
+            self.come.wait()
+        return super().batch(indices)
+
+
+@pytest.mark.parametrize("is_late", [True, False], ids=["this rank's data are late", "another rank's are"])
+def test_a_step_whose_data_do_not_come_is_left(is_late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leaving, "PATIENCE_S", -1.0)
+    come, asked, said = threading.Event(), threading.Event(), []
+    source = Stalling(come)
+    loader = TrainLoader(source, seed=0, global_batch_size=8, micro_batch_size=2)
+    ballot = Ballot(Ranks([[0, 0, not is_late]]))  # type: ignore[arg-type]
+    left = leaving.Leaving(ballot, loader, asked.is_set)
+    if is_late:
+        for _ in range(4):
+            next(loader)
+        asked.set()
+    state = loader.state_dict()
+    with left.possible():
+        for _ in range(4):
+            next(loader)
+        ballot.cast(1, 2)
+        said.append("the step is taken")
+    come.set()
+    asked.clear()
+    assert not said
+    assert loader.state_dict() == state
+    wanted = loader.next_samples()[:2]
+    tokens, _ = SyntheticSource(4, 50, 0, "train").batch(wanted)
+    assert (next(loader)["tokens"].numpy() == tokens).all()
+    loader.close()
+
+
+@pytest.mark.slow
+def test_a_run_that_waits_for_a_lost_connection_stops_and_saves(tmp_path: Path, folder: Path, server: Server) -> None:
+    server.on_request = lambda name: server.gate.wait() if name.endswith(".bin") else None
+    path = f"data.path={{a: {folder}, b: {server.url}}}"
+    phases = ("data.weights={a: 1}", "data.phases=[{from: 3, weights: {b: 1}}]", "data.holdout=0")
+    common = ("train.steps=6", "model.vocab_size=257", "data.source=tokens", path, *phases, "eval.every=0")
+    run = start_faulty(tmp_path / "run", "recipe=llama_small", *tiny_overrides(*common), ranks=2)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    wait_until(lambda: metrics.exists() and metrics.read_text().count('"train"') == 2, "the last step that has data")
+    for process in run.processes:
+        os.kill(process.pid, signal.SIGTERM)
+    assert run.ran().exit_code == 75
+    assert (tmp_path / "run" / "checkpoints" / "step_00000002").is_dir()
 
 
 @pytest.mark.slow

@@ -280,7 +280,7 @@ class Trainer:
         Left early and called again, it continues; after `load_checkpoint` it continues from there.  `close` ends the
         run.
         """
-        with self.watchdog.running(), self.profile:
+        with self.watchdog.running(), self.profile, self.lifecycle.leaving.possible():
             self.start()
             if self.horizon.is_reached(self.state.step):
                 return

@@ -1,5 +1,7 @@
 """A thread that works ahead: what an iterator makes is there before it is asked for.
 
+What does not come, as from a connection that is lost, is waited for only as long as the caller likes.
+
 Being woken costs more than a micro-batch does.  So the thread works in bursts, until as much is ready as may be, and
 rests until half of that has been taken; and a caller who finds nothing looks again after a millisecond.
 """
@@ -9,22 +11,30 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
 Item = TypeVar("Item")
 
 _PAUSE_S = 0.001
 
+_ENDING_S = 2.0
+"""Seconds that a thread may take to end.  One that waits for a connection is left to itself."""
+
+
+class GivenUp(Exception):
+    """What has not come is not waited for any longer."""
+
 
 class Ahead(Generic[Item]):
     """The items of an iterator, of which a thread has up to `most` ready.
 
     What the iterator raises, its end too, is raised in its turn.  The thread ends with `close`, or with this object.
+    gives_up: asked again and again while an item is waited for; once it is true, GivenUp is raised.
     """
 
-    def __init__(self, items: Iterator[Item], most: int) -> None:
-        self._shelf = _Shelf[Item](most)
+    def __init__(self, items: Iterator[Item], most: int, gives_up: Callable[[], bool] = lambda: False) -> None:
+        self._shelf, self._gives_up = _Shelf[Item](most), gives_up
         self._thread = threading.Thread(target=self._shelf.fill, args=(items,), name="data", daemon=True)
         self._thread.start()
 
@@ -32,12 +42,12 @@ class Ahead(Generic[Item]):
         return self
 
     def __next__(self) -> Item:
-        return self._shelf.take()
+        return self._shelf.take(self._gives_up)
 
     def close(self) -> None:
-        """End the thread, and wait for that."""
+        """End the thread, and wait for that, but not for long."""
         self._shelf.close()
-        self._thread.join()
+        self._thread.join(_ENDING_S)
 
     def __del__(self) -> None:
         self._shelf.close()
@@ -69,13 +79,15 @@ class _Shelf(Generic[Item]):
         if len(self._items) > self._most // 2 and not self._is_closed:
             self._room.wait()
 
-    def take(self) -> Item:
+    def take(self, gives_up: Callable[[], bool]) -> Item:
         while True:
             error = self._error  # looked at first: what is there was put there before it
             if self._items:
                 break
             if error is not None:
                 raise error
+            if gives_up():
+                raise GivenUp
             time.sleep(_PAUSE_S)
         item = self._items.popleft()
         if len(self._items) == self._most // 2:

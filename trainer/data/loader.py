@@ -15,7 +15,7 @@ import signal
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any, TypeAlias
 
@@ -96,7 +96,9 @@ class TrainLoader:
         self._num_workers, self._pin_memory = num_workers, pin_memory
         self.slices = slices
         """The slices of its samples that this rank takes; the other ranks that share them read the same ones."""
-        self._samples = 0
+        self._samples = self._begun_at = 0
+        self.gives_up: Callable[[], bool] = lambda: False
+        """Asked while a micro-batch is waited for; once it is true, `GivenUp` is raised in its place."""
         self.fingerprint = _fingerprint_of(source)
         """Of the data, kept with the position; the same on all ranks."""
         self._num_handed_out = 0
@@ -150,6 +152,8 @@ class TrainLoader:
     def __next__(self) -> Batch:
         if self._batches is None:
             self._batches = self._open()
+        if not self._num_handed_out:
+            self._begun_at = self._samples
         batch = _whole(next(self._batches))
         self._num_handed_out += 1
         if self._num_handed_out == self.micro_batches_per_update:
@@ -174,7 +178,12 @@ class TrainLoader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from the position of `state`."""
         self.close()
-        self._samples = int(state["samples"])
+        self._samples = self._begun_at = int(state["samples"])
+
+    def take_back(self) -> None:
+        """Be where the step began whose micro-batches were taken last, all or some: it does not take place."""
+        self.close()
+        self._samples = self._begun_at
 
     def close(self) -> None:
         """End the thread or the workers, if there are any; workers that do not answer within seconds are killed.
@@ -199,7 +208,7 @@ class TrainLoader:
         steps = _indices(self._order, self._samples, everywhere, 0, everywhere, everywhere)
         own = slice(self._dp_rank * self._share, (self._dp_rank + 1) * self._share)
         batches = _by_itself(made, self.source.follow(self._sample_indices(), steps, own), device)
-        return Ahead(batches, most) if self.source.waits_for_storage else batches
+        return Ahead(batches, most, lambda: self.gives_up()) if self.source.waits_for_storage else batches
 
     def _sample_indices(self) -> Iterator[NDArray[np.int64]]:
         """Yield the indices of one micro-batch after the other."""

@@ -7,12 +7,14 @@ asks for it, and found there by later ones.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import glob
 import hashlib
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,7 +24,7 @@ from trainer.data.catalogue import read_shards
 from trainer.data.documents import open_shards
 from trainer.data.ingest.builder import build, usual_procs
 from trainer.data.ingest.folder import MANIFEST
-from trainer.data.ingest.inputs import NAMES, find_inputs, is_of_others
+from trainer.data.ingest.inputs import NAMES, Input, find_inputs, is_of_others
 from trainer.data.ingest.report import Keys, Tally, check_limit, parse_limit
 from trainer.data.ingest.tokens import check_tokens
 from trainer.data.ingest.writing import Job
@@ -152,14 +154,25 @@ def find_shards(setting: str | None, data: DataSection, key: str) -> Found:
             return Found(paths, *read_shards(paths, data.cache_dir))
     except ShardError as error:
         raise unusable(key, setting, error) from error
-    return _built(_job_of(setting, data, key), data)
+    return _built(_job_of(_inputs_of(setting, key), data, key), data)
 
 
 def is_awaited(setting: str, data: DataSection, key: str) -> bool:
     """Return whether a path names text that has not been made into shards.  Raises UserError if it is not there."""
-    if find_folder(setting) is None or any(_find_shard_files(setting, key)):
+    if find_folder(setting) is None:
+        from trainer.data.remote.text import find_text, is_text
+
+        if not is_text(setting):
+            return False
+        try:
+            inputs = find_text(setting, data.cache_dir).inputs(key)
+        except ShardError as error:
+            raise unusable(key, setting, error) from error
+    elif any(_find_shard_files(setting, key)):
         return False
-    job = _job_of(setting, data, key)
+    else:
+        inputs = _inputs_of(setting, key)
+    job = _job_of(inputs, data, key)
     folders = [base / _name(job) for base in find_cache_folders(data.cache_dir)]
     return not any((folder / MANIFEST).exists() for folder in folders)
 
@@ -200,15 +213,25 @@ def _are_of_others(paths: Sequence[str]) -> bool:
 
 
 def _remote(setting: str, data: DataSection, key: str) -> Found:
-    """Return the shards that a URL names."""
-    from trainer.data.remote.listing import open_remote
+    """Return the shards that a URL names, or those of the text that it names."""
+    from trainer.data.remote.listing import NoShards, open_remote
+    from trainer.data.remote.text import find_text, is_text
 
     try:
-        found = open_remote(setting, key, data.cache_dir, data.cache_gib)
+        if not is_text(setting):
+            with contextlib.suppress(NoShards):
+                found = open_remote(setting, key, data.cache_dir, data.cache_gib)
+                names = [shard.name for shard in found.train]
+                return Found(names, found.train, found.train_content, found.held_out, found.held_out_content)
+        text = find_text(setting, data.cache_dir)
+        if not text.items:
+            rule = "names neither token shards (.bin files or a manifest.json) nor text"
+            raise setting_error(key, setting, rule, fix=f"name files that end in {NAMES}")
+        with text.kept():
+            built = _built(_job_of(text.inputs(key), data, key), data, text.fetch)
+        return dataclasses.replace(built, files=[item.url for item in text.items])
     except ShardError as error:
         raise unusable(key, setting, error) from error
-    names = [shard.name for shard in found.train]
-    return Found(names, found.train, found.train_content, found.held_out, found.held_out_content)
 
 
 def _listed(path: Path) -> Found:
@@ -219,16 +242,19 @@ def _listed(path: Path) -> Found:
     return Found(files, train, manifest.train_content, held_out, manifest.held_out_content)
 
 
-def _job_of(setting: str, data: DataSection, key: str) -> Job:
-    """Return what is to be done with the text that a path names.  Raises UserError if it is not there."""
+def _inputs_of(setting: str, key: str) -> list[Input]:
+    """Return the files that a path names.  Raises UserError if there are none."""
+    path = setting.removeprefix("file://")
+    return find_inputs(_bins_of_others(path) or [path], key)
+
+
+def _job_of(inputs: Sequence[Input], data: DataSection, key: str) -> Job:
+    """Return what is to be done with files.  Raises UserError for settings that are none."""
     keys = Keys(inputs=key)
     parse_limit(data.bad, keys.bad)
-    path = setting.removeprefix("file://")
-    of_others = _bins_of_others(path)
-    inputs = find_inputs(of_others or [path], key)
     tokenizer = tokenizer_of(data)
     check_tokens(inputs, tokenizer, data.bos, keys)
-    holdout = 0.0 if of_others else _share_of(data, key)
+    holdout = 0.0 if all(each.kind == "tokens" for each in inputs) else _share_of(data, key)
     return Job(tuple(inputs), tokenizer, data.text_key, data.bad, holdout, keys=keys)
 
 
@@ -237,12 +263,15 @@ def _share_of(data: DataSection, key: str) -> float:
     return (data.holdout or 0.0) if key == "data.path" and data.eval_path is None else 0.0
 
 
-def _built(job: Job, data: DataSection) -> Found:
-    """Return the shards of text: those that are in the cache, or else they are made, and kept there."""
+def _built(job: Job, data: DataSection, fetch: Callable[[], None] = lambda: None) -> Found:
+    """Return the shards of text: those that are in the cache, or else they are made, and kept there.
+
+    `fetch` is called before they are made.
+    """
     failure: OSError | None = None
     for base in find_cache_folders(data.cache_dir):
         try:
-            found = _kept(job, base / _name(job))
+            found = _kept(job, base / _name(job), fetch)
         except OSError as error:
             failure = error
         else:
@@ -251,17 +280,23 @@ def _built(job: Job, data: DataSection) -> Found:
     raise setting_error("data.cache_dir", data.cache_dir, rule, fix="name a folder that you can write to")
 
 
-def _kept(job: Job, path: Path) -> tuple[list[Shard], str, list[Shard], str]:
+def _kept(job: Job, path: Path, fetch: Callable[[], None]) -> tuple[list[Shard], str, list[Shard], str]:
     """Return the shards of a job, and the digests of their contents; they are made in `path` if they are not there."""
-    manifest = build(job, path, usual_procs())
+    manifest = _made(job, path, fetch)
     check_limit(Tally.of(manifest), job.bad, job.keys)
     try:
         shards = [manifest.shards(path, is_held_out) for is_held_out in (False, True)]
     except ShardError:  # cut short or removed by whatever befell the disk: made again
         (path / MANIFEST).unlink(missing_ok=True)
-        manifest = build(job, path, usual_procs())
+        manifest = _made(job, path, fetch)
         shards = [manifest.shards(path, is_held_out) for is_held_out in (False, True)]
     return shards[0], manifest.train_content, shards[1], manifest.held_out_content
+
+
+def _made(job: Job, path: Path, fetch: Callable[[], None]) -> Manifest:
+    if not (path / MANIFEST).exists():
+        fetch()
+    return build(job, path, usual_procs())
 
 
 def _name(job: Job) -> str:

@@ -9,6 +9,9 @@ from collections.abc import Callable
 
 from trainer.distributed.channel import Channel
 
+_AMOUNTS = 2
+"""Amounts that fit into every ballot, so that one with fewer may meet one with as many."""
+
 
 class Question:
     """A yes-or-no question that every rank answers each time a ballot is cast."""
@@ -58,11 +61,12 @@ class Ballot:
     def cast(self, *amounts: float) -> list[float]:
         """Return the sum of each of `amounts` over all ranks; the questions are answered on the way.  One all-reduce.
 
-        All ranks bring as many amounts.
+        All ranks bring as many amounts, or two at most.
         """
-        sums = self._channel.sum([*amounts, *(question.vote() for question in self._questions)])
+        padding = [0.0] * (_AMOUNTS - len(amounts))
+        sums = self._channel.sum([*amounts, *padding, *(question.vote() for question in self._questions)])
         self._is_cast = True
-        for question, num_yes in zip(self._questions, sums[len(amounts) :], strict=True):
+        for question, num_yes in zip(self._questions, sums[len(amounts) + len(padding) :], strict=True):
             question.count(int(num_yes))
         return sums[: len(amounts)]
 

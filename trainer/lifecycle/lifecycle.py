@@ -34,6 +34,7 @@ from trainer.distributed.stop import (
 from trainer.distributed.world import World
 from trainer.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_USER_ERROR, UserError
 from trainer.lifecycle.folder import RunFolder
+from trainer.lifecycle.leaving import Leaving
 from trainer.lifecycle.on_end import tell_of_the_end
 from trainer.lifecycle.summary import closing
 from trainer.lifecycle.watchdog import Watchdog
@@ -102,7 +103,8 @@ class Lifecycle:
         if world.is_main:
             self.stop.on_ask, self.stop.on_second_interrupt = answer_at_once, self._quit
         self._stale_notice = take_stale_notice(config.run_dir)
-        ballot.ask(lambda: self.stop.reason(self._stopping_s()) is not None, self._begin_to_stop)
+        ballot.ask(self._is_asked_to_stop, self._begin_to_stop)
+        self.leaving = Leaving(ballot, loader, self._is_asked_to_stop)
         world.failures.append(self)
 
     @property
@@ -296,6 +298,9 @@ class Lifecycle:
                 self._accounts.check_end(self._progress.step)
 
     # -- requests to stop ----------------------------------------------------------------------------------------
+
+    def _is_asked_to_stop(self) -> bool:
+        return self.stop.reason(self._stopping_s()) is not None
 
     def _begin_to_stop(self) -> None:
         if not self.stopping:

@@ -84,7 +84,7 @@ def _take_all(job: Job, units: Sequence[Unit], folder: BuildFolder, done: _Done,
         for number, unit in enumerate(units):
             while not (folder.is_done(number) or folder.is_complete):
                 helpers.hear()
-                _stop_if_asked()
+                stop_if_asked()
                 if folder.try_take(number):
                     try:
                         _build_unit(job, unit, number, folder, done)
@@ -97,7 +97,7 @@ def _take_all(job: Job, units: Sequence[Unit], folder: BuildFolder, done: _Done,
                     break
 
 
-def _stop_if_asked() -> None:
+def stop_if_asked() -> None:
     """End this process if a signal has asked for it, before a run has begun."""
     if was_asked_early():
         say("stopped while text is tokenized; the next run goes on with it")
@@ -113,7 +113,7 @@ def _build_unit(job: Job, unit: Unit, number: int, folder: BuildFolder, done: _D
         try:
             for num_bytes in writer.write():
                 done.in_hand += num_bytes
-                _stop_if_asked()
+                stop_if_asked()
             folder.write(number, writer.publish())
             return
         except Differs:

@@ -5,6 +5,7 @@
     coming      which shards are needed next, fetched before they are
     shard       a shard that is read through the cache
     listing     the shards that a URL means
+    text        text that shards are made of here
 
 The samples and their order are those of the same shards on a disk.
 """

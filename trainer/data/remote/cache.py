@@ -180,18 +180,19 @@ def _held(path: Path) -> Iterator[Path]:
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         fcntl.flock(descriptor, fcntl.LOCK_EX)
-        if _is_at(descriptor, path):
+        if is_at(descriptor, path):
             break
         os.close(descriptor)  # it was renamed, or removed, before it could be locked
     try:
         yield path
     finally:
-        if _is_at(descriptor, path):
+        if is_at(descriptor, path):
             path.unlink()
         os.close(descriptor)
 
 
-def _is_at(descriptor: int, path: Path) -> bool:
+def is_at(descriptor: int, path: Path) -> bool:
+    """Return whether an open file still has the path, which it may have lost to another."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(path))
     except FileNotFoundError:
@@ -206,7 +207,7 @@ def _is_left(path: Path) -> bool:
         return False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return _is_at(descriptor, path)
+        return is_at(descriptor, path)
     except BlockingIOError:
         return False
     finally:

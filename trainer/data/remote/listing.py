@@ -23,6 +23,10 @@ _AT_ONCE = 16
 """Metadata that are asked for at a time."""
 
 
+class NoShards(Exception):
+    """A URL names no token shards."""
+
+
 @dataclass(frozen=True)
 class Listed:
     """Shards to train on, and those held out from them, with digests of their contents as of `sample_content`."""
@@ -36,18 +40,18 @@ class Listed:
 def open_remote(setting: str, key: str, cache_dir: str | None, cache_gib: float | None) -> Listed:
     """Return the shards that a URL means, which are kept in the cache as they are needed.
 
-    Raises ShardError, and UserError if it names none or they cannot be kept.
+    Raises NoShards if it names none, ShardError, and UserError if they cannot be kept.
     """
-    keep = Keep(_folder(cache_dir), None if cache_gib is None else int(cache_gib * 2**30))
+    keep = Keep(find_folder_of(cache_dir, "shards"), None if cache_gib is None else int(cache_gib * 2**30))
     url = setting.rstrip("/")
     content = None
     if url.endswith(".json"):
         content = _read_manifest(setting, url, key)
-    elif not url.endswith(".bin"):
+    elif not url.endswith(".bin") and not has_pattern(url):
         with contextlib.suppress(Unreachable):  # then its shards are looked for
-            content = read(f"{url}/manifest.json") if not has_pattern(url) else None
+            content = read(f"{url}/manifest.json")
             url = f"{url}/manifest.json"
-    found = _by_manifest(url, content, keep) if content is not None else _by_name(setting, url, key, keep)
+    found = _by_manifest(url, content, keep) if content is not None else _by_name(url, keep)
     if cache_gib is not None:
         _check_room([*found.train, *found.held_out], cache_gib)
     return found
@@ -83,12 +87,11 @@ def _inside(base: str, name: str) -> str:
     return name if "://" in name else f"{base}/{name}"
 
 
-def _by_name(setting: str, url: str, key: str, keep: Keep) -> Listed:
+def _by_name(url: str, keep: Keep) -> Listed:
     is_one = url.endswith(".bin") and not has_pattern(url)
     urls = [url] if is_one else [found for found in find(url) if found.endswith(".bin")]
     if not urls:
-        rule = "names no token shards: of what is elsewhere only these are read, .bin files or a manifest.json"
-        raise setting_error(key, setting, rule, fix="fetch text first, and name the folder that it is in")
+        raise NoShards
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         told = list(pool.map(read, [f"{url.removesuffix('.bin')}.json" for url in urls]))
     shards: list[Shard] = [
@@ -111,16 +114,19 @@ def _content(shards: Sequence[Shard], told: bytes, keep: Keep) -> str:
     return content
 
 
-def _folder(cache_dir: str | None) -> Path:
-    """Return the folder in which shards are kept.  Raises UserError if there is none that can be written."""
+def find_folder_of(cache_dir: str | None, name: str) -> Path:
+    """Return the folder of the cache in which what comes from elsewhere is kept.
+
+    Raises UserError if there is none that can be written.
+    """
     failure: OSError | None = None
     for base in find_cache_folders(cache_dir):
         try:
-            (base / "shards").mkdir(parents=True, exist_ok=True)
-            return base / "shards"
+            (base / name).mkdir(parents=True, exist_ok=True)
+            return base / name
         except OSError as error:
             failure = error
-    rule = f"shards cannot be kept there ({failure})" if failure else "no folder to keep shards in"
+    rule = f"{name} cannot be kept there ({failure})" if failure else f"no folder to keep {name} in"
     raise setting_error("data.cache_dir", cache_dir, rule, fix="name a folder that you can write to")
 
 

@@ -60,6 +60,14 @@ def read_range(url: str, start: int, stop: int, tries: int = FEW) -> bytes | Non
     return again(url, tries, lambda: _range(url, start, stop))
 
 
+def look_up(url: str, tries: int = FEW) -> tuple[int, str]:
+    """Return the size of a file, and some text that changes with its content, as far as its server tells.
+
+    Raises Unreachable.
+    """
+    return again(url, tries, lambda: _headers(url) if _is_http(url) else _facts(url))
+
+
 def download(url: str, path: Path) -> None:
     """Write the content of a file to the one at `path`, in one try.  Raises whatever goes wrong."""
     if not _is_http(url):
@@ -81,6 +89,23 @@ def find(url: str) -> list[str]:
 def has_pattern(url: str) -> bool:
     """Return whether a URL is a glob."""
     return bool(re.search(r"[*?\[]", url))
+
+
+def _headers(url: str) -> tuple[int, str]:
+    with _opened(url) as answer:  # not by HEAD, which not every server allows where it allows this
+        if answer.length is None:
+            raise ValueError("the server does not say how long it is")
+        return answer.length, " ".join(answer.headers.get(name, "") for name in ("ETag", "Last-Modified"))
+
+
+_VERSIONS = ("ETag", "etag", "md5Hash", "content_md5", "mtime", "LastModified", "last_modified", "updated", "created")
+"""Facts of which file systems tell some, and which change with a file's content."""
+
+
+def _facts(url: str) -> tuple[int, str]:
+    system, path = _system(url)
+    facts = system.info(path)
+    return int(facts["size"]), " ".join(str(facts[name]) for name in _VERSIONS if name in facts)
 
 
 def _listed(url: str) -> list[str]:

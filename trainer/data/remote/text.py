@@ -1,0 +1,95 @@
+"""Text that is elsewhere: fetched whole, and kept until shards have been made of it."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainer.data.ingest.builder import stop_if_asked
+from trainer.data.ingest.inputs import Input, kind_of
+from trainer.data.remote.cache import Item, ShardCache, is_at
+from trainer.data.remote.listing import find_folder_of
+from trainer.data.remote.transport import find, has_pattern, look_up
+from trainer.errors import say
+
+_AT_ONCE = 16
+"""Files that are looked up at a time."""
+
+
+@dataclass(frozen=True)
+class RemoteText:
+    """Files of text at URLs, and the folder that they are fetched into: one for all processes of this machine."""
+
+    items: Sequence[Item]
+    folder: Path
+
+    def inputs(self, key: str) -> list[Input]:
+        """Return the files as they will be here.  Their names change with what lies at their URLs."""
+        found = ((str(self.folder / item.name), kind_of(item.name), item.size) for item in self.items)
+        return [Input(path, *kind, size, 0, key) for path, kind, size in found if kind is not None]
+
+    def fetch(self) -> None:
+        """Fetch what is not here.  Raises Unreachable, and OSError for the folder."""
+        cache = ShardCache(self.folder, None)
+        missing = [item for item in self.items if not cache.has(item.name)]
+        if missing:
+            size = sum(item.size for item in missing)
+            say(f"fetching {len(missing)} files of text, {size / 1e6:,.1f} MB, into {self.folder}")
+        for item in missing:
+            stop_if_asked()
+            cache.fetch(item)
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Keep the files for the time of a block.  After that they are removed, unless another process needs them."""
+        names = " ".join(item.name for item in self.items)
+        lock = self.folder / f".{hashlib.blake2b(names.encode(), digest_size=12).hexdigest()}.lock"
+        descriptor = _shared(lock)
+        try:
+            yield
+            with suppress(BlockingIOError):
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                for path in (*(self.folder / item.name for item in self.items), lock):
+                    path.unlink(missing_ok=True)
+        finally:
+            os.close(descriptor)
+
+
+def _shared(lock: Path) -> int:
+    """Return the descriptor of a file that others may hold as well, but to remove it."""
+    while True:
+        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+        if is_at(descriptor, lock):
+            return descriptor
+        os.close(descriptor)  # it was removed before it could be locked
+
+
+def is_text(url: str) -> bool:
+    """Return whether a URL, or a glob of some, names text by how it ends."""
+    kind = kind_of(url)
+    return kind is not None and kind[0] != "tokens"
+
+
+def find_text(setting: str, cache_dir: str | None) -> RemoteText:
+    """Return the files of text that a URL, a glob of some, or a folder means: none, perhaps.
+
+    Raises ShardError if they cannot be looked up, UserError if there is no folder to fetch them into.
+    """
+    is_one = is_text(setting) and not has_pattern(setting)
+    urls = [setting] if is_one else [url for url in find(setting) if is_text(url)]
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        items = list(pool.map(_item_of, urls))
+    return RemoteText(items, find_folder_of(cache_dir, "text"))
+
+
+def _item_of(url: str) -> Item:
+    size, version = look_up(url)
+    name = hashlib.blake2b(f"{url} {size} {version}".encode(), digest_size=12).hexdigest()
+    return Item(f"{name}-{url.rpartition('/')[2]}", url, size, lambda: None)
