@@ -67,7 +67,8 @@ _sums_by_row = ContextVar("sums_by_row", default=False)
 def by_row() -> Iterator[None]:
     """Have the losses of models inside the block be one sum for each sequence, (B,), instead of one for all.
 
-    For models whose loss is computed by the functions here.
+    In fp64: such sums are compared, and a small difference of two large ones is worth no less than what is summed.  For
+    models whose loss is computed by the functions here.
     """
     token = _sums_by_row.set(True)
     try:
@@ -88,7 +89,7 @@ def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(*pair, ignore_index=IGNORE, reduction="sum")
     losses = F.cross_entropy(*pair, ignore_index=IGNORE, reduction="none").view(targets.shape)
     if _sums_by_row.get():
-        return losses.sum(-1)
+        return losses.sum(-1, dtype=torch.float64)
     assert noted is not None
     noted.append(losses.detach().sum(-1, dtype=torch.float64))
     return losses.sum()
@@ -110,7 +111,7 @@ def linear_cross_entropy(
     With `reduction="sum"` the result is a scalar, and the gradients are computed in the forward pass, while a chunk's
     logits are there, so that nothing is computed twice.  After Liger Kernel (arXiv:2410.10989).  With `"row"` it is one
     sum for each sequence, targets (B, T) to (B,), whose gradients may differ: the backward pass computes the logits
-    again.  By default it is "sum", and inside `by_row` "row".
+    again.  By default it is "sum", and inside `by_row` "row", summed in fp64.
     """
     hidden_ND, targets_N = hidden.flatten(0, -2), targets.flatten()
     row_bytes = 4 * weight.shape[0]
@@ -121,7 +122,8 @@ def linear_cross_entropy(
     arguments = (hidden_ND, weight, targets_N, num_chunks)
     if reduction == "row" or (reduction is None and _sums_by_row.get()):
         losses_N: torch.Tensor = _LinearCrossEntropyOfTokens.apply(*arguments)  # type: ignore[no-untyped-call]
-        return losses_N.view(targets.shape).sum(-1)
+        sums_B = losses_N.view(targets.shape).sum(-1, dtype=torch.float64)
+        return sums_B.float() if reduction == "row" else sums_B
     noted, tokens = _rows.get(), list[torch.Tensor]()
     notes = None if noted is None else tokens
     loss: torch.Tensor = _LinearCrossEntropy.apply(*arguments, torch.is_grad_enabled(), notes)  # type: ignore[no-untyped-call]
