@@ -124,7 +124,7 @@ class _Product(torch.autograd.Function):
         low = F.linear(into, down)
         ctx.save_for_backward(into, low, weight, down, up)
         ctx.scaling, ctx.drops = scaling, dropped is not None
-        return torch.addmm(F.linear(x, weight, bias), low, up.t(), alpha=scaling)
+        return F.linear(x, weight, bias).addmm_(low, up.t(), alpha=scaling)
 
     @staticmethod
     @once_differentiable
