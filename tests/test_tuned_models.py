@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -16,7 +17,7 @@ pytest.importorskip("transformers", reason="the extra `transformers` is not inst
 from safetensors.torch import load_file
 
 from tests.hf_models import folder_of, load_there
-from tests.ranks import run_ranks
+from tests.ranks import run_command, run_python_module, run_ranks
 from tests.test_dpo import SEQ_LEN, OnPairs, Pairs, log_probabilities
 from tests.test_generate import written_here, written_there
 from tests.test_hf import LR, TRAINED, WHOLE_LOGITS, overrides
@@ -189,6 +190,49 @@ def test_packed_chats_are_each_conversation_alone_in_any_model(kind: str, tmp_pa
         found.append([record.loss for record in trainer.steps()])
         trainer.close()
     assert found[0] == pytest.approx(found[1], rel=1e-6)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("kind", ["llama", "gemma3", "gpt2"])
+def test_packed_chats_are_the_same_on_any_mesh_in_any_model(kind: str, tmp_path: Path) -> None:
+    """As commands: on 1, 2 and 2x2 ranks, resumed elsewhere in the middle of an epoch, evaluated packed and not."""
+    pytest.importorskip("tokenizers", reason="a chat model's tokenizer is read with the library `tokenizers`")
+    chats = [item for item in write_chats(tmp_path) if not item.startswith("model.")]
+    settings = ["recipe=sft", "model.name=hf", f"model.path={folder_of(tmp_path / 'source', kind)}", *chats]
+    settings += ["train.epochs=2", "train.global_batch_size=4", "train.micro_batch_size=1", "run.threads=1"]
+    settings += ["optim.lr=1e-3", "data.holdout=0.2", "eval.every=4", "eval.steps=0"]
+    settings += ["checkpoint.every=3", "checkpoint.keep_last=0", "log.sample_tokens=0"]
+
+    def run(name: str, *further: str) -> tuple[list[float], list[float]]:
+        ran = run_command(tmp_path / name, *settings, *further)
+        assert ran.exit_code == 0, ran.stderr + ran.stdout
+        evaluated = [line["loss"] for line in ran.metrics if line["kind"] == "eval"]
+        return ran.train("loss"), evaluated
+
+    def resumed(name: str, *further: str) -> tuple[list[float], list[float]]:
+        shutil.copytree(tmp_path / "two", tmp_path / name)
+        for saved in sorted((tmp_path / name / "checkpoints").iterdir())[1:]:
+            shutil.rmtree(saved)
+        return run(name, *further)
+
+    two = run("two", "nproc=2")
+    assert len(two[0]) > 4
+    assert len(two[1]) > 0
+    assert resumed("again", "nproc=2") == two
+    assert_as(run("one", "train.micro_batch_size=4"), two)
+    assert_as(run("four", "nproc=4", "mesh.replicate=2"), two)
+    assert_as(resumed("elsewhere", "nproc=4", "mesh.replicate=2"), two)
+    assert_as(resumed("alone", "train.micro_batch_size=2"), two)
+    packed, apart = (
+        json.loads(run_python_module("trainer.evaluate", tmp_path / "two", f"data.documents={how}", "--json").stdout)
+        for how in ("masked", "apart")
+    )
+    assert apart["loss"] == pytest.approx(packed["loss"], rel=1e-6)
+
+
+def assert_as(found: tuple[list[float], list[float]], expected: tuple[list[float], list[float]]) -> None:
+    for losses, right in zip(found, expected, strict=True):
+        assert losses == pytest.approx(right, rel=1e-5)
 
 
 # ---------------------------------------------------------------------------------------------------------------
