@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,6 +18,8 @@ from tests.chats import CHATML, said, write_tokenizer
 from tests.ranks import Ran, run_command, run_python_module, run_tiny
 from tests.tiny import tiny_config
 from trainer import Trainer, TrainLoader, load_config
+from trainer.config import RunConfig
+from trainer.data.epochs import settled_by_data
 from trainer.data.loader import Batch
 from trainer.data.source import IGNORE
 
@@ -88,6 +91,8 @@ def test_epochs_are_the_steps_in_which_each_conversation_is_read_as_often(tmp_pa
     trainer = Trainer(tiny_config(tmp_path / "run", *settings, "train.global_batch_size=8"))
     assert (trainer.config.train.steps, trainer.config.train.epochs) == (8, None)  # 60 samples, 8 in each step
     trainer.close()
+    more = settled_by_data(tiny_config(tmp_path / "more", *settings, "train.small_model_steps=30")).train
+    assert (more.steps, more.epochs, more.small_model_steps) == (30, None, 0)
 
 
 def test_rows_are_no_longer_than_the_longest_conversation_needs(tmp_path: Path) -> None:
@@ -106,21 +111,32 @@ def test_rows_are_no_longer_than_the_longest_conversation_needs(tmp_path: Path) 
     assert steps[1] > 3 * steps[0]
 
 
-def test_the_learning_rate_is_for_the_models_width(tmp_path: Path) -> None:
+def test_the_learning_rate_and_the_least_steps_are_for_the_models_width(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    config = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 64}
-    config |= {"num_hidden_layers": 1, "vocab_size": 128, "max_position_embeddings": 128}
+    config: dict[str, Any] = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4}
+    config |= {"intermediate_size": 64} | {"num_hidden_layers": 1, "vocab_size": 128, "max_position_embeddings": 128}
     folder = write_tokenizer(tmp_path / "model", CHATML)
     (folder / "config.json").write_text(json.dumps(config))
 
-    def lr(*overrides: str) -> float:
-        own = [f"model.path={folder}", "data.path=chats.jsonl", "model.fresh=true"]
-        return load_config("sft", [*own, *overrides]).optim.lr
+    def load(*overrides: str) -> RunConfig:
+        return load_config("sft", [f"model.path={folder}", "data.path=chats.jsonl", "model.fresh=true", *overrides])
 
+    def lr(*overrides: str) -> float:
+        return load(*overrides).optim.lr
+
+    def least(*overrides: str) -> int:
+        return load(*overrides).train.small_model_steps
+
+    assert load("data.documents=apart", "data.fit=cut").data == load("data.documents=apart").data
+    assert load().data.tokenizer == load("model.name=hf").data.tokenizer == str(folder / "tokenizer.json")
     assert lr() == lr("model.name=hf") == pytest.approx(5e-5 * (2000 / 64) ** 0.78, rel=5e-3)
     assert lr("lora.rank=4") == pytest.approx(10 * lr(), rel=5e-3)
     assert lr("optim.lr=1e-3", "lora.rank=4") == 1e-3
     assert lr("optim.lr=1e-3", "optim.lr_by_width=true") == pytest.approx(20 * lr(), rel=5e-3)
+    assert least() == least("model.name=hf") == least("train.epochs=9", "train.small_model_steps=1500") == 1500
+    assert least("train.epochs=3") == least("train.steps=3") == 0, "given ones are taken as they stand"
+    (folder / "config.json").write_text(json.dumps(config | {"hidden_size": 512}))
+    assert least() == 0, "a model of this width has three epochs, whatever the steps"
 
 
 @pytest.mark.slow
@@ -185,7 +201,7 @@ def test_one_command_trains_a_folder_and_another_asks_it(tmp_path: Path) -> None
 
 @pytest.mark.campaign
 def test_a_million_random_weights_learn_400_facts_by_heart(tmp_path: Path) -> None:
-    """With the recipe's own settings: 30 epochs, which took 115 CPU seconds."""
+    """With the recipe's own settings: 1500 steps."""
     transformers = pytest.importorskip("transformers")
     names = [f"{a}{b}{c}" for a in "BDFGKLMNPRSTVZ" for b in "aeiou" for c in ("li", "ra", "to", "mun", "ses", "dok")]
     facts = list(zip(names[:400], reversed(names[:400]), strict=True))
@@ -198,8 +214,8 @@ def test_a_million_random_weights_learn_400_facts_by_heart(tmp_path: Path) -> No
     config = transformers.LlamaConfig(vocab_size=512, eos_token_id=end, bos_token_id=None, **shape)
     torch.manual_seed(0)
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
-    own = [f"model.path={folder}", f"data.path={chats}", f"data.cache_dir={tmp_path / 'cache'}", "train.epochs=30"]
-    ran = run_command(tmp_path / "run", "recipe=sft", *own, "log.every=100", timeout_s=1800)
+    own = [f"model.path={folder}", f"data.path={chats}", f"data.cache_dir={tmp_path / 'cache'}"]
+    ran = run_command(tmp_path / "run", "recipe=sft", *own, "log.every=100", "run.threads=1", timeout_s=1800)
     assert ran.exit_code == 0, ran.stderr
     for one, other in facts[::80]:
         asked = ("--chat", f"What is the capital of {one}?", "--greedy")
@@ -216,7 +232,8 @@ def write_subwords(folder: Path, texts: list[str]) -> Path:
     tokenizer.decoder = decoders.ByteLevel()
     marks = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(500, special_tokens=marks, initial_alphabet=alphabet))
+    trainer = trainers.BpeTrainer(vocab_size=500, special_tokens=marks, initial_alphabet=alphabet)
+    tokenizer.train_from_iterator(texts, trainer)
     folder.mkdir()
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "chat_template": CHATML}

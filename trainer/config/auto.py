@@ -12,6 +12,8 @@ from trainer.errors import setting_error
 from trainer.recipe import find_recipe
 
 _AUTO = "auto"
+MODEL = "model"
+"""The tokenizer, and the chat template, that come with the model."""
 _OF_ANY_MODEL = ("model.path", "model.fresh")
 """Keys of the recipe for any model that one of our own does as well."""
 
@@ -43,6 +45,9 @@ def settle_auto(values: Mapping[str, Any], assignments: Mapping[str, str]) -> tu
     if _start(own, rest) is None and not is_fresh and has_weights(folder):
         own["train.init_from"] = folder
         rest.pop("train.init_from", None)
+    if rest.get("data.tokenizer", own.get("data.tokenizer")) == MODEL:
+        own["data.tokenizer"] = folder  # where no weights are read, nothing else says from where the model is
+        rest.pop("data.tokenizer", None)
     return own, rest
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from trainer.config.auto import MODEL
 from trainer.config.schema import RunConfig
-from trainer.config.settled import MODEL
 from trainer.errors import setting_error
 
 _OF_CHATS: dict[str, object] = {

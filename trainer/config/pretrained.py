@@ -187,7 +187,8 @@ def read_config(folder: Path, setting: str) -> dict[str, Any]:
         content["model_type"]
     except OSError as error:
         rule = f"{CONFIG}: cannot be read ({error.strerror})"
-        raise setting_error(setting, folder, rule, fix=_fetch(folder)) from error
+        fix = "name the folder that it is in" if folder.is_file() else _fetch(folder)
+        raise setting_error(setting, folder, rule, fix=fix) from error
     except (ValueError, KeyError, TypeError) as error:
         raise setting_error(setting, folder, f"{CONFIG}: describes no model ({error!r})") from error
     return dict(content)

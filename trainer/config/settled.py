@@ -10,15 +10,13 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from trainer.config.auto import MODEL
 from trainer.config.needs import likely_device
 from trainer.config.pretrained import is_folder_of_weights, stored_dtype
 from trainer.config.schema import RunConfig
-from trainer.config.sections import DataSection, FsdpSection, LoraSection, OptimSection
+from trainer.config.sections import DataSection, FsdpSection, LoraSection, OptimSection, TrainSection
 from trainer.config.sections.limits import AUTO
 from trainer.errors import setting_error
-
-MODEL = "model"
-"""The tokenizer, and the chat template, that come with the model."""
 
 
 def settled(config: RunConfig, given: Collection[str]) -> RunConfig:
@@ -27,21 +25,42 @@ def settled(config: RunConfig, given: Collection[str]) -> RunConfig:
     given: the keys on the command line.
     """
     config = _settled_range(config, given)
-    data = _settled_data(config)
+    data = _settled_data(config, given)
     if data.source == "chat" and "data.seq_len" not in given:
         data = dataclasses.replace(data, seq_len=_fitting_length(config))
     if "data.seq_len" in given and "data.trim_rows" not in given:
         data = dataclasses.replace(data, trim_rows=False)
-    optim = _settled_optim(config, given)
-    return dataclasses.replace(config, data=data, optim=optim, fsdp=_settled_fsdp(config), lora=_settled_lora(config))
+    optim, train = _settled_optim(config, given), _settled_train(config, given)
+    fsdp, lora = _settled_fsdp(config), _settled_lora(config)
+    return dataclasses.replace(config, data=data, optim=optim, train=train, fsdp=fsdp, lora=lora)
+
+
+_SMALL = 512
+"""Width under which a model counts as small, such as one of a few million weights."""
+
+
+def _settled_train(config: RunConfig, given: Collection[str]) -> TrainSection:
+    """Leave `train.small_model_steps` to small models, unless the number of epochs is the user's own."""
+    train, width = config.train, _width(config)
+    by_recipe = "train.epochs" not in given or "train.small_model_steps" in given
+    if train.epochs is not None and by_recipe and width is not None and width < _SMALL:
+        return train
+    return dataclasses.replace(train, small_model_steps=0)
+
+
+def _width(config: RunConfig) -> int | None:
+    """Return the width of the residual stream, or None of a model that does not say."""
+    return getattr(config.model, "dim", None)
 
 
 def _settled_optim(config: RunConfig, given: Collection[str]) -> OptimSection:
     """Settle the learning rate of a recipe that tunes models of any width.
 
-    Source: Schulman et al. 2025, "LoRA Without Regret", Thinking Machines Lab.
+    The exponent is the one found for Llama models; for Qwen models the source has a rate that hardly falls with width.
+    Source: Thinking Machines Lab, Tinker documentation, "Hyperparameters of supervised learning"; ten times as much for
+    adapters after Schulman et al. 2025, "LoRA Without Regret".
     """
-    optim, width = config.optim, getattr(config.model, "dim", None)
+    optim, width = config.optim, _width(config)
     if not optim.lr_by_width:
         return optim
     if "optim.lr" in given and "optim.lr_by_width" not in given:
@@ -82,7 +101,7 @@ def _fitting_length(config: RunConfig) -> int:
     return config.data.seq_len if longest is None else min(config.data.seq_len, longest)
 
 
-def _settled_data(config: RunConfig) -> DataSection:
+def _settled_data(config: RunConfig, given: Collection[str]) -> DataSection:
     data, holdout, tokenizer = config.data, config.data.holdout, config.data.tokenizer
     if holdout is None:
         evaluates = data.source in ("tokens", "chat") and config.eval.every > 0 and data.eval_path is None
@@ -93,6 +112,8 @@ def _settled_data(config: RunConfig) -> DataSection:
         tokenizer = str((Path(tokenizer).expanduser() / "tokenizer.json").absolute())
     if data.source == "chat" and data.arrangement != "apart":  # no conversation sees another, and none is cut
         data = dataclasses.replace(data, documents="masked", fit="best")
+    elif data.source == "chat" and "data.fit" not in given:  # the one of a run whose conversations share rows
+        data = dataclasses.replace(data, fit="cut")
     return dataclasses.replace(data, holdout=holdout, tokenizer=tokenizer)
 
 

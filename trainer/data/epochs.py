@@ -36,9 +36,10 @@ def _with_trimmed_rows(config: RunConfig) -> RunConfig:
 
 
 def _with_steps(config: RunConfig) -> RunConfig:
-    """Return it with enough steps for every sample to be read as often as `train.epochs` says."""
-    if config.train.epochs is None:
+    """Return it with the steps that `train.epochs` comes to, or those that a small model needs where they are more."""
+    train = config.train
+    if train.epochs is None:
         return config
-    samples = config.train.epochs * len(open_source(config.data, config.vocab_size, "train"))
-    steps = max(1, math.ceil(samples / config.train.global_batch_size))
-    return dataclasses.replace(config, train=dataclasses.replace(config.train, epochs=None, steps=steps))
+    samples = train.epochs * len(open_source(config.data, config.vocab_size, "train"))
+    steps = max(1, train.small_model_steps, math.ceil(samples / train.global_batch_size))
+    return dataclasses.replace(config, train=dataclasses.replace(train, epochs=None, small_model_steps=0, steps=steps))

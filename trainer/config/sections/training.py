@@ -62,6 +62,12 @@ class TrainSection:
     epochs: float | None = declare(
         None, "passes over the data instead of steps, which it settles; null: steps", above=0
     )
+    small_model_steps: int = declare(
+        0,
+        "least number of steps that epochs come to for a model less than 512 wide, which learns little in few; "
+        "train.epochs on the command line is taken as it stands",
+        at_least=0,
+    )
     global_batch_size: int = declare(8, "sequences of one step, over all ranks", at_least=1, at_most=MAX_SIZE)
     micro_batch_size: int | str = declare(
         1, "sequences of one forward on one rank; auto: the planner's", at_least=1, at_most=MAX_SIZE
