@@ -148,9 +148,9 @@ def test_targets_are_names_of_modules_or_their_last_parts() -> None:
     found = adapted_layers(name for name, _ in network(["wq", "layers.1.feed_forward.w2"]).named_parameters())
     assert found == {"layers.0.attention.wq", "layers.1.attention.wq", "layers.1.feed_forward.w2"}
     with pytest.raises(
-        UserError, match=r"^lora\.targets=\[wq,vw\]: no layer is called 'vw'(.|\n)*did you mean .*\[wq,wv\]"
+        UserError, match=r"^lora\.targets=\[wq,wvv\]: no layer is called 'wvv'(.|\n)*did you mean .*\[wq,wv\]"
     ):
-        network(["wq", "vw"])
+        network(["wq", "wvv"])
     with pytest.raises(UserError, match=r"^lora\.targets=\[feed_forwrd\.w1\](.|\n)*did you mean .*feed_forward\.w1"):
         network(["feed_forwrd.w1"])
     with pytest.raises(UserError, match=r"head\.output is no layer that could have an adapter"):
