@@ -459,6 +459,21 @@ def test_a_progress_line_fits_its_terminal(columns: int, left_out: str) -> None:
         assert all(word in line for word in ("grad 0.750", "lr 1.00e-03", "43.1 k tok/s", "mfu 41.3%", "0.50 GiB"))
 
 
+@pytest.mark.parametrize("columns", [140, 80, 40])
+def test_other_lines_fit_too(columns: int) -> None:
+    file = StringIO()
+    sink = ConsoleSink(10, Console(file=file, width=columns, force_terminal=True, soft_wrap=True, color_system=None))
+    norms = {"tok_embeddings.weight": 33.4, "layers.11.attention.wq.weight": 1.234}
+    sink.write(Record(kind="eval", step=119_500, loss=2.25, bits_per_byte=1.9))
+    sink.write(Record(kind="norms", step=119_500, grad_norm=norms))
+    sink.write(Record(kind="checkpoint", step=119_500, bytes=123_456_789_012, total_s=123.4))
+    lines = file.getvalue().splitlines()
+    assert len(lines) == 3
+    assert max(map(len, lines)) <= columns
+    assert ("loss 2.2500" in lines[0], "1.23 to 33.4" in lines[1], "114.98 GiB" in lines[2]) == (True, True, True)
+    assert ("largest: tok_embeddings.weight" in lines[1]) == (columns >= 80)
+
+
 def test_the_time_left_moves_slowly() -> None:
     file = StringIO()
     sink = ConsoleSink(103, Console(file=file, width=200, highlight=False, soft_wrap=True))

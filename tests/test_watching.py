@@ -162,7 +162,7 @@ def test_norms_and_samples_on_the_console() -> None:
     sink.write(Record(kind="norms", step=3, grad_norm=norms, param_norm=norms))
     sink.write(Record(kind="sample", step=3, prompt="def \x1b[2J", text="pass"))
     assert file.getvalue().splitlines() == [
-        "norms step      3  gradients from 0.01 (embed) to 2 (layers.0)",
+        "norms step      3  gradients 0.01 to 2  largest: layers.0  smallest: embed",
         "sample step     3  def ",
         "pass",
     ]

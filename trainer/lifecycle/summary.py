@@ -77,7 +77,8 @@ def start_facts(
         "memory": f"{readable_bytes(held)} per rank for weights{reference}, gradients and optimizer",
         "plan": plan,
         "step": f"{readable_count(config.step_tokens)} tokens: {num_rows} x {config.data.seq_len}, "
-        f"{num_micro_batches} micro-batches of {micro_batch} on each of {world.size} ranks",
+        f"{num_micro_batches} micro-batch{'es' * (num_micro_batches != 1)} of {micro_batch}"
+        + (f" on each of {world.size} ranks" if world.size > 1 else ""),
         "data": _data_facts(config, loader),
     }
 

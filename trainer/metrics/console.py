@@ -63,13 +63,13 @@ class ConsoleSink:
         if record.kind == "train":
             self._train(record)
         elif record.kind == "eval":
-            extra = f"  {record['bits_per_byte']:.4f} bits/byte" if "bits_per_byte" in record else ""
-            self._print(f"eval  step {record.step:>6}  loss {record.loss:.4f}{extra}", "green")
+            bits = [(1, f"{record['bits_per_byte']:.4f} bits/byte")] if "bits_per_byte" in record else []
+            self._print_fitted([(0, f"eval  step {record.step:>6}"), (0, f"loss {record.loss:.4f}"), *bits], "green")
         elif record.kind == "sample":
             self._print(f"sample step {record.step:>5}  {record.prompt}", "bold")
             self._print(record.text)
         elif record.kind == "norms":
-            self._print(f"norms step {record.step:>6}  {_extremes(record)}")
+            self._print_fitted([(0, f"norms step {record.step:>6}"), *_extremes(record)])
         elif record.kind == "checkpoint":
             size = readable_bytes(record.bytes)
             self._print(f"saved step {record.step:>6}  {size} in {record.total_s:.1f} s", "blue")
@@ -90,6 +90,9 @@ class ConsoleSink:
     def _print(self, text: str, style: str = "") -> None:
         self.console.print(Text(printable(text), style=style))
 
+    def _print_fitted(self, fields: Sequence[tuple[int, str]], style: str = "") -> None:
+        self._print(fitted(fields, self.console.width if self.console.is_terminal else None), style)
+
     def _train(self, record: Record) -> None:
         known = not math.isnan(self._step_s)
         self._step_s = _SMOOTHING * self._step_s + (1 - _SMOOTHING) * record.step_s if known else record.step_s
@@ -106,7 +109,7 @@ class ConsoleSink:
             (4, f"{record.peak_memory_gib:.2f} GiB"),
             (0, f"eta {left}"),
         ]
-        self._print(fitted(fields, self.console.width if self.console.is_terminal else None))
+        self._print_fitted(fields)
 
     def progress(self, step: int) -> None:
         """Move the status bar; called every step, drawn a few times a second."""
@@ -148,13 +151,13 @@ def fitted(fields: Sequence[tuple[int, str]], width: int | None) -> str:
     return "  ".join(text for _, text in kept)
 
 
-def _extremes(record: Record) -> str:
-    """Return where the gradients are largest and smallest."""
+def _extremes(record: Record) -> list[tuple[int, str]]:
+    """Return, as fields of a line, what the norms of the gradients are between, and where."""
     norms = [(norm, name) for name, norm in record.grad_norm.items() if norm is not None]
     if not norms:
-        return "not finite"
+        return [(0, "not finite")]
     (least, lowest), (most, highest) = min(norms), max(norms)
-    return f"gradients from {least:.3g} ({lowest}) to {most:.3g} ({highest})"
+    return [(0, f"gradients {least:.3g} to {most:.3g}"), (1, f"largest: {highest}"), (2, f"smallest: {lowest}")]
 
 
 def _shares(record: Record) -> str:
