@@ -20,6 +20,7 @@ from tests.forked import REPOSITORY
 from tests.ranks import merged, run_command, run_python_module, tiny_overrides
 from tests.runs import Shared
 from trainer import run
+from trainer.metrics.breakdown import KINDS
 
 DOCS = REPOSITORY / "docs"
 PAGES = [REPOSITORY / "README.md", *sorted(DOCS.glob("*.md"))]
@@ -104,6 +105,11 @@ def test_fields_are_those_that_runs_write(kind: str, one: Shared) -> None:
     written = {name for record in found if record["kind"] == kind for name in record}
     assert written <= fields, "a field without its meaning in docs/metrics.md"
     assert fields - conditional <= written, "docs/metrics.md speaks of what is not written"
+
+
+def test_fields_of_a_profile() -> None:
+    fields, _ = documented("profile")
+    assert fields == {"kind", "time", "step", "first_step", "update_s", *KINDS, "trace", "memory"}
 
 
 @pytest.mark.slow

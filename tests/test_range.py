@@ -30,6 +30,7 @@ def test_a_range_test_is_a_short_run_of_its_own(
     monkeypatch.chdir(tmp_path)
     config = load_config("llama_small", ["schedule.name=range", "log.every=10"])
     assert (config.run.dir, config.train.steps, config.eval.every) == ("runs/llama_small-lr", 100, 0)
+    assert (config.log.sample_tokens, load_config("llama_small").log.sample_tokens > 0) == (0, True)
     for attempt in range(2):  # the second one begins anew
         overrides = [item for item in tiny_overrides(*RANGE, "log.every=10") if not item.startswith("eval.every")]
         trainer = Trainer(load_config("llama_small", overrides))

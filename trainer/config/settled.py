@@ -89,6 +89,8 @@ def _settled_range(config: RunConfig, given: Collection[str]) -> RunConfig:
         evaluation = dataclasses.replace(evaluation, every=0, patience=0)
         checkpoint = dataclasses.replace(checkpoint, keep_best=0)
         log = dataclasses.replace(log, prompts=())
+    if "log.sample_tokens" not in given:
+        log = dataclasses.replace(log, sample_tokens=0)  # of a model that has diverged
     if "checkpoint.resume" not in given:
         checkpoint = dataclasses.replace(checkpoint, resume="none")
     parts = {"run": run, "train": train, "eval": evaluation, "checkpoint": checkpoint, "log": log}
