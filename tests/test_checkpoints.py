@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.ranks import Ran, run_command, run_python_module, run_ranks, run_tiny, tiny_overrides
+from tests.ranks import Ran, merged, run_command, run_python_module, run_ranks, run_tiny, tiny_overrides
 from tests.runs import Shared
 from trainer import Trainer, UserError, load_config, load_weights
 from trainer.checkpoint.place import find_place
@@ -28,6 +28,11 @@ MESHES: dict[str, tuple[int, list[str]]] = {
     "2": (2, []),
     "4": (4, []),
     "2x2": (4, ["mesh.replicate=2"]),
+}
+IN_SLICES: dict[str, tuple[int, list[str]]] = {
+    "context 2": (2, ["mesh.context=2"]),
+    "context 4": (4, ["mesh.context=4"]),
+    "2x2 context 2": (4, ["mesh.replicate=2", "mesh.context=2"]),
 }
 OPTIMIZERS = ("adamw", "muon")
 
@@ -63,7 +68,7 @@ def save_each(runs: list[tuple[str, list[str]]]) -> list[tuple[dict[str, str], l
     dist.init_process_group("gloo")
     found = []
     for folder, overrides in runs:
-        trainer = Trainer(tiny(folder, "train.steps=6", "model.vocab_size=263", *overrides))
+        trainer = Trainer(tiny(folder, *merged(["train.steps=6", "model.vocab_size=263"], overrides)))
         losses: list[float] = []
         for record in trainer.steps():
             losses.append(record["loss"])
@@ -83,7 +88,7 @@ def load_each(runs: list[tuple[str, list[str]]]) -> list[tuple[dict[str, str], l
     found = []
     for folder, overrides in runs:
         config = [f"checkpoint.resume={folder}/checkpoints/step_00000003", *overrides]
-        trainer = Trainer(tiny(f"{folder}-on", "train.steps=6", "model.vocab_size=263", *config))
+        trainer = Trainer(tiny(f"{folder}-on", *merged(["train.steps=6", "model.vocab_size=263"], config)))
         trainer.load_checkpoint()
         loaded = digests(trainer)
         found.append((loaded, [record["loss"] for record in trainer.steps()]))
@@ -108,19 +113,31 @@ def test_every_mesh_to_every_mesh(tmp_path: Path) -> None:
     move(tmp_path, [(source, to, o) for source in MESHES for to in MESHES for o in OPTIMIZERS])
 
 
-def move(folder: Path, moves: list[Move]) -> None:
-    """Assert: bit-identical after loading; the losses that follow are those of the mesh that saved."""
+@pytest.mark.campaign
+def test_slices_to_every_mesh_and_back(tmp_path: Path) -> None:
+    """And ten steps further, closer than other meshes have to be."""
+    meshes = ["1", "4", *IN_SLICES]
+    moves = [(source, to, "adamw") for source in meshes for to in meshes if {source, to} & {*IN_SLICES}]
+    assert move(tmp_path, moves, "train.steps=13")["adamw"] < 1e-6
+
+
+def move(folder: Path, moves: list[Move], *more: str) -> dict[str, float]:
+    """Assert: bit-identical after loading; the losses that follow are those of the mesh that saved.
+
+    Returns by how much they differ, relatively, for each optimizer.
+    """
+    meshes = {name: (ranks, [*own, *more]) for name, (ranks, own) in (MESHES | IN_SLICES).items()}
     saved: dict[tuple[str, str], tuple[dict[str, str], list[float]]] = {}
     for ranks in (1, 2, 4):
-        cases = sorted({(source, o) for source, _, o in moves if MESHES[source][0] == ranks})
-        runs = [(str(folder / f"{m}-{o}"), [*MESHES[m][1], f"optim.name={o}"]) for m, o in cases]
+        cases = sorted({(source, o) for source, _, o in moves if meshes[source][0] == ranks})
+        runs = [(str(folder / f"{m}-{o}"), [*meshes[m][1], f"optim.name={o}"]) for m, o in cases]
         saved |= dict(zip(cases, run_ranks(ranks, save_each, runs)[0], strict=True))
     assert all(len(digests) > 30 for digests, _ in saved.values())
 
     losses: dict[Move, list[float]] = {}
     for ranks in (1, 2, 4):
-        cases = [move for move in moves if MESHES[move[1]][0] == ranks]
-        runs = [(str(folder / f"{s}-{o}"), [*MESHES[to][1], f"optim.name={o}"]) for s, to, o in cases]
+        cases = [move for move in moves if meshes[move[1]][0] == ranks]
+        runs = [(str(folder / f"{s}-{o}"), [*meshes[to][1], f"optim.name={o}"]) for s, to, o in cases]
         for rank, found in enumerate(run_ranks(ranks, load_each, runs)):
             for (source, to, optimizer), (loaded, after) in zip(cases, found, strict=True):
                 assert loaded == saved[source, optimizer][0], (source, to, optimizer, rank)
@@ -134,6 +151,7 @@ def move(folder: Path, moves: list[Move]) -> None:
         largest[optimizer] = max(largest[optimizer], difference)
         assert difference <= bar, (source, to, optimizer)
     print("largest relative difference of a loss on another mesh:", largest)
+    return largest
 
 
 # ---------------------------------------------------------------------------------------------------------------
