@@ -10,8 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import glob
-import hashlib
-import json
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -19,15 +17,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.data.cache import find_cache_folders
 from trainer.data.catalogue import read_shards
 from trainer.data.documents import open_shards
-from trainer.data.ingest.builder import build, usual_procs
 from trainer.data.ingest.folder import MANIFEST
 from trainer.data.ingest.inputs import NAMES, Input, find_inputs, is_of_others
-from trainer.data.ingest.report import Keys, Tally, check_limit, parse_limit
-from trainer.data.ingest.tokens import check_tokens
-from trainer.data.ingest.writing import Job
 from trainer.data.manifest import Manifest
 from trainer.data.shards import Shard, ShardError
 from trainer.data.source import Part, Source, TokenSource
@@ -38,9 +31,6 @@ from trainer.files import find_folder
 
 if TYPE_CHECKING:
     from trainer.config import DataSection
-
-_LAYOUT = 1
-"""Changes with what is made of the same text and settings, so that no shards of before are taken for those of now."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +144,7 @@ def find_shards(setting: str | None, data: DataSection, key: str) -> Found:
             return Found(paths, *read_shards(paths, data.cache_dir))
     except ShardError as error:
         raise unusable(key, setting, error) from error
-    return _built(_job_of(_inputs_of(setting, key), data, key), data)
+    return _made_of_text(_inputs_of(setting, key), data, key)
 
 
 def is_awaited(setting: str, data: DataSection, key: str) -> bool:
@@ -172,9 +162,9 @@ def is_awaited(setting: str, data: DataSection, key: str) -> bool:
         return False
     else:
         inputs = _inputs_of(setting, key)
-    job = _job_of(inputs, data, key)
-    folders = [base / _name(job) for base in find_cache_folders(data.cache_dir)]
-    return not any((folder / MANIFEST).exists() for folder in folders)
+    from trainer.data.tokenized import are_made
+
+    return not are_made(inputs, data, _share_of(data, key), key)
 
 
 def _find_shard_files(setting: str, key: str) -> tuple[Path | None, list[str]]:
@@ -228,7 +218,7 @@ def _remote(setting: str, data: DataSection, key: str) -> Found:
             rule = "names neither token shards (.bin files or a manifest.json) nor text"
             raise setting_error(key, setting, rule, fix=f"name files that end in {NAMES}")
         with text.kept():
-            built = _built(_job_of(text.inputs(key), data, key), data, text.fetch)
+            built = _made_of_text(text.inputs(key), data, key, text.fetch)
         return dataclasses.replace(built, files=[item.url for item in text.items])
     except ShardError as error:
         raise unusable(key, setting, error) from error
@@ -242,65 +232,20 @@ def _listed(path: Path) -> Found:
     return Found(files, train, manifest.train_content, held_out, manifest.held_out_content)
 
 
+def _made_of_text(
+    inputs: Sequence[Input], data: DataSection, key: str, fetch: Callable[[], None] = lambda: None
+) -> Found:
+    from trainer.data.tokenized import make_shards  # with what reads text and tokenizes it
+
+    return Found([each.path for each in inputs], *make_shards(inputs, data, _share_of(data, key), key, fetch))
+
+
 def _inputs_of(setting: str, key: str) -> list[Input]:
     """Return the files that a path names.  Raises UserError if there are none."""
     path = setting.removeprefix("file://")
     return find_inputs(_bins_of_others(path) or [path], key)
 
 
-def _job_of(inputs: Sequence[Input], data: DataSection, key: str) -> Job:
-    """Return what is to be done with files.  Raises UserError for settings that are none."""
-    keys = Keys(inputs=key)
-    parse_limit(data.bad, keys.bad)
-    tokenizer = tokenizer_of(data)
-    check_tokens(inputs, tokenizer, data.bos, keys)
-    holdout = 0.0 if all(each.kind == "tokens" for each in inputs) else _share_of(data, key)
-    return Job(tuple(inputs), tokenizer, data.text_key, data.bad, holdout, keys=keys)
-
-
 def _share_of(data: DataSection, key: str) -> float:
     """Return the share of what a setting names that is held out: none of what is held out from something else."""
     return (data.holdout or 0.0) if key == "data.path" and data.eval_path is None else 0.0
-
-
-def _built(job: Job, data: DataSection, fetch: Callable[[], None] = lambda: None) -> Found:
-    """Return the shards of text: those that are in the cache, or else they are made, and kept there.
-
-    `fetch` is called before they are made.
-    """
-    failure: OSError | None = None
-    for base in find_cache_folders(data.cache_dir):
-        try:
-            found = _kept(job, base / _name(job), fetch)
-        except OSError as error:
-            failure = error
-        else:
-            return Found([each.path for each in job.inputs], *found)
-    rule = f"tokenized text cannot be kept there ({failure})" if failure else "no folder to keep tokenized text in"
-    raise setting_error("data.cache_dir", data.cache_dir, rule, fix="name a folder that you can write to")
-
-
-def _kept(job: Job, path: Path, fetch: Callable[[], None]) -> tuple[list[Shard], str, list[Shard], str]:
-    """Return the shards of a job, and the digests of their contents; they are made in `path` if they are not there."""
-    manifest = _made(job, path, fetch)
-    check_limit(Tally.of(manifest), job.bad, job.keys)
-    try:
-        shards = [manifest.shards(path, is_held_out) for is_held_out in (False, True)]
-    except ShardError:  # cut short or removed by whatever befell the disk: made again
-        (path / MANIFEST).unlink(missing_ok=True)
-        manifest = _made(job, path, fetch)
-        shards = [manifest.shards(path, is_held_out) for is_held_out in (False, True)]
-    return shards[0], manifest.train_content, shards[1], manifest.held_out_content
-
-
-def _made(job: Job, path: Path, fetch: Callable[[], None]) -> Manifest:
-    if not (path / MANIFEST).exists():
-        fetch()
-    return build(job, path, usual_procs())
-
-
-def _name(job: Job) -> str:
-    """Return a folder's name for all that the shards of a job depend on, without reading the text."""
-    files = [(each.path, each.kind, each.packing, each.size, each.changed) for each in job.inputs]
-    content = json.dumps([_LAYOUT, job.tokenizer.name, job.text_key, job.holdout, files])
-    return f"tokens-{hashlib.sha256(content.encode()).hexdigest()[:20]}"

@@ -1,0 +1,93 @@
+"""Text tokenized by the settings of a run: made into shards on first use, and kept in `data.cache_dir`.
+
+A folder there is named after all that its shards depend on, so that every process and every later run finds it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+from trainer.data.cache import find_cache_folders
+from trainer.data.ingest.builder import build, usual_procs
+from trainer.data.ingest.folder import MANIFEST
+from trainer.data.ingest.inputs import Input
+from trainer.data.ingest.report import Keys, Tally, check_limit, parse_limit
+from trainer.data.ingest.tokens import check_tokens
+from trainer.data.ingest.writing import Job
+from trainer.data.manifest import Manifest
+from trainer.data.shards import Shard, ShardError
+from trainer.data.tokenizer import tokenizer_of
+from trainer.errors import setting_error
+
+if TYPE_CHECKING:
+    from trainer.config import DataSection
+
+_LAYOUT = 1
+"""Changes with what is made of the same text and settings, so that no shards of before are taken for those of now."""
+
+Made: TypeAlias = "tuple[list[Shard], str, list[Shard], str]"
+"""The shards to train on and the digest of their content, and the same of those held out."""
+
+
+def are_made(inputs: Sequence[Input], data: DataSection, holdout: float, key: str) -> bool:
+    """Return whether the shards of these files are in the cache.  Raises UserError for settings that are none."""
+    name = _name(_job_of(inputs, data, holdout, key))
+    return any((base / name / MANIFEST).exists() for base in find_cache_folders(data.cache_dir))
+
+
+def make_shards(
+    inputs: Sequence[Input], data: DataSection, holdout: float, key: str, fetch: Callable[[], None]
+) -> Made:
+    """Return the shards of files: those that are in the cache, or else they are made, and kept there.
+
+    `holdout` is the share of documents that is held out, `key` the setting that names the files; `fetch` is called
+    before they are read.  Raises UserError.
+    """
+    job = _job_of(inputs, data, holdout, key)
+    failure: OSError | None = None
+    for base in find_cache_folders(data.cache_dir):
+        try:
+            return _kept(job, base / _name(job), fetch)
+        except OSError as error:
+            failure = error
+    rule = f"tokenized text cannot be kept there ({failure})" if failure else "no folder to keep tokenized text in"
+    raise setting_error("data.cache_dir", data.cache_dir, rule, fix="name a folder that you can write to")
+
+
+def _job_of(inputs: Sequence[Input], data: DataSection, holdout: float, key: str) -> Job:
+    keys = Keys(inputs=key)
+    parse_limit(data.bad, keys.bad)
+    tokenizer = tokenizer_of(data)
+    check_tokens(inputs, tokenizer, data.bos, keys)
+    share = 0.0 if all(each.kind == "tokens" for each in inputs) else holdout
+    return Job(tuple(inputs), tokenizer, data.text_key, data.bad, share, keys=keys)
+
+
+def _kept(job: Job, path: Path, fetch: Callable[[], None]) -> Made:
+    """Return the shards of a job, and the digests of their contents; they are made in `path` if they are not there."""
+    manifest = _manifest_of(job, path, fetch)
+    check_limit(Tally.of(manifest), job.bad, job.keys)
+    try:
+        shards = [manifest.shards(path, is_held_out) for is_held_out in (False, True)]
+    except ShardError:  # cut short or removed by whatever befell the disk: made again
+        (path / MANIFEST).unlink(missing_ok=True)
+        manifest = _manifest_of(job, path, fetch)
+        shards = [manifest.shards(path, is_held_out) for is_held_out in (False, True)]
+    return shards[0], manifest.train_content, shards[1], manifest.held_out_content
+
+
+def _manifest_of(job: Job, path: Path, fetch: Callable[[], None]) -> Manifest:
+    if not (path / MANIFEST).exists():
+        fetch()
+    return build(job, path, usual_procs())
+
+
+def _name(job: Job) -> str:
+    """Return a folder's name for all that the shards of a job depend on, without reading the text."""
+    files = [(each.path, each.kind, each.packing, each.size, each.changed) for each in job.inputs]
+    content = json.dumps([_LAYOUT, job.tokenizer.name, job.text_key, job.holdout, files])
+    return f"tokens-{hashlib.sha256(content.encode()).hexdigest()[:20]}"
