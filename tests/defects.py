@@ -775,8 +775,8 @@ DEFECTS: list[Defect] = [
         "left-step-is-counted",
         "late-data",
         "trainer/data/loader.py",
-        "        self.close()\n        self._samples = self._begun_at\n",
-        "        self.close()\n",
+        "            self._begun_at = self._samples",
+        "            self._begun_at = self._samples + 1",
     ),
     Defect(
         "next-document-is-a-target",
