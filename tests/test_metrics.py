@@ -10,6 +10,7 @@ import os
 import pickle
 import re
 import shutil
+import subprocess
 import sys
 import threading
 import types
@@ -22,6 +23,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from tests.forked import REPOSITORY
 from tests.ranks import run_tiny
 from tests.runs import Shared
 from tests.tiny import BATCH, SEQ_LEN, fit, lines, tiny_config
@@ -29,6 +31,7 @@ from trainer import Trainer
 from trainer.lifecycle import folder as rundir
 from trainer.lifecycle.folder import RunFolder, write_atomically
 from trainer.metrics.console import ConsoleSink, readable_bytes, readable_count, readable_duration
+from trainer.metrics.meter import peak_memory_gib
 from trainer.metrics.outlet import KeptText, Outlet
 from trainer.metrics.record import Record
 from trainer.metrics.sinks import JsonLines, WandB
@@ -650,3 +653,12 @@ def test_a_reader_that_reads_no_more_holds_nothing_up(monkeypatch: pytest.Monkey
         waits = writer.is_alive()
         os.close(ours)  # whoever still writes is told that there is no reader
         assert not waits
+
+
+@pytest.mark.slow
+def test_the_memory_of_whatever_has_started_a_run_is_not_the_runs() -> None:
+    held = torch.ones(200 << 20, dtype=torch.uint8)
+    code = "import torch; from trainer.metrics.meter import peak_memory_gib as peak; print(peak(torch.device('cpu')))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY, check=True)
+    here = peak_memory_gib(held.device)
+    assert 0.1 < float(done.stdout) < here - 0.1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -24,8 +25,17 @@ def peak_memory_gib(device: torch.device) -> float:
     """Return the most memory that this process has held: on the GPU, or resident in host memory without one."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
-    kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return kib / 2**20 if sys.platform != "darwin" else kib / 2**30
+    return _peak_resident() / 2**30
+
+
+def _peak_resident() -> int:
+    """Return bytes.  What getrusage says may be what another program held: the one that has started this one."""
+    with suppress(OSError), open("/proc/self/status") as status:
+        for line in status:
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024
 
 
 @dataclass
