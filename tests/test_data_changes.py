@@ -99,7 +99,7 @@ def test_data_that_have_changed_are_refused(tmp_path: Path, capsys: Any) -> None
     with pytest.raises(UserError, match=r"data: 3 shards of 903 tokens") as caught:
         refused.fit()
     refused.close()
-    assert str(caught.value).endswith("checkpoint.allow_changes=[data]")
+    assert str(caught.value).endswith("'checkpoint.allow_changes=[data]'")
     capsys.readouterr()
     lines = fit(tmp_path / "run", *settings(path, 3, "checkpoint.allow_changes=[data]"))
     assert [line["step"] for line in lines if line["kind"] == "train"] == [1, 2, 3]
@@ -280,5 +280,5 @@ def test_two_ranks_refuse_changed_data_together(tmp_path: Path) -> None:
     run_tiny(tmp_path / "run", *settings(path, 2, "nproc=2"))
     write(tmp_path / "data", *TEXTS[:4])
     ran = run_tiny(tmp_path / "run", *settings(path, 3, "nproc=2"), ends=2)
-    assert ran.stderr.count("checkpoint.allow_changes=[data]\n") == 1, ran.stderr
+    assert ran.stderr.count("'checkpoint.allow_changes=[data]'\n") == 1, ran.stderr
     assert "Traceback" not in ran.stderr

@@ -107,7 +107,7 @@ def test_a_plan_and_samples_of_several_sources(tmp_path: Path, capsys: Any) -> N
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], "must be one of show, check, plan"),
+        ([], "a command is missing: show, check, plan"),
         (["shwo"], "did you mean command=show?"),
         (["show", "--step", "0"], "--step=0: must be a whole number"),
         (["show", "--stp"], "did you mean --step?"),

@@ -346,7 +346,7 @@ def _parse(key: str, text: str, hint: Any) -> Any:
     Where it may also be a mapping it is one if YAML reads one.
     """
     options = options_of(hint)
-    if not text and {type(None), str} & set(options):
+    if not text and {type(None), str} & set(options) and not key.startswith("model."):
         rule, fix = "is empty, as a variable is that the shell does not know", "leave it out, or give a value"
         shown = "null" if type(None) in options else None
         raise setting_error(key, text, rule, example=shown, fix="" if shown else fix)
