@@ -53,6 +53,7 @@ _PRELOADED = [
     *(["trainer.recipes.hf.model"] if importlib.util.find_spec("transformers") else []),
     "tests.faults",
     "tests.own_recipes",
+    "tests.warm",
 ]
 
 

@@ -553,7 +553,7 @@ def test_out_of_memory_is_explained(tmp_path: Path) -> None:
     assert all("in loss" in file.read_text() for file in kept)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_memory_that_is_really_full_ends_in_advice(tmp_path: Path) -> None:
     """On a CPU, by what the process may have: while it trains, and while it is built."""
     script = (

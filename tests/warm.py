@@ -1,0 +1,14 @@
+"""Done once, in the fork server, so that not every run does it first: a configuration is read, and a step planned.
+
+Their caches (of structured configurations, of operators on tensors without values) come to what is forked filled.
+"""
+
+from __future__ import annotations
+
+from tests.ranks import tiny_overrides
+from trainer import load_config
+from trainer.config import MeshShape
+from trainer.plan.machine import find_machine
+from trainer.plan.plan import make_plan, planned
+
+make_plan(planned(load_config("llama_small", tiny_overrides())), MeshShape(1, 1), find_machine("cpu"))
