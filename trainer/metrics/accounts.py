@@ -1,7 +1,6 @@
 """Accounts: what each step achieved and cost, written as one record per step.
 
-Losses are read late on a GPU, once the next step is queued, so that the host never waits for the device; a line of
-metrics is written then.
+Losses are read late on a GPU, once the next step is queued, so that the host never waits for the device.
 """
 
 from __future__ import annotations
@@ -130,8 +129,6 @@ class Accounts:
         self._latest: Update | None = None
         self.pending: tuple[Update, int, float] | None = None
         """The step whose numbers have not been read yet, its step, and its seconds."""
-        self._line: Record | None = None
-        """The record of the pending step, to be written once its numbers are read."""
         self._logged, self._logged_aside = Tally(world, _TRAIN_FIELDS), Tally(world, _EVAL_FIELDS)
         self.restart()
 
@@ -167,18 +164,14 @@ class Accounts:
         return taken
 
     def record(self, update: Update, progress: Progress, lr: float, flops_per_token: float, is_last: bool) -> Record:
-        """Close the step that `progress` has just completed; return its record, written if a line is due: now, or where
-        numbers are read late with those of the step.
+        """Close the step that `progress` has just completed; return its record, written if a line is due.
 
         Collective where a line is due: one small CPU all-reduce, and what `Tally.take` says.  Raises TrainingFailed, on
         all ranks alike, after too many skipped steps in a row.
         """
         step = progress.step
-        is_needed = step == 1 or self.horizon.may_end_at(step) or is_last
-        is_line = is_needed or self._config.log.due(step)
-        # What an evaluation or a save writes of a step comes after its line.
-        is_needed |= is_line and self._is_waited_for(step)
-        self._close(update, step, at_once=is_needed or not self.reads_late)
+        is_line = step == 1 or self._config.log.due(step) or self.horizon.may_end_at(step) or is_last
+        self._close(update, step, at_once=is_line or not self.reads_late)
         logged: dict[str, float | None] = {}
         if is_line:
             mine = (peak_memory_gib(self._world.device), self._logged.has_news)
@@ -187,21 +180,10 @@ class Accounts:
         record = self._train_record(update, progress, lr, flops_per_token, logged)
         self._metrics.progress(step)
         if is_line:
-            self._line = record
-            if self.pending is None:
-                self._write_line()
-            self._meter.reset()
-        return record
-
-    def _write_line(self) -> None:
-        if self._line is not None:
-            record, self._line = self._line, None
             self._metrics.write(record)
             self.horizon.trained(record)
-
-    def _is_waited_for(self, step: int) -> bool:
-        """Return whether the device is waited for after a step: evaluation and saving are timed by themselves."""
-        return self._config.eval.due(step) or self.is_saved_after(step)
+            self._meter.reset()
+        return record
 
     def _close(self, update: Update, step: int, at_once: bool) -> None:
         """Take a step into the means, and note how many seconds it took.
@@ -209,7 +191,8 @@ class Accounts:
         They end when the device has finished it or, unless `at_once`, the one before it: from step to step the same.
         """
         self.settle()
-        if at_once or self._is_waited_for(step):
+        # Evaluation and saving are timed by themselves: this step must not be part of that.
+        if at_once or self._config.eval.due(step) or self.is_saved_after(step):
             update.wait()
         self._seconds = time.perf_counter() - self._started
         if self._config.log.profiles(step):
@@ -223,17 +206,15 @@ class Accounts:
         self._num_steps += 1
 
     def settle(self) -> None:
-        """Read the numbers of the pending step, count it as good or skipped, and write its line; waits for the device.
+        """Read the numbers of the pending step and count it as good or skipped; waits for the device.
 
         Raises TrainingFailed, on all ranks alike, after too many skipped steps in a row.
         """
         if self.pending is not None:
             (update, step, seconds), self.pending = self.pending, None
             self.productive_s += seconds * (not update.skipped)
-            if self._line is None:  # else it has the loss of its step already
-                self._meter.count_loss(update.loss, update.skipped)
+            self._meter.count_loss(update.loss, update.skipped)
             self._skips.count(update.loss, update.grad_norm, step)
-            self._write_line()
 
     @property
     def grad_norm(self) -> float:
@@ -256,7 +237,7 @@ class Accounts:
 
     def discard(self) -> None:
         """Forget the pending step, and what was logged for the next line: an earlier checkpoint was loaded."""
-        self.pending = self._line = None
+        self.pending = None
         self._logged.clear()
 
     @contextmanager
