@@ -176,7 +176,7 @@ def test_a_grouped_product_is_that_of_each_group() -> None:
     torch.library.opcheck(torch.ops.meshtrainer.grouped_mm.default, (x, weight, ends))
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_a_plan_of_balanced_experts_is_that_of_every_block() -> None:
     """Though the middle ones are left out, and hand out their load beside what the next one reads."""
     config = load_config("qwen3_moe_small", ["model.num_layers=9", "fsdp.param_dtype=bfloat16"])

@@ -401,7 +401,7 @@ def wandb_ids(folder: Path) -> set[str]:
     return {path.stem for path in (folder / "wandb").rglob("*.wandb") if path.is_file()}
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_a_copy_is_another_run_in_wandb_and_a_moved_run_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -99,7 +99,7 @@ def test_the_rank_that_sleeps_is_named(place: str, rank: int, tmp_path: Path, mo
     assert seconds < limit_s + 200, "not the 300 s of the default, whatever else the machine does"
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_a_rank_that_is_stopped_with_a_save_in_flight(tmp_path: Path) -> None:
     """Its part of the save is never written: nobody waits a minute for the end of that."""
     fault = Fault(rank=1, hang="write", hang_until=str(tmp_path / "never"), at_step=3, then="SIGSTOP")
