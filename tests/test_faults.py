@@ -808,7 +808,7 @@ def test_the_folder_becomes_read_only(ranks: int, mode: str, disk: Path, tmp_pat
     run = start(tmp_path / "run", *arguments, "checkpoint.max_failures=2", ranks=ranks, fault=fault)
     assert run.wait() == [1] * ranks, run.stderr
     first, _ = failures_of(run, ranks)
-    assert first[0] == 6
+    assert first[0] in (4, 6), "that of step 4 may still have been on its way"
     assert f"{disk}/saved" in first[1]
     assert "rank 0" in first[1]
     assert "Read-only file system" in first[1]
@@ -820,7 +820,7 @@ def test_the_folder_becomes_read_only(ranks: int, mode: str, disk: Path, tmp_pat
     subprocess.run(["mount", "-o", "remount,rw", disk], check=True)
     again = start(tmp_path / "run", *with_("train.steps=8", base=arguments), ranks=ranks)
     assert again.wait() == [0] * ranks, again.stderr
-    assert of("start", again.folder, "resumed_step") == [None, 4]
+    assert of("start", again.folder, "resumed_step") == [None, first[0] - 2]
 
 
 @pytest.mark.campaign
