@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Protocol
 
 from trainer.checkpoint.contents import Savable
 from trainer.checkpoint.interval import guessed_s
+from trainer.checkpoint.keeping import find_best
 from trainer.checkpoint.manifest import name_of
 from trainer.checkpoint.pace import Pace, find_pace
 from trainer.checkpoint.store import Checkpoints, SaveResult
@@ -153,7 +154,10 @@ class Saver:
     @property
     def best(self) -> tuple[float, int] | None:
         """The loss and the step of the best checkpoint; None where none is kept for that.  Not collective."""
-        return self._checkpoints.best() if self._config.keep_best else None
+        if self._config.keep_best:
+            with suppress(OSError):
+                return find_best(self._checkpoints.place)
+        return None
 
     def try_save(self, state: Resumable, may_skip: bool = True) -> None:
         """Save as `fit` does: a failure is counted, not raised, until there are too many in a row.

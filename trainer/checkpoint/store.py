@@ -27,7 +27,7 @@ import torch
 from trainer.checkpoint.blocks import checksum_of
 from trainer.checkpoint.contents import Facts, Savable, Snapshot, collect, keep_own, unlike_parts
 from trainer.checkpoint.failures import describe, joined
-from trainer.checkpoint.keeping import Keeping, find_best
+from trainer.checkpoint.keeping import Keeping
 from trainer.checkpoint.layout import Placed, layout_of, layout_to_json
 from trainer.checkpoint.manifest import (
     INDEX,
@@ -166,12 +166,6 @@ class Checkpoints:
             is_best = self.world.is_main and self._keeping.would_keep(evaluation)
         return self.world.broadcast(is_best)
 
-    def best(self) -> tuple[float, int] | None:
-        """Return the loss and the step of the best checkpoint that is there.  Not collective."""
-        with contextlib.suppress(OSError):
-            return find_best(self.place)
-        return None
-
     def start(self, state: Savable, background: bool, due: Sequence[int] = ()) -> None:
         """Begin to save `state` as it is now.  In the background, training stands still for a copy only; otherwise the
         state must not change before `take`, which has the result.  `due`: the steps whose saves it makes up for.
@@ -300,11 +294,6 @@ class Checkpoints:
         lost: Literal["", "ranks"] = "ranks" if lost_ranks else ""
         return SaveResult(snapshot.step, path, num_bytes, blocked_s, total_s, failed, warning, lost)
 
-    def _rest(self, worked_s: float) -> None:
-        """Let the step in hand have the memory and the caches that writing takes from it, for as long again."""
-        if self.makes_way:
-            time.sleep(worked_s)
-
     def _at(self, stage: str, work: Callable[[], Result]) -> Result:
         """Do a part of a save that may hang, and have it known by name."""
         self.stage = stage
@@ -335,9 +324,15 @@ class Checkpoints:
     ) -> tuple[dict[str, Any] | None, str]:
         """Write what is this rank's.  Returns what rank 0 must know of it, or an error."""
         rank = self.world.rank
+
+        def rest(worked_s: float) -> None:
+            """Let the current step have the memory and the caches that writing takes from it, for as long again."""
+            if self.makes_way:
+                time.sleep(worked_s)
+
         try:
             files = {}
-            written = write_tensors(folder, rank, self._plans.boxes, tensors, snapshot.weights, self._rest)
+            written = write_tensors(folder, rank, self._plans.boxes, tensors, snapshot.weights, rest)
             if written is not None:
                 files[written.file] = (written.num_bytes, checksum_of(written.blocks))
                 listed = json.dumps(written.blocks, separators=(",", ":")).encode()

@@ -154,7 +154,7 @@ def _reach(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 class _Operators(TorchDispatchMode):
-    """Sees what is done by torch's operators, whoever calls them."""
+    """Sees what is done by torch's operators, by any caller."""
 
     def __init__(self, drawings: Drawings) -> None:
         super().__init__()
