@@ -718,8 +718,8 @@ DEFECTS: list[Defect] = [
         "credentials-kept",
         "secrets",
         "trainer/config/schema.py",
-        "OmegaConf.create(masked(plain_lists(dataclasses.asdict(self))))",
-        "OmegaConf.create(plain_lists(dataclasses.asdict(self)))",
+        "masked(plain_lists(dataclasses.asdict(self)))",
+        "plain_lists(dataclasses.asdict(self))",
     ),
     Defect(
         "sample-obeyed",

@@ -347,7 +347,7 @@ def test_no_recipe_shows_usage_and_recipes(capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["nproc", "torchrun"])
+@pytest.mark.parametrize("launcher", ["nproc", pytest.param("torchrun", marks=pytest.mark.campaign)])
 def test_printed_once_with_four_ranks(launcher: str, tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
     own = ["nproc=4"] if launcher == "nproc" else []

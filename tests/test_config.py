@@ -437,7 +437,7 @@ def changed_values(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe_name", ["llama_small", "gpt2"])
+@pytest.mark.parametrize("recipe_name", ["llama_small", pytest.param("gpt2", marks=pytest.mark.campaign)])
 def test_what_a_resume_may_change(recipe_name: str, tmp_path: Path) -> None:
     config = load_config(recipe_name)
     stored = config.to_yaml()
@@ -469,7 +469,9 @@ def test_a_checkpoint_of_before_there_was_a_key_meant_its_default() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe_name", ["llama_small", "llama3_8b", "gpt2"])
+@pytest.mark.parametrize(
+    "recipe_name", ["llama_small", *(pytest.param(name, marks=pytest.mark.campaign) for name in ("llama3_8b", "gpt2"))]
+)
 def test_no_key_that_an_old_checkpoint_lacks_is_in_the_way(recipe_name: str) -> None:
     """A key that was added later: nobody had set it, or the recipe would have it."""
     config = load_config(recipe_name)

@@ -117,7 +117,7 @@ def test_a_launcher_leaves_what_others_have_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rank", "name"),
     [
-        (1, "SIGKILL"),
+        pytest.param(1, "SIGKILL", marks=pytest.mark.campaign),
         pytest.param(0, "SIGKILL", marks=pytest.mark.campaign),
         pytest.param(0, "SIGSEGV", marks=pytest.mark.campaign),
         pytest.param(1, "SIGBUS", marks=pytest.mark.campaign),

@@ -52,8 +52,9 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]
 
 ON_ONE = [["train.micro_batch_size=8", "data.num_workers=2"], ["train.micro_batch_size=2"]]
 ON_TWO = [[], ["train.micro_batch_size=2"]]
-ON_FOUR = [[], ["mesh.replicate=2"], ["mesh.replicate=2", "train.micro_batch_size=2"]]
+ON_FOUR = [[], ["mesh.replicate=2", "train.micro_batch_size=2"]]
 SETTINGS_ON_FOUR = [
+    ["mesh.replicate=2"],
     ["mesh.shard=1", "mesh.replicate=-1"],
     ["fsdp.reshard_after_forward=never"],
     ["fsdp.reshard_after_forward=2", "fsdp.prefetch_forward=2", "fsdp.prefetch_backward=2"],

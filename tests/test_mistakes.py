@@ -125,6 +125,11 @@ MISTAKES = {
         "recipe=sft model.path=Qwen/Qwen3-0.6B data.path=x.jsonl", "to fix: fetch the model, and name its folder"
     ),
     "57 HF: a data set by its name": Mistake("data.path=wikitext", "to fix: name a file, a folder or a glob"),
+    "57 TRL: what is trained on": Mistake(
+        "data.assistant_only_loss=true", "to fix: set data.train_on=assistant, or completion"
+    ),
+    "57 axolotl: what is held out": Mistake("val_set_size=0.01", "did you mean data.holdout=0.01?"),
+    "57 axolotl: slices": Mistake("context_parallel_size=2", "did you mean mesh.context=2?"),
     "58 Lightning: devices": Mistake("trainer.devices=2", "did you mean nproc=2?"),
     "59 Lightning: epochs": Mistake("trainer.max_epochs=2", "did you mean train.epochs=2?"),
     "60 Lightning: clipping": Mistake("trainer.gradient_clip_val=1", "did you mean optim.max_grad_norm=1?"),

@@ -97,7 +97,7 @@ def relative(found: list[float], expected: list[float]) -> float:
     return difference
 
 
-SLOW = {("qwen3", "1"), ("qwen3_moe", "2")}
+SLOW = {("qwen3_moe", "2")}
 
 
 @pytest.mark.slow
@@ -133,7 +133,7 @@ def losses_of_both(
 @pytest.mark.parametrize(
     ("mesh", "micro_batch_size"),
     [
-        ("1", 2),
+        pytest.param("1", 2, marks=pytest.mark.campaign),
         pytest.param("1", 8, marks=pytest.mark.campaign),
         ("2", 4),
         pytest.param("2x2", 1, marks=pytest.mark.campaign),

@@ -125,7 +125,7 @@ METERED: list[tuple[str, list[str], tuple[int, int], int]] = [
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "overrides", "sizes", "micro_batches"),
-    [*METERED[::4], *(pytest.param(*METERED[i], marks=pytest.mark.campaign) for i in range(len(METERED)) if i % 4)],
+    [*METERED[::8], *(pytest.param(*METERED[i], marks=pytest.mark.campaign) for i in range(len(METERED)) if i % 8)],
 )
 def test_the_peak_is_that_of_the_storages(
     recipe: str, overrides: list[str], sizes: tuple[int, int], micro_batches: int

@@ -93,7 +93,7 @@ def peak(setting: str) -> int:
     return make_plan(config, shape, find_machine("cpu")).memory.peak.total
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_memory_grows_with_the_budget() -> None:
     """From that of full recomputation to no more than that of keeping everything costly."""
     peaks = [peak(f"budget:{share}") for share in (0, 0.05, 0.1, 0.2, 0.3, 0.5, 1)]

@@ -140,7 +140,10 @@ def test_the_learning_rate_and_the_least_steps_are_for_the_models_width(tmp_path
 
 
 @pytest.mark.slow
-def test_chats_are_the_same_on_any_mesh_and_resumed_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
+@pytest.mark.parametrize("elsewhere", [(1, 1), pytest.param((4, 2), marks=pytest.mark.campaign)])
+def test_chats_are_the_same_on_any_mesh_and_resumed_in_the_middle_of_an_epoch(
+    elsewhere: tuple[int, int], tmp_path: Path
+) -> None:
     settings = [*write_chats(tmp_path), "train.epochs=3", "checkpoint.every=3", "checkpoint.keep_last=0"]
 
     def run(name: str, *further: str) -> list[float]:
@@ -157,7 +160,8 @@ def test_chats_are_the_same_on_any_mesh_and_resumed_in_the_middle_of_an_epoch(tm
     assert steps > 6, "there are several epochs"
     assert run("one", "train.micro_batch_size=4") == pytest.approx(two, rel=1e-5)
     assert resumed("again", "nproc=2") == two
-    assert resumed("other", "nproc=4", "mesh.replicate=2") == pytest.approx(two, rel=1e-5)
+    ranks, mesh = elsewhere
+    assert resumed("other", f"nproc={ranks}", f"mesh.replicate={mesh}") == pytest.approx(two, rel=1e-5)
 
 
 @pytest.mark.slow

@@ -356,7 +356,8 @@ def test_a_terminal_is_closed_behind_the_launcher(tmp_path: Path) -> None:
     assert (folder / "checkpoints" / f"step_{status['step']:08d}").is_dir()
 
 
-@pytest.mark.parametrize("nproc", [1, pytest.param(2, marks=pytest.mark.campaign)])
+@pytest.mark.campaign
+@pytest.mark.parametrize("nproc", [1, 2])
 def test_under_nohup_a_closed_terminal_is_nothing(nproc: int, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     arguments = tiny_overrides("train.steps=100000", f"nproc={nproc}", f"run.dir={folder}")

@@ -199,7 +199,8 @@ def server() -> Iterator[Server]:
     server.server_close()
 
 
-@pytest.mark.parametrize("loss", ["", *(pytest.param(loss, marks=pytest.mark.campaign) for loss in ("gone", "mute"))])
+@pytest.mark.campaign
+@pytest.mark.parametrize("loss", ["", "gone", "mute"])
 def test_the_server_is_lost_in_mid_run(loss: str, server: Server, tmp_path: Path) -> None:
     patience_s = PATIENCE_S if loss else 60.0  # where all is well nothing is waited for
     run = Started(tmp_path / "run", "online", server.server_address[1], 0.1, patience_s=patience_s)

@@ -121,7 +121,7 @@ class _Conversion:
 
     @property
     def keeps_rows(self) -> bool:
-        """Whether row n of what it makes is made of the n-th of its inputs alone, as an expert is."""
+        """True if row n of the result is made of the n-th input alone, as an expert is."""
         first, *others = self.converter.operations
         if not isinstance(first, MergeModulelist) or first.dim != 0:
             return False

@@ -1,4 +1,4 @@
-"""How often a save pays: the interval that loses least, and how much of its time a run then puts to use.
+"""The interval between saves that loses least, and the share of its time that a run then puts to use.
 
 A save costs the time that training stands still for it; a failure costs the work since the newest checkpoint, and the
 time until training goes on.  Failures are taken to come at random, at the same rate at any time.  Young 1974, "A first
@@ -28,7 +28,7 @@ _START_S = 180.0
 
 @dataclass(frozen=True)
 class Costs:
-    """What saves and failures cost a run, in seconds."""
+    """The costs of saves and failures to a run, in seconds."""
 
     blocked_s: float
     """Training stands still for one save."""

@@ -160,7 +160,7 @@ class Written:
 
     @property
     def placed(self) -> Placed:
-        """What rank 0 must know; the checksums stand in a file of their own."""
+        """The part that rank 0 must know; the checksums stand in a file of their own."""
         boxes = Boxes.of((key, chunk.offsets, chunk.sizes) for key, chunk in self.chunks)
         places = rows_of([(chunk.start, chunk.length, chunk.data_start) for _, chunk in self.chunks], 3, 0)
         return Placed(self.file, boxes, places)

@@ -1,4 +1,4 @@
-"""Who writes what: of the boxes that several ranks hold alike, one of them writes each, and the load is even.
+"""The choice of a writer for each box: one of the ranks that hold it alike, so that the load is even.
 
 DCP's own planning of this compares objects: for a 70B model on 512 ranks some 16 seconds, in which all ranks wait.
 """

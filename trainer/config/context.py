@@ -38,7 +38,7 @@ class Slices:
 
     @property
     def pieces(self) -> list[tuple[int, int]]:
-        """Where in the sequence this rank's tokens are: the first of each piece, and the first after it."""
+        """The places of this rank's tokens in the sequence: the first of each piece, and the first after it."""
         if self.method == "heads":
             return [(self.number * self.num_tokens, (self.number + 1) * self.num_tokens)]
         length = self.num_tokens // 2

@@ -70,7 +70,7 @@ class RunConfig:
 
     @property
     def context(self) -> int:
-        """How many ranks hold slices of the same sequences, once that is settled."""
+        """The number of ranks that hold slices of the same sequences, once it is settled."""
         return int(self.mesh.context)
 
     def num_groups(self, num_ranks: int) -> int:
@@ -83,7 +83,7 @@ class RunConfig:
 
     @property
     def holds_reference(self) -> bool:
-        """Whether a second, frozen model lies beside the one that is trained."""
+        """True if a second, frozen model lies beside the one that is trained."""
         return self.train.objective == "dpo" and not self.lora.rank
 
     @property
@@ -110,11 +110,10 @@ class RunConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the tree as plain dictionaries, lists and scalars, to be kept: credentials in URLs are masked."""
-        plain = OmegaConf.to_container(OmegaConf.create(masked(plain_lists(dataclasses.asdict(self)))))
-        assert isinstance(plain, dict)
+        plain: dict[str, Any] = masked(plain_lists(dataclasses.asdict(self)))
         if self.train.epochs is not None:  # which decides about the steps
             del plain["train"]["steps"]
-        return {str(section): values for section, values in plain.items()}
+        return plain
 
     def to_yaml(self) -> str:
         """Return the tree as YAML: a valid recipe file, but for credentials in URLs, which are masked."""

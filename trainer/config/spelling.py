@@ -45,6 +45,8 @@ _CALLED_ELSEWHERE = {
     "data.num_workers": "dataloader_num_workers num_loader_workers",
     "data.tokenizer": "tokenizer tokenizer_path tokenizer_name hf_assets_path",
     "data.pack": "packing sample_packing",
+    "data.holdout": "val_set_size",
+    "data.chat_template": "chat_template chat_template_path",
     "model.name": "model model_type flavor",
     "model.path": "model_name_or_path model_path base_model pretrained_model_name_or_path hub_name",
     "lora.rank": "lora_r lora_rank r",
@@ -53,6 +55,7 @@ _CALLED_ELSEWHERE = {
     "lora.targets": "lora_target_modules target_modules",
     "mesh.shard": "mesh data_parallel_shard_degree dp_shard fsdp_size",
     "mesh.replicate": "data_parallel_replicate_degree dp_replicate",
+    "mesh.context": "context_parallel_size context_parallel_degree cp_size",
     "fsdp.cpu_offload": "offload_params enable_cpu_offload",
     "fsdp.reshard_after_forward": "fsdp fsdp_reshard_after_forward sharding_strategy fsdp_sharding_strategy",
     "fsdp.param_dtype": "dtype torch_dtype mixed_precision_param",
@@ -66,6 +69,7 @@ _MEANS = {name: key for key, names in _CALLED_ELSEWHERE.items() for name in name
 _COUNTED = "it follows from train.global_batch_size, train.micro_batch_size and the number of ranks"
 _BY_LAUNCHER = "start it with torchrun or srun, which say how many there are"
 _FSDP_ONLY = "models are sharded and replicated alone (mesh.shard, mesh.replicate; mesh.context for long sequences)"
+_TRAINED_ON = "set data.train_on=assistant, or completion"
 _INSTEAD = {
     **dict.fromkeys(("gradient_accumulation_steps", "accumulate_grad_batches", "grad_accum_steps"), _COUNTED),
     **dict.fromkeys(("bf16", "fp16", "precision", "mixed_precision", "amp"), "set fsdp.param_dtype=bfloat16"),
@@ -73,6 +77,9 @@ _INSTEAD = {
     **dict.fromkeys(("strategy", "distributed_type", "use_fsdp"), "leave it out: every run is sharded by FSDP2"),
     **dict.fromkeys(
         ("tensor_parallel_degree", "pipeline_parallel_degree", "tp_size", "pp_size", "deepspeed"), _FSDP_ONLY
+    ),
+    **dict.fromkeys(
+        ("train_on_inputs", "assistant_only_loss", "completion_only_loss"), "set data.train_on=assistant, or completion"
     ),
     "report_to": "set log.wandb=online, or log.tensorboard=true",
     "warmup": "set schedule.warmup_steps, or schedule.warmup_ratio",

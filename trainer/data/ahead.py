@@ -23,7 +23,7 @@ _ENDING_S = 2.0
 
 
 class GivenUp(Exception):
-    """What has not come is not waited for any longer."""
+    """The wait has ended without what it was for."""
 
 
 class Ahead(Generic[Item]):

@@ -402,7 +402,7 @@ Arrays: TypeAlias = "dict[str, NDArray[Any]]"
 
 
 class _Batches:
-    """Whole micro-batches by the indices of their samples.
+    """Complete micro-batches, by the indices of their samples.
 
     In place of one that cannot be had stands why: an exception of a worker's would arrive with its traceback for text.
     """

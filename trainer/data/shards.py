@@ -82,7 +82,7 @@ class Shard:
 
     @property
     def path(self) -> Path:
-        """Where its tokens are."""
+        """The file of its tokens."""
         return Path(self.name)
 
     @property

@@ -1,4 +1,4 @@
-"""What ranks send each other in the midst of a forward pass, as operators.
+"""The messages between ranks in the midst of a forward pass, as operators.
 
 Autograd, compiled code, activation checkpointing and tensors without values see one operator each, whose shapes depend
 on no rank.  Each waits for its collective on the stream that it is called on.

@@ -77,7 +77,7 @@ class Goodput:
 
 @dataclass(frozen=True)
 class Experience:
-    """What a run has seen of saves and failures."""
+    """The saves and failures that a run has seen."""
 
     saves: Sequence[tuple[float, float]] = ()
     """Of the newest: how long training stood still, and how long they took."""
@@ -202,7 +202,7 @@ class Ledger:
 
     @property
     def _has_failed(self) -> bool:
-        """Whether the attempt in hand has ended unasked, and not before its first step: that is no broken node."""
+        """True if this attempt has ended unasked after its first step; one that ends before it is no broken node."""
         return self._reason in ("", "failed") and self.reached > self._began_at_step
 
     def experience(self) -> Experience:

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 GROUPED_PRODUCT = torch.ops.aten._grouped_mm.default
 """One product for each group of rows, as a mixture of experts has it."""
@@ -20,17 +19,17 @@ GROUPED_PRODUCT = torch.ops.aten._grouped_mm.default
 @contextmanager
 def without_values() -> Iterator[None]:
     """Make every tensor inside the block one without values."""
-    with FakeTensorMode(), _GroupedProducts():
+    with _WithoutValues():
         yield
 
 
-class _GroupedProducts(TorchDispatchMode):
+class _WithoutValues(FakeTensorMode):
     """Answers for grouped products in any dtype: torch's own answer is a GPU kernel's, which has bfloat16 alone."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is not GROUPED_PRODUCT:
-            return func(*args, **kwargs)
+            return super().dispatch(func, types, args, kwargs)
         first, second, *rest = args
         ends = rest[0] if rest else kwargs["offs"]
         sizes = first.shape[-2], second.shape[-1]

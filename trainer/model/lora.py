@@ -102,7 +102,7 @@ class AdaptedLinear(nn.Module):
 
 
 class _Product(torch.autograd.Function):
-    """What a frozen layer and its adapter compute together, x (N, in) to (N, out), and its gradient.
+    """A frozen layer and its adapter as one operator, x (N, in) to (N, out), with its gradient.
 
     Keeps what goes in and what lies between the adapter's factors.  Each product of the backward pass adds to the one
     before, so that no sum goes over (N, in) or (N, out) once more, and what needs no gradient has no product.

@@ -1,4 +1,4 @@
-"""What is left of a block's operators when torch.compile has fused them: kernels, and what never lies in memory.
+"""A block's operators after torch.compile has fused them: the kernels, and what never lies in memory.
 
 Operators that only move numbers are fused where one reads what another makes, or both read the same, unless a product
 or an attention must run in between.  A fused kernel reads what it is given once and writes what is read behind it, or

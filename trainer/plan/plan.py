@@ -99,7 +99,7 @@ class Plan:
 
     @cached_property
     def costs(self) -> Costs:
-        """What saves and failures cost, as far as that is known before any."""
+        """The costs of saves and failures, as far as they are known before any."""
         return costs_of(self.config, self.num_nodes, self.checkpoint_bytes / self.mesh.num_ranks)
 
     @property

@@ -1,4 +1,4 @@
-"""What a run can expect of its saves: how much of its time is put to use, and what to shorten."""
+"""A run's prospects with its saves: the share of its time put to use, and what to shorten."""
 
 from __future__ import annotations
 

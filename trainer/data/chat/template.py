@@ -60,17 +60,17 @@ class ChatTemplate:
 
     @cached_property
     def has_generation(self) -> bool:
-        """Whether the template marks what the assistant writes."""
+        """True if the template marks what the assistant writes."""
         return any(_Generation.is_used(self._environment.parse(text)) for text in self.sources.values())
 
     @cached_property
     def reads_tools(self) -> bool:
-        """Whether the template has a place for the tools that may be called."""
+        """True if the template has a place for the tools that may be called."""
         return any("tools" in meta.find_undeclared_variables(self._environment.parse(t)) for t in self.sources.values())
 
     @cached_property
     def reads_tool_calls(self) -> bool:
-        """Whether the template has a place for a message's tool calls."""
+        """True if the template has a place for a message's tool calls."""
         return any("tool_calls" in text for text in self.sources.values())
 
     def render(self, messages: Sequence[Message], tools: Sequence[Any] = (), prompts: bool = False) -> Rendered:

@@ -59,7 +59,7 @@ class BuildFolder:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every unit is done and the manifest says so."""
+        """True if every unit is done and the manifest says so."""
         return self.manifest_path.exists()
 
     def name_of(self, unit: int, number: int, is_held_out: bool) -> str:

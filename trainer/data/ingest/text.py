@@ -167,7 +167,7 @@ def _skip_line(file: BinaryIO, position: int, stop: int | None) -> tuple[int, by
 
 @dataclass(frozen=True)
 class _Lines:
-    """Whole lines of a file, from byte `position` on."""
+    """The whole lines of a file, from byte `position` on."""
 
     input: Input
     position: int

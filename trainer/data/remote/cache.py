@@ -32,7 +32,7 @@ _BLOCK = 1 << 20
 
 
 class NoRoom(Exception):
-    """What is in the cache is needed sooner."""
+    """The cache is full of shards that are needed sooner."""
 
 
 @dataclass(frozen=True)

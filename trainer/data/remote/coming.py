@@ -28,7 +28,7 @@ Samples = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class _Step:
-    """What a step needs: on all ranks, by name, and on this one, in the order of its samples."""
+    """The shards that a step needs: on all ranks, by name, and on this one, in the order of its samples."""
 
     names: frozenset[str]
     own: Sequence[Item]

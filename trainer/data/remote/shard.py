@@ -19,7 +19,7 @@ from trainer.data.shards import Shard, ShardError, ShardInfo, parse_info
 
 @dataclass(frozen=True)
 class Keep:
-    """Where shards are kept, and how many bytes of them at most."""
+    """The folder that keeps shards, and the most bytes that it may hold."""
 
     folder: Path
     limit: int | None
@@ -80,7 +80,7 @@ class RemoteShard(Shard):
 
     @functools.cached_property
     def _told(self) -> ShardInfo:
-        """What its own metadata say.  Raises ShardError if that is not what lists it says."""
+        """Its own metadata.  Raises ShardError if that is not what lists it says."""
         url = f"{self.name.removesuffix('.bin')}.json"
         found = parse_info(read(url, MANY), url)
         if replace(found, checksum="") != replace(self.info, checksum=""):

@@ -47,7 +47,7 @@ class Unreachable(ShardError):
 
 
 class Broken(OSError):
-    """What has arrived is not what was sent."""
+    """The bytes that arrived are not those that were sent."""
 
 
 def read(url: str, tries: int = FEW) -> bytes:
