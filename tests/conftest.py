@@ -87,6 +87,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 @pytest.fixture(autouse=True, scope="module")
 def nothing_imported_is_looked_through_again() -> None:
     """A full collection of all that tests import takes a quarter of a second, and each Trainer makes two."""
+    gc.set_threshold(20_000, 20, 20)
     gc.collect()
     gc.freeze()
 

@@ -101,9 +101,10 @@ def _packed(q: Any, k: Any, v: Any, of_queries: Any, of_keys: Any, *sizes: int, 
 
 
 def test_the_ranks_of_a_group_read_the_same_rows() -> None:
-    config = load_config("llama_small", tiny_overrides("mesh.context=2", GATHER))
+    one_row = tiny_overrides("train.micro_batch_size=1")
+    config = load_config("llama_small", [*one_row, "mesh.context=2", GATHER])
     source = open_source(config.data, 257, "train")
-    whole = TrainLoader.of(source, load_config("llama_small", tiny_overrides()), 0, 1, torch.device("cpu"))
+    whole = TrainLoader.of(source, load_config("llama_small", one_row), 0, 1, torch.device("cpu"))
     expected = [next(whole) for _ in range(8)]
     for rank in range(4):
         loader = TrainLoader.of(source, config, rank, 4, torch.device("cpu"))
@@ -134,7 +135,7 @@ def test_mistakes() -> None:
     for overrides, ranks, said in (
         (["mesh.context=3"], 4, "mesh.context=3: must divide the shard axis, 4.*2"),
         (["mesh.context=4", "mesh.replicate=2"], 4, "mesh.context=4: must divide the shard axis, 2.*2"),
-        (["mesh.context=2", "train.global_batch_size=9"], 4, "4 ranks / mesh.context=2 x train.micro.*a multiple of 2"),
+        (["mesh.context=2", "train.global_batch_size=9"], 4, "4 ranks / mesh.context=2 x train.micro.*a multiple of 4"),
         (["mesh.context=2", "data.seq_len=30", GATHER], 2, "data.seq_len=30: must be a multiple of 4: 2 x mesh.*32"),
         (["mesh.context=4", "data.seq_len=30", HEADS], 4, "data.seq_len=30: must be a multiple of 4: mesh.context=4"),
         (["mesh.context=8", HEADS], 8, "mesh.context_method=heads: mesh.context=8 does not divide model.num_heads=4"),

@@ -216,7 +216,7 @@ def ragged_four(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-ODD_LLAMA = tiny_overrides("model.vocab_size=263", "train.global_batch_size=12")
+ODD_LLAMA = tiny_overrides("model.vocab_size=263", "train.global_batch_size=12", "train.micro_batch_size=1")
 ODD_GPT2 = [
     "data.source=synthetic",
     "data.seq_len=32",

@@ -216,7 +216,7 @@ class OneBatchTrainer(Trainer):
 
 def tiny_config(folder: Path, *overrides: str) -> RunConfig:
     own = ["model.num_kv_heads=2", "model.dim=16", "model.vocab_size=32", "data.source=synthetic", "data.seq_len=16"]
-    own += ["train.steps=8", "schedule.warmup_steps=2", "run.threads=1", "train.global_batch_size=4"]
+    own += ["train.steps=8", "schedule.warmup_steps=2", "train.global_batch_size=4", "train.micro_batch_size=1"]
     given = {override.partition("=")[0] for override in overrides}
     own = [item for item in own if item.partition("=")[0] not in given]
     return load_config("llama_small", tiny_overrides(*own, *overrides, f"run.dir={folder}"))

@@ -222,7 +222,7 @@ ALL_BFLOAT16 = ["train.weights_dtype=bfloat16", "fsdp.param_dtype=bfloat16", "op
 MESHES: dict[int, list[list[str]]] = {
     1: [[]],
     2: [[]],
-    3: [["train.global_batch_size=9"]],
+    3: [["train.global_batch_size=6"]],
     4: [[], ["mesh.replicate=2"], ["fsdp.cpu_offload=true"]],
 }
 
