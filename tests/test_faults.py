@@ -1224,6 +1224,19 @@ CHANGES = {
 }
 
 
+def check_listed(message: str) -> None:
+    """A message has six lines at most; the differences that have no room there are in a file."""
+    _, *shown, _ = message.strip().splitlines()
+    assert len(shown) <= 4
+    *told, rest = shown
+    more, _, file = rest.partition(" more like these: ")
+    if file:
+        listed = Path(file).read_text().partition("all of it:\n")[2].splitlines()
+        Path(file).unlink()
+        assert len(listed) == len(told) + int(more.removeprefix("  and "))
+        assert {line.strip()[:200] for line in told} <= {line[:200] for line in listed}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, *slow(2)])
 def test_a_changed_model_is_refused(ranks: int, three: Path, tmp_path: Path) -> None:
@@ -1236,6 +1249,7 @@ def test_a_changed_model_is_refused(ranks: int, three: Path, tmp_path: Path) -> 
         assert refused.wait() == [2] * ranks, f"{name}: {refused.stderr}"
         for line in expected:
             assert line in refused.stderr_of(0), f"{name}: {refused.stderr_of(0)}"
+        check_listed(refused.stderr_of(0))
         assert "Traceback" not in refused.stderr
         assert stamps(run) == before, name
 

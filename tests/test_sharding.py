@@ -621,6 +621,9 @@ def test_which_units_the_backward_pass_does_not_read() -> None:
         def forward(self, tokens: torch.Tensor) -> torch.Tensor:
             return super().forward(tokens) * self.weight.norm()
 
+    tied = nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4, bias=False))
+    tied[1].weight = tied[0].weight
+    assert not is_looked_up([tied[0]], tied), "in a unit of its own, too"
     model = nn.Sequential(Scaled(4, 4), nn.Embedding(4, 4))
     assert [is_looked_up([table], model) for table in model] == [False, True]
 

@@ -27,6 +27,45 @@ from trainer.errors import UserError, choice_error
 _OFFER = re.compile(r"allow it: checkpoint\.allow_changes=\[([^\]]+)\]")
 
 
+_NUM_LINES, _NUM_CHARACTERS = 4, 300
+"""What a refusal says of the differences: a cause such as another width is in every tensor."""
+
+
+class Unfit(UserError):
+    """A checkpoint that does not fit.  `lines` are all differences, settings first; the message has some of them."""
+
+    def __init__(self, place: Place, different: list[str], unfit: list[str]) -> None:
+        self.lines = [*different, *unfit]
+        self._place, self._advice = place, advice_on(different, unfit)
+        most = _NUM_LINES if len(self.lines) <= _NUM_LINES else _NUM_LINES - 1  # where one says how many more
+        self._shown = [*different, *_first_of_each_kind(unfit)][:most]
+        super().__init__(self.told())
+
+    @property
+    def is_short(self) -> bool:
+        """True if the message has all there is to say."""
+        return self.lines == self._shown and all(len(line) <= _NUM_CHARACTERS for line in self.lines)
+
+    def told(self, file: str = "") -> str:
+        """Return the message; `file` is one that has all lines."""
+        shown = [line if len(line) <= _NUM_CHARACTERS else f"{line[:_NUM_CHARACTERS]}..." for line in self._shown]
+        if more := len(self.lines) - len(self._shown):
+            shown.append(f"and {more} more like these" + f": {file}" * bool(file))
+        elif file:
+            shown.append(f"in full: {file}")
+        return f"cannot resume from {self._place}:\n" + "\n".join(f"  {line}" for line in (*shown, self._advice))
+
+
+def _first_of_each_kind(lines: list[str]) -> list[str]:
+    """Return the lines with one of each kind at the front: changed, new, gone."""
+    kinds: dict[str, list[str]] = {}
+    for line in lines:
+        where = [where for where in ("not in the checkpoint", "only in the checkpoint") if line.endswith(where)]
+        kinds.setdefault("".join(where), []).append(line)
+    first = [alike[0] for alike in kinds.values()]
+    return [*first, *(line for line in lines if line not in first)]
+
+
 class StoredState:
     """The plain part of a checkpoint, everything but tensors; checked as it is read."""
 
@@ -74,7 +113,7 @@ def check_fit(
 ) -> tuple[set[str], list[str]]:
     """Return the parts that stay as they are because that is allowed, and what is to be told.
 
-    Raises UserError with what does not fit, `different` among it.
+    Raises Unfit with what does not fit, `different` first.
     """
     unfit, left_out = find_differences(state, document, layout, allowed, is_same_size)
     told: list[str] = []
@@ -84,15 +123,14 @@ def check_fit(
             unfit += changed
             told += remarks
     if different or unfit:
-        lines = [*different, *unfit, advice_on(different, unfit)]
-        raise UserError(f"cannot resume from {place}:\n" + "\n".join(f"  {line}" for line in lines))
+        raise Unfit(place, different, unfit)
     return left_out, told
 
 
 def find_differences(
     state: Savable, document: Mapping[str, Any], layout: Layout, allowed: frozenset[str], is_same_size: bool
 ) -> tuple[list[str], set[str]]:
-    """Return some lines for each part that does not fit, and the parts that stay as they are as that is allowed."""
+    """Return a line for each thing that does not fit, and the parts that stay as they are as that is allowed."""
     # The first checkpoints of this format did not list the ranks' parts.
     parts, rank_parts = document["parts"], document.get("rank_parts", list(state.rank_parts))
     known = {*state.parts, *state.rank_parts, *parts, *rank_parts}
@@ -115,26 +153,11 @@ def find_differences(
         if unfit and f"state.{name}" in allowed:
             left_out.add(name)
         else:
-            lines += _shortened(unfit)
+            lines += unfit
     for name in [*parts, *rank_parts]:
         if name not in {*state.parts, *state.rank_parts} and f"state.{name}" not in allowed:
             lines.append(_other_state(name, "only in the checkpoint"))
     return lines, left_out
-
-
-_NUM_LINES, _NUM_CHARACTERS = 2, 300
-"""What is said of each kind of difference in a part: a cause such as another width is in every tensor."""
-
-
-def _shortened(lines: list[str]) -> list[str]:
-    """Return the first lines of each kind, none of them long, and how many more there are."""
-    kinds: dict[str, list[str]] = {}
-    for line in lines:
-        where = [where for where in ("not in the checkpoint", "only in the checkpoint") if line.endswith(where)]
-        kinds.setdefault("".join(where), []).append(line)
-    shown = [line for alike in kinds.values() for line in alike[:_NUM_LINES]]
-    rest = [f"and {len(lines) - len(shown)} more like these"] if len(lines) > len(shown) else []
-    return [line if len(line) <= _NUM_CHARACTERS else f"{line[:_NUM_CHARACTERS]}..." for line in shown] + rest
 
 
 def advice_on(different: list[str], unfit: list[str]) -> str:

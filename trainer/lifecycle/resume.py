@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 from trainer.checkpoint.contents import Savable
+from trainer.checkpoint.fit import Unfit
 from trainer.checkpoint.manifest import name_of
 from trainer.checkpoint.place import SUPERSEDED, find_place, is_same_place
 from trainer.checkpoint.reader import Found
@@ -16,7 +18,7 @@ from trainer.checkpoint.source import find_checkpoint
 from trainer.checkpoint.store import Checkpoints
 from trainer.config import RunConfig, compare_configs, stored_value
 from trainer.distributed.world import World
-from trainer.errors import masked
+from trainer.errors import UserError, masked
 from trainer.lifecycle.folder import RECORD, RunFolder
 from trainer.lifecycle.history import History
 from trainer.metrics.fanout import Metrics
@@ -48,7 +50,8 @@ class Resume:
     def load(self, state: Savable, path: str | Path | None, is_running: bool) -> Found | None:
         """Restore `state` from `path`, by default from what `checkpoint.resume` selects; None for a fresh start.
 
-        Raises UserError for a checkpoint that does not fit, with every difference; TrainingFailed if none is good.
+        Raises UserError for a checkpoint that does not fit, with the first differences and a file of all of them;
+        TrainingFailed if none is good.
         """
         self._world.agreed(self.history.check_place)
         found = self._find(state, str(path) if path is not None else None, is_running)
@@ -76,13 +79,32 @@ class Resume:
             return None
         if resume == "auto":
             is_empty = self._world.broadcast(self._checkpoints.reader.is_empty)
-            found = None if is_empty else self._checkpoints.reader.restore(*how)
+            with self._listing():
+                found = None if is_empty else self._checkpoints.reader.restore(*how)
             if self.step is None and not is_running:
                 self._world.agreed(lambda: self.history.check(found))
             return found
         # Rank 0 decides which: a run still training elsewhere has another newest checkpoint a moment later.
         named = self._world.agreed(lambda: str(find_checkpoint(resume)) if self._world.is_main else "")
-        return self._checkpoints.reader.load(find_place(self._world.broadcast(named)), *how)
+        with self._listing():
+            return self._checkpoints.reader.load(find_place(self._world.broadcast(named)), *how)
+
+    @contextmanager
+    def _listing(self) -> Iterator[None]:
+        """Put all differences of a checkpoint that does not fit into a file, where they are too many to be told.
+
+        It is a temporary one: a refused start leaves the run's folder as it was.
+        """
+        try:
+            yield
+        except Unfit as error:
+            if error.is_short or not self._world.is_main:
+                raise
+            file = ""
+            with suppress(OSError), NamedTemporaryFile("w", prefix="meshtrainer-", suffix=".txt", delete=False) as kept:
+                kept.write("\n".join([str(error), "", "all of it:", *error.lines, ""]))
+                file = kept.name
+            raise UserError(error.told(file)) from error
 
     @contextmanager
     def timed(self) -> Iterator[None]:
