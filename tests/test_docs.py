@@ -17,7 +17,7 @@ from types import ModuleType
 import pytest
 
 from tests.forked import REPOSITORY
-from tests.ranks import merged, run_command, run_python_module, tiny_overrides
+from tests.ranks import Ran, merged, run_command, run_python_module, run_tiny, tiny_overrides
 from tests.runs import Shared
 from trainer import run
 from trainer.metrics.breakdown import KINDS
@@ -92,7 +92,8 @@ def documented(section: str) -> tuple[set[str], set[str]]:
     """Return the fields that the page has for a kind of line: all, and those that are there under a condition."""
     text = (DOCS / "metrics.md").read_text().partition(f"## `{section}`")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| (`.*?) \| (.*) \|$", text, re.MULTILINE)
-    conditional = {"profiled", "bits_per_byte", "every_s"}
+    conditional = {"profiled", "bits_per_byte", "every_s", "trained_share", "dropped_share", "truncated_share"}
+    conditional |= {"accuracy", "margin", "reward_chosen", "reward_rejected"}
     fields = {name for names, _ in rows for name in re.findall(r"`([^`]+)`", names)}
     return fields | {"kind", "time"}, conditional | {name for name in fields if "<" in name}
 
@@ -100,9 +101,20 @@ def documented(section: str) -> tuple[set[str], set[str]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["start", "train", "checkpoint", "end"])
 def test_fields_are_those_that_runs_write(kind: str, one: Shared) -> None:
+    check_fields(one.ran, kind)
+
+
+@pytest.mark.slow
+def test_fields_of_what_is_asked_for(tmp_path: Path) -> None:
+    asked = ["eval.every=2", "eval.steps=1", 'log.prompts=["def "]', "log.norms_every=1"]
+    ran = run_tiny(tmp_path / "run", "train.steps=2", *asked)
+    for kind in ("eval", "sample", "norms"):
+        check_fields(ran, kind)
+
+
+def check_fields(ran: Ran, kind: str) -> None:
     fields, conditional = documented(kind)
-    found = [json.loads(line) for line in (one.ran.folder / "metrics.jsonl").read_text().splitlines()]
-    written = {name for record in found if record["kind"] == kind for name in record}
+    written = {name for record in ran.metrics if record["kind"] == kind for name in record}
     assert written <= fields, "a field without its meaning in docs/metrics.md"
     assert fields - conditional <= written, "docs/metrics.md speaks of what is not written"
 

@@ -21,6 +21,7 @@ from trainer.recipes.dpo.trainer import PreferenceTrainer
 
 from tests.chats import CHATML, said, write_tokenizer
 from tests.ranks import merged, run_command, run_python_module, run_ranks
+from tests.test_docs import check_fields
 from tests.test_lora import config_of
 from tests.test_pretrained import SOURCE, edit, folder_of
 from trainer import Trainer, UserError, load_weights
@@ -244,6 +245,8 @@ def test_one_command_trains_a_folder_on_a_file_of_pairs(tmp_path: Path) -> None:
     quick = ["data.seq_len=64", "train.epochs=6", "train.global_batch_size=4", "optim.lr=1e-2", "run.threads=1"]
     ran = run_command(tmp_path / "run", *settings, *quick, "lora.rank=4")
     assert ran.exit_code == 0, ran.stderr
+    for kind in ("start", "train"):
+        check_fields(ran, kind)
     assert ran.train("accuracy")[-1] == 1.0 > ran.train("accuracy")[0]
     assert ran.train("loss")[-1] < 0.5 * ran.train("loss")[0] == pytest.approx(0.5 * float(np.log(2)))
     evaluated = run_python_module("trainer.evaluate", tmp_path / "run", f"data.eval_path={pairs}", "--json")

@@ -16,6 +16,7 @@ import torch
 
 from tests.chats import CHATML, said, write_tokenizer
 from tests.ranks import Ran, run_command, run_python_module, run_tiny
+from tests.test_docs import check_fields
 from tests.tiny import tiny_config
 from trainer import Trainer, TrainLoader, load_config
 from trainer.config import RunConfig
@@ -167,6 +168,7 @@ def test_chats_are_the_same_on_any_mesh_and_resumed_in_the_middle_of_an_epoch(
 @pytest.mark.slow
 def test_the_start_says_what_is_trained_on(tmp_path: Path) -> None:
     ran: Ran = run_tiny(tmp_path / "run", *write_chats(tmp_path), "train.steps=1")
+    check_fields(ran, "start")
     (start,) = (line for line in ran.metrics if line["kind"] == "start")
     assert 0.2 < start["trained_share"] < 0.6
     assert (start["dropped_share"], start["truncated_share"]) == (0, 0)
