@@ -34,17 +34,20 @@ _NUM_LINES, _NUM_CHARACTERS = 4, 300
 class Unfit(UserError):
     """A checkpoint that does not fit.  `lines` are all differences, settings first; the message has some of them."""
 
-    def __init__(self, place: Place, different: list[str], unfit: list[str]) -> None:
-        self.lines = [*different, *unfit]
-        self._place, self._advice = place, advice_on(different, unfit)
+    def __init__(self, place: Place, different: list[str], unfit: Mapping[str, list[str]]) -> None:
+        """different: settings.  unfit: differences by the part of the state."""
+        of_parts = [line for lines in unfit.values() for line in lines]
+        self.lines = [*different, *of_parts]
+        self._place, self._advice = place, advice_on(different, of_parts)
         most = _NUM_LINES if len(self.lines) <= _NUM_LINES else _NUM_LINES - 1  # where one says how many more
-        self._shown = [*different, *_first_of_each_kind(unfit)][:most]
+        first = [lines[0] for lines in unfit.values()]
+        self._shown = [*different, *first, *(line for line in of_parts if line not in first)][:most]
         super().__init__(self.told())
 
     @property
     def is_short(self) -> bool:
         """True if the message has all there is to say."""
-        return self.lines == self._shown and all(len(line) <= _NUM_CHARACTERS for line in self.lines)
+        return len(self.lines) == len(self._shown) and all(len(line) <= _NUM_CHARACTERS for line in self.lines)
 
     def told(self, file: str = "") -> str:
         """Return the message; `file` is one that has all lines."""
@@ -54,16 +57,6 @@ class Unfit(UserError):
         elif file:
             shown.append(f"in full: {file}")
         return f"cannot resume from {self._place}:\n" + "\n".join(f"  {line}" for line in (*shown, self._advice))
-
-
-def _first_of_each_kind(lines: list[str]) -> list[str]:
-    """Return the lines with one of each kind at the front: changed, new, gone."""
-    kinds: dict[str, list[str]] = {}
-    for line in lines:
-        where = [where for where in ("not in the checkpoint", "only in the checkpoint") if line.endswith(where)]
-        kinds.setdefault("".join(where), []).append(line)
-    first = [alike[0] for alike in kinds.values()]
-    return [*first, *(line for line in lines if line not in first)]
 
 
 class StoredState:
@@ -120,7 +113,8 @@ def check_fit(
     for name, part in state.parts.items():
         if isinstance(part, Dependent) and name in document["parts"] and f"state.{name}" not in allowed:
             changed, remarks = part.changes_outside(document["parts"][name], allowed)
-            unfit += changed
+            if changed:
+                unfit[name] = unfit.get(name, []) + changed
             told += remarks
     if different or unfit:
         raise Unfit(place, different, unfit)
@@ -129,15 +123,15 @@ def check_fit(
 
 def find_differences(
     state: Savable, document: Mapping[str, Any], layout: Layout, allowed: frozenset[str], is_same_size: bool
-) -> tuple[list[str], set[str]]:
-    """Return a line for each thing that does not fit, and the parts that stay as they are as that is allowed."""
+) -> tuple[dict[str, list[str]], set[str]]:
+    """Return a line for each difference, by part, and the parts that stay as they are because that is allowed."""
     # The first checkpoints of this format did not list the ranks' parts.
     parts, rank_parts = document["parts"], document.get("rank_parts", list(state.rank_parts))
     known = {*state.parts, *state.rank_parts, *parts, *rank_parts}
     for named in allowed:
         if named.startswith("state.") and named.removeprefix("state.") not in known:
             raise choice_error("checkpoint.allow_changes", named, [f"state.{name}" for name in sorted(known)])
-    lines: list[str] = []
+    lines: dict[str, list[str]] = {}
     left_out = set()
     for name, part in [*state.parts.items(), *state.rank_parts.items()]:
         unfit: list[str] = []
@@ -152,11 +146,11 @@ def find_differences(
             unfit = _sharded_differences(name, part, layout)
         if unfit and f"state.{name}" in allowed:
             left_out.add(name)
-        else:
-            lines += unfit
+        elif unfit:
+            lines[name] = unfit
     for name in [*parts, *rank_parts]:
         if name not in {*state.parts, *state.rank_parts} and f"state.{name}" not in allowed:
-            lines.append(_other_state(name, "only in the checkpoint"))
+            lines[name] = [_other_state(name, "only in the checkpoint")]
     return lines, left_out
 
 
