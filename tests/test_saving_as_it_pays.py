@@ -46,6 +46,8 @@ def test_no_other_interval_loses_less() -> None:
 def test_an_interval_is_no_shorter_than_a_save_and_no_longer_than_two_hours() -> None:
     assert Costs(0.01, 100.0, RESTART_S, 1000.0).best_s == pytest.approx(120.0)
     assert Costs(60.0, 100.0, RESTART_S, 1e9).best_s == 7200.0
+    free = Costs(0.0, 0.0, RESTART_S, 1000.0)
+    assert 0 < free.goodput(free.best_s) < 1, "saves that took no time, by a clock that is coarse"
 
 
 def test_what_is_set_counts_as_much_as_one_failure() -> None:

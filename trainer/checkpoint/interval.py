@@ -18,8 +18,10 @@ from trainer.metrics.goodput import Experience
 
 LONGEST_S = 7200.0
 """The longest interval: what is saved protects from more than broken nodes."""
+SHORTEST_S = 1.0
+"""The shortest interval, of saves that take no time that can be measured."""
 _ROOM = 1.2
-"""The shortest one, in times of a save: one has ended when the next begins."""
+"""The shortest interval, in times of a save: one has ended when the next begins."""
 _BYTES_A_SECOND, _BLOCKED_BYTES_A_SECOND = 0.2e9, 1e9
 """Guesses of how fast a rank saves, and copies what training must wait for, until a save has been timed."""
 _START_S = 180.0
@@ -46,7 +48,7 @@ class Costs:
         every_s = self.mtbf_s + self.blocked_s  # a save takes longer than the nodes last
         if ratio < 1:
             every_s = math.sqrt(2 * self.blocked_s * self.mtbf_s) * (1 + math.sqrt(ratio) / 3 + ratio / 9)
-        return max(_ROOM * self.total_s, min(LONGEST_S, every_s))
+        return max(SHORTEST_S, _ROOM * self.total_s, min(LONGEST_S, every_s))
 
     def goodput(self, every_s: float) -> float:
         """Return the share of time that makes progress which is kept, with a save begun every `every_s` seconds."""
