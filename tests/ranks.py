@@ -101,7 +101,7 @@ def run_python_module(module: str, *arguments: object, cwd: Path = REPOSITORY, t
 
 def run_tiny(folder: Path, *arguments: str, ends: int = 0, **options: Any) -> Ran:
     """Run `llama_small`, made tiny, and demand that it ends well, or as it should."""
-    ran = run_command(folder, "recipe=llama_small", *merged(TINY, arguments), **options)
+    ran = run_command(folder, "recipe=llama_small", *tiny_overrides(*arguments), **options)
     assert ran.exit_code == ends, ran.stderr + ran.stdout
     return ran
 
@@ -113,5 +113,9 @@ def merged(base: Sequence[str], overrides: Sequence[str]) -> list[str]:
 
 
 def tiny_overrides(*overrides: str) -> list[str]:
-    """Return the overrides of a tiny llama_small with some of them replaced."""
-    return merged(TINY, overrides)
+    """Return the overrides of a tiny llama_small with some of them replaced: two sequences at a time of its eight, or one
+    at a time of another batch, which any number of ranks may share.
+    """
+    given = {override.partition("=")[0] for override in overrides}
+    alone = ["train.micro_batch_size=1"] if "train.global_batch_size" in given else []
+    return merged(TINY, overrides if "train.micro_batch_size" in given else [*alone, *overrides])
