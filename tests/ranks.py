@@ -113,8 +113,9 @@ def merged(base: Sequence[str], overrides: Sequence[str]) -> list[str]:
 
 
 def tiny_overrides(*overrides: str) -> list[str]:
-    """Return the overrides of a tiny llama_small with some of them replaced: two sequences at a time of its eight, or one
-    at a time of another batch, which any number of ranks may share.
+    """Return the overrides of a tiny llama_small with some of them replaced.
+
+    It takes two of its eight sequences at a time; of another batch one, so that any number of ranks may share it.
     """
     given = {override.partition("=")[0] for override in overrides}
     alone = ["train.micro_batch_size=1"] if "train.global_batch_size" in given else []

@@ -135,7 +135,7 @@ def test_mistakes() -> None:
     for overrides, ranks, said in (
         (["mesh.context=3"], 4, "mesh.context=3: must divide the shard axis, 4.*2"),
         (["mesh.context=4", "mesh.replicate=2"], 4, "mesh.context=4: must divide the shard axis, 2.*2"),
-        (["mesh.context=2", "train.global_batch_size=9"], 4, "4 ranks / mesh.context=2 x train.micro.*a multiple of 4"),
+        (["mesh.context=2", "train.global_batch_size=9"], 4, "4 ranks / mesh.context=2 x train.micro.*a multiple of 2"),
         (["mesh.context=2", "data.seq_len=30", GATHER], 2, "data.seq_len=30: must be a multiple of 4: 2 x mesh.*32"),
         (["mesh.context=4", "data.seq_len=30", HEADS], 4, "data.seq_len=30: must be a multiple of 4: mesh.context=4"),
         (["mesh.context=8", HEADS], 8, "mesh.context_method=heads: mesh.context=8 does not divide model.num_heads=4"),
