@@ -19,7 +19,7 @@ STEPS = 20
 SAVED = (10, 20)
 """The steps of which a shared run has checkpoints."""
 
-ON = {"one": ["nproc=1"], "two": ["nproc=2"], "four": ["nproc=4", "mesh.replicate=2"]}
+ON = {"one": ["nproc=1"], "two": ["nproc=2"], "four": ["nproc=4", "mesh.replicate=2", "train.micro_batch_size=1"]}
 """The shared runs and their meshes: 1, 2 and 2 x 2 ranks."""
 
 

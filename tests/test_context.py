@@ -203,7 +203,7 @@ def train(runs: list[list[str]], num_steps: int, *shared: str) -> list[dict[str,
 MASKED = ["data.documents=masked"]
 ON_TWO = [["mesh.context=2", GATHER], ["mesh.context=2", HEADS], ["mesh.context=2", GATHER]]
 ON_FOUR = [
-    ["mesh.context=4", GATHER, "train.micro_batch_size=2", "train.activation_checkpoint=full"],
+    ["mesh.context=4", GATHER, "train.micro_batch_size=1", "train.activation_checkpoint=full"],
     ["mesh.context=2", "mesh.replicate=2", HEADS, "fsdp.accumulate=sharded", "train.activation_checkpoint=selective"],
 ]
 MORE_ON_FOUR = [
@@ -212,7 +212,7 @@ MORE_ON_FOUR = [
     for method in ([GATHER], [HEADS])
     for more in (
         [],
-        ["train.micro_batch_size=2", "fsdp.accumulate=sharded"],
+        ["train.micro_batch_size=1", "fsdp.accumulate=sharded"],
         ["train.activation_checkpoint=selective"],
         ["train.activation_checkpoint=budget:0.3"],
         ["train.activation_checkpoint=2", "fsdp.reshard_after_forward=2"],

@@ -50,9 +50,9 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]
     return run_ranks(1, train_each, [[f"run.dir={tmp_path_factory.mktemp('one')}"]])[0][0]
 
 
-ON_ONE = [["train.micro_batch_size=8", "data.num_workers=2"], ["train.micro_batch_size=2"]]
-ON_TWO = [[], ["train.micro_batch_size=2"]]
-ON_FOUR = [[], ["mesh.replicate=2", "train.micro_batch_size=2"]]
+ON_ONE = [["train.micro_batch_size=8", "data.num_workers=2"], ["train.micro_batch_size=1"]]
+ON_TWO = [[], ["train.micro_batch_size=1"]]
+ON_FOUR = [[], ["mesh.replicate=2", "train.micro_batch_size=1"]]
 SETTINGS_ON_FOUR = [
     ["mesh.replicate=2"],
     ["mesh.shard=1", "mesh.replicate=-1"],

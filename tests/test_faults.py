@@ -1225,7 +1225,7 @@ def check_listed(message: str) -> None:
     _, *shown, _ = message.strip().splitlines()
     assert len(shown) <= 4
     *told, rest = shown
-    more, _, file = rest.partition(" more like these: ")
+    more, _, file = rest.partition(" more differences: ")
     if file:
         listed = Path(file).read_text().partition("all of it:\n")[2].splitlines()
         Path(file).unlink()

@@ -237,7 +237,7 @@ def test_wrong_combinations_are_refused() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("several", [2, pytest.param(4, marks=pytest.mark.campaign)])
 def test_packed_documents_train_alike_on_every_mesh(several: int, tmp_path: Path) -> None:
-    runs = [[], [BEST], [BEST, "train.activation_checkpoint=full", "train.micro_batch_size=2"]]
+    runs = [[], [BEST], [BEST, "train.activation_checkpoint=full", "train.micro_batch_size=1"]]
     found = {}
     for ranks, mesh in ((1, []), (several, ["mesh.replicate=2"] if several == 4 else [])):
         own = [[*run, *mesh, f"run.dir={tmp_path / f'{ranks}-{number}'}"] for number, run in enumerate(runs)]

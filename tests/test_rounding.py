@@ -302,7 +302,7 @@ def train_straight_and_in_halves(folder: Path, overrides: list[str]) -> dict[str
     [
         (4, ["mesh.replicate=2"]),
         (1, []),
-        (2, ["train.micro_batch_size=2"]),
+        (2, ["train.micro_batch_size=1"]),
         (4, ["model.vocab_size=5"]),
     ],
     ids=["2x2", "1", "2", "an empty shard"],

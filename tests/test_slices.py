@@ -120,7 +120,7 @@ FEW = [["mesh.context=2", GATHER]]
 FEW_ON_FOUR = [
     ["mesh.context=2", GATHER],
     ["mesh.context=2", HEADS, "mesh.replicate=2", "fsdp.accumulate=sharded"],
-    ["mesh.context=4", GATHER, "train.micro_batch_size=2", "train.activation_checkpoint=full"],
+    ["mesh.context=4", GATHER, "train.micro_batch_size=1", "train.activation_checkpoint=full"],
     ["mesh.context=4", HEADS],
 ]
 KINDS = ["beginnings", "one"]

@@ -53,7 +53,7 @@ class Unfit(UserError):
         """Return the message; `file` is one that has all lines."""
         shown = [line if len(line) <= _NUM_CHARACTERS else f"{line[:_NUM_CHARACTERS]}..." for line in self._shown]
         if more := len(self.lines) - len(self._shown):
-            shown.append(f"and {more} more like these" + f": {file}" * bool(file))
+            shown.append(f"and {more} more differences" + f": {file}" * bool(file))
         elif file:
             shown.append(f"in full: {file}")
         return f"cannot resume from {self._place}:\n" + "\n".join(f"  {line}" for line in (*shown, self._advice))
