@@ -11,6 +11,7 @@ from torch import nn
 from trainer.recipes.llama.config import LlamaConfig
 
 from trainer import Recipe, RunConfig, Trainer, register
+from trainer.sequence import whole
 
 
 @dataclass
@@ -267,3 +268,28 @@ def _units(model: nn.Module) -> list[str]:
 register(Recipe("llama_whole_logits", LlamaConfig, whole_logits, _units))
 _LLAMA = "trainer.recipes.llama.model:Llama"
 register(Recipe("llama_faulty", LlamaConfig, _LLAMA, _units, trainer="tests.faults:FaultyTrainer", context=True))
+
+
+def attending_within_slices(config: LlamaConfig) -> nn.Module:
+    """Return a Llama whose tokens attend to those of their own slice alone."""
+    from trainer.recipes.llama.model import Llama
+
+    model = Llama(config)
+    for layer in model.layers:
+        layer.attention.forward = whole()(layer.attention.forward)  # type: ignore[method-assign]
+    return model
+
+
+def counting_within_slices(config: LlamaConfig) -> nn.Module:
+    """Return a Llama whose positions begin at 0 in each slice."""
+    from trainer.recipes.llama.model import Llama
+
+    class Counting(Llama):
+        def forward(self, tokens: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:  # type: ignore[override]
+            return super().forward(tokens, targets, positions=torch.arange(tokens.shape[1]))
+
+    return Counting(config)
+
+
+register(Recipe("llama_attending", LlamaConfig, attending_within_slices, _units, context=True))
+register(Recipe("llama_counting", LlamaConfig, counting_within_slices, _units, context=True))

@@ -34,6 +34,7 @@ from trainer.data.source import Source, SyntheticSource, sample_content
 from trainer.distributed.ballot import Ballot
 from trainer.errors import UserError
 from trainer.lifecycle import leaving
+from trainer.prepare import prepare
 
 SIZES = range(300, 700, 50)
 """Tokens of the shards: eight of them."""
@@ -294,6 +295,30 @@ def test_text_is_fetched_and_made_into_the_shards_of_the_same_files_here(
     before = server.asked["a.jsonl"]
     assert same(batches(opened(tmp_path / "http", f"{server.url}/text/"), 9), batches(here, 9))
     assert server.asked["a.jsonl"] == before + 1, "whether it is still the same"
+
+
+def test_text_at_a_url_is_prepared_like_the_same_file_here(
+    tmp_path: Path, folder: Path, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What lies here and what does not, in the order in which they are named; nothing that was fetched is left."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    lines = [[f'{{"text": "{name} document {number}"}}' for number in range(20)] for name in "ab"]
+    files = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    for path, own in zip(files, lines, strict=True):
+        path.write_text("\n".join(own) + "\n")
+    (folder / "b.jsonl").write_text(files[1].read_text())
+    server.trouble["b.jsonl"] = ["drops"]
+    prepare(list(map(str, files)), str(tmp_path / "here" / "text"), holdout=0.2)
+    report = prepare([str(files[0]), f"{server.url}/b.jsonl"], str(tmp_path / "fetched" / "text"), holdout=0.2)
+    assert "train: " in report
+    here, there = (
+        {path.name: path.read_bytes() for path in (tmp_path / side).iterdir()} for side in ("here", "fetched")
+    )
+    assert here == there
+    assert not list((tmp_path / "cache").rglob("*b.jsonl*"))
+    with pytest.raises(UserError, match=r"INPUT=http.*absent.txt"):
+        prepare([f"{server.url}/absent.txt"], str(tmp_path / "absent" / "text"))
+    assert not (tmp_path / "absent").exists()
 
 
 class Stalling(SyntheticSource):

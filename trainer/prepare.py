@@ -1,9 +1,9 @@
 """Text to token shards: `python -m trainer.prepare FILE... --out DIR/NAME`.
 
-Reads text and source code (a file is a document), .jsonl (a line), parquet and Arrow (a row), compressed or not, and
-writes shards that `data.source=tokens` trains on (their format: `trainer.data.source`).  Memory stays constant,
-whatever a document's length.  Nothing stands under the shards' names before everything is written.  Killed and run
-again it goes on where it was; several may work on the same output at once.  Imports no torch.
+Reads text and source code (a file is a document), .jsonl (a line), parquet and Arrow (a row), compressed or not, here
+or at a URL, and writes shards that `data.source=tokens` trains on (their format: `trainer.data.source`).  Memory stays
+constant, whatever a document's length.  Nothing stands under the shards' names before everything is written.  Killed
+and run again it goes on where it was; several may work on the same output at once.  Imports no torch.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import re
 import shlex
 import shutil
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.config import DataSection, declared_keys
 from trainer.config.arguments import CommandParser
 from trainer.data.ingest.builder import build, usual_procs
-from trainer.data.ingest.inputs import NAMES, find_inputs
+from trainer.data.ingest.inputs import NAMES, Input
 from trainer.data.ingest.publishing import (
     find_published,
     is_under_way,
@@ -114,9 +114,19 @@ def prepare(
     depend on what else there is, and equal documents are on the same side.  Raises UserError; then nothing has been
     written or replaced, but for what an interrupted run had already done.
     """
-    job = _make_job(inputs, find_tokenizer(tokenizer, "--tokenizer", bos), text_key, holdout, shard_tokens, bad, bos)
     if procs < 0:
         raise setting_error("--procs", procs, "must be at least 1, or 0 for as many as there are cores", 0)
+    from trainer.data.remote.text import text_files  # with what fetches
+
+    made_by = find_tokenizer(tokenizer, "--tokenizer", bos)
+    with text_files(inputs, "INPUT") as (files, fetch):
+        job = _make_job(files, made_by, text_key, holdout, shard_tokens, bad, bos)
+        manifest, stem = _build(job, out, overwrite, procs or usual_procs(), fetch)
+    return _describe(stem, manifest, tokenizer, bos)
+
+
+def _build(job: Job, out: str, overwrite: bool, procs: int, fetch: Callable[[], None]) -> tuple[Manifest, Path]:
+    """Build the shards of a job and publish them; return what they are, and how their paths begin."""
     stem = _find_stem(out)
     work = stem.with_name(f".{stem.name}.{_digest(job)}.building")
     is_resumed = is_under_way(work)  # looked at first: another process may publish it meanwhile
@@ -126,19 +136,20 @@ def prepare(
         raise setting_error("--out", out, rule, f"{out}-2")
     try:
         if overwrite or not was_published(work, stem):
-            manifest = build(job, work, procs or usual_procs())
-            _check_sides(manifest, holdout, work)
+            fetch()
+            manifest = build(job, work, procs)
+            _check_sides(manifest, job.holdout, work)
             publish(manifest, work, stem)
-            return _describe(stem, manifest, tokenizer, bos)
+            return manifest, stem
     except (OSError, ShardError) as error:
         is_gone = isinstance(error, (FileNotFoundError, FileExistsError, ShardError))
         if not (is_gone and was_published(work, stem)):  # by another process meanwhile
             raise setting_error("--out", out, f"cannot be written ({getattr(error, 'strerror', error)})") from error
-    return _describe(stem, read_published(stem), tokenizer, bos)
+    return read_published(stem), stem
 
 
 def _make_job(
-    inputs: Sequence[str],
+    files: Sequence[Input],
     tokenizer: Tokenizer,
     text_key: str,
     holdout: float,
@@ -151,7 +162,6 @@ def _make_job(
     if shard_tokens < 1:
         raise setting_error("--shard-tokens", shard_tokens, "must be at least 1", 1)
     parse_limit(bad, "--bad")
-    files = find_inputs(inputs, "INPUT")
     check_tokens(files, tokenizer, bos, _KEYS)
     if holdout and any(each.kind == "tokens" for each in files):
         raise setting_error("--holdout", holdout, "tokens are taken as they are: hold out with data.holdout", 0)
@@ -244,7 +254,7 @@ def _describe(stem: Path, manifest: Manifest, setting: str, bos: bool | None) ->
 
 def _make_parser() -> argparse.ArgumentParser:
     parser = CommandParser(prog="python -m trainer.prepare", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("inputs", nargs="+", metavar="FILE", help=f"file, folder or glob: {NAMES}")
+    parser.add_argument("inputs", nargs="+", metavar="FILE", help=f"file, folder, glob or URL: {NAMES}")
     parser.add_argument("--out", metavar="DIR/NAME", help="shards are DIR/NAME-00000.bin and so on")
     parser.add_argument("--tokenizer", default="bytes", help="bytes, or the path of a Hugging Face tokenizer.json")
     parser.add_argument("--show", type=int, metavar="N", help="print N chats instead, what is trained on in colour")

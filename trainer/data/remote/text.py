@@ -5,18 +5,20 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.data.ingest.builder import stop_if_asked
-from trainer.data.ingest.inputs import Input, kind_of
+from trainer.data.ingest.inputs import NAMES, Input, find_inputs, kind_of
 from trainer.data.remote.cache import Item, ShardCache, is_at
 from trainer.data.remote.listing import find_folder_of
 from trainer.data.remote.transport import find, has_pattern, look_up
-from trainer.errors import say
+from trainer.data.shards import ShardError
+from trainer.errors import say, setting_error
+from trainer.files import find_folder
 
 _AT_ONCE = 16
 """Files that are looked up at a time."""
@@ -87,6 +89,44 @@ def find_text(setting: str, cache_dir: str | None) -> RemoteText:
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         items = list(pool.map(_item_of, urls))
     return RemoteText(items, find_folder_of(cache_dir, "text"))
+
+
+@contextmanager
+def text_files(settings: Sequence[str], key: str) -> Iterator[tuple[list[Input], Callable[[], None]]]:
+    """Find the files of text that paths, folders, globs and URLs name, each once; beside them what fetches the latter.
+
+    Fetched files are removed behind the block, unless another process needs them.  Raises UserError, with `key` for the
+    setting, and so does what fetches.
+    """
+    with ExitStack() as stack:
+        inputs: list[Input] = []
+        elsewhere: dict[str, RemoteText] = {}
+        for setting in settings:
+            if find_folder(setting) is not None:
+                inputs += find_inputs([setting.removeprefix("file://")], key)
+                continue
+            with _named(key, setting):
+                text = elsewhere[setting] = find_text(setting, None)
+            if not text.items:
+                raise setting_error(key, setting, "there is no text", fix=f"name files that end in {NAMES}")
+            inputs += text.inputs(key)
+            stack.enter_context(text.kept())
+
+        def fetch() -> None:
+            for setting, text in elsewhere.items():
+                with _named(key, setting):
+                    text.fetch()
+
+        yield list({each.path: each for each in inputs}.values()), fetch
+
+
+@contextmanager
+def _named(key: str, setting: str) -> Iterator[None]:
+    """Say which setting it is that cannot be reached."""
+    try:
+        yield
+    except ShardError as error:
+        raise setting_error(key, setting, str(error)) from error
 
 
 def _item_of(url: str) -> Item:

@@ -1,0 +1,216 @@
+"""Every command and every piece of Python of the README and of docs/, page after page, in one folder, as readers do.
+
+Commands run as they are typed.  What they need and no page makes (a book, chats, a Hugging Face folder) lies there
+beforehand, and is tiny; models are made small by settings that stand behind those of the page.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.chats import CHATML, WORDS, said
+from tests.forked import REPOSITORY, popen
+
+pytest.importorskip("transformers")
+pytest.importorskip("tokenizers")
+pytest.importorskip("zstandard")
+
+pytestmark = [pytest.mark.campaign, pytest.mark.timeout(1800)]
+
+ELSEWHERE = {
+    "python3 -m venv": "a fresh clone and environment: .ci/run",
+    "pip install": "an environment of its own: .ci/run",
+    "hf download": "the folders lie here",
+    "srun": "tests/test_slurm.py",
+    "RUN_DIR=/shared/runs/mine sbatch": "tests/test_slurm.py",
+    "vllm serve": "loaded by transformers instead: tests/test_huggingface.py",
+    "python -m trainer.evaluate runs/sft --lm-eval": "tests/test_evaluate.py, where lm_eval is installed",
+    "python -m trainer.run recipe=llama_small data.path=https://": "tests/test_remote.py",
+}
+"""Commands that need what a test cannot have, by how they begin, and what tests them."""
+
+SMALL = ["run.device=cpu", "run.threads=1", "data.seq_len=32"]
+NATIVE = ["model.dim=32", "model.num_layers=2", "model.ffn_dim=64"]
+SHORT = ["train.steps=12", "schedule.warmup_steps=2", "train.global_batch_size=8", "eval.steps=2"]
+OF_A_CLUSTER = [*SMALL, *SHORT, *NATIVE, "model.num_heads=4", "model.num_kv_heads=2", "data.seq_len=64"]
+
+
+def pages() -> list[Path]:
+    """Return the README, and the pages in the order of the site."""
+
+    def names(tree: Any) -> Iterator[str]:
+        for each in tree if isinstance(tree, list) else tree.values() if isinstance(tree, dict) else [tree]:
+            yield from [each] if isinstance(each, str) else names(each)
+
+    text = re.sub(r"\{[^{}\n]*\}", "{}", (REPOSITORY / "mkdocs.yml").read_text().partition("\nnav:")[2])
+    found = list(names(yaml.safe_load(text)))
+    assert sorted(found) == sorted(page.name for page in (REPOSITORY / "docs").glob("*.md"))
+    return [REPOSITORY / "README.md", *(REPOSITORY / "docs" / name for name in found)]
+
+
+def commands_of(page: Path) -> Iterator[tuple[str, str]]:
+    """Yield ("python", CODE) and ("command", LINE) as they come."""
+    text = page.read_text().replace("\\\n", " ")
+    for match in re.finditer(
+        r"```python\n(.*?)```|^ {4}(?! )(\S.*)", re.sub(r"```(?!python).*?```", "", text), re.S | re.M
+    ):
+        if match[1] is not None:
+            yield "python", match[1]
+        elif re.match(r"(python|torchrun|srun|pip|hf|vllm|RUN_DIR|sbatch)", match[2].partition("\n")[0]):
+            yield "command", match[2].partition("\n")[0]
+
+
+def write_inputs(folder: Path) -> None:
+    """Write what the pages name and do not make."""
+    import zstandard
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    texts = [path.read_text() for path in sorted((REPOSITORY / "trainer").rglob("*.py"))[:60]]
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer, tokenizer.decoder = byte_level, decoders.ByteLevel()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    learn = trainers.BpeTrainer(vocab_size=512, special_tokens=special, initial_alphabet=byte_level.alphabet())
+    tokenizer.train_from_iterator(texts, learn)
+    for name, kind in {
+        **dict.fromkeys(("Qwen3-0.6B", "Qwen3-8B", "models/Qwen3-8B"), "qwen3"),
+        **dict.fromkeys(("Llama-3.1-8B", "Llama-3.2-1B", "Llama-3.1-8B-sft"), "llama"),
+    }.items():
+        write_model(folder / name, kind, tokenizer)
+    (folder / "gpt2").mkdir()
+    tokenizer.save(str(folder / "gpt2" / "tokenizer.json"))
+
+    (folder / "book.txt").write_text("\n".join(texts))
+    (folder / "corpus").mkdir()
+    (folder / "text" / "web").mkdir(parents=True)
+    for number, text in enumerate(texts):
+        (folder / "corpus" / f"{number}.md").write_text(text)
+    records = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    (folder / "text" / "web" / "a.jsonl.zst").write_bytes(zstandard.compress(records.encode()))
+    for name in ("web", "code"):
+        (folder / f"{name}.jsonl").write_text(records)
+    for name in ("shards/early", "held_out/some", "other/more"):
+        options = ["--out", name, "--tokenizer", "gpt2/tokenizer.json"]
+        subprocess.run([sys.executable, "-m", "trainer.prepare", "web.jsonl", *options], cwd=folder, check=True)
+    chats = [said(*(" ".join(WORDS[(number + turn) % 30 :][:5]) for turn in range(4))) for number in range(60)]
+    (folder / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    pairs = [{"prompt": chat[:1], "chosen": chat[1:2], "rejected": chat[3:4]} for chat in chats]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+
+
+def write_model(folder: Path, kind: str, tokenizer: Any) -> None:
+    from tests.hf_models import model_of
+
+    end = tokenizer.token_to_id("<|im_end|>")
+    model = model_of(
+        kind, vocab_size=512, eos_token_id=end, bos_token_id=0, pad_token_id=0, max_position_embeddings=256
+    )
+    model.save_pretrained(folder)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "chat_template.jinja").write_text(CHATML)
+
+
+def smaller(words: list[str], folder: Path) -> list[str]:
+    """Return the settings that make the run of a command small, whatever it is."""
+    recipe = next((word[7:] for word in words if word.startswith("recipe=")), "")
+    given = {word.partition("=")[0] for word in words}
+    if {"--help", "--print-config"} & given or words[2] != "trainer.run":
+        return []
+    if recipe.startswith("llama3"):
+        return OF_A_CLUSTER if "train.init_from" not in given else [*SMALL, *SHORT]
+    if recipe in ("sft", "dpo"):
+        return ["run.device=cpu", "run.threads=1", "data.seq_len=128", "train.steps=6"]
+    if recipe == "llama_small" and not {"train.init_from", "model.name"} & given:
+        return [*SMALL, *NATIVE]
+    return SMALL
+
+
+def run(line: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run a command of a page as it is typed, but smaller."""
+    words = shlex.split(line, comments=True)
+    if words[0] == "torchrun":
+        words = ["torchrun", "--nproc-per-node", "2", *words[3:]]
+        launcher, words = [sys.executable, "-m", "torch.distributed.run", *words[1:3]], ["python", *words[3:]]
+    else:
+        launcher = [sys.executable]
+    if {"--serve", "--watch"} & set(words):
+        return look_at_it(words, folder)
+    command = [*launcher, *words[1:], *smaller(words, folder)]
+    environment = {**os.environ, "COLUMNS": "100", "PYTHONPATH": str(folder), "XDG_CACHE_HOME": str(folder / "cache")}
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600, env=environment)
+
+
+def look_at_it(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    """Start what goes on until Ctrl-C, wait for its first line, and press Ctrl-C."""
+    output = folder / "until_ctrl_c.txt"
+    with output.open("w") as file:
+        options: dict[str, Any] = {"stdout": file, "stderr": subprocess.STDOUT, "cwd": folder}
+        process = popen([sys.executable, "-u", *words[1:]], **options)
+        for _ in range(600):
+            if output.read_text() or process.poll() is not None:
+                break
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        code = process.wait(60)
+    return subprocess.CompletedProcess(words, code, output.read_text(), "")
+
+
+def run_python(code: str, folder: Path) -> None:
+    """Run what a page shows: as a file that it names, as a script, or at least read it."""
+    named = re.match(r"# (\w+\.py)\n", code)
+    if named:
+        (folder / named[1]).write_text(code)
+        return
+    if "sys.exit(trainer.main(MyTrainer))" in code:
+        (folder / "mine.py").write_text(code)
+        words = ["mine.py", "recipe=llama_small", "nproc=2", "train.steps=100", "run.name=script", *SMALL, *NATIVE]
+    elif "def forward(self" in code or "self.model" in code:
+        compile(
+            code if code.startswith(("def", "from", "import", "class")) else f"def body(self):\n{code}", "page", "exec"
+        )
+        return
+    else:
+        code = code.replace('"run.name=mine"]', '"run.name=loop", ' + ", ".join(map(repr, [*SMALL, *NATIVE])) + "]")
+        (folder / "shown.py").write_text(code)
+        words = ["shown.py"]
+    done = subprocess.run([sys.executable, *words], cwd=folder, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, (code, done.stdout, done.stderr)
+
+
+def test_every_command_of_every_page_in_order(tmp_path: Path) -> None:
+    write_inputs(tmp_path)
+    with contextlib.suppress(FileExistsError):
+        (tmp_path / "examples").symlink_to(REPOSITORY / "examples")
+    wrong, number = [], 0
+    for page in pages():
+        for kind, text in commands_of(page):
+            if kind == "python":
+                run_python(text, tmp_path)
+                continue
+            if text.startswith(tuple(ELSEWHERE)):
+                continue
+            number += 1
+            started = time.monotonic()
+            done = run(text, tmp_path)
+            print(f"{time.monotonic() - started:5.1f} s  {done.returncode}  {page.name}: {text}", flush=True)
+            said_so = done.stdout + done.stderr
+            if done.returncode != 0 or "nothing to do" in said_so or "Traceback" in said_so:
+                wrong.append(f"{page.name}: {text}\n{said_so[-1500:]}")
+    assert not wrong, "\n\n".join(wrong)
+    assert number > 60
