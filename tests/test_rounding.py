@@ -349,14 +349,17 @@ def losses_on(folder: Path, meshes: list[list[str]]) -> list[list[float]]:
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
-    own = ["train.steps=8", *ALL_BFLOAT16]
+    own = ["train.steps=8", "train.micro_batch_size=1", *ALL_BFLOAT16]
     return [train(tiny(folder / str(number), *own, *mesh))["losses"] for number, mesh in enumerate(meshes)]
 
 
 @pytest.mark.campaign
 @pytest.mark.slow
 def test_losses_on_every_mesh(tmp_path: Path) -> None:
-    """As far as gradients agree: a sum made in another order may be rounded to the other side.  Measured: 1e-7."""
+    """As far as gradients agree: a sum made in another order may be rounded to the other side.
+
+    Measured: 1e-7.  Two sequences at a time it is 5e-5, of elements that are.
+    """
     ((expected,),) = run_ranks(1, losses_on, tmp_path / "1", [[]])
     for ranks, meshes in ((2, [[]]), (4, [[], ["mesh.replicate=2"]])):
         for found in run_ranks(ranks, losses_on, tmp_path / str(ranks), meshes)[0]:

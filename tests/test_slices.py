@@ -219,13 +219,13 @@ CALLS = {"attend": 21, "attend backward": 19}
 
 def started(folder: Path, inside: str, then: str) -> Started:
     """Start six steps on 4 ranks in 2 groups, whose rank 1 sends itself a signal inside attention."""
-    own = ["mesh.context=2", GATHER, "train.steps=6", "checkpoint.every=2", "run.step_timeout_s=6"]
+    own = ["mesh.context=2", GATHER, "train.micro_batch_size=1", "train.steps=6", "checkpoint.every=2"]
     fault = Fault(rank=1, inside=inside, then=then, first=CALLS[inside], last=CALLS[inside])
-    return start(folder, *OF_FAULTS, *tiny_overrides(*own), ranks=4, fault=fault)
+    return start(folder, *OF_FAULTS, *tiny_overrides(*own, "run.step_timeout_s=6"), ranks=4, fault=fault)
 
 
 def went_on(folder: Path, *overrides: str) -> Ran:
-    ran = run_command(folder, *OF_FAULTS, *tiny_overrides("train.steps=6", *overrides))
+    ran = run_command(folder, *OF_FAULTS, *tiny_overrides("train.steps=6", "train.micro_batch_size=1", *overrides))
     assert ran.exit_code == 0, ran.stderr
     return ran
 
