@@ -15,6 +15,7 @@ import trainer
 from tests.forked import REPOSITORY, fork, run_script
 from tests.ranks import run_command, tiny_overrides
 from trainer import load_config, run
+from trainer.config.completion import completion
 from trainer.config.naming import free_name
 from trainer.errors import UserError
 
@@ -61,6 +62,24 @@ def test_each_subcommand(command: str, monkeypatch: pytest.MonkeyPatch, capsys: 
 def test_a_word_that_is_no_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert meshtrainer("plam", monkeypatch=monkeypatch) == 2
     assert "did you mean meshtrainer plan?" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "place", "offered"),
+    [
+        ("meshtrainer recipe = llama_sm", 3, "llama_small"),
+        ("meshtrainer recipe =", 2, "llama_small"),
+        ("meshtrainer optim.l", 1, "optim.lr="),
+        ("meshtrainer optim.lr = ll", 3, ""),
+    ],
+)
+def test_what_bash_offers(words: str, place: int, offered: str) -> None:
+    """Readline parts a word at `=`: the name of a recipe is a word of its own."""
+    script = completion("bash", run.COMMANDS)
+    ask = f"compopt() {{ :; }}; COMP_WORDS=({words}) COMP_CWORD={place}; _meshtrainer; echo ${{COMPREPLY[*]}}"
+    found = subprocess.run(["bash", "-c", f"{script}\n{ask}"], capture_output=True, text=True, check=True).stdout
+    assert offered in found.split() if offered else not found.split()
 
 
 @pytest.mark.slow

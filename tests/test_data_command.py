@@ -54,7 +54,7 @@ def test_data_in_which_nothing_is_wrong(tmp_path: Path, capsys: Any) -> None:
     assert code == 0
     assert "2 shards, 6,231 tokens: none is broken" in out
     assert "31 documents: 0 come again" in out
-    assert "1 held-out samples: 0 have text that is trained on" in out
+    assert "1 held-out sample: 0 have text that is trained on" in out
 
 
 def test_every_broken_shard_is_named(tmp_path: Path, capsys: Any) -> None:
@@ -71,6 +71,21 @@ def test_every_broken_shard_is_named(tmp_path: Path, capsys: Any) -> None:
     assert "text-00001.bin has 5 bytes" in lines[0]
     assert "text-00002.idx is damaged" in lines[1]
     assert lines[2].endswith("text-00003.bin: token 50 is 65535, beyond the vocabulary")
+
+
+def test_every_way_to_name_shards_is_checked(tmp_path: Path, capsys: Any) -> None:
+    """A folder as well as a glob, by the ids and by the checksum; beside a shard that is as it was."""
+    write_shards(tmp_path, *([words(200)] for _ in range(3)))
+    for number, what in ((1, b"\xff\xff"), (2, b"a\x00")):
+        content = bytearray((tmp_path / f"text-0000{number}.bin").read_bytes())
+        content[100:102] = what
+        (tmp_path / f"text-0000{number}.bin").write_bytes(content)
+    for path in (tmp_path, tmp_path / "text-*.bin"):
+        code, out, err = ask(capsys, "check", "data.source=tokens", f"data.path={path}", "data.seq_len=16")
+        assert (code, err) == (1, "")
+        first, second = out.splitlines()
+        assert first.endswith("text-00001.bin: token 50 is 65535, beyond the vocabulary")
+        assert "text-00002.bin is not as it was written: checksum " in second
 
 
 def test_samples_are_shown_as_the_model_sees_them(tmp_path: Path, capsys: Any) -> None:

@@ -82,7 +82,8 @@ def find_subject(path: str, overrides: Sequence[str]) -> Subject:
     if is_folder_of_weights(path) and not is_checkpoint(path):
         native = find_native(path)
         model = {"name": native[0].name} if native else {"name": "hf", "path": path}
-        text, weights, step = json.dumps({"model": model}), path, None
+        data = {"tokenizer": path} if (Path(path) / "tokenizer.json").is_file() else {}
+        text, weights, step = json.dumps({"model": model, "data": data}), path, None
         begins_from = weights if native else "null"
     else:
         source = StoredWeights(find_checkpoint(path))

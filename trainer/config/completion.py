@@ -9,8 +9,11 @@ from trainer.errors import choice_error
 
 _BASH = """\
 _meshtrainer() {{
-    local word=${{COMP_WORDS[COMP_CWORD]}}
-    [[ $COMP_CWORD -ge 2 && ${{COMP_WORDS[COMP_CWORD-1]}} == "=" ]] && return
+    local word=${{COMP_WORDS[COMP_CWORD]}} key=
+    [[ $word == "=" ]] && word= key=${{COMP_WORDS[COMP_CWORD-1]}}
+    [[ ${{COMP_WORDS[COMP_CWORD-1]}} == "=" ]] && key=${{COMP_WORDS[COMP_CWORD-2]}}
+    [[ $key == recipe ]] && COMPREPLY=($(compgen -W "{recipes}" -- "$word"))
+    [[ -n $key ]] && return
     COMPREPLY=($(compgen -W "{words}" -- "$word"))
     [[ ${{COMPREPLY[0]-}} == *= ]] && compopt -o nospace
 }}
@@ -30,4 +33,4 @@ def completion(shell: str, commands: Iterable[str]) -> str:
         raise choice_error("completion", shell, sorted(scripts))
     words = [*commands, *(f"recipe={name}" for name in recipe_files()), "nproc="]
     words += [f"{key}=" for key in declared_keys()] + ["--help", "--version", "--print-config", "--dry-run"]
-    return scripts[shell].format(words=" ".join(words))
+    return scripts[shell].format(words=" ".join(words), recipes=" ".join(recipe_files()))

@@ -176,6 +176,10 @@ def any_model_of(folder: str | Path) -> tuple[Recipe, Any]:
 
 def _fetch(folder: Path) -> str:
     """Return how to get a model that is only named: the folder must be there, nothing is downloaded."""
+    if (folder / "adapter_config.json").exists():
+        return "it holds an adapter: name the run, or what trainer.export --merged makes of it"
+    if folder.exists():
+        return "name the folder of a model"
     *_, owner, name = ("", *folder.parts)
     return f"fetch the model, and name its folder: hf download {owner}/{name} --local-dir {name}"
 

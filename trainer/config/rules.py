@@ -312,7 +312,8 @@ def _check_data(config: RunConfig) -> None:
                 raise setting_error(f"data.{key}", getattr(data, key), rule, None)
     if data.source in ("tokens", "chat") and config.eval.every and not data.eval_path and not data.holdout:
         rule = "with data.holdout=0 and no data.eval_path there is nothing to evaluate on"
-        raise setting_error("eval.every", config.eval.every, rule, 0)
+        fix = "name data.eval_path, or give data.holdout a share; eval.every=0 evaluates nothing"
+        raise setting_error("eval.every", config.eval.every, rule, fix=fix)
     if data.bos is not None and data.source in ("synthetic", "chat"):
         rule = "is for text" if data.source == "synthetic" else "is for text; how a chat begins, its template says"
         raise setting_error("data.bos", data.bos, rule, None)

@@ -17,11 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer.config import DataSection
-from trainer.data.mixed import MixedSource
 from trainer.data.opening import open_source
-from trainer.data.shards import Shard, ShardError
-from trainer.data.source import IGNORE, Part, Source, TokenSource, entries
+from trainer.data.shards import Shard, ShardError, read_info
+from trainer.data.source import IGNORE, Source, entries
 from trainer.data.tokenizer import tokenizer_of
+from trainer.files import crc32
 
 Tell = Callable[[str], None]
 Hashes = NDArray[np.uint64]
@@ -38,53 +38,76 @@ def check_data(data: DataSection, vocab_size: int | None, tell: Tell) -> int:
 
     Raises UserError for settings that name no data.
     """
-    broken = list(_broken(data))
+    named = _named(data)
+    broken = [str(found) for found in named.values() if isinstance(found, ShardError)]
+    shards, train, held_out = {name: found for name, found in named.items() if isinstance(found, Shard)}, None, None
+    if not broken:
+        train, held_out = open_source(data, vocab_size, "train"), open_source(data, vocab_size, "eval")
+        of_both = [shard for source in (train, held_out) if source is not None for shard in source.shards]
+        shards = {shard.name: shard for shard in of_both}
+    broken += filter(None, map(_damage, shards.values()))
     for text in broken:
         tell(f"broken: {text}")
-    if broken:
+    if broken or train is None:
         return len(broken)
-    train, held_out = open_source(data, vocab_size, "train"), open_source(data, vocab_size, "eval")
-    shards = _shards_of(train)
-    tell(f"{len(shards)} shards, {sum(shard.info.num_tokens for shard in shards):,} tokens: none is broken")
-    twice = _tell_duplicates(shards, [] if held_out is None else _shards_of(held_out), tell)
+    num_tokens = sum(shard.info.num_tokens for shard in shards.values())
+    tell(f"{_many(len(shards), 'shard')}, {num_tokens:,} tokens: none is broken")
+    twice = _tell_duplicates(list(shards.values()), tell)
     if held_out is None:
         tell("nothing is held out")
         return twice
     return twice + _tell_leaks(train, held_out, data, tell)
 
 
+def _many(number: int, what: str) -> str:
+    return f"{number:,} {what}{'s' * (number != 1)}"
+
+
 # -- shards -----------------------------------------------------------------------------------------------------
 
 
-def _broken(data: DataSection) -> Iterator[str]:
-    """Yield what is wrong with each shard that the settings name, if they name any."""
+def _named(data: DataSection) -> dict[str, Shard | ShardError]:
+    """Return the shards of paths and globs by their names; for one that cannot be opened, why."""
     settings = [setting for setting in (data.path, data.eval_path) if setting is not None]
     paths = [
         path.removeprefix("file://")
         for each in settings
         for path in (each.values() if isinstance(each, Mapping) else [each])
     ]
-    for name in sorted({found for path in paths for found in glob.glob(os.path.expanduser(path), recursive=True)}):
+    found: dict[str, Shard | ShardError] = {}
+    for name in sorted({name for path in paths for name in glob.glob(os.path.expanduser(path), recursive=True)}):
         if name.endswith(".bin") and Path(name).with_suffix(".json").exists():
             try:
-                shard = Shard(Path(name))
-                shard.read_offsets()
-                for start in range(0, shard.info.num_tokens, _CHUNK):
-                    tokens = shard.read(start, min(_CHUNK, shard.info.num_tokens - start))
-                    if tokens.max(initial=0) >= shard.info.vocab_size:
-                        place = start + int(np.argmax(tokens >= shard.info.vocab_size))
-                        yield f"{name}: token {place} is {tokens[place - start]}, beyond the vocabulary"
-                        break
+                found[name] = Shard(Path(name))
             except ShardError as error:
-                yield str(error)
+                found[name] = error
+    return found
 
 
-def _shards_of(source: Source) -> list[Shard]:
-    if isinstance(source, MixedSource):
-        return [shard for own in source.sources.values() for shard in _shards_of(own)]
-    if isinstance(source, Part):
-        return _shards_of(source.whole)
-    return source.shards if isinstance(source, TokenSource) else []
+def _damage(shard: Shard) -> str | None:
+    """Return what is wrong with what a shard holds; None if nothing is."""
+    checksum = 0
+    try:
+        offsets = shard.read_offsets()
+        for start in range(0, shard.info.num_tokens, _CHUNK):
+            tokens = shard.read(start, min(_CHUNK, shard.info.num_tokens - start))
+            checksum = crc32(tokens.data, checksum)
+            if tokens.max(initial=0) >= shard.info.vocab_size:
+                place = int(np.argmax(tokens >= shard.info.vocab_size))
+                return f"{shard.name}: token {start + place} is {tokens[place]}, beyond the vocabulary"
+        recorded = _checksum(shard)
+    except ShardError as error:
+        return str(error)
+    found = f"{checksum:08x}{crc32(offsets.astype('<u8').data):08x}"
+    if recorded and found != recorded:
+        return f"{shard.name} is not as it was written: checksum {found}, its metadata say {recorded}"
+    return None
+
+
+def _checksum(shard: Shard) -> str:
+    """Return the checksum of when a shard was written; none of an old one, or of one that was compared when fetched."""
+    metadata = shard.path.with_suffix(".json")
+    return "" if shard.is_elsewhere else shard.info.checksum or read_info(metadata).checksum
 
 
 # -- hashes -----------------------------------------------------------------------------------------------------
@@ -155,10 +178,8 @@ def _raised(base: int, exponents: NDArray[np.int64]) -> Hashes:
 # -- documents that come twice ----------------------------------------------------------------------------------
 
 
-def _tell_duplicates(train: list[Shard], held_out: list[Shard], tell: Tell) -> int:
+def _tell_duplicates(shards: list[Shard], tell: Tell) -> int:
     """Tell which documents are the same, in any shards; returns how many are there already when they come again."""
-    names = {own.name for own in train}
-    shards = [*train, *(shard for shard in held_out if shard.name not in names)]
     starts, hashes = [], []
     for shard in shards:
         offsets = np.unique(shard.read_offsets())  # a document without a token is none
@@ -182,7 +203,7 @@ def _tell_duplicates(train: list[Shard], held_out: list[Shard], tell: Tell) -> i
     for first, second in same[:_LISTED]:
         tell(f"twice: {second} is {first}")
     more = f", of which {_LISTED} are listed" if len(same) > _LISTED else ""
-    tell(f"{len(all_hashes):,} documents: {len(same):,} come again{more}")
+    tell(f"{_many(len(all_hashes), 'document')}: {len(same):,} come again{more}")
     return len(same)
 
 
@@ -252,5 +273,5 @@ def _tell_leaks(train: Source, held_out: Source, data: DataSection, tell: Tell) 
         )
         tell(f"leak: held-out sample {sample} has text of training sample {trained}: {text}")
     more = f", of which {_LISTED} are listed" if len(found) > _LISTED else ""
-    tell(f"{len(held_out):,} held-out samples: {len(found):,} have text that is trained on{more}")
+    tell(f"{_many(len(held_out), 'held-out sample')}: {len(found):,} have text that is trained on{more}")
     return len(found)

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal, overload
 
 from trainer.data.documents import open_shards
+from trainer.data.ingest.report import parse_limit
 from trainer.data.mixed import MixedSource
 from trainer.data.paths import check_made_alike, check_size, find_shards, is_awaited, open_path, unusable
 from trainer.data.shards import ShardError
@@ -39,9 +40,13 @@ def open_source(data: DataSection, vocab_size: int | None, split: Split) -> Sour
     `vocab_size` is the model's; None if the model has none to compare with.  Raises UserError if the data cannot be
     read, are too few for one sample, or have ids that the model has no room for.
     """
+    parse_limit(data.bad, "data.bad")
     if isinstance(data.path, Mapping):
         return _open_several(data, data.path, vocab_size, split)
     if data.source == "chat":
+        if data.bad != "error":
+            rule = "is for text; a chat that cannot be read is to be mended, or taken out of the file"
+            raise setting_error("data.bad", data.bad, rule, "error")
         from trainer.data.chat.source import open_chats  # with the library that renders templates
 
         return open_chats(data, vocab_size, split)

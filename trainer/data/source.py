@@ -56,6 +56,7 @@ class Source(ABC):
     waits_for_storage: whether `batch` reads its samples and computes next to nothing, on whatever thread: then a thread
         of the rank's own has them ready, and worker processes would only carry them about.
     rows_per_sample: sequences of one sample; 2 of pairs of which one is preferred.
+    shards: the token shards that it reads, if it reads any.
     """
 
     seq_len: int
@@ -66,6 +67,7 @@ class Source(ABC):
     checks_ids: bool = False
     waits_for_storage: bool = False
     rows_per_sample: int = 1
+    shards: Sequence[Shard] = ()
 
     @abstractmethod
     def __len__(self) -> int:
@@ -123,7 +125,7 @@ class Part(Source):
     def __init__(self, whole: Source, start: int, stop: int) -> None:
         self.seq_len, self.vocab_size, self.tokenizer = whole.seq_len, whole.vocab_size, whole.tokenizer
         self.bytes_per_token, self.checks_ids = whole.bytes_per_token, whole.checks_ids
-        self.waits_for_storage = whole.waits_for_storage
+        self.waits_for_storage, self.shards = whole.waits_for_storage, whole.shards
         self.whole, self._start, self._length = whole, start, stop - start
 
     def __len__(self) -> int:

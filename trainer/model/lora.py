@@ -124,7 +124,8 @@ class _Product(torch.autograd.Function):
         low = F.linear(into, down)
         ctx.save_for_backward(into, low, weight, down, up)
         ctx.scaling, ctx.drops = scaling, dropped is not None
-        return F.linear(x, weight, bias).addmm_(low, up.t(), alpha=scaling)
+        # Not in place: selective recomputation may keep what the layer itself has computed.
+        return torch.addmm(F.linear(x, weight, bias), low, up.t(), alpha=scaling)
 
     @staticmethod
     @once_differentiable

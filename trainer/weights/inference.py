@@ -153,7 +153,10 @@ def base_of(stored: StoredWeights, recipe: Recipe, model_config: Any, path: str 
         return without_adapters(stored)
     where = path or str(named["path"])
     if "://" not in where and not Path(where).exists():
-        raise UserError(f"{stored.description}: holds adapters for the weights of {where}, which is not there")
+        raise UserError(
+            f"{stored.description}: holds adapters for the weights of {where}, which is not there\n"
+            "  to fix: move it back, or export with --base and the folder where it is now"
+        )
     source = _open_base(where, recipe, model_config)
     names = find_weights(plain_network(recipe, model_config), source, "base").values()
     checksum = checksum_of([checksums_of(source, names)])

@@ -68,6 +68,8 @@ class Format:
         values = {key: record.get(self._columns.get(key, key)) for key in COLUMNS[self.name]}
         missing = sorted(self._columns.get(key, key) for key in _NEEDED[self.name] if values[key] is None)
         if missing:
+            if missing[0] in record:
+                raise BadChat(f"{missing[0]!r} is null", fix="take the record out, or say what it holds")
             rule = f"has no key {missing[0]!r}; its keys: {', '.join(record) or 'none'}"
             raise BadChat(rule, "data.columns", fix="say what the file calls it, or name its data.format")
         readers: dict[str, Callable[[Mapping[str, Any]], Sample | Pair]] = {

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from trainer.errors import nearest, setting_error
+from trainer.files import find_folder
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
 
@@ -22,6 +23,8 @@ def find_files(key: str, setting: str) -> list[Path]:
     if os.path.isdir(pattern):
         pattern = os.path.join(glob.escape(pattern), "**")
     names = [pattern] if os.path.isfile(pattern) else glob.glob(pattern, recursive=True)
+    if find_folder(setting) is None:
+        raise setting_error(key, setting, "chats are read from files here", fix="fetch it, and name the file")
     paths = sorted(Path(name) for name in names if name.endswith(SUFFIXES) and os.path.isfile(name))
     if paths:
         return paths

@@ -139,8 +139,9 @@ def _list_shards(job: Job, records: Sequence[Record], tally: Tally, path: Path) 
     train = [Shard(path / name) for record in records for name in record.train]
     held_out = [Shard(path / name) for record in records for name in record.held_out]
     if not train and not held_out:
-        files = [each.path for each in job.inputs][:5]
-        raise setting_error(job.keys.inputs, files, "there is no text in it", fix="name a file with text in it")
+        files, unread = [each.path for each in job.inputs][:5], [place.splitlines()[0] for place in tally.places[:1]]
+        rule = f"there is no text in it that can be read: {unread[0]}" if unread else "there is no text in it"
+        raise setting_error(job.keys.inputs, files, rule, fix="name a file with text in it")
     info = (train or held_out)[0].info
     return Manifest(
         dtype=info.dtype,

@@ -36,11 +36,11 @@ def read_records(each: Input, start: int, stop: int | None, text_key: str, bad: 
         for column in _columns(each, start, stop, text_key, bad):
             if not (arrow.types.is_string(column.type) or arrow.types.is_large_string(column.type)):
                 rule = f"in {each.path} it is no text but {column.type}"
-                raise setting_error(bad.keys.text_key, text_key, rule)
+                raise setting_error(bad.keys.text_key, text_key, rule, fix="name a column of text")
             yield _texts(arrow, column, each, row, bad)
             row += len(column)
     except (OSError, arrow.ArrowException) as error:
-        bad.refuse(bad.keys.inputs, each.path, f"cannot be read ({error})")
+        bad.refuse_file(each.path, f"cannot be read to its end ({error})")
 
 
 def _columns(each: Input, start: int, stop: int | None, text_key: str, bad: BadPlaces) -> Iterator[Any]:

@@ -63,11 +63,19 @@ class BadPlaces:
     def refuse(self, key: str, value: object, rule: str, **advice: Any) -> None:
         """Count a bad document, or raise the UserError that these words make."""
         if self._limit == "error":
+            given = {name: what for name, what in advice.items() if what is not None}
             fix = f"{self.keys.bad}=skip leaves out what cannot be read, and counts it"
-            raise setting_error(key, value, rule, **(advice or {"fix": fix}))
+            raise setting_error(key, value, rule, **(given or {"fix": fix}))
         self.tally.bad += 1
         if len(self.tally.places) < MOST_PLACES:
             self.tally.places.append(str(setting_error(key, value, rule)))
+
+    def refuse_file(self, value: str, rule: str, **advice: Any) -> None:
+        """The same of a whole file.  How many documents it would have is not known, so that no share lets it pass."""
+        if self._limit not in ("error", "skip"):
+            fix = f"{self.keys.bad}=skip leaves out the whole file; a share is one of documents"
+            raise setting_error(self.keys.inputs, value, rule, fix=fix)
+        self.refuse(self.keys.inputs, value, rule, **advice)
 
 
 def parse_limit(setting: str, key: str) -> float:

@@ -111,7 +111,7 @@ def refuse_file(each: Input, error: Exception, bad: BadPlaces) -> None:
         bad.refuse(bad.keys.inputs, each.path, f"is not UTF-8 ({error.reason})", fix="convert it to UTF-8")
     else:
         why = getattr(error, "strerror", None) or error
-        bad.refuse(bad.keys.inputs, each.path, f"cannot be read ({why})")
+        bad.refuse_file(each.path, f"cannot be read to its end ({why})")
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -233,6 +233,8 @@ def _refuse_line(line: str, place: str, text_key: str, bad: BadPlaces) -> None:
     elif text_key not in record:
         rule = f"{place} has no such key; its keys: {', '.join(record) or 'none'}"
         bad.refuse(keys.text_key, text_key, rule, legal=nearest(text_key, record) or (*record, None)[0])
+    elif record[text_key] is None:
+        bad.refuse(keys.inputs, place, f"has no text: its {text_key!r} is null")
     elif not isinstance(record[text_key], str):
         strings = [key for key, value in record.items() if isinstance(value, str)]
         rule = f"at {place} it is no text but {type(record[text_key]).__name__}"

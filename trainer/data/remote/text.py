@@ -42,7 +42,8 @@ class RemoteText:
         missing = [item for item in self.items if not cache.has(item.name)]
         if missing:
             size = sum(item.size for item in missing)
-            say(f"fetching {len(missing)} files of text, {size / 1e6:,.1f} MB, into {self.folder}")
+            what = "a file" if len(missing) == 1 else f"{len(missing)} files"
+            say(f"fetching {what} of text, {size / 1e6:,.1f} MB, into {self.folder}")
         for item in missing:
             stop_if_asked()
             cache.fetch(item)
@@ -75,7 +76,7 @@ def _shared(lock: Path) -> int:
 
 def is_text(url: str) -> bool:
     """Return whether a URL, or a glob of some, names text by how it ends."""
-    kind = kind_of(url)
+    kind = kind_of(_path_of(url))
     return kind is not None and kind[0] != "tokens"
 
 
@@ -132,4 +133,9 @@ def _named(key: str, setting: str) -> Iterator[None]:
 def _item_of(url: str) -> Item:
     size, version = look_up(url)
     name = hashlib.blake2b(f"{url} {size} {version}".encode(), digest_size=12).hexdigest()
-    return Item(f"{name}-{url.rpartition('/')[2]}", url, size, lambda: None)
+    return Item(f"{name}-{_path_of(url).rpartition('/')[2]}", url, size, lambda: None)
+
+
+def _path_of(url: str) -> str:
+    """Return a URL without what is asked of the server there, such as a token: `?token=...`."""
+    return url.partition("?")[0] if url.startswith(("http://", "https://")) else url
