@@ -66,14 +66,12 @@ README, DOCS = REPOSITORY / "README.md", docs()
 
 def commands_of(page: Path) -> Iterator[tuple[str, str]]:
     """Yield ("python", CODE) and ("command", LINE) as they come."""
-    text = page.read_text().replace("\\\n", " ")
-    for match in re.finditer(
-        r"```python\n(.*?)```|^ {4}(?! )(\S.*)", re.sub(r"```(?!python).*?```", "", text), re.S | re.M
-    ):
+    text = re.sub(r"```(?!python).*?```", "", page.read_text().replace("\\\n", " "), flags=re.DOTALL)
+    for match in re.finditer(r"```python\n([\s\S]*?)```|^ {4}(?! )(\S[^\n]*)", text, re.MULTILINE):
         if match[1] is not None:
             yield "python", match[1]
-        elif re.match(r"(python|torchrun|srun|pip|hf|vllm|RUN_DIR|sbatch)", match[2].partition("\n")[0]):
-            yield "command", match[2].partition("\n")[0]
+        elif re.match(r"(python|torchrun|srun|pip|hf|vllm|RUN_DIR)", match[2]):
+            yield "command", match[2].rpartition("install -c constraints.txt -e . && ")[2]
 
 
 def write_inputs(folder: Path) -> None:
