@@ -61,7 +61,8 @@ def docs() -> list[Path]:
     return [REPOSITORY / "docs" / name for name in found]
 
 
-README, DOCS = REPOSITORY / "README.md", docs()
+README, DOCS = REPOSITORY / "README.md", docs()[1:]
+"""The first page of the site begins as the second one does."""
 
 
 def commands_of(page: Path) -> Iterator[tuple[str, str]]:
@@ -136,9 +137,11 @@ def smaller(words: list[str], folder: Path) -> list[str]:
         return OF_A_CLUSTER if "train.init_from" not in given else [*SMALL, *SHORT]
     if recipe in ("sft", "dpo"):
         return ["run.device=cpu", "run.threads=1", "data.seq_len=128", "train.steps=6"]
+    ranks = next((int(word[6:]) for word in words if re.fullmatch(r"nproc=\d", word)), 1)
+    at_once = [f"train.micro_batch_size={8 // ranks}"]
     if recipe == "llama_small" and not {"train.init_from", "model.name"} & given:
-        return [*SMALL, *NATIVE]
-    return SMALL
+        return [*SMALL, *NATIVE, *at_once]
+    return [*SMALL, *at_once]
 
 
 def run(line: str, folder: Path) -> subprocess.CompletedProcess[str]:
