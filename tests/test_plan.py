@@ -612,3 +612,10 @@ def test_what_optimizers_keep(name: str, tmp_path: Path) -> None:
     assert sum(p.numel * p.moments for p in parameters) == kept
     assert plan.memory.peak.by_kind["optimizer"] == 4 * kept
     trainer.close()
+
+
+def test_a_narrow_terminal_loses_no_value(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    said, _ = run_plan(capsys, "recipe=llama_small", "ranks=2", "device=h100")
+    assert "expected goodput" in said
+    assert "\u2026" not in said

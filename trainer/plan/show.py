@@ -35,10 +35,14 @@ _COLOURS: dict[Kind, str] = {
 }
 """Hues of Okabe and Ito, https://jfly.uni-koeln.de/color/, which the colour-blind can tell apart."""
 
+_LEAST_WIDTH = 76
+"""Columns below which tables would lose their values; a terminal that is narrower wraps them."""
+
 
 def print_plan(plan: Plan, choice: Choice | None = None, console: Console | None = None) -> None:
     """Print the plan as tables."""
-    console = console or Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+    width = max(_LEAST_WIDTH, Console().width)
+    console = console or Console(highlight=False, soft_wrap=not sys.stdout.isatty(), width=width)
     for line in _heading(plan):
         console.print(Text(line))
     tables = [_memory_table(plan), *([_communication_table(plan)] if plan.collectives else []), _time_table(plan)]
