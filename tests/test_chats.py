@@ -140,6 +140,7 @@ BAD = {
         [],
         ["data.path=", "chats.jsonl:3: messages[2].role='bot'; nearest: assistant"],
     ),
+    "null": ({"messages": None}, [], ["data.path=", "chats.jsonl:3: 'messages' is null", "take the record out"]),
     "no content": ({"messages": [{"role": "user"}]}, [], ["data.path=", "chats.jsonl:3: messages[0] has no 'content'"]),
     "empty content": (
         {"messages": [*ANSWERED[:1], {"role": "assistant", "content": " "}]},

@@ -67,6 +67,28 @@ CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
+def test_a_tokenizer_may_move_and_must_stay_the_same(tmp_path: Path) -> None:
+    """The settings name its place; whether it is the same the data tell."""
+    tokenizers = pytest.importorskip("tokenizers")
+    made = []
+    for name, words in (("one", "abcdefgh"), ("other", "hgfedcba")):
+        vocabulary = {letter: number for number, letter in enumerate([*words, "?", "</s>"])}
+        tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, "?"))
+        tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+        (tmp_path / name).mkdir()
+        tokenizer.save(str(tmp_path / name / "tokenizer.json"))
+        made.append(tmp_path / name)
+    (tmp_path / "a.txt").write_text("abc fed hag bed " * 40)
+    common = [f"data.cache_dir={tmp_path / 'cache'}", "checkpoint.every=2"]
+    own = [*settings(str(tmp_path / "a.txt")), *common]
+    fit(tmp_path / "run", *own, f"data.tokenizer={made[0]}")
+    moved = made[0].rename(tmp_path / "moved")
+    again = [*settings(str(tmp_path / "a.txt"), 4), *common]
+    with pytest.raises(UserError, match=r"as many now with other content"):
+        fit(tmp_path / "run", *again, f"data.tokenizer={made[1]}")
+    assert fit(tmp_path / "run", *again, f"data.tokenizer={moved}")[-1]["step"] == 4
+
+
 @pytest.mark.parametrize("change", CHANGES)
 def test_each_change_of_the_data_is_seen(tmp_path: Path, change: str) -> None:
     data = DataSection(source="tokens", path=write(tmp_path / "data", *TEXTS[:3]), seq_len=16, holdout=0.1)

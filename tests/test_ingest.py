@@ -173,6 +173,30 @@ def test_what_cannot_be_read_is_refused_or_left_out_and_counted(
         texts_in(tmp_path, path, bad="often")
 
 
+def test_a_file_that_is_cut_short_is_more_than_a_document(tmp_path: Path) -> None:
+    """Nobody can tell how many documents it had: no share lets it pass, and skipping it is said."""
+    (tmp_path / "whole.jsonl").write_text('{"text": "a line"}\n' * 50)
+    content = gzip.compress(b"".join(b'{"text": "line %d"}\n' % number for number in range(5000)))
+    (tmp_path / "half.jsonl.gz").write_bytes(content[: len(content) // 2])
+    for limit in ("0.5", "error"):
+        with pytest.raises(
+            UserError, match=r"half\.jsonl\.gz: cannot be read to its end (.|\n)*data\.bad=skip leaves out"
+        ):
+            texts_in(tmp_path, tmp_path, bad=limit)
+    assert texts_in(tmp_path, tmp_path, bad="skip") == ["a line"] * 50
+    with pytest.raises(
+        UserError, match=r"no text in it that can be read: .*half\.jsonl\.gz: cannot be read to its end"
+    ):
+        texts_in(tmp_path, tmp_path / "half.jsonl.gz", bad="skip")
+
+
+def test_a_text_that_is_null_is_no_reason_to_train_on_another_key(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"id": "x", "text": "a"}\n{"id": "y", "text": null}\n')
+    with pytest.raises(UserError, match=r"a\.jsonl:2: has no text: its 'text' is null\n  to fix: data\.bad=skip"):
+        texts_in(tmp_path, tmp_path / "a.jsonl")
+    assert texts_in(tmp_path, tmp_path / "a.jsonl", bad="skip") == ["a"]
+
+
 # -- held out -------------------------------------------------------------------------------------------------------
 
 

@@ -239,7 +239,8 @@ def _describe(stem: Path, manifest: Manifest, setting: str, bos: bool | None) ->
             lines.append(f"  {' ... '.join(ends)}, with .idx and .json beside each")
     tally = Tally.of(manifest)
     if tally.empty:
-        lines.append(f"{tally.empty:,} documents without text were left out")
+        what = "document without text was" if tally.empty == 1 else "documents without text were"
+        lines.append(f"{tally.empty:,} {what} left out")
     lines += describe(tally).splitlines()
     settings = ["data.source=tokens", f"data.path={train.pattern}"]
     if held_out.paths:

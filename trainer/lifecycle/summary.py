@@ -139,7 +139,7 @@ def closing(
         *([] if best is None else [f"  best: step {best[1]}, {best[0]:.4f}: {folder}/best"]),
         f"  in {folder}: metrics.jsonl, console.log, checkpoints",
         f"  next: python -m trainer.report {folder}",
-        f"        python -m trainer.generate {folder} --prompt TEXT",
+        f"        python -m trainer.generate {folder} {'--chat' if config.data.source == 'chat' else '--prompt'} TEXT",
         f"        python -m trainer.export {folder} OUT",
     ]
 

@@ -135,7 +135,7 @@ def again(url: str, tries: int, act: Callable[[], Result]) -> Result:
             if not left or _is_final(error):
                 raise Unreachable(f"{url} cannot be read ({_reason(error)})", _is_absent(error)) from error
             pause = min(LONGEST_PAUSE_S, 2.0 ** (tries - 1 - left))
-            say(f"{url}: {_reason(error)}; trying again ({left} times more)")
+            say(f"{url}: {_reason(error)}; trying again ({left} more {'try' if left == 1 else 'tries'})")
             time.sleep(pause)
     raise AssertionError(tries)
 
