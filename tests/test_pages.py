@@ -102,10 +102,10 @@ def write_inputs(folder: Path) -> None:
         (folder / "corpus" / f"{number}.md").write_text(text)
     records = "".join(json.dumps({"text": text}) + "\n" for text in texts)
     (folder / "text" / "web" / "a.jsonl.zst").write_bytes(zstandard.compress(records.encode()))
-    for name in ("web", "code"):
-        (folder / f"{name}.jsonl").write_text(records)
+    for name, own in (("web", records.splitlines(True)[::2]), ("code", records.splitlines(True)[1::2])):
+        (folder / f"{name}.jsonl").write_text("".join(own))
     for name in ("shards/early", "held_out/some", "other/more"):
-        options = ["--out", name, "--tokenizer", "gpt2/tokenizer.json"]
+        options = ["--out", name, "--tokenizer", "Llama-3.1-8B/tokenizer.json"]
         subprocess.run([sys.executable, "-m", "trainer.prepare", "web.jsonl", *options], cwd=folder, check=True)
     chats = [said(*(" ".join(WORDS[(number + turn) % 30 :][:5]) for turn in range(4))) for number in range(60)]
     (folder / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
