@@ -27,10 +27,9 @@ _FIXED_ON_RESUME = (
 )
 _FREE_ON_RESUME = (
     *("model.path", "model.attention", "model.fresh"),
-    *("data.num_workers", "data.cache_dir", "data.cache_gib", "data.weights", "data.phases", "data.tokenizer"),
+    *("data.num_workers", "data.cache_dir", "data.cache_gib", "data.weights", "data.phases"),
 )
-"""Of the fixed ones.  What weights and phases were for the samples so far is compared with the position in the data; a
-tokenizer may have moved, and where it is another the data are others."""
+"""Of the fixed ones.  What weights and phases were for the samples so far is compared with the position in the data."""
 _OF_THE_ATTEMPT = ("run.name", "run.dir", "checkpoint.", "log.")
 """Keys that do not affect training; not reported when they differ."""
 
