@@ -88,6 +88,21 @@ def test_every_way_to_name_shards_is_checked(tmp_path: Path, capsys: Any) -> Non
         assert "text-00002.bin is not as it was written: checksum " in second
 
 
+def test_several_sources_are_checked(tmp_path: Path, capsys: Any) -> None:
+    shared = words(200)
+    paths = []
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+        paths.append(write_shards(tmp_path / name, [words(200), shared]))
+    mixed = f"data.path={{one: {paths[0]}, other: {paths[1]}}}"
+    code, out, _ = ask(
+        capsys, "check", "data.source=tokens", mixed, "data.seq_len=16", "data.holdout=0", "eval.every=0"
+    )
+    assert code == 1
+    assert "2 shards, 804 tokens: none is broken" in out
+    assert f"twice: document 1 of {tmp_path}/other/text-00000.bin is document 1 of {tmp_path}/one/text-00000.bin" in out
+
+
 def test_samples_are_shown_as_the_model_sees_them(tmp_path: Path, capsys: Any) -> None:
     """One document a row, so that the rest of it is ignored; then two documents in one row."""
     path = write_shards(tmp_path, [b"once upon"])
