@@ -137,6 +137,8 @@ def smaller(words: list[str], folder: Path) -> list[str]:
         return OF_A_CLUSTER if "train.init_from" not in given else [*SMALL, *SHORT]
     if recipe in ("sft", "dpo"):
         return ["run.device=cpu", "run.threads=1", "data.seq_len=128", "train.steps=6"]
+    if "model.vocab_size" in given:  # a real tokenizer's: each step takes its time
+        return [*SMALL, *NATIVE, *SHORT]
     ranks = next((int(word[6:]) for word in words if re.fullmatch(r"nproc=\d", word)), 1)
     at_once = [f"train.micro_batch_size={8 // ranks}"]
     if recipe == "llama_small" and not {"train.init_from", "model.name"} & given:
