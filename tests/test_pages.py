@@ -30,12 +30,15 @@ pytest.importorskip("zstandard")
 
 pytestmark = [pytest.mark.campaign, pytest.mark.timeout(1800)]
 
+_ON_EIGHT = "torchrun --nproc-per-node 8 -m trainer.run recipe=llama3_8b 'data.path=shards/*.bin'"
+
 ELSEWHERE = {
     "python3 -m venv": "a fresh clone and environment: .ci/run",
     "pip install": "an environment of its own: .ci/run",
     "hf download": "the folders lie here",
     "srun": "tests/test_slurm.py",
     "RUN_DIR=/shared/runs/mine sbatch": "tests/test_slurm.py",
+    f"{_ON_EIGHT} data.seq_len=": "tests/test_context.py",
     "vllm serve": "loaded by transformers instead: tests/test_huggingface.py",
     "python -m trainer.evaluate runs/sft --lm-eval": "tests/test_evaluate.py, where lm_eval is installed",
     "python -m trainer.run recipe=llama_small data.path=https://": "tests/test_remote.py",
