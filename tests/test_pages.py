@@ -70,12 +70,12 @@ README, DOCS = REPOSITORY / "README.md", docs()[1:]
 
 def commands_of(page: Path) -> Iterator[tuple[str, str]]:
     """Yield ("python", CODE) and ("command", LINE) as they come."""
-    text = re.sub(r"```(?!python).*?```", "", page.read_text().replace("\\\n", " "), flags=re.DOTALL)
-    for match in re.finditer(r"```python\n([\s\S]*?)```|^ {4}(?! )(\S[^\n]*)", text, re.MULTILINE):
-        if match[1] is not None:
-            yield "python", match[1]
-        elif re.match(r"(python|torchrun|srun|pip|hf|vllm|RUN_DIR)", match[2]):
-            yield "command", match[2].rpartition("install -c constraints.txt -e . && ")[2]
+    text = page.read_text().replace("\\\n", " ")
+    for match in re.finditer(r"```(\w*)\n([\s\S]*?)```|^ {4}(?! )(\S[^\n]*)", text, re.MULTILINE):
+        if match[1] == "python":
+            yield "python", match[2]
+        elif match[3] and re.match(r"(python|torchrun|srun|pip|hf|vllm|RUN_DIR)", match[3]):
+            yield "command", match[3].rpartition("install -c constraints.txt -e . && ")[2]
 
 
 def write_inputs(folder: Path) -> None:
@@ -188,7 +188,7 @@ def run_python(code: str, folder: Path) -> None:
     if "sys.exit(trainer.main(MyTrainer))" in code:
         (folder / "mine.py").write_text(code)
         words = ["mine.py", "recipe=llama_small", "nproc=2", "train.steps=100", "run.name=script", *SMALL, *NATIVE]
-    elif "def forward(self" in code or "self.model" in code:
+    elif any(part in code for part in ("def forward(self", "self.model", "MyConfig, MyModel")):
         compile(
             code if code.startswith(("def", "from", "import", "class")) else f"def body(self):\n{code}", "page", "exec"
         )
