@@ -24,10 +24,6 @@ import yaml
 from tests.chats import CHATML, WORDS, said
 from tests.forked import REPOSITORY, popen
 
-pytest.importorskip("transformers")
-pytest.importorskip("tokenizers")
-pytest.importorskip("zstandard")
-
 pytestmark = [pytest.mark.campaign, pytest.mark.timeout(1800)]
 
 _ON_EIGHT = "torchrun --nproc-per-node 8 -m trainer.run recipe=llama3_8b 'data.path=shards/*.bin'"
@@ -203,6 +199,8 @@ def run_python(code: str, folder: Path) -> None:
 
 @pytest.mark.parametrize("pages", [[README], DOCS], ids=["README", "docs"])
 def test_every_command_of_every_page_in_order(pages: list[Path], tmp_path: Path) -> None:
+    for library in ("transformers", "tokenizers", "zstandard"):
+        pytest.importorskip(library)
     write_inputs(tmp_path)
     (tmp_path / "examples").symlink_to(REPOSITORY / "examples")
     wrong, number = [], 0
