@@ -273,7 +273,7 @@ def test_mistakes(tmp_path: Path, folder: Path, server: Server) -> None:
 
 
 def test_text_is_fetched_and_made_into_the_shards_of_the_same_files_here(
-    tmp_path: Path, folder: Path, server: Server
+    tmp_path: Path, folder: Path, server: Server, capsys: pytest.CaptureFixture[str]
 ) -> None:
     inside = folder / "text"
     inside.mkdir()
@@ -295,6 +295,12 @@ def test_text_is_fetched_and_made_into_the_shards_of_the_same_files_here(
     before = server.asked["a.jsonl"]
     assert same(batches(opened(tmp_path / "http", f"{server.url}/text/"), 9), batches(here, 9))
     assert server.asked["a.jsonl"] == before + 1, "whether it is still the same"
+    server.close()
+    there = opened(tmp_path / "http", f"{server.url}/text/")
+    assert same(batches(there, 9), batches(here, 9)), "its tokens are here, whether the server is or not"
+    assert "is taken to be what it was when last looked up" in capsys.readouterr().err
+    with pytest.raises(UserError, match="cannot be read"):
+        opened(tmp_path / "another", f"{server.url}/text/")
 
 
 def test_text_at_a_url_is_prepared_like_the_same_file_here(

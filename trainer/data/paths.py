@@ -206,13 +206,18 @@ def _remote(setting: str, data: DataSection, key: str) -> Found:
     """Return the shards that a URL names, or those of the text that it names."""
     from trainer.data.remote.listing import NoShards, open_remote
     from trainer.data.remote.text import find_text, is_text
+    from trainer.data.remote.transport import Unreachable
 
     try:
         if not is_text(setting):
-            with contextlib.suppress(NoShards):
-                found = open_remote(setting, key, data.cache_dir, data.cache_gib)
-                names = [shard.name for shard in found.train]
-                return Found(names, found.train, found.train_content, found.held_out, found.held_out_content)
+            try:
+                with contextlib.suppress(NoShards):
+                    found = open_remote(setting, key, data.cache_dir, data.cache_gib)
+                    names = [shard.name for shard in found.train]
+                    return Found(names, found.train, found.train_content, found.held_out, found.held_out_content)
+            except Unreachable as error:
+                if not error.is_away:
+                    raise
         text = find_text(setting, data.cache_dir)
         if not text.items:
             rule = "names neither token shards (.bin files or a manifest.json) nor text"

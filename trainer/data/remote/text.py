@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 from trainer.data.ingest.builder import stop_if_asked
 from trainer.data.ingest.inputs import NAMES, Input, find_inputs, kind_of
 from trainer.data.remote.cache import Item, ShardCache, is_at
 from trainer.data.remote.listing import find_folder_of
-from trainer.data.remote.transport import find, has_pattern, look_up
+from trainer.data.remote.transport import Unreachable, find, has_pattern, look_up
 from trainer.data.shards import ShardError
 from trainer.errors import say, setting_error
-from trainer.files import find_folder
+from trainer.files import find_folder, replacing
 
 _AT_ONCE = 16
 """Files that are looked up at a time."""
@@ -83,13 +85,45 @@ def is_text(url: str) -> bool:
 def find_text(setting: str, cache_dir: str | None) -> RemoteText:
     """Return the files of text that a URL, a glob of some, or a folder means: none, perhaps.
 
-    Raises ShardError if they cannot be looked up, UserError if there is no folder to fetch them into.
+    While their server is away they are taken to be what they were when last looked up with the same cache, which is
+    said: their tokens may be here.  Raises ShardError if they cannot be looked up and never were, UserError if there is
+    no folder to fetch them into.
     """
+    folder = find_folder_of(cache_dir, "text")
+    known = folder.with_name(f"listed-{hashlib.blake2b(setting.encode(), digest_size=12).hexdigest()}.json")
+    try:
+        facts = _look_up_all(setting)
+    except Unreachable as error:
+        facts = _recall(known) if error.is_away else None
+        if facts is None:
+            raise
+        say(f"{error}; it is taken to be what it was when last looked up")
+    else:
+        _remember(known, facts)
+    return RemoteText([_item_of(*each) for each in facts], folder)
+
+
+_Facts: TypeAlias = "list[tuple[str, int, str]]"
+"""Of each file its URL, its size, and what changes with its content."""
+
+
+def _look_up_all(setting: str) -> _Facts:
     is_one = is_text(setting) and not has_pattern(setting)
     urls = [setting] if is_one else [url for url in find(setting) if is_text(url)]
     with ThreadPoolExecutor(_AT_ONCE) as pool:
-        items = list(pool.map(_item_of, urls))
-    return RemoteText(items, find_folder_of(cache_dir, "text"))
+        return [(url, *told) for url, told in zip(urls, pool.map(look_up, urls), strict=True)]
+
+
+def _remember(known: Path, facts: _Facts) -> None:
+    if facts and _recall(known) != facts:
+        with suppress(OSError), replacing(known) as partial:
+            partial.write_text(json.dumps(facts))
+
+
+def _recall(known: Path) -> _Facts | None:
+    with suppress(OSError, ValueError, TypeError):
+        return [(str(url), int(size), str(version)) for url, size, version in json.loads(known.read_text())]
+    return None
 
 
 @contextmanager
@@ -130,8 +164,7 @@ def _named(key: str, setting: str) -> Iterator[None]:
         raise setting_error(key, setting, str(error)) from error
 
 
-def _item_of(url: str) -> Item:
-    size, version = look_up(url)
+def _item_of(url: str, size: int, version: str) -> Item:
     name = hashlib.blake2b(f"{url} {size} {version}".encode(), digest_size=12).hexdigest()
     return Item(f"{name}-{_path_of(url).rpartition('/')[2]}", url, size, lambda: None)
 

@@ -39,11 +39,13 @@ Result = TypeVar("Result")
 
 
 class Unreachable(ShardError):
-    """Something that is elsewhere cannot be had; `is_absent` if there is no such file."""
+    """Something that is elsewhere cannot be had: `is_absent` if there is no such file, `is_away` if it may be there and
+    its server or the network is not.
+    """
 
-    def __init__(self, message: str, is_absent: bool = False) -> None:
+    def __init__(self, message: str, is_absent: bool = False, is_away: bool = False) -> None:
         super().__init__(message)
-        self.is_absent = is_absent
+        self.is_absent, self.is_away = is_absent, is_away
 
 
 class Broken(OSError):
@@ -133,7 +135,8 @@ def again(url: str, tries: int, act: Callable[[], Result]) -> Result:
             raise
         except Exception as error:  # each file system raises errors of its own
             if not left or _is_final(error):
-                raise Unreachable(f"{url} cannot be read ({_reason(error)})", _is_absent(error)) from error
+                message = f"{url} cannot be read ({_reason(error)})"
+                raise Unreachable(message, _is_absent(error), not _is_final(error)) from error
             pause = min(LONGEST_PAUSE_S, 2.0 ** (tries - 1 - left))
             say(f"{url}: {_reason(error)}; trying again ({left} more {'try' if left == 1 else 'tries'})")
             time.sleep(pause)
