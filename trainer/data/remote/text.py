@@ -94,8 +94,8 @@ def find_text(setting: str, cache_dir: str | None) -> RemoteText:
     try:
         facts = _look_up_all(setting)
     except Unreachable as error:
-        facts = _recall(known) if error.is_away else None
-        if facts is None:
+        facts = _recall(known) if error.is_away else []
+        if not facts:
             raise
         say(f"{error}; it is taken to be what it was when last looked up")
     else:
@@ -120,10 +120,10 @@ def _remember(known: Path, facts: _Facts) -> None:
             partial.write_text(json.dumps(facts))
 
 
-def _recall(known: Path) -> _Facts | None:
+def _recall(known: Path) -> _Facts:
     with suppress(OSError, ValueError, TypeError):
         return [(str(url), int(size), str(version)) for url, size, version in json.loads(known.read_text())]
-    return None
+    return []
 
 
 @contextmanager
