@@ -831,7 +831,16 @@ class Outcome:
     found_by: str
     """The first test that failed; empty if none did."""
     seconds: float
+    exit_code: int
+    """Of pytest: 0 where all tests passed in spite of the defect."""
     output: str
+
+    @property
+    def verdict(self) -> str:
+        if self.found_by:
+            return f"found by {self.found_by}"
+        last = (self.output.strip() or "no output").splitlines()[-1]
+        return "NOT FOUND" if not self.exit_code else f"NOT FOUND: the tests broke off, exit {self.exit_code}: {last}"
 
 
 def try_defect(defect: Defect, in_campaign: bool, keep: bool = False) -> Outcome:
@@ -855,7 +864,7 @@ def try_defect(defect: Defect, in_campaign: bool, keep: bool = False) -> Outcome
         )
         failed = [line for line in ran.stdout.splitlines() if line.startswith("FAILED")]
         found_by = failed[0].split()[1] if ran.returncode == 1 and failed else ""
-        return Outcome(defect, found_by, time.monotonic() - began, ran.stdout)
+        return Outcome(defect, found_by, time.monotonic() - began, ran.returncode, ran.stdout)
     finally:
         if keep:
             print(f"left in {folder}")
@@ -878,8 +887,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     missed = []
     with ThreadPoolExecutor(chosen.at_once) as threads:
         for outcome in threads.map(lambda defect: try_defect(defect, chosen.campaign, chosen.keep), defects):
-            verdict = f"found by {outcome.found_by}" if outcome.found_by else "NOT FOUND"
-            print(f"{outcome.defect.name:28} {outcome.seconds:5.0f} s  {verdict}", flush=True)
+            print(f"{outcome.defect.name:28} {outcome.seconds:5.0f} s  {outcome.verdict}", flush=True)
             if not outcome.found_by:
                 missed.append(outcome.defect.name)
     print(
