@@ -211,6 +211,7 @@ def test_a_checkpoint_is_readable_by_torch_alone(two: Shared, tmp_path: Path) ->
     assert len(whole["optimizer"]["state"]) == len(whole["model"])
 
 
+@pytest.mark.slow
 def test_all_is_on_disk_before_a_checkpoint_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flushed: dict[str, int] = {}
     published: list[dict[str, int]] = []
@@ -583,6 +584,7 @@ class SilentStep(Trainer):
         return Update(1.0, 1.0, 1)
 
 
+@pytest.mark.slow
 def test_a_step_of_ones_own_is_stopped_and_saved(tmp_path: Path) -> None:
     trainer = SilentStep(tiny(tmp_path, "train.steps=1000", "checkpoint.every=1", "checkpoint.keep_last=0"))
     assert trainer.fit() == 75

@@ -369,6 +369,7 @@ def test_a_variant_is_computed_as_transformers_does_or_refused(variant: Variant,
     assert content == variant.content | named
 
 
+@pytest.mark.slow
 def test_balancing_experts_has_no_model_hand_out_what_its_routers_say(tmp_path: Path) -> None:
     """Neither one that was trained from nothing, nor one whose folder says no."""
     folder = folder_of(moe(), tmp_path / "folder")

@@ -25,6 +25,9 @@ from trainer.config import MeshShape
 from trainer.metrics.record import Record
 from trainer.recipe import find_recipe
 
+pytestmark = pytest.mark.slow
+"""Each of them trains."""
+
 Batch = dict[str, torch.Tensor]
 
 
@@ -311,7 +314,6 @@ def test_evaluate_returns_what_it_logs(tmp_path: Path) -> None:
     assert again.loss == record.loss, "evaluation changes nothing"
 
 
-@pytest.mark.slow
 def test_evaluation_changes_nothing_of_the_training(tmp_path: Path) -> None:
     """With dropout: neither its random numbers nor the mode that the model is in."""
     own = ["data.source=synthetic", "data.seq_len=16", "train.steps=4", "train.global_batch_size=4", "log.every=1"]
@@ -519,13 +521,11 @@ def resume_on_ranks(folder: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.slow
 def test_own_state_is_resumed(tmp_path: Path) -> None:
     expected = [[1, 1, 1, 1], [3, 2, 3, 2], [6, 3, 6, 3], [10, 4, 10, 4]]
     assert resume_own_state(tmp_path) == {"found": expected, "is_open": False}
 
 
-@pytest.mark.slow
 def test_own_state_is_resumed_on_every_rank_and_trainers_follow_each_other(tmp_path: Path) -> None:
     """Each Trainer opens and closes the process group: what the one before left in the store must not mislead it.
 
@@ -548,14 +548,12 @@ def test_a_name_is_given_once(tmp_path: Path) -> None:
 # Processes
 
 
-@pytest.mark.slow
 def test_two_trainers_one_after_the_other(tmp_path: Path, plain: list[dict[str, Any]]) -> None:
     for number in range(2):
         assert of("train", fit(Trainer(tiny_config(tmp_path / str(number)))), "loss") == of("train", plain, "loss")
         assert not dist.is_initialized()
 
 
-@pytest.mark.slow
 def test_a_joined_process_group_is_left_open(tmp_path: Path, plain: list[dict[str, Any]]) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -587,7 +585,6 @@ def status(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "status.json").read_text())
 
 
-@pytest.mark.slow
 def test_what_fit_returns(tmp_path: Path) -> None:
     handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)]
     stopped = StopsItself(tiny_config(tmp_path))

@@ -67,6 +67,7 @@ CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
+@pytest.mark.slow
 def test_a_tokenizer_that_has_moved_is_allowed(tmp_path: Path) -> None:
     """Its setting is one of the data; whether it is the same the data tell."""
     tokenizers = pytest.importorskip("tokenizers")

@@ -82,6 +82,7 @@ def test_rules(overrides: list[str], message: str) -> None:
         check_config(config, 1, 1)
 
 
+@pytest.mark.slow
 def test_a_plan_needs_no_torchao_and_counts_what_float8_saves(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["model.dim=2048", "model.ffn_dim=8192", "data.seq_len=256", "train.micro_batch_size=16"]
     arguments = ["recipe=llama_small", "ranks=1", "device=h100", BFLOAT16, "train.global_batch_size=16", *sizes]

@@ -85,6 +85,7 @@ class HeadAlone(Trainer):
         return model
 
 
+@pytest.mark.slow
 def test_the_start_block_says_what_is_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     start = fit(tmp_path, "train.steps=1", "model.dim=32", kind=HeadAlone)[0]
     said = capsys.readouterr().out
@@ -97,6 +98,7 @@ def test_the_start_block_says_what_is_trained(tmp_path: Path, capsys: pytest.Cap
     assert float(found[1]) == pytest.approx((weights + 3 * 4 * trained) / 1024, abs=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [HeadAlone, pytest.param(Trainer, marks=pytest.mark.campaign)])
 @pytest.mark.parametrize(
     "overrides",
@@ -196,6 +198,7 @@ def test_a_pattern_that_means_nothing_is_refused(patterns: str, says: str, tmp_p
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_frozen_weights_stay_and_are_resumed(tmp_path: Path) -> None:
     frozen = ["train.freeze=[tok_embeddings,layers.0]", "checkpoint.every=1"]
     start = fit(tmp_path, "train.steps=2", *frozen)[0]

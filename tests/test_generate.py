@@ -181,6 +181,7 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: object, ends: int = 0) 
     return capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_prompt_is_gone_on_from_and_a_seed_repeats_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("tokenizers")
     folder = speaking(tmp_path / "folder", eos_token_id=[])

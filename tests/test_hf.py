@@ -338,6 +338,7 @@ def test_auto_is_our_own_recipe_where_it_builds_the_model(folders: Any, tmp_path
     assert load_weights(folders("mistral")).config.model_type == "mistral"
 
 
+@pytest.mark.slow
 def test_a_run_needs_its_folder_no_more(folders: Any, tmp_path: Path) -> None:
     """What it says of the model is in config.yaml, which is a recipe of the same run wherever the folder is."""
     source = shutil.copytree(folders("llama"), tmp_path / "source")
@@ -431,6 +432,7 @@ def test_without_the_library_it_is_one_message(folders: Any, monkeypatch: pytest
 # The planner
 
 
+@pytest.mark.slow
 def test_experts_are_planned_in_any_dtype(folders: Any) -> None:
     plans = {}
     for dtype in ("float32", "bfloat16"):

@@ -222,6 +222,7 @@ def test_a_checkpoint_holds_the_adapters_and_names_the_base(
     assert "4.1 k of them trained" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_hardly_larger_than_adapters_and_moments(tmp_path: Path) -> None:
     wide = replace(SOURCE, dim=256, ffn_dim=512, num_layers=2)
     folder = trained(folder_of(tmp_path / "base", config=wide), tmp_path / "run", "train.steps=1", "lora.rank=32")
@@ -314,6 +315,7 @@ def test_a_base_that_comes_in_bfloat16_stays_so(base: Path, tmp_path: Path) -> N
 # Exports
 
 
+@pytest.mark.slow
 def test_the_adapter_leaves_alone_unless_it_is_merged(
     base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -193,6 +193,7 @@ def test_lines_are_there_as_soon_as_they_are_written(tmp_path: Path) -> None:
     sink.close()
 
 
+@pytest.mark.slow
 def test_an_update_that_is_not_finite(tmp_path: Path) -> None:
     found = fit(tmp_path, "train.steps=4", kind=NeverFinite)
     assert of("train", found, "step") == [1, 2, 3, 4], "a skipped step advances the step"
@@ -346,6 +347,7 @@ def use_wandb(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         fake.released.set()
 
 
+@pytest.mark.slow
 def test_wandb_gets_train_and_eval_apart(use_wandb: Any, tmp_path: Path) -> None:
     fake = use_wandb()
     found = fit(tmp_path, "train.steps=4", "eval.every=2", "log.wandb=online")
@@ -485,6 +487,7 @@ def test_the_time_left_moves_slowly() -> None:
     assert [line.rpartition("eta ")[2] for line in file.getvalue().splitlines()] == ["1m40s", "2m10s"]
 
 
+@pytest.mark.slow
 def test_the_text_of_the_console_is_kept(tmp_path: Path) -> None:
     """Over all attempts; storage that refuses costs the text alone."""
     for steps in (2, 4):

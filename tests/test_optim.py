@@ -353,6 +353,7 @@ def test_an_optimizer_of_ones_own_trains_and_resumes(kind: type[Trainer], tmp_pa
     assert torch.equal(second["weights"], straight["weights"])
 
 
+@pytest.mark.slow
 def test_parts_step_together_at_their_own_rates(tmp_path: Path) -> None:
     config = tiny_config(tmp_path)
     trainer = TwoPartTrainer(config)

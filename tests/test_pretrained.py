@@ -163,6 +163,7 @@ def test_a_run_says_what_its_model_is_as_a_folder_does(tmp_path: Path) -> None:
     trainer.close()
 
 
+@pytest.mark.slow
 def test_a_folder_without_config_json_is_taken_with_a_warning(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -272,6 +273,7 @@ def test_what_came_with_a_model_survives_other_ranks(tmp_path: Path) -> None:
         assert_all_but_weights_survive(before, tmp_path / f"out{step}")
 
 
+@pytest.mark.slow
 def test_an_older_spelling_of_config_json_is_kept(tmp_path: Path) -> None:
     """Entries of transformers 4, and none that it does not know."""
     source = chat_folder(tmp_path / "source")
@@ -280,6 +282,7 @@ def test_an_older_spelling_of_config_json_is_kept(tmp_path: Path) -> None:
     assert_all_but_weights_survive(files_of(source), tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_what_was_changed_on_purpose_is_said(tmp_path: Path) -> None:
     source = chat_folder(tmp_path / "source")
     changed = ["model.rope_theta=70000", "checkpoint.allow_changes=[model.rope_theta]"]
@@ -289,6 +292,7 @@ def test_what_was_changed_on_purpose_is_said(tmp_path: Path) -> None:
     assert {key: content[key] for key in TOKENS} == TOKENS
 
 
+@pytest.mark.slow
 def test_another_tokenizer_than_the_folders_goes_along_with_its_end(tmp_path: Path) -> None:
     source = chat_folder(tmp_path / "source")
     other = tmp_path / "other" / "tokenizer.json"
@@ -306,6 +310,7 @@ def test_another_tokenizer_than_the_folders_goes_along_with_its_end(tmp_path: Pa
         assert json.loads(after[name])["eos_token_id"] == [256, 258, end], "it stops where it did, and there"
 
 
+@pytest.mark.slow
 def test_a_tokenizer_is_kept_whatever_training_started_from(tmp_path: Path) -> None:
     file = tmp_path / "source" / "tokenizer.json"
     file.parent.mkdir()
@@ -324,6 +329,7 @@ def test_a_tokenizer_is_kept_whatever_training_started_from(tmp_path: Path) -> N
     assert json.loads(after["config.json"])["eos_token_id"] == end
 
 
+@pytest.mark.slow
 def test_an_export_over_another_leaves_none_of_its_files(tmp_path: Path) -> None:
     assert main([str(trained(chat_folder(tmp_path / "source"), tmp_path / "run")), str(tmp_path / "out")]) == 0
     export(Memory(build(LLAMA, TINY).state_dict()), LLAMA, TINY, tmp_path / "out", overwrite=True)

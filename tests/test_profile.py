@@ -611,6 +611,7 @@ def test_two_ranks(tmp_path: Path) -> None:
 # Runs that do not get through
 
 
+@pytest.mark.slow
 def test_a_run_that_ends_in_between(tmp_path: Path) -> None:
     (record,) = of("profile", fit(tmp_path, "train.steps=4"))
     assert files(tmp_path) == ["trace_3-4_rank0.json.gz"]
@@ -740,6 +741,7 @@ def test_a_profile_that_cannot_be_written_stops_nothing(
     assert of("end", found)[-1]["reason"] == "finished"
 
 
+@pytest.mark.slow
 def test_leftovers_of_a_killed_attempt_are_removed(tmp_path: Path) -> None:
     (tmp_path / "profile").mkdir()
     for name in (".trace_3-5_rank0.json.gz.123", ".trace_3-5_rank1.json.gz.124"):

@@ -343,6 +343,7 @@ class Stalling(SyntheticSource):
         return super().batch(indices)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_late", [True, False], ids=["this rank's data are late", "another rank's are"])
 def test_a_step_whose_data_do_not_come_is_left(is_late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leaving, "PATIENCE_S", -1.0)

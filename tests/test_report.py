@@ -416,6 +416,7 @@ def test_what_differs_between_runs_is_said_first(tmp_path: Path) -> None:
     assert f"What differs{one}{two}optim.lr0.10.2" in page.text, "both are called mine; the folders are not"
 
 
+@pytest.mark.slow
 def test_samples_checkpoints_and_traces(tmp_path: Path) -> None:
     sample = {"kind": "sample", "step": 4, "prompt": "Once <", "text": "upon a time"}
     profile = {"kind": "profile", "step": 4, "trace": "trace_2-3_rank0.json.gz"}

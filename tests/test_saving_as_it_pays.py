@@ -115,6 +115,7 @@ def best_fixed(uptimes_s: Sequence[float], wall_s: float) -> float:
     return float(kept.max()) / wall_s
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("node_mtbf_years", [0.15, pytest.param(0.7, marks=pytest.mark.campaign)])
 @pytest.mark.parametrize("num_gpus", [64, 512, 4096])
 def test_a_simulated_year(num_gpus: int, node_mtbf_years: float) -> None:
@@ -226,6 +227,7 @@ def test_all_ranks_save_the_same_steps(tmp_path: Path) -> None:
     assert saves == [pytest.approx(5.56, rel=0.01)] * 3
 
 
+@pytest.mark.slow
 def test_steps_of_keep_every_are_saved_too(tmp_path: Path) -> None:
     lines = fit(tmp_path, "checkpoint.every=auto", "checkpoint.keep_every=3", "train.steps=7", "checkpoint.keep_last=1")
     assert [line["step"] for line in lines if line["kind"] == "checkpoint"] == [3, 6, 7]

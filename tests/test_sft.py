@@ -67,6 +67,7 @@ def losses(folder: Path, *overrides: str, kind: type[Trainer] = Trainer) -> list
     return found
 
 
+@pytest.mark.slow
 def test_packed_chats_train_as_each_conversation_alone(tmp_path: Path) -> None:
     settings = [*write_chats(tmp_path), "train.steps=6"]
     packed = losses(tmp_path / "packed", *settings)

@@ -138,6 +138,7 @@ class NotFinite(Trainer):
         return super().loss(batch) * (math.nan if self.state.step in (2, 3) else 1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reads_late", [False, True])
 def test_skipped_updates_are_counted(reads_late: bool, tmp_path: Path) -> None:
     """As on a GPU, where they are looked at one step later: nothing is left out, whatever is saved or logged."""
@@ -161,6 +162,7 @@ def test_skipped_updates_are_counted(reads_late: bool, tmp_path: Path) -> None:
     assert of("train", found, "skipped") == [0, 2, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reads_late", [False, True])
 def test_each_record_counts_its_own_update(reads_late: bool, tmp_path: Path) -> None:
     overrides = tiny_overrides("train.steps=6", "log.every=6", f"run.dir={tmp_path}")
@@ -177,6 +179,7 @@ class FailsAfterSkipping(NotFinite):
             raise ArithmeticError("as if")
 
 
+@pytest.mark.slow
 def test_closing_a_run_that_has_failed_looks_at_nothing(tmp_path: Path) -> None:
     overrides = ["train.steps=6", "log.every=6", "train.max_skipped_updates=2", f"run.dir={tmp_path}"]
     trainer = FailsAfterSkipping(load_config("llama_small", tiny_overrides(*overrides)))
@@ -188,6 +191,7 @@ def test_closing_a_run_that_has_failed_looks_at_nothing(tmp_path: Path) -> None:
     assert [line["reason"] for line in lines(tmp_path) if line["kind"] == "end"] == ["failed"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reads_late", [False, True])
 def test_too_many_skipped_updates_end_the_run(reads_late: bool, tmp_path: Path) -> None:
     overrides = ["train.steps=6", "log.every=6", "train.max_skipped_updates=2", f"run.dir={tmp_path}"]
@@ -209,6 +213,7 @@ class Slow(Numbers):
         return super().read()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reads_losses", [False, True])
 def test_the_devices_time_is_the_updates(reads_losses: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever waits for it, and wherever: in rates, goodput, and in what is compared with the plan."""
@@ -224,6 +229,7 @@ def test_the_devices_time_is_the_updates(reads_losses: bool, tmp_path: Path, mon
     assert all(step_s > 0.05 for step_s in of("train", found, "step_s"))
 
 
+@pytest.mark.slow
 def test_going_back_leaves_the_update_behind(tmp_path: Path) -> None:
     overrides = tiny_overrides("train.steps=6", "log.every=6", "checkpoint.every=2", f"run.dir={tmp_path}")
     trainer = NotFinite(load_config("llama_small", overrides))
