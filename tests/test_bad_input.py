@@ -363,8 +363,12 @@ def test_printed_once_with_four_ranks(launcher: str, tmp_path: Path) -> None:
     ("model", "must_say"),
     [
         ("mlp_unfilled", ["table.forgotten", "out.extra", "reset_parameters"]),
-        ("mlp_wrong_units", ["'hiden.*'", "'hidden.*'"]),
-        ("mlp_parted_tie", ["'table.weight' and 'out.weight' are one parameter", "('table', 'out')"]),
+        pytest.param("mlp_wrong_units", ["'hiden.*'", "'hidden.*'"], marks=pytest.mark.campaign),
+        pytest.param(
+            "mlp_parted_tie",
+            ["'table.weight' and 'out.weight' are one parameter", "('table', 'out')"],
+            marks=pytest.mark.campaign,
+        ),
     ],
 )
 def test_a_model_that_cannot_be_built_is_named_once(model: str, must_say: list[str], tmp_path: Path) -> None:

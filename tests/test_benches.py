@@ -270,7 +270,7 @@ def test_step_does_it_the_other_way(side: str, tmp_path: Path, monkeypatch: pyte
     assert watched.called
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_step_leaves_the_collector_on(tmp_path: Path) -> None:
     found: dict[str, list[bool]] = {bench.step.TRAINER: [], "gc": []}
     losses = [train_as(side, tmp_path, lambda _, own=own: own.append(gc.isenabled())) for side, own in found.items()]

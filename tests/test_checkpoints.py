@@ -166,7 +166,7 @@ SMALL_GPT2 = ["model.name=gpt2", "model.vocab_size=263", "model.dim=32", "model.
     "overrides",
     [
         [*SMALL_GPT2, "model.dropout=0.2", "data.num_workers=2"],
-        ["data.source=tokens", "data.path={shard}", "data.num_workers=1"],
+        pytest.param(["data.source=tokens", "data.path={shard}", "data.num_workers=1"], marks=pytest.mark.campaign),
     ],
     ids=["dropout", "an epoch's end"],
 )
@@ -270,6 +270,7 @@ def test_remote_places(kind: str, tmp_path: Path) -> None:
     assert started.exit_code == 0
 
 
+@pytest.mark.slow
 def test_a_place_in_memory(tmp_path: Path) -> None:
     options = ["train.steps=4", "checkpoint.dir=memory://checkpoints", "checkpoint.keep_last=1"]
     trainer = Trainer(tiny(tmp_path, *options))
@@ -654,6 +655,7 @@ def test_one_damaged_configuration_does_not_begin_again(tmp_path: Path) -> None:
     assert [line["resumed_step"] for line in again.metrics if line["kind"] == "start"] == [2, 4]
 
 
+@pytest.mark.slow
 def test_closing_after_a_failed_fit_waits_for_nobody(tmp_path: Path) -> None:
     class Failing(Trainer):
         def on_step(self, record: Any) -> None:

@@ -521,6 +521,7 @@ def resume_on_ranks(folder: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.campaign
 def test_own_state_is_resumed(tmp_path: Path) -> None:
     expected = [[1, 1, 1, 1], [3, 2, 3, 2], [6, 3, 6, 3], [10, 4, 10, 4]]
     assert resume_own_state(tmp_path) == {"found": expected, "is_open": False}

@@ -33,7 +33,7 @@ from trainer.data.opening import open_source
 from trainer.data.order import sample_at
 from trainer.data.shards import Shard, ShardWriter
 from trainer.data.source import IGNORE, Source, SyntheticSource, TokenSource
-from trainer.data.stdlib import StdlibCorpus, gzip_bits_per_byte, held_out_text
+from trainer.data.stdlib import StdlibCorpus, find_source_files, gzip_bits_per_byte, held_out_text
 from trainer.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, find_tokenizer
 from trainer.errors import UserError
 
@@ -542,6 +542,7 @@ def test_stdlib_cache_is_used_and_made_again_when_damaged(small_stdlib: Path, tm
 
     (small_stdlib / "m3.py").write_text("y = 3\n")  # same length
     os.utime(small_stdlib / "m3.py", ns=(1, 1))
+    find_source_files.cache_clear()  # as in another process
     assert "y = 3" in stdlib_text()
 
 

@@ -77,7 +77,7 @@ def find_place_of(run: Path) -> Any:
     return find_checkpoints(run)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_of_several_best_ones_each_is_kept(tmp_path: Path) -> None:
     trained(tmp_path / "run", "checkpoint.keep_best=3", "train.steps=11", "eval.every=2")
     assert kept(tmp_path / "run") == [4, 6, 10, 11]  # 2, the best at first, has gone
@@ -97,7 +97,7 @@ class OnceFull(Scripted):
         return super().evaluate()
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_of_those_that_are_there_the_best_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One that could not be saved, or was deleted, is in no other's way."""
     trained(tmp_path / "full", "checkpoint.keep_best=1", "checkpoint.mode=sync", "train.steps=9", kind=OnceFull)

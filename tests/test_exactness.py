@@ -71,7 +71,7 @@ SETTINGS_ON_FOUR = [
 @pytest.mark.parametrize(
     ("ranks", "runs", "num_steps"),
     [
-        (1, ON_ONE, 20),
+        pytest.param(1, ON_ONE, 20, marks=pytest.mark.campaign),
         pytest.param(2, ON_TWO, 20, marks=pytest.mark.campaign),
         (4, ON_FOUR, 20),
         pytest.param(4, SETTINGS_ON_FOUR, 6, marks=pytest.mark.campaign),

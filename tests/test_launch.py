@@ -193,7 +193,9 @@ said finished 99
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("program", ["mkdir", "rm", "date", "srun"])
+@pytest.mark.parametrize(
+    "program", ["srun", *(pytest.param(name, marks=pytest.mark.campaign) for name in ("mkdir", "rm", "date"))]
+)
 def test_no_notice_is_lost(program: str, stubs: Stubs, tmp_path: Path) -> None:
     """Whatever the batch file is doing when the signal comes."""
     signals = f'[ -e "{tmp_path}/sent" ] || {{ touch "{tmp_path}/sent"; kill -USR1 $BATCH; }}\n'
@@ -204,7 +206,7 @@ def test_no_notice_is_lost(program: str, stubs: Stubs, tmp_path: Path) -> None:
     assert stubs.called("scontrol") == ["requeue 7"]
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_a_notice_that_cannot_be_written_is_tried_once_a_second(stubs: Stubs, tmp_path: Path) -> None:
     """On a full disk it used to try thousands of times a second."""
     stubs.add("touch", "exit 1")

@@ -200,6 +200,7 @@ def test_mistakes(override: str, says: str, tmp_path: Path, capsys: pytest.Captu
 # Checkpoints
 
 
+@pytest.mark.slow
 def test_a_checkpoint_holds_the_adapters_and_names_the_base(
     base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -370,7 +370,9 @@ def test_wandb_is_not_touched_when_it_is_off(use_wandb: Any, tmp_path: Path) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("hangs", [False, True], ids=["raises", "hangs"])
-@pytest.mark.parametrize("trouble", ["init", "log", "finish"])
+@pytest.mark.parametrize(
+    "trouble", ["log", *(pytest.param(call, marks=pytest.mark.campaign) for call in ("init", "finish"))]
+)
 def test_wandb_in_trouble_neither_stops_nor_holds_up_training(
     trouble: str,
     hangs: bool,

@@ -288,7 +288,9 @@ def test_one_rank_and_two_agree(name: str, tolerance: float, on_ranks: dict[int,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", list(LR))
+@pytest.mark.parametrize(
+    "name", ["muon", *(pytest.param(name, marks=pytest.mark.campaign) for name in ("adamw", "sgd"))]
+)
 def test_what_is_configured_wins_over_what_is_stored(name: str, tmp_path: Path) -> None:
     train(tiny_config(tmp_path, f"optim.name={name}", "optim.lr=0.01"), save_at=4)
     changed = tiny_config(
@@ -315,7 +317,7 @@ def test_what_is_configured_wins_over_what_is_stored(name: str, tmp_path: Path) 
         assert tuple(group.get("betas", (0.8, 0.9))) == (0.8, 0.9)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_decay_all_may_change_on_resume(tmp_path: Path) -> None:
     """It is not among what a resume refuses; it moves parameters from one group to another."""
     straight = train(tiny_config(tmp_path / "straight", "optim.weight_decay=0.0"))
@@ -342,7 +344,7 @@ class TwoPartTrainer(OneBatchTrainer):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [AdamTrainer, TwoPartTrainer])
+@pytest.mark.parametrize("kind", [TwoPartTrainer, pytest.param(AdamTrainer, marks=pytest.mark.campaign)])
 def test_an_optimizer_of_ones_own_trains_and_resumes(kind: type[Trainer], tmp_path: Path) -> None:
     own = ["optim.lr=0.02", f"train.steps={STEPS}"]
     straight = train(tiny_config(tmp_path / "straight", *own), kind)

@@ -225,7 +225,7 @@ def assert_all_but_weights_survive(before: dict[str, bytes], out: Path, **change
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tokenizer", [True, False])
+@pytest.mark.parametrize("tokenizer", [True, pytest.param(False, marks=pytest.mark.campaign)])
 def test_what_training_does_not_change_is_exported_byte_for_byte(tokenizer: bool, tmp_path: Path) -> None:
     """When the folder has long gone, and after a resume without it."""
     source = chat_folder(tmp_path / "source")

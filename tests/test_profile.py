@@ -376,6 +376,7 @@ def profiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_perfetto_can_open_the_trace(profiled: Path) -> None:
     """As https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU asks of the JSON format."""
     (name,) = files(profiled)
@@ -390,6 +391,7 @@ def test_perfetto_can_open_the_trace(profiled: Path) -> None:
     assert names(events, "cpu_op")["aten::mm"] > 3 * 2
 
 
+@pytest.mark.slow
 def test_the_trace_names_updates_and_their_phases(profiled: Path) -> None:
     """An evaluation and a save lie between the profiled steps, two micro-batches in each."""
     events = read_trace(profiled / "profile" / "trace_3-5_rank0.json.gz")
@@ -406,6 +408,7 @@ def test_the_trace_names_updates_and_their_phases(profiled: Path) -> None:
         assert before["ts"] + before["dur"] <= after["ts"] + 0.01, "one at a time"
 
 
+@pytest.mark.slow
 def test_the_phases_are_in_the_traces_clock(profiled: Path) -> None:
     """Every attention of a forward pass begins in the phase `forward`, every fused step in `optimizer`."""
     events = read_trace(profiled / "profile" / "trace_3-5_rank0.json.gz")
@@ -423,6 +426,7 @@ def test_the_phases_are_in_the_traces_clock(profiled: Path) -> None:
     assert num_found["aten::_scaled_dot_product_flash_attention_for_cpu_backward"] == 3 * 2 * 2
 
 
+@pytest.mark.slow
 def test_the_record(profiled: Path) -> None:
     (record,) = of("profile", lines(profiled))
     assert (record["first_step"], record["step"]) == (3, 5)
@@ -435,6 +439,7 @@ def test_the_record(profiled: Path) -> None:
     assert record["update_s"] == pytest.approx(sum(u.duration_us for u in timeline.updates) / 3e6)
 
 
+@pytest.mark.slow
 def test_other_readers_of_metrics_are_not_led_astray(profiled: Path, tmp_path: Path) -> None:
     found = lines(profiled)
     without = [line for line in found if line["kind"] != "profile"]
@@ -456,6 +461,7 @@ def test_times_of_profiled_updates_are_marked_where_there_are_no_others(profiled
     assert not any("profiled" in line for line in of("train", fit(tmp_path, "log.every=4", "train.steps=8")))
 
 
+@pytest.mark.slow
 def test_what_is_trained_is_the_same(profiled: Path, tmp_path: Path) -> None:
     plain = fit(tmp_path, "log.profile_steps=null", "eval.every=4", "checkpoint.every=4")
     for kind in ("train", "eval"):
@@ -631,12 +637,14 @@ def test_a_run_that_is_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "log.profile_steps=[3,5]: no profile, the run is past these steps" in capsys.readouterr().out
 
 
+@pytest.mark.campaign
 def test_a_run_too_short_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fit(tmp_path, "train.steps=2")
     assert "log.profile_steps=[3,5]: no profile, the run ends before, with step 2" in capsys.readouterr().out
     assert not (tmp_path / "profile").exists()
 
 
+@pytest.mark.campaign
 def test_a_loop_that_is_left_and_taken_up_again(tmp_path: Path) -> None:
     own = Trainer(profiled_config(tmp_path))
     for record in own.steps():
@@ -649,7 +657,7 @@ def test_a_loop_that_is_left_and_taken_up_again(tmp_path: Path) -> None:
     assert files(tmp_path) == ["trace_3-4_rank0.json.gz", "trace_5-5_rank0.json.gz"]
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_going_back_to_a_checkpoint_ends_the_profile(tmp_path: Path) -> None:
     own = Trainer(profiled_config(tmp_path))
     has_gone_back = False
@@ -671,6 +679,7 @@ class FailsInItsFourthUpdate(Trainer):
         return super().loss(batch)
 
 
+@pytest.mark.campaign
 def test_a_failure_leaves_what_there_was(tmp_path: Path) -> None:
     own = FailsInItsFourthUpdate(profiled_config(tmp_path))
     with pytest.raises(ArithmeticError, match="as if"):
@@ -683,6 +692,7 @@ def test_a_failure_leaves_what_there_was(tmp_path: Path) -> None:
     assert not torch.autograd.profiler._is_profiler_enabled
 
 
+@pytest.mark.campaign
 def test_a_failure_before_any_update_was_through(tmp_path: Path) -> None:
     own = FailsInItsFourthUpdate(profiled_config(tmp_path, "log.profile_steps=[4,5]"))
     with pytest.raises(ArithmeticError, match="as if"):
@@ -692,6 +702,7 @@ def test_a_failure_before_any_update_was_through(tmp_path: Path) -> None:
     assert of("profile", lines(tmp_path)) == []
 
 
+@pytest.mark.campaign
 def test_a_profiler_that_cannot_start_stops_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -719,7 +730,7 @@ def test_without_a_profiler_no_memory_is_recorded(monkeypatch: pytest.MonkeyPatc
     assert not history.called
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.parametrize("cause", ["no space", "no JSON"])
 def test_a_profile_that_cannot_be_written_stops_nothing(
     cause: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -401,7 +401,9 @@ def test_initial_weights_are_those_of_float32_rounded(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("before", "after"), [("bfloat16", "float32"), ("float32", "bfloat16")])
+@pytest.mark.parametrize(
+    ("before", "after"), [("bfloat16", "float32"), pytest.param("float32", "bfloat16", marks=pytest.mark.campaign)]
+)
 def test_the_moments_dtype_may_change_where_that_is_allowed(before: str, after: str, tmp_path: Path) -> None:
     train(tiny(tmp_path, f"optim.state_dtype={before}", "train.steps=4"), save_at=2)
     changed = [f"optim.state_dtype={after}", "train.steps=4"]
@@ -414,6 +416,7 @@ def test_the_moments_dtype_may_change_where_that_is_allowed(before: str, after: 
     trainer.close()
 
 
+@pytest.mark.slow
 def test_weights_of_another_dtype_are_taken_with_init_from(trained: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"train\.weights_dtype: bfloat16 in the checkpoint, float32 now"):
         train(tiny(tmp_path / "a", f"checkpoint.resume={trained}"))
@@ -455,7 +458,7 @@ PLANNED: list[tuple[list[str], tuple[int, int], int]] = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.parametrize(
     ("overrides", "sizes", "micro_batches"),
     [*PLANNED[:1], *(pytest.param(*case, marks=pytest.mark.campaign) for case in PLANNED[1:])],
@@ -474,7 +477,16 @@ def test_the_planned_peak_is_that_of_the_storages(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("overrides", [ALL_BFLOAT16, [*WEIGHTS, *COMPUTE], ["optim.state_dtype=bfloat16"]])
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ALL_BFLOAT16,
+        *(
+            pytest.param(own, marks=pytest.mark.campaign)
+            for own in ([*WEIGHTS, *COMPUTE], ["optim.state_dtype=bfloat16"])
+        ),
+    ],
+)
 def test_what_is_kept_is_what_was_planned(overrides: list[str], tmp_path: Path) -> None:
     from trainer.config import MeshShape
 

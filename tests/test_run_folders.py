@@ -288,14 +288,14 @@ OWN = "needs a place of its own"
 IN_MAKE_TEST = [
     Way(checkpoints_deleted, says=GONE),
     Way(disk_unmounted_with_mount_point, says="speaks of one of step 4", with_options=ELSEWHERE),
-    Way(deleted_and_begun_anew, trains="a"),
     Way(newest_deleted, trains="a", resumed=2),
     Way(run_moved, trains="b", resumed=4),
-    Way(run_copied, trains="b", resumed=4),
     Way(run_copied, says=OWN, with_options=ELSEWHERE),
-    Way(run_copied_for_a_new_one, trains="runs/fresh"),
 ]
 IN_THE_CAMPAIGN = [
+    Way(run_copied_for_a_new_one, trains="runs/fresh"),
+    Way(run_copied, trains="b", resumed=4),
+    Way(deleted_and_begun_anew, trains="a"),
     Way(checkpoints_emptied, says=GONE),
     Way(checkpoints_and_metrics_deleted, says="status.json"),
     Way(checkpoints_moved, says=GONE),
@@ -388,6 +388,7 @@ def test_killed_before_its_first_checkpoint_it_begins_again_by_itself(tmp_path: 
     assert before <= metrics_lines(contents(run))
 
 
+@pytest.mark.slow
 def test_a_loop_that_never_saved_begins_again(tmp_path: Path) -> None:
     config = load_config("llama_small", [*TINY, f"run.dir={tmp_path}", "train.steps=2"])
     for _ in range(2):

@@ -117,7 +117,7 @@ def best_fixed(uptimes_s: Sequence[float], wall_s: float) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("node_mtbf_years", [0.15, pytest.param(0.7, marks=pytest.mark.campaign)])
-@pytest.mark.parametrize("num_gpus", [64, 512, 4096])
+@pytest.mark.parametrize("num_gpus", [512, *(pytest.param(gpus, marks=pytest.mark.campaign) for gpus in (64, 4096))])
 def test_a_simulated_year(num_gpus: int, node_mtbf_years: float) -> None:
     """It is told 6000 hours, whatever is true, and learns."""
     run, draw = Simulated(num_gpus // 8), random.Random(num_gpus)

@@ -262,7 +262,7 @@ def test_what_is_right_passes(cases: list[Case], tmp_path: Path) -> None:
             assert outcome.startswith("passed"), (case, outcome)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_one_rank_passes(tmp_path: Path) -> None:
     cases: list[Case] = [(kind, []) for kind in (Trainer, LeftOut, Frozen, OwnLoader)]
     assert all(outcome.startswith("passed") for outcome in run_ranks(1, outcomes, tmp_path, cases)[0])

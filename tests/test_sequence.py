@@ -179,6 +179,7 @@ def test_no_other_document_has_any_influence(name: str, lengths: list[list[int]]
     assert influence[there].abs().max() == 0.0 < influence[~there].abs().max()
 
 
+@pytest.mark.slow
 def test_compiled_blocks_take_documents_of_any_length() -> None:
     """Without a graph for each batch: there are few before torch gives up."""
     plain, model = build("llama"), build("llama")

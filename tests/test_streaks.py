@@ -177,6 +177,7 @@ def test_a_run_does_not_end_well_in_a_streak(tmp_path: Path) -> None:
     assert run(tmp_path, "train.steps=14") == 0
 
 
+@pytest.mark.campaign
 def test_a_loop_of_ones_own_does_not_end_well_in_a_streak(tmp_path: Path) -> None:
     own = Skipping(tiny_config(tmp_path, *OWN))
     own.skipped = range(12, 13)
@@ -226,13 +227,14 @@ def test_what_is_in_doubt_is_set_aside_once(tmp_path: Path) -> None:
     assert resumed(tmp_path) == [None, 2, 4]
 
 
+@pytest.mark.slow
 def test_the_only_checkpoint_is_never_set_aside(tmp_path: Path) -> None:
     with pytest.raises(TrainingFailed):
         run(tmp_path, "train.max_skipped_updates=3", skipped=range(3, 99))
     assert saved(tmp_path) == ["02"]
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_the_newest_of_a_run_is_the_newest_good_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """For exports, for weights to begin with, for runs that go on from it; the list says which one is not."""
     assert run(tmp_path, skipped=range(5, 8), stops_at=6) == 75

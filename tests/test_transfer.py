@@ -139,7 +139,7 @@ class NotFinite(Trainer):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("reads_late", [False, True])
+@pytest.mark.parametrize("reads_late", [True, pytest.param(False, marks=pytest.mark.campaign)])
 def test_skipped_updates_are_counted(reads_late: bool, tmp_path: Path) -> None:
     """As on a GPU, where they are looked at one step later: nothing is left out, whatever is saved or logged."""
     config = load_config(
@@ -192,7 +192,7 @@ def test_closing_a_run_that_has_failed_looks_at_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("reads_late", [False, True])
+@pytest.mark.parametrize("reads_late", [True, pytest.param(False, marks=pytest.mark.campaign)])
 def test_too_many_skipped_updates_end_the_run(reads_late: bool, tmp_path: Path) -> None:
     overrides = ["train.steps=6", "log.every=6", "train.max_skipped_updates=2", f"run.dir={tmp_path}"]
     trainer = NotFinite(load_config("llama_small", tiny_overrides(*overrides)))

@@ -1,6 +1,7 @@
-"""Done once, in the fork server, so that not every run does it first: a configuration is read, and a step planned.
+"""Done once, in the fork server, so that not every run does it first.
 
-Their caches (of structured configurations, of operators on tensors without values) come to what is forked filled.
+A configuration is read, the standard library's files are listed, a step is planned: the caches of these (of structured
+configurations, of files, of operators on tensors without values) come to what is forked filled.
 """
 
 from __future__ import annotations
@@ -8,7 +9,9 @@ from __future__ import annotations
 from tests.ranks import tiny_overrides
 from trainer import load_config
 from trainer.config import MeshShape
+from trainer.data.stdlib import StdlibCorpus
 from trainer.plan.machine import find_machine
 from trainer.plan.plan import make_plan, planned
 
+StdlibCorpus()
 make_plan(planned(load_config("llama_small", tiny_overrides())), MeshShape(1, 1), find_machine("cpu"))

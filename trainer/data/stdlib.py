@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gzip
 import hashlib
 import json
@@ -11,7 +12,7 @@ import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 from trainer.data.cache import find_cache_folders
 from trainer.data.shards import Shard, ShardError, ShardInfo, ShardWriter
@@ -24,6 +25,39 @@ if TYPE_CHECKING:
 Split: TypeAlias = Literal["train", "eval"]
 
 
+_LEFT_OUT = frozenset(
+    ["test", "tests", "idle_test", "encodings", "pydoc_data", "site-packages", "dist-packages", "__pycache__"]
+)
+
+
+class SourceFile(NamedTuple):
+    """A file of source text, and by what a change of it is noticed."""
+
+    name: str
+    """Relative to the library's folder, with `/`."""
+    num_bytes: int
+    mtime_ns: int
+
+
+@functools.cache  # a process that trains opens them several times
+def find_source_files(folder: Path) -> tuple[SourceFile, ...]:
+    """Return the source files below `folder` in the order of their names, without those left out."""
+    return tuple(sorted(_walk(str(folder), "")))
+
+
+def _walk(folder: str, prefix: str) -> Iterator[SourceFile]:
+    entries: list[os.DirEntry[str]] = []
+    with contextlib.suppress(OSError):  # a folder that cannot be read has no files
+        entries = list(os.scandir(folder))
+    for entry in entries:
+        if entry.is_dir():
+            if entry.name not in _LEFT_OUT and not entry.is_symlink():
+                yield from _walk(entry.path, f"{prefix}{entry.name}/")
+        elif entry.name.endswith(".py"):
+            stat = entry.stat()
+            yield SourceFile(prefix + entry.name, stat.st_size, stat.st_mtime_ns)
+
+
 class StdlibCorpus:
     """This Python's own source text: there wherever Python is, and the same for all ranks.
 
@@ -31,13 +65,9 @@ class StdlibCorpus:
     twenty is held out, by a hash of its name.
     """
 
-    _LEFT_OUT = frozenset(
-        ["test", "tests", "idle_test", "encodings", "pydoc_data", "site-packages", "dist-packages", "__pycache__"]
-    )
-
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder or Path(sysconfig.get_path("stdlib"))
-        self._names = sorted(self._walk())
+        self._files = find_source_files(self._folder)
         if not all(self._find_names(split) for split in ("train", "eval")):
             rule = f"this Python has no source files of its standard library in {self._folder}"
             raise setting_error("data.source", "stdlib", rule, "synthetic")
@@ -73,21 +103,12 @@ class StdlibCorpus:
         rule = f"tokenized text cannot be kept there ({failure})" if failure else "no folder to keep tokenized text in"
         raise setting_error("data.cache_dir", cache_dir, rule, fix="name a folder that you can write to")
 
-    def _walk(self) -> Iterator[str]:
-        for folder, subfolders, names in os.walk(self._folder):
-            subfolders[:] = [name for name in subfolders if name not in self._LEFT_OUT]
-            for name in names:
-                if name.endswith(".py"):
-                    yield Path(folder, name).relative_to(self._folder).as_posix()
-
     def _find_names(self, split: Split) -> list[str]:
-        return [name for name in self._names if _is_held_out(name) == (split == "eval")]
+        return [file.name for file in self._files if _is_held_out(file.name) == (split == "eval")]
 
     def _fingerprint(self, tokenizer: Tokenizer) -> str:
         """Return a digest of all that the tokens depend on, without reading the files."""
-        stats = [(name, (self._folder / name).stat()) for name in self._names]
-        files = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
-        content = json.dumps([ShardInfo.format, sys.version, str(self._folder), tokenizer.name, files])
+        content = json.dumps([ShardInfo.format, sys.version, str(self._folder), tokenizer.name, self._files])
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
