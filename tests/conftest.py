@@ -83,6 +83,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         import torch._dynamo
         import torch.distributed.checkpoint  # noqa: F401
 
+        from tests.probes import keep_probes
+
+        keep_probes()
+
 
 @pytest.fixture(autouse=True, scope="module")
 def nothing_imported_is_looked_through_again() -> None:
