@@ -26,7 +26,8 @@ from trainer.lifecycle.recorder import Progress, progress_of
 from trainer.lifecycle.standing import Standing, find_late, is_stuck, reason_of, table
 from trainer.lifecycle.watchdog import _ANSWER_S, _SAVE_GRACE_S, Watchdog
 
-LIMIT_S = 4.0
+LIMIT_S = 8.0
+"""More than a good step takes where other processes, or other machines on the same host, have the cores for seconds."""
 SLEEPING = ["recipe=llama_small", "model.name=tests.sleeping_trainer:sleeping", "data.source=synthetic"]
 SLEEPING += ["data.seq_len=16", "train.steps=5", "log.every=1", "log.sample_tokens=0", "checkpoint.every=0"]
 SLEEPING += ["run.threads=1"]
@@ -77,7 +78,7 @@ SLOW = [
     ("place", "rank"), [*CASES, *(pytest.param(*case, marks=pytest.mark.campaign) for case in SLOW)]
 )
 def test_the_rank_that_sleeps_is_named(place: str, rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    more = {"evaluate": ["eval.every=2", "eval.steps=2", "run.first_step_timeout_s=8"], "save": ["checkpoint.every=3"]}
+    more = {"evaluate": ["eval.every=2", "eval.steps=2", "run.first_step_timeout_s=16"], "save": ["checkpoint.every=3"]}
     more["writing"] = [*more["save"], "train.steps=100000"]
     ran, seconds = run_sleeping(monkeypatch, tmp_path / "run", place, *LIMITS, *more.get(place, []), rank=rank)
     phase, function = PLACES[place]
