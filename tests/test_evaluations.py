@@ -97,7 +97,7 @@ class OnceFull(Scripted):
         return super().evaluate()
 
 
-@pytest.mark.campaign
+@pytest.mark.slow
 def test_of_those_that_are_there_the_best_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One that could not be saved, or was deleted, is in no other's way."""
     trained(tmp_path / "full", "checkpoint.keep_best=1", "checkpoint.mode=sync", "train.steps=9", kind=OnceFull)

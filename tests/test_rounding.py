@@ -459,10 +459,7 @@ PLANNED: list[tuple[list[str], tuple[int, int], int]] = [
 
 
 @pytest.mark.campaign
-@pytest.mark.parametrize(
-    ("overrides", "sizes", "micro_batches"),
-    [*PLANNED[:1], *(pytest.param(*case, marks=pytest.mark.campaign) for case in PLANNED[1:])],
-)
+@pytest.mark.parametrize(("overrides", "sizes", "micro_batches"), PLANNED)
 def test_the_planned_peak_is_that_of_the_storages(
     overrides: list[str], sizes: tuple[int, int], micro_batches: int
 ) -> None:

@@ -290,11 +290,11 @@ IN_MAKE_TEST = [
     Way(disk_unmounted_with_mount_point, says="speaks of one of step 4", with_options=ELSEWHERE),
     Way(newest_deleted, trains="a", resumed=2),
     Way(run_moved, trains="b", resumed=4),
+    Way(run_copied, trains="b", resumed=4),
     Way(run_copied, says=OWN, with_options=ELSEWHERE),
 ]
 IN_THE_CAMPAIGN = [
     Way(run_copied_for_a_new_one, trains="runs/fresh"),
-    Way(run_copied, trains="b", resumed=4),
     Way(deleted_and_begun_anew, trains="a"),
     Way(checkpoints_emptied, says=GONE),
     Way(checkpoints_and_metrics_deleted, says="status.json"),

@@ -130,7 +130,7 @@ KINDS = ["beginnings", "one"]
 @pytest.mark.parametrize(
     ("ranks", "runs", "data", "num_steps"),
     [
-        pytest.param(2, FEW, "data.documents=masked", 3, marks=CAMPAIGN),
+        (2, FEW, "data.documents=masked", 3),
         pytest.param(4, FEW_ON_FOUR, "data.documents=masked", 10, marks=CAMPAIGN),
         pytest.param(4, FEW_ON_FOUR, "data.documents=joined", 10, marks=CAMPAIGN),
     ],
