@@ -51,6 +51,7 @@ _ALONE = [
     Part("preemptions", ("test_preemptions.py",), 9.0, workers=1),
     Part("ray", ("test_ray.py",), 0.5, workers=1, needs="ray"),
     Part("benches", ("test_benches.py", "test_profile.py"), 4.0, workers=1),
+    Part("pages", ("test_pages.py",), 11.0, workers=1),
     Part("moments", ("test_moments.py",), 25.0, workers=1),
     Part(
         "architectures",

@@ -806,6 +806,13 @@ DEFECTS: list[Defect] = [
         "return counted if slices is None else counted[..., : tokens_BT.shape[1]]",
     ),
     Defect(
+        "gathered-keys-kept",
+        "context-planned",
+        "trainer/config/context.py",
+        'config.train.activation_checkpoint == "none"',
+        'config.train.activation_checkpoint == "nothing"',
+    ),
+    Defect(
         "tail-of-another-rank",
         "context",
         "trainer/sequence/context.py",

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from trainer.recipes.llama.config import LlamaConfig
 
 from tests.ranks import run_command, run_ranks, run_tiny, tiny_overrides
 from tests.runs import STEPS, Shared
@@ -162,6 +163,28 @@ def test_the_method_follows_from_heads_and_nodes() -> None:
     assert with_method(config, 1).mesh.context_method == "gather"
     config = load_config("llama_small", tiny_overrides("mesh.context=4", "model.num_kv_heads=2"))
     assert with_method(config, 4).mesh.context_method == "gather"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("context", "checkpointing"),
+    [(4, "none"), *(pytest.param(c, how, marks=pytest.mark.campaign) for c in (2, 8) for how in ("none", "full", "2"))],
+)
+def test_a_slice_needs_what_so_short_a_sequence_needs(context: int, checkpointing: str) -> None:
+    """And the keys and values of one block, whole: what a real run needs is what is planned (`test_plan.py`)."""
+
+    def peak(num_tokens: int, *overrides: str) -> int:
+        given = [f"data.seq_len={num_tokens}", "model.max_seq_len=8192", f"train.activation_checkpoint={checkpointing}"]
+        config = planned(load_config("llama_small", [*given, "train.micro_batch_size=1", *overrides]))
+        return make_plan(config, MeshShape(1, 8), find_machine("cpu")).memory.peak.total
+
+    batch = f"train.global_batch_size={8 // context}"
+    whole = peak(8192 // context, "train.global_batch_size=8")
+    in_slices = peak(8192, batch, f"mesh.context={context}", GATHER)
+    model = load_config("llama_small").model
+    assert isinstance(model, LlamaConfig)
+    keys_and_values = 4 * 2 * 8192 * model.dim * model.num_kv_heads // model.num_heads
+    assert in_slices <= 1.05 * whole + keys_and_values
 
 
 @pytest.mark.campaign

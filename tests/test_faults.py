@@ -60,8 +60,14 @@ RUN = [
     "run.threads=1",
     f"checkpoint.every={EVERY}",
     "checkpoint.keep_last=2",
+    "run.timeout_s=100",
+    "checkpoint.timeout_s=50",
 ]
-"""A run of a fraction of a second, which saves at steps 2, 4, 6 and 8."""
+"""A run of a fraction of a second, which saves at steps 2, 4, 6 and 8.
+
+Where a rank dies and no launcher ends the others, gloo overlooks the closed connection once in some hundred times: then
+these limits end the wait.
+"""
 
 
 def with_(*overrides: str, base: Iterable[str] = tuple(RUN)) -> list[str]:

@@ -30,6 +30,8 @@ class Slices:
     """Tokens of a whole sequence."""
     group: str = ""
     """The name of the ranks' process group; empty where nothing is to be sent."""
+    gathers_again: bool = False
+    """Whether backward gathers a block's keys and values once more, instead of every block keeping all of its own."""
 
     @property
     def num_tokens(self) -> int:
@@ -50,7 +52,8 @@ def find_slices(config: RunConfig, rank: int) -> Slices | None:
     context = config.context
     if context == 1:
         return None
-    return Slices(rank % context, context, config.mesh.context_method, config.data.seq_len)
+    again = config.train.activation_checkpoint == "none"  # blocks that are recomputed gather again in any case
+    return Slices(rank % context, context, config.mesh.context_method, config.data.seq_len, gathers_again=again)
 
 
 def with_method(config: RunConfig, ranks_per_node: int) -> RunConfig:

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.attention.varlen  # registers its operator
 from torch import nn
 from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -28,16 +27,9 @@ from torch.utils.flop_counter import sdpa_flop
 from trainer.model.experts import GROUPED
 from trainer.model.fake import GROUPED_PRODUCT, without_values
 from trainer.model.parameters import storage_id
+from trainer.sequence.attention import OPERATORS
 
 _aten = torch.ops.aten
-
-ATTENTION = (
-    "_scaled_dot_product_flash_attention",
-    "_scaled_dot_product_flash_attention_for_cpu",
-    "_scaled_dot_product_efficient_attention",
-    "_scaled_dot_product_cudnn_attention",
-)
-"""Names of the attention kernels: which one runs depends on the device.  Each has a `_backward`."""
 
 _KINDS = {
     _aten.mm.default: "matmul",
@@ -45,8 +37,7 @@ _KINDS = {
     _aten.bmm.default: "batched matmul",
     GROUPED: "grouped matmul",
     GROUPED_PRODUCT: "grouped matmul of torch",
-    **{getattr(_aten, name).default: "attention" for name in ATTENTION},
-    torch.ops.torch_attn._varlen_attn.default: "attention",
+    **dict.fromkeys(OPERATORS, "attention"),
 }
 """The operators that cost more than they write.  Which of the attention kernels runs depends on the device."""
 

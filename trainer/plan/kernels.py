@@ -19,7 +19,6 @@ from torch.utils.flop_counter import flop_registry, register_flop_formula, sdpa_
 
 from trainer.loss import as_on_a_gpu
 from trainer.model.fake import GROUPED_PRODUCT
-from trainer.model.recompute import ATTENTION
 from trainer.sequence import attention
 
 aten = torch.ops.aten
@@ -52,7 +51,7 @@ SENT: Mapping[Any, Literal["all_gather", "reduce_scatter", "all_to_all"]] = {
 
 _FREE = {aten.detach.default, aten.empty.memory_format, aten.new_empty.default, aten.new_empty_strided.default}
 
-_ATTENTION = {getattr(aten, f"{name}{way}") for name in ATTENTION for way in ("", "_backward")}
+_ATTENTION = {getattr(aten, f"{name}{way}") for name in attention.KERNELS for way in ("", "_backward")}
 
 
 def _grouped_flop(first: Sequence[int], second: Sequence[int], *others: Any, **options: Any) -> int:
@@ -170,7 +169,7 @@ def use_gpu_kernels(model: nn.Module) -> None:
                 return forward(*args, **kwargs)
             is_on = True
             try:
-                with _GpuKernels(), as_on_a_gpu(), attention.as_on_a_gpu():
+                with _GpuKernels(), as_on_a_gpu(), attention.as_on_a_gpu(_GpuKernels):
                     return forward(*args, **kwargs)
             finally:
                 is_on = False

@@ -114,6 +114,8 @@ def _trace(
     fuses = device_type == "cuda" and compiles_when_planned(config.train.compile, device_type)
     if fuses:  # what is cheap is recomputed in compiled blocks, too, where nothing else was asked for
         apply_activation_checkpointing([block for block in blocks if id(block) not in checkpointed], "selective")
+    train = replace(config.train, activation_checkpoint="selective" if fuses else checkpointing)
+    slices = find_slices(replace(config, train=train), rank=0)
     repetition = Repetition(model, units if shortens else (), checkpointed)
     with warnings.catch_warnings(), without_values():
         warnings.simplefilter("ignore")  # of hooks on views, which are FSDP's to warn of
@@ -131,7 +133,7 @@ def _trace(
                 recorder.watch_unit(unit.modules, number)
         recorder.watch_unit((model,), len(units), is_root=True)
         loss_of = find_loss(model)
-        with meter, sliced(find_slices(config, rank=0)), by_row() if config.train.objective == "dpo" else nullcontext():
+        with meter, sliced(slices), by_row() if config.train.objective == "dpo" else nullcontext():
             if config.train.objective == "dpo":
                 with torch.no_grad():  # the reference, which is like it
                     loss_of(batch)

@@ -45,7 +45,8 @@ def attend(
     among it, masks.  dropout: the share of attention weights that is dropped.
 
     Of slices of sequences T is a slice's, and collectives of the ranks that share them are an all-gather of keys and
-    values with one reduce-scatter backward, or two all-to-alls and two backward.
+    values, once more backward unless the block keeps them, and one reduce-scatter backward; or two all-to-alls and two
+    backward.
     """
     if isinstance(documents, Cache):
         return attend_further(q_BNTH, *documents.extend(k_BKTH, v_BKTH))

@@ -6,9 +6,9 @@ Shape suffixes: B batch, T time, N query heads, K key and value heads, H head si
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -17,18 +17,49 @@ from torch.nn.attention.varlen import varlen_attn
 
 from trainer.sequence.documents import Documents
 
-_plans_for_a_gpu = False
+KERNELS = (
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+)
+"""Names of the attention kernels: which one runs depends on the device.  Each has a `_backward`."""
+
+OPERATORS = frozenset(
+    {*(getattr(torch.ops.aten, name).default for name in KERNELS), torch.ops.torch_attn._varlen_attn.default}
+)
+"""All operators that attend and never hold all scores."""
+
+Kernels: TypeAlias = "Callable[[], AbstractContextManager[Any]]"
+
+_planned: Kernels | None = None
 
 
 @contextmanager
-def as_on_a_gpu() -> Iterator[None]:
-    """Attend as a GPU does, which makes no mask of what is causal: for a plan, whose tensors are nowhere."""
-    global _plans_for_a_gpu
-    before, _plans_for_a_gpu = _plans_for_a_gpu, True
+def as_on_a_gpu(kernels: Kernels) -> Iterator[None]:
+    """Attend as a GPU does, which makes no mask of what is causal: for a plan, whose tensors are nowhere.
+
+    kernels: makes what stands in for the kernels of a GPU, and is entered again where `as_now` recomputes.
+    """
+    global _planned
+    before, _planned = _planned, kernels
     try:
         yield
     finally:
-        _plans_for_a_gpu = before
+        _planned = before
+
+
+def as_now(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Return a function that attends, for a later call in the backward pass: with kernels as they are now."""
+    kernels = _planned
+    if kernels is None:
+        return function
+
+    def run(*args: Any) -> torch.Tensor:
+        with as_on_a_gpu(kernels), kernels():
+            return function(*args)
+
+    return run
 
 
 def attend_whole(
@@ -60,9 +91,9 @@ def attend_further(q_BNQH: torch.Tensor, k_BKTH: torch.Tensor, v_BKTH: torch.Ten
     """Attend from the last Q of T tokens, where a text is still being written."""
     num_new, num_all = q_BNQH.shape[2], k_BKTH.shape[2]
     grouped = k_BKTH.shape[1] != q_BNQH.shape[1]
-    mask = _lower_right(num_new, num_all, q_BNQH.device) if 1 < num_new < num_all else None
-    is_causal = num_new == num_all
-    return F.scaled_dot_product_attention(q_BNQH, k_BKTH, v_BKTH, mask, is_causal=is_causal, enable_gqa=grouped)
+    if num_new == 1 < num_all:
+        return F.scaled_dot_product_attention(q_BNQH, k_BKTH, v_BKTH, enable_gqa=grouped)
+    return _attend_causally(q_BNQH, k_BKTH, v_BKTH, 0.0, grouped)
 
 
 def _takes_groups(device_type: str, dtype: torch.dtype) -> bool:
@@ -74,19 +105,25 @@ def _attend_causally(
     q_BNQH: torch.Tensor, k_BKTH: torch.Tensor, v_BKTH: torch.Tensor, dropout: float, grouped: bool
 ) -> torch.Tensor:
     num_new, num_all = q_BNQH.shape[2], k_BKTH.shape[2]
-    mask: torch.Tensor | None = None
-    if num_new < num_all and q_BNQH.is_cuda:
-        mask = causal_lower_right(num_new, num_all)  # which no kernel of a GPU ever makes
-    elif num_new < num_all and not _plans_for_a_gpu:
-        mask = _lower_right(num_new, num_all, q_BNQH.device)
-    return F.scaled_dot_product_attention(
-        q_BNQH, k_BKTH, v_BKTH, mask, dropout_p=dropout, is_causal=mask is None, enable_gqa=grouped
-    )
+    options: dict[str, Any] = {"dropout_p": dropout, "enable_gqa": grouped}
+    if num_new == num_all or (not q_BNQH.is_cuda and _planned is not None):
+        return F.scaled_dot_product_attention(q_BNQH, k_BKTH, v_BKTH, is_causal=True, **options)
+    if q_BNQH.is_cuda:
+        bias = causal_lower_right(num_new, num_all)  # which no kernel of a GPU ever makes
+        return F.scaled_dot_product_attention(q_BNQH, k_BKTH, v_BKTH, bias, **options)
+    mask = _last_to_first(q_BNQH, num_all)
+    return F.scaled_dot_product_attention(q_BNQH.flip(2), k_BKTH, v_BKTH, mask, **options).flip(2)
 
 
-def _lower_right(num_new: int, num_all: int, device: torch.device) -> torch.Tensor:
-    """Return the mask of the last of all tokens: True where one may see another, (Q, T)."""
-    return torch.ones(num_new, num_all, dtype=torch.bool, device=device).tril(num_all - num_new)
+def _last_to_first(q_BNQH: torch.Tensor, num_all: int) -> torch.Tensor:
+    """Return the mask of the last Q of T tokens, from the last to the first of them: 0 where one sees another, (Q, T).
+
+    Each row is the one before, moved on by one: a view of Q + T numbers, for any length.
+    """
+    num_new = q_BNQH.shape[2]
+    line = q_BNQH.new_zeros(num_new + num_all - 1)
+    line[num_all:] = -torch.inf
+    return line.as_strided((num_new, num_all), (1, 1))
 
 
 def _attend_in_turn(

@@ -7,13 +7,15 @@ H head size, C slices.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from trainer.config import Slices
 from trainer.distributed.exchange import exchange_parts, gather_parts
 from trainer.errors import UserError, setting_error
-from trainer.sequence.attention import attend_whole
+from trainer.sequence.attention import OPERATORS, as_now, attend_whole
 from trainer.sequence.documents import Documents
 
 
@@ -44,16 +46,45 @@ def _attend_gathered(
     documents: Documents | None,
     dropout: float,
 ) -> torch.Tensor:
-    """Gather all keys and values; each piece attends to what comes before it."""
-    gathered_C2BKtH = gather_parts(torch.stack((k_BKtH, v_BKtH)), slices.count, slices.group)
-    heads_C2BKSH, tails_C2BKSH = gathered_C2BKtH.chunk(2, -2)
-    pieces_2BKPSH = torch.cat((heads_C2BKSH, tails_C2BKSH.flip(0))).movedim(0, 3)
-    k_BKTH, v_BKTH = pieces_2BKPSH.flatten(3, 4).unbind()
+    """Gather all keys and values, which do not outlive this call where they are gathered again in backward."""
+    if not slices.gathers_again:
+        return _attend_to_all(slices, q_BNtH, k_BKtH, v_BKtH, documents, dropout)
+    kept: Any = {"use_reentrant": False, "context_fn": _keep_attended, "preserve_rng_state": dropout > 0}
+    found: torch.Tensor = checkpoint(as_now(_attend_to_all), slices, q_BNtH, k_BKtH, v_BKtH, documents, dropout, **kept)
+    return found
+
+
+def _attend_to_all(
+    slices: Slices,
+    q_BNtH: torch.Tensor,
+    k_BKtH: torch.Tensor,
+    v_BKtH: torch.Tensor,
+    documents: Documents | None,
+    dropout: float,
+) -> torch.Tensor:
+    """Let each piece attend to what comes before it in the sequence."""
+    k_BKTH, v_BKTH = _in_order(gather_parts(torch.stack((k_BKtH, v_BKtH)), slices.count, slices.group)).unbind()
     found = []
     for number, (q_BNSH, (_, stop)) in enumerate(zip(q_BNtH.chunk(2, 2), slices.pieces, strict=True)):
         apart = None if documents is None else documents.pieces[number]
         found.append(attend_whole(q_BNSH, k_BKTH[:, :, :stop], v_BKTH[:, :, :stop], apart, dropout))
     return torch.cat(found, 2)
+
+
+def _in_order(slices_C2BKtH: torch.Tensor) -> torch.Tensor:
+    """Return all slices as the sequence that they are cut from: (2, B, K, T, H)."""
+    heads_C2BKSH, tails_C2BKSH = slices_C2BKtH.chunk(2, -2)
+    pieces_2BKPSH = torch.cat((heads_C2BKSH, tails_C2BKSH.flip(0))).movedim(0, 3)
+    return pieces_2BKPSH.flatten(3, 4)
+
+
+def _keep_attended() -> Any:
+    """Return the contexts of `torch.utils.checkpoint` in which what the attention kernels return is kept, no more."""
+    return create_selective_checkpoint_contexts(_is_kept)
+
+
+def _is_kept(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator in OPERATORS else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _attend_by_heads(
