@@ -286,17 +286,11 @@ class TokenSource(Source):
         Raises ShardError, for an unknown id as well.
         """
         rows = np.empty((len(starts), count), self._dtype)
-        shards, shard_starts = self.shards, self._shard_starts
-        row = -1
-        try:
-            for row, start in enumerate(starts):
-                number = bisect.bisect_right(shard_starts, start) - 1
-                if start + count <= shard_starts[number + 1]:
-                    shards[number].read_into(rows[row], start - shard_starts[number])
-                else:
-                    self._read(rows[row], start)
-        except ShardError as error:
-            raise ShardError(f"sample {indices[row]} cannot be read: {error}") from error
+        for index, row, start in zip(indices, rows, starts, strict=True):
+            try:
+                self._read(row, start)
+            except ShardError as error:
+                raise ShardError(f"sample {index} cannot be read: {error}") from error
         if self._is_beyond(rows):
             number = int(np.argmax((rows >= self.vocab_size).any(axis=1)))
             raise ShardError(self._beyond(rows[number], indices[number], starts[number]))
