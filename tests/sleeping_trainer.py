@@ -36,13 +36,18 @@ class SleepingTrainer(Trainer):
         super().__init__(config)
         self.state.add("nap", Nap(self))
         self.model.table.register_forward_hook(self.sleep_in_its_backward)  # type: ignore[union-attr, arg-type]
-        write = trainer.checkpoint.store.write_tensors
+        write, take = trainer.checkpoint.store.write_tensors, self.checkpoints.take
 
         def write_tensors(*args: Any) -> Any:
             self.sleep_in("writing")
             return write(*args)
 
+        def take_result(*args: Any) -> Any:
+            self.sleep_in("collect")
+            return take(*args)
+
         trainer.checkpoint.store.write_tensors = write_tensors
+        self.checkpoints.take = take_result  # type: ignore[method-assign]
 
     def sleep_in(self, place: str) -> None:
         wanted = os.environ.get("MESHTRAINER_TEST_PLACE")

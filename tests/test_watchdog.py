@@ -100,6 +100,17 @@ def test_the_rank_that_sleeps_is_named(place: str, rank: int, tmp_path: Path, mo
     assert seconds < limit_s + 200, "not the 300 s of the default, whatever else the machine does"
 
 
+@pytest.mark.slow
+def test_a_rank_that_is_lost_once_a_save_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others wait for its word, and not as long as storage may take: a cable that was cut then cost an hour."""
+    more = ["train.steps=100000", "checkpoint.every=3", "checkpoint.when_busy=skip", f"run.timeout_s={LIMIT_S}"]
+    ran, seconds = run_sleeping(monkeypatch, tmp_path / "run", "collect", *more)
+    assert ran.exit_code == 1
+    assert "watchdog: rank 1 stood still in save of step" in ran.stderr
+    assert ran.status["reason"].startswith("watchdog: rank 1 stood still in save of step")
+    assert seconds < 200, "not the hour of checkpoint.timeout_s"
+
+
 @pytest.mark.campaign
 def test_a_rank_that_is_stopped_with_a_save_in_flight(tmp_path: Path) -> None:
     """Its part of the save is never written: nobody waits a minute for the end of that."""

@@ -191,7 +191,7 @@ class Saver:
     def collect(self) -> None:
         """Collect the result of the save in flight if it has ended on every rank; never waits."""
         if self._checkpoints.in_flight and (self._is_written.everyone or self._is_overdue.anyone):
-            self._collect()
+            self._collect(has_ended=self._is_written.everyone)
 
     def finish(self) -> SaveResult | None:
         """Wait for the save in flight, if there is one, report it and return how it went."""
@@ -252,13 +252,13 @@ class Saver:
         with self._listener.waiting():
             self._checkpoints.start(state, background, self.schedule.begin(state.step))
 
-    def _collect(self, warns: bool = True) -> SaveResult:
+    def _collect(self, warns: bool = True, has_ended: bool = False) -> SaveResult:
         """Take the result of the save in flight, the same on all ranks, and report it.
 
         Raises TrainingFailed after too many failures in a row, and where the storage does not answer.
         """
         with self._listener.waiting():
-            result = self._checkpoints.take()
+            result = self._checkpoints.take(has_ended)
         self._listener.ended(result, self.schedule.pace.every_s)
         if result.lost == "storage":
             raise TrainingFailed(f"cannot save: {result.error} (checkpoint.timeout_s)")

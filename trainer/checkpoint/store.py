@@ -211,10 +211,11 @@ class Checkpoints:
         blocked_s = time.perf_counter() - started if background else None
         self._in_flight = self._thread.submit(self._save, snapshot, tensors, failure, state, started, blocked_s)
 
-    def take(self) -> SaveResult:
+    def take(self, has_ended: bool = False) -> SaveResult:
         """Wait for the save in flight and return how it went, the same on all ranks.  Collective: one gather.
 
-        Waits no longer than a save may take: then the result says that the storage gives no answer.
+        Waits no longer than a save may take: then the result says that the storage gives no answer.  `has_ended`: the
+        save has ended on every rank, so that a rank that is silent now is lost, and not with its storage.
         """
         future = self._in_flight
         assert future is not None
@@ -225,7 +226,8 @@ class Checkpoints:
             path = f"{self.place}/{PREFIX}*"
             late = f"rank {self.world.rank} is still {self.stage} after {self.settings.timeout_s:.0f} s"
             result = SaveResult(-1, path, error=late, lost="storage")
-        everybody = self._results.gather((result.error, result.lost, self.stage))
+        channel = self.world if has_ended else self._results
+        everybody = channel.gather((result.error, result.lost, self.stage))
         lost = {kind for _, kind, _ in everybody}
         if lost != {""}:
             to_blame = [error for error, kind, stage in everybody if kind and stage != _WAITING]
