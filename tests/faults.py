@@ -105,8 +105,8 @@ def _install(fault: Fault) -> None:
         _wrap(owner, attribute, lambda name=name: _fail_or_hang(name))
     take = Checkpoints.take
 
-    def noted_take(self: Checkpoints) -> Any:
-        result = take(self)
+    def noted_take(self: Checkpoints, has_ended: bool = False) -> Any:
+        result = take(self, has_ended)
         with open(Path(fault.log, f"results.{_RANK}"), "a") as file:
             file.write(json.dumps([result.step, result.error]) + "\n")
         return result
