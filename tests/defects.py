@@ -731,8 +731,8 @@ DEFECTS: list[Defect] = [
         "sample-obeyed",
         "terminal",
         "trainer/metrics/console.py",
-        "self.console.print(Text(printable(text), style=style))",
-        "self.console.print(Text(text, style=style))",
+        "self._screen.show_line(printable(text), style)",
+        "self._screen.show_line(text, style)",
     ),
     Defect(
         "clock-of-the-wall",

@@ -14,10 +14,11 @@ import subprocess
 import sys
 import threading
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import pytest
 import torch
@@ -34,7 +35,9 @@ from trainer.metrics.console import ConsoleSink, readable_bytes, readable_count,
 from trainer.metrics.meter import peak_memory_gib
 from trainer.metrics.outlet import KeptText, Outlet
 from trainer.metrics.record import Record
+from trainer.metrics.screen import PlainScreen, Screen, find_screen
 from trainer.metrics.sinks import JsonLines, WandB
+from trainer.metrics.terminal import Terminal
 
 NULL = type(None)
 FIELDS: dict[str, dict[str, tuple[type, ...]]] = {
@@ -419,10 +422,15 @@ RECORDS = [
 ]
 
 
-def shown(**options: Any) -> str:
+def terminal_of(file: TextIO, columns: int = 200, **options: Any) -> Terminal:
+    options = {"width": columns, "force_terminal": True, "soft_wrap": True, "color_system": None, **options}
+    return Terminal(Console(file=file, highlight=False, **options))
+
+
+def shown(screen_of: Callable[[TextIO], Screen]) -> str:
     """Return what a console prints of a whole run."""
     file = StringIO()
-    sink = ConsoleSink(10, Console(file=file, width=200, highlight=False, soft_wrap=True, **options))
+    sink = ConsoleSink(10, screen_of(file))
     sink.start({"run": "mine", "mesh": "shard [2]"})
     for record in RECORDS:
         sink.write(record)
@@ -435,7 +443,7 @@ def shown(**options: Any) -> str:
 
 
 def test_plain_lines_without_a_terminal() -> None:
-    text = shown(force_terminal=False)
+    text = shown(find_screen)
     assert "\x1b" not in text
     assert "\r" not in text
     printed = text.splitlines()
@@ -453,9 +461,7 @@ def test_plain_lines_without_a_terminal() -> None:
 def test_a_progress_line_fits_its_terminal(columns: int, left_out: str) -> None:
     """What matters least goes first; step, loss and the time left always stay."""
     file = StringIO()
-    sink = ConsoleSink(
-        100_000, Console(file=file, width=columns, force_terminal=True, soft_wrap=True, color_system=None)
-    )
+    sink = ConsoleSink(100_000, terminal_of(file, columns))
     sink.write(Record(**{**TRAIN, "step": 12_000, "mfu": 0.413}))
     (line,) = file.getvalue().splitlines()
     assert len(line) <= columns or columns == 20
@@ -469,7 +475,7 @@ def test_a_progress_line_fits_its_terminal(columns: int, left_out: str) -> None:
 @pytest.mark.parametrize("columns", [140, 80, 40])
 def test_other_lines_fit_too(columns: int) -> None:
     file = StringIO()
-    sink = ConsoleSink(10, Console(file=file, width=columns, force_terminal=True, soft_wrap=True, color_system=None))
+    sink = ConsoleSink(10, terminal_of(file, columns))
     norms = {"tok_embeddings.weight": 33.4, "layers.11.attention.wq.weight": 1.234}
     sink.write(Record(kind="eval", step=119_500, loss=2.25, bits_per_byte=1.9))
     sink.write(Record(kind="norms", step=119_500, grad_norm=norms))
@@ -483,7 +489,7 @@ def test_other_lines_fit_too(columns: int) -> None:
 
 def test_the_time_left_moves_slowly() -> None:
     file = StringIO()
-    sink = ConsoleSink(103, Console(file=file, width=200, highlight=False, soft_wrap=True))
+    sink = ConsoleSink(103, PlainScreen(file))
     sink.write(Record(**{**TRAIN, "step_s": 1.0}))
     sink.write(Record(**{**TRAIN, "step_s": 2.0}))
     assert [line.rpartition("eta ")[2] for line in file.getvalue().splitlines()] == ["1m40s", "2m10s"]
@@ -506,7 +512,7 @@ def test_the_text_of_the_console_is_kept(tmp_path: Path) -> None:
 
 
 def test_rich_on_a_terminal() -> None:
-    text = shown(force_terminal=True, color_system="truecolor")
+    text = shown(partial(terminal_of, color_system="truecolor"))
     for part in ("meshtrainer", "mine", "shard [2]", "loss 2.5000", "10/10", "[bold]as it stands[/bold]"):
         assert part in text, part
     assert "\x1b[" in text

@@ -8,6 +8,7 @@ import json
 import math
 import pickle
 import statistics
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -866,7 +867,10 @@ def test_on_a_gpu(tmp_path: Path) -> None:
 
 def test_a_record_without_shares_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     from trainer.metrics.console import ConsoleSink
+    from trainer.metrics.screen import PlainScreen
 
     none = dict.fromkeys(KINDS)
-    ConsoleSink(5).write(Record(kind="profile", step=5, first_step=3, update_s=0.5, trace="t.gz", memory=None, **none))
+    ConsoleSink(5, PlainScreen(sys.stdout)).write(
+        Record(kind="profile", step=5, first_step=3, update_s=0.5, trace="t.gz", memory=None, **none)
+    )
     assert "profiled steps 3 to 5, 0.5 s a step under the profiler; t.gz" in capsys.readouterr().out

@@ -17,6 +17,8 @@ from trainer.config import check_config, compare_configs
 from trainer.errors import is_masked, mask_credentials, masked, printable, say, setting_error, tell
 from trainer.lifecycle.folder import RunFolder
 from trainer.metrics.console import ConsoleSink
+from trainer.metrics.screen import PlainScreen
+from trainer.metrics.terminal import Terminal
 from trainer.report.__main__ import write_report
 
 PASSWORD, TOKEN = "hunter2", "s3cr3tt0ken"
@@ -255,8 +257,8 @@ def test_what_a_terminal_obeys_is_stripped(attack: str, capsys: pytest.CaptureFi
 def test_the_console_strips_samples_and_names(attack: str, is_terminal: bool) -> None:
     text, left = ATTACKS[attack]
     seen = StringIO()
-    console = Console(file=seen, force_terminal=is_terminal, width=200, color_system=None, legacy_windows=False)
-    sink = ConsoleSink(10, console)
+    console = Console(file=seen, force_terminal=True, width=200, color_system=None, legacy_windows=False)
+    sink = ConsoleSink(10, Terminal(console) if is_terminal else PlainScreen(seen))
     sink.start({"run": f"<{text}>", f"<{text}>": "x"})
     sink.say(f"[{text}]", "bold")
     sink.close()

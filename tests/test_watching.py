@@ -20,6 +20,8 @@ from trainer.config import check_config
 from trainer.data.tokenizer import find_tokenizer
 from trainer.metrics.console import ConsoleSink
 from trainer.metrics.record import Record
+from trainer.metrics.screen import PlainScreen
+from trainer.metrics.terminal import Terminal
 from trainer.model.sample import CachedReader, Sampling, write
 
 PROMPTS = ["def ", "class A:\n    "]
@@ -124,14 +126,16 @@ def test_the_mean_loss_is_that_of_the_steps_since_the_line_before(tmp_path: Path
 
 def test_the_status_bar_says_what_is_being_done() -> None:
     file = StringIO()
-    sink = ConsoleSink(10, Console(file=file, width=80, force_terminal=True, color_system=None))
+    console = Console(file=file, width=80, force_terminal=True, color_system=None)
+    screen = Terminal(console)
+    sink = ConsoleSink(10, screen)
     sink.first_step = "compiling"
     sink.start({"run": "mine"})
-    assert sink._live is not None
+    assert screen._live is not None
 
     def shown() -> str:
-        with sink.console.capture() as captured:
-            sink.console.print(sink._live.renderable if sink._live else "")
+        with console.capture() as captured:
+            console.print(screen._live.renderable if screen._live else "")
         return captured.get()
 
     for phase in ("data", "forward", "backward"):
@@ -157,7 +161,7 @@ def test_a_run_tells_its_console_the_phases(tmp_path: Path, monkeypatch: pytest.
 
 def test_norms_and_samples_on_the_console() -> None:
     file = StringIO()
-    sink = ConsoleSink(10, Console(file=file, width=200))
+    sink = ConsoleSink(10, PlainScreen(file))
     norms = {"embed": 0.01, "layers.0": 2.0, "head": None}
     sink.write(Record(kind="norms", step=3, grad_norm=norms, param_norm=norms))
     sink.write(Record(kind="sample", step=3, prompt="def \x1b[2J", text="pass"))

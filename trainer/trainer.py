@@ -60,8 +60,7 @@ from trainer.model.shard import apply_sharding
 from trainer.model.units import ShardUnit
 from trainer.optim.average import EMA, WeightAverage
 from trainer.optim.optimizer import Optimizer, Schedule, build_optimizer, bytes_of_training
-from trainer.plan.forecast import Forecast, resolve_auto
-from trainer.plan.show import choice_text
+from trainer.plan.forecast import Forecast, describe_choice, resolve_auto
 from trainer.sequence import slice_sequences
 from trainer.weights.inference import ORIGIN, begin_from, give_values, keep_tokenizer, load_weights, take_base
 from trainer.weights.origin import Origin
@@ -120,7 +119,7 @@ class Trainer:
         """What came with the model: the files beside the weights that training started from, and its tokenizer's."""
         self.state.add(ORIGIN, self.origin)
 
-        self.folder = RunFolder(config, world.is_main, choice_text(self.plan_choice))
+        self.folder = RunFolder(config, world.is_main, describe_choice(self.plan_choice))
         self.watchdog = Watchdog(world, config)
         watch_phases(self.watchdog, self.model, self.optimizer.parts)
         self.metrics.show_phases(self.watchdog, compiles_blocks(config.train.compile, world.device.type))
@@ -346,7 +345,7 @@ class Trainer:
         sizes = (len(self.units), self.num_micro_batches)
         shown = (self.config, self.world, self.mesh, self.model, self.loader, sizes, self.resume.step, plan)
         record = start_record(self.config, self.world, self.mesh, self.model, self.resume, self.skips, self.loader)
-        notes = start_notes(choice_text(self.plan_choice), self.profile.advice(self.state.step), self.resume.changed)
+        notes = start_notes(self.plan_choice, self.profile.advice(self.state.step), self.resume.changed)
         self.lifecycle.begin(start_facts(*shown), record, notes)
         self.ballot.cast()  # a stop requested during the start gets no step, which may compile for minutes
 

@@ -25,6 +25,8 @@ from trainer.model.gradients import evaluating
 from trainer.model.parameters import count_parameters, count_trained_parameters
 from trainer.model.sample import write_sample
 from trainer.optim.optimizer import bytes_of_training
+from trainer.plan.forecast import describe_choice
+from trainer.plan.search import Choice
 
 
 def mesh_sizes(mesh: DeviceMesh, config: RunConfig) -> dict[str, int]:
@@ -91,10 +93,10 @@ def _data_facts(config: RunConfig, loader: object) -> str:
     return "\n".join([config.data.source, *([made] if made else []), *sentences(loader.portions(config.train.steps))])
 
 
-def start_notes(choice: str, advice: str, changed: Sequence[str]) -> list[str]:
+def start_notes(choice: Choice | None, advice: str, changed: Sequence[str]) -> list[str]:
     """Return what else there is to say at the start: the plan's choice, the profile's advice, changed settings."""
     lines = ["configuration changed since:", *(f"  {line}" for line in changed)]
-    return [note for note in (choice, advice, "\n".join(lines) if changed else "") if note]
+    return [note for note in (describe_choice(choice), advice, "\n".join(lines) if changed else "") if note]
 
 
 def start_record(

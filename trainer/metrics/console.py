@@ -1,26 +1,15 @@
-"""Console output: a block at the start, a line per interval, a status bar on a terminal, the end.
-
-On a terminal rich draws it; in a log file every line is plain text.
-"""
+"""Console output: a block at the start, a line per interval, a status bar on a terminal, the end."""
 
 from __future__ import annotations
 
 import math
-import sys
 import time
-from collections.abc import Mapping, Sequence
-
-from rich.console import Console
-from rich.live import Live
-from rich.panel import Panel
-from rich.progress_bar import ProgressBar
-from rich.table import Table
-from rich.text import Text
+from collections.abc import Callable, Mapping, Sequence
 
 from trainer.errors import printable
 from trainer.metrics.breakdown import KINDS
-from trainer.metrics.outlet import Outlet
 from trainer.metrics.record import Record
+from trainer.metrics.screen import Screen
 
 _SMOOTHING = 0.7
 """Share of the earlier lines in the mean that the time left is estimated from."""
@@ -30,13 +19,11 @@ _DOING = {"evaluate": "evaluating", "save": "saving", "profile": "profiling"}
 
 
 class ConsoleSink:
-    """Prints records for a person."""
+    """Prints records for a person on a screen."""
 
-    def __init__(self, num_steps: int, console: Console | None = None) -> None:
-        self._outlet = None if console else Outlet(sys.stdout)
-        self.console = console or Console(file=self._outlet, highlight=False, soft_wrap=True)  # type: ignore[arg-type]
+    def __init__(self, num_steps: int, screen: Screen, on_close: Callable[[], None] | None = None) -> None:
         self.num_steps = num_steps
-        self._live: Live | None = None
+        self._screen, self._on_close = screen, on_close
         self._last: tuple[float, int] | None = None
         self._step_s = math.nan  # a moving mean over the lines
         self._step, self._doing = 0, ""
@@ -45,19 +32,7 @@ class ConsoleSink:
 
     def start(self, facts: Mapping[str, str]) -> None:
         """Print the start block."""
-        facts = {printable(name): printable(value) for name, value in facts.items()}
-        if not self.console.is_terminal:
-            for name, value in facts.items():
-                self.console.print(Text(f"{name:>12}  {value}".replace("\n", "\n" + 14 * " ")))
-            return
-        table = Table.grid(padding=(0, 2))
-        table.add_column(style="dim", justify="right")
-        table.add_column()
-        for name, value in facts.items():
-            table.add_row(name, Text(value))
-        self.console.print(Panel(table, title="meshtrainer", title_align="left", border_style="cyan", expand=False))
-        self._live = Live(Text("..."), console=self.console, transient=True, refresh_per_second=4)
-        self._live.start()
+        self._screen.show_facts({printable(name): printable(value) for name, value in facts.items()})
 
     def write(self, record: Record) -> None:
         if record.kind == "train":
@@ -81,17 +56,15 @@ class ConsoleSink:
         self._print(text, style)
 
     def close(self) -> None:
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
-        if self._outlet is not None:
-            self._outlet.close()
+        self._screen.close()
+        if self._on_close is not None:
+            self._on_close()
 
     def _print(self, text: str, style: str = "") -> None:
-        self.console.print(Text(printable(text), style=style))
+        self._screen.show_line(printable(text), style)
 
     def _print_fitted(self, fields: Sequence[tuple[int, str]], style: str = "") -> None:
-        self._print(fitted(fields, self.console.width if self.console.is_terminal else None), style)
+        self._print(fitted(fields, self._screen.width), style)
 
     def _train(self, record: Record) -> None:
         known = not math.isnan(self._step_s)
@@ -127,14 +100,9 @@ class ConsoleSink:
             self._draw()
 
     def _draw(self) -> None:
-        if self._live is None:
-            return
-        step, left = self._step, self._step_s * (self.num_steps - self._step)
-        what = self._doing or ("" if math.isnan(left) else f"eta {readable_duration(left)}")
-        width = max(8, min(40, self.console.width - 32))
-        row = Table.grid(padding=(0, 1))
-        row.add_row(ProgressBar(total=self.num_steps, completed=step, width=width), f"{step}/{self.num_steps}", what)
-        self._live.update(row)
+        left = self._step_s * (self.num_steps - self._step)
+        note = self._doing or ("" if math.isnan(left) else f"eta {readable_duration(left)}")
+        self._screen.show_progress(self._step, self.num_steps, note)
 
 
 def fitted(fields: Sequence[tuple[int, str]], width: int | None) -> str:

@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
-
-from rich.console import Console
+from typing import Any, TextIO, cast
 
 from trainer.config import RunConfig
 from trainer.metrics.clock import Clock
 from trainer.metrics.console import ConsoleSink
 from trainer.metrics.goodput import Experience, Ledger
 from trainer.metrics.observer import Phases
-from trainer.metrics.outlet import KeptText
+from trainer.metrics.outlet import KeptText, Outlet
 from trainer.metrics.record import Record
+from trainer.metrics.screen import PlainScreen, find_screen
 from trainer.metrics.sinks import JsonLines, SampleFile, Sink, TensorBoard, WandB, warn
 
 LOG = "console.log"
 """The file in the run's folder that keeps the text of the console."""
 SAMPLES = "samples.txt"
 """The file that keeps what was made of `log.prompts`."""
-_WIDE = 1000
 
 
 class Metrics:
@@ -32,7 +31,11 @@ class Metrics:
     def __init__(self, config: RunConfig, is_main: bool) -> None:
         self._config = config
         self.clock = Clock()
-        self.console = ConsoleSink(config.train.steps) if is_main else None
+        self.console: ConsoleSink | None = None
+        """None on all ranks but the first."""
+        if is_main:
+            outlet = cast(TextIO, Outlet(sys.stdout))
+            self.console = ConsoleSink(config.train.steps, find_screen(outlet), outlet.close)
         self._log: ConsoleSink | None = None
         self._sinks: list[Sink] = []
         self._ledger = Ledger()
@@ -59,8 +62,8 @@ class Metrics:
         clock = {"boot": self.clock.boot, "booted": self.clock.booted}
         self.before = {"lost_steps": file.lost_steps, "before": before, **clock}
         self._ledger.remember(file.ledger)
-        kept = Console(file=KeptText(path.parent / LOG), width=_WIDE, highlight=False, soft_wrap=True)  # type: ignore[arg-type]
-        self._log = ConsoleSink(self._config.train.steps, kept)
+        kept = cast(TextIO, KeptText(path.parent / LOG))
+        self._log = ConsoleSink(self._config.train.steps, PlainScreen(kept), kept.close)
         self._log.say(f"-- {time.strftime('%Y-%m-%d %H:%M:%S')}")
         self._sinks = [file, self.console, self._log]
         if self._config.log.prompts:

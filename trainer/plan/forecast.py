@@ -19,7 +19,6 @@ from trainer.metrics.meter import peak_memory_gib
 from trainer.plan.machine import GIB, Machine, find_machine
 from trainer.plan.plan import Plan, make_plan
 from trainer.plan.search import Choice, asks_for_auto, remedies, settle
-from trainer.plan.show import memory_text
 
 _MISS = 0.1
 """Share by which a prophecy may be wrong in silence."""
@@ -56,6 +55,15 @@ def resolve_auto(config: RunConfig, mesh: MeshShape, world: World) -> tuple[RunC
     )
     settled = replace(config, fsdp=fsdp, train=train, mesh=replace(config.mesh, context=settings["mesh.context"]))
     return with_method(settled, world.env.local_world_size), choice
+
+
+def describe_choice(choice: Choice | None) -> str:
+    """Return in lines what `auto` has settled, and the runners-up; nothing where there was nothing to choose."""
+    if choice is None:
+        return ""
+    from trainer.plan.show import choice_text  # it draws tables with rich, which most runs need not have in memory
+
+    return choice_text(choice)
 
 
 def machine_of(config: RunConfig, world: World) -> Machine:
@@ -175,6 +183,8 @@ class Forecast:
             lines.append(
                 f"live now: {allocated / GIB:.2f} GiB in tensors, {reserved / GIB:.2f} GiB held by the allocator"
             )
+        from trainer.plan.show import memory_text  # as in `describe_choice`
+
         lines.append(memory_text(self.plan))
         if self.plan.fits:
             memory_gib = self.plan.machine.memory_gib

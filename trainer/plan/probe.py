@@ -30,6 +30,7 @@ from trainer.model.fake import without_values
 from trainer.model.flops import flops_of
 from trainer.model.network import build_network
 from trainer.model.parameters import tied_names
+from trainer.model.recompute import Place
 from trainer.model.shard import apply_activation_checkpointing, kept_by_budget, own_outputs
 from trainer.model.units import ShardUnit, find_blocks, find_units, is_looked_up
 from trainer.optim.optimizer import moments_of
@@ -107,13 +108,9 @@ def _trace(
     facts = _unit_facts(model, units, moments_of(model, config.optim))
     if device_type == "cuda":  # one that is not there cannot be faked: on a CPU build of torch autograd refuses it
         use_gpu_kernels(model)
-    before = [vars(block).get("forward") for block in blocks]
-    apply_activation_checkpointing(blocks, checkpointing, kept)
-    checkpointed = {id(b) for b, forward in zip(blocks, before, strict=True) if vars(b).get("forward") is not forward}
     compute_dtype = getattr(torch, config.fsdp.param_dtype)
     fuses = device_type == "cuda" and compiles_when_planned(config.train.compile, device_type)
-    if fuses:  # what is cheap is recomputed in compiled blocks, too, where nothing else was asked for
-        apply_activation_checkpointing([block for block in blocks if id(block) not in checkpointed], "selective")
+    checkpointed = _checkpoint(blocks, checkpointing, kept, fuses)
     train = replace(config.train, activation_checkpoint="selective" if fuses else checkpointing)
     slices = find_slices(replace(config, train=train), rank=0)
     repetition = Repetition(model, units if shortens else (), checkpointed)
@@ -144,6 +141,21 @@ def _trace(
     events = tuple(without_block_marks(repetition.repeated(recorder.events)))
     facts = _without_unused(facts, repetition.like(meter.unused(model)))
     return Trace(events, facts, buffer_bytes, 2 * 8 * math.prod(shape))
+
+
+def _checkpoint(
+    blocks: Sequence[nn.Module], checkpointing: int | str, kept: Sequence[frozenset[Place]], fuses: bool
+) -> set[int]:
+    """Apply activation checkpointing as asked for; returns the ids of the blocks that have it.
+
+    fuses: the others are compiled, which recomputes what is cheap.
+    """
+    before = [vars(block).get("forward") for block in blocks]
+    apply_activation_checkpointing(blocks, checkpointing, kept)
+    checkpointed = {id(b) for b, forward in zip(blocks, before, strict=True) if vars(b).get("forward") is not forward}
+    if fuses:
+        apply_activation_checkpointing([block for block in blocks if id(block) not in checkpointed], "selective")
+    return checkpointed
 
 
 def _unit_facts(

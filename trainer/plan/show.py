@@ -77,9 +77,9 @@ def memory_text(plan: Plan) -> str:
     return _as_text(f"{_peak_text(plan)}, as planned", _memory_table(plan)[1])
 
 
-def choice_text(choice: Choice | None) -> str:
-    """Return what `auto` has settled, and the runners-up, as plain text; nothing where there was nothing to choose."""
-    return "" if choice is None else _as_text(*_choice_table(choice))
+def choice_text(choice: Choice) -> str:
+    """Return what `auto` has settled, and the runners-up, as plain text."""
+    return _as_text(*_choice_table(choice))
 
 
 def _as_text(title: str, table: Table) -> str:

@@ -1,0 +1,60 @@
+"""The screen of a run on a terminal, drawn by rich: a panel at the start, colours, a status bar."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TextIO
+
+from rich.console import Console
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+_REFRESHES_PER_S = 4
+_BAR, _LEAST_BAR, _BESIDE_BAR = 40, 8, 32
+"""Columns of the status bar, at most and at least, and of what stands beside it."""
+
+
+class Terminal:
+    """A screen on a terminal."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._live: Live | None = None
+
+    @classmethod
+    def on(cls, stream: TextIO) -> Terminal:
+        """Return a screen on the terminal behind `stream`."""
+        return cls(Console(file=stream, highlight=False, soft_wrap=True))
+
+    @property
+    def width(self) -> int:
+        return self._console.width
+
+    def show_facts(self, facts: Mapping[str, str]) -> None:
+        table = Table.grid(padding=(0, 2))
+        table.add_column(style="dim", justify="right")
+        table.add_column()
+        for name, value in facts.items():
+            table.add_row(name, Text(value))
+        self._console.print(Panel(table, title="meshtrainer", title_align="left", border_style="cyan", expand=False))
+        self._live = Live(Text("..."), console=self._console, transient=True, refresh_per_second=_REFRESHES_PER_S)
+        self._live.start()
+
+    def show_line(self, text: str, style: str) -> None:
+        self._console.print(Text(text, style=style))
+
+    def show_progress(self, step: int, num_steps: int, note: str) -> None:
+        if self._live is None:
+            return
+        width = max(_LEAST_BAR, min(_BAR, self._console.width - _BESIDE_BAR))
+        row = Table.grid(padding=(0, 1))
+        row.add_row(ProgressBar(total=num_steps, completed=step, width=width), f"{step}/{num_steps}", note)
+        self._live.update(row)
+
+    def close(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
