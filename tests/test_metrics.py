@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import io
 import json
 import math
 import os
@@ -675,3 +676,12 @@ def test_the_memory_of_whatever_has_started_a_run_is_not_the_runs() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY, check=True)
     here = peak_memory_gib(held.device)
     assert 0.1 < float(done.stdout) < here - 0.1
+
+
+def test_a_stream_that_knows_ascii_alone_gets_the_rest_replaced(capsys: pytest.CaptureFixture[str]) -> None:
+    kept = io.BytesIO()
+    outlet = Outlet(io.TextIOWrapper(kept, "ascii"))
+    outlet.write("sample né\n")
+    outlet.write("the next line\n")
+    assert kept.getvalue() == b"sample n?\nthe next line\n"
+    assert capsys.readouterr().err == "", "the stream has not gone"

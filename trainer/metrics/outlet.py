@@ -80,6 +80,7 @@ class Outlet(io.TextIOBase):
     def _put(self, text: str) -> None:
         if self._has_gone:
             return
+        text = text.encode(self.encoding, "replace").decode(self.encoding)  # it may know ASCII alone
         try:
             self._stream.write(text)
             self._stream.flush()
