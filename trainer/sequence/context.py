@@ -72,10 +72,9 @@ def _attend_to_all(
 
 
 def _in_order(slices_C2BKtH: torch.Tensor) -> torch.Tensor:
-    """Return all slices as the sequence that they are cut from: (2, B, K, T, H)."""
-    heads_C2BKSH, tails_C2BKSH = slices_C2BKtH.chunk(2, -2)
-    pieces_2BKPSH = torch.cat((heads_C2BKSH, tails_C2BKSH.flip(0))).movedim(0, 3)
-    return pieces_2BKPSH.flatten(3, 4)
+    """Return all slices as the sequence that they are cut from: (2, B, K, T, H).  One copy, backward too."""
+    heads_C2BKSH, tails_C2BKSH = slices_C2BKtH.unflatten(-2, (2, -1)).unbind(-3)
+    return torch.cat([*heads_C2BKSH.unbind(), *reversed(tails_C2BKSH.unbind())], -2)
 
 
 def _keep_attended() -> Any:
