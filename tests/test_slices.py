@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from tests.faults import Fault, Started, start
 from tests.ranks import Ran, run_command, run_ranks, run_tiny, tiny_overrides
 from tests.test_exactness import relative
-from trainer import RunConfig, Trainer, load_config
+from trainer import RunConfig, Trainer, UserError, load_config
 from trainer.data.loader import Batch, EvalLoader, TrainLoader
 from trainer.data.opening import open_source
 from trainer.data.source import IGNORE, Part, Samples, Source, entries
@@ -51,6 +51,11 @@ def beginnings(indices: NDArray[np.int64], targets: NDArray[Any]) -> None:
     targets[:, targets.shape[1] // 8 :] = IGNORE
 
 
+def endings(indices: NDArray[np.int64], targets: NDArray[Any]) -> None:
+    """Leave the last eighth of each row."""
+    targets[:, : -(targets.shape[1] // 8)] = IGNORE
+
+
 def one_in(rows: Iterable[int]) -> Holes:
     """Leave one target of these rows, and none of any other."""
     chosen = np.asarray(list(rows))
@@ -64,10 +69,10 @@ def one_in(rows: Iterable[int]) -> Holes:
 
 
 class Sparse(Trainer):
-    """Trains on few targets: `beginnings`, or one target in each global batch."""
+    """Trains on few targets: `beginnings`, `endings`, or one target in each global batch."""
 
     def __init__(self, config: RunConfig, kind: str) -> None:
-        self.kind = kind
+        self.holes = {"beginnings": beginnings, "endings": endings}.get(kind)
         super().__init__(config)
 
     def build_loader(self) -> Iterable[Batch]:
@@ -75,13 +80,13 @@ class Sparse(Trainer):
         loader = TrainLoader.of(source, self.config, self.world.rank, self.world.size, self.world.device)
         size = self.config.train.global_batch_size
         rows = loader._order.at(np.arange(3, 100 * size, size))
-        loader.source = WithHoles(source, beginnings if self.kind == "beginnings" else one_in(rows))
+        loader.source = WithHoles(source, self.holes or one_in(rows))
         return loader
 
     def build_eval_loader(self) -> Iterable[Batch] | None:
         source = open_source(self.config.data, 257, "eval")
         assert source is not None
-        holes = WithHoles(source, beginnings if self.kind == "beginnings" else one_in([3]))
+        holes = WithHoles(source, self.holes or one_in([3]))
         return EvalLoader.of(holes, self.config, self.world.rank, self.world.size)
 
 
@@ -164,6 +169,29 @@ def test_half_precision_rounds_as_it_does_without_slices(tmp_path: Path) -> None
         print(distance, relative(each["loss"], whole["loss"]), relative(each["grad_norm"], whole["grad_norm"]))
         assert relative(each["loss"], whole["loss"]) < 3 * distance
         assert relative(each["grad_norm"], whole["grad_norm"]) < 2e-2
+
+
+def refusal(recipe: str, folder: str) -> str:
+    """Return what is said to a recipe whose samples begin without a target, as prompts do; empty if it trains."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    given = tiny_overrides("mesh.context=2", GATHER, "data.seq_len=256", f"run.dir={folder}")
+    own = [f"model.name=tests.own_recipes:{recipe}", *(item for item in given if not item.startswith("model."))]
+    trainer = Sparse(load_config("llama_small", own), "endings")
+    try:
+        next(trainer.steps())
+    except UserError as error:
+        return str(error)
+    finally:
+        trainer.close()
+    return ""
+
+
+@pytest.mark.slow
+def test_a_recipe_that_mixes_tokens_is_refused_though_nothing_is_asked_of_them(tmp_path: Path) -> None:
+    for said in run_ranks(2, refusal, "shifting", str(tmp_path / "run")):
+        assert "mixes or counts tokens elsewhere than in trainer.sequence" in said
 
 
 # ---------------------------------------------------------------------------------------------------------------

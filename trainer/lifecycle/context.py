@@ -56,13 +56,20 @@ def check_context(world: World, model: nn.Module, loader: object, config: RunCon
 
 
 def _batches(loader: TrainLoader, slices: Slices) -> tuple[Batch, Batch]:
-    """Return the beginning of the next sample, with the targets of this rank's slice alone, and that slice of it."""
-    batch = loader.beginning(slices.seq_len)
-    own = loader.beginning(slices.seq_len, slices)
+    """Return the beginning of the next sample, with the targets of this rank's slice alone, and that slice of it.
+
+    What has no target there, as a prompt has none, gets its own token for one: any loss tells both apart.
+    """
+    batch = _with_targets(loader.beginning(slices.seq_len))
+    own = _with_targets(loader.beginning(slices.seq_len, slices))
     kept = torch.full_like(batch["targets"], IGNORE)
     for start, stop in slices.pieces:
         kept[:, start:stop] = batch["targets"][:, start:stop]
     return {**batch, "targets": kept}, own
+
+
+def _with_targets(batch: Batch) -> Batch:
+    return {**batch, "targets": torch.where(batch["targets"] == IGNORE, batch["tokens"], batch["targets"])}
 
 
 def _on(batch: Batch, world: World) -> Batch:
