@@ -61,6 +61,15 @@ def test_what_is_set_counts_as_much_as_one_failure() -> None:
     assert hours(99, 100_000.0) == pytest.approx(100.0, rel=0.1), "many failures count alone"
 
 
+@pytest.mark.parametrize("mtbf_s", [1e-3, 60.0, 3600.0, 1e9])
+def test_losses_and_goodput_make_up_the_whole(mtbf_s: float) -> None:
+    """Also where most of the time is lost: no share is more than all."""
+    costs = Costs(BLOCKED_S, TOTAL_S, RESTART_S, mtbf_s)
+    lost = sum(costs.losses(costs.best_s).values())
+    assert 0 < lost < 1
+    assert lost + costs.goodput(costs.best_s) == pytest.approx(1, abs=0.12)
+
+
 # ---------------------------------------------------------------------------------------------------------------
 # Simulated years
 

@@ -58,12 +58,14 @@ class Costs:
 
     def losses(self, every_s: float) -> dict[str, float]:
         """Return the share of time that each kind of loss takes, to a first approximation."""
-        return {
+        to_progress = {  # in times of the time that makes progress which is kept
             "standing still for saves": self.blocked_s / every_s,
             "work done again": every_s / 2 / self.mtbf_s,
             "saves that were not through": self.total_s / self.mtbf_s,
             "restarts": self.restart_s / self.mtbf_s,
         }
+        whole = 1 + sum(to_progress.values())
+        return {kind: each / whole for kind, each in to_progress.items()}
 
 
 _ADVICE = {

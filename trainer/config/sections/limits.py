@@ -16,3 +16,6 @@ DTYPES = {
 
 AUTO = "auto"
 """The value of the keys that the planner settles, before anything is built."""
+
+NUMBER_OR = "a whole number or "
+"""What keys are like that take a number or one word."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from trainer.config.sections.limits import WEEK_S
+from trainer.config.sections.limits import AUTO, NUMBER_OR, WEEK_S
 from trainer.recipe import declare
 
 
@@ -105,12 +105,16 @@ class CheckpointSection:
     """Saving and resuming."""
 
     every: int | str = declare(
-        0, "steps between checkpoints; 0: only at the end; auto: as often as it pays (node_mtbf_h)", at_least=0
+        0,
+        "steps between checkpoints; 0: only at the end; auto: as often as it pays (node_mtbf_h)",
+        at_least=0,
+        form=NUMBER_OR + AUTO,
     )
     node_mtbf_h: float = declare(
         6000.0,
         "mean hours until a node fails, for every=auto: what the run has seen itself counts beside it",
-        above=0,
+        at_least=1e-4,
+        at_most=1e9,
     )
     mode: Literal["async", "sync"] = declare(
         "async", "async: training waits for a copy in memory, which is written meanwhile; sync: until all is on disk"

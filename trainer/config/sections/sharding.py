@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from trainer.config.sections.limits import DTYPES
+from trainer.config.sections.limits import AUTO, DTYPES, NUMBER_OR
 from trainer.recipe import declare
 
 
@@ -14,11 +14,14 @@ class MeshSection:
     """The device mesh: `replicate` x `shard` (HSDP), or only `shard` where replicate is 1."""
 
     replicate: int = declare(1, "number of replicas of the sharded model; -1: all remaining ranks")
-    shard: int | str = declare(-1, "ranks that share one copy; -1: all remaining ranks; node: the ranks of one node")
+    shard: int | str = declare(
+        -1, "ranks that share one copy; -1: all remaining ranks; node: the ranks of one node", form=NUMBER_OR + "node"
+    )
     context: int | str = declare(
         1,
         "consecutive ranks of the shard axis that hold slices of the same sequences; auto: the planner's choice",
         at_least=1,
+        form=NUMBER_OR + AUTO,
     )
     context_method: Literal["auto", "gather", "heads"] = declare(
         "auto",

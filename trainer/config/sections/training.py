@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from trainer.config.sections.limits import AUTO, DTYPES, MAX_SIZE
+from trainer.config.sections.limits import AUTO, DTYPES, MAX_SIZE, NUMBER_OR
 from trainer.recipe import declare
 
 
@@ -70,7 +70,11 @@ class TrainSection:
     )
     global_batch_size: int = declare(8, "sequences of one step, over all ranks", at_least=1, at_most=MAX_SIZE)
     micro_batch_size: int | str = declare(
-        1, "sequences of one forward on one rank; auto: the planner's", at_least=1, at_most=MAX_SIZE
+        1,
+        "sequences of one forward on one rank; auto: the planner's",
+        at_least=1,
+        at_most=MAX_SIZE,
+        form=NUMBER_OR + AUTO,
     )
     activation_checkpoint: int | str = declare(
         "none",
@@ -80,7 +84,9 @@ class TrainSection:
         form="none, full, selective, auto, budget:<share>, or a whole number",
     )
     compile: bool | str = declare(
-        AUTO, "torch.compile each block; auto: on a GPU where there is what kernels are made with, and not on a CPU"
+        AUTO,
+        "torch.compile each block; auto: on a GPU where there is what kernels are made with, and not on a CPU",
+        form="true, false or auto",
     )
     float8: Literal["none", "tensorwise", "rowwise"] = declare(
         "none",
