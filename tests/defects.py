@@ -813,11 +813,18 @@ DEFECTS: list[Defect] = [
         'config.train.activation_checkpoint == "nothing"',
     ),
     Defect(
+        "prompts-try-nothing",
+        "context-refused",
+        "trainer/lifecycle/context.py",
+        'torch.where(batch["targets"] == IGNORE, batch["tokens"], batch["targets"])',
+        'batch["targets"]',
+    ),
+    Defect(
         "tail-of-another-rank",
         "context",
         "trainer/sequence/context.py",
-        "torch.cat((heads_C2BKSH, tails_C2BKSH.flip(0)))",
-        "torch.cat((heads_C2BKSH, tails_C2BKSH))",
+        "*reversed(tails_C2BKSH.unbind())",
+        "*tails_C2BKSH.unbind()",
     ),
     Defect(
         "slices-unchecked",
