@@ -312,6 +312,50 @@ def test_a_thread_works_ahead_and_hands_over_what_went_wrong_in_its_turn() -> No
     ahead.close()
 
 
+@pytest.mark.parametrize(("soon_s", "makes_some"), [(0.0, False), (math.inf, True)])
+def test_a_caller_who_does_nothing_between_two_items_makes_them_itself(
+    monkeypatch: pytest.MonkeyPatch, soon_s: float, makes_some: bool
+) -> None:
+    """A thread would only take turns with it: half as much again of the processor's time a micro-batch."""
+    monkeypatch.setattr("trainer.data.ahead._SOON_S", soon_s)
+    makers: list[str] = []
+
+    def items() -> Iterator[int]:
+        for number in range(200):
+            makers.append(threading.current_thread().name)
+            yield number
+        raise ValueError("the end")
+
+    ahead = Ahead(items(), most=4)
+    caller = threading.current_thread().name
+    assert [next(ahead) for _ in range(150)] == list(range(150))
+    assert (caller in makers) == makes_some
+    monkeypatch.setattr("trainer.data.ahead._SOON_S", 0.0)  # there is something to do again: the thread goes on
+    first = len(makers)
+    assert [next(ahead) for _ in range(50)] == list(range(150, 200))
+    assert set(makers[first:]) == {"data"}
+    for _ in range(2):
+        with pytest.raises(ValueError, match="the end"):
+            next(ahead)
+    ahead.close()
+
+
+def test_what_a_caller_makes_itself_may_go_wrong_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.data.ahead._SOON_S", math.inf)
+
+    def items() -> Iterator[int]:
+        yield from range(100)
+        raise ValueError("the end")
+
+    ahead = Ahead(items(), most=4)
+    assert [next(ahead) for _ in range(100)] == list(range(100))
+    for _ in range(2):
+        with pytest.raises(ValueError, match="the end"):
+            next(ahead)
+    ahead.close()
+    assert not any(thread.name == "data" for thread in threading.enumerate())
+
+
 def test_a_thread_ends_with_what_it_works_for() -> None:
     before = threading.active_count()
     ahead = Ahead(itertools.count(), most=2)
