@@ -121,6 +121,8 @@ ADVICE = {
     "run.deadline=tomorrow": "for example: run.deadline=20",
     "fsdp.wrap=layers": "must be block, size:<parameters>, or package.module:function",
     "data.tokenizer=gpt2": "to fix: fetch the tokenizer.json of that model, and give its path",
+    "data.path={a: a.jsonl, b: }": "for example: 'data.path={a: a.jsonl, b: b/*.bin}'",
+    "data.path=[a.jsonl, b.jsonl]": "to fix: several files are a folder or a glob, several sources a mapping: {web:",
     "model.dim=97": "nearest legal value: model.dim=98",
     "model.name=tests.own_recipes:mpl": "did you mean model.name=tests.own_recipes:mlp?",
     "model.name=tests.ranks:mlp2": "to fix: call trainer.register(Recipe(...)) in that module",

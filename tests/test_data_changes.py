@@ -20,6 +20,7 @@ from tests.ranks import run_ranks, run_tiny
 from tests.test_data import Numbered, make_loader, write_shards
 from tests.tiny import fit, tiny_config
 from trainer import Trainer, UserError
+from trainer.checkpoint.fit import advice_on
 from trainer.config import DataSection, compare_configs, load_config
 from trainer.data import opening
 from trainer.data.loader import TrainLoader
@@ -112,6 +113,14 @@ def test_each_change_of_the_data_is_seen(tmp_path: Path, change: str) -> None:
     assert told == []
     refused_none, (told_one,) = loader().changes_outside(stored, frozenset({"data"}))
     assert (refused_none, told_one) == ([], refused.replace(REFUSAL, ", as it was allowed"))
+
+
+def test_what_is_to_be_allowed_is_named_once() -> None:
+    """And no key of a section that is named as a whole."""
+    unfit = [f"data, source {name}: 1 sample{REFUSAL}" for name in ("web", "code")]
+    unfit.append("data.phases: phase 2 (allow it: checkpoint.allow_changes=[data.phases])")
+    found = advice_on(["data.path: a in the checkpoint, b now", "run.seed: 1 in the checkpoint, 2 now"], unfit)
+    assert found.endswith("or allow it: 'checkpoint.allow_changes=[run.seed,data]'"), found
 
 
 REFUSAL = " (allow it: checkpoint.allow_changes=[data])"

@@ -162,7 +162,8 @@ def advice_on(different: list[str], unfit: list[str]) -> str:
             "to fix: take back what was changed, or train another run: run.name=NAME (train.init_from begins it with "
             "these weights, where they fit); checkpoint.allow_changes=[state.<name>] starts one kind of state anew"
         )
-    allowed = shlex.quote(f"checkpoint.allow_changes=[{','.join(keys)}]")
+    needed = [key for key in dict.fromkeys(keys) if key.partition(".")[0] == key or key.partition(".")[0] not in keys]
+    allowed = shlex.quote(f"checkpoint.allow_changes=[{','.join(needed)}]")
     return f"to fix: take back what was changed, train another run (run.name=NAME), or allow it: {allowed}"
 
 

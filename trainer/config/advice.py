@@ -79,12 +79,14 @@ def advice_of_type(value: Any, hint: Any, key: dataclasses.Field[Any]) -> dict[s
         if number is None or not (float in options or number.is_integer()):
             return {"example": _FORMS.get(key.name, default)}
         return {"meant": int(number) if number.is_integer() else number}
-    if any(typing.get_origin(option) is dict for option in options):
-        return {"example": {"a": 0.7, "b": 0.3}} if default is None else {"example": default}
+    for values in (typing.get_args(option)[1] for option in options if typing.get_origin(option) is dict):
+        form = {"a": "a.jsonl", "b": "b/*.bin"} if values is str else {"a": 0.7, "b": 0.3}
+        return {"example": _FORMS.get(key.name, form) if default is None else default}
     return {"example": _FORMS.get(key.name, default)}
 
 
 _FORMS = {
+    "columns": {"messages": "dialog"},
     "profile_steps": [10, 13],
     "phases": [{"from": "80%", "weights": {"a": 0.7, "b": 0.3}}],
     "every": 100,

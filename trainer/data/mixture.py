@@ -142,7 +142,7 @@ class Mixture:
         line = (
             f"data.phases: phase {number + 1} {_begun(before[number:], batch)} in the checkpoint, "
             f"{_begun(now[number:], batch)} now; the run stands behind step {samples // batch}, and what it has "
-            "trained on cannot become another"
+            f"trained on cannot become another{_kept(before[number:], self.phases[number:], batch)}"
         )
         if not _NAME_THE_SHARES.isdisjoint(allowed):
             return [], [f"{line}, but it was allowed"]
@@ -155,6 +155,15 @@ def _begun(phases: Sequence[Any], batch: int) -> str:
     start, shares = phases[0]
     parts = ", ".join(f"{name} {share}" for name, share in shares.items())
     return f"begins with step {start // batch + 1} ({parts} of {BLOCK})"
+
+
+def _kept(before: Sequence[Any], now: Sequence[Any], batch: int) -> str:
+    """Return how a phase stays that has moved alone: one that is named by a share of the run does so with its steps."""
+    if not before or not now or before[0][0] == now[0][0] or before[0][0] % batch:
+        return ""
+    if before[0][1] != {name: share for name, share in now[0][1].items() if share}:
+        return ""
+    return f"; `from: {before[0][0] // batch + 1}` names the step it began with, whatever train.steps is"
 
 
 def _seed_of(name: str, seed: int) -> int:

@@ -113,6 +113,9 @@ def _match(setting: str, key: str) -> list[str]:
     if "://" in setting:
         fix = "fetch it, and name the folder that it is in"
         raise setting_error(key, setting, "is on no file system here", fix=fix)
+    if setting.startswith("[") and setting.endswith("]"):
+        fix = "several files are a folder or a glob, several sources a mapping: {web: PATH, code: PATH}"
+        raise setting_error(key, setting, "is taken as one path, and no such file is there", fix=fix)
     parent = Path(pattern).parent
     names = sorted(path.name for path in parent.glob("[!.]*"))
     there = [name for name in names if (parent / name).is_dir() or name.endswith(".bin") or kind_of(name) is not None]
