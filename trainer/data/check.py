@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -227,16 +227,27 @@ class _HeldOut:
         self._may_be = np.zeros(1 << 24, dtype=bool)
         self._may_be[self._grams >> np.uint64(40)] = True
 
-    def find(self, grams: Hashes, tokens: NDArray[Any]) -> Iterator[tuple[int, int]]:
-        """Yield where training data and held-out tokens are the same, for stretches of every 16th token."""
+    def find(self, grams: Hashes, tokens: NDArray[Any], known: Container[int]) -> Iterator[tuple[int, int]]:
+        """Yield where training data and held-out tokens are the same, for stretches of every 16th token, and but for
+        the held-out samples that are `known`, to which the caller may add.
+        """
         numbers = np.flatnonzero(self._may_be[grams >> np.uint64(40)])
         firsts, ends = (np.searchsorted(self._grams, grams[numbers], side=side) for side in ("left", "right"))
         is_there = firsts < ends
         for number, first, end in zip(*(each[is_there].tolist() for each in (numbers, firsts, ends)), strict=True):
             start = number * _STRIDE
             for place in self._places[first:end].tolist():
+                if place // self.seq_len in known:
+                    continue
                 if np.array_equal(self.tokens[place : place + _GRAM], tokens[start : start + _GRAM]):
                     yield start, place
+
+    def leave_out(self, samples: Iterable[int]) -> None:
+        """Look for the stretches of some samples no more: text that stands everywhere is found millions of times."""
+        is_out = np.zeros(len(self.tokens) // self.seq_len + 1, dtype=bool)
+        is_out[list(samples)] = True
+        stays = ~is_out[self._places // self.seq_len]
+        self._grams, self._places = self._grams[stays], self._places[stays]
 
 
 def _windows(flags: NDArray[np.bool_], count: int, width: int = _GRAM) -> NDArray[np.int64]:
@@ -261,8 +272,11 @@ def _tell_leaks(train: Source, held_out: Source, data: DataSection, tell: Tell) 
     for first in range(0, len(train), step):
         tokens = train.stretch(first, min(len(train), first + step + overlap))
         if len(tokens) >= 2 * _STRIDE:
-            for start, place in held.find(hasher.some_grams(tokens), tokens):
-                found.setdefault(place // held.seq_len, (first + start // seq_len, place))
+            num_known = len(found)
+            for start, place in held.find(hasher.some_grams(tokens), tokens, found):
+                found[place // held.seq_len] = (first + start // seq_len, place)
+            if len(found) > num_known:
+                held.leave_out(found)
     tokenizer = tokenizer_of(data) if found else None
     for sample, (trained, place) in sorted(found.items())[:_LISTED]:
         piece = held.tokens[place : place + _GRAM]
