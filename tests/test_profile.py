@@ -303,25 +303,22 @@ def test_a_trace_that_is_cut_off_is_not_taken_for_one(text: str) -> None:
 # What it does to the means
 
 
-def test_updates_under_a_profiler_are_left_out_of_the_means(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is 100 s by the clock, and has been for 7 s: a step of 1 s, one of 5 s under a profiler, one of 1 s."""
-    monkeypatch.setattr("trainer.metrics.meter.time", SimpleNamespace(perf_counter=lambda: 100.0))
-    meter = Meter(started=93.0)
-    meter.count(0.1, 100)
-    meter.count_profiled(5.0, 3.0, 100)
-    meter.count(0.1, 100)
-    assert meter.read() == pytest.approx((1.0, 0.1, 100.0))
-    assert not meter.is_profiled
+def test_updates_under_a_profiler_are_left_out_of_the_means() -> None:
+    meter = Meter()
+    meter.count(1.0, 0.1, 100)
+    meter.count(5.0, 3.0, 100, is_profiled=True)
+    meter.count(1.0, 0.1, 100)
+    found = meter.read()
+    assert (found.step_s, found.data_s, found.tokens_per_s) == pytest.approx((1.0, 0.1, 100.0))
 
 
 def test_means_of_nothing_but_updates_under_a_profiler() -> None:
     meter = Meter()
-    meter.count_profiled(5.0, 1.0, 100)
-    meter.count_profiled(3.0, 1.0, 100)
-    assert meter.read() == (4.0, 1.0, 25.0)
-    assert meter.is_profiled
-    meter.reset()
-    assert not meter.is_profiled
+    meter.count(5.0, 1.0, 100, is_profiled=True)
+    meter.count(3.0, 1.0, 100, is_profiled=True)
+    found = meter.read()
+    assert (found.step_s, found.data_s, found.tokens_per_s) == (4.0, 1.0, 25.0)
+    assert not meter.has_steps
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -42,10 +42,10 @@ class Reads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def make(folder: Path, *overrides: str) -> Trainer:
+def make(folder: Path, *overrides: str, kind: type[Trainer] = Trainer) -> Trainer:
     own = ["model.num_kv_heads=2", "model.dim=16", "model.vocab_size=32", "data.source=synthetic", "run.threads=1"]
     own += ["data.seq_len=16", "train.global_batch_size=4", "train.micro_batch_size=2", "eval.every=0"]
-    return Trainer(load_config("llama_small", tiny_overrides(*merged(own, overrides), f"run.dir={folder}")))
+    return kind(load_config("llama_small", tiny_overrides(*merged(own, overrides), f"run.dir={folder}")))
 
 
 STEPS = {
@@ -263,3 +263,93 @@ def test_numbers_and_batches_arrive(device: str) -> None:
     assert [tokens.device.type for tokens in arrived] == [device] * 5
     assert [tokens.tolist() for tokens in arrived] == [[2 * (k + n) for k in range(4)] for n in range(5)]
     assert list(ahead([], torch.device(device))) == []
+
+
+class Device:
+    """A device with a clock, which the host shares: a step keeps it busy for `STEP_S` once it is queued, which takes
+    the host `launch_s`, and the step before has ended.
+    """
+
+    STEP_S = 0.05
+
+    def __init__(self, launch_s: float) -> None:
+        self.now, self.launch_s = 100.0, launch_s
+        self.arrivals: list[Arrival] = []
+        self.waits: list[tuple[int, int]] = []
+        """The steps that the host has waited for, and how many were queued then."""
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def send(self, values: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        self.now += self.launch_s
+        before = self.arrivals[-1].at if self.arrivals else 0.0
+        self.arrivals.append(Arrival(self, len(self.arrivals) + 1, max(self.now, before) + self.STEP_S))
+        return values, self.arrivals[-1]
+
+
+class Arrival:
+    """The event of a step's end, as torch's."""
+
+    def __init__(self, device: Device, step: int, at: float) -> None:
+        self.device, self.step, self.at = device, step, at
+
+    def query(self) -> bool:
+        return self.device.now >= self.at
+
+    def synchronize(self) -> None:
+        if not self.query():
+            self.device.waits.append((self.step, len(self.device.arrivals)))
+            self.device.now = self.at
+
+    def elapsed_time(self, later: Arrival) -> float:
+        return 1000 * (later.at - self.at)
+
+
+class Pausing(Trainer):
+    """Does something of its own after each step, and for long after the fourth."""
+
+    OWN_S = 0.002
+    device: Device
+
+    def on_step(self, record: Record) -> None:
+        self.device.now += 7.0 if record.step == 4 else self.OWN_S
+
+
+DRAINED = {1, 5, 8}
+"""Steps after which the device has nothing to do: the first, one that is saved, the last."""
+
+
+@pytest.mark.parametrize("launch_s", [0.01, 0.08])
+@pytest.mark.parametrize("every", [1, 3])
+def test_a_line_is_written_once_the_next_step_is_queued(
+    every: int, launch_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host waits for no step before it has queued the next; times are the device's, whatever is done meanwhile."""
+    own = ("train.steps=8", f"log.every={every}", "eval.every=0", "checkpoint.every=5", "checkpoint.mode=sync")
+    assert make(tmp_path / "at once", *own).fit() == 0
+    device = Device(launch_s)
+    monkeypatch.setattr("trainer.data.transfer._sent_to_host", device.send)
+    for module in ("trainer.data.transfer", "trainer.metrics.accounts"):
+        monkeypatch.setattr(f"{module}.time", device)
+    trainer = make(tmp_path / "late", *own, kind=Pausing)
+    assert isinstance(trainer, Pausing)
+    trainer.device, trainer.accounts.reads_late = device, True
+    assert trainer.fit() == 0
+    assert all(queued > step or step in DRAINED for step, queued in device.waits)
+    if launch_s < Device.STEP_S:
+        assert {step for step, _ in device.waits} == set(range(1, 9)) - {4}, "it would have seen them"
+
+    # One that finds the device idle takes as long as queueing it, too; what the host does counts if that is for it.
+    alone, behind = launch_s + Device.STEP_S, max(launch_s + Pausing.OWN_S, Device.STEP_S)
+    seconds = [alone if step - 1 in {0, *DRAINED, 4} else behind for step in range(1, 9)]
+    late, at_once = (
+        [line for line in lines(tmp_path / name) if line["kind"] == "train"] for name in ("late", "at once")
+    )
+    ends = [0, *(line["step"] for line in late)]
+    expected = [sum(seconds[a:b]) / (b - a) for a, b in itertools.pairwise(ends)]
+    assert [line["step_s"] for line in late] == pytest.approx(expected)
+    assert [line["tokens_per_s"] for line in late] == pytest.approx([64 / step_s for step_s in expected])
+    assert trainer.accounts.productive_s == pytest.approx(sum(seconds))
+    same = ("step", "loss", "mean_loss", "grad_norm", "lr", "skipped", "tokens")
+    assert [[line[k] for k in same] for line in late] == [[line[k] for k in same] for line in at_once]

@@ -196,7 +196,7 @@ def test_the_phases_of_an_update_note_themselves(dog: Watchdog) -> None:
     for _ in range(2):
         model(torch.ones(2, 3)).sum().backward()
     optimizer.step()
-    dog.end_step(1, 0.1, False)
+    dog.end_step(1)
     with dog.during("evaluate"), torch.no_grad():
         model(torch.ones(2, 3))
     each = ["forward", "backward", "reduce"]
@@ -214,7 +214,7 @@ def test_limits(dog: Watchdog, monkeypatch: pytest.MonkeyPatch) -> None:
     dog.begin_step(1)
     assert after(299) == ""
     assert after(2) == "no progress within run.first_step_timeout_s, 300 s"
-    dog.end_step(1, 0.1, False)
+    dog.end_step(1)
     assert after(10000) == "", "a user's own business"
     dog.begin_step(2)
     assert after(49) == ""
@@ -222,7 +222,7 @@ def test_limits(dog: Watchdog, monkeypatch: pytest.MonkeyPatch) -> None:
         assert after(299) == ""
         assert after(2).startswith("no progress within checkpoint.timeout_s")
     assert after(0).startswith("no progress within run.step_timeout_s")
-    dog.end_step(1, 0.1, False)
+    dog.end_step(1)
     with dog.during("evaluate"):
         assert after(299) == ""
         dog.begin_forward()
@@ -245,7 +245,7 @@ def test_every_update_but_the_first_has_the_shorter_limit(dog: Watchdog, monkeyp
         dog.begin_step(step)
         clock[0] += 51
         found.append(dog._overdue())
-        dog.end_step(1, 0.1, False)
+        dog.end_step(1)
     assert found == ["", *["no progress within run.step_timeout_s, 50 s"] * 2]
 
 

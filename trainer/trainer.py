@@ -132,9 +132,9 @@ class Trainer:
         self.ballot = Ballot(world)
         norms = UnitNorms(config.log, self.model, self.units, self.mesh, self.metrics, lambda: self.accounts.grad_norm)
         self.optimizer.followers.append(norms)
-        observers = (self.checkpoints, self.profile, self.watchdog, self.forecast, norms)
+        observers = (self.checkpoints, self.profile, self.watchdog, norms)
         counted = (self.metrics, self.skips, self.horizon)
-        self.accounts = Accounts(config, world, *counted, self.watchdog, observers, self.loader)
+        self.accounts = Accounts(config, world, *counted, self.watchdog, observers, self.loader, self.forecast.count)
         self.resume = Resume(config, world, self.checkpoints, self.folder, self.metrics)
         saves = RunSaves(world, self.folder, self.resume, self.accounts, self.watchdog, self.metrics)
         weights, _, kept = bytes_of_training(self.model, config.optim, config.train.ema > 0)
@@ -297,8 +297,7 @@ class Trainer:
                     lr = self.schedule.lr(self.state.step)
                     record = self.accounts.record(update, self.state, lr, self.flops_per_token, is_last=self.stopping)
                 self.saver.collect()
-                with self.accounts.paused(update):
-                    yield record
+                yield record
 
     def on_step(self, record: Record) -> None:
         """Called by `fit` after each step; does nothing by default."""

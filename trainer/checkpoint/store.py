@@ -124,7 +124,7 @@ class Checkpoints:
         """A step begins: on the CPU, writing in the background would take its memory bandwidth."""
         self.makes_way = self.world.device.type == "cpu"
 
-    def end_step(self, step: int, seconds: float, is_profiled: bool) -> None:
+    def end_step(self, step: int) -> None:
         """A step ends."""
         self.makes_way = False
 

@@ -59,21 +59,42 @@ class Numbers:
         device = next((value.device for value in values if isinstance(value, torch.Tensor)), torch.device("cpu"))
         self.waited_s = 0.0
         """How long `read` has waited."""
+        self._found_at: float | None = None
+        self._was_waited_for = False
         # In fp64, which holds whatever a scalar of another dtype says.
         numbers = [torch.as_tensor(value, dtype=torch.float64, device=device).detach().reshape(()) for value in values]
-        self._values, self._arrival = torch.stack(numbers), None
-        if device.type == "cuda":
-            there = torch.empty(len(values), dtype=torch.float64, pin_memory=True)
-            there.copy_(self._values, non_blocking=True)
-            # One that is waited for asleep: spinning, the host would take a core from the loader's workers.
-            self._values, self._arrival = there, torch.cuda.Event(blocking=True)
-            self._arrival.record(torch.cuda.current_stream(device))
+        self._values, self._arrival = _sent_to_host(torch.stack(numbers))
 
     def read(self) -> list[float]:
         """Return the numbers, once they are here."""
-        if self._arrival is not None:
+        if self._found_at is None:
             started = time.perf_counter()
-            self._arrival.synchronize()
-            self._arrival = None
-            self.waited_s += time.perf_counter() - started
+            if self._arrival is not None:
+                self._was_waited_for = not self._arrival.query()
+                self._arrival.synchronize()
+            self._found_at = time.perf_counter()
+            self.waited_s = self._found_at - started
         return self._values.tolist()
+
+    def arrived_at(self, before: Numbers | None, before_at: float) -> float:
+        """Return when they arrived, by `time.perf_counter`; waits for them.
+
+        If they were here before the host looked, the device says how long after `before`, which arrived at `before_at`.
+        """
+        self.read()
+        assert self._found_at is not None
+        if self._was_waited_for or self._arrival is None or before is None or before._arrival is None:
+            return self._found_at
+        return min(self._found_at, before_at + before._arrival.elapsed_time(self._arrival) / 1000)
+
+
+def _sent_to_host(values: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
+    """Return where the values will be on the host, and the event of their arrival; None if they are there."""
+    if values.device.type != "cuda":
+        return values, None
+    there = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    there.copy_(values, non_blocking=True)
+    # One that is waited for asleep: spinning, the host would take a core from the loader's workers.
+    arrival = torch.cuda.Event(enable_timing=True, blocking=True)
+    arrival.record(torch.cuda.current_stream(values.device))
+    return there, arrival

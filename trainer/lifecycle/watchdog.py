@@ -89,7 +89,7 @@ class Watchdog:
         limit = self._limits.first_step_limit_s if is_first else self._limits.step_limit_s
         self._arm("run.first_step_timeout_s" if is_first else "run.step_timeout_s", limit)
 
-    def end_step(self, step: int, seconds: float, is_profiled: bool) -> None:
+    def end_step(self, step: int) -> None:
         """End a step.  After the first all collectives get the ordinary timeout."""
         self._armed = None
         self.enter("between steps")

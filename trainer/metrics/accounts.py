@@ -1,6 +1,7 @@
 """Accounts: what each step achieved and cost, written as one record per step.
 
-Losses are read late on a GPU, once the next step is queued, so that the host never waits for the device.
+On a GPU the numbers of a step are read, and its line is written, once the next step is queued: the host never waits for
+the device while that has nothing else to do.  So a step is counted, and its time taken, when its numbers arrive.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Protocol
 
@@ -22,7 +24,7 @@ from trainer.distributed.world import World
 from trainer.errors import TrainingFailed
 from trainer.metrics.fanout import Metrics
 from trainer.metrics.horizon import Horizon
-from trainer.metrics.meter import Meter, peak_flops, peak_memory_gib
+from trainer.metrics.meter import Means, Meter, peak_flops, peak_memory_gib
 from trainer.metrics.observer import Phases, StepObserver
 from trainer.metrics.record import Record
 from trainer.metrics.skips import SkipCounter
@@ -40,14 +42,12 @@ class Update:
         self.num_targets = num_targets
         self._numbers = Numbers(loss, grad_norm)
 
-    def wait(self) -> None:
-        """Wait until the device has finished the step."""
-        self._numbers.read()
+    def ended_at(self, before: Update | None, before_at: float) -> float:
+        """Return when the device had finished the step, by `time.perf_counter`; waits for it.
 
-    @property
-    def waited_s(self) -> float:
-        """Seconds spent waiting for it so far."""
-        return self._numbers.waited_s
+        before, before_at: the step before, and when that had ended.
+        """
+        return self._numbers.arrived_at(None if before is None else before._numbers, before_at)
 
     @property
     def loss(self) -> float:
@@ -85,11 +85,20 @@ _TRAIN_FIELDS = (
 _EVAL_FIELDS = (*_FIELDS, "bits_per_byte", "eval_s")
 
 
-def _mean_loss(total: float, number: int, unread: Update | None) -> float:
-    """Return the mean of `number` losses that add up to `total`, and of one that may still be on its way."""
-    if unread is not None and not unread.skipped:
-        total, number = total + unread.loss, number + 1
-    return total / number if number else math.nan
+@dataclass
+class _Queued:
+    """A step that the device may still be at."""
+
+    update: Update
+    step: int
+    began_at: float
+    data_s: float
+    is_profiled: bool
+    seconds: float = 0.0
+    means: Means | None = None
+    """Over the steps since the last line, with this one; known once it has been measured."""
+    line: Record | None = None
+    """What is to be written once it has been counted."""
 
 
 class Progress(Protocol):
@@ -112,12 +121,16 @@ class Accounts:
         phases: Phases,
         observers: Sequence[StepObserver],
         loader: object,
+        on_time: Callable[[float, bool], None],
     ) -> None:
+        """`on_time` is told how long each step took, once that is known, and whether a profiler slowed it down."""
         self._config, self._world, self._metrics = config, world, metrics
         self._skips, self._phases, self._observers, self._loader = skips, phases, observers, loader
+        self._on_time = on_time
         self.horizon = horizon
         self.reads_late = world.device.type != "cpu"
-        """True if the numbers of a step are read once the next one is queued; the same on all ranks."""
+        """True if the numbers of a step are read, and its line is written, once the next one is queued; the same on all
+        ranks."""
         self.productive_s = 0.0
         """Seconds of the steps that counted."""
         self.step_s = 0.0
@@ -127,13 +140,17 @@ class Accounts:
         self.is_saved_after: Callable[[int], bool] = lambda step: False
         """Whether a save follows a step."""
         self._latest: Update | None = None
-        self.pending: tuple[Update, int, float] | None = None
-        """The step whose numbers have not been read yet, its step, and its seconds."""
+        self._ended: tuple[Update | None, float] = None, 0.0
+        """The last step that has been measured, and when it had ended."""
+        self.pending: _Queued | None = None
+        """The step that has not been counted yet."""
         self._logged, self._logged_aside = Tally(world, _TRAIN_FIELDS), Tally(world, _EVAL_FIELDS)
         self.restart()
 
     def restart(self) -> None:
         """Begin to measure anew: a loop begins."""
+        if self.pending is not None:
+            self._measured(self.pending)  # of the loop before
         self._meter, self._num_steps = Meter(), 0
         self._memory_gib = peak_memory_gib(self._world.device)
         self._started = self._data_s = 0.0
@@ -144,15 +161,12 @@ class Accounts:
     def step(self, progress: Progress) -> Iterator[None]:
         """Account for one step: take its micro-batches with `take`, and close it with `record`, inside the block."""
         step = progress.step + 1
-        with self.paused():
-            for observer in self._observers:
-                observer.begin_step(step)
+        for observer in self._observers:
+            observer.begin_step(step)
         self._started = time.perf_counter()
         yield
-        with self.paused():
-            is_profiled = self._config.log.profiles(step)
-            for observer in reversed(self._observers):
-                observer.end_step(step, self._seconds, is_profiled)
+        for observer in reversed(self._observers):
+            observer.end_step(step)
 
     def take(self, batches: Iterator[Any], number: int, step: int) -> list[Any]:
         """Return the micro-batches of `step`.  Raises TrainingFailed if the loader has ended."""
@@ -164,57 +178,66 @@ class Accounts:
         return taken
 
     def record(self, update: Update, progress: Progress, lr: float, flops_per_token: float, is_last: bool) -> Record:
-        """Close the step that `progress` has just completed; return its record, written if a line is due.
+        """Close the step that `progress` has just completed; return its record, written if a line is due: now, or where
+        numbers are read late with those of the step.
 
         Collective where a line is due: one small CPU all-reduce, and what `Tally.take` says.  Raises TrainingFailed, on
         all ranks alike, after too many skipped steps in a row.
         """
         step = progress.step
-        is_line = step == 1 or self._config.log.due(step) or self.horizon.may_end_at(step) or is_last
-        self._close(update, step, at_once=is_line or not self.reads_late)
+        is_needed = step == 1 or self.horizon.may_end_at(step) or is_last
+        is_line = is_needed or self._config.log.due(step)
+        self.settle()
+        is_profiled = self._config.log.profiles(step)
+        queued = self.pending = _Queued(update, step, self._started, self._data_s, is_profiled)
+        self._latest = update
         logged: dict[str, float | None] = {}
-        if is_line:
+        if is_line:  # said while the device is at work
             mine = (peak_memory_gib(self._world.device), self._logged.has_news)
             self._memory_gib, has_news = self._world.max(mine)
             logged = self._logged.take(bool(has_news))
-        record = self._train_record(update, progress, lr, flops_per_token, logged)
+        record = self._train_record(queued, progress, lr, flops_per_token, logged)
+        queued.line = record if is_line else None
         self._metrics.progress(step)
-        if is_line:
-            self._metrics.write(record)
-            self.horizon.trained(record)
-            self._meter.reset()
+        # Evaluation and saving are timed by themselves: this step must not be part of that, and its line comes before.
+        if is_needed or not self.reads_late or self._config.eval.due(step) or self.is_saved_after(step):
+            self.settle()
         return record
 
-    def _close(self, update: Update, step: int, at_once: bool) -> None:
-        """Take a step into the means, and note how many seconds it took.
+    def _measured(self, queued: _Queued) -> Means:
+        """Take a step into the means, once, and return them; waits for the device.
 
-        They end when the device has finished it or, unless `at_once`, the one before it: from step to step the same.
+        A step lasts from when it began, or the one before had ended if that was later, until the device has finished
+        it: what the host does meanwhile takes time only where it keeps the device from working.
         """
-        self.settle()
-        # Evaluation and saving are timed by themselves: this step must not be part of that.
-        if at_once or self._config.eval.due(step) or self.is_saved_after(step):
-            update.wait()
-        self._seconds = time.perf_counter() - self._started
-        if self._config.log.profiles(step):
-            self._meter.count_profiled(self._seconds, self._data_s, update.num_targets)
-        else:
-            self._meter.count(self._data_s, update.num_targets)
-        self._latest, self.pending = update, (update, step, self._seconds)
-        if at_once:
-            self.settle()
-        self.step_s = self._seconds if self._num_steps else 0.0
-        self._num_steps += 1
+        if queued.means is None:
+            update, ended_at = queued.update, queued.update.ended_at(*self._ended)
+            queued.seconds = ended_at - max(queued.began_at, self._ended[1])
+            self._ended = update, ended_at
+            self._meter.count(queued.seconds, queued.data_s, update.num_targets, queued.is_profiled)
+            self._meter.count_loss(update.loss, update.skipped)
+            queued.means = self._meter.read()
+            self.step_s = queued.seconds if self._num_steps else 0.0
+            self._num_steps += 1
+            self._on_time(queued.seconds, queued.is_profiled)
+        return queued.means
 
     def settle(self) -> None:
-        """Read the numbers of the pending step and count it as good or skipped; waits for the device.
+        """Read the numbers of the pending step, count it as good or skipped, and write its line; waits for the device.
 
         Raises TrainingFailed, on all ranks alike, after too many skipped steps in a row.
         """
-        if self.pending is not None:
-            (update, step, seconds), self.pending = self.pending, None
-            self.productive_s += seconds * (not update.skipped)
-            self._meter.count_loss(update.loss, update.skipped)
-            self._skips.count(update.loss, update.grad_norm, step)
+        if self.pending is None:
+            return
+        queued, self.pending = self.pending, None
+        self._measured(queued)
+        update = queued.update
+        self.productive_s += queued.seconds * (not update.skipped)
+        self._skips.count(update.loss, update.grad_norm, queued.step)
+        if queued.line is not None:
+            self._metrics.write(queued.line)
+            self.horizon.trained(queued.line)
+            self._meter = Meter()
 
     @property
     def grad_norm(self) -> float:
@@ -237,16 +260,10 @@ class Accounts:
 
     def discard(self) -> None:
         """Forget the pending step, and what was logged for the next line: an earlier checkpoint was loaded."""
-        self.pending = None
+        if self.pending is not None:
+            self._measured(self.pending)  # whose record may still be read
+            self.pending = None
         self._logged.clear()
-
-    @contextmanager
-    def paused(self, update: Update | None = None) -> Iterator[None]:
-        """Leave the time inside the block out of the means, but for the time spent waiting for `update`."""
-        started, waited_s = time.perf_counter(), update.waited_s if update else 0.0
-        yield
-        waited_s = update.waited_s - waited_s if update else 0.0
-        self._meter.leave_out(time.perf_counter() - started - waited_s)
 
     # -- records -------------------------------------------------------------------------------------------------
 
@@ -266,31 +283,28 @@ class Accounts:
 
     def _train_record(
         self,
-        update: Update,
+        queued: _Queued,
         progress: Progress,
         lr: float,
         flops_per_token: float,
         logged: dict[str, float | None],
     ) -> Record:
-        step_s, data_s, tokens_per_s = self._meter.read()
-        total, number = self._meter.loss_sum, self._meter.num_losses
-        unread = None if self.pending is None else update
-        before = self._skips.total - (update.skipped if self.pending is None else 0)  # counted late, or already
+        update, skipped_before = queued.update, self._skips.total
         return Record(
             kind="train",
             step=progress.step,
             loss=lambda: update.loss,
-            mean_loss=lambda: _mean_loss(total, number, unread),
+            mean_loss=lambda: self._measured(queued).loss,
             grad_norm=lambda: update.grad_norm,
             lr=lr,
             tokens=progress.tokens,
-            tokens_per_s=tokens_per_s,
-            step_s=step_s,
-            data_s=data_s,
-            mfu=self._mfu(flops_per_token, step_s),
+            tokens_per_s=lambda: self._measured(queued).tokens_per_s,
+            step_s=lambda: self._measured(queued).step_s,
+            data_s=lambda: self._measured(queued).data_s,
+            mfu=lambda: self._mfu(flops_per_token, self._measured(queued).step_s),
             peak_memory_gib=self._memory_gib,
-            skipped=lambda: before + update.skipped,
-            **({"profiled": True} if self._meter.is_profiled else {}),
+            skipped=lambda: skipped_before + update.skipped,
+            **({"profiled": True} if queued.is_profiled and not self._meter.has_steps else {}),
             **logged | self._epochs(),
         )
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import resource
 import sys
-import time
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -39,55 +39,56 @@ def _peak_resident() -> int:
 
 
 @dataclass
-class Meter:
-    """Means of time and rate over the steps since the last reading."""
+class Means:
+    """Means over some steps."""
 
-    started: float = field(default_factory=time.perf_counter)
+    step_s: float
+    data_s: float
+    tokens_per_s: float
+    """Target tokens a second."""
+    loss: float
+    """Over those steps that were not skipped; not a number if there is none."""
+
+
+@dataclass
+class _Totals:
+    number: int = 0
+    seconds: float = 0.0
     data_s: float = 0.0
     num_tokens: int = 0
-    num_updates: int = 0
-    loss_sum: float = 0.0
-    num_losses: int = 0
-    """The steps whose losses have been read and are in the sum: those that were not skipped."""
-    profiled: list[tuple[float, float, int]] = field(default_factory=list)
-    """Seconds, seconds waiting for data, and tokens of each step under a profiler."""
 
-    def count(self, data_s: float, num_tokens: int) -> None:
+    def add(self, seconds: float, data_s: float, num_tokens: int) -> None:
+        self.number += 1
+        self.seconds += seconds
         self.data_s += data_s
         self.num_tokens += num_tokens
-        self.num_updates += 1
 
-    def count_profiled(self, seconds: float, data_s: float, num_tokens: int) -> None:
-        """Count a step that a profiler has slowed down: in the means only if there is no other."""
-        self.leave_out(seconds)
-        self.profiled.append((seconds, data_s, num_tokens))
 
-    @property
-    def is_profiled(self) -> bool:
-        """True if the means are those of profiled steps."""
-        return bool(self.profiled) and not self.num_updates
+class Meter:
+    """Means over the steps since the last line; of time and rate over those without a profiler, if there is any."""
+
+    def __init__(self) -> None:
+        self._steps, self._profiled = _Totals(), _Totals()
+        self._loss_sum, self._num_losses = 0.0, 0
+
+    def count(self, seconds: float, data_s: float, num_tokens: int, is_profiled: bool = False) -> None:
+        """Count a step: how long it took, how long it waited for data, and its target tokens."""
+        (self._profiled if is_profiled else self._steps).add(seconds, data_s, num_tokens)
 
     def count_loss(self, loss: float, is_skipped: bool) -> None:
         """Take the loss of a step into the mean, unless it was skipped."""
         if not is_skipped:
-            self.loss_sum += loss
-            self.num_losses += 1
+            self._loss_sum += loss
+            self._num_losses += 1
 
-    def leave_out(self, seconds: float) -> None:
-        """Leave time out of the means: evaluation and saving are no part of a step."""
-        self.started += seconds
+    @property
+    def has_steps(self) -> bool:
+        """True if a step without a profiler has been counted."""
+        return self._steps.number > 0
 
-    def read(self) -> tuple[float, float, float]:
-        """Return (seconds a step, seconds of it waiting for data, target tokens a second) so far."""
-        elapsed, data_s, num_tokens = time.perf_counter() - self.started, self.data_s, self.num_tokens
-        updates = max(1, self.num_updates)
-        if self.is_profiled:
-            elapsed, data_s, num_tokens = (sum(column) for column in zip(*self.profiled, strict=True))
-            updates = len(self.profiled)
-        elapsed = max(elapsed, 1e-9)
-        return elapsed / updates, data_s / updates, num_tokens / elapsed
-
-    def reset(self) -> None:
-        self.started, self.data_s, self.num_tokens, self.num_updates = time.perf_counter(), 0.0, 0, 0
-        self.loss_sum, self.num_losses = 0.0, 0
-        self.profiled = []
+    def read(self) -> Means:
+        """Return the means so far."""
+        totals = self._steps if self.has_steps else self._profiled
+        number, seconds = max(1, totals.number), max(totals.seconds, 1e-9)
+        loss = self._loss_sum / self._num_losses if self._num_losses else math.nan
+        return Means(seconds / number, totals.data_s / number, totals.num_tokens / seconds, loss)

@@ -77,7 +77,7 @@ class UnitNorms:
             dist.all_reduce(squares, group=self._mesh.get_group(self._mesh.ndim - 1))
         return list(squares.unbind())
 
-    def end_step(self, step: int, seconds: float, is_profiled: bool) -> None:
+    def end_step(self, step: int) -> None:
         """Write the record of a step where they were due: waits for the device then."""
         if self._found is None:
             return

@@ -7,13 +7,13 @@ from typing import Protocol
 
 
 class StepObserver(Protocol):
-    """Told of each step: the watchdog, the profiler, the forecast, the checkpoint writer."""
+    """Told of each step: the watchdog, the profiler, the checkpoint writer."""
 
     def begin_step(self, step: int) -> None:
         """Step `step` begins, with its data."""
 
-    def end_step(self, step: int, seconds: float, is_profiled: bool) -> None:
-        """Step `step` took `seconds`; those of a profiled step are the profiler's as well."""
+    def end_step(self, step: int) -> None:
+        """Step `step` has been queued; a GPU may still be at it."""
 
 
 class PhaseObserver(Protocol):

@@ -71,7 +71,7 @@ class Profile:
         if self._recording is not None:
             self._recording.begin(step)
 
-    def end_step(self, step: int, seconds: float, is_profiled: bool) -> None:
+    def end_step(self, step: int) -> None:
         """End the recording of the step; after the last one the profile is written."""
         if self._recording is not None:
             self._recording.end()

@@ -118,10 +118,7 @@ class Forecast:
         peak = readable_bytes(self.plan.peak_gib * GIB)
         return f"{peak} of tensors per rank at the peak, in the {self.plan.memory.peak.place}{time}"
 
-    def begin_step(self, step: int) -> None:
-        """Do nothing: a step counts when it ends."""
-
-    def end_step(self, step: int, seconds: float, is_profiled: bool) -> None:
+    def count(self, seconds: float, is_profiled: bool) -> None:
         """Count how long a step took, but for profiled ones and the first, which compiles and allocates."""
         self._num_steps += not is_profiled
         if self._num_steps > 1 and not is_profiled:
