@@ -282,8 +282,10 @@ class Device:
         return self.now
 
     def send(self, values: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        self.now += self.launch_s
         before = self.arrivals[-1].at if self.arrivals else 0.0
+        if len(values) != 2:  # what was logged is known with its step
+            return values, Arrival(self, len(self.arrivals), max(self.now, before))
+        self.now += self.launch_s
         self.arrivals.append(Arrival(self, len(self.arrivals) + 1, max(self.now, before) + self.STEP_S))
         return values, self.arrivals[-1]
 
@@ -307,10 +309,15 @@ class Arrival:
 
 
 class Pausing(Trainer):
-    """Does something of its own after each step, and for long after the fourth."""
+    """Logs what the device has, and does something of its own after each step, for long after the fourth."""
 
     OWN_S = 0.002
     device: Device
+
+    def loss(self, batch: Batch) -> torch.Tensor:
+        loss = super().loss(batch)
+        self.log("own", loss, over=batch["targets"].numel())
+        return loss
 
     def on_step(self, record: Record) -> None:
         self.device.now += 7.0 if record.step == 4 else self.OWN_S
@@ -351,5 +358,6 @@ def test_a_line_is_written_once_the_next_step_is_queued(
     assert [line["step_s"] for line in late] == pytest.approx(expected)
     assert [line["tokens_per_s"] for line in late] == pytest.approx([64 / step_s for step_s in expected])
     assert trainer.accounts.productive_s == pytest.approx(sum(seconds))
+    assert [line["own"] for line in late] == pytest.approx([line["mean_loss"] for line in late], rel=1e-5)
     same = ("step", "loss", "mean_loss", "grad_norm", "lr", "skipped", "tokens")
     assert [[line[k] for k in same] for line in late] == [[line[k] for k in same] for line in at_once]

@@ -7,7 +7,7 @@ device has always work to do, and the host is one step ahead of it at most.  Kno
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
@@ -61,9 +61,7 @@ class Numbers:
         """How long `read` has waited."""
         self._found_at: float | None = None
         self._was_waited_for = False
-        # In fp64, which holds whatever a scalar of another dtype says.
-        numbers = [torch.as_tensor(value, dtype=torch.float64, device=device).detach().reshape(()) for value in values]
-        self._values, self._arrival = _sent_to_host(torch.stack(numbers))
+        self._values, self._arrival = _sent_to_host(stacked(values, device))
 
     def read(self) -> list[float]:
         """Return the numbers, once they are here."""
@@ -86,6 +84,20 @@ class Numbers:
         if self._was_waited_for or self._arrival is None or before is None or before._arrival is None:
             return self._found_at
         return min(self._found_at, before_at + before._arrival.elapsed_time(self._arrival) / 1000)
+
+
+def stacked(values: Sequence[float | torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Return numbers, or tensors of one element, as one tensor on `device`, without the host waiting for that.
+
+    In fp64, which holds whatever a scalar of another dtype says.
+    """
+
+    def on_device(value: float | torch.Tensor) -> torch.Tensor:
+        if isinstance(value, torch.Tensor) and value.device == device:
+            return value.detach().double().reshape(())
+        return torch.full((), float(value), dtype=torch.float64, device=device)  # a copy would be waited for
+
+    return torch.stack([on_device(value) for value in values])
 
 
 def _sent_to_host(values: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:

@@ -163,7 +163,7 @@ class World(Channel):
         return know_group(group)
 
     def sum_on_device(self, value: torch.Tensor) -> torch.Tensor:
-        """Return the sum of a scalar tensor over all ranks, on its device.  One all-reduce on the default group."""
+        """Return the sum of a tensor over all ranks, on its device.  One all-reduce on the default group."""
         if self.size > 1:
             dist.all_reduce(value)
         return value

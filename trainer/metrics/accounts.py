@@ -28,7 +28,7 @@ from trainer.metrics.meter import Means, Meter, peak_flops, peak_memory_gib
 from trainer.metrics.observer import Phases, StepObserver
 from trainer.metrics.record import Record
 from trainer.metrics.skips import SkipCounter
-from trainer.metrics.tally import Amount, Tally
+from trainer.metrics.tally import Amount, Fields, Tally
 
 
 class Update:
@@ -191,11 +191,11 @@ class Accounts:
         is_profiled = self._config.log.profiles(step)
         queued = self.pending = _Queued(update, step, self._started, self._data_s, is_profiled)
         self._latest = update
-        logged: dict[str, float | None] = {}
+        logged: Fields = {}
         if is_line:  # said while the device is at work
-            mine = (peak_memory_gib(self._world.device), self._logged.has_news)
-            self._memory_gib, has_news = self._world.max(mine)
-            logged = self._logged.take(bool(has_news))
+            mine = (peak_memory_gib(self._world.device), *self._logged.news())
+            self._memory_gib, *news = self._world.max(mine)
+            logged = self._logged.take(news)
         record = self._train_record(queued, progress, lr, flops_per_token, logged)
         queued.line = record if is_line else None
         self._metrics.progress(step)
@@ -287,7 +287,7 @@ class Accounts:
         progress: Progress,
         lr: float,
         flops_per_token: float,
-        logged: dict[str, float | None],
+        logged: Fields,
     ) -> Record:
         update, skipped_before = queued.update, self._skips.total
         return Record(
@@ -308,8 +308,8 @@ class Accounts:
             **logged | self._epochs(),
         )
 
-    def _epochs(self) -> dict[str, float]:
-        return self._loader.epochs if isinstance(self._loader, TrainLoader) else {}
+    def _epochs(self) -> Fields:
+        return {**self._loader.epochs} if isinstance(self._loader, TrainLoader) else {}
 
     def evaluated(self, step: int, total: torch.Tensor, count: float, eval_loader: object, started: float) -> Record:
         """Return the record of an evaluation, and write it; to be called inside `evaluation`.
@@ -318,8 +318,8 @@ class Accounts:
         Collective: one small CPU all-reduce, and what `Tally.take` says.
         """
         self.evaluated_step = step
-        loss_sum, count_of_all, news = self._world.sum([float(total), count, self._logged.has_news])
-        logged, loss = self._logged.take(news > 0) | self._epochs(), loss_sum / (count_of_all or 1)
+        loss_sum, count_of_all, *news = self._world.sum([float(total), count, *self._logged.news()])
+        logged, loss = self._logged.take(news) | self._epochs(), loss_sum / (count_of_all or 1)
         eval_s = time.perf_counter() - started
         source = getattr(eval_loader, "source", None)
         bits = source.bits_per_byte(loss) if isinstance(source, Source) else None

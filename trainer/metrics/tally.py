@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import TypeAlias
 
 import torch
 
-from trainer.data.transfer import Numbers
-from trainer.distributed.channel import Channel
+from trainer.data.transfer import Numbers, stacked
+from trainer.distributed.world import World
 from trainer.errors import UserError
 
 Amount: TypeAlias = float | torch.Tensor
 """A number, or a tensor of one element on any device."""
 
-_NUM_SUMS = 4
+Fields: TypeAlias = dict[str, float | Callable[[], float | None]]
+"""Fields of a record, some of which are known once they are read."""
+
+_NUM_SUMS = 3
 
 
 class Tally:
@@ -24,9 +28,9 @@ class Tally:
     line is due, so that steps and lines for which nothing is logged send no message.
     """
 
-    def __init__(self, channel: Channel, taken: Collection[str]) -> None:
+    def __init__(self, world: World, taken: Collection[str]) -> None:
         """`taken`: fields that the record has anyway, whose names none of these may have."""
-        self._channel, self._taken = channel, taken
+        self._world, self._taken = world, taken
         self._names: list[str] = []  # known to all ranks, in the same order
         self._sums: dict[str, list[Amount]] = {}
 
@@ -38,36 +42,39 @@ class Tally:
         if name in self._taken:
             raise UserError(f"log: {name!r} is a field that every record of this kind has; choose another name")
         sums = self._sums.setdefault(name, [0.0] * _NUM_SUMS)
-        for number, amount in enumerate((value, 0.0 if over is None else over, 1.0, float(over is not None))):
+        for number, amount in enumerate((value, 0.0 if over is None else over, float(over is not None))):
             sums[number] = sums[number] + (amount.detach().double() if isinstance(amount, torch.Tensor) else amount)
 
     def clear(self) -> None:
         """Forget what has been added since the last line."""
         self._sums = {}
 
-    @property
-    def has_news(self) -> bool:
-        """True if this rank has a name that the others may not know."""
-        return not self._sums.keys() <= set(self._names)
+    def news(self) -> list[bool]:
+        """Return what ranks tell each other before `take`: whether this one has a name that others may not know, and
+        for each that all know whether it has added to it.
+        """
+        return [not self._sums.keys() <= set(self._names), *(name in self._sums for name in self._names)]
 
-    def take(self, has_news: bool) -> dict[str, float | None]:
+    def take(self, news: Sequence[float]) -> Fields:
         """Return the fields over all ranks, and begin anew.  A mean over nothing is None.
 
-        `has_news`, the same on all ranks: whether any of them has.  Collective: one all-gather if so, and one
-        all-reduce if there has ever been a name.
+        Reading a field waits for the device; this does not.  `news`, the same on all ranks: 0 where no rank said yes.
+        Collective: one all-gather if a rank has a name that is new, and one all-reduce on the device if there is any.
         """
-        if has_news:
-            of_ranks = self._channel.gather(list(self._sums))
-            found = dict.fromkeys(name for names in of_ranks for name in names)
+        added = {name for name, is_added in zip(self._names, news[1:], strict=True) if is_added}
+        if news[0]:
+            found = dict.fromkeys(name for names in self._world.gather(list(self._sums)) for name in names)
             self._names += [name for name in found if name not in self._names]
-        if not self._names:
-            return {}
-        own = [amount for name in self._names for amount in self._sums.get(name, [0.0] * _NUM_SUMS)]
+            added = set(found)
+        names = [name for name in self._names if name in added]
+        own = [amount for name in names for amount in self._sums.get(name, [0.0] * _NUM_SUMS)]
         self._sums = {}
-        of_all = self._channel.sum(Numbers(*own).read())
-        fields: dict[str, float | None] = {}
-        for number, name in enumerate(self._names):
-            value, over, num_calls, num_means = of_all[_NUM_SUMS * number : _NUM_SUMS * (number + 1)]
-            if num_calls:
-                fields[name] = value if not num_means else value / over if over else None
-        return fields
+        if not names:
+            return {}
+        sums = Numbers(*self._world.sum_on_device(stacked(own, self._world.device)).unbind())
+        return {name: partial(_field, sums, number) for number, name in enumerate(names)}
+
+
+def _field(sums: Numbers, number: int) -> float | None:
+    value, over, num_means = sums.read()[_NUM_SUMS * number : _NUM_SUMS * (number + 1)]
+    return value if not num_means else value / over if over else None
