@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.fake_gpu import SOURCES, Stand, find_stand
+from tests.fake_gpu import __main__ as installing
 from tests.gate import wait_until
 from tests.ranks import merged, tiny_overrides
 
@@ -135,3 +136,15 @@ def test_one_gpu_and_two_ranks(stand: Stand, launcher: str, gpus: str, ends: int
     ran = stand.run(*commands[launcher], FAKE_GPUS=gpus)
     assert ran.returncode == ends, ran.stdout + ran.stderr
     assert ran.stderr.count("this node has 1 GPU, one for each rank") == (ends != 0)
+
+
+def test_a_build_without_cuda_is_not_taken_for_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where pip finds torch 2.13.0+cpu too: nothing would be tested, and all of it skipped."""
+    ran: list[list[str]] = []
+    monkeypatch.setattr(installing, "REPOSITORY", tmp_path)
+    monkeypatch.setattr(installing, "is_cuda_build", lambda python: False)
+    monkeypatch.setattr(installing.venv, "create", lambda folder, with_pip: None)
+    monkeypatch.setattr(installing.subprocess, "run", lambda command, check: ran.append(command))
+    with pytest.raises(SystemExit, match="pip finds is no CUDA build"):
+        installing.make_environment("2.13.0")
+    assert "torch===2.13.0" in ran[0]

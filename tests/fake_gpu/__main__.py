@@ -42,8 +42,10 @@ def make_environment(version: str) -> str:
     python = str(folder / "bin" / "python")
     if not Path(python).exists() or not is_cuda_build(python):
         venv.create(folder, with_pip=True)
-        required = [f"torch=={version}" if version else "torch", "-e", f"{REPOSITORY}[float8]"]
+        required = [f"torch==={version}" if version else "torch", "-e", f"{REPOSITORY}[float8]"]  # no 2.13.0+cpu
         subprocess.run([python, "-m", "pip", "install", "--quiet", *required], check=True)
+        if not is_cuda_build(python):
+            sys.exit(f"{folder}: the torch {version} that pip finds is no CUDA build; name another with --torch")
     return python
 
 
