@@ -198,15 +198,15 @@ ALLOCATOR = "expandable_segments:True"
 """Of all rows, unless the environment says otherwise: 8B with fp32 states leaves no room for fragments."""
 
 
-def check(options: argparse.Namespace) -> bool:
-    """Train llama_small on the CPU and on the device.  Returns whether the losses agree."""
+def check(options: argparse.Namespace) -> str:
+    """Train llama_small on the device and on the CPU.  Returns in words what is wrong; nothing, if the losses agree."""
     row = Row("llama_small", recipe="llama_small", overrides=("schedule.warmup_steps=5", "train.compile=false"))
     sides = {}
-    for device in ("cpu", options.device):
+    for device in dict.fromkeys((options.device, "cpu")):
         sides[device] = start_row(row, options, CHECK_STEPS - 1, 1, device, options.limit_s)
         emit("gpu", kind="check", device=device, **_without(sides[device], "device"))
         if "losses" not in sides[device]:
-            return False
+            return f"llama_small on {device}: {sides[device]['outcome']}"
     ours, theirs = sides[options.device]["losses"], sides["cpu"]["losses"]
     differences = [abs(x - y) / abs(y) for x, y in zip(ours, theirs, strict=True)]
     agrees = differences[0] < FIRST_TOLERANCE and max(differences) < TOLERANCE
@@ -215,7 +215,7 @@ def check(options: argparse.Namespace) -> bool:
     difference = ["relative difference", *(f"{differences[step]:.1e}" for step in (0, 1, 4, 9))]
     columns = ["loss of llama_small in fp32, on", "step 1", "2", "5", "10"]
     show("bench.gpu: the same losses", columns, [*rows, difference], sides[options.device]["device"])
-    return agrees
+    return "" if agrees else "the losses on the CPU and on the device differ"
 
 
 def measure(rows: Sequence[Row], options: argparse.Namespace, began: float) -> None:
@@ -289,8 +289,8 @@ def main() -> int:
     began = time.perf_counter()
     estimate_s = sum(row.estimate_s for row in rows) * (not options.check_only) + CHECK_S * (not options.no_check)
     emit("gpu", kind="estimate", rows=len(rows), estimate_s=estimate_s, budget_s=options.budget_s)
-    if not options.no_check and not check(options):
-        print("the losses on the CPU and on the device differ, or there are none: nothing is measured", file=sys.stderr)
+    if not options.no_check and (problem := check(options)):
+        print(f"{problem}: nothing is measured", file=sys.stderr)
         return 1
     if not options.check_only:
         measure(rows, options, began)

@@ -123,6 +123,15 @@ def test_gpu_counts_model_flops_once() -> None:
 
 
 @pytest.mark.campaign
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_gpu_without_a_gpu_says_so_first() -> None:
+    ran = subprocess.run([sys.executable, "-m", "bench.gpu"], cwd=REPOSITORY, capture_output=True, text=True)
+    assert ran.returncode == 1
+    assert "there is no GPU that torch can use: nothing is measured" in ran.stderr
+    assert '"device": "cpu"' not in ran.stdout
+
+
+@pytest.mark.campaign
 def test_gpu_measures_what_the_budget_has_room_for() -> None:
     runs, printed = run_bench("gpu", "--device", "cpu", *TINY_GPU, "--no-check", "--budget_s", "1")
     outcomes = {run["outcome"] for run in runs if run["kind"] == "row"}
