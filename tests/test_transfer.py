@@ -20,6 +20,7 @@ from trainer.config import OptimSection
 from trainer.data.loader import Batch
 from trainer.data.transfer import Numbers, ahead
 from trainer.errors import TrainingFailed
+from trainer.metrics.accounts import Update
 from trainer.metrics.record import Record
 from trainer.optim.optimizer import build_optimizer
 
@@ -203,21 +204,21 @@ def test_too_many_skipped_updates_end_the_run(reads_late: bool, tmp_path: Path) 
     trainer.close()
 
 
-class Slow(Numbers):
-    """Numbers of a device that takes 50 ms for a step."""
+class Slow:
+    """The arrival of numbers from a device that takes 50 ms for a step."""
 
-    def read(self) -> list[float]:
-        if not self.waited_s:
-            time.sleep(0.05)
-            self.waited_s = 0.05
-        return super().read()
+    def query(self) -> bool:
+        return False
+
+    def synchronize(self) -> None:
+        time.sleep(0.05)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("reads_losses", [False, True])
 def test_the_devices_time_is_the_updates(reads_losses: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever waits for it, and wherever: in rates, goodput, and in what is compared with the plan."""
-    monkeypatch.setattr("trainer.metrics.accounts.Numbers", Slow)
+    monkeypatch.setattr("trainer.data.transfer._sent_to_host", lambda values: (values, Slow()))
     trainer = make(tmp_path, "train.steps=9", "log.every=4")
     trainer.accounts.reads_late = True
     for record in trainer.steps():
@@ -227,6 +228,25 @@ def test_the_devices_time_is_the_updates(reads_losses: bool, tmp_path: Path, mon
     assert trainer.accounts.productive_s > (0.0 if reads_losses else 8 * 0.05)
     found = lines(tmp_path)
     assert all(step_s > 0.05 for step_s in of("train", found, "step_s"))
+
+
+@pytest.mark.slow
+def test_a_step_that_waits_for_its_device_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of a user's own returns plain numbers: what is done after it is no part of it."""
+    device = Device(0.0)
+    for module in ("trainer.data.transfer", "trainer.metrics.accounts"):
+        monkeypatch.setattr(f"{module}.time", device)
+
+    class Waits(Pausing):
+        def train_step(self, micro_batches: Any) -> Update:
+            self.device.now += 0.25
+            return Update(1.0, 2.0, 64)
+
+    trainer = make(tmp_path, "train.steps=6", "log.every=1", kind=Waits)
+    assert isinstance(trainer, Waits)
+    trainer.device, trainer.accounts.reads_late = device, True
+    assert trainer.fit() == 0
+    assert of("train", lines(tmp_path), "step_s") == pytest.approx([0.25] * 6)
 
 
 @pytest.mark.slow

@@ -74,14 +74,15 @@ class Numbers:
             self.waited_s = self._found_at - started
         return self._values.tolist()
 
-    def arrived_at(self, before: Numbers | None, before_at: float) -> float:
-        """Return when they arrived, by `time.perf_counter`; waits for them.
+    def arrived_at(self, before: Numbers | None, before_at: float) -> float | None:
+        """Return when they arrived, by `time.perf_counter`; waits for them.  None if they have been here all the time.
 
         If they were here before the host looked, the device says how long after `before`, which arrived at `before_at`.
         """
         self.read()
-        assert self._found_at is not None
-        if self._was_waited_for or self._arrival is None or before is None or before._arrival is None:
+        if self._arrival is None or self._found_at is None:
+            return None
+        if self._was_waited_for or before is None or before._arrival is None:
             return self._found_at
         return min(self._found_at, before_at + before._arrival.elapsed_time(self._arrival) / 1000)
 

@@ -42,8 +42,9 @@ class Update:
         self.num_targets = num_targets
         self._numbers = Numbers(loss, grad_norm)
 
-    def ended_at(self, before: Update | None, before_at: float) -> float:
-        """Return when the device had finished the step, by `time.perf_counter`; waits for it.
+    def ended_at(self, before: Update | None, before_at: float) -> float | None:
+        """Return when the device had finished the step, by `time.perf_counter`; waits for it.  None if that was before
+        it returned.
 
         before, before_at: the step before, and when that had ended.
         """
@@ -94,6 +95,8 @@ class _Queued:
     began_at: float
     data_s: float
     is_profiled: bool
+    closed_at: float = 0.0
+    """When the host was done with it."""
     seconds: float = 0.0
     means: Means | None = None
     """Over the steps since the last line, with this one; known once it has been measured."""
@@ -197,7 +200,7 @@ class Accounts:
             self._memory_gib, *news = self._world.max(mine)
             logged = self._logged.take(news)
         record = self._train_record(queued, progress, lr, flops_per_token, logged)
-        queued.line = record if is_line else None
+        queued.line, queued.closed_at = record if is_line else None, time.perf_counter()
         self._metrics.progress(step)
         # Evaluation and saving are timed by themselves: this step must not be part of that, and its line comes before.
         if is_needed or not self.reads_late or self._config.eval.due(step) or self.is_saved_after(step):
@@ -211,7 +214,8 @@ class Accounts:
         it: what the host does meanwhile takes time only where it keeps the device from working.
         """
         if queued.means is None:
-            update, ended_at = queued.update, queued.update.ended_at(*self._ended)
+            update = queued.update
+            ended_at = update.ended_at(*self._ended) or queued.closed_at
             queued.seconds = ended_at - max(queued.began_at, self._ended[1])
             self._ended = update, ended_at
             self._meter.count(queued.seconds, queued.data_s, update.num_targets, queued.is_profiled)
