@@ -82,6 +82,16 @@ def test_kernels_compile_once_and_are_lean(stand: Stand, tmp_path: Path) -> None
     assert len({name.split()[0] for name in loss}) <= 3
 
 
+def test_lines_make_the_host_wait_for_nothing(stand: Stand, tmp_path: Path) -> None:
+    """Only for the event of a step whose successor is queued, which torch does not complain of."""
+    own = [*merged(OWN, ["train.compile=false", "log.every=1"]), f"run.dir={tmp_path / 'run'}"]
+    ran = stand.run(str(SOURCES / "lines.py"), *tiny_overrides(*own))
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    lines = [record for record in records(tmp_path) if record["kind"] == "train"]
+    assert len(lines) == 6
+    assert all({"own", "rows"} <= record.keys() for record in lines)
+
+
 def test_a_signal_stops_it_with_75(stand: Stand, tmp_path: Path) -> None:
     command = stand.command(arguments(tmp_path, "train.steps=100000", "train.compile=false"))
     process = subprocess.Popen(command, env=stand.environment(), stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)

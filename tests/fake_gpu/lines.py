@@ -1,0 +1,32 @@
+"""Trains under the stand-in with a line for every step, and lets the host wait for the device in none.
+
+python tests/fake_gpu/lines.py OVERRIDE...
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from trainer import Trainer, load_config
+from trainer.data.loader import Batch
+from trainer.metrics.record import Record
+
+
+class Logs(Trainer):
+    """Logs what the device has, and what the host knows."""
+
+    def loss(self, batch: Batch) -> torch.Tensor:
+        loss = super().loss(batch)
+        self.log("own", loss, over=batch["targets"].numel())
+        self.log("rows", len(batch["tokens"]))
+        return loss
+
+    def on_step(self, record: Record) -> None:
+        if record.step in (2, 5):
+            torch.cuda.set_sync_debug_mode("error" if record.step == 2 else "default")
+
+
+if __name__ == "__main__":
+    sys.exit(Logs(load_config("llama_small", sys.argv[1:])).fit())
