@@ -14,7 +14,7 @@ pytest.importorskip("tokenizers", reason="a chat model's tokenizer is read with 
 
 from tests.chats import CHATML, FAMILIES, GENERATION, QWEN3, Family, said, write_tokenizer
 from tests.ranks import merged
-from trainer import load_config, prepare, run
+from trainer import UserError, load_config, prepare, run
 from trainer.config import DataSection
 from trainer.data.chat.conversation import BadChat, Conversation
 from trainer.data.chat.masking import Encoder
@@ -130,7 +130,7 @@ TOO_LONG = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": 
 # What the third line of a file holds, further settings, and what the message must hold.
 BAD = {
     "not JSON": ("{", [], ["data.path=", "chats.jsonl:3: is not JSON"]),
-    "no object": ("[]", [], ["data.path=", "chats.jsonl:3: must be a JSON object, not list"]),
+    "no object": ("[]", [], ["data.path=", "chats.jsonl:3: must be a JSON object, not a list"]),
     "another format": ({"text": "Hi"}, [], ["data.columns=", "chats.jsonl:3: has no key 'messages'; its keys: text"]),
     "no list": ({"messages": "Hi"}, [], ["data.path=", "chats.jsonl:3: messages must be a list of messages, not text"]),
     "no message": ({"messages": []}, [], ["data.path=", "chats.jsonl:3: messages=[] holds no message"]),
@@ -308,6 +308,20 @@ def test_formats(kind: str, tmp_path: Path) -> None:
     assert trained_texts(source, data) == expected
     again = open_source(dataclasses.replace(data, tokenizer=data.tokenizer), None, "train")
     assert again.fingerprint == source.fingerprint, "from the cache"
+
+
+@pytest.mark.parametrize(
+    ("record", "says"),
+    [
+        ({"prompt": "Hi", "chosen": "Yes", "rejected": "Yes"}, "chosen and rejected are the same"),
+        ({"prompt": "Hi", "chosen": 5, "rejected": "No"}, "chosen must be text or a list of messages, not a number"),
+        ({"chosen": said("Hi", "Yes"), "rejected": said("Bye", "No")}, "chosen and rejected answer different prompts"),
+    ],
+)
+def test_pairs_that_are_none(record: dict[str, Any], says: str, tmp_path: Path) -> None:
+    good = {"prompt": "Hi", "chosen": "Yes", "rejected": "No"}
+    with pytest.raises(UserError, match=f"^data\\.path=.*chats.jsonl:2: {says}"):
+        open_source(data_of(tmp_path, [good, record]), None, "train")
 
 
 def test_columns_of_ones_own_and_parquet(tmp_path: Path) -> None:

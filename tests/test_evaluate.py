@@ -145,6 +145,7 @@ def content_after(capsys: pytest.CaptureFixture[str], folder: Path) -> str:
     [
         ([], "none is named"),
         (["nowhere"], "nowhere: no such folder"),
+        ([__file__], f"{__file__}: is a file"),
         (["FOLDER", "data.seq_len=0"], "data.seq_len=0: must be at least 1"),
         (["FOLDER", "data.sequence=1"], "data.sequence=1: no such key"),
         (["FOLDER", "--jsn"], "--jsn: no such option"),
@@ -210,3 +211,11 @@ def test_without_lm_eval_it_is_one_message(
     )
     assert evaluate.main([str(tmp_path), "--lm-eval", "arc_easy", "data.seq_len=1"]) == 2
     assert "data.seq_len=1: goes with no --lm-eval" in capsys.readouterr().err
+
+
+def test_of_a_folder_the_data_to_train_on_need_not_be_named(tmp_path: Path) -> None:
+    """They are never opened."""
+    given = ["data.source=tokens", "data.eval_path=held_out/*.bin", "data.seq_len=16"]
+    folder = folder_of(tmp_path / "folder")
+    assert evaluate.find_subject(str(folder), given).config.data.path == "held_out/*.bin"
+    assert evaluate.find_subject(str(folder), [*given, "data.path=a.bin"]).config.data.path == "a.bin"

@@ -166,6 +166,7 @@ def test_a_plan_counts_the_same_flops() -> None:
         ("[layers.0.attention, head.norm.weight]", {"layers.0.attention.w*.weight", "head.norm.weight"}),
         ("['*norm*']", {"layers.?.*_norm.weight", "head.norm.weight"}),
         ("['layers.*.w1.*']", {"layers.?.feed_forward.w1.weight"}),
+        ("[model.embed_tokens, 'model.layers.0.self_attn.*']", {"tok_embeddings.*", "layers.0.attention.*"}),
     ],
 )
 def test_what_is_named_is_frozen(patterns: str, frozen: set[str], tmp_path: Path) -> None:
@@ -186,6 +187,7 @@ def test_a_tied_weight_is_frozen_by_any_of_its_names(tmp_path: Path) -> None:
             "[layers.0,tok_embedings]",
             "no parameter matches 'tok_embedings'\n  did you mean .*[layers.0,tok_embeddings]",
         ),
+        ("[embed_tokens]", "no parameter matches 'embed_tokens'\n  did you mean .*[model.embed_tokens]"),
         ("[layers.7]", "no parameter matches 'layers.7'\n  did you mean .*[layers."),
         ("['*']", "leaves nothing to train"),
     ],

@@ -374,7 +374,10 @@ def test_the_tokenizer_is_the_folders(folders: Any, tmp_path: Path) -> None:
             r"model\.path=null: model\.name=hf needs the folder of .*\n  for example: model\.path=models/Qwen",
         ),
         ({"name": "auto"}, r"model\.path=null: model\.name=auto needs the folder"),
-        ({"path": "nowhere"}, r"model\.path=\S*nowhere: config\.json: cannot be read \(No such file"),
+        (
+            {"path": "nowhere"},
+            r"model\.path=\S*nowhere: config\.json: cannot be read \(No such file(.|\n)*hf download OWNER/nowhere --l",
+        ),
         ({"attention": "flashy"}, r"model\.attention=flashy: must be one of sdpa, eager, flex"),
         (
             {"attention": "flash_attention_2"},

@@ -25,7 +25,7 @@ from trainer import Trainer, UserError, load_config, load_weights, run
 from trainer.checkpoint.source import StoredWeights, find_checkpoint
 from trainer.config import LoraSection
 from trainer.export import command_line as export_command
-from trainer.model.lora import adapter_part, add_adapters, without_adapters
+from trainer.model.lora import adapter_part, add_adapters, find_layers, without_adapters
 from trainer.model.materialize import materialize
 from trainer.model.network import build_network
 from trainer.model.parameters import local
@@ -153,8 +153,20 @@ def test_targets_are_names_of_modules_or_their_last_parts() -> None:
         network(["wq", "wvv"])
     with pytest.raises(UserError, match=r"^lora\.targets=\[feed_forwrd\.w1\](.|\n)*did you mean .*feed_forward\.w1"):
         network(["feed_forwrd.w1"])
-    with pytest.raises(UserError, match=r"head\.output is no layer that could have an adapter"):
-        network(["output"])
+    for output in ("output", "lm_head"):
+        with pytest.raises(UserError, match=r"head\.output is no layer that could have an adapter"):
+            network([output])
+    for all_linear in (["all-linear"], "all_linear"):
+        with pytest.raises(UserError, match=r"did you mean lora\.targets=all-linear\?"):
+            network(all_linear)
+
+
+def test_a_name_that_only_ends_alike_is_not_what_was_meant() -> None:
+    """Mixtures of experts have no gate_proj that could have an adapter, and lists from elsewhere name it."""
+    layers = nn.ModuleDict({"q_proj": nn.Linear(2, 2), "v_proj": nn.Linear(2, 2)})
+    for targets in (["q_proj", "v_proj", "gate_proj"], ["gate_proj"]):
+        with pytest.raises(UserError, match=r"no layer is called 'gate_proj'; .*: q_proj, v_proj$"):
+            find_layers(layers, [], targets)
 
 
 def test_their_names_of_layers_are_understood() -> None:

@@ -111,10 +111,13 @@ def _unwinding() -> Iterator[None]:
             signal.signal(number, signal.SIG_DFL)
 
 
-def nearest(value: object, legal: Iterable[object]) -> object | None:
-    """Return the legal value whose spelling is nearest to `value`, or None if none is near."""
+def nearest(value: object, legal: Iterable[object], cutoff: float = 0.6) -> object | None:
+    """Return the legal value whose spelling is nearest to `value`, or None if none is near.
+
+    `cutoff`: what share of their letters must be the same; more where all are short and end alike.
+    """
     by_text = {str(candidate): candidate for candidate in legal}
-    found = difflib.get_close_matches(str(value), by_text, n=1, cutoff=0.6)
+    found = difflib.get_close_matches(str(value), by_text, n=1, cutoff=cutoff)
     if not found:
         text = str(value).lower()
         found = [known for known in by_text if text and (known.lower().startswith(text) or text in known.lower())]

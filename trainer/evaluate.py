@@ -74,8 +74,8 @@ class Subject:
 def find_subject(path: str, overrides: Sequence[str]) -> Subject:
     """Return what is to be evaluated: a run's newest checkpoint, a checkpoint, or a Hugging Face folder.
 
-    A folder has no settings of its own: there they are the defaults, and the overrides.  Raises UserError,
-    TrainingFailed for a damaged checkpoint.
+    A folder has no settings of its own: there they are the defaults, and the overrides; data to train on need not be
+    named.  Raises UserError, TrainingFailed for a damaged checkpoint.
     """
     from trainer.checkpoint.source import StoredWeights, find_checkpoint, is_checkpoint
 
@@ -84,13 +84,15 @@ def find_subject(path: str, overrides: Sequence[str]) -> Subject:
         model = {"name": native[0].name} if native else {"name": "hf", "path": path}
         data = {"tokenizer": path} if (Path(path) / "tokenizer.json").is_file() else {}
         text, weights, step = json.dumps({"model": model, "data": data}), path, None
-        begins_from = weights if native else "null"
+        first = {"train.init_from": weights if native else "null"}
+        held_out = dict(override.split("=", 1) for override in overrides if "=" in override).get("data.eval_path")
+        first |= {} if held_out is None else {"data.path": held_out}  # never opened
     else:
         source = StoredWeights(find_checkpoint(path))
         text, weights, step = source.config_yaml, str(source.place), source.manifest.step
-        begins_from = _first_weights(source)
+        first = {"train.init_from": _first_weights(source)}
     given = {override.partition("=")[0] for override in overrides}
-    own = [f"{key}={value}" for key, value in (_OWN | {"train.init_from": begins_from}).items() if key not in given]
+    own = [f"{key}={value}" for key, value in (_OWN | first).items() if key not in given]
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "evaluation.yaml"
         file.write_text(text, encoding="utf-8")

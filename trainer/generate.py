@@ -43,6 +43,9 @@ from trainer.recipe import all_recipes, look_in_working_folder
 from trainer.weights.inference import load_weights, origin_of
 from trainer.weights.origin import GENERATION, TOKENIZER, read_folder, written_out
 
+_SHOWN = 60
+"""Characters of a text that a message repeats."""
+
 _CONTEXT_OF_DECODING = 8
 """Tokens before a piece of text that say how it begins: with a space, say."""
 
@@ -223,7 +226,8 @@ def _check(chosen: argparse.Namespace) -> None:
 def _num_tokens(chosen: argparse.Namespace, num_given: int, room: int | None) -> int:
     if room is not None and num_given >= room:
         key, text = ("--prompt", chosen.prompt) if chosen.chat is None else ("--chat", chosen.chat)
-        raise setting_error(key, text, f"is {num_given} tokens long, and the model has positions for {room}")
+        shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+        raise setting_error(key, shown, f"is {num_given} tokens long, and the model has positions for {room}")
     return min(chosen.max_tokens, (room or sys.maxsize) - num_given)
 
 

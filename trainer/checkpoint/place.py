@@ -143,7 +143,7 @@ class LocalPlace:
     def names(self) -> list[str]:
         try:
             return sorted(os.listdir(self.path))
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return []
 
     def is_published(self, name: str) -> bool:

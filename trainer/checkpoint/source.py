@@ -90,7 +90,9 @@ def find_checkpoints(path: str | os.PathLike[str]) -> Place:
         if any(name.startswith(PREFIX) for name in folder.names()) or folder.names_aside():
             return folder
     local = find_folder(path)
-    rule = "no such folder" if local is not None and not local.exists() else "holds no checkpoints"
+    rule = "holds no checkpoints"
+    if local is not None and not local.is_dir():
+        rule = "is a file" if local.exists() else "no such folder"
     raise UserError(f"{path}: {rule}\n  to fix: give the folder of a run, or the one that checkpoint.dir names")
 
 

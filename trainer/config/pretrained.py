@@ -180,7 +180,8 @@ def _fetch(folder: Path) -> str:
         return "it holds an adapter: name the run, or what trainer.export --merged makes of it"
     if folder.exists():
         return "name the folder of a model"
-    *_, owner, name = ("", *folder.parts)
+    named = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
+    *_, owner, name = ("OWNER", *(part for part in named.parts if part != named.root))
     return f"fetch the model, and name its folder: hf download {owner}/{name} --local-dir {name}"
 
 

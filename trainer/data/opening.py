@@ -129,4 +129,4 @@ def refuse_pairs(source: Source) -> None:
     """Raise UserError for pairs of answers, each of which the ordinary loss would train on."""
     if source.rows_per_sample > 1:
         rule = "a rejected answer would be trained on as the chosen one is"
-        raise setting_error("data.format", "preference", rule, fix="a Trainer whose `loss` compares the two")
+        raise setting_error("data.format", "preference", rule, fix="recipe=dpo, or train.objective=dpo")

@@ -28,6 +28,9 @@ ALL_LINEAR = "all-linear"
 ADAPTER = "default"
 """The name of the one adapter that a layer has here; peft has several."""
 
+_ALIKE = 0.75
+"""How like a layer's a name must be to be taken for it: gate_proj is no slip of v_proj."""
+
 _WEIGHT = re.compile(rf"(?P<layer>.+)\.lora_(?P<part>[AB])\.{ADAPTER}\.weight")
 
 
@@ -192,7 +195,7 @@ def find_layers(
     }
     for target, names in found.items():
         if not names:
-            raise _no_layer(model, called, target, wanted)
+            raise _no_layer(model, called, target, wanted, alias)
     return [name for name in able if any(name in names for names in found.values())]
 
 
@@ -200,13 +203,22 @@ def _is_called(name: str, target: str) -> bool:
     return name == target or name.endswith(f".{target}")
 
 
-def _no_layer(model: nn.Module, called: Mapping[str, Sequence[str]], target: str, wanted: Sequence[str]) -> UserError:
-    others = [name for name, _ in model.named_modules() if name and _is_called(name, target)]
+def _no_layer(
+    model: nn.Module,
+    called: Mapping[str, Sequence[str]],
+    target: str,
+    wanted: Sequence[str],
+    alias: Callable[[str], str | None],
+) -> UserError:
+    if target.replace("_", "-") == ALL_LINEAR:
+        return setting_error("lora.targets", list(wanted), "stands alone, or not at all", meant=ALL_LINEAR)
+    names = [name for name, _ in model.named_modules() if name]
+    others = [name for name in names if any(_is_called(each, target) for each in (name, alias(name) or ""))]
     every = [each for names in called.values() for each in names]
     last_parts = [*dict.fromkeys(each.rpartition(".")[2] for each in every)]
     rule = f"{others[0]} is no layer that could have an adapter" if others else f"no layer is called {target!r}"
-    best = nearest(target, [*last_parts, *every])
-    meant = [best if item == target else item for item in wanted] if best else None
+    best = nearest(target, last_parts, _ALIKE) or nearest(target, [name for name in every if "." in name])
+    meant = [best if item == target else item for item in wanted] if best and best not in wanted else None
     rule += f"; those that could have an adapter: {', '.join(last_parts)}"
     return setting_error("lora.targets", list(wanted), rule, meant=meant)
 

@@ -23,26 +23,25 @@ def build_network(config: RunConfig) -> nn.Module:
 
     Raises UserError for layers or parameters that `lora.targets` and `train.freeze` name and the model does not have.
     """
+    theirs = _their_names(config)
     with torch.device("meta"):
         model = config.recipe.build_model(config.model)
         apply_weights_dtype(model, kept_dtype(config))
         blocks = find_blocks(model, config.recipe) if config.lora.rank else []
-        add_adapters(model, blocks, config.lora, _their_names(config))
-    freeze(model, config.train.freeze)
+        add_adapters(model, blocks, config.lora, lambda layer: _module(theirs(f"{layer}.weight")))
+    freeze(model, config.train.freeze, theirs)
     return model
 
 
 def _their_names(config: RunConfig) -> Callable[[str], str | None]:
-    """Return what tells a layer's name in Hugging Face's world from its own: there it is known by that, too."""
+    """Return what tells a parameter's name in Hugging Face's world from its own: there it is known by that, too."""
     if config.recipe.hf is None:
-        return lambda layer: None
-    names = Names(config.recipe, config.model)
+        return lambda name: None
+    return Names(config.recipe, config.model).theirs
 
-    def theirs(layer: str) -> str | None:
-        found = names.theirs(f"{layer}.weight")
-        return found.removesuffix(".weight") if found else None
 
-    return theirs
+def _module(parameter: str | None) -> str | None:
+    return parameter.removesuffix(".weight") if parameter else None
 
 
 def kept_dtype(config: RunConfig) -> str:
@@ -60,16 +59,19 @@ def apply_weights_dtype(model: nn.Module, weights_dtype: str) -> None:
             parameter.data = parameter.data.to(torch.bfloat16)
 
 
-def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
+def freeze(model: nn.Module, patterns: Sequence[str], theirs: Callable[[str], str | None] = lambda name: None) -> None:
     """Have the parameters that `train.freeze` names get no gradient, and no step.
 
     A pattern is a parameter's name, that of a module, or either with `*` for any text; what is tied has several names,
-    and any of them will do.  Raises UserError for a pattern that matches nothing, and if nothing is left to train.
+    and any of them will do.  `theirs` tells another name of a parameter, by which it may be called, too.  Raises
+    UserError for a pattern that matches nothing, and if nothing is left to train.
     """
+    called = [(parameter, _names(name, theirs)) for name, parameter in model.named_parameters(remove_duplicate=False)]
     for pattern in patterns:
-        found = [p for name, p in model.named_parameters(remove_duplicate=False) if _matches(name, pattern)]
+        found = [parameter for parameter, names in called if _matches(names, pattern)]
         if not found:
-            best = nearest(pattern, _names(model))
+            known = {part: None for _, names in called for name in names for part in _with_modules(name)}
+            best = nearest(pattern, known)
             meant = [best if item == pattern else item for item in patterns] if best else None
             raise setting_error("train.freeze", list(patterns), f"no parameter matches {pattern!r}", meant=meant)
         for parameter in found:
@@ -78,12 +80,17 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
         raise setting_error("train.freeze", list(patterns), "leaves nothing to train", fix="name fewer parameters")
 
 
-def _matches(name: str, pattern: str) -> bool:
-    return any(fnmatchcase(n, form) for n in {name, plain_name(name)} for form in (pattern, f"{pattern}.*"))
+def _names(name: str, theirs: Callable[[str], str | None]) -> list[str]:
+    """Return what a parameter may be called: its name, as of before adapters first, and the one elsewhere."""
+    plain = plain_name(name)
+    return list(dict.fromkeys(filter(None, [plain, name, theirs(plain)])))
 
 
-def _names(model: nn.Module) -> list[str]:
-    """Return what a pattern may be the name of: modules with parameters, and parameters, as of before adapters."""
-    parameters = [plain_name(name) for name, _ in model.named_parameters(remove_duplicate=False)]
-    modules = {".".join(name.split(".")[:n]) for name in parameters for n in range(1, name.count(".") + 1)}
-    return [*sorted(modules), *parameters]
+def _matches(names: Sequence[str], pattern: str) -> bool:
+    return any(fnmatchcase(name, form) for name in names for form in (pattern, f"{pattern}.*"))
+
+
+def _with_modules(name: str) -> list[str]:
+    """Return the names of the modules that a parameter is in, from the outside in, and its own."""
+    parts = name.split(".")
+    return [".".join(parts[:depth]) for depth in range(1, len(parts) + 1)]

@@ -59,3 +59,9 @@ class Pair:
 
     chosen: Sample
     rejected: Sample
+
+
+def kind_of(value: Any) -> str:
+    """Return what JSON calls a value, for a message."""
+    kinds = {dict: "an object", list: "a list", str: "text", bool: "true or false", int: "a number", float: "a number"}
+    return "null" if value is None else kinds.get(type(value), type(value).__name__)

@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from trainer.data.chat.conversation import ROLES, BadChat, Completion, Conversation, Message, Pair, Sample
+from trainer.data.chat.conversation import ROLES, BadChat, Completion, Conversation, Message, Pair, Sample, kind_of
 from trainer.errors import nearest, setting_error
 
 _ALIASES = {
@@ -131,6 +131,9 @@ def _read_preference(values: Mapping[str, Any]) -> Pair:
     chosen, rejected = (_preferred(prompt, values[key], key, tools) for key in ("chosen", "rejected"))
     if chosen == rejected:
         raise BadChat("chosen and rejected are the same: there is nothing to prefer")
+    if prompt is None and _asked(chosen) != _asked(rejected):
+        rule = "chosen and rejected answer different prompts: up to the user's last message they must say the same"
+        raise BadChat(rule, fix="take the record out")
     return Pair(chosen, rejected)
 
 
@@ -142,14 +145,20 @@ def _preferred(prompt: Any, answer: Any, key: str, tools: Sequence[Mapping[str, 
     return Conversation(messages, tools, first=last + 1)
 
 
+def _asked(sample: Sample) -> list[tuple[Any, Any]]:
+    """Return what was said before an answer, and by whom."""
+    before = sample.messages[: sample.first] if isinstance(sample, Conversation) else ()
+    return [(message["role"], message["content"]) for message in before]
+
+
 def _answered(prompt: Any, answer: Any, key: str, tools: Sequence[Mapping[str, Any]]) -> Sample:
     """Return a prompt with its answer: both texts, or either of them messages."""
     if isinstance(prompt, str) and isinstance(answer, str):
         if not answer.strip():
             raise BadChat(f"{key}={answer!r} is empty")
         return Completion(_text(prompt, "prompt"), _text(answer, key))
-    asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else _list(prompt, "prompt")
-    answers = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else _list(answer, key)
+    asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else _list(prompt, "prompt", "text or ")
+    answers = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else _list(answer, key, "text or ")
     if isinstance(answer, list) and answers[: len(asked)] == asked:
         answers = answers[len(asked) :]  # it has been said twice
     before = _messages(asked, "prompt")
@@ -181,9 +190,9 @@ def _messages(value: Any, place: str, role_key: str = "role", content_key: str =
     return messages
 
 
-def _list(value: Any, place: str) -> list[Any]:
+def _list(value: Any, place: str, others: str = "") -> list[Any]:
     if not isinstance(value, list):
-        raise BadChat(f"{place} must be a list of messages, not {_kind(value)}")
+        raise BadChat(f"{place} must be {others}a list of messages, not {kind_of(value)}")
     if not value:
         raise BadChat(f"{place}=[] holds no message")
     return value
@@ -191,7 +200,7 @@ def _list(value: Any, place: str) -> list[Any]:
 
 def _get(value: Any, key: str, place: str, shown: str = "") -> Any:
     if not isinstance(value, Mapping):
-        raise BadChat(f"{place} must be an object, not {_kind(value)}")
+        raise BadChat(f"{place} must be an object, not {kind_of(value)}")
     if value.get(key) is None:
         meant = nearest(shown or key, value)
         raise BadChat(f"{place} has no {shown or key!r}" + (f"; did you mean {meant!r}?" if meant else ""))
@@ -204,14 +213,14 @@ def _text_of(content: Any, place: str) -> str:
         return _text(content, place)
     for number, part in enumerate(content):
         if not isinstance(part, Mapping) or part.get("type", "text") != "text":
-            kind = part.get("type") if isinstance(part, Mapping) else _kind(part)
+            kind = part.get("type") if isinstance(part, Mapping) else kind_of(part)
             raise BadChat(f"{place}[{number}].type={kind!r}: only text can be trained on")
     return "".join(_text(part.get("text"), f"{place}[{number}].text") for number, part in enumerate(content))
 
 
 def _text(value: Any, place: str) -> str:
     if not isinstance(value, str):
-        raise BadChat(f"{place} must be text, not {_kind(value)}")
+        raise BadChat(f"{place} must be text, not {kind_of(value)}")
     try:
         value.encode()
     except UnicodeEncodeError as error:
@@ -228,7 +237,7 @@ def _check_calls(message: Mapping[str, Any], place: str) -> None:
     """Raise BadChat unless each of a message's tool calls names a function."""
     calls = message.get("tool_calls") or []
     if not isinstance(calls, list):
-        raise BadChat(f"{place}.tool_calls must be a list, not {_kind(calls)}")
+        raise BadChat(f"{place}.tool_calls must be a list, not {kind_of(calls)}")
     for number, call in enumerate(calls):
         function = call.get("function", call) if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
@@ -245,13 +254,8 @@ def _tools(value: Any) -> Sequence[Mapping[str, Any]]:
     if not value:
         return ()
     if not isinstance(value, list) or not all(isinstance(tool, Mapping) for tool in value):
-        raise BadChat(f"tools must be a list of objects, not {_kind(value)}")
+        raise BadChat(f"tools must be a list of objects, not {kind_of(value)}")
     return value
-
-
-def _kind(value: Any) -> str:
-    kinds = {dict: "an object", list: "a list", str: "text", bool: "true or false", int: "a number", float: "a number"}
-    return "null" if value is None else kinds.get(type(value), type(value).__name__)
 
 
 def check_columns(columns: Mapping[str, str], setting: str) -> None:

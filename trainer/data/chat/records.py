@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
+from trainer.data.chat.conversation import kind_of
 from trainer.errors import nearest, setting_error
 from trainer.files import find_folder
 
@@ -66,7 +67,7 @@ def _parse(line: str, path: Path, number: int, key: str) -> Mapping[str, Any]:
     except ValueError as error:
         raise setting_error(key, path, f"{path.name}:{number}: is not JSON ({error})") from error
     if not isinstance(record, dict):
-        rule = f"{path.name}:{number}: must be a JSON object, not {type(record).__name__}"
+        rule = f"{path.name}:{number}: must be a JSON object, not {kind_of(record)}"
         raise setting_error(key, path, rule)
     return record
 

@@ -35,8 +35,10 @@ def open_chats(data: DataSection, vocab_size: int | None, split: Split) -> Sourc
     check_columns(data.columns or {}, data.format)
     encoder = encoder_of(data)
     if vocab_size is not None and encoder.tokenizer.vocab_size > vocab_size:
-        rule = f"the ids of data.tokenizer={data.tokenizer} need at least {encoder.tokenizer.vocab_size}"
-        raise setting_error("model.vocab_size", vocab_size, rule, encoder.tokenizer.vocab_size)
+        least = encoder.tokenizer.vocab_size
+        rule = f"the ids of data.tokenizer={data.tokenizer} need at least {least}"
+        fix = f"the tokenizer that the weights came with; for new weights also model.vocab_size={least}"
+        raise setting_error("model.vocab_size", vocab_size, rule, fix=fix)
     if split == "eval" and data.eval_path is not None:
         kept = _keep(data, "data.eval_path", str(data.eval_path), 0.0, encoder)
         return _samples(kept.train, kept, data, encoder)
