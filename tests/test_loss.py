@@ -317,3 +317,23 @@ def test_what_is_compiled_for_a_gpu_computes_the_same(dtype: torch.dtype, monkey
         assert (ours.float() - theirs.float()).norm() <= tolerance * theirs.float().norm()
     assert len(made) > 6
     assert set(made) == {256 if dtype == torch.float32 else 128}, "the bytes of a row of logits, of which 50 are used"
+
+
+def test_in_float32_gradients_are_made_where_values_are() -> None:
+    """Neither a second tensor of a chunk's logits, nor one of the weight for each chunk."""
+    seen: list[tuple[str, tuple[int, ...]]] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor):
+                seen.append((str(func), tuple(result.shape)))
+            return result
+
+    hidden, weight = torch.randn(12, 5, requires_grad=True), torch.randn(40, 5, requires_grad=True)
+    with Watch():
+        linear_cross_entropy(hidden, weight, torch.arange(12), chunk_bytes=4 * 4 * 40).backward()
+    assert not [name for name, shape in seen if shape == (4, 40) and "empty" in name]
+    assert [name for name, shape in seen if shape == (40, 5) and "mm" in name] == ["aten.mm.default"] + 2 * [
+        "aten.addmm.out"
+    ]

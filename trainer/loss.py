@@ -153,7 +153,7 @@ class _Chunk:
         probs_nV = self._log_probs_nV.exp_()
         del self._log_probs_nV
         probs_nV.scatter_add_(1, self._index_n1, probs_nV.new_full(self._index_n1.shape, -1.0))
-        grad_nV = torch.empty_like(probs_nV, dtype=dtype)
+        grad_nV = probs_nV if dtype == probs_nV.dtype else torch.empty_like(probs_nV, dtype=dtype)
         return torch.mul(probs_nV, scale_n1.where(self._counts_n1, 0.0), out=grad_nV)
 
 
@@ -244,6 +244,9 @@ class _Gradients:
             self.hidden_ND[start : start + len(hidden_nD)] = grad_nV @ weight_VD
         if self._wants_weight:
             # Sums over chunks in fp32: the weight's gradient has one addend a chunk.
+            if self.weight_VD is not None and grad_nV.dtype == self.weight_VD.dtype:
+                torch.addmm(self.weight_VD, grad_nV.T, hidden_nD, out=self.weight_VD)
+                return
             part_VD = grad_nV.T @ hidden_nD
             self.weight_VD = part_VD.float() if self.weight_VD is None else self.weight_VD.add_(part_VD)
 
