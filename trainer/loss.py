@@ -245,7 +245,7 @@ class _Gradients:
         if self._wants_weight:
             # Sums over chunks in fp32: the weight's gradient has one addend a chunk.
             if self.weight_VD is not None and grad_nV.dtype == self.weight_VD.dtype:
-                torch.addmm(self.weight_VD, grad_nV.T, hidden_nD, out=self.weight_VD)
+                self.weight_VD.addmm_(grad_nV.T, hidden_nD)
                 return
             part_VD = grad_nV.T @ hidden_nD
             self.weight_VD = part_VD.float() if self.weight_VD is None else self.weight_VD.add_(part_VD)
