@@ -61,7 +61,7 @@ CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "joined": (lambda folder: write(folder, *TEXTS[:4]), r"3 shards of 903 tokens .* 4 shards of 1204 tokens"),
     "gone": (lambda folder: (folder / "text-00002.bin").unlink(), r"3 shards of 903 tokens .* 2 shards of 602 tokens"),
     "longer": (lambda folder: write(folder, TEXTS[0], TEXTS[1] * 2, TEXTS[2]), r"3 shards of 903 .* 1203 tokens"),
-    "rewritten": (rewritten, r"3 shards of 903 tokens in the checkpoint, as many now with other content"),
+    "rewritten": (rewritten, r"3 shards of 903 tokens in the checkpoint, the same number now, with different content"),
     "nudged": (nudged, ".* other content"),
     "exchanged": (exchanged, ".* other content"),
 }
@@ -191,7 +191,7 @@ def test_a_checkpoint_of_before_there_were_fingerprints(tmp_path: Path, capsys: 
     fit(tmp_path / "run", *settings(path, 3))
     warnings = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning")]
     assert len(warnings) == 1
-    assert "step_00000002: does not say on which data" in warnings[0]
+    assert "step_00000002: does not record its training data" in warnings[0]
     fit(tmp_path / "run", *settings(path, 4))
     assert "warning" not in capsys.readouterr().err
 
@@ -231,7 +231,7 @@ def test_another_python_has_another_standard_library(tmp_path: Path, monkeypatch
     fit(tmp_path / "run", *stdlib, "train.steps=2")
     monkeypatch.setattr(OtherPython, "texts", (b"x = 1\n" * 500, b"y = 3\n" * 500))
     updated = Trainer(tiny_config(tmp_path / "run", *stdlib, "train.steps=3"))
-    with pytest.raises(UserError, match=r"data: 1 shard of .* as many now with other content"):
+    with pytest.raises(UserError, match=r"data: 1 shard of .* the same number now, with different content"):
         updated.fit()
     updated.close()
 

@@ -140,7 +140,7 @@ def test_a_stop_in_a_streak(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert run(folder, skipped=skipped) == 0
     said = capsys.readouterr().err
     assert "is taken instead of step_00000007" in said
-    assert "speaks of a checkpoint" not in said, "it is there"
+    assert "mentions a checkpoint" not in said, "it is there"
     assert resumed(folder) == [None, 4]
     assert losses(folder) == losses(tmp_path / "whole")
     assert (folder / "previous_001" / "step_00000007" / "manifest.json").exists()

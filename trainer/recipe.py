@@ -214,7 +214,7 @@ def check_number(key: str, value: Any, number: float, limits: Mapping[str, Any],
     `example` is a value to show where none is nearest.
     """
     if isinstance(number, int) and not -(2**63) <= number < 2**63:
-        raise setting_error(key, "(a number of more than 63 bits)", "must be a number that a machine can hold")
+        raise setting_error(key, "(a number of more than 63 bits)", "must be a number that fits in 64 bits")
     if not math.isfinite(number):
         raise setting_error(key, value, "must be finite", example=example)
     for word, broken in (
@@ -257,11 +257,11 @@ def find_recipe(name: str, may_import: Collection[str] | None = None) -> Recipe:
     if name not in _registry:
         if name.endswith(".py"):
             module = name.rpartition("/")[2].removesuffix(".py")
-            fix = f"start where {module}.py is, and name the module: model.name={module}:NAME"
+            fix = f"start from the folder of {module}.py, and give the module: model.name={module}:NAME"
             raise setting_error("model.name", name, "must be a registered model, or module:NAME, not a file", fix=fix)
         if "/" in name:
-            rule = f"must be a registered model ({', '.join(sorted(_registry))}), not a place"
-            fix = f"fetch that model, then model.name=auto model.path={name.rpartition('/')[2]}"
+            rule = f"must be a registered model ({', '.join(sorted(_registry))}), not a model id"
+            fix = f"download that model, then set model.name=auto model.path={name.rpartition('/')[2]}"
             raise setting_error("model.name", name, rule, fix=fix)
         raise choice_error("model.name", name, sorted(_registry), "a registered model:")
     return _registry[name]
@@ -292,7 +292,7 @@ def _check_allowed(name: str, module: str, may_import: Collection[str] | None) -
         return
     if not any(module == allowed or module.startswith(f"{allowed}.") for allowed in may_import):
         rule = (
-            f"a checkpoint says so, and to import {module!r} runs its code: only where you allow it\n"
+            f"a checkpoint names it, and importing {module!r} runs its code, which needs your permission\n"
             f"  if you trust it: --allow-import {module}, or in Python allow_import=[{module!r}]"
         )
         raise setting_error("model.name", name, rule)
@@ -346,7 +346,7 @@ def _import_module(module_name: str, setting: str, value: str) -> Any:
         rule = f"cannot import {module_name!r} ({type(error).__name__}: {error}{where})"
         first = module_name.partition(".")[0]
         is_missing = isinstance(error, ModuleNotFoundError) and error.name == first
-        fix = f"start where {first}.py is, or install it" if is_missing else "mend it there"
+        fix = f"start from the folder of {first}.py, or install it" if is_missing else "correct it there"
         raise setting_error(setting, value, rule, fix=fix) from error
 
 

@@ -42,13 +42,13 @@ class StoredWeights:
             self.config_yaml = read_file(place, self.manifest, "config.yaml").decode()
             self.parts = json.loads(read_file(place, self.manifest, "state.json"))["parts"]
         except FileNotFoundError as error:
-            raise UserError(f"{place}: there is no checkpoint ({COMMIT} is missing)") from error
+            raise UserError(f"{place}: no checkpoint here ({COMMIT} is missing)") from error
         except Damaged as error:
             raise TrainingFailed(f"the checkpoint {place} is damaged:\n  {error}") from error
         self.layout = layout
         self._stored = {k.removeprefix("model."): stored for k, stored in layout.items() if k.startswith("model.")}
         if averaged and not self.has_average:
-            raise UserError(f"{place}: holds no average of the weights: its run had train.ema=0")
+            raise UserError(f"{place}: has no averaged weights: its run had train.ema=0")
         self._keys = {name: f"{_AVERAGE}{name}" for name in self._stored if averaged and f"{_AVERAGE}{name}" in layout}
 
     @property
@@ -91,7 +91,7 @@ def find_checkpoints(path: str | os.PathLike[str]) -> Place:
             return folder
     local = find_folder(path)
     rule = "no such folder" if local is not None and not local.exists() else "holds no checkpoints"
-    raise UserError(f"{path}: {rule}\n  to fix: give the folder of a run, or the one that checkpoint.dir names")
+    raise UserError(f"{path}: {rule}\n  to fix: give a run folder, or the folder in checkpoint.dir")
 
 
 def find_checkpoint(path: str | os.PathLike[str]) -> Place:
@@ -107,7 +107,7 @@ def find_checkpoint(path: str | os.PathLike[str]) -> Place:
         folder = find_checkpoints(run)
         best = best_step(folder)
         if best is None:
-            raise UserError(f"{path}: none of the checkpoints in {folder} was saved after an evaluation of its step")
+            raise UserError(f"{path}: none of the checkpoints in {folder} was evaluated when it was saved")
         return folder / name_of(best)
     folder = find_checkpoints(path)
     step = newest_step(folder)
@@ -124,7 +124,9 @@ def _elsewhere(run: Place) -> list[Place]:
     except (OSError, UserError):  # no run's folder
         return []
     if is_masked(stored):
-        raise UserError(f"{run}: its checkpoints are at {stored}, whose credentials are not kept; give that URL, whole")
+        raise UserError(
+            f"{run}: its checkpoints are at {stored}, whose credentials are not stored; give the complete URL"
+        )
     if not (isinstance(stored, str) and stored):
         return []
     return [find_place(moved_along(stored, str(run_dir or run), str(run)))]

@@ -306,7 +306,8 @@ class TokenSource(Source):
         place = f"token {first} of {self.shards[number].name}"
         return (
             f"sample {index} holds the id {found[position]}, {place}: "
-            f"ids must be below {self.vocab_size}, the size of the vocabulary; the shard is damaged, make it again"
+            f"ids must be below {self.vocab_size}, the size of the vocabulary; the shard is damaged, so prepare it "
+            "again"
         )
 
     @cached_property

@@ -32,7 +32,7 @@ def tell_of_the_end(command: str, facts: Mapping[str, object]) -> str:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        return f"run.on_end was ended: it took more than {LIMIT_S:.0f} s"
+        return f"run.on_end was stopped: it took more than {LIMIT_S:.0f} s"
     return f"run.on_end failed with exit code {code}" if code else ""
 
 

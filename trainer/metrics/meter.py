@@ -78,7 +78,7 @@ class Meter:
         self.started += seconds
 
     def read(self) -> tuple[float, float, float]:
-        """Return (seconds a step, seconds of it waiting for data, target tokens a second) so far."""
+        """Return (seconds a step, seconds of it waiting for data, target tokens per second) so far."""
         elapsed, data_s, num_tokens = time.perf_counter() - self.started, self.data_s, self.num_tokens
         updates = max(1, self.num_updates)
         if self.is_profiled:

@@ -87,7 +87,7 @@ class Outlet(io.TextIOBase):
         except (OSError, ValueError) as error:  # ValueError: this process has closed it
             self._has_gone = True
             discard_stream(self._stream)
-            say(f"warning: standard output is gone ({error}); the run goes on without it")
+            say(f"warning: standard output was closed ({error}); the run continues without it")
 
 
 class KeptText(io.TextIOBase):

@@ -183,7 +183,7 @@ def find_layers(
         inside = {id(module) for block in blocks for module in block.modules()}
         able = [name for name in able if not blocks or id(model.get_submodule(name)) in inside]
         if not able:
-            raise setting_error("lora.targets", targets, "the model has no linear layer that could have an adapter")
+            raise setting_error("lora.targets", targets, "the model has no linear layer that can have an adapter")
         return able
     wanted = [targets] if isinstance(targets, str) else list(targets)
     called = {name: [name, *filter(None, [alias(name)])] for name in able}
@@ -204,10 +204,10 @@ def _no_layer(model: nn.Module, called: Mapping[str, Sequence[str]], target: str
     others = [name for name, _ in model.named_modules() if name and _is_called(name, target)]
     every = [each for names in called.values() for each in names]
     last_parts = [*dict.fromkeys(each.rpartition(".")[2] for each in every)]
-    rule = f"{others[0]} is no layer that could have an adapter" if others else f"no layer is called {target!r}"
+    rule = f"{others[0]} is not a layer that can have an adapter" if others else f"no layer is named {target!r}"
     best = nearest(target, [*last_parts, *every])
     meant = [best if item == target else item for item in wanted] if best else None
-    rule += f"; those that could have an adapter: {', '.join(last_parts)}"
+    rule += f"; those that can have an adapter: {', '.join(last_parts)}"
     return setting_error("lora.targets", list(wanted), rule, meant=meant)
 
 

@@ -28,7 +28,7 @@ class Names:
         for ours, theirs in self._pairs:
             if ours.count("*") + isinstance(theirs, Stacked) != theirs.count("*"):
                 raise UserError(
-                    f"recipe {recipe.name!r}: hf.names: {ours!r} and {theirs!r} differ in their number of *"
+                    f"recipe {recipe.name!r}: hf.names: {ours!r} and {theirs!r} have a different number of *"
                 )
 
     def theirs(self, name: str) -> str | None:

@@ -132,7 +132,7 @@ def _place(parameter: torch.Tensor, name: str, seed: int) -> tuple[int, int]:
     """Return the seed of a parameter's bits, and how many of its elements lie before the shard here: int32, wrapped."""
     rows = own_rows(parameter)
     if rows is None:
-        rule = f"{name} is not split along its first dimension, and has no rows here to take random bits for"
+        rule = f"{name} is not split along its first dimension, and has no rows here to draw random bits for"
         raise setting_error("optim.rounding", "stochastic", rule, "nearest")
     columns = math.prod(parameter.shape[1:])
     return seed_of(seed, name) % 2**32 - 2**31, (rows[0] * columns + 2**31) % 2**32 - 2**31

@@ -177,7 +177,7 @@ class Forecast:
         rank = f"rank {self._world.rank}: " if self._world.size > 1 else ""
         lines = [f"out of memory: {rank}{_first_line(error)}", f"(the traceback is {kept})"]
         if self.plan is None:
-            return "\n".join([*lines, f"there is no plan to compare with: {self.why_not}"])
+            return "\n".join([*lines, f"no plan to compare with: {self.why_not}"])
         if self._world.device.type == "cuda":
             allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
             lines.append(
@@ -188,7 +188,7 @@ class Forecast:
         lines.append(memory_text(self.plan))
         if self.plan.fits:
             memory_gib = self.plan.machine.memory_gib
-            lines.append(f"of {memory_gib:.2f} GiB there was less than that: others use them, or a limit is set")
+            lines.append(f"less than {memory_gib:.2f} GiB was available: other processes use memory, or a limit is set")
         return "\n".join([*lines, *self._remedies(self.plan)])
 
     def _remedies(self, plan: Plan) -> list[str]:
@@ -198,7 +198,7 @@ class Forecast:
             found = remedies(replace(plan, machine=plan.machine.with_budget(budget)))
         except (MemoryError, RuntimeError):  # there is not even that much
             found = []
-        return found or ["no single change of settings would do; see python -m trainer.plan"]
+        return found or ["no single change of settings would be enough; see python -m trainer.plan"]
 
 
 def _percent(found: float, planned: float) -> str:

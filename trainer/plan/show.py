@@ -64,11 +64,11 @@ def _left_out(plan: Plan) -> list[str]:
     config = plan.config
     lines = []
     if config.optim.name == "muon":
-        lines.append("not counted: what Muon sends, and multiplies, to orthogonalise whole matrices")
+        lines.append("not counted: Muon's communication and matrix products to orthogonalize whole matrices")
     if config.fsdp.cpu_offload:
-        lines.append("not counted: time of copies to and from host memory, and of the optimizer there")
+        lines.append("not counted: time for copies to and from host memory, and for the optimizer there")
     if config.train.compile is True and plan.machine.device_type == "cpu":
-        lines.append("not counted: what torch.compile saves on a CPU")
+        lines.append("not counted: savings by torch.compile on a CPU")
     return lines
 
 
@@ -96,7 +96,7 @@ def _heading(plan: Plan) -> list[str]:
         f"{config.run.name}: {config.model.name}, {_count(plan.num_parameters)} parameters in {plan.trace.root} units",
         f"{ranks} ranks of {machine.name} ({machine.memory_gib:.0f} GiB each, {machine.rates.ranks_per_node} to a "
         f"node; {machine.source})",
-        f"{settings}; {plan.num_micro_batches} micro-batches a step, {_count(plan.tokens)} tokens",
+        f"{settings}; {plan.num_micro_batches} micro-batches per step, {_count(plan.tokens)} tokens",
     ]
 
 
@@ -112,7 +112,7 @@ def _choice_table(choice: Choice) -> tuple[str, Table]:
 
 
 def _peak_text(plan: Plan) -> str:
-    return f"memory of a rank at the peak, in the {plan.memory.peak.place}: {plan.needed_gib:.2f} GiB"
+    return f"peak memory per rank, in the {plan.memory.peak.place}: {plan.needed_gib:.2f} GiB"
 
 
 def _memory_table(plan: Plan) -> tuple[str, Table]:
@@ -135,7 +135,7 @@ def _communication_table(plan: Plan) -> tuple[str, Table]:
         table.add_row(
             row["operation"], row["axis"], str(row["num_ranks"]), str(row["count"]), amount, f"{row['seconds']:.3f}"
         )
-    return "communication of a rank in one step", table
+    return "communication per rank in one step", table
 
 
 def _time_table(plan: Plan) -> tuple[str, Table]:
@@ -154,7 +154,7 @@ def _time_table(plan: Plan) -> tuple[str, Table]:
         "tokens/s": f"{tokens_per_s:,.0f} ({tokens_per_s / plan.mesh.num_ranks:,.0f} a rank)",
         "model FLOPs a step": f"{plan.flops:.3g}",
         "MFU": "unknown" if plan.mfu is None else f"{100 * plan.mfu:.1f} %",
-        "whole run": "its data decide"
+        "whole run": "depends on the data"
         if train.epochs is not None
         else f"{train.steps} steps, {plan.run_s / 3600:,.1f} h, "
         f"{plan.run_s * plan.mesh.num_ranks / 3600:,.0f} device hours",

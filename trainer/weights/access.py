@@ -75,7 +75,7 @@ def find_weights(
             found[name] = stored[0]
             # Copies of a tied weight are one weight; two weights would lose one of them.
             others = [other for other in stored[1:] if _differ(source, stored[0], other)]
-            parted += [f"{stored[0]} and {other} are one tensor here, two there" for other in others]
+            parted += [f"{stored[0]} and {other} are one tensor here, but two there" for other in others]
         elif name in parameters:
             missing.append(f"missing there: {name} {here[name]}")
     differences = [

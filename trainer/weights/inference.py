@@ -73,7 +73,7 @@ class PlainFile:
         if isinstance(whole, dict) and isinstance(whole.get("model"), dict):
             whole = whole["model"]
         if not isinstance(whole, dict):
-            raise setting_error(setting, path, "holds no state dict")
+            raise setting_error(setting, path, "has no state dict")
         self._tensors = {self._own_name(name): t for name, t in whole.items() if isinstance(t, torch.Tensor)}
 
     def _own_name(self, name: str) -> str:
@@ -154,7 +154,7 @@ def base_of(stored: StoredWeights, recipe: Recipe, model_config: Any, path: str 
     where = path or str(named["path"])
     if "://" not in where and not Path(where).exists():
         raise UserError(
-            f"{stored.description}: holds adapters for the weights of {where}, which is not there\n"
+            f"{stored.description}: has adapters for the weights of {where}, which is missing\n"
             "  to fix: move it back, or export with --base and the folder where it is now"
         )
     source = _open_base(where, recipe, model_config)
@@ -195,7 +195,10 @@ def merged(stored: StoredWeights, recipe: Recipe, model_config: Any, base: str |
 def doubts(path: str) -> str:
     """Return what cannot be known of the weights at `path`, as a warning; nothing if all is said."""
     if _is_hugging_face(path) and not (Path(path.removeprefix("file://")) / CONFIG).exists():
-        return f"train.init_from: {path} has no {CONFIG}: what has no tensor, rope_theta say, is as model.* has it"
+        return (
+            f"train.init_from: {path} has no {CONFIG}: settings without a tensor, such as rope_theta, are taken "
+            "from model.*"
+        )
     return ""
 
 
