@@ -152,7 +152,7 @@ def test_a_folder_is_a_recipe_if_a_run_is_in_it(tmp_path: Path, capsys: pytest.C
     (folder / "config.yaml").write_text("model: {name: llama}\n")
     assert run.main([f"recipe={folder}", "--print-config"]) == 0
     assert run.main([f"recipe={folder}/nothing"]) == 2
-    assert "must be a path ending in .yaml, a run folder, or one of" in capsys.readouterr().err
+    assert f"recipe={folder}/nothing: no such folder\n  to fix: give a run folder" in capsys.readouterr().err
 
 
 def test_a_module_that_fails_is_named_with_its_line(

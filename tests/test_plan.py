@@ -446,6 +446,7 @@ def test_what_a_person_sees(capsys: pytest.CaptureFixture[str]) -> None:
     for words in ("peak memory per rank", "communication per rank", "time of one step", "MFU", "fits"):
         assert words in shown
     assert "4 ranks of h100" in shown
+    assert not re.search(r"\n[ ]*\n[ ]*\n", shown), "one blank line between tables, and none above their rows"
     assert "ranks_per_node=N" in run_plan(capsys, "--help")[0]
 
 

@@ -112,7 +112,7 @@ def sentences(costs: Costs, every_s: float, num_nodes: int) -> dict[str, str]:
     best = "" if math.isclose(every_s, costs.best_s, rel_tol=0.05) else f"; best: every {readable_span(costs.best_s)}"
     at_best = f", {_percent(costs.goodput(costs.best_s))} at best" if best else ""
     return {
-        "failures": f"one in {readable_span(costs.mtbf_s)} on {nodes}, {readable_span(costs.restart_s)} to go on",
+        "failures": f"one in {readable_span(costs.mtbf_s)} on {nodes}, {readable_span(costs.restart_s)} to resume",
         "saves": (
             f"every {readable_span(every_s)}, pausing for {readable_span(costs.blocked_s)}, published after "
             f"{readable_span(costs.total_s)}{best}"

@@ -230,10 +230,10 @@ def find_recipe_file(recipe: str) -> Path:
         raise setting_error("recipe", recipe, rule, example=inside or "llama_small")
     if Path(recipe).is_dir():
         return Path(recipe) / CONFIG
-    kinds = "a path ending in .yaml, a run folder, or one of"
     if os.sep in recipe:
-        raise setting_error("recipe", recipe, f"must be {kinds} {', '.join(sorted(files))}")
-    raise choice_error("recipe", recipe, sorted(files), kinds)
+        fix = f"give a run folder, a path ending in .yaml, or one of {', '.join(sorted(files))}"
+        raise setting_error("recipe", recipe, "no such folder", fix=fix)
+    raise choice_error("recipe", recipe, sorted(files), "a path ending in .yaml, a run folder, or one of")
 
 
 def recipe_files() -> dict[str, Path]:

@@ -180,8 +180,10 @@ def _fetch(folder: Path) -> str:
         return "it contains an adapter: give the run folder, or the output of trainer.export --merged"
     if folder.exists():
         return "give a model folder"
-    *_, owner, name = ("", *folder.parts)
-    return f"download the model, and give its folder: hf download {owner}/{name} --local-dir {name}"
+    place = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
+    is_an_id = len(place.parts) == 2 and not place.is_absolute() and not place.parent.is_dir()
+    model, target = (place, place.name) if is_an_id else (f"OWNER/{place.name}", place)
+    return f"download the model, and give its folder: hf download {model} --local-dir {target}"
 
 
 def read_config(folder: Path, setting: str) -> dict[str, Any]:

@@ -156,7 +156,7 @@ def _check_init_from(config: RunConfig) -> None:
         advice = f"recipe={own} train.init_from=null resumes the run, which no longer needs it"
         if config.lora.rank:
             advice = "the run's adapters belong to these weights: give their new path"
-        if not Path(start).is_absolute() and start.count("/") == 1:
+        if not Path(start).is_absolute() and start.count("/") == 1 and not Path(start).parent.is_dir():
             rule = f"{rule}; to download a model: hf download {start} --local-dir {start.rpartition('/')[2]}"
         is_saved = own.is_file() and any((config.run_dir / "checkpoints").glob("step_*"))
         raise setting_error("train.init_from", start, f"{rule}; {advice}" if is_saved else rule)

@@ -102,7 +102,7 @@ def _heading(plan: Plan) -> list[str]:
 
 def _choice_table(choice: Choice) -> tuple[str, Table]:
     table = _table("", "resharding", "checkpointing", "micro-batch", "context")
-    for name in ("GiB", "s a step"):
+    for name in ("GiB", "s per step"):
         table.add_column(name, justify="right")
     for number, plan in enumerate((choice.plan, *choice.runners_up)):
         values = [short(value) for value in chosen_settings(plan.config).values()]
@@ -151,15 +151,15 @@ def _time_table(plan: Plan) -> tuple[str, Table]:
         "copies into and out of buffers": f"{time.copy_s:.3f} s",
         "optimizer": f"{time.optimizer_s:.3f} s",
         "host": f"{time.host_s:.3f} s",
-        "tokens/s": f"{tokens_per_s:,.0f} ({tokens_per_s / plan.mesh.num_ranks:,.0f} a rank)",
-        "model FLOPs a step": f"{plan.flops:.3g}",
+        "tokens/s": f"{tokens_per_s:,.0f} ({tokens_per_s / plan.mesh.num_ranks:,.0f} per rank)",
+        "model FLOPs per step": f"{plan.flops:.3g}",
         "MFU": "unknown" if plan.mfu is None else f"{100 * plan.mfu:.1f} %",
         "whole run": "depends on the data"
         if train.epochs is not None
         else f"{train.steps} steps, {plan.run_s / 3600:,.1f} h, "
         f"{plan.run_s * plan.mesh.num_ranks / 3600:,.0f} device hours",
         "a checkpoint": f"{plan.checkpoint_bytes / GIB:,.1f} GiB, "
-        f"{plan.checkpoint_bytes / plan.mesh.num_ranks / GIB:.2f} a rank",
+        f"{plan.checkpoint_bytes / plan.mesh.num_ranks / GIB:.2f} per rank",
     }
     for name, value in rows.items():
         table.add_row(name, value)
@@ -174,7 +174,7 @@ def _saving_table(plan: Plan) -> tuple[str, Table]:
 
 
 def _table(*columns: str) -> Table:
-    table = Table(header_style="dim", box=SIMPLE_HEAD)
+    table = Table(header_style="dim", box=SIMPLE_HEAD, show_header=any(columns), show_edge=False)
     for name in columns:
         table.add_column(name)
     return table

@@ -144,8 +144,8 @@ PANELS: dict[str, Callable[[Any, Sequence[Run]], None]] = {
     "gradient norm, before clipping": _draw_grad_norm,
     "learning rate": _draw_lr,
     "target tokens per second": _draw_tokens_per_s,
-    "seconds a step": _draw_step_s,
-    "peak memory of a rank, GiB": _draw_memory,
+    "seconds per step": _draw_step_s,
+    "peak memory per rank, GiB": _draw_memory,
 }
 """What is drawn, by title."""
 

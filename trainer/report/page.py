@@ -117,7 +117,7 @@ def _tiles(run: Run) -> str:
         ("training loss", _number(loss), "last recorded value"),
         ("evaluation loss", _number(eval_loss), "" if bits is None else f"{bits:.4f} bits per byte"),
         ("tokens per second", readable_count(speed) if speed else NONE, f"median{with_mfu}"),
-        ("peak memory", NONE if memory is None else f"{memory:.2f} GiB", "of a rank"),
+        ("peak memory", NONE if memory is None else f"{memory:.2f} GiB", "per rank"),
         ("wall time", readable_duration(goodput.wall_s) if goodput.wall_s else NONE, ""),
         ("goodput", _percent(goodput.share), "of wall time"),
         ("restarts", str(goodput.restarts), ""),
