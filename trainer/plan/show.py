@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from trainer.checkpoint.interval import sentences
+from trainer.metrics.console import readable_bytes, readable_duration
 from trainer.plan.machine import GIB
 from trainer.plan.memory import Moment, memory_of
 from trainer.plan.plan import Plan
@@ -127,11 +128,10 @@ def _memory_table(plan: Plan) -> tuple[str, Table]:
 
 def _communication_table(plan: Plan) -> tuple[str, Table]:
     table = _table("collective", "axis")
-    for name in ("ranks", "count", "GiB", "s"):
+    for name in ("ranks", "count", "size", "s"):
         table.add_column(name, justify="right")
     for row in communication_rows(plan):
-        gib = row["bytes"] / GIB
-        amount = f"{gib:.2f}" if gib >= 0.005 else f"{row['bytes']} bytes"
+        amount = readable_bytes(row["bytes"])
         table.add_row(
             row["operation"], row["axis"], str(row["num_ranks"]), str(row["count"]), amount, f"{row['seconds']:.3f}"
         )
@@ -156,10 +156,10 @@ def _time_table(plan: Plan) -> tuple[str, Table]:
         "MFU": "unknown" if plan.mfu is None else f"{100 * plan.mfu:.1f} %",
         "whole run": "depends on the data"
         if train.epochs is not None
-        else f"{train.steps} steps, {plan.run_s / 3600:,.1f} h, "
-        f"{plan.run_s * plan.mesh.num_ranks / 3600:,.0f} device hours",
-        "a checkpoint": f"{plan.checkpoint_bytes / GIB:,.1f} GiB, "
-        f"{plan.checkpoint_bytes / plan.mesh.num_ranks / GIB:.2f} per rank",
+        else f"{train.steps} steps, {readable_duration(plan.run_s)}, "
+        f"{plan.run_s * plan.mesh.num_ranks / 3600:,.1f} device hours",
+        "checkpoint": f"{readable_bytes(plan.checkpoint_bytes)}, "
+        f"{readable_bytes(plan.checkpoint_bytes / plan.mesh.num_ranks)} per rank",
     }
     for name, value in rows.items():
         table.add_row(name, value)
