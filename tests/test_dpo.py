@@ -261,7 +261,7 @@ def test_only_its_own_trainer_trains_pairs(base: Path, tmp_path: Path) -> None:
     config = config_of(base, tmp_path / "run", *OWN, *WITH["adapters"])
     assert config.trainer_class(Trainer) is PreferenceTrainer
     with pytest.raises(
-        UserError, match=r"^train\.objective=dpo: must be trained by PreferenceTrainer, and this is Trainer"
+        UserError, match=r"^train\.objective=dpo: must be trained by PreferenceTrainer, but this is Trainer"
     ):
         Trainer(config)
     with pytest.raises(UserError, match=r"^train\.objective=tokens: "):

@@ -185,5 +185,5 @@ def test_mistakes(overrides: list[str], message: str) -> None:
 
 
 def test_there_is_no_best_before_an_evaluation(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="holds no checkpoints"):
+    with pytest.raises(UserError, match="has no checkpoints"):
         find_checkpoint(tmp_path / "best")

@@ -380,5 +380,5 @@ def test_data_that_are_read_again_are_said_beforehand_and_limited(tmp_path: Path
     assert sentences(found)[-1] == f"repeats its data: math is read {read['math'] / 5:.2f} times"
     assert len(sentences(portions(find_order(source, config), 4, 2, 16))) == 1
     limited = dataclasses.replace(config, data=dataclasses.replace(config.data, max_epochs=1.0))
-    with pytest.raises(UserError, match=r"data.max_epochs=1.0: source math would be gone through .* times in 4 steps"):
+    with pytest.raises(UserError, match=r"data.max_epochs=1.0: source math would be read .* times in 4 steps"):
         find_order(source, limited)

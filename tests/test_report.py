@@ -500,7 +500,7 @@ def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "run.dir=" in mistake(capsys, str(tmp_path / "bare"))
     (tmp_path / "folder" / "metrics.jsonl").mkdir(parents=True)
     assert "has no metrics.jsonl" in mistake(capsys, str(tmp_path / "folder"))
-    assert "holds no record" in mistake(capsys, str(empty))
+    assert "has no records" in mistake(capsys, str(empty))
     assert f"nearest legal value: run.dir={good}" in mistake(capsys, str(good / "metrics.jsonl"))
     assert f"nearest legal value: --out={tmp_path / 'a.html'}" in mistake(
         capsys, str(good), "--out", str(tmp_path / "a.png")

@@ -139,7 +139,7 @@ def test_a_stop_in_a_streak(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     shutil.copytree(folder / "checkpoints" / "step_00000007", tmp_path / "step_00000007")
     assert run(folder, skipped=skipped) == 0
     said = capsys.readouterr().err
-    assert "is taken instead of step_00000007" in said
+    assert "is used instead of step_00000007" in said
     assert "mentions a checkpoint" not in said, "it is there"
     assert resumed(folder) == [None, 4]
     assert losses(folder) == losses(tmp_path / "whole")

@@ -58,7 +58,10 @@ class Entry:
     """True for the one that RUN/best means."""
 
 
-_IN_A_STREAK = "{}: was saved while steps were skipped ({} in a row); gone on from by name, or if there is no other"
+_IN_A_STREAK = (
+    "{}: was saved while steps were skipped ({} in a row); used only if checkpoint.resume names it, or if there "
+    "is no other"
+)
 
 
 def list_checkpoints(place: Place, verify: bool = False) -> list[Entry]:

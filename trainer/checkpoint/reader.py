@@ -229,8 +229,8 @@ def _notes_on(put_off: Mapping[str, int], taken: int) -> list[str]:
             f"was saved while steps were skipped ({put_off[name_of(taken)]} in a row); there is no other checkpoint"
         ]
     return [
-        f"is taken instead of {name}, which was saved while steps were skipped ({number} in a row): that is moved "
-        "aside, and gone on from only where checkpoint.resume names it"
+        f"is used instead of {name}, which was saved while steps were skipped ({number} in a row): that one is moved "
+        "aside, and used only if checkpoint.resume names it"
         for name, number in put_off.items()
     ]
 

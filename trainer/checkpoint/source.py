@@ -90,7 +90,7 @@ def find_checkpoints(path: str | os.PathLike[str]) -> Place:
         if any(name.startswith(PREFIX) for name in folder.names()) or folder.names_aside():
             return folder
     local = find_folder(path)
-    rule = "no such folder" if local is not None and not local.exists() else "holds no checkpoints"
+    rule = "no such folder" if local is not None and not local.exists() else "has no checkpoints"
     raise UserError(f"{path}: {rule}\n  to fix: give a run folder, or the folder in checkpoint.dir")
 
 
@@ -112,7 +112,7 @@ def find_checkpoint(path: str | os.PathLike[str]) -> Place:
     folder = find_checkpoints(path)
     step = newest_step(folder)
     if step is None:
-        raise UserError(f"{path}: holds no checkpoint")
+        raise UserError(f"{path}: has no checkpoint")
     return folder / name_of(step)
 
 

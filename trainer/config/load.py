@@ -297,7 +297,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise setting_error("recipe", path, "is not UTF-8 text", fix="save it as UTF-8 in your editor") from error
     except (OSError, OmegaConfBaseException) as error:
         rule = f"cannot be read: {error}"
-        raise setting_error("recipe", path, rule, fix="name a file that you can read") from error
+        raise setting_error("recipe", path, rule, fix="give a readable file") from error
     if not isinstance(tree, dict):
         rule = "must contain sections such as `train:` with keys below them"
         raise setting_error("recipe", path, rule, fix=f"start from {_WRITES_ONE}")

@@ -62,7 +62,7 @@ def check_same_run(channel: Channel, config: RunConfig, owner: type, exempt: Ite
     ranks with different meshes would wait for each other.  One gather of a number where all is well.
     """
     if config.train.objective != getattr(owner, "objective", "tokens"):
-        rule = f"must be trained by {config.trainer_class(owner).__name__}, and this is {owner.__name__}"  # type: ignore[type-var]
+        rule = f"must be trained by {config.trainer_class(owner).__name__}, but this is {owner.__name__}"  # type: ignore[type-var]
         raise setting_error(
             "train.objective", config.train.objective, rule, fix="use that class, or python -m trainer.run"
         )

@@ -143,9 +143,7 @@ class Forecast:
         peak, planned = found["peak_memory_gib"], found["planned_peak_gib"]
         least = _HOST_MISS_GIB if self._world.device.type == "cpu" else _DEVICE_MISS_GIB
         if planned and peak and self._num_steps > 1 and abs(peak - planned) > max(_MISS * planned, least):
-            words.append(
-                f"the peak of memory was {peak:.2f} GiB, planned {planned:.2f} GiB ({_percent(peak, planned)})"
-            )
+            words.append(f"peak memory was {peak:.2f} GiB, planned {planned:.2f} GiB ({_percent(peak, planned)})")
         step_s, planned = found["step_s"], found["planned_step_s"]
         if planned and step_s and abs(step_s - planned) > _MISS * planned:
             words.append(

@@ -151,10 +151,10 @@ _CONTROLS = """\
 <section class="controls" hidden>
 <label>over <select name="axis"><option value="step">steps</option><option value="tokens">tokens</option>
 <option value="hours">wall time</option></select></label>
-<label>scale <select name="log"><option value="auto">as fits</option><option value="linear">linear</option>
+<label>scale <select name="log"><option value="auto">auto</option><option value="linear">linear</option>
 <option value="log">logarithmic</option></select></label>
 <label>smoothing <input type="range" name="smoothing" min="0" max="0.98" step="0.02"></label>
-<label><input type="checkbox" name="live">refresh while it goes on</label></section>
+<label><input type="checkbox" name="live">refresh during training</label></section>
 <noscript><p class="card">The charts need JavaScript. The picture beside this page has them too.</p></noscript>
 """
 
