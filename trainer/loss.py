@@ -1,4 +1,4 @@
-"""Cross-entropy, summed over targets, with and without ever holding all logits.
+"""Cross-entropy, summed over targets, with and without materialising all logits.
 
 Every loss here is a sum: the step divides by the number of targets of the whole global batch, which makes the result
 the same on every mesh and for every micro-batch size.  Knows no model; recipes use it.

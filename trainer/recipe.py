@@ -1,4 +1,4 @@
-"""Recipes: what a model tells the trainer about itself, and the register of all recipes.
+"""Recipes describe models to the trainer; this module also holds the registry of all recipes.
 
 A recipe is data.  It knows no mesh and no rank, and importing one imports no torch: the module with the network is
 named, and loaded when it is built.
@@ -126,25 +126,24 @@ class Recipe:
     build: `build(config) -> nn.Module`, or "package.module:function".  It is called on the meta device.  The module
         maps `tokens` (B, T) to logits (B, T, V); or, called with `targets` too, to the loss summed over the targets
         (which lets it avoid ever holding all logits).
-    units: what FSDP gathers together, in the order of the forward pass: names such as "layers.*", tuples of names
-        for one unit of several modules, or a function of the model that returns those.  What no unit holds belongs
-        to the root.
+    units: the FSDP units, in the order of the forward pass: names such as "layers.*", tuples of names for a unit of
+        several modules, or a function of the model that returns these.  All other parameters belong to the root.
     trainer: the `Trainer` subclass to use, or "package.module:class"; None for `Trainer` itself.
     init: `init(module)` or `init(module, name, model)`, called for each submodule that owns parameters or buffers, to
         fill them; by default the module's own `reset_parameters()`.
     resolve: `resolve(config) -> config`, fields that others name: the shape of the model in a folder.  Called once,
         when a configuration is read from a recipe file and the command line; what it returns is kept in config.yaml.
-    weights: `weights(config) -> WeightSource`, where the first weights are, or None if they are drawn; or
-        "package.module:function".  `train.init_from` goes before it.  The source opens nothing before it is asked:
-        a run that is resumed does not need it.
+    weights: `weights(config) -> WeightSource`, the source of the initial weights, or None to initialise them; or
+        "package.module:function".  `train.init_from` takes precedence.  The source must open its files lazily: a
+        resumed run does not need them.
     notes: `notes(config, model)`, phrases for the start block's line on the model; or "package.module:function".
     check: `check(config)`, raises `UserError` for fields that do not fit together (see `setting_error`).
     flops: `flops(config, seq_len)`, model FLOPs of forward and backward for one token, where attention spans
-        `seq_len` tokens, a mean for documents that are kept to themselves; by default
+        `seq_len` tokens (with masked documents, their mean); by default
         6 x parameters outside embeddings (Kaplan et al. 2020, arXiv:2001.08361).
-    hf: how the model is called in Hugging Face's world; without it there is no export to it and no import from it.
-    context: promises that nothing but `trainer.sequence.attend` and `trainer.sequence.positions` mixes or counts
-        tokens, so that ranks may hold slices of sequences (`mesh.context`).
+    hf: the mapping to Hugging Face's names; needed to export to and import from that format.
+    context: declares that only `trainer.sequence.attend` and `trainer.sequence.positions` mix or count tokens, so
+        ranks may hold slices of sequences (`mesh.context`).
     """
 
     name: str

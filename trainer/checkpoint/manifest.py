@@ -1,4 +1,4 @@
-"""The manifest: what a checkpoint consists of.  Written last; a folder without one holds no checkpoint.
+"""The manifest lists the files of a checkpoint.  It is written last; a folder without one is not a checkpoint.
 
 manifest.json               this: step, versions, mesh, size and CRC-32 of every other file, its own SHA-256
 state.json                  what is not a tensor, and small: counters, position in the data

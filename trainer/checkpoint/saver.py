@@ -1,4 +1,4 @@
-"""Saver: when to save, what becomes of the save in flight, and how often a failed one is tried again."""
+"""Saver: decides when to save, follows the save in flight, and retries failed saves."""
 
 from __future__ import annotations
 

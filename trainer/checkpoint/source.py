@@ -1,4 +1,4 @@
-"""A checkpoint as something to read weights from: by name, any rows, in one process and without a process group."""
+"""A checkpoint as a source of weights: any rows by name, in one process, without a process group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors in files: which rank writes what, and who reads which part.
+"""Tensors in files: decides which rank writes and reads which part.
 
 The files are those of the `FileSystemWriter` of torch.distributed.checkpoint (DCP), so that its `FileSystemReader` and
 other tools read them.  What is added: checksums taken while writing, a layout in JSON, and reading straight into the

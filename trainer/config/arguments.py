@@ -1,4 +1,4 @@
-"""The command line of a run, sorted: the recipe, overrides, the number of processes, and what else is asked for."""
+"""Parses the command line of a run: the recipe, overrides, the number of processes, and options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recipe files that begin with `recipe: PARENT`: what they hold stands over what the parent holds.
+"""Recipe files that inherit with `recipe: PARENT`: their values override those of the parent.
 
 Knows YAML as plain dictionaries.
 """

@@ -1,4 +1,4 @@
-"""Reads a configuration: defaults < recipe YAML < command line.  OmegaConf stops at this door."""
+"""Reads a configuration: defaults < recipe YAML < command line.  The only user of OmegaConf."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ from trainer.recipe import Recipe, check_number, find_recipe, load_recipes
 def load_config(recipe: str, overrides: Sequence[str] = ()) -> RunConfig:
     """Return the configuration of `recipe` with `key=value` overrides.
 
-    `recipe` is a name in conf/, a path ending in .yaml, or the folder of a run: its `config.yaml`.  A recipe file may
-    begin with `recipe: PARENT` to inherit.  Of a key given twice the last value holds.  What a run has
-    written means that run, where its folder is now, unless `run.dir` or `run.name` is among the overrides.
+    `recipe` is a name in conf/, a path ending in .yaml, or a run folder (its `config.yaml`).  A recipe file may inherit
+    with `recipe: PARENT`.  If a key is given twice, the last value applies.  The configuration of a run refers to that
+    run in its current folder, unless `overrides` contain `run.dir` or `run.name`.
 
-    The model's fields are those of what `train.init_from` names, where that says what its model is: those of the recipe
-    yield to it, and those of `overrides` must agree with it.
+    If `train.init_from` describes its model, its fields replace those of the recipe, and the fields in `overrides` must
+    agree with them.
 
-    Raises UserError for an unknown recipe or key, a wrong type, or a value outside its limits.
-    Rules that need the number of ranks are those of `check_config`.
+    Raises UserError for an unknown recipe or key, a wrong type, or a value outside its limits.  Rules that depend on
+    the number of ranks are checked by `check_config`.
     """
     path, assignments = find_recipe_file(recipe), _split_overrides(overrides)
     tree = inherited(read_yaml(path), path, find_recipe_file, read_yaml)

@@ -1,4 +1,4 @@
-"""Several sources in one run: the weights that they have, and the sample from which on they have them.
+"""Several sources in one run: their weights, and the sample at which each phase begins.
 
 A phase begins with a step, whichever way its beginning is given, and reaches to the next one.
 """

@@ -1,4 +1,4 @@
-"""Names of runs that were given none: a finished run is not in the way of one with another configuration."""
+"""Default names of runs: a finished run does not block one with another configuration."""
 
 from __future__ import annotations
 

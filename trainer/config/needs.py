@@ -1,4 +1,4 @@
-"""Requirements of a configuration on the machine: libraries that come separately, and compilers.
+"""Requirements of a configuration on the machine: optional libraries and compilers.
 
 Looked for before anything is built, so that what is missing is one message.  Imports no torch.
 """

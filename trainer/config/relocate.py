@@ -1,4 +1,4 @@
-"""A configuration that a run has written: it means the run in whose folder it lies, wherever it was written.
+"""Configurations written by a run: they refer to the run in their current folder, even if it has moved.
 
 A folder that was moved goes on where it is now; a copy of one goes on as a run of its own.  Knows YAML as plain
 dictionaries, and folders by what lies in them.

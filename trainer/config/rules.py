@@ -1,4 +1,4 @@
-"""The rules that values obey together, or on a number of ranks."""
+"""Rules between several settings, or between settings and the number of ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arguments that are none: what was meant, or what to do instead.
+"""Invalid arguments: suggests what was meant, or what to do instead.
 
 Knows what other trainers call the same thing.  A name that is merely similar to a key is not suggested.
 """

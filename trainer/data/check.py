@@ -1,4 +1,4 @@
-"""Checks data: shards that are broken, documents that come twice, held-out text that is also trained on.
+"""Checks data for broken shards, duplicate documents, and held-out text that is also trained on.
 
 Documents are compared by a hash of all their tokens.  Held-out text is looked for by stretches of 32 tokens: all of
 those that are held out, and of the training data one in every 16 tokens, so that none that is shared over 47 tokens in

@@ -46,11 +46,11 @@ mesh.context)."""
 
 
 class TrainLoader:
-    """An iterator over this rank's micro-batches, without an end.
+    """An endless iterator over this rank's micro-batches.
 
-    Its state moves on when the last micro-batch of a step has been handed out, however far workers have read
-    ahead: saved between two steps, it is exact.  It loads on another number of ranks or workers, with another
-    micro-batch, and even with another global batch.  The global random generators stay as they are.
+    Its state advances when the last micro-batch of a step has been handed out, however far workers have read ahead:
+    saved between two steps, it is exact.  It can be loaded on another number of ranks or workers, and with another
+    micro-batch or global batch.  The global random generators are not used.
     """
 
     @classmethod

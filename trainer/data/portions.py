@@ -1,4 +1,4 @@
-"""The share of its data that a run reads: how much of each source, in which phase, and how often the same."""
+"""The share of its data that a run reads: by source and phase, and how often data is repeated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""This rank's device: which GPU among those that it sees, and whether it is its alone."""
+"""This rank's device: selects its GPU, and checks that no other rank uses it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rank and world size of this process, read from whatever launched it.
+"""Rank and world size of this process, read from its launcher.
 
 Knows the variables of torchrun and Slurm and nothing else; imports no torch, so that a mistake in the
 configuration can be reported within a moment and before anything is spawned.

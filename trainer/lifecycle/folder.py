@@ -1,4 +1,4 @@
-"""The folder of a run: whose it is, its configuration, how it stands, and what it did before.
+"""The run folder: its owner, configuration, status and history.
 
 Written by rank 0 alone.  Nothing here is written before the run is known to be without mistake.
 """

@@ -1,4 +1,4 @@
-"""The command that `run.on_end` names: told how the run has ended, by rank 0, once."""
+"""The command in `run.on_end`: rank 0 runs it once, and tells it how the run ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TrainState: the list of everything that is resumed.
+"""TrainState: everything that a resume restores.
 
 What is not in this list is not resumed.  A subclass of Trainer adds its own state with one line,
 `self.state.add("name", thing)`, where the thing has `state_dict` and `load_state_dict`; what it has and forgot to add

@@ -1,4 +1,4 @@
-"""Output that can neither stop a run nor hold it up: standard output, and the file that keeps its text.
+"""Output that can neither stop nor delay a run: standard output, and the file that records it.
 
 Its reader may go (`| head`, a terminal that is closed) or stop reading (a viewer, a suspended `tee`): the first is an
 error at the next line, the second a write that never returns.  Training waits for neither.

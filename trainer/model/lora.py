@@ -1,4 +1,4 @@
-"""LoRA: beside a linear layer, which is frozen, two small matrices whose product is added to its own.
+"""LoRA: adds the product of two small trained matrices to the output of a frozen linear layer.
 
 Modules and parameters are called as peft calls them, so that what is trained here means the same there:
 `<layer>.base_layer.weight` is the layer's own weight, `<layer>.lora_A.default.weight` (rank, in) and

@@ -1,4 +1,4 @@
-"""Names of a model's parameters in Hugging Face's world, as its recipe tells them (`Recipe.hf`)."""
+"""Hugging Face's names of a model's parameters, from its recipe (`Recipe.hf`)."""
 
 from __future__ import annotations
 

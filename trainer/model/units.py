@@ -1,4 +1,4 @@
-"""Units: what FSDP gathers together, as a recipe lists it, by size, or by a function of your own."""
+"""FSDP units: as a recipe lists them, by size, or by your own function."""
 
 from __future__ import annotations
 

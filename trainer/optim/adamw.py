@@ -1,4 +1,4 @@
-"""AdamW: torch's, and one over weights or moments that are kept in bfloat16.
+"""AdamW: torch's, and one for weights or moments in bfloat16.
 
 The latter computes in float32, one parameter (or a piece of one) at a time, so that nothing is ever there twice, and
 rounds what it stores: stochastically, or to the nearest.  The random bits depend on the seed, the parameter's name, the

@@ -1,4 +1,4 @@
-"""A device that a person describes: like one of the data sheets, but for what differs.
+"""A device described by the user: a data sheet with some values replaced.
 
 device={like: h100, power_w: 500, memory_gib: 96, memory_tb_s: 2.4}
 """

@@ -1,4 +1,4 @@
-"""The plan inside a run: what is `auto` is settled, and the prophecy is compared with what came true."""
+"""The plan inside a run: resolves `auto` settings, and compares the prediction with the measurement."""
 
 from __future__ import annotations
 

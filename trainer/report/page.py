@@ -1,4 +1,4 @@
-"""The page of a report: one HTML file that needs nothing beside it.
+"""The page of a report: one self-contained HTML file.
 
 Whatever comes from a run (its name, reason, configuration) passes through `html.escape`.
 """

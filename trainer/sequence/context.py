@@ -1,4 +1,4 @@
-"""Attention from a slice of a sequence to all of it, most of which is on other ranks.
+"""Attention from a slice to its whole sequence, most of which is on other ranks.
 
 Shape suffixes: B batch, T tokens of a whole sequence, t of a slice, S of a piece, N query heads, K key and value heads,
 H head size, C slices.

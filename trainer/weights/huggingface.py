@@ -1,4 +1,4 @@
-"""Folders of Hugging Face's: models in safetensors, read row by row and written tensor by tensor.
+"""Hugging Face folders: models in safetensors, read row by row and written tensor by tensor.
 
 Which tensor is which, and what config.json says, is the recipe's to tell (`Recipe.hf`); `transformers` is not needed.
 Format: https://github.com/huggingface/safetensors#format.

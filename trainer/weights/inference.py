@@ -281,10 +281,10 @@ def load_weights(
     allow_import: Collection[str] = (),
     ema: bool = False,
 ) -> nn.Module:
-    """Return the model whose weights are at `path`, whole and unsharded, in evaluation mode.
+    """Return the model with the weights at `path`, unsharded and in evaluation mode.
 
-    `path`: a checkpoint, the folder of a run (its newest checkpoint), or a Hugging Face folder of a known model.
-    `ema`: take the average of the weights, which a run with `train.ema` keeps.
+    `path`: a checkpoint, a run folder (its newest checkpoint), or a Hugging Face folder of a supported model.
+    `ema`: use the averaged weights of a run with `train.ema`.
     `allow_import`: modules that may be imported because a checkpoint names them as its model's ("my_models" for
     model.name=my_models:tiny).  What is imported runs, and a checkpoint may come from anywhere: by default only models
     that are registered already are built.  Raises UserError for others.

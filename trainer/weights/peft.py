@@ -1,4 +1,4 @@
-"""Adapters as peft loads them: adapter_model.safetensors and adapter_config.json, under Hugging Face's names."""
+"""Adapters in peft's format: adapter_model.safetensors and adapter_config.json, with Hugging Face's names."""
 
 from __future__ import annotations
 

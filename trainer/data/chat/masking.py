@@ -1,4 +1,4 @@
-"""Marks the tokens of a conversation that are trained on: the assistant's, and the one that ends its turn.
+"""Marks the target tokens of a conversation: the assistant's text, and the token that ends its turn.
 
 A template does not say which part of its text is whose, unless it has the tag `{% generation %}`.  But it can be asked
 for the text up to where the assistant begins to write (`add_generation_prompt`), and up to where its turn ends.  Where

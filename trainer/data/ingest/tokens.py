@@ -1,4 +1,4 @@
-"""Tokens that others have made, taken as they are: nanoGPT's files, and Megatron's with an index.
+"""Tokens from other trainers, used unchanged: nanoGPT's files, and Megatron's with an index.
 
 nanoGPT writes uint16 and nothing else; where documents meet stands the token that ends one.  Files with a header
 (llm.c, modded-nanogpt) say how many tokens there are.  Megatron's NAME.idx beside NAME.bin says where sequences and
