@@ -227,7 +227,7 @@ def test_what_is_attended_to_is_counted(tmp_path: Path) -> None:
 
 def test_wrong_combinations_are_refused() -> None:
     for overrides, said in (
-        (["data.pack=false", MASKED], "data.documents=masked: data.pack=false gives"),
+        (["data.pack=false", MASKED], "data.documents=masked: data.pack=false puts"),
         (["data.documents=apart", BEST], "data.fit=best: with one document"),
     ):
         with pytest.raises(UserError, match=said):
