@@ -1,6 +1,6 @@
-"""Writes the pages of docs/ that follow from the code: every setting with its type, default and meaning.
+"""Generates the reference pages of docs/ from the code: every setting with its type, default and meaning.
 
-python docs/generate.py writes them; with --check it says which are not what the code says, and ends with 1.
+python docs/generate.py writes them; with --check it names the stale ones and exits with 1.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ from trainer.recipe import all_recipes
 FOLDER = Path(__file__).parent
 _PAGES = {
     "configuration.md": ("Settings", ("run", "data", "train", "optim", "schedule", "eval")),
-    "configuration_scale.md": ("Settings of scale", ("mesh", "fsdp", "checkpoint", "log", "lora", "dpo")),
+    "configuration_scale.md": ("More settings", ("mesh", "fsdp", "checkpoint", "log", "lora", "dpo")),
 }
 _MODELS = "configuration_models.md"
-_NOTE = "This page is written by `python docs/generate.py` from the code."
+_NOTE = "This page is generated from the code by `python docs/generate.py`."
 _INTRO = f"""\
-{_NOTE} `--help SECTION` shows the same in a terminal, and with `recipe=NAME` the values of that recipe.
-Give a setting on the command line as `section.key=value`, or in a [recipe file](models.md).
+{_NOTE} `--help SECTION` prints the same in a
+terminal, and with `recipe=NAME` also the values of that recipe. Set a key on the command line as `section.key=value`,
+or in a [recipe file](models.md).
 
-More: [mesh, fsdp, checkpoint, log, lora, dpo](configuration_scale.md), [the models' fields](configuration_models.md).
+More settings: [mesh, fsdp, checkpoint, log, lora, dpo](configuration_scale.md), [models](configuration_models.md).
 """
 
 
@@ -37,14 +38,14 @@ def pages() -> dict[str, str]:
     found = {}
     for name, (title, sections) in _PAGES.items():
         tables = [_section(section) for section in sections]
-        intro = _INTRO if name == "configuration.md" else f"{_NOTE} The others: [Settings](configuration.md).\n"
+        intro = _INTRO if name == "configuration.md" else f"{_NOTE} See also [Settings](configuration.md).\n"
         found[name] = f"# {title}\n\n{intro}\n" + "\n".join(tables)
     models = [
         _table(f"model.name={recipe.name}", "", declared_keys(recipe.config), "model")
         for recipe in sorted(all_recipes(), key=lambda recipe: recipe.name)
         if f"{recipe.config.__module__}.".startswith(f"trainer.recipes.{recipe.name}.")
     ]
-    intro = f"{_NOTE} The others: [Settings](configuration.md).\n"
+    intro = f"{_NOTE} See also [Settings](configuration.md).\n"
     found[_MODELS] = f"# Fields of the models\n\n{intro}\n" + "\n".join(models)
     return found
 
@@ -86,7 +87,7 @@ def main(arguments: list[str]) -> int:
     stale = [name for name, text in pages().items() if _read(FOLDER / name) != text]
     for name in stale:
         if "--check" in arguments:
-            print(f"docs/{name} is not what the code says: python docs/generate.py")
+            print(f"docs/{name} is stale: run python docs/generate.py")
         else:
             (FOLDER / name).write_text(pages()[name])
             print(f"docs/{name}")

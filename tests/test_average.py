@@ -127,7 +127,7 @@ def test_it_is_resumed_bit_for_bit_and_exported(tmp_path: Path, capsys: pytest.C
     assert without.fit() == 0
     without.close()
     assert export([str(whole), str(tmp_path / "none.pt"), "--ema"]) == 2
-    assert "holds no average of the weights" in capsys.readouterr().err
+    assert "has no averaged weights" in capsys.readouterr().err
 
 
 def test_the_plan_counts_it(tmp_path: Path) -> None:

@@ -120,9 +120,9 @@ ADVICE = {
     "run.deadline=2020-01-01T00:00": "for example: run.deadline=20",
     "run.deadline=tomorrow": "for example: run.deadline=20",
     "fsdp.wrap=layers": "must be block, size:<parameters>, or package.module:function",
-    "data.tokenizer=gpt2": "to fix: fetch the tokenizer.json of that model, and give its path",
+    "data.tokenizer=gpt2": "to fix: download the tokenizer.json of that model, and give its path",
     "data.path={a: a.jsonl, b: }": "for example: 'data.path={a: a.jsonl, b: b/*.bin}'",
-    "data.path=[a.jsonl, b.jsonl]": "to fix: several files are a folder or a glob, several sources a mapping: {web:",
+    "data.path=[a.jsonl, b.jsonl]": "to fix: give several files as a folder or a glob, several sources as a mapping",
     "model.dim=97": "nearest legal value: model.dim=98",
     "model.name=tests.own_recipes:mpl": "did you mean model.name=tests.own_recipes:mlp?",
     "model.name=tests.ranks:mlp2": "to fix: call trainer.register(Recipe(...)) in that module",
@@ -150,12 +150,12 @@ def test_a_folder_is_a_recipe_if_a_run_is_in_it(tmp_path: Path, capsys: pytest.C
     folder.mkdir()
     assert run.main([f"recipe={folder}"]) == 2
     said = capsys.readouterr().err
-    assert "is a folder, but not of a run" in said
+    assert "is a folder, but not a run folder" in said
     assert "did you mean" not in said
     (folder / "config.yaml").write_text("model: {name: llama}\n")
     assert run.main([f"recipe={folder}", "--print-config"]) == 0
     assert run.main([f"recipe={folder}/nothing"]) == 2
-    assert "must be a path ending in .yaml, the folder of a run, or one of" in capsys.readouterr().err
+    assert f"recipe={folder}/nothing: no such folder\n  to fix: give a run folder" in capsys.readouterr().err
 
 
 def test_a_module_that_fails_is_named_with_its_line(
@@ -250,7 +250,7 @@ def test_what_is_printed_may_be_for_ranks_and_data_that_are_elsewhere(
     assert capsys.readouterr().err == ""
 
 
-NO_COMPILER = "needs a C++ compiler, and g++ is not on PATH"
+NO_COMPILER = "needs a C++ compiler, but g++ is not on PATH"
 MISSING = {
     "tensorboard": ("log.tensorboard=true", "TensorBoard is not installed", "pip install 'meshtrainer[tensorboard]'"),
     "torchao": ("train.float8=rowwise", "float8 needs the library `torchao`", "pip install 'meshtrainer[float8]'"),
@@ -298,7 +298,7 @@ def test_a_script_of_ones_own_hears_it_too(what: str, tmp_path: Path, monkeypatc
     ("overrides", "has_triton", "must_say"),
     [
         (["train.compile=true"], False, "train.compile=true: needs Triton"),
-        (["train.compile=true"], True, "train.compile=true: needs a C compiler, and gcc and clang are not on PATH"),
+        (["train.compile=true"], True, "train.compile=true: needs a C compiler, but gcc and clang are not on PATH"),
         (["optim.state_dtype=bfloat16"], False, "optim.state_dtype=bfloat16: needs Triton"),
         (["train.weights_dtype=bfloat16"], True, "train.weights_dtype=bfloat16: needs a C compiler"),
     ],
@@ -420,7 +420,7 @@ def test_a_file_where_the_run_keeps_a_folder(
     (tmp_path / "run" / name).write_text("mine")
     monkeypatch.setattr(run, "with_trainer", lambda *given: 0)
     assert run.main([SMALL, f"run.dir={tmp_path / 'run'}"]) == 2
-    check_said_once(capsys, f"error: run.dir={tmp_path / 'run'}: {tmp_path / 'run' / name} is no folder")
+    check_said_once(capsys, f"error: run.dir={tmp_path / 'run'}: {tmp_path / 'run' / name} is not a folder")
     assert (tmp_path / "run" / name).read_text() == "mine"
 
 

@@ -77,7 +77,7 @@ def test_what_a_template_leaves_out_is_refused(tmp_path: Path) -> None:
 
 def test_a_turn_that_nothing_ends_is_refused(tmp_path: Path) -> None:
     endless = "{% for m in messages %}{{ m.role + ' ' + m.content }}{% endfor %}"
-    assert "ends this turn with nothing" in str(refused(tmp_path, endless, said("Hi", "Yes")))
+    assert "does not end this turn with a token" in str(refused(tmp_path, endless, said("Hi", "Yes")))
 
 
 def test_a_template_refuses_in_its_own_words(tmp_path: Path) -> None:
@@ -133,14 +133,14 @@ BAD = {
     "no object": ("[]", [], ["data.path=", "chats.jsonl:3: must be a JSON object, not a list"]),
     "another format": ({"text": "Hi"}, [], ["data.columns=", "chats.jsonl:3: has no key 'messages'; its keys: text"]),
     "no list": ({"messages": "Hi"}, [], ["data.path=", "chats.jsonl:3: messages must be a list of messages, not text"]),
-    "no message": ({"messages": []}, [], ["data.path=", "chats.jsonl:3: messages=[] holds no message"]),
+    "no message": ({"messages": []}, [], ["data.path=", "chats.jsonl:3: messages=[] has no messages"]),
     "no role": ({"messages": [{"content": "Hi"}]}, [], ["data.path=", "chats.jsonl:3: messages[0] has no 'role'"]),
     "unknown role": (
         {"messages": [*ANSWERED, {"role": "bot", "content": "Hi"}]},
         [],
         ["data.path=", "chats.jsonl:3: messages[2].role='bot'; nearest: assistant"],
     ),
-    "null": ({"messages": None}, [], ["data.path=", "chats.jsonl:3: 'messages' is null", "take the record out"]),
+    "null": ({"messages": None}, [], ["data.path=", "chats.jsonl:3: 'messages' is null", "remove the record"]),
     "no content": ({"messages": [{"role": "user"}]}, [], ["data.path=", "chats.jsonl:3: messages[0] has no 'content'"]),
     "empty content": (
         {"messages": [*ANSWERED[:1], {"role": "assistant", "content": " "}]},
@@ -160,7 +160,7 @@ BAD = {
     "tools without support": (
         {"messages": ANSWERED, "tools": [{"name": "weather"}]},
         [],
-        ["data.chat_template=model: chats.jsonl:3: has tools, for which the chat template has no place"],
+        ["data.chat_template=model: chats.jsonl:3: has tools, which the chat template does not support"],
     ),
     "calls without support": (
         {"messages": [*ANSWERED[:1], {"role": "assistant", "tool_calls": [{"function": {"name": "weather"}}]}]},
@@ -170,7 +170,7 @@ BAD = {
     "a call of nothing": (
         {"messages": [*ANSWERED[:1], {"role": "assistant", "tool_calls": [{"function": {}}]}]},
         [],
-        ["data.path=", "chats.jsonl:3: messages[1].tool_calls[0] names no function"],
+        ["data.path=", "chats.jsonl:3: messages[1].tool_calls[0] does not name a function"],
     ),
     "weight": (
         {"messages": [*ANSWERED[:1], {**ANSWERED[1], "weight": 2}]},
@@ -180,12 +180,12 @@ BAD = {
     "nothing to train on": (
         {"messages": ANSWERED[:1]},
         [],
-        ["data.path=", "25.0% of 4 conversations hold nothing to train on, more than 1%: chats.jsonl:3"],
+        ["data.path=", "25.0% of 4 conversations have no targets, more than 1%: chats.jsonl:3"],
     ),
     "too long": (
         {"messages": TOO_LONG},
         ["data.too_long=error"],
-        ["data.seq_len=32: chats.jsonl:3: has 91 tokens, a sequence has room for 33", "data.seq_len=90"],
+        ["data.seq_len=32: chats.jsonl:3: has 91 tokens, but a sequence fits only 33", "data.seq_len=90"],
     ),
 }
 
@@ -264,7 +264,7 @@ def test_pairs_are_refused_where_nothing_compares_them(tmp_path: Path, capsys: p
     path = write_lines(tmp_path / "pairs.jsonl", [{"prompt": "Hi", "chosen": "Yes", "rejected": "No"}])
     folder = write_tokenizer(tmp_path / "model", CHATML)
     assert run.main(chat_settings(tmp_path, f"data.path={path}", f"data.tokenizer={folder}")) == 2
-    assert "data.format=preference: a rejected answer would be trained on" in capsys.readouterr().err
+    assert "data.format=preference: rejected answers would be trained on" in capsys.readouterr().err
 
 
 def data_of(folder: Path, records: list[Any], **settings: Any) -> DataSection:

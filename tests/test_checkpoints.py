@@ -507,11 +507,13 @@ def test_buffers_that_differ_between_ranks_come_back_to_each(
 ) -> None:
     assert run_ranks(2, buffers_of_ones_own, str(tmp_path)) == [[0.0, 0.0, 0.0, 0], [1.0, 1.0, 1.0, 1]]
     alone = Normed(tiny(tmp_path, "train.steps=1"))
-    with pytest.raises(UserError, match=r"'own': each rank's own, of another number of ranks \(allow it: .*state\.own"):
+    with pytest.raises(
+        UserError, match=r"'own': per-rank state, saved with a different number of ranks \(allow it: .*state\.own"
+    ):
         alone.load_checkpoint()
     allowed = Normed(tiny(tmp_path, "train.steps=1", "checkpoint.allow_changes=[state.own]"))
     allowed.load_checkpoint()
-    assert "each of 2 ranks had values of its own, rank 0's are used: model.seen" in capsys.readouterr().err
+    assert "each of 2 ranks had its own values; using those of rank 0: model.seen" in capsys.readouterr().err
     allowed.close()
 
 
@@ -536,7 +538,7 @@ def test_an_average_kept_through_data_is_noticed(tmp_path: Path) -> None:
 def test_weights_begin_anew_together_with_their_moments(tmp_path: Path) -> None:
     run_tiny(tmp_path, "train.steps=2")
     config = tiny(tmp_path, "train.steps=3", "model.dim=64", "checkpoint.allow_changes=[model.dim]")
-    with pytest.raises(UserError, match=r"moments of parameters of another shape(.|\n)*train\.init_from"):
+    with pytest.raises(UserError, match=r"moments of parameters with another shape(.|\n)*train\.init_from"):
         Trainer(config).load_checkpoint()
     trainer = Trainer(
         tiny(tmp_path, "train.steps=3", "model.dim=64", "checkpoint.allow_changes=[model.dim,state.model]")

@@ -15,12 +15,26 @@ import trainer
 from tests.forked import REPOSITORY, fork, run_script
 from tests.ranks import run_command, tiny_overrides
 from trainer import load_config, run
+from trainer.config import usage
 from trainer.config.completion import completion
 from trainer.config.naming import free_name
 from trainer.errors import UserError
 
 # ---------------------------------------------------------------------------------------------------------------
 # Options
+
+
+def test_help_is_folded_to_the_terminal() -> None:
+    text = usage.full_help()
+    assert max(map(len, text.split("\n"))) > 140
+    for columns in (60, 80, 140):
+        folded = usage.fitted(text, columns)
+        assert max(map(len, folded.split("\n"))) <= columns
+        assert folded.split() == text.split()
+    assert "  sft              Fine-tunes a Hugging Face folder on a file of\n                   chats" in usage.fitted(
+        text, 64
+    )
+    assert usage.fitted(text, 0) == text
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -193,7 +207,7 @@ def test_a_dry_run_leaves_nothing_behind(tmp_path: Path) -> None:
     ran = run_command(tmp_path / "run", "recipe=llama_small", *tiny_overrides(), "nproc=2", "--dry-run")
     assert ran.exit_code == 0, ran.stderr
     assert "dry run: would train steps 1 to" in ran.stdout
-    assert "memory of a rank at the peak" in ran.stdout
+    assert "peak memory per rank" in ran.stdout
     assert list(tmp_path.iterdir()) == []
     assert dry_folders() == before
 

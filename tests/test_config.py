@@ -497,7 +497,7 @@ def test_a_mesh_that_goes_evenly_into_nodes(ranks: int, shard: int, local: int) 
 
 
 def test_a_mesh_that_shards_across_nodes_unevenly_is_pointed_out() -> None:
-    assert "mesh.shard=6 does not go evenly into nodes of 4 ranks" in MeshShape(2, 6).advice(4)
+    assert "mesh.shard=6 does not divide evenly into nodes of 4 ranks" in MeshShape(2, 6).advice(4)
 
 
 def test_every_forbidden_difference_is_listed_at_once() -> None:

@@ -276,7 +276,7 @@ VARIANTS = {
         not_llama("missing there: head.output.weight"), weights={"tie_embeddings": True}, by_weights=True
     ),
     "tied with another head": replace(
-        not_llama("one tensor here, two there", tie_word_embeddings=True), by_weights=True
+        not_llama("one tensor here, but two there", tie_word_embeddings=True), by_weights=True
     ),
     "gpt2, gelu": not_gpt2("activation_function='gelu'", activation_function="gelu"),
     "gpt2, narrow": not_gpt2("n_inner=100", n_inner=100),

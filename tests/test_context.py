@@ -146,7 +146,7 @@ def test_mistakes() -> None:
         with pytest.raises(UserError, match=f"(?s){said}"):
             check_config(load_config("llama_small", tiny_overrides(*overrides)), ranks, ranks)
     own = load_config("llama_small", ["model.name=tests.own_recipes:mlp", "mesh.context=2", "data.seq_len=32"])
-    with pytest.raises(UserError, match=r"does not say that nothing but trainer\.sequence"):
+    with pytest.raises(UserError, match=r"does not declare that only trainer\.sequence"):
         check_config(own, 2, 2)
 
 
@@ -365,6 +365,6 @@ def test_a_recipe_that_mixes_tokens_elsewhere_is_refused(recipe: str, tmp_path: 
     model = [f"model.name=tests.own_recipes:{recipe}", *shape]
     ran = run_command(tmp_path / "run", "recipe=llama_small", *model, *settings)
     assert ran.exit_code == 2, ran.stderr
-    assert "mixes or counts tokens elsewhere than in trainer.sequence" in ran.stderr
+    assert "mixes or counts tokens outside trainer.sequence" in ran.stderr
     assert re.search(r"tokens is [\d.]+ in the whole and [\d.]+ in slices", ran.stderr)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()

@@ -604,7 +604,7 @@ def test_stdlib_cache_is_kept_where_it_is_asked_for(small_stdlib: Path, tmp_path
 
     message = message_of(DataSection(cache_dir=str(tmp_path / "file")))  # asked for: no other place will do
     assert message.startswith(f"data.cache_dir={tmp_path / 'file'}: ")
-    assert message.endswith("to fix: name a folder that you can write to")
+    assert message.endswith("to fix: give a writable folder")
 
     shutil.rmtree(private)
     private.symlink_to(tmp_path)  # somebody else's doing
@@ -663,16 +663,16 @@ def damage_metadata(folder: Path, **changes: Any) -> None:
     ("damage", "words"),
     [
         (lambda folder: (folder / "text-00000.json").unlink(), "metadata .*00000.json cannot be read"),
-        (lambda folder: (folder / "text-00000.json").write_text("{"), "no metadata of a token shard"),
-        (lambda folder: (folder / "text-00000.json").write_text('{"dtype": 1}'), "no metadata of a token shard"),
+        (lambda folder: (folder / "text-00000.json").write_text("{"), "not the metadata of a token shard"),
+        (lambda folder: (folder / "text-00000.json").write_text('{"dtype": 1}'), "not the metadata of a token shard"),
         (lambda folder: damage_metadata(folder, num_tokens="9"), "num_tokens is '9'"),
         (lambda folder: damage_metadata(folder, format=2), "format 2, this version reads format 1"),
         (lambda folder: damage_metadata(folder, dtype="uint8"), "is damaged"),
-        (lambda folder: os.truncate(folder / "text-00000.bin", 50), "has 50 bytes, its metadata say 70"),
-        (lambda folder: os.truncate(folder / "text-00000.idx", 8), "has 8 bytes, its metadata say 48"),
+        (lambda folder: os.truncate(folder / "text-00000.bin", 50), "has 50 bytes, but its metadata says 70"),
+        (lambda folder: os.truncate(folder / "text-00000.idx", 8), "has 8 bytes, but its metadata says 48"),
         (lambda folder: (folder / "text-00000.idx").unlink(), "idx cannot be read"),
-        (lambda folder: (folder / "text-00000.idx").write_bytes(bytes(48)), "do not make up the tokens"),
-        (lambda folder: write_other(folder), "must be made alike"),
+        (lambda folder: (folder / "text-00000.idx").write_bytes(bytes(48)), "do not cover the tokens"),
+        (lambda folder: write_other(folder), "must be made in the same way"),
     ],
 )
 def test_shards_that_are_not_as_they_should_be(tmp_path: Path, damage: Any, words: str) -> None:
@@ -723,7 +723,7 @@ def test_too_few_tokens_and_too_small_a_vocabulary(tmp_path: Path) -> None:
     assert len(open_source(long_and_short, None, "eval") or []) == 1  # padding does no harm there
     write_shards(tmp_path, [b""], name="empty")
     message = message_of(DataSection(source="tokens", path=str(tmp_path / "empty-00000.bin")))
-    assert "holds no target" in message
+    assert "has no targets" in message
 
     message = message_of(DataSection(source="tokens", path=path, seq_len=2), vocab_size=256)
     assert message.startswith("model.vocab_size=256: ")
@@ -773,10 +773,10 @@ def test_tokenizers_that_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(UserError, match=r"data\.tokenizer=byte: must be bytes, or the path"):
         find_tokenizer("byte")
     (tmp_path / "broken.json").write_text("{}")
-    with pytest.raises(UserError, match=r"is no Hugging Face tokenizer\.json"):
+    with pytest.raises(UserError, match=r"is not a Hugging Face tokenizer\.json"):
         find_tokenizer(str(tmp_path / "broken.json"))
     endless = write_tokenizer(tmp_path / "endless.json", end="<pad>")
-    with pytest.raises(UserError, match=r"no token that ends a document.*<\|endoftext\|>"):
+    with pytest.raises(UserError, match=r"no end-of-document token.*<\|endoftext\|>"):
         find_tokenizer(str(endless))
     with pytest.raises(UserError, match="cannot be read"):
         FileTokenizer(str(tmp_path))

@@ -62,9 +62,9 @@ CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "joined": (lambda folder: write(folder, *TEXTS[:4]), r"3 shards of 903 tokens .* 4 shards of 1204 tokens"),
     "gone": (lambda folder: (folder / "text-00002.bin").unlink(), r"3 shards of 903 tokens .* 2 shards of 602 tokens"),
     "longer": (lambda folder: write(folder, TEXTS[0], TEXTS[1] * 2, TEXTS[2]), r"3 shards of 903 .* 1203 tokens"),
-    "rewritten": (rewritten, r"3 shards of 903 tokens in the checkpoint, as many now with other content"),
-    "nudged": (nudged, ".* other content"),
-    "exchanged": (exchanged, ".* other content"),
+    "rewritten": (rewritten, r"3 shards of 903 tokens in the checkpoint, the same number now, with different content"),
+    "nudged": (nudged, ".* with different content"),
+    "exchanged": (exchanged, ".* with different content"),
 }
 
 
@@ -87,7 +87,7 @@ def test_a_tokenizer_that_has_moved_is_allowed(tmp_path: Path) -> None:
     moved = made[0].rename(tmp_path / "moved")
     again = [*settings(str(tmp_path / "a.txt"), 4), *common]
     with pytest.raises(
-        UserError, match=r"data\.tokenizer: .*/one/tokenizer\.json in the checkpoint(.|\n)*other content"
+        UserError, match=r"data\.tokenizer: .*/one/tokenizer\.json in the checkpoint(.|\n)*different content"
     ):
         fit(tmp_path / "run", *again, f"data.tokenizer={made[1]}")
     with pytest.raises(UserError, match=r"data\.tokenizer: .*/one/tokenizer\.json in the checkpoint, .*/moved/"):
@@ -200,7 +200,7 @@ def test_a_checkpoint_of_before_there_were_fingerprints(tmp_path: Path, capsys: 
     fit(tmp_path / "run", *settings(path, 3))
     warnings = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning")]
     assert len(warnings) == 1
-    assert "step_00000002: does not say on which data" in warnings[0]
+    assert "step_00000002: does not record its training data" in warnings[0]
     fit(tmp_path / "run", *settings(path, 4))
     assert "warning" not in capsys.readouterr().err
 
@@ -240,7 +240,7 @@ def test_another_python_has_another_standard_library(tmp_path: Path, monkeypatch
     fit(tmp_path / "run", *stdlib, "train.steps=2")
     monkeypatch.setattr(OtherPython, "texts", (b"x = 1\n" * 500, b"y = 3\n" * 500))
     updated = Trainer(tiny_config(tmp_path / "run", *stdlib, "train.steps=3"))
-    with pytest.raises(UserError, match=r"data: 1 shard of .* as many now with other content"):
+    with pytest.raises(UserError, match=r"data: 1 shard of .* the same number now, with different content"):
         updated.fit()
     updated.close()
 
@@ -269,7 +269,7 @@ def test_a_source_of_ones_own_may_tell_its_content() -> None:
     stored = loader().state_dict()
     assert loader().changes_outside(stored, frozenset())[0] == []
     Told.version = "2"
-    assert "other content" in loader().changes_outside(stored, frozenset())[0][0]
+    assert "different content" in loader().changes_outside(stored, frozenset())[0][0]
 
 
 def test_whole_sections_may_be_allowed_to_change() -> None:

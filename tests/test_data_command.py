@@ -39,7 +39,7 @@ def test_what_comes_twice_and_what_leaks_is_found(seq_len: int, tmp_path: Path, 
     first, second, eval_ = (tmp_path / name for name in ("text-00000.bin", "text-00001.bin", "eval-00000.bin"))
     assert f"twice: document 7 of {second} is document 3 of {first}" in out
     assert f"twice: document 2 of {eval_} is document 11 of {first}" in out
-    assert "89 documents: 2 come again" in out
+    assert "89 documents: 2 duplicates" in out
     leaks = {int(line.split()[3]) for line in out.splitlines() if line.startswith("leak: ")}
     # Held-out documents have 121 tokens with their ends.
     whole = set(range(2 * 121 // seq_len, (3 * 121 - 1) // seq_len + 1))
@@ -67,9 +67,9 @@ def test_data_in_which_nothing_is_wrong(tmp_path: Path, capsys: Any) -> None:
     path = write_shards(tmp_path, [words(200) for _ in range(30)], [words(200)])
     code, out, _ = ask(capsys, "check", "data.source=tokens", f"data.path={path}", "data.seq_len=64", "eval.every=5")
     assert code == 0
-    assert "2 shards, 6,231 tokens: none is broken" in out
-    assert "31 documents: 0 come again" in out
-    assert "1 held-out sample: 0 have text that is trained on" in out
+    assert "2 shards, 6,231 tokens: none broken" in out
+    assert "31 documents: 0 duplicates" in out
+    assert "1 held-out sample: 0 share text with the training data" in out
 
 
 def test_every_broken_shard_is_named(tmp_path: Path, capsys: Any) -> None:
@@ -100,7 +100,7 @@ def test_every_way_to_name_shards_is_checked(tmp_path: Path, capsys: Any) -> Non
         assert (code, err) == (1, "")
         first, second = out.splitlines()
         assert first.endswith("text-00001.bin: token 50 is 65535, beyond the vocabulary")
-        assert "text-00002.bin is not as it was written: checksum " in second
+        assert "text-00002.bin has changed since it was written: checksum " in second
 
 
 def test_several_sources_are_checked(tmp_path: Path, capsys: Any) -> None:
@@ -114,7 +114,7 @@ def test_several_sources_are_checked(tmp_path: Path, capsys: Any) -> None:
         capsys, "check", "data.source=tokens", mixed, "data.seq_len=16", "data.holdout=0", "eval.every=0"
     )
     assert code == 1
-    assert "2 shards, 804 tokens: none is broken" in out
+    assert "2 shards, 804 tokens: none broken" in out
     assert f"twice: document 1 of {tmp_path}/other/text-00000.bin is document 1 of {tmp_path}/one/text-00000.bin" in out
 
 
@@ -152,7 +152,7 @@ def test_a_plan_and_samples_of_several_sources(tmp_path: Path, capsys: Any) -> N
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], "a command is missing: show, check, plan"),
+        ([], "missing command: show, check, plan"),
         (["shwo"], "did you mean command=show?"),
         (["show", "--step", "0"], "--step=0: must be a whole number"),
         (["show", "--stp"], "did you mean --step?"),

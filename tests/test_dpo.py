@@ -225,7 +225,7 @@ def test_another_reference_is_refused(base: Path, tmp_path: Path) -> None:
     other = folder_of(tmp_path / "other", config=replace(SOURCE, init_std=0.06))
     edit(other, initializer_range=0.05)
     with pytest.raises(
-        UserError, match=re.escape(f"train.init_from={other}: is not the base that this was trained on")
+        UserError, match=re.escape(f"train.init_from={other}: is not the base model that this was trained on")
     ):
         train(str(other), str(tmp_path / "run"), [*saves[:-1], "train.steps=2", "model.init_std=0.05"])
 
@@ -254,13 +254,15 @@ def test_one_command_trains_a_folder_on_a_file_of_pairs(tmp_path: Path) -> None:
     assert json.loads(evaluated.stdout)["accuracy"] == 1.0
     wrong = run_command(tmp_path / "other", *settings, *quick, "train.objective=tokens")
     assert wrong.exit_code == 2
-    assert "a rejected answer would be trained on" in wrong.stderr
+    assert "rejected answers would be trained on" in wrong.stderr
 
 
 def test_only_its_own_trainer_trains_pairs(base: Path, tmp_path: Path) -> None:
     config = config_of(base, tmp_path / "run", *OWN, *WITH["adapters"])
     assert config.trainer_class(Trainer) is PreferenceTrainer
-    with pytest.raises(UserError, match=r"^train\.objective=dpo: is trained by PreferenceTrainer, and this is Trainer"):
+    with pytest.raises(
+        UserError, match=r"^train\.objective=dpo: must be trained by PreferenceTrainer, but this is Trainer"
+    ):
         Trainer(config)
     with pytest.raises(UserError, match=r"^train\.objective=tokens: "):
         PreferenceTrainer(config_of(base, tmp_path / "run", *WITH["adapters"]))

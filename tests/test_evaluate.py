@@ -210,7 +210,7 @@ def test_without_lm_eval_it_is_one_message(
         capsys.readouterr().err
     )
     assert evaluate.main([str(tmp_path), "--lm-eval", "arc_easy", "data.seq_len=1"]) == 2
-    assert "data.seq_len=1: goes with no --lm-eval" in capsys.readouterr().err
+    assert "data.seq_len=1: cannot be combined with --lm-eval" in capsys.readouterr().err
 
 
 def test_of_a_folder_the_data_to_train_on_need_not_be_named(tmp_path: Path) -> None:

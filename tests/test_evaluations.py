@@ -128,7 +128,7 @@ def test_a_run_ends_when_its_evaluations_do_not_get_better(tmp_path: Path, capsy
     assert (status["state"], status["exit_code"], status["step"]) == ("finished", 0, 10)
     assert status["reason"].startswith("eval.patience=3: 3 evaluations without a new best, which is 1.0000 at step 4")
     assert [line["step"] for line in lines(run) if line["kind"] == "train"][-1] == 10
-    assert "sooner than train.steps=1000: eval.patience=3" in capsys.readouterr().out
+    assert "earlier than train.steps=1000: eval.patience=3" in capsys.readouterr().out
     trained(run, *patient)
     assert "nothing to do" in (said := capsys.readouterr().out)
     assert "to train longer: eval.patience=0" in said
@@ -185,5 +185,5 @@ def test_mistakes(overrides: list[str], message: str) -> None:
 
 
 def test_there_is_no_best_before_an_evaluation(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="holds no checkpoints"):
+    with pytest.raises(UserError, match="has no checkpoints"):
         find_checkpoint(tmp_path / "best")

@@ -107,7 +107,7 @@ def test_a_gpu_that_hangs_is_named(stand: Stand, tmp_path: Path) -> None:
     own = ["nproc=2", "train.compile=false", "run.step_timeout_s=4", "train.steps=100"]
     ran = stand.run(*arguments(tmp_path, *own), FAKE_GPUS="2", FAKE_GPU_HANGS_AFTER="6")
     assert ran.returncode == 1, ran.stdout + ran.stderr
-    assert "stood still in device of step" in ran.stderr
+    assert "made no progress in device of step" in ran.stderr
     assert "the device in " in ran.stderr
     assert (tmp_path / "run" / "collectives_rank_0").stat().st_size > 0
     assert (tmp_path / "run" / "collectives_rank_1").stat().st_size > 0

@@ -71,9 +71,9 @@ def test_a_device_without_float8_is_refused(way: str, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["fsdp.param_dtype=float32"], r"train\.float8=rowwise: is for layers that compute in bfloat16"),
+        (["fsdp.param_dtype=float32"], r"train\.float8=rowwise: needs layers that compute in bfloat16"),
         ([BFLOAT16, "data.seq_len=33"], r"must be a multiple of 16"),
-        ([BFLOAT16, "train.activation_checkpoint=budget:0.5"], r"a budget does not count products in float8"),
+        ([BFLOAT16, "train.activation_checkpoint=budget:0.5"], r"a budget does not support float8"),
     ],
 )
 def test_rules(overrides: list[str], message: str) -> None:
@@ -118,7 +118,7 @@ def test_what_cannot_be_replaced_stays() -> None:
     block = nn.Sequential(nn.Linear(16, 24), _Own(16, 16), nn.Linear(16, 32))
     assert apply_float8([block], "tensorwise", "cpu", emulates=True) == 1
     assert [type(child).__name__ for child in block] == ["Linear", "_Own", "Float8Linear"]
-    with pytest.raises(UserError, match="no block has a linear layer whose sizes are multiples of 16"):
+    with pytest.raises(UserError, match="no block has a linear layer with sizes that are multiples of 16"):
         apply_float8([nn.Sequential(nn.Linear(16, 24))], "tensorwise", "cpu", emulates=True)
 
 

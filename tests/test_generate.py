@@ -215,7 +215,7 @@ def test_a_chat_is_written_by_the_template_and_ends_where_the_model_says(
         (["--prompt", "a", "--top-p", "0"], "--top-p=0.0: must be above 0"),
         (["--prompt", "a", "--temperature", "-1"], "--temperature=-1.0: must be at least 0"),
         (["--chat", "a"], "--chat=a: data.tokenizer=bytes has no chat template"),
-        (["--prompt", "a" * 64], f"={'a' * 60}...: is 64 tokens long, and the model has positions for 64"),
+        (["--prompt", "a" * 64], f"={'a' * 60}...: is 64 tokens long, but the model has positions for 64"),
     ],
 )
 def test_mistakes_are_said(

@@ -237,7 +237,9 @@ def test_a_model_that_mixes_documents_does_not_begin(kind: str, folders: Any, tm
     if kind == "llama":
         assert trainer.fit() == 0
     else:
-        with pytest.raises(UserError, match=r"^data\.documents=masked: model\.name=hf lets documents .* see each"):
+        with pytest.raises(
+            UserError, match=r"^data\.documents=masked: model\.name=hf lets documents in one row attend to each"
+        ):
             trainer.fit()
         assert not list(tmp_path.iterdir())
     trainer.close()
@@ -373,7 +375,7 @@ def test_the_tokenizer_is_the_folders(folders: Any, tmp_path: Path) -> None:
             {"name": "hf"},
             r"model\.path=null: model\.name=hf needs the folder of .*\n  for example: model\.path=models/Qwen",
         ),
-        ({"name": "auto"}, r"model\.path=null: model\.name=auto needs the folder"),
+        ({"name": "auto"}, r"model\.path=null: model\.name=auto needs a Hugging Face model folder"),
         (
             {"path": "nowhere"},
             r"model\.path=\S*nowhere: config\.json: cannot be read \(No such file(.|\n)*hf download OWNER/nowhere --l",
@@ -383,9 +385,9 @@ def test_the_tokenizer_is_the_folders(folders: Any, tmp_path: Path) -> None:
             {"attention": "flash_attention_2"},
             r"model\.attention=flash_attention_2: transformers cannot compute it so \(",
         ),
-        ({"init_from": "model"}, r"train\.init_from=\S+: the weights of model\.name=hf are those in model\.path\n"),
+        ({"init_from": "model"}, r"train\.init_from=\S+: model\.name=hf takes its weights from model\.path\n"),
         ({"model_type": "lama"}, r"model\.path=\S+: transformers \S+ has no .* of its model_type=lama; it has llama"),
-        ({"quantization_config": {"bits": 4}}, r"quantization_config: weights that are stored quantised are not read"),
+        ({"quantization_config": {"bits": 4}}, r"quantization_config: quantized weights are not supported"),
         ({"seq_len": 129}, r"data\.seq_len=129: is longer than model\.max_seq_len=128"),
         (
             {"num_hidden_layers": 3},

@@ -343,7 +343,9 @@ def test_a_file_with_a_tied_weight_twice(tmp_path: Path) -> None:
         assert_same_bits(other, model)
 
     export_model(build(recipe, untied), recipe, untied, tmp_path / "two")
-    with pytest.raises(UserError, match=r"tok_embeddings.weight and head.output.weight are one tensor here, two there"):
+    with pytest.raises(
+        UserError, match=r"tok_embeddings.weight and head.output.weight are one tensor here, but two there"
+    ):
         fill(model, SafetensorsFolder(tmp_path / "two", recipe, tied), "train.init_from")
     with pytest.raises(UserError, match=r"missing there: head.output.weight \(263, 32\)"):
         fill(build(recipe, untied), SafetensorsFolder(tmp_path / "one", recipe, untied), "train.init_from")
@@ -581,14 +583,17 @@ def damage(folder: Path, how: str) -> Path:
     ("how", "message"),
     [
         ("no folder", "there is no such folder"),
-        ("a file", "is a file; give the folder that it is in"),
+        ("a file", "is a file; give the folder that contains it"),
         ("empty", "has neither model.safetensors nor model.safetensors.index.json"),
-        ("pickles", "only pytorch_model.bin: pickles are not read, since unpickling .* can run code; convert them"),
+        (
+            "pickles",
+            "only pytorch_model.bin: pickle files are not read, because loading them can run code; convert them",
+        ),
         ("no index", "has neither .*; it has config.json, model-00001"),
-        ("index broken", "model.safetensors.index.json: is no index of safetensors files"),
-        ("shard absent", r"index.json names model-00001-of-\d+.safetensors, which is not there"),
-        ("truncated", r"model-00001-of-\d+.safetensors: is no whole safetensors file \(.*not fully covered\)"),
-        ("no header", r"model-00001-of-\d+.safetensors: is no whole safetensors file"),
+        ("index broken", "model.safetensors.index.json: is not an index of safetensors files"),
+        ("shard absent", r"index.json names model-00001-of-\d+.safetensors, which is missing"),
+        ("truncated", r"model-00001-of-\d+.safetensors: is not a complete safetensors file \(.*not fully covered\)"),
+        ("no header", r"model-00001-of-\d+.safetensors: is not a complete safetensors file"),
         ("other tensors", r"model-00001-of-\d+.safetensors: has no model.embed_tokens.weight, .*, which model"),
     ],
 )
@@ -603,11 +608,11 @@ def test_folders_that_cannot_be_read(how: str, message: str, tmp_path: Path) -> 
     ("change", "message"),
     [
         (None, r"cannot be read \(No such file or directory\)"),
-        ("nonsense", r"describes no model \(JSONDecodeError"),
-        ({"model_type": None}, "model_type=None has no recipe; those here are for gpt2, llama"),
-        ({"model_type": "mamba"}, "model_type=mamba has no recipe; those here are for gpt2, llama"),
-        ({"hidden_act": "gelu"}, "hidden_act='gelu': recipe 'llama' has 'silu' and nothing else"),
-        ({"attention_bias": True}, "attention_bias=True: recipe 'llama' has False"),
+        ("nonsense", r"does not describe a model \(JSONDecodeError"),
+        ({"model_type": None}, "model_type=None has no recipe; there are recipes for gpt2, llama"),
+        ({"model_type": "mamba"}, "model_type=mamba has no recipe; there are recipes for gpt2, llama"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu': recipe 'llama' only supports 'silu'"),
+        ({"attention_bias": True}, "attention_bias=True: recipe 'llama' only supports False"),
         ({"head_dim": 16}, "head_dim=16: must be hidden_size / num_attention_heads"),
         ({"rope_scaling": {"type": "yarn"}}, "rope_type=yarn: this recipe has only default and llama3"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: this recipe turns whole heads"),
@@ -639,7 +644,9 @@ def test_a_recipe_without_names(tmp_path: Path) -> None:
         lambda: export_model(model, recipe, recipe.config(), tmp_path),
         lambda: SafetensorsFolder(tmp_path, recipe, recipe.config()),
     ):
-        with pytest.raises(UserError, match=r"recipe 'odd' does not say .*: give it hf=HuggingFace\(model_type="):
+        with pytest.raises(
+            UserError, match=r"recipe 'odd' has no mapping to Hugging Face: give it hf=HuggingFace\(model_type="
+        ):
             attempt()
     assert list(tmp_path.iterdir()) == []
 
@@ -650,7 +657,7 @@ def test_a_recipe_with_too_few_names(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"hf.names lacks blocks.0.bias, .*, out.weight, out.bias$"):
         export_model(build(recipe, recipe.config()), recipe, recipe.config(), tmp_path / "out")
     names["blocks.*.bias"] = "h.b"
-    with pytest.raises(UserError, match=r"hf.names: 'blocks.\*.bias' and 'h.b' differ in their number of \*"):
+    with pytest.raises(UserError, match=r"hf.names: 'blocks.\*.bias' and 'h.b' have a different number of \*"):
         export_model(build(recipe, recipe.config()), recipe, recipe.config(), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -664,14 +671,18 @@ def test_only_an_earlier_export_is_overwritten(tmp_path: Path) -> None:
     theirs = tmp_path / "theirs"
     theirs.mkdir()
     (theirs / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(UserError, match=f"^folder={theirs}: holds files that are no earlier export; name a new"):
+    with pytest.raises(
+        UserError, match=f"^folder={theirs}: contains files that are not an earlier export; choose a new"
+    ):
         export_model(model, LLAMA, TINY, theirs, overwrite=True)
     assert [file.name for file in theirs.iterdir()] == ["config.json"]
 
     ours = tmp_path / "deep" / "ours"
     export_model(model, LLAMA, TINY, ours, max_shard_bytes=40_000, end_id=256)
     (ours / "README.md").write_text("mine")
-    with pytest.raises(UserError, match=f"^export.to={ours}: holds an earlier export; name a new folder, or ask"):
+    with pytest.raises(
+        UserError, match=f"^export.to={ours}: contains an earlier export; choose a new folder, or overwrite"
+    ):
         export_model(model, LLAMA, TINY, ours, setting="export.to")
     written = export_model(model, LLAMA, TINY, ours, overwrite=True)
     assert {file.name for file in written} == {"config.json", "model.safetensors"}

@@ -184,9 +184,7 @@ def test_a_file_that_is_cut_short_is_more_than_a_document(tmp_path: Path) -> Non
         ):
             texts_in(tmp_path, tmp_path, bad=limit)
     assert texts_in(tmp_path, tmp_path, bad="skip") == ["a line"] * 50
-    with pytest.raises(
-        UserError, match=r"no text in it that can be read: .*half\.jsonl\.gz: cannot be read to its end"
-    ):
+    with pytest.raises(UserError, match=r"no readable text in it: .*half\.jsonl\.gz: cannot be read to its end"):
         texts_in(tmp_path, tmp_path / "half.jsonl.gz", bad="skip")
 
 

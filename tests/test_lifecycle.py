@@ -128,7 +128,7 @@ def test_every_phase_and_event_is_in_the_table() -> None:
 def test_a_run_that_ended_does_not_begin_again(run: Run) -> None:
     run.begin()
     assert run.life.end() == EXIT_FINISHED
-    with pytest.raises(UserError, match="make another Trainer"), run.life.running():
+    with pytest.raises(UserError, match="create a new Trainer"), run.life.running():
         run.life.check_may_begin()
     assert "record end failed" not in run.said, "what it came to stays on record"
 
@@ -293,5 +293,5 @@ def test_a_stop_of_an_evaluation_promises_no_save(run: Run, capfd: pytest.Captur
         signal.raise_signal(signal.SIGTERM)
         run.ballot.cast()
     assert run.life.stopping
-    assert capfd.readouterr().err == "Stopping: the evaluation is given up. Ctrl-C again quits at once.\n"
+    assert capfd.readouterr().err == "Stopping: the evaluation is abandoned. Press Ctrl-C again to quit immediately.\n"
     assert run.said == []

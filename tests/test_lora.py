@@ -148,13 +148,13 @@ def test_targets_are_names_of_modules_or_their_last_parts() -> None:
     found = adapted_layers(name for name, _ in network(["wq", "layers.1.feed_forward.w2"]).named_parameters())
     assert found == {"layers.0.attention.wq", "layers.1.attention.wq", "layers.1.feed_forward.w2"}
     with pytest.raises(
-        UserError, match=r"^lora\.targets=\[wq,wvv\]: no layer is called 'wvv'(.|\n)*did you mean .*\[wq,wv\]"
+        UserError, match=r"^lora\.targets=\[wq,wvv\]: no layer is named 'wvv'(.|\n)*did you mean .*\[wq,wv\]"
     ):
         network(["wq", "wvv"])
     with pytest.raises(UserError, match=r"^lora\.targets=\[feed_forwrd\.w1\](.|\n)*did you mean .*feed_forward\.w1"):
         network(["feed_forwrd.w1"])
     for output in ("output", "lm_head"):
-        with pytest.raises(UserError, match=r"head\.output is no layer that could have an adapter"):
+        with pytest.raises(UserError, match=r"head\.output is not a layer that can have an adapter"):
             network([output])
     for all_linear in (["all-linear"], "all_linear"):
         with pytest.raises(UserError, match=r"did you mean lora\.targets=all-linear\?"):
@@ -165,7 +165,7 @@ def test_a_name_that_only_ends_alike_is_not_what_was_meant() -> None:
     """Mixtures of experts have no gate_proj that could have an adapter, and lists from elsewhere name it."""
     layers = nn.ModuleDict({"q_proj": nn.Linear(2, 2), "v_proj": nn.Linear(2, 2)})
     for targets in (["q_proj", "v_proj", "gate_proj"], ["gate_proj"]):
-        with pytest.raises(UserError, match=r"no layer is called 'gate_proj'; .*: q_proj, v_proj$"):
+        with pytest.raises(UserError, match=r"no layer is named 'gate_proj'; .*: q_proj, v_proj$"):
             find_layers(layers, [], targets)
 
 
@@ -198,7 +198,7 @@ def test_adapters_are_drawn_as_peft_draws_them_and_the_model_as_ever() -> None:
         ("lora.targets=[q_porj]", "did you mean 'lora.targets=[q_proj]'?"),
         ("lora.rank=-1", "nearest legal value: lora.rank=0"),
         ("lora.dropout=1", "lora.dropout=1.0: must be below 1"),
-        ("lora.rank=0", "lora.alpha=8.0: is of adapters, and with lora.rank=0 there are none"),
+        ("lora.rank=0", "lora.alpha=8.0: only applies to adapters, and lora.rank=0 means no adapters"),
     ],
 )
 def test_mistakes(override: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -263,9 +263,9 @@ def test_another_base_is_refused_and_the_same_elsewhere_is_not(
     arguments = overrides_of(other, folder, "train.steps=3")
     assert run.main(["recipe=llama_small", *arguments]) == 2
     said = capsys.readouterr().err
-    assert f"train.init_from={other}: is not the base that this was trained on; that was {base}" in said
+    assert f"train.init_from={other}: is not the base model that this was trained on; that was {base}" in said
     assert f"cannot resume from {folder}/checkpoints/step_00000002" in said
-    with pytest.raises(UserError, match=re.escape(f"for the weights of {base}, which is not there")):
+    with pytest.raises(UserError, match=re.escape(f"for the weights of {base}, which is missing")):
         load_weights(folder)
     trained(moved, folder, "train.steps=3")
     assert len(list((folder / "checkpoints").iterdir())) == 2

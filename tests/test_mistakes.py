@@ -65,32 +65,32 @@ MISTAKES = {
     "10 ranks that do not divide the batch": Mistake("nproc=3", "nearest legal value: train.global_batch_size=6"),
     "11 an odd width": Mistake("model.dim=97", "nearest legal value: model.dim=98"),
     "12 tabs in YAML": Mistake(
-        "recipe=@/r.yaml", ["line 2: there is a tab in it", "to fix: indent"], files=recipe("model:\n\tname: x\n")
+        "recipe=@/r.yaml", ["line 2: it contains a tab", "to fix: indent"], files=recipe("model:\n\tname: x\n")
     ),
     "14 part of a recipe": Mistake(
-        "recipe=@/r.yaml", "to fix: begin the file with `recipe: llama_small`", files=recipe("train: {steps: 3}\n")
+        "recipe=@/r.yaml", "to fix: start the file with `recipe: llama_small`", files=recipe("train: {steps: 3}\n")
     ),
-    "14 an empty recipe": Mistake("recipe=@/r.yaml", "to fix: begin the file", files=recipe("")),
+    "14 an empty recipe": Mistake("recipe=@/r.yaml", "to fix: start the file", files=recipe("")),
     "14 a key misspelled in a file": Mistake(
         "recipe=@/r.yaml", "did you mean train.steps=3?", files=recipe("train: {stepz: 3}\n")
     ),
     "14 a dotted key in a file": Mistake(
         "recipe=@/r.yaml", "to fix: write `train:` with `steps: 3` below", files=recipe("train.steps: 3\n")
     ),
-    "15 a folder that is no run": Mistake("recipe=@", "there is no config.yaml in it"),
+    "15 a folder that is no run": Mistake("recipe=@", "it has no config.yaml"),
     "16 what a shell would expand": Mistake("optim.betas=[0.9]", "nearest legal value: 'optim.betas=[0.9,0.95]'"),
     "18 a path with a space": Mistake(
         [SMALL, "data.path=@/my", "books/a.txt"], "to fix: quote a value with spaces in it: 'data.path="
     ),
     "20 no data": Mistake("data.source=tokens", "for example: 'data.path=corpus/*.jsonl'"),
-    "20 data that are not there": Mistake("data.path=@/none.txt", "to fix: name a file, a folder or a glob"),
+    "20 data that are not there": Mistake("data.path=@/none.txt", "to fix: give an existing file, folder or"),
     "20 a variable that is not set": Mistake("data.path=", "data.path=: is empty"),
-    "22 a tokenizer by its name": Mistake("data.tokenizer=gpt2", "to fix: fetch the tokenizer.json of that model"),
+    "22 a tokenizer by its name": Mistake("data.tokenizer=gpt2", "to fix: download the tokenizer.json of that model"),
     "22 a tokenizer that is not there": Mistake("data.tokenizer=@/tokenizer.json", "no such file is there"),
     "23 a vocabulary that is too small": Mistake("model.vocab_size=100", "nearest legal value: model.vocab_size=257"),
     "24 ids without metadata": Mistake("data.path=@/a.bin", "for example: data.tokenizer=", files={"a.bin": ids}),
     "25 metadata that are none": Mistake(
-        "data.path=@/a-00000.bin", "is no metadata", files={"a-00000.bin": b"ab" * 9, "a-00000.json": "{}"}
+        "data.path=@/a-00000.bin", "is not the metadata", files={"a-00000.bin": b"ab" * 9, "a-00000.json": "{}"}
     ),
     "26 a sequence longer than the data": Mistake(
         "data.path=@/a.txt data.seq_len=4096",
@@ -107,7 +107,7 @@ MISTAKES = {
         "@/a.jsonl --out @/p", "nearest legal value: --text-key=content", "prepare", {"a.jsonl": '{"content": "x"}\n'}
     ),
     "27 a folder for shards": Mistake("@/a.txt --out @", "legal value: --out=@/corpus", "prepare", {"a.txt": "x"}),
-    "28 a module that is not there": Mistake("model.name=nowhere_at:mine", "to fix: start where nowhere_at.py is"),
+    "28 a module that is not there": Mistake("model.name=nowhere_at:mine", "start from the folder of nowhere_at.py"),
     "29 a model misspelled in a module": Mistake(
         "model.name=tests.own_recipes:mpl", "did you mean model.name=tests.own_recipes:mlp?"
     ),
@@ -116,15 +116,23 @@ MISTAKES = {
     "48 accelerate: precision": Mistake("--mixed_precision bf16", "to fix: set fsdp.param_dtype=bfloat16"),
     "49 HF: learning rate": Mistake("train.learning_rate=1e-4", "did you mean optim.lr=1e-4?"),
     "50 HF: batch size": Mistake("train.per_device_train_batch_size=4", "did you mean train.micro_batch_size=4?"),
-    "51 HF: accumulation": Mistake("train.gradient_accumulation_steps=4", "to fix: it follows from train.global_batch"),
+    "51 HF: accumulation": Mistake("train.gradient_accumulation_steps=4", "fix: it is computed from train.global"),
     "52 HF: precision": Mistake("train.bf16=true", "to fix: set fsdp.param_dtype=bfloat16"),
     "53 HF: saving": Mistake("train.save_steps=100", "did you mean checkpoint.every=100?"),
     "54 HF: where to": Mistake("train.output_dir=out", "did you mean run.dir=out?"),
-    "55 HF: a model by its name": Mistake("model.name=Qwen/Qwen3-0.6B", "then model.name=auto model.path=Qwen3-0.6B"),
+    "55 HF: a model by its name": Mistake("model.name=Qwen/Qwen3-0.6B", "set model.name=auto model.path=Qwen3-0.6B"),
     "56 HF: a model that was not fetched": Mistake(
-        "recipe=sft model.path=Qwen/Qwen3-0.6B data.path=x.jsonl", "hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B"
+        "recipe=sft model.path=Qwen/Qwen3-0.6B data.path=x.jsonl",
+        ["to fix: download the model, and give its folder", "hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B"],
     ),
-    "57 HF: a data set by its name": Mistake("data.path=wikitext", "to fix: name a file, a folder or a glob"),
+    "56 HF: a model without its owner": Mistake(
+        "recipe=sft model.path=Qwen3-0.6B data.path=x.jsonl", "hf download OWNER/Qwen3-0.6B --local-dir Qwen3-0.6B"
+    ),
+    "56 HF: a model in a folder of models": Mistake(
+        "recipe=sft model.path=recipes/Qwen3-0.6B data.path=x.jsonl",
+        "hf download OWNER/Qwen3-0.6B --local-dir recipes/Qwen3-0.6B",
+    ),
+    "57 HF: a data set by its name": Mistake("data.path=wikitext", "to fix: give an existing file, folder or"),
     "57 TRL: what is trained on": Mistake(
         "data.assistant_only_loss=true", "to fix: set data.train_on=assistant, or completion"
     ),
@@ -133,20 +141,20 @@ MISTAKES = {
     "58 Lightning: devices": Mistake("trainer.devices=2", "did you mean nproc=2?"),
     "59 Lightning: epochs": Mistake("trainer.max_epochs=2", "did you mean train.epochs=2?"),
     "60 Lightning: clipping": Mistake("trainer.gradient_clip_val=1", "did you mean optim.max_grad_norm=1?"),
-    "61 Lightning: no clipping": Mistake("optim.max_grad_norm=0", "to fix: optim.max_grad_norm=null means never"),
+    "61 Lightning: no clipping": Mistake("optim.max_grad_norm=0", "to fix: optim.max_grad_norm=null means no clipping"),
     "62 torchtitan: sharding": Mistake("parallelism.data_parallel_shard_degree=8", "did you mean mesh.shard=8?"),
-    "63 torchtitan: other axes": Mistake("parallelism.tensor_parallel_degree=2", "to fix: models are sharded and"),
+    "63 torchtitan: other axes": Mistake("parallelism.tensor_parallel_degree=2", "to fix: only sharding and"),
     "64 torchtitan: a file": Mistake("recipe=@/r.toml", "recipe files are YAML", files={"r.toml": "[training]"}),
     "65 a section for a key": Mistake("model=llama", "did you mean model.name=llama?"),
     "66 another command's name": Mistake("launch", "did you mean meshtrainer run?", "meshtrainer"),
     "a plan of no recipe": Mistake("llama3_70b", "did you mean recipe=llama3_70b?", "plan"),
     "a plan's option": Mistake("--model llama3_70b", "--model: no such option", "plan"),
     "an export to nowhere": Mistake("@", "required: target", "export"),
-    "an export of nothing": Mistake("@ @/out", "to fix: give the folder of a run", "export"),
+    "an export of nothing": Mistake("@ @/out", "to fix: give a run folder", "export"),
     "no prompt": Mistake("@", "--prompt", "generate"),
-    "a report of nothing": Mistake("@/no_such_run_at_all", "to fix: name the folder of a run", "report"),
-    "checkpoints of nothing": Mistake("@", "to fix: give the folder of a run", "checkpoints"),
-    "an evaluation of nothing": Mistake("@", "to fix: give the folder of a run", "evaluate"),
+    "a report of nothing": Mistake("@/no_such_run_at_all", "to fix: give a run folder", "report"),
+    "checkpoints of nothing": Mistake("@", "to fix: give a run folder", "checkpoints"),
+    "an evaluation of nothing": Mistake("@", "to fix: give a run folder", "evaluate"),
     "a unit of time": Mistake("run.timeout_s=30m", "did you mean run.timeout_s=1800?"),
     "a unit of memory": Mistake("data.cache_gib=50GB", "did you mean data.cache_gib=50?"),
     "a comma for a point": Mistake("optim.lr=0,001", "did you mean optim.lr=0.001?"),
@@ -162,8 +170,8 @@ MISTAKES = {
     "a colon": Mistake([SMALL, "train.steps:5"], "did you mean train.steps=5?"),
     "a recipe behind a recipe": Mistake([SMALL, "gpt2"], "did you mean recipe=gpt2?"),
     "a dash of a text program": Mistake([SMALL, "\u2013\u2013dry-run"], "did you mean --dry-run?"),
-    "quotes of a text program": Mistake(["\u201ctrain.steps=5\u201d"], "to fix: type plain quotes, or none: train.st"),
-    "an empty name": Mistake("run.name=", "run.name=: is empty, as a variable is"),
+    "quotes of a text program": Mistake(["\u201ctrain.steps=5\u201d"], "to fix: use plain quotes, or none: train.st"),
+    "an empty name": Mistake("run.name=", "run.name=: is empty, perhaps from an unset"),
     "another trainer's key": Mistake("model.attention.heads=5", "to fix: see python -m trainer.run --help m"),
     "a recipe in another encoding": Mistake(
         "recipe=@/r.yaml", "to fix: save it as UTF-8", files={"r.yaml": "run: {name: caf\xe9}".encode("latin-1")}
@@ -175,14 +183,14 @@ MISTAKES = {
         "recipe=@/r.yaml", "below `train:`, indented", files=recipe("recipe: llama_small\ntrain:\n  steps 3\n")
     ),
     "a key twice in a file": Mistake(
-        "recipe=@/r.yaml", ["line 3: found duplicate key steps", "to fix: mend line 3"],
+        "recipe=@/r.yaml", ["line 3: found duplicate key steps", "to fix: correct line 3"],
         files=recipe("train:\n  steps: 3\n  steps: 4\n"),
     ),
     "a recipe that is its own parent": Mistake(
-        "recipe=@/r.yaml", "to fix: begin one of them with another", files=recipe("recipe: r.yaml\n")
+        "recipe=@/r.yaml", "to fix: start one of them from another", files=recipe("recipe: r.yaml\n")
     ),
     "another key that is not there": Mistake(
-        "recipe=@/r.yaml", "to fix: write the value itself, or refer to another key",
+        "recipe=@/r.yaml", "to fix: write the value itself, or refer to an existing",
         files=recipe("recipe: llama_small\nrun: {name: '${run.nam}'}\n"),
     ),
     "a variable in a file": Mistake(
@@ -190,24 +198,24 @@ MISTAKES = {
         files=recipe("recipe: llama_small\nrun: {name: '${oc.env:HOME}'}\n"),
     ),
     "a recipe file that is not there": Mistake("recipe=@/none/zzz.yaml", "no such file"),
-    "a model's file": Mistake("model.name=@/mine.py", "to fix: start where mine.py is, and name the module"),
+    "a model's file": Mistake("model.name=@/mine.py", "to fix: start from the folder of mine.py, and give the module"),
     "a model in a file": Mistake("model.name=mine.py:tiny", "did you mean model.name=mine:tiny?"),
 
-    "an empty file": Mistake("data.path=@/a.txt", "to fix: name a file with text in it", files={"a.txt": ""}),
+    "an empty file": Mistake("data.path=@/a.txt", "to fix: give a file that contains text", files={"a.txt": ""}),
     "a document and no more": Mistake("data.path=@/a.txt", "one sample needs 257 tokens", files={"a.txt": "hello"}),
-    "an empty folder": Mistake("data.path=@", "has no file whose name ends in"),
+    "an empty folder": Mistake("data.path=@", "has no file that ends in"),
     "strings for objects": Mistake(
         "data.path=@/a.jsonl", "a.jsonl:1: must be a JSON object", files={"a.jsonl": '"abc"\n"def"\n'}
     ),
     "a phase with a misspelled part": Mistake(
         [SMALL, "data.path={a: @/a.txt}", "data.phases=[{form: 0, weights: {a: 1}}]"],
-        "must hold `from` and `weights`", files={"a.txt": "hi there. " * 100},
+        "must contain only `from` and `weights`", files={"a.txt": "hi there. " * 100},
     ),
     "weights of a source that is not there": Mistake(
         [SMALL, "data.path={a: @/a.txt}", "data.weights={b: 1}"], "data.path has no source b", files={"a.txt": "x"}
     ),
     "evaluating nothing": Mistake("", "none is named\n  for example: python -m trainer.evaluate", "evaluate"),
-    "looking at data without a word": Mistake("", "a command is missing: show, check, plan", "data"),
+    "looking at data without a word": Mistake("", "missing command: show, check, plan", "data"),
     "an export into the run": Mistake("@/none @/none", "@/none: no such folder", "export"),
     "a port that is a word": Mistake("@ --serve http", "--serve: invalid int value", "report"),
     "text of a model, twice": Mistake("@ --prompt x --chat y", "--chat: not allowed with argument", "generate"),

@@ -181,8 +181,8 @@ MISTAKES = {
         [SOURCES, "data.weights={web: 1}", "data.phases=[{from: 1, weights: {web: 1}}]"],
         "nearest legal value: data.phases[0].from=2",
     ),
-    "another key": ([SOURCES, "data.phases=[{at: 9, weights: {web: 1}}]"], "must hold `from` and `weights`"),
-    "a name": (["data.path={my web: a.bin}"], "a source has a name of letters"),
+    "another key": ([SOURCES, "data.phases=[{at: 9, weights: {web: 1}}]"], "must contain only `from` and `weights`"),
+    "a name": (["data.path={my web: a.bin}"], "a source needs a path and a name of letters"),
     "held out of nothing": ([SOURCES, "data.eval_path={math: a.bin}"], "data.path has no source math"),
     "held out of all": ([SOURCES, "data.eval_path=a.bin"], "for example: 'data.eval_path={web: a.bin}'"),
 }  # fmt: skip
@@ -314,7 +314,7 @@ def test_a_mixture_goes_on_on_any_mesh_with_the_same_losses(
         ),
         (
             ["data.phases=[]"],
-            r"phase 2 begins with step 2 \(.*\) in the checkpoint, had not begun now; the run stands behind step 3",
+            r"phase 2 begins with step 2 \(.*\) in the checkpoint, had not begun now; the run is past step 3",
         ),
         ([phases_of(), "data.weights={web: 1}"], r"phase 1 begins with step 1 \(code 307, math 205, web 512 of 1024\)"),
         ([phases_of(second=3), "checkpoint.allow_changes=[data.phases]"], None),
@@ -361,7 +361,7 @@ def test_sources_of_different_tokenizers_do_not_mix(tmp_path: Path) -> None:
     config = config_of(write_sources(tmp_path), "data.seq_len=16")
     for path in (tmp_path / "math").glob("*.json"):
         path.write_text(path.read_text().replace('"bytes"', '"mine"'))
-    with pytest.raises(UserError, match=r"sources must be made by one tokenizer: web by bytes .*, math by mine"):
+    with pytest.raises(UserError, match=r"sources must use the same tokenizer: web by bytes .*, math by mine"):
         open_source(config.data, 257, "train")
     paths = json.dumps({"web": str(tmp_path / "web" / "*.bin"), "code": "/nowhere"})
     config = config_of(f"data.path={paths}")
@@ -381,5 +381,5 @@ def test_data_that_are_read_again_are_said_beforehand_and_limited(tmp_path: Path
     assert sentences(found)[-1] == f"repeats its data: math is read {read['math'] / 5:.2f} times"
     assert len(sentences(portions(find_order(source, config), 4, 2, 16))) == 1
     limited = dataclasses.replace(config, data=dataclasses.replace(config.data, max_epochs=1.0))
-    with pytest.raises(UserError, match=r"data.max_epochs=1.0: source math would be gone through .* times in 4 steps"):
+    with pytest.raises(UserError, match=r"data.max_epochs=1.0: source math would be read .* times in 4 steps"):
         find_order(source, limited)

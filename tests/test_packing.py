@@ -195,7 +195,7 @@ def test_a_model_that_mixes_documents_is_refused(kind: type, tmp_path: Path) -> 
     data = ["data.source=stdlib", "data.path=null", "model.vocab_size=257", "data.tokenizer=bytes", "data.seq_len=32"]
     own = [*shape, *data, MASKED, "run.threads=1", "eval.every=0", "fsdp.param_dtype=float32", f"run.dir={tmp_path}"]
     trainer = Trainer(load_config("gpt2", own))
-    with pytest.raises(UserError, match=r"data\.documents=masked: .*see each other\n.*data\.documents=apart"):
+    with pytest.raises(UserError, match=r"data\.documents=masked: .*attend to each other\n.*data\.documents=apart"):
         trainer.fit()
     trainer.close()
     assert not (tmp_path / "metrics.jsonl").exists()
@@ -227,7 +227,7 @@ def test_what_is_attended_to_is_counted(tmp_path: Path) -> None:
 
 def test_wrong_combinations_are_refused() -> None:
     for overrides, said in (
-        (["data.pack=false", MASKED], "data.documents=masked: data.pack=false gives"),
+        (["data.pack=false", MASKED], "data.documents=masked: data.pack=false puts"),
         (["data.documents=apart", BEST], "data.fit=best: with one document"),
     ):
         with pytest.raises(UserError, match=said):

@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests import first_hour
 from tests.chats import CHATML, WORDS, said
 from tests.forked import REPOSITORY, popen
 
@@ -222,3 +223,19 @@ def test_every_command_of_every_page_in_order(pages: list[Path], tmp_path: Path)
                 wrong.append(f"{page.name}: {text}\n{said_so[-1500:]}")
     assert not wrong, "\n\n".join(wrong)
     assert number > (10 if pages == [README] else 60)
+
+
+def test_the_first_hour_of_a_newcomer(tmp_path: Path) -> None:
+    """In a fresh clone, each step one command, and nothing deleted or edited by hand."""
+    clone = tmp_path / "clone"
+    for taken in first_hour.walk(clone, first_hour.SMALL):
+        print(f"{taken.seconds:5.1f} s  {taken.step.aim}", flush=True)
+        assert not taken.complaint, (taken.complaint, taken.step.command, taken.screen)
+        if taken.step.ctrl_c_after:
+            assert taken.seen_s is not None
+            assert "run the same command to resume from there" in taken.screen
+        if taken.step.aim.startswith("resume"):
+            assert "(resumed at step " in taken.screen
+    assert all((clone / name).is_file() for name in first_hour.LEFT)
+    changed = subprocess.run(["git", "status", "--porcelain"], cwd=clone, capture_output=True, text=True, check=True)
+    assert changed.stdout == "", "what runs leave is ignored by git"

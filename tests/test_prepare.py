@@ -154,8 +154,8 @@ def test_a_mistake_late_in_the_input_leaves_what_was_there(tmp_path: Path, capsy
             b'\n{"id": 1, "txt": "x"}',
             ["--text-key=text: ", "a.jsonl:2", "its keys: id, txt", "--text-key=txt"],
         ),
-        ("a.jsonl", b'{"text": 7, "body": "x"}', ["--text-key=text: ", "no text but int", "--text-key=body"]),
-        ("a.jsonl", b'{"text": "\\ud800"}', ["a.jsonl:1: is no Unicode text"]),
+        ("a.jsonl", b'{"text": 7, "body": "x"}', ["--text-key=text: ", "not text but int", "--text-key=body"]),
+        ("a.jsonl", b'{"text": "\\ud800"}', ["a.jsonl:1: is not valid Unicode"]),
         ("a.jsonl", b'{"text": "\xff"}', ["a.jsonl: is not UTF-8"]),
         ("a.txt", b"caf\xe9 au lait", ["a.txt: is not UTF-8"]),
         ("a.txt", b"", ["there is no text in it"]),
@@ -185,9 +185,9 @@ def test_arguments_that_cannot_be(tmp_path: Path, capsys: Any) -> None:
 
     assert f"did you mean INPUT={lines}?" in error(tmp_path / "line.jsonl", "--out", out)
     (tmp_path / "empty").mkdir()
-    assert "has no file whose name ends in .txt" in error(tmp_path / "empty", "--out", out)
+    assert "has no file that ends in .txt" in error(tmp_path / "empty", "--out", out)
     assert f"--out={tmp_path}/corpus" in error(lines, "--out", tmp_path)
-    assert "folder cannot be made" in error(lines, "--out", lines / "name")
+    assert "folder cannot be created" in error(lines, "--out", lines / "name")
     assert "--holdout=1.5: " in error(lines, "--out", out, "--holdout", "1.5")
     assert "--shard-tokens=0: " in error(lines, "--out", out, "--shard-tokens", "0")
     assert "--tokenizer=gpt2: must be bytes" in error(lines, "--out", out, "--tokenizer", "gpt2")

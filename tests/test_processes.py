@@ -122,7 +122,7 @@ def test_under_torchrun(tmp_path: Path) -> None:
 
 def test_nproc_must_be_the_launchers(tmp_path: Path) -> None:
     ran = run_command(tmp_path / "run", "recipe=llama_small", "nproc=3", launcher=[sys.executable, *TORCHRUN])
-    assert ran.stderr.count("nproc=3: torchrun has started 2 processes already") == 1
+    assert ran.stderr.count("nproc=3: torchrun has already started 2 processes") == 1
 
 
 @pytest.mark.parametrize(

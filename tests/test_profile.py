@@ -632,13 +632,13 @@ def test_a_run_that_is_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert [(line["first_step"], line["step"]) for line in of("profile", found)] == [(3, 4), (5, 5)]
     capsys.readouterr()
     assert len(of("profile", fit(tmp_path, "train.steps=8"))) == 2
-    assert "log.profile_steps=[3,5]: no profile, the run is past these steps" in capsys.readouterr().out
+    assert "log.profile_steps=[3,5]: no profile, because the run is already past these steps" in capsys.readouterr().out
 
 
 @pytest.mark.campaign
 def test_a_run_too_short_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fit(tmp_path, "train.steps=2")
-    assert "log.profile_steps=[3,5]: no profile, the run ends before, with step 2" in capsys.readouterr().out
+    assert "log.profile_steps=[3,5]: no profile, because the run ends before, at step 2" in capsys.readouterr().out
     assert not (tmp_path / "profile").exists()
 
 
@@ -763,7 +763,7 @@ def test_leftovers_of_a_killed_attempt_are_removed(tmp_path: Path) -> None:
 def test_beside_another_profiler(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with torch.profiler.profile() as theirs:
         found = fit(tmp_path)
-    assert "another profiler is at work" in capsys.readouterr().err
+    assert "another profiler is already running" in capsys.readouterr().err
     assert of("profile", found) == []
     assert any(row.key == "aten::mm" for row in theirs.key_averages())
 
@@ -803,7 +803,7 @@ def test_from_the_command_line(tmp_path: Path) -> None:
     (line,) = [line for line in ran.stdout.splitlines() if line.startswith("profiled steps 2 to 4")]
     assert f"matmul {100 * record['matmul']:.1f} %, attention {100 * record['attention']:.1f} %" in line
     assert line.endswith("; trace_2-4_rank0.json.gz")
-    assert ran.stdout.count("a trace alone; memory is recorded on CUDA") == 1
+    assert ran.stdout.count("trace only; memory snapshots need CUDA") == 1
     assert record["exposed_communication"] > 0
     assert files(ran.folder) == ["trace_2-4_rank0.json.gz"]
 
@@ -870,4 +870,4 @@ def test_a_record_without_shares_is_shown(capsys: pytest.CaptureFixture[str]) ->
     ConsoleSink(5, PlainScreen(sys.stdout)).write(
         Record(kind="profile", step=5, first_step=3, update_s=0.5, trace="t.gz", memory=None, **none)
     )
-    assert "profiled steps 3 to 5, 0.5 s a step under the profiler; t.gz" in capsys.readouterr().out
+    assert "profiled steps 3 to 5, 0.5 s per step under the profiler; t.gz" in capsys.readouterr().out

@@ -40,7 +40,7 @@ SELECTIVE = "budget:1"
 
 @dataclass(frozen=True)
 class Row:
-    """What was published of one run: tokens a second of a GPU, and the memory that its allocator held, in GiB."""
+    """What was published of one run: tokens per second of a GPU, and the memory that its allocator held, in GiB."""
 
     model: Sequence[str]
     num_gpus: int

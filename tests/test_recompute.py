@@ -138,7 +138,7 @@ def test_compiled_it_is_the_same(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("value", "legal"), [("half", "0.5"), ("nan", "0.5"), ("1.5", "1"), ("-0.1", "0")])
 def test_a_share_is_from_0_to_1(value: str, legal: str) -> None:
     config = load_config("llama_small", [f"train.activation_checkpoint=budget:{value}"])
-    with pytest.raises(UserError, match=rf"takes a number from 0 to 1\n.*budget:{legal}$"):
+    with pytest.raises(UserError, match=rf"needs a number from 0 to 1\n.*budget:{legal}$"):
         check_config(config, 1, 1)
 
 

@@ -261,7 +261,7 @@ def test_mistakes(tmp_path: Path, folder: Path, server: Server) -> None:
             opened(tmp_path, path, **more)
 
     refused(f"{server.url}/absent.json", "404")
-    refused(f"{server.url}/absent-*.bin", "names neither token shards .* nor text")
+    refused(f"{server.url}/absent-*.bin", "contains neither token shards .* nor text")
     refused(f"{server.url}/absent.jsonl", "404")
     name = min(path.name for path in folder.glob("*.bin"))
     refused(f"{server.url}/{name.replace('.bin', '.json')}", f"did you mean data.path=.*{name}")
@@ -298,7 +298,7 @@ def test_text_is_fetched_and_made_into_the_shards_of_the_same_files_here(
     server.close()
     there = opened(tmp_path / "http", f"{server.url}/text/")
     assert same(batches(there, 9), batches(here, 9)), "its tokens are here, whether the server is or not"
-    assert "is taken to be what it was when last looked up" in capsys.readouterr().err
+    assert "assuming that it has not changed since the last check" in capsys.readouterr().err
     with pytest.raises(UserError, match="cannot be read"):
         opened(tmp_path / "another", f"{server.url}/text/")
 

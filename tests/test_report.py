@@ -474,7 +474,7 @@ def test_the_page_is_served_to_this_machine_alone(tmp_path: Path) -> None:
         for path in ("/config.yaml", "/profile/../config.yaml", "/profile/%2e%2e%2fconfig.yaml", "/profile", "/x"):
             assert fetch(server, path)[0] == 404, path
         assert fetch(server, "/", Host="elsewhere.example:80")[0] == 403
-        with pytest.raises(UserError, match="cannot be listened on"):
+        with pytest.raises(UserError, match="cannot be used"):
             Server([folder], port=server.server_port)
         server.shutdown()
 
@@ -495,18 +495,18 @@ def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     empty = write(tmp_path / "empty", [])
     (tmp_path / "bare").mkdir()
     message = mistake(capsys, str(tmp_path / "goood"))
-    assert f"run.dir={tmp_path / 'goood'}: holds no metrics.jsonl" in message
+    assert f"run.dir={tmp_path / 'goood'}: has no metrics.jsonl" in message
     assert f"nearest legal value: run.dir={good}" in message
     assert "run.dir=" in mistake(capsys, str(tmp_path / "bare"))
     (tmp_path / "folder" / "metrics.jsonl").mkdir(parents=True)
-    assert "holds no metrics.jsonl" in mistake(capsys, str(tmp_path / "folder"))
-    assert "holds no record" in mistake(capsys, str(empty))
+    assert "has no metrics.jsonl" in mistake(capsys, str(tmp_path / "folder"))
+    assert "has no records" in mistake(capsys, str(empty))
     assert f"nearest legal value: run.dir={good}" in mistake(capsys, str(good / "metrics.jsonl"))
     assert f"nearest legal value: --out={tmp_path / 'a.html'}" in mistake(
         capsys, str(good), "--out", str(tmp_path / "a.png")
     )
     assert "cannot be written" in mistake(capsys, str(good), "--out", str(tmp_path / "nowhere" / "a.html"))
-    assert "holds no metrics.jsonl" in mistake(capsys, str(good), str(tmp_path / "bare"))
+    assert "has no metrics.jsonl" in mistake(capsys, str(good), str(tmp_path / "bare"))
     assert sorted(path.name for path in good.iterdir()) == ["metrics.jsonl"], "a mistake leaves nothing behind"
 
 

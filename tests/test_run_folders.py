@@ -283,11 +283,11 @@ class Way:
 
 ELSEWHERE, INSIDE = ("checkpoint.dir=BASE/disk/deep/saved",), ("checkpoint.dir=BASE/a/saved",)
 GONE = "there is no checkpoint in"
-OWN = "needs a place of its own"
+OWN = "needs its own place"
 
 IN_MAKE_TEST = [
     Way(checkpoints_deleted, says=GONE),
-    Way(disk_unmounted_with_mount_point, says="speaks of one of step 4", with_options=ELSEWHERE),
+    Way(disk_unmounted_with_mount_point, says="mentions one of step 4", with_options=ELSEWHERE),
     Way(newest_deleted, trains="a", resumed=2),
     Way(run_moved, trains="b", resumed=4),
     Way(run_copied, trains="b", resumed=4),
@@ -508,7 +508,7 @@ def test_a_configuration_means_the_folder_that_it_is_in(tmp_path: Path, monkeypa
     (tmp_path / "b" / "config.yaml").rename(tmp_path / "config.yaml")
     assert load_config("config.yaml").run.dir == str(tmp_path / "a")
     assert load_config("config.yaml", ["run.name=c"]).run.dir == "runs/c"
-    with pytest.raises(UserError, match=r"recipe=b: is a folder, but not of a run: there is no config\.yaml in it"):
+    with pytest.raises(UserError, match=r"recipe=b: is a folder, but not a run folder: it has no config\.yaml"):
         load_config("b")
 
 

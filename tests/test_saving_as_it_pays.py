@@ -203,8 +203,8 @@ def test_plan_and_report_say_what_to_expect(tmp_path: Path, capsys: pytest.Captu
     (tmp_path / "config.yaml").write_text("checkpoint:\n  every: auto\n  node_mtbf_h: 1.0\n")
     said = saving_of(read_run(tmp_path))
     # Of two failures, one of them what is set, in 284 seconds of a node and an hour; there are two nodes.
-    assert said["failures"] == "one in 16 min on 2 nodes, 55 s to go on"
-    assert said["saves"].startswith("every 44 s, standing still for 1 s")
+    assert said["failures"] == "one in 16 min on 2 nodes, 55 s to resume"
+    assert said["saves"].startswith("every 44 s, pausing for 1 s")
     assert said["expected goodput"].startswith("9")
 
 

@@ -273,9 +273,7 @@ def test_the_console_strips_samples_and_names(attack: str, is_terminal: bool) ->
 
 @pytest.mark.parametrize("name", ["a\x9bb", "a\x7fb", "a\x85", "a\x1b[2Jb", "a\udc9bb"])
 def test_a_runs_name_holds_no_control_character(name: str) -> None:
-    with pytest.raises(
-        UserError, match=r"without slashes and control characters\n  nearest legal value: '?run\.name=a"
-    ):
+    with pytest.raises(UserError, match=r"without slashes or control characters\n  nearest legal value: '?run\.name=a"):
         check_config(load_config("llama_small", [f"run.name={name}"]), 1, 1)
 
 

@@ -173,7 +173,7 @@ def test_the_start_says_what_is_trained_on(tmp_path: Path) -> None:
     (start,) = (line for line in ran.metrics if line["kind"] == "start")
     assert 0.2 < start["trained_share"] < 0.6
     assert (start["dropped_share"], start["truncated_share"]) == (0, 0)
-    assert f"{NUM_CHATS} conversations, {start['trained_share']:.1%} of the tokens are trained on" in ran.stdout
+    assert f"{NUM_CHATS} conversations, {start['trained_share']:.1%} of the tokens are targets" in ran.stdout
 
 
 @pytest.mark.slow

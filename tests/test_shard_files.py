@@ -109,8 +109,8 @@ def test_a_low_limit_is_raised_or_named(monkeypatch: pytest.MonkeyPatch) -> None
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == soft
     monkeypatch.setattr(environment.resource, "getrlimit", lambda _: (512, 512))
     assert raise_file_limit() == (
-        "`ulimit -n` allows 512 open files, and no more can be had; 1024 are usual: have the limit raised, or "
-        "training may end with `Too many open files`"
+        "`ulimit -n` allows 512 open files, which is the maximum; 1024 are usual: raise the limit, or "
+        "training may fail with `Too many open files`"
     )
 
 
@@ -207,10 +207,10 @@ def test_a_shard_that_is_cut_short_is_named(tmp_path: Path, num_workers: int) ->
     loader.close()
     found = str(failed.value)
     assert re.fullmatch(
-        rf"sample \d+ cannot be read: {second} has been cut short: it has 100 bytes, its metadata say 802.*", found
+        rf"sample \d+ cannot be read: {second} is truncated: it has 100 bytes, but its metadata says 802.*", found
     )
     held_out = EvalLoader(source, global_batch_size=101, micro_batch_size=101)
-    with pytest.raises(TrainingFailed, match="has been cut short"):
+    with pytest.raises(TrainingFailed, match="is truncated"):
         list(held_out)
 
 
@@ -264,12 +264,12 @@ def test_a_run_whose_data_is_cut_short_says_so(tmp_path: Path) -> None:
     )
     trainer = Trainer(config)
     os.truncate(tmp_path / "data" / "text-00000.bin", 200)
-    with pytest.raises(TrainingFailed, match="cut short"):
+    with pytest.raises(TrainingFailed, match="is truncated"):
         trainer.fit()
     trainer.close()
     status = json.loads((tmp_path / "run" / "status.json").read_text())
     assert status["state"] == "failed"
-    assert "text-00000.bin has been cut short" in status["reason"]
+    assert "text-00000.bin is truncated" in status["reason"]
 
 
 @pytest.mark.slow

@@ -207,7 +207,7 @@ def test_a_signal_ends_an_evaluation(tmp_path: Path) -> None:
 def test_a_deadline_that_has_passed_is_a_mistake(tmp_path: Path) -> None:
     """Or a job that is started again and again would make one step each time."""
     ran = run_tiny(tmp_path / "run", "train.steps=5", "run.deadline=2020-01-01", ends=2)
-    assert "run.deadline=2020-01-01: has passed already" in ran.stderr
+    assert "run.deadline=2020-01-01: has already passed" in ran.stderr
 
 
 def test_a_job_without_time_makes_no_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -394,7 +394,7 @@ def test_nobody_reads_what_a_run_prints(reader: str, tmp_path: Path) -> None:
     _, stderr = process.communicate(timeout=120)
     assert process.returncode == 0, stderr
     assert "Traceback" not in stderr
-    assert stderr.count("warning: standard output is gone") == (reader == "goes"), stderr
+    assert stderr.count("warning: standard output was closed") == (reader == "goes"), stderr
     ran = Ran(0, "", "", folder)
     assert ran.status["state"] == "finished"
     assert ran.train("step")[-1] == 80

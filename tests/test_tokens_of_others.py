@@ -103,17 +103,17 @@ def test_what_is_no_such_file_is_refused(tmp_path: Path) -> None:
 
     plain(path, [[1, 2, 3]])
     refused("data.tokenizer=bytes: .*train.bin does not say which tokenizer", tokenizer="bytes")
-    refused("data.bos=false: the tokens of .*train.bin are taken as they are", bos=False)
+    refused("data.bos=false: the tokens of .*train.bin are used unchanged", bos=False)
     plain(path, [[1, 60_000]])
     refused("train.bin holds the id 60000, it has")
     path.write_bytes(b"abc")
-    refused("is no file of tokens that is whole: its size is no multiple of 2")
+    refused("is not a complete token file: its size is not a multiple of 2")
     with_header(path, [[1, 2, 3]])
     path.write_bytes(path.read_bytes()[:-2])
     refused("its header says 1030")
     megatron(path, [[1, 2, 3], [4]])
     path.write_bytes(path.read_bytes()[:-4])
-    refused("its .idx does not say of all its bytes")
+    refused("its .idx does not cover all of its bytes")
     path.with_suffix(".idx").write_bytes(path.with_suffix(".idx").read_bytes()[:40])
     refused("its .idx has 40 bytes and needs")
 
@@ -157,8 +157,8 @@ def test_a_begin_that_cannot_be_is_refused(tmp_path: Path, tokenizer: str) -> No
     lines = write_jsonl(tmp_path / "a.jsonl", ["the cat"] * 9)
     lone = str(write_tokenizer(tmp_path / "lone.json", END))
     for other in ("bytes", lone):
-        with pytest.raises(UserError, match=r"data.bos=true: .* has no token that begins a text"):
+        with pytest.raises(UserError, match=r"data.bos=true: .* has no beginning-of-text token"):
             open_source(settings(tmp_path, lines, tokenizer=other, bos=True), None, "train")
     assert run(lines, "--out", tmp_path / "x", "--tokenizer", tokenizer) == 0
-    with pytest.raises(UserError, match=r"data.bos=true: .* has been tokenized already, and not so"):
+    with pytest.raises(UserError, match=r"data.bos=true: .* is already tokenized, with a different setting"):
         open_source(settings(tmp_path, tmp_path / "x-00000.bin", tokenizer=tokenizer, bos=True), None, "train")

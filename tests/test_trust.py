@@ -205,5 +205,5 @@ def test_resolvers_of_a_stored_configuration_are_off(run_dir: Path, monkeypatch:
 def test_a_runs_configuration_that_is_none(text: str, tmp_path: Path) -> None:
     """It is looked into for where checkpoints lie; whatever it holds, there are none here."""
     (tmp_path / "config.yaml").write_text(text)
-    with pytest.raises(UserError, match="holds no checkpoints"):
+    with pytest.raises(UserError, match="has no checkpoints"):
         find_checkpoints(tmp_path)

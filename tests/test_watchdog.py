@@ -86,7 +86,7 @@ def test_the_rank_that_sleeps_is_named(place: str, rank: int, tmp_path: Path, mo
     print(f"{place}: {seconds:.1f} s in all, {seconds - limit_s:.1f} s beside the limit\n{ran.stderr}")
     assert ran.exit_code == 1
     assert ran.stderr.count("watchdog:") == 1, ran.stderr
-    assert f"watchdog: rank {rank} stood still in {phase} of step" in ran.stderr
+    assert f"watchdog: rank {rank} made no progress in {phase} of step" in ran.stderr
     (row,) = [line for line in ran.stderr.splitlines() if line.startswith("  >>")]
     assert row.split()[1] == str(rank)
     assert row.endswith("late")
@@ -95,7 +95,7 @@ def test_the_rank_that_sleeps_is_named(place: str, rank: int, tmp_path: Path, mo
     assert any(line.endswith("in fall_asleep") for line in stack)
     assert "Traceback" not in ran.stderr
     assert ran.status["state"] == "failed"
-    assert ran.status["reason"].startswith(f"watchdog: rank {rank} stood still in {phase}")
+    assert ran.status["reason"].startswith(f"watchdog: rank {rank} made no progress in {phase}")
     assert ran.metrics[-1]["reason"] == "failed"
     assert seconds < limit_s + 200, "not the 300 s of the default, whatever else the machine does"
 
@@ -106,8 +106,8 @@ def test_a_rank_that_is_lost_once_a_save_has_ended(tmp_path: Path, monkeypatch: 
     more = ["train.steps=100000", "checkpoint.every=3", "checkpoint.when_busy=skip", f"run.timeout_s={LIMIT_S}"]
     ran, seconds = run_sleeping(monkeypatch, tmp_path / "run", "collect", *more)
     assert ran.exit_code == 1
-    assert "watchdog: rank 1 stood still in save of step" in ran.stderr
-    assert ran.status["reason"].startswith("watchdog: rank 1 stood still in save of step")
+    assert "watchdog: rank 1 made no progress in save of step" in ran.stderr
+    assert ran.status["reason"].startswith("watchdog: rank 1 made no progress in save of step")
     assert seconds < 200, "not the hour of checkpoint.timeout_s"
 
 
@@ -139,8 +139,8 @@ def _is_stopped(pid: int) -> bool:
 def test_one_rank_alone_is_watched_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran, _ = run_sleeping(monkeypatch, tmp_path / "run", "data", *LIMITS, rank=0, nproc=1)
     assert ran.exit_code == 1
-    assert "watchdog: rank 0 stood still in data of step 3 for" in ran.stderr
-    assert ran.status["reason"].startswith("watchdog: rank 0 stood still in data of step 3")
+    assert "watchdog: rank 0 made no progress in data of step 3 for" in ran.stderr
+    assert ran.status["reason"].startswith("watchdog: rank 0 made no progress in data of step 3")
 
 
 @pytest.mark.campaign
@@ -168,11 +168,11 @@ def test_collectives_have_the_ordinary_timeout_after_the_first_update(
     print(f"{seconds:.1f} s in all")
     assert seconds < 90, ran.stderr
     assert ran.exit_code == 1
-    assert "watchdog: rank 1 stood still in forward of step 3" in ran.stderr
+    assert "watchdog: rank 1 made no progress in forward of step 3" in ran.stderr
     assert "a collective has timed out on rank 0" in ran.stderr
     assert ran.stderr.count("watchdog:") == 1
     assert "Traceback" not in ran.stderr
-    assert ran.status["reason"].startswith("watchdog: rank 1 stood still in forward")
+    assert ran.status["reason"].startswith("watchdog: rank 1 made no progress in forward")
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -317,7 +317,9 @@ def test_the_rank_whose_device_has_come_least_far_is_named() -> None:
     standings = [rank(0, 7), rank(1, 6), rank(2, 7)]
     assert find_late(standings) == [standings[1]]
     reason = reason_of("why", standings)
-    assert reason == "watchdog: rank 1 stood still in device of step 6 for 7 s, the device in reduce number 8 (why)"
+    assert (
+        reason == "watchdog: rank 1 made no progress in device of step 6 for 7 s, the device in reduce number 8 (why)"
+    )
     busy = Standing(3, "data", 7.0, 6, 1, False)
     assert find_late([*standings, busy]) == [busy], "a host that is elsewhere holds up all devices"
 

@@ -1,6 +1,6 @@
 """meshtrainer: trains transformers with PyTorch's FSDP2 on a DeviceMesh.
 
-The public names are here (`__all__`).  They are loaded when first used, so that what needs no torch does not import it.
+`__all__` lists the public names.  They are loaded on first use, so code that does not need torch does not import it.
 """
 
 from __future__ import annotations
@@ -73,10 +73,10 @@ if not (Path(__file__).parent / "recipes").exists():
 
 
 def main(trainer: type[Trainer], argv: Sequence[str] | None = None) -> int:
-    """Give a script the command line of `trainer.run`, with a Trainer of its own: `sys.exit(trainer.main(MyTrainer))`.
+    """Run the command line of `trainer.run` with your own Trainer class: `sys.exit(trainer.main(MyTrainer))`.
 
-    Recipes, `key=value`, `nproc=N`, `--help` and all other options, messages and exit codes are the same, under
-    torchrun and srun too.  argv: the arguments; by default those of the script.  Returns the exit code.
+    Recipes, `key=value`, `nproc=N`, `--help`, all other options, messages and exit codes work as in `trainer.run`, also
+    under torchrun and srun.  argv: the arguments; by default those of the script.  Returns the exit code.
     """
     return int(importlib.import_module("trainer.run").main(argv, trainer))
 

@@ -1,10 +1,10 @@
-"""Command line: what is in a run's checkpoints.
+"""List and check the checkpoints of a run.
 
-    python -m trainer.checkpoints <run.dir>                  steps, sizes, ages, meshes; manifests and sizes are checked
-    python -m trainer.checkpoints <run.dir> --verify         every checksum
-    python -m trainer.checkpoints <run.dir> --diff 100 200   what changed: configuration, tensors, their norms
+    python -m trainer.checkpoints <run folder>                  list steps, sizes, ages, meshes; check sizes
+    python -m trainer.checkpoints <run folder> --verify         check every checksum
+    python -m trainer.checkpoints <run folder> --diff 100 200   compare configuration, tensors and norms
 
-Exit code 1 if a checkpoint is damaged, 2 for a mistake in what was asked.  Changes nothing.
+Changes nothing.  Exit codes: 1 if a checkpoint is damaged, 2 for a mistake in the input.
 """
 
 from __future__ import annotations
@@ -58,7 +58,10 @@ class Entry:
     """True for the one that RUN/best means."""
 
 
-_IN_A_STREAK = "{}: was saved while steps were skipped ({} in a row); gone on from by name, or if there is no other"
+_IN_A_STREAK = (
+    "{}: was saved while steps were skipped ({} in a row); used only if checkpoint.resume names it, or if there "
+    "is no other"
+)
 
 
 def list_checkpoints(place: Place, verify: bool = False) -> list[Entry]:
@@ -149,11 +152,11 @@ def _shape_of(stored: Stored | None) -> str:
 
 def command_line(argv: Sequence[str] | None = None) -> int:
     """Run what the command line asks for.  Returns the exit code."""
-    parser = CommandParser(prog="python -m trainer.checkpoints", description=__doc__.partition("\n")[0])
-    parser.add_argument("run_dir", help="a run.dir, or a folder or URL of checkpoints")
+    parser = CommandParser(prog="python -m trainer.checkpoints", description=__doc__)
+    parser.add_argument("run_dir", help="a run folder, or a folder or URL with checkpoints")
     parser.add_argument("--verify", action="store_true", help="check every checksum")
     parser.add_argument("--diff", nargs=2, metavar=("A", "B"), help="compare two steps (or paths)")
-    parser.add_argument("--all", action="store_true", help="with --diff: list the optimizer's tensors too")
+    parser.add_argument("--all", action="store_true", help="with --diff: include the optimizer's tensors")
     parser.add_argument("--json", action="store_true", help="print JSON")
     chosen = parser.parse_args(argv)
     return run_command(lambda: _show(chosen))
@@ -219,7 +222,7 @@ def _show_diff(place: Place, names: Sequence[str], as_json: bool, everything: bo
     for part in sorted({key.partition(".")[0] for stored in weights for key in stored.layout}):
         own = [change for change in changes if change.key.startswith(f"{part}.")]
         num_same = sum(key.startswith(f"{part}.") for key in shared) - sum(change.key in shared for change in own)
-        heading = f"{part}: {len(own)} tensors differ, {num_same} are the same bit for bit"
+        heading = f"{part}: {len(own)} tensors differ, {num_same} are bit-identical"
         console.print(Text(printable(heading), style="bold"))
         if own and (part == "model" or everything):
             for line in _rows(own):
@@ -241,7 +244,7 @@ def _find_one(place: Place, name: str) -> Place:
     if name.isdecimal():
         steps = list_steps(place)
         if int(name) not in steps:
-            raise setting_error("--diff", name, f"must be a step that is there: {', '.join(map(str, steps))}")
+            raise setting_error("--diff", name, f"must be an existing step: {', '.join(map(str, steps))}")
         return place / f"step_{int(name):08d}"
     return place / name if name in place.names() else find_place(name)
 

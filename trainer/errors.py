@@ -1,4 +1,4 @@
-"""The errors that a user can cause, how they are worded, and how any text is made safe to show and to keep.
+"""User errors and their wording, and functions that make any text safe to show and to store.
 
 Knows nothing of the rest: every other room may raise from here.  Text for a terminal, a log or a file that others read
 comes through `printable`, without credentials and terminal control sequences.  A message names the setting and its

@@ -1,12 +1,12 @@
-"""Command line: the loss of a model on held-out data.  Trains nothing, and writes nothing.
+"""Evaluate a model on held-out data, without training or writing files.
 
-    python -m trainer.evaluate <run.dir, checkpoint or Hugging Face folder> [section.key=value ...] [nproc=N] [--json]
+    python -m trainer.evaluate <run, checkpoint or Hugging Face folder> [section.key=value ...] [nproc=N] [--json]
 
-    python -m trainer.evaluate <the same> --lm-eval TASK,... [--tasks FOLDER] [--json]     by lm-evaluation-harness
+    python -m trainer.evaluate <the same> --lm-eval TASK,... [--tasks FOLDER] [--json]     with lm-evaluation-harness
 
-A run is evaluated as it evaluates itself, on as many ranks as are asked for.  Any key may have another value:
-data.eval_path names other data, eval.steps=0 takes all of them.  With --lm-eval it is its export that is evaluated,
-adapters merged, on tasks that the library lm_eval has, or that YAML files in a folder describe.
+A run is evaluated with its own settings, on one rank by default.  Any key can be overridden: data.eval_path sets other
+data, eval.steps=0 uses all of it.  --lm-eval exports the run, merges adapters, and runs tasks from the lm_eval library
+or from a folder of YAML files.
 """
 
 from __future__ import annotations
@@ -140,8 +140,8 @@ def evaluate(trainer: Trainer, subject: Subject) -> Record | None:
 
     if trainer.eval_loader is None:
         data = trainer.config.data
-        rule = f"data.source={data.source} holds nothing out"
-        raise setting_error("data.eval_path", data.eval_path, rule, fix="name data to evaluate on")
+        rule = f"data.source={data.source} has no held-out data"
+        raise setting_error("data.eval_path", data.eval_path, rule, fix="set the data to evaluate on")
     with trainer.lifecycle.looking():
         if subject.step is None:
             begin_from(trainer.model, trainer.origin, trainer.config, trainer.world)
@@ -298,7 +298,7 @@ def _only_path(words: Sequence[str]) -> str:
     """Return the path.  Raises UserError for settings, which a task has none of."""
     path, rest = _split(words)
     if rest:
-        raise UserError(f"{rest[0]}: goes with no --lm-eval, whose tasks say what they are")
+        raise UserError(f"{rest[0]}: cannot be combined with --lm-eval, whose tasks define their own settings")
     return path
 
 

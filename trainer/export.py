@@ -1,11 +1,11 @@
-"""Command line: a checkpoint's weights for the world outside.
+"""Export the weights of a checkpoint for other software.
 
-    python -m trainer.export <checkpoint or run.dir> <folder>             for Hugging Face, with config.json
-    python -m trainer.export <checkpoint or run.dir> <folder> --merged    the same of a run with adapters, merged
-    python -m trainer.export <checkpoint or run.dir> weights.pt           one plain state dict, as torch.save writes it
-    python -m trainer.export <checkpoint or run.dir> weights.safetensors  the same as safetensors
+    python -m trainer.export <run or checkpoint> <folder>             Hugging Face format, with config.json
+    python -m trainer.export <run or checkpoint> <folder> --merged    the same, with adapters merged in
+    python -m trainer.export <run or checkpoint> weights.pt           a plain state dict, as torch.save writes it
+    python -m trainer.export <run or checkpoint> weights.safetensors  the same as safetensors
 
-One process, no process group.  A folder is written tensor by tensor, so a model larger than memory is no problem.
+Uses one process.  A folder is written tensor by tensor, so the model may be larger than memory.
 """
 
 from __future__ import annotations
@@ -60,10 +60,15 @@ def export_checkpoint(
     path, origin = Path(target), origin_of(stored)
     is_file, has_adapters = path.suffix in (".pt", ".safetensors"), config.lora.rank > 0
     if merges is False and not has_adapters:
-        raise UserError(f"--adapter: {checkpoint} is of a run without adapters (lora.rank=0)\n  to fix: leave it out")
+        raise UserError(
+            f"--adapter: {checkpoint} belongs to a run without adapters (lora.rank=0)\n  to fix: leave it out"
+        )
     if has_adapters and not merges:
         if is_file:
-            raise UserError(f"{path}: a file is of one plain model\n  to fix: --merged, or a folder for the adapter")
+            raise UserError(
+                f"{path}: a single file can only hold a whole model\n  to fix: use --merged, or give a folder for "
+                "the adapter"
+            )
         plain = plain_network(config.recipe, config.model)
         named = base or stored.parts.get(BASE, {}).get("path", "")
         own = (stored, config.recipe, config.model, plain, config.lora, path)
@@ -71,7 +76,7 @@ def export_checkpoint(
     source = merged(stored, config.recipe, config.model, base)
     if is_file:
         if path.exists() and not overwrite:
-            raise UserError(f"{path}: exists; take another name, or --overwrite")
+            raise UserError(f"{path}: already exists; choose another name, or use --overwrite")
         model = plain_network(config.recipe, config.model)
         model = fill_plain(model, config.recipe, source, torch.device("cpu"))
         for name, parameter in model.named_parameters():
@@ -112,18 +117,22 @@ def _write_plain(model: torch.nn.Module, path: Path) -> None:
 
 def command_line(argv: Sequence[str] | None = None) -> int:
     """Run what the command line asks for.  Returns the exit code."""
-    parser = CommandParser(prog="python -m trainer.export", description=__doc__.partition("\n")[0])
-    parser.add_argument("checkpoint", help="a checkpoint's folder or URL, or a run.dir (its newest)")
-    parser.add_argument("target", help="a folder for Hugging Face; or a file, *.pt or *.safetensors")
+    parser = CommandParser(prog="python -m trainer.export", description=__doc__)
+    parser.add_argument("checkpoint", help="a run folder (its newest checkpoint), or the folder or URL of a checkpoint")
+    parser.add_argument("target", help="a folder in Hugging Face format; or a file, *.pt or *.safetensors")
     parser.add_argument("--dtype", choices=DTYPES, help="default: as stored")
-    parser.add_argument("--max-shard-gb", type=float, default=5.0, help="size of one safetensors file (default: 5)")
-    adapters = parser.add_mutually_exclusive_group()
-    adapters.add_argument("--merged", dest="merges", action="store_true", default=None, help="adapters in the weights")
-    adapters.add_argument(
-        "--adapter", dest="merges", action="store_false", default=None, help="the adapter alone (LoRA)"
+    parser.add_argument(
+        "--max-shard-gb", type=float, default=5.0, help="maximum size of one safetensors file (default: 5)"
     )
-    parser.add_argument("--base", metavar="PATH", help="where the weights under the adapters are, if they have moved")
-    parser.add_argument("--ema", action="store_true", help="the averaged weights, of a run with train.ema")
+    adapters = parser.add_mutually_exclusive_group()
+    adapters.add_argument(
+        "--merged", dest="merges", action="store_true", default=None, help="merge adapters into the weights"
+    )
+    adapters.add_argument(
+        "--adapter", dest="merges", action="store_false", default=None, help="export only the adapter (LoRA)"
+    )
+    parser.add_argument("--base", metavar="PATH", help="folder of the base model under the adapters, if it has moved")
+    parser.add_argument("--ema", action="store_true", help="export the averaged weights of a run with train.ema")
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier export")
     parser.add_allow_import()
     chosen = parser.parse_args(argv)

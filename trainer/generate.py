@@ -1,9 +1,9 @@
-"""Command line: text that a model writes, as it writes it.
+"""Generate text with a trained model, and print it as it is generated.
 
-    python -m trainer.generate <run.dir, checkpoint or Hugging Face folder> --prompt TEXT
-    python -m trainer.generate <run.dir, checkpoint or Hugging Face folder> --chat TEXT      with its chat template
+    python -m trainer.generate <run, checkpoint or Hugging Face folder> --prompt TEXT
+    python -m trainer.generate <run, checkpoint or Hugging Face folder> --chat TEXT
 
-One process, on a GPU if there is one.  It stops where the model ends its text or turn.
+Uses one process, on a GPU if there is one.  Generation stops at the end of the document or turn.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def _load_folder(folder: Path, device: torch.device) -> nn.Module:
         try:
             import transformers
         except ImportError:
-            raise UserError(f"{refused}\n  with transformers it may be: pip install transformers") from refused
+            raise UserError(f"{refused}\n  transformers may support it: pip install transformers") from refused
         model: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
         return model.to(device).eval()
     return load_weights(folder, device)
@@ -164,18 +164,24 @@ def command_line(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> CommandParser:
-    parser = CommandParser(prog="python -m trainer.generate", description=__doc__.partition("\n")[0])
-    parser.add_argument("path", help="a run.dir (its newest checkpoint), a checkpoint, or a Hugging Face folder")
+    parser = CommandParser(prog="python -m trainer.generate", description=__doc__)
+    parser.add_argument("path", help="a run folder (its newest checkpoint), a checkpoint, or a Hugging Face folder")
     text = parser.add_mutually_exclusive_group(required=True)
-    text.add_argument("--prompt", metavar="TEXT", help="what the model goes on from")
-    text.add_argument("--chat", metavar="TEXT", help="what the model answers, by its tokenizer's chat template")
-    parser.add_argument("--greedy", action="store_true", help="always the likeliest token")
-    parser.add_argument("--max-tokens", type=int, default=256, help="how many tokens at most (default: 256)")
-    parser.add_argument("--seed", type=int, help="the same text for the same seed (default: another one each time)")
+    text.add_argument("--prompt", metavar="TEXT", help="text for the model to continue")
+    text.add_argument("--chat", metavar="TEXT", help="user message to answer, using the tokenizer's chat template")
+    parser.add_argument("--greedy", action="store_true", help="always take the most likely token")
+    parser.add_argument(
+        "--max-tokens", type=int, default=256, help="maximum number of tokens to generate (default: 256)"
+    )
+    parser.add_argument(
+        "--seed", type=int, help="random seed; the same seed gives the same text (default: a new one each time)"
+    )
     parser.add_argument("--temperature", type=float, help="default: the model's own generation_config.json, or 0.8")
     parser.add_argument("--top-p", type=float, help="default: the model's own generation_config.json, or 1")
-    parser.add_argument("--ema", action="store_true", help="with the averaged weights, of a run with train.ema")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU if there is")
+    parser.add_argument("--ema", action="store_true", help="use the averaged weights of a run with train.ema")
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU if there is one"
+    )
     parser.add_allow_import()
     return parser
 
@@ -227,7 +233,7 @@ def _num_tokens(chosen: argparse.Namespace, num_given: int, room: int | None) ->
     if room is not None and num_given >= room:
         key, text = ("--prompt", chosen.prompt) if chosen.chat is None else ("--chat", chosen.chat)
         shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
-        raise setting_error(key, shown, f"is {num_given} tokens long, and the model has positions for {room}")
+        raise setting_error(key, shown, f"is {num_given} tokens long, but the model has positions for {room}")
     return min(chosen.max_tokens, (room or sys.maxsize) - num_given)
 
 

@@ -1,4 +1,4 @@
-"""Cross-entropy, summed over targets, with and without ever holding all logits.
+"""Cross-entropy, summed over targets, with and without materialising all logits.
 
 Every loss here is a sum: the step divides by the number of targets of the whole global batch, which makes the result
 the same on every mesh and for every micro-batch size.  Knows no model; recipes use it.
@@ -328,8 +328,8 @@ def find_loss(model: nn.Module) -> Callable[[dict[str, torch.Tensor]], torch.Ten
 
     def loss(batch: dict[str, torch.Tensor]) -> torch.Tensor:
         if "pair" in batch and not _sums_by_row.get():
-            rule = "a rejected answer would be trained on as the chosen one is"
-            raise setting_error("data.format", "preference", rule, fix="a Trainer whose `loss` compares the two")
+            rule = "rejected answers would be trained on like chosen ones"
+            raise setting_error("data.format", "preference", rule, fix="use a Trainer whose `loss` compares the two")
         others = {name: entry for name, entry in batch.items() if name in named and name != "tokens"}
         found: torch.Tensor = model(batch["tokens"], **others)
         return found if "targets" in named else cross_entropy(found, batch["targets"])

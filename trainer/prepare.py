@@ -1,9 +1,9 @@
-"""Text to token shards: `python -m trainer.prepare FILE... --out DIR/NAME`.
+"""Tokenize text into shards for training: `python -m trainer.prepare FILE... --out DIR/NAME`.
 
-Reads text and source code (a file is a document), .jsonl (a line), parquet and Arrow (a row), compressed or not, here
-or at a URL, and writes shards that `data.source=tokens` trains on (their format: `trainer.data.source`).  Memory stays
-constant, whatever a document's length.  Nothing stands under the shards' names before everything is written.  Killed
-and run again it goes on where it was; several may work on the same output at once.  Imports no torch.
+Reads text and source code (one document per file), .jsonl (one per line), parquet and Arrow (one per row), compressed
+or not, local or at a URL.  Memory use is constant.  The shards appear under their names only once all are complete.  A
+killed command continues where it stopped, and several processes may share the work on the same output.  Training reads
+the shards with `data.source=tokens`; `trainer.data.source` describes their format.  Imports no torch.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def command_line(arguments: Sequence[str] | None = None) -> int:
     parser = _make_parser()
     options = parser.parse_args(arguments)
     if options.out is None and not options.show:
-        parser.error("--out DIR/NAME is missing (or --show N, to look at conversations)")
+        parser.error("--out DIR/NAME is missing (or --show N, to print conversations)")
     return run_command(lambda: _show(options) if options.show else _prepare(options))
 
 
@@ -115,7 +115,7 @@ def prepare(
     written or replaced, but for what an interrupted run had already done.
     """
     if procs < 0:
-        raise setting_error("--procs", procs, "must be at least 1, or 0 for as many as there are cores", 0)
+        raise setting_error("--procs", procs, "must be at least 1, or 0 to use all cores", 0)
     from trainer.data.remote.text import text_files  # with what fetches
 
     made_by = find_tokenizer(tokenizer, "--tokenizer", bos)
@@ -132,7 +132,7 @@ def _build(job: Job, out: str, overwrite: bool, procs: int, fetch: Callable[[], 
     is_resumed = is_under_way(work)  # looked at first: another process may publish it meanwhile
     existing = find_published(stem)
     if existing and not overwrite and not is_resumed:
-        rule = f"{existing[0]} is there already; choose another name, or add --overwrite"
+        rule = f"{existing[0]} already exists; choose another name, or add --overwrite"
         raise setting_error("--out", out, rule, f"{out}-2")
     try:
         if overwrite or not was_published(work, stem):
@@ -164,7 +164,7 @@ def _make_job(
     parse_limit(bad, "--bad")
     check_tokens(files, tokenizer, bos, _KEYS)
     if holdout and any(each.kind == "tokens" for each in files):
-        raise setting_error("--holdout", holdout, "tokens are taken as they are: hold out with data.holdout", 0)
+        raise setting_error("--holdout", holdout, "tokens are used unchanged: hold out with data.holdout", 0)
     return Job(tuple(files), tokenizer, text_key, bad, holdout, shard_tokens, _KEYS)
 
 
@@ -219,11 +219,11 @@ def _find_stem(out: str) -> Path:
     """Return the path that the shards' names begin with, in a folder that exists."""
     stem = Path(out).expanduser()
     if out.endswith(os.sep) or stem.is_dir():
-        raise setting_error("--out", out, "is a folder; the shards need a name too", os.path.join(out, "corpus"))
+        raise setting_error("--out", out, "is a folder; add a name for the shards", os.path.join(out, "corpus"))
     try:
         stem.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise setting_error("--out", out, f"its folder cannot be made ({error.strerror})") from error
+        raise setting_error("--out", out, f"its folder cannot be created ({error.strerror})") from error
     return stem
 
 
@@ -250,15 +250,15 @@ def _describe(stem: Path, manifest: Manifest, setting: str, bos: bool | None) ->
     if bos is not None:
         settings.append(f"data.bos={str(bos).lower()}")
     settings.append(f"model.vocab_size={manifest.vocab_size}")
-    return "\n".join([*lines, "train on them with:", "  " + " ".join(map(shlex.quote, settings))])
+    return "\n".join([*lines, "to train on them:", "  " + " ".join(map(shlex.quote, settings))])
 
 
 def _make_parser() -> argparse.ArgumentParser:
-    parser = CommandParser(prog="python -m trainer.prepare", description=(__doc__ or "").partition("\n")[0])
+    parser = CommandParser(prog="python -m trainer.prepare", description=__doc__)
     parser.add_argument("inputs", nargs="+", metavar="FILE", help=f"file, folder, glob or URL: {NAMES}")
     parser.add_argument("--out", metavar="DIR/NAME", help="shards are DIR/NAME-00000.bin and so on")
     parser.add_argument("--tokenizer", default="bytes", help="bytes, or the path of a Hugging Face tokenizer.json")
-    parser.add_argument("--show", type=int, metavar="N", help="print N chats instead, what is trained on in colour")
+    parser.add_argument("--show", type=int, metavar="N", help="print N chats instead, with targets in colour")
     for key in ("format", "chat_template", "train_on"):
         field = declared_keys()[f"data.{key}"]
         choices = typing.get_args(field.type) or None
@@ -269,15 +269,15 @@ def _make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--bos",
         action=argparse.BooleanOptionalAction,
-        help="begin each document with the tokenizer's beginning-of-text token (as the tokenizer itself does)",
+        help="start each document with the tokenizer's beginning-of-text token (default: as the tokenizer does)",
     )
     parser.add_argument("--text-key", default="text", metavar="KEY", help="key or column of the text (text)")
     parser.add_argument("--holdout", type=float, default=0.0, metavar="SHARE", help="share of documents held out (0)")
     parser.add_argument("--shard-tokens", type=int, default=100_000_000, metavar="N", help="size of a shard (1e8)")
     parser.add_argument(
-        "--bad", default="error", metavar="HOW", help="bad documents: error, skip, or the share allowed"
+        "--bad", default="error", metavar="HOW", help="unreadable documents: error, skip, or the share allowed"
     )
-    parser.add_argument("--procs", type=int, default=0, metavar="N", help="processes; 0: as many as there are cores")
+    parser.add_argument("--procs", type=int, default=0, metavar="N", help="processes; 0: one per core")
     parser.add_argument("--overwrite", action="store_true", help="replace shards of the same name")
     return parser
 

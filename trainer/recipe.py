@@ -1,4 +1,4 @@
-"""Recipes: what a model tells the trainer about itself, and the register of all recipes.
+"""Recipes describe models to the trainer; this module also holds the registry of all recipes.
 
 A recipe is data.  It knows no mesh and no rank, and importing one imports no torch: the module with the network is
 named, and loaded when it is built.
@@ -126,25 +126,24 @@ class Recipe:
     build: `build(config) -> nn.Module`, or "package.module:function".  It is called on the meta device.  The module
         maps `tokens` (B, T) to logits (B, T, V); or, called with `targets` too, to the loss summed over the targets
         (which lets it avoid ever holding all logits).
-    units: what FSDP gathers together, in the order of the forward pass: names such as "layers.*", tuples of names
-        for one unit of several modules, or a function of the model that returns those.  What no unit holds belongs
-        to the root.
+    units: the FSDP units, in the order of the forward pass: names such as "layers.*", tuples of names for a unit of
+        several modules, or a function of the model that returns these.  All other parameters belong to the root.
     trainer: the `Trainer` subclass to use, or "package.module:class"; None for `Trainer` itself.
     init: `init(module)` or `init(module, name, model)`, called for each submodule that owns parameters or buffers, to
         fill them; by default the module's own `reset_parameters()`.
     resolve: `resolve(config) -> config`, fields that others name: the shape of the model in a folder.  Called once,
         when a configuration is read from a recipe file and the command line; what it returns is kept in config.yaml.
-    weights: `weights(config) -> WeightSource`, where the first weights are, or None if they are drawn; or
-        "package.module:function".  `train.init_from` goes before it.  The source opens nothing before it is asked:
-        a run that is resumed does not need it.
+    weights: `weights(config) -> WeightSource`, the source of the initial weights, or None to initialise them; or
+        "package.module:function".  `train.init_from` takes precedence.  The source must open its files lazily: a
+        resumed run does not need them.
     notes: `notes(config, model)`, phrases for the start block's line on the model; or "package.module:function".
     check: `check(config)`, raises `UserError` for fields that do not fit together (see `setting_error`).
     flops: `flops(config, seq_len)`, model FLOPs of forward and backward for one token, where attention spans
-        `seq_len` tokens, a mean for documents that are kept to themselves; by default
+        `seq_len` tokens (with masked documents, their mean); by default
         6 x parameters outside embeddings (Kaplan et al. 2020, arXiv:2001.08361).
-    hf: how the model is called in Hugging Face's world; without it there is no export to it and no import from it.
-    context: promises that nothing but `trainer.sequence.attend` and `trainer.sequence.positions` mixes or counts
-        tokens, so that ranks may hold slices of sequences (`mesh.context`).
+    hf: the mapping to Hugging Face's names; needed to export to and import from that format.
+    context: declares that only `trainer.sequence.attend` and `trainer.sequence.positions` mix or count tokens, so
+        ranks may hold slices of sequences (`mesh.context`).
     """
 
     name: str
@@ -214,7 +213,7 @@ def check_number(key: str, value: Any, number: float, limits: Mapping[str, Any],
     `example` is a value to show where none is nearest.
     """
     if isinstance(number, int) and not -(2**63) <= number < 2**63:
-        raise setting_error(key, "(a number of more than 63 bits)", "must be a number that a machine can hold")
+        raise setting_error(key, "(a number of more than 63 bits)", "must be a number that fits in 64 bits")
     if not math.isfinite(number):
         raise setting_error(key, value, "must be finite", example=example)
     for word, broken in (
@@ -257,11 +256,11 @@ def find_recipe(name: str, may_import: Collection[str] | None = None) -> Recipe:
     if name not in _registry:
         if name.endswith(".py"):
             module = name.rpartition("/")[2].removesuffix(".py")
-            fix = f"start where {module}.py is, and name the module: model.name={module}:NAME"
+            fix = f"start from the folder of {module}.py, and give the module: model.name={module}:NAME"
             raise setting_error("model.name", name, "must be a registered model, or module:NAME, not a file", fix=fix)
         if "/" in name:
-            rule = f"must be a registered model ({', '.join(sorted(_registry))}), not a place"
-            fix = f"fetch that model, then model.name=auto model.path={name.rpartition('/')[2]}"
+            rule = f"must be a registered model ({', '.join(sorted(_registry))}), not a model id"
+            fix = f"download that model, then set model.name=auto model.path={name.rpartition('/')[2]}"
             raise setting_error("model.name", name, rule, fix=fix)
         raise choice_error("model.name", name, sorted(_registry), "a registered model:")
     return _registry[name]
@@ -292,7 +291,7 @@ def _check_allowed(name: str, module: str, may_import: Collection[str] | None) -
         return
     if not any(module == allowed or module.startswith(f"{allowed}.") for allowed in may_import):
         rule = (
-            f"a checkpoint says so, and to import {module!r} runs its code: only where you allow it\n"
+            f"a checkpoint names it, and importing {module!r} runs its code, which needs your permission\n"
             f"  if you trust it: --allow-import {module}, or in Python allow_import=[{module!r}]"
         )
         raise setting_error("model.name", name, rule)
@@ -346,7 +345,7 @@ def _import_module(module_name: str, setting: str, value: str) -> Any:
         rule = f"cannot import {module_name!r} ({type(error).__name__}: {error}{where})"
         first = module_name.partition(".")[0]
         is_missing = isinstance(error, ModuleNotFoundError) and error.name == first
-        fix = f"start where {first}.py is, or install it" if is_missing else "mend it there"
+        fix = f"start from the folder of {first}.py, or install it" if is_missing else "correct it there"
         raise setting_error(setting, value, rule, fix=fix) from error
 
 

@@ -11,6 +11,7 @@ import contextlib
 import gc
 import importlib
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -107,7 +108,8 @@ def _read(arguments: Arguments, env: Environment) -> RunConfig | None:
         tell(f"meshtrainer {__version__}")
         return None
     if arguments.asks_for("--help"):
-        tell(usage.full_help(arguments.sections, load_config(recipe, overrides) if recipe else None))
+        text = usage.full_help(arguments.sections, load_config(recipe, overrides) if recipe else None)
+        tell(usage.fitted(text, shutil.get_terminal_size().columns if sys.stdout.isatty() else 0))
         return None
     if recipe is None:
         if overrides or arguments.options:
@@ -139,7 +141,7 @@ def _command(arguments: Arguments, trainer: type[Trainer] | None) -> list[str]:
 def spawns(nproc: int | None, env: Environment) -> bool:
     """Return whether this process is to start others.  Raises UserError where a launcher has started another number."""
     if nproc is not None and env.is_distributed and nproc != env.world_size:
-        rule = f"{env.launcher} has started {env.world_size} processes already; leave it out, or say so"
+        rule = f"{env.launcher} has already started {env.world_size} processes; leave it out, or give that number"
         raise setting_error("nproc", nproc, rule, env.world_size)
     return nproc is not None and nproc > 1 and not env.is_distributed
 
@@ -290,7 +292,7 @@ def _out_of_memory(error: BaseException, config: RunConfig, is_built: bool) -> s
         return "\n".join(getattr(error, "__notes__", []))
     return (
         f"{traceback.format_exc().rstrip()}\nout of memory while the model was built\n"
-        f"  python -m trainer.plan shows what a rank needs, and what would fit (run.name={config.run.name})"
+        f"  python -m trainer.plan shows what each rank needs, and what would fit (run.name={config.run.name})"
     )
 
 
@@ -348,7 +350,7 @@ def _answer(words: Sequence[str]) -> int:
     if words[0] == "help":
         raise UserError("meshtrainer help: no such command\n  did you mean meshtrainer --help?")
     best = _ALSO_CALLED.get(words[0]) or nearest(words[0], [*COMMANDS, "completion"])
-    meant = f"did you mean meshtrainer {best}?" if best else f"the commands: {', '.join([*COMMANDS, 'completion'])}"
+    meant = f"did you mean meshtrainer {best}?" if best else f"the commands are: {', '.join([*COMMANDS, 'completion'])}"
     raise UserError(f"meshtrainer {words[0]}: no such command\n  {meant}")
 
 

@@ -71,10 +71,10 @@ class Trainer:
 
         Trainer(load_config("llama_small", ["train.steps=100"])).fit()
 
-    Every rank constructs one, with the same configuration.  `fit` does everything; `steps` is a generator of one
-    record per step, for a loop of your own.
+    Every rank constructs a Trainer with the same configuration.  `fit` runs the whole training; `steps` is a generator
+    that yields one record per step, for your own training loop.
 
-    Raises UserError, on all ranks alike, for a configuration that is invalid on this number of ranks.
+    Raises UserError on all ranks if the configuration is invalid for this number of ranks.
     """
 
     load_weights = staticmethod(load_weights)
@@ -154,8 +154,8 @@ class Trainer:
     def build_model(self, config: RunConfig | None = None) -> torch.nn.Module:
         """Return the sharded, initialised model of `config` (default: this run's).
 
-        Built on the meta device, sharded, then initialised; no rank ever holds more than its shards and one module.
-        Call it again for a second model, such as a teacher.  Collective.
+        The model is built on the meta device, sharded, then initialised: no rank ever holds more than its shards and
+        one module.  Call it again for a second model, such as a teacher.  Collective.
         """
         config = config or self.config
         recipe = config.recipe
@@ -208,21 +208,21 @@ class Trainer:
     # -- the step ------------------------------------------------------------------------------------------------
 
     def loss(self, batch: Batch) -> torch.Tensor:
-        """Return this rank's loss summed over the batch's targets; the Trainer scales it.
+        """Return this rank's loss, summed over the batch's targets; the Trainer scales it.
 
-        The model's `forward` gets those entries of the batch that it names.
+        The model's `forward` receives the entries of the batch that it names as arguments.
         """
         return self._batch_loss(batch)
 
     def count(self, batch: Batch) -> float:
-        """Return what this batch adds to the number that the summed loss is divided by: targets not ignored."""
+        """Return this batch's share of the number that divides the summed loss: by default, its targets not ignored."""
         return count_targets(batch["targets"])
 
     def log(self, name: str, value: Amount, over: Amount | None = None) -> None:
-        """Add `value` to a field of the next line of metrics: a sum over its steps, their micro-batches and all ranks.
+        """Add `value` to a field of the next metrics line: summed over its steps, their micro-batches and all ranks.
 
-        With `over` the field is the sum of the values over the sum of these: `log("accuracy", num_right, over=num)`.
-        Logged in an evaluation, it goes into that one's line.  The host does not wait for values on a GPU.
+        With `over`, the field is the ratio of the two sums: `log("accuracy", num_right, over=num)`.  During an
+        evaluation, the field goes to the evaluation's line.  The host does not wait for values on a GPU.
         """
         self.accounts.log(name, value, over)
 
@@ -254,7 +254,7 @@ class Trainer:
     def fit(self) -> int:
         """Train to the end, with evaluation, checkpoints and an orderly stop.  Returns the exit code.
 
-        0: finished; 75: stopped on request after saving.  On any exception `status.json` and the end record say so.
+        0: finished; 75: stopped on request after saving.  An exception is recorded in `status.json` and the end record.
         """
         with self.lifecycle.running(), GarbageCollection() as garbage:
             self.checkpoints.check(self.state)
@@ -276,8 +276,8 @@ class Trainer:
     def steps(self) -> Iterator[Record]:
         """Resume, then yield one record per step: the fields of a `train` line.  Logs, but does not save.
 
-        Left early and called again, it continues; after `load_checkpoint` it continues from there.  `close` ends the
-        run.
+        If you leave the loop early and call it again, it continues; after `load_checkpoint`, from that checkpoint.
+        `close` ends the run.
         """
         with self.watchdog.running(), self.profile, self.lifecycle.leaving.possible():
             self.start()
@@ -305,8 +305,8 @@ class Trainer:
     def evaluate(self) -> Record | None:
         """Return and log the mean loss over the held-out targets; None if nothing is held out.
 
-        Abandoned, with None, as soon as a stop is requested; `fit` repeats it after the next start.  Collectives: those
-        of the forward passes, and one small CPU all-reduce per batch.
+        A stop request abandons it and returns None; `fit` repeats it after the next start.  Collectives: those of the
+        forward passes, and one small CPU all-reduce per batch.
         """
         if self.eval_loader is None:
             return None
@@ -351,16 +351,16 @@ class Trainer:
     def save_checkpoint(self, wait: bool = False) -> Path | str:
         """Save the state as it is; return the checkpoint's folder or URL, or where it will be.  Collective.
 
-        With `checkpoint.mode=async` training blocks for one copy in memory; the folder appears once it is complete, at
-        the latest when the next save, `close` or `fit` ends, or now with `wait`.  A save that fails in the background
-        is reported after the next step and, by `fit`, tried again; otherwise TrainingFailed is raised.
+        With `checkpoint.mode=async`, training waits only for a copy in memory.  The folder appears once it is complete:
+        with `wait` before this returns, otherwise at the latest when the next save, `close` or `fit` ends.  A failed
+        background save is reported after the next step; `fit` retries it, otherwise TrainingFailed is raised.
         """
         return self.saver.save(self.state, wait)
 
     def load_checkpoint(self, path: str | Path | None = None) -> int | None:
-        """Restore the state from `path`, by default what `checkpoint.resume` selects.  Returns its step, or None.
+        """Restore the state from `path`, by default as `checkpoint.resume` selects.  Returns its step, or None.
 
-        Works on any mesh.  Files are verified; a damaged checkpoint of this run is moved aside and the one before it
+        Works on any mesh.  Files are verified; a damaged checkpoint of this run is moved aside, and the previous one is
         used.  Raises UserError for a checkpoint that does not fit, TrainingFailed if none is good.  Collective.
         """
         self.saver.finish()

@@ -18,13 +18,13 @@ class GPT2Config:
     num_heads: int = declare(12, "attention heads", at_least=1)
     max_seq_len: int = declare(1024, "number of learned positions", at_least=1, at_most=2**31 - 1)
     dropout: float = declare(
-        0.0, "dropout on both residual branches, and where the next two say nothing", at_least=0, below=1, free=True
+        0.0, "dropout on both residual branches, and the default of the next two", at_least=0, below=1, free=True
     )
     embedding_dropout: float | None = declare(
         None, "dropout on embeddings; null: model.dropout", at_least=0, below=1, free=True
     )
     attention_dropout: float | None = declare(
-        None, "dropout on attention's weights; null: model.dropout", at_least=0, below=1, free=True
+        None, "dropout on attention weights; null: model.dropout", at_least=0, below=1, free=True
     )
     norm_eps: float = declare(1e-5, "epsilon of LayerNorm", above=0)
     init_std: float = declare(0.02, "standard deviation of the initial weights", above=0)

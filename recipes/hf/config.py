@@ -18,16 +18,14 @@ _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 class HfConfig:
     """A model of transformers, in a folder."""
 
-    path: str = declare(
-        "", "folder of a Hugging Face model: config.json, safetensors, and what goes with them", free=True
-    )
+    path: str = declare("", "folder of a Hugging Face model (config.json, safetensors and related files)", free=True)
     attention: Literal["sdpa", "eager", "flex", "flash_attention_2", "flash_attention_3"] | None = declare(
         None,
-        "how attention is computed, as transformers calls it; null: sdpa where the model has it",
+        "attention implementation, with the names of transformers; null: sdpa if the model supports it",
         free=True,
         aliases={"flex_attention": "flex", "flash": "flash_attention_2"},
     )
-    fresh: bool = declare(False, "draw new weights; always so for a folder that has none", free=True)
+    fresh: bool = declare(False, "initialize new weights; always true for a folder without weights", free=True)
     config: dict[str, Any] = field(
         default_factory=dict, metadata={"meaning": "what config.json says; found in the folder, not to be given"}
     )

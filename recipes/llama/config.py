@@ -17,17 +17,19 @@ class LlamaConfig:
     num_layers: int = declare(4, "transformer blocks", at_least=1, at_most=2**16)
     num_heads: int = declare(6, "query heads", at_least=1)
     num_kv_heads: int = declare(2, "key and value heads (grouped-query attention)", at_least=1)
-    ffn_dim: int = declare(512, "width inside the feed-forward", at_least=1, at_most=2**24)
-    max_seq_len: int = declare(131072, "longest sequence the positions are made for", at_least=1)
+    ffn_dim: int = declare(512, "hidden width of the feed-forward layer", at_least=1, at_most=2**24)
+    max_seq_len: int = declare(131072, "maximum sequence length", at_least=1)
     rope_theta: float = declare(500000.0, "base of the rotary frequencies", above=0)
     rope_factor: float = declare(
-        1.0, "Llama 3.1's frequency scaling: how far the context is stretched; 1: none", at_least=1
+        1.0, "frequency scaling of Llama 3.1: factor by which the context is extended; 1: none", at_least=1
     )
-    rope_low_freq: float = declare(1.0, "wavelengths above original length / this are stretched in full", above=0)
-    rope_high_freq: float = declare(4.0, "wavelengths below original length / this are left alone", above=0)
-    rope_original_len: int = declare(8192, "context length before stretching", at_least=1)
+    rope_low_freq: float = declare(
+        1.0, "wavelengths longer than the original context / this are scaled in full", above=0
+    )
+    rope_high_freq: float = declare(4.0, "wavelengths shorter than the original context / this are not scaled", above=0)
+    rope_original_len: int = declare(8192, "context length before scaling", at_least=1)
     norm_eps: float = declare(1e-5, "epsilon of RMSNorm", above=0)
-    tie_embeddings: bool = declare(False, "embedding and output head share their weights")
+    tie_embeddings: bool = declare(False, "share weights between the embedding and the output head")
     init_std: float = declare(0.02, "standard deviation of the initial weights", above=0)
 
 

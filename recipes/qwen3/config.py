@@ -18,12 +18,12 @@ class Qwen3Config:
     num_layers: int = declare(4, "transformer blocks", at_least=1, at_most=2**16)
     num_heads: int = declare(6, "query heads", at_least=1, at_most=2**16)
     num_kv_heads: int = declare(2, "key and value heads (grouped-query attention)", at_least=1)
-    head_dim: int = declare(32, "width of a head, which need not be dim / num_heads", at_least=2, at_most=2**16)
-    ffn_dim: int = declare(512, "width inside the feed-forward", at_least=1, at_most=2**24)
-    max_seq_len: int = declare(32768, "longest sequence the positions are made for", at_least=1)
+    head_dim: int = declare(32, "width of each head; need not equal dim / num_heads", at_least=2, at_most=2**16)
+    ffn_dim: int = declare(512, "hidden width of the feed-forward layer", at_least=1, at_most=2**24)
+    max_seq_len: int = declare(32768, "maximum sequence length", at_least=1)
     rope_theta: float = declare(1000000.0, "base of the rotary frequencies", above=0)
     norm_eps: float = declare(1e-6, "epsilon of RMSNorm", above=0)
-    tie_embeddings: bool = declare(False, "embedding and output head share their weights")
+    tie_embeddings: bool = declare(False, "share weights between the embedding and the output head")
     init_std: float = declare(0.02, "standard deviation of the initial weights", above=0)
 
 

@@ -19,18 +19,18 @@ class Qwen3MoeConfig:
     num_layers: int = declare(4, "transformer blocks", at_least=1, at_most=2**16)
     num_heads: int = declare(6, "query heads", at_least=1, at_most=2**16)
     num_kv_heads: int = declare(2, "key and value heads (grouped-query attention)", at_least=1)
-    head_dim: int = declare(32, "width of a head, which need not be dim / num_heads", at_least=2, at_most=2**16)
-    expert_dim: int = declare(128, "width inside an expert", at_least=1, at_most=2**24)
-    num_experts: int = declare(8, "experts of a layer", at_least=1, at_most=2**16)
-    num_chosen: int = declare(2, "experts that each token goes through", at_least=1)
-    normalize_chosen: bool = declare(True, "weigh a token's experts so that their weights add up to 1")
+    head_dim: int = declare(32, "width of each head; need not equal dim / num_heads", at_least=2, at_most=2**16)
+    expert_dim: int = declare(128, "hidden width of an expert", at_least=1, at_most=2**24)
+    num_experts: int = declare(8, "experts per layer", at_least=1, at_most=2**16)
+    num_chosen: int = declare(2, "experts that process each token", at_least=1)
+    normalize_chosen: bool = declare(True, "scale the weights of a token's experts to sum to 1")
     balance: float = declare(
-        0.0, "coefficient of the loss that balances experts over the global batch; 0: none", at_least=0, free=True
+        0.0, "coefficient of the load-balancing loss over the global batch; 0: none", at_least=0, free=True
     )
-    max_seq_len: int = declare(32768, "longest sequence the positions are made for", at_least=1)
+    max_seq_len: int = declare(32768, "maximum sequence length", at_least=1)
     rope_theta: float = declare(1000000.0, "base of the rotary frequencies", above=0)
     norm_eps: float = declare(1e-6, "epsilon of RMSNorm", above=0)
-    tie_embeddings: bool = declare(False, "embedding and output head share their weights")
+    tie_embeddings: bool = declare(False, "share weights between the embedding and the output head")
     init_std: float = declare(0.02, "standard deviation of the initial weights", above=0)
 
 

@@ -191,8 +191,8 @@ def unlike_parts(digests: list[dict[str, tuple[int, int]]]) -> list[str]:
 def not_the_same(name: str, what: str, rank: int) -> str:
     """Return the mistake of state that ranks should have alike."""
     return (
-        f"state {name!r}: rank {rank} does not hold the same {what} as rank 0; state that is each rank's own is added "
-        f"with self.state.add({name!r}, ..., per_rank=True)"
+        f"state {name!r}: rank {rank} does not hold the same {what} as rank 0; add state that differs between "
+        f"ranks with self.state.add({name!r}, ..., per_rank=True)"
     )
 
 

@@ -139,7 +139,7 @@ def find_differences(
             unfit = [] if getattr(part, "may_be_absent", False) else [_other_state(name, "not in the checkpoint")]
         elif name in state.rank_parts:
             if not is_same_size and not isinstance(part, Restartable):
-                unfit = [_other_state(name, "each rank's own, of another number of ranks")]
+                unfit = [_other_state(name, "per-rank state, saved with a different number of ranks")]
         elif isinstance(part, Strict):
             unfit = part.differences(parts[name], _within(layout, name))
         else:
@@ -159,12 +159,12 @@ def advice_on(different: list[str], unfit: list[str]) -> str:
     keys = [line.partition(":")[0] for line in different] + [part for line in unfit for part in _OFFER.findall(line)]
     if len(keys) < len(different) + len(unfit):
         return (
-            "to fix: take back what was changed, or train another run: run.name=NAME (train.init_from begins it with "
-            "these weights, where they fit); checkpoint.allow_changes=[state.<name>] starts one kind of state anew"
+            "to fix: undo the change, or train another run: run.name=NAME (train.init_from starts it from these "
+            "weights, if they fit); checkpoint.allow_changes=[state.<name>] starts one kind of state fresh"
         )
     needed = [key for key in dict.fromkeys(keys) if key.partition(".")[0] == key or key.partition(".")[0] not in keys]
     allowed = shlex.quote(f"checkpoint.allow_changes=[{','.join(needed)}]")
-    return f"to fix: take back what was changed, train another run (run.name=NAME), or allow it: {allowed}"
+    return f"to fix: undo the change, train another run (run.name=NAME), or allow it: {allowed}"
 
 
 def _other_state(name: str, where: str) -> str:

@@ -58,10 +58,10 @@ class Costs:
 
     def losses(self, every_s: float) -> dict[str, float]:
         """Return the share of time that each kind of loss takes, to a first approximation."""
-        to_progress = {  # in times of the time that makes progress which is kept
-            "standing still for saves": self.blocked_s / every_s,
-            "work done again": every_s / 2 / self.mtbf_s,
-            "saves that were not through": self.total_s / self.mtbf_s,
+        to_progress = {  # relative to the time spent on progress that is kept
+            "pausing for saves": self.blocked_s / every_s,
+            "repeating lost work": every_s / 2 / self.mtbf_s,
+            "saves that did not finish": self.total_s / self.mtbf_s,
             "restarts": self.restart_s / self.mtbf_s,
         }
         whole = 1 + sum(to_progress.values())
@@ -69,10 +69,12 @@ class Costs:
 
 
 _ADVICE = {
-    "standing still for saves": "a save that copies faster, or more ranks to share it",
-    "work done again": "saves that cost less, which may then come more often",
-    "saves that were not through": "the time until a save is published: faster storage",
-    "restarts": "the time from a failure until training goes on: run.step_timeout_s, a spare node, a quicker start",
+    "pausing for saves": "make each save copy faster, or share it between more ranks",
+    "repeating lost work": "make saves cheaper, so that they can be more frequent",
+    "saves that did not finish": "shorten the time until a save is published: use faster storage",
+    "restarts": (
+        "shorten the time from a failure until training resumes: run.step_timeout_s, a spare node, a faster start"
+    ),
 }
 """What each kind of loss is shortened by."""
 
@@ -112,9 +114,11 @@ def sentences(costs: Costs, every_s: float, num_nodes: int) -> dict[str, str]:
     best = "" if math.isclose(every_s, costs.best_s, rel_tol=0.05) else f"; best: every {readable_span(costs.best_s)}"
     at_best = f", {_percent(costs.goodput(costs.best_s))} at best" if best else ""
     return {
-        "failures": f"one in {readable_span(costs.mtbf_s)} on {nodes}, {readable_span(costs.restart_s)} to go on",
-        "saves": f"every {readable_span(every_s)}, standing still for {readable_span(costs.blocked_s)}, "
-        f"there after {readable_span(costs.total_s)}{best}",
+        "failures": f"one in {readable_span(costs.mtbf_s)} on {nodes}, {readable_span(costs.restart_s)} to resume",
+        "saves": (
+            f"every {readable_span(every_s)}, pausing for {readable_span(costs.blocked_s)}, published after "
+            f"{readable_span(costs.total_s)}{best}"
+        ),
         "expected goodput": f"{_percent(costs.goodput(every_s))}{at_best}",
         "to shorten": f"{worst}, {_percent(losses[worst])}: {_ADVICE[worst]}",
     }

@@ -1,4 +1,4 @@
-"""The manifest: what a checkpoint consists of.  Written last; a folder without one holds no checkpoint.
+"""The manifest lists the files of a checkpoint.  It is written last; a folder without one is not a checkpoint.
 
 manifest.json               this: step, versions, mesh, size and CRC-32 of every other file, its own SHA-256
 state.json                  what is not a tensor, and small: counters, position in the data
@@ -127,11 +127,13 @@ def check_format(place: Place, version: object) -> None:
         advice = "update meshtrainer"
     else:
         advice = (
-            "its index is a pickle without a checksum, which is not read here.  To go on from its weights:\n"
+            "its index is a pickle without a checksum, which is not read here.  To train from its weights:\n"
             f"  python -m torch.distributed.checkpoint.format_utils dcp_to_torch {place} weights.pt\n"
             "  and train.init_from=weights.pt"
         )
-    raise UserError(f"{place}: has checkpoint format {version}, this meshtrainer reads {FORMAT_VERSION}; {advice}")
+    raise UserError(
+        f"{place}: has checkpoint format {version}; this version of meshtrainer reads {FORMAT_VERSION}; {advice}"
+    )
 
 
 def blocks_name(data_file: str) -> str:
@@ -147,7 +149,7 @@ def is_data(name: str) -> bool:
 def read_file(place: Place, manifest: Manifest, name: str) -> bytes:
     """Return one of the small files, checked.  Raises Damaged."""
     if name not in manifest.files:
-        raise Damaged(f"{place}/{name}: is not in the manifest")
+        raise Damaged(f"{place}/{name}: not listed in the manifest")
     size, crc = manifest.files[name]
     try:
         data = place.read(name)

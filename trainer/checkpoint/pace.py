@@ -1,4 +1,4 @@
-"""Pace: after which steps a save falls due.  A fixed number of steps, or as often as it pays."""
+"""Pace: decides after which steps a save is due: at a fixed interval, or as often as it pays."""
 
 from __future__ import annotations
 

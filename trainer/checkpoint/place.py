@@ -115,7 +115,7 @@ def find_place(path: str | os.PathLike[str]) -> Place:
         system, root = fsspec.core.url_to_fs(text)
     except (ImportError, ValueError) as error:
         scheme = text.partition("://")[0]
-        fix = f"install fsspec's library for {scheme}://, or name a folder or another URL"
+        fix = f"install the fsspec library for {scheme}://, or use a folder or another URL"
         raise UserError(mask_credentials(f"{masked(text)}: {error}\n  to fix: {fix}")) from error
     return RemotePlace(system, root.rstrip("/"), text.rstrip("/"))
 

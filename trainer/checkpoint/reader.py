@@ -111,7 +111,7 @@ class Reader:
             listed = "\n".join(f"  {line}" for lines in damaged.values() for line in lines)
             raise TrainingFailed(
                 f"none of the {len(damaged)} checkpoints in {self.place} is good:\n{listed}\n"
-                "  They are left as they are.  checkpoint.resume=none starts anew and moves them aside"
+                "  They have not been changed.  checkpoint.resume=none starts over and moves them aside"
             )
         return None
 
@@ -200,7 +200,9 @@ class Reader:
                     part.restart(manifest.step)
             if document.get("unlike"):
                 keys = ", ".join(document["unlike"])
-                warnings.append(f"each of {manifest.world_size} ranks had values of its own, rank 0's are used: {keys}")
+                warnings.append(
+                    f"each of {manifest.world_size} ranks had its own values; using those of rank 0: {keys}"
+                )
         return Found(str(place), manifest, stored.config_yaml, warnings=warnings, changed=changed), []
 
     def _read(self, place: Place, manifest: Manifest, layout: Layout, targets: Mapping[str, torch.Tensor]) -> None:
@@ -223,10 +225,12 @@ class Reader:
 def _notes_on(put_off: Mapping[str, int], taken: int) -> list[str]:
     """Return what is to be said of checkpoints from inside a streak of skipped steps, where one was looked at."""
     if name_of(taken) in put_off:
-        return [f"was saved while steps were skipped ({put_off[name_of(taken)]} in a row); there is no other"]
+        return [
+            f"was saved while steps were skipped ({put_off[name_of(taken)]} in a row); there is no other checkpoint"
+        ]
     return [
-        f"is taken instead of {name}, which was saved while steps were skipped ({number} in a row): that is moved "
-        "aside, and gone on from only where checkpoint.resume names it"
+        f"is used instead of {name}, which was saved while steps were skipped ({number} in a row): that one is moved "
+        "aside, and used only if checkpoint.resume names it"
         for name, number in put_off.items()
     ]
 

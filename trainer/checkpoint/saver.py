@@ -1,4 +1,4 @@
-"""Saver: when to save, what becomes of the save in flight, and how often a failed one is tried again."""
+"""Saver: decides when to save, follows the save in flight, and retries failed saves."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ class Saver:
             self._start(state, background=False)
             error = self._collect(warns=False).error
         if not self._is_saved(state):
-            raise TrainingFailed(f"the final save has failed: {error}")
+            raise TrainingFailed(f"the final save failed: {error}")
 
     def begin(self) -> list[str]:
         """The run begins: take into account what it has seen in earlier attempts; returns what there is to say."""
@@ -269,7 +269,7 @@ class Saver:
             if self.schedule.num_failures >= limit:
                 raise TrainingFailed(f"cannot save: {result.error} ({count})")
             if warns:
-                self._listener.warn(f"checkpoint not saved, training goes on: {result.error} ({count})")
+                self._listener.warn(f"checkpoint not saved, training continues: {result.error} ({count})")
             return result
         self.schedule.succeeded(result.step)
         self.longest_s = max(self.longest_s, result.total_s)

@@ -14,8 +14,8 @@ def check_visible(folder: Place, name: str, size: int, rank: int) -> None:
         found = folder.size(name)
     except FileNotFoundError:
         raise OSError(
-            f"{folder}/{name}, which rank {rank} has written, is not seen by rank 0: checkpoints need a place that all "
-            "nodes share (run.dir, or checkpoint.dir)"
+            f"{folder}/{name}, which rank {rank} has written, cannot be seen by rank 0: checkpoints need a folder "
+            "shared by all nodes (run.dir, or checkpoint.dir)"
         ) from None
     if found != size:
         raise OSError(f"{folder}/{name}: rank {rank} has written {size} bytes, rank 0 sees {found}")
@@ -34,7 +34,7 @@ def write_files(folder: Place, contents: Mapping[str, bytes]) -> dict[str, tuple
             file.close()
         kept = folder.read(name)
         if kept != data:
-            raise OSError(f"{folder}/{name}: the storage has kept {_part(kept, data)}, and reported no error")
+            raise OSError(f"{folder}/{name}: the storage has kept {_part(kept, data)}, but reported no error")
     return {name: (len(data), crc32(data)) for name, data in contents.items()}
 
 

@@ -1,4 +1,4 @@
-"""A checkpoint as something to read weights from: by name, any rows, in one process and without a process group."""
+"""A checkpoint as a source of weights: any rows by name, in one process, without a process group."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ class StoredWeights:
             self.config_yaml = read_file(place, self.manifest, "config.yaml").decode()
             self.parts = json.loads(read_file(place, self.manifest, "state.json"))["parts"]
         except FileNotFoundError as error:
-            raise UserError(f"{place}: there is no checkpoint ({COMMIT} is missing)") from error
+            raise UserError(f"{place}: no checkpoint here ({COMMIT} is missing)") from error
         except Damaged as error:
             raise TrainingFailed(f"the checkpoint {place} is damaged:\n  {error}") from error
         self.layout = layout
         self._stored = {k.removeprefix("model."): stored for k, stored in layout.items() if k.startswith("model.")}
         if averaged and not self.has_average:
-            raise UserError(f"{place}: holds no average of the weights: its run had train.ema=0")
+            raise UserError(f"{place}: has no averaged weights: its run had train.ema=0")
         self._keys = {name: f"{_AVERAGE}{name}" for name in self._stored if averaged and f"{_AVERAGE}{name}" in layout}
 
     @property
@@ -90,10 +90,10 @@ def find_checkpoints(path: str | os.PathLike[str]) -> Place:
         if any(name.startswith(PREFIX) for name in folder.names()) or folder.names_aside():
             return folder
     local = find_folder(path)
-    rule = "holds no checkpoints"
+    rule = "has no checkpoints"
     if local is not None and not local.is_dir():
         rule = "is a file" if local.exists() else "no such folder"
-    raise UserError(f"{path}: {rule}\n  to fix: give the folder of a run, or the one that checkpoint.dir names")
+    raise UserError(f"{path}: {rule}\n  to fix: give a run folder, or the folder in checkpoint.dir")
 
 
 def find_checkpoint(path: str | os.PathLike[str]) -> Place:
@@ -109,12 +109,12 @@ def find_checkpoint(path: str | os.PathLike[str]) -> Place:
         folder = find_checkpoints(run)
         best = best_step(folder)
         if best is None:
-            raise UserError(f"{path}: none of the checkpoints in {folder} was saved after an evaluation of its step")
+            raise UserError(f"{path}: none of the checkpoints in {folder} was evaluated when it was saved")
         return folder / name_of(best)
     folder = find_checkpoints(path)
     step = newest_step(folder)
     if step is None:
-        raise UserError(f"{path}: holds no checkpoint")
+        raise UserError(f"{path}: has no checkpoint")
     return folder / name_of(step)
 
 
@@ -126,7 +126,9 @@ def _elsewhere(run: Place) -> list[Place]:
     except (OSError, UserError):  # no run's folder
         return []
     if is_masked(stored):
-        raise UserError(f"{run}: its checkpoints are at {stored}, whose credentials are not kept; give that URL, whole")
+        raise UserError(
+            f"{run}: its checkpoints are at {stored}, whose credentials are not stored; give the complete URL"
+        )
     if not (isinstance(stored, str) and stored):
         return []
     return [find_place(moved_along(stored, str(run_dir or run), str(run)))]

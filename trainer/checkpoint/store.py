@@ -173,7 +173,7 @@ class Checkpoints:
         No save may be in flight.  Raises UserError for state that cannot be saved at all.
         Collectives: one gather of small messages; the first time, those of planning.
         """
-        assert self._in_flight is None, "one save at a time: take() the result of the one before"
+        assert self._in_flight is None, "one save at a time: take() the result of the previous one first"
         started = time.perf_counter()
         self._overdue_at = time.monotonic() + self.settings.timeout_s
         snapshot, mistake, failure = None, None, ""
@@ -426,7 +426,7 @@ class Checkpoints:
         try:
             retired = [self.place.retire(name) for name in self._keeping.obsolete()]
         except Exception as error:
-            return f"cannot remove checkpoints that are no longer kept: {describe(error)}"
+            return f"cannot delete old checkpoints: {describe(error)}"
         if retired:
             self._deleting = self._thread.submit(self._at, f"deleting in {self.place}", lambda: self._delete(retired))
         return earlier
@@ -436,7 +436,7 @@ class Checkpoints:
             for name in names:
                 self.place.delete(name)
         except Exception as error:  # what is left is cleaned at the next start
-            self._warning = f"cannot delete what is no longer kept: {describe(error)}"
+            self._warning = f"cannot delete old checkpoints: {describe(error)}"
 
     def clean(self) -> None:
         """Remove what killed attempts have left behind.  Only the owner of the run may; rank 0 does."""
@@ -457,9 +457,9 @@ class Checkpoints:
             for name in names:
                 self.place.set_aside(name, DOUBTFUL)
         except Exception as error:  # the storage is away, too: what is in doubt stays where it is
-            return f"cannot set aside what was saved after step {since}: {describe(error)}"
+            return f"cannot set aside the checkpoints saved after step {since}: {describe(error)}"
         done = ", ".join(f"{name} was set aside as {DOUBTFUL}-{name}" for name in names)
-        return done and f"every step since has failed: {done}; the same command goes on from the checkpoint before"
+        return done and f"every step since then failed: {done}; the same command resumes from the checkpoint before it"
 
 
 def _step_back() -> None:

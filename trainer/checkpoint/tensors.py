@@ -1,4 +1,4 @@
-"""Tensors in files: which rank writes what, and who reads which part.
+"""Tensors in files: decides which rank writes and reads which part.
 
 The files are those of the `FileSystemWriter` of torch.distributed.checkpoint (DCP), so that its `FileSystemReader` and
 other tools read them.  What is added: checksums taken while writing, a layout in JSON, and reading straight into the
@@ -118,7 +118,7 @@ class Staging:
                 torch.zeros(1, device=self._device)  # CUDA keeps its last error for the next kernel to report: this one
             say(
                 f"warning: {self._buffer.nbytes / 2**30:.2f} GiB of host memory cannot be page-locked "
-                f"({str(error).splitlines()[0]}): training stands still for longer while it is copied for a save"
+                f"({str(error).splitlines()[0]}): training pauses for longer while a save is copied"
             )
             return False
         return True
@@ -245,9 +245,11 @@ def _sanity_check(key: str, dtype: torch.dtype, limit: float) -> Callable[[memor
     def look(part: memoryview) -> None:
         largest = _largest(part, dtype)
         if not np.isfinite(largest):
-            raise ValueError(f"{key} holds values that are not finite; such weights are never published")
+            raise ValueError(f"{key} has non-finite values; such weights are never published")
         if largest >= limit:
-            raise ValueError(f"{key} holds values of {largest:.1e}, beyond belief; such weights are never published")
+            raise ValueError(
+                f"{key} holds values of {largest:.1e}, which is implausible; such weights are never published"
+            )
 
     return look if dtype in _FLOATS or dtype in _EXPONENTS else None
 

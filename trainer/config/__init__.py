@@ -1,4 +1,4 @@
-"""The configuration: one typed, frozen tree, and the rules that its values obey.
+"""The configuration: one typed, frozen tree, and the rules for its values.
 
 Defaults < recipe YAML < command line.  Imports no torch, so that `--help` is quick and a mistake is reported before
 anything is spawned.

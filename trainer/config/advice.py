@@ -1,4 +1,4 @@
-"""Values that are not of their key's type: what type that is, and what was meant.
+"""Values of the wrong type: names the expected type, and suggests a value.
 
 Knows the types of fields, and no key but by its last part: `_s` is in seconds, `_gib` in GiB.
 """

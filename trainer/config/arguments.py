@@ -1,4 +1,4 @@
-"""The command line of a run, sorted: the recipe, overrides, the number of processes, and what else is asked for."""
+"""Parses the command line of a run: the recipe, overrides, the number of processes, and options."""
 
 from __future__ import annotations
 
@@ -68,7 +68,14 @@ def no_recipe(usage: str, overrides: Collection[str]) -> UserError:
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser of options whose complaint is one message, without the whole usage."""
+    """A parser of options that reports a mistake in one message, without the whole usage.
+
+    The description is printed as it is laid out: it holds examples.
+    """
+
+    def __init__(self, prog: str, description: str | None) -> None:
+        layout = argparse.RawDescriptionHelpFormatter
+        super().__init__(prog=prog, description=description, formatter_class=layout)
 
     def error(self, message: str) -> NoReturn:
         """Say what is wrong and leave with the exit code of a user's mistake."""
@@ -77,7 +84,7 @@ class CommandParser(argparse.ArgumentParser):
 
     def add_allow_import(self) -> None:
         """Add the option that lets a checkpoint's own module be imported, which runs its code."""
-        meaning = "import this module of your own, if the checkpoint names it; give it once for each"
+        meaning = "allow importing this module if the checkpoint names it; may be repeated"
         self.add_argument("--allow-import", metavar="MODULE", action="append", default=[], help=meaning)
 
 

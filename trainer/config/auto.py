@@ -63,6 +63,6 @@ def _folder(values: Mapping[str, Any], assignments: Mapping[str, str]) -> str:
     start = _start(values, assignments)
     folder = given or (start if start is not None and is_folder_of_weights(start) else None)
     if not folder:
-        rule = "model.name=auto needs the folder of a Hugging Face model"
+        rule = "model.name=auto needs a Hugging Face model folder"
         raise setting_error("model.path", None, rule, example="models/Qwen3-8B")
     return str(Path(str(folder).removeprefix("file://")).expanduser().absolute())

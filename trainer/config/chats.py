@@ -25,16 +25,16 @@ def check_chats(config: RunConfig) -> None:
     if data.source != "chat":
         for name, default in _OF_CHATS.items():
             if getattr(data, name) != default:
-                rule = f"is for data.source=chat, not for {data.source}"
+                rule = f"only applies to data.source=chat, not {data.source}"
                 raise setting_error(f"data.{name}", getattr(data, name), rule, default)
         return
     if not data.path:
         rule = "data.source=chat needs a file of conversations"
         raise setting_error("data.path", data.path, rule, example="chats.jsonl")
     if data.tokenizer == MODEL:
-        rule = "neither model.path nor train.init_from names a folder"
+        rule = "neither model.path nor train.init_from is a folder"
         raise setting_error("data.tokenizer", MODEL, rule, fix="give model.path=<Hugging Face folder>")
     if data.chat_template != MODEL and not Path(data.chat_template).expanduser().is_file():
-        rule = "must be model, or a file of Jinja"
+        rule = "must be model, or a Jinja file"
         meant = MODEL if data.chat_template in ("auto", "tokenizer", "default") else None
         raise setting_error("data.chat_template", data.chat_template, rule, meant=meant)

@@ -96,16 +96,16 @@ def check_context(config: RunConfig, shape: MeshShape, ranks_per_node: int) -> N
     if context == 1:
         return
     if shape.shard % context:
-        rule = f"must divide the shard axis, {shape.shard}: its consecutive ranks hold slices of the same sequences"
+        rule = f"must divide the shard axis, {shape.shard}: consecutive ranks of it hold slices of the same sequences"
         raise setting_error("mesh.context", context, rule, divisor(context, shape.shard))
     if not config.recipe.context:
         rule = (
-            f"recipe {config.recipe.name!r} does not say that nothing but trainer.sequence mixes or counts its tokens "
+            f"recipe {config.recipe.name!r} does not declare that only trainer.sequence mixes or counts its tokens "
             "(Recipe(context=True))"
         )
         raise setting_error("mesh.context", context, rule, 1)
     if config.train.objective != "tokens":
-        rule = f"train.objective={config.train.objective} compares whole answers, of which a rank would see slices"
+        rule = f"train.objective={config.train.objective} compares whole answers, but each rank would see only slices"
         raise setting_error("mesh.context", context, rule, 1)
     num_heads, _ = _heads(config)
     if method == "heads" and num_heads is not None and num_heads % context:

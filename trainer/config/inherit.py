@@ -1,4 +1,4 @@
-"""Recipe files that begin with `recipe: PARENT`: what they hold stands over what the parent holds.
+"""Recipe files that inherit with `recipe: PARENT`: their values override those of the parent.
 
 Knows YAML as plain dictionaries.
 """
@@ -30,14 +30,14 @@ def inherited(
     """
     found, seen = dict(tree), [path.resolve()]
     while (parent := found.pop(PARENT, None)) is not None:
-        rule = f"must be a recipe, a path ending in .yaml, or the folder of a run (in {seen[-1]})"
+        rule = f"must be a recipe, a path ending in .yaml, or a run folder (in {seen[-1]})"
         if not isinstance(parent, str):
             raise setting_error(PARENT, parent, rule, example="llama_small")
         beside = seen[-1].parent / parent
         above = find(str(beside) if beside.exists() else parent).resolve()
         if above in seen:
             rule = f"is its own parent, through {', '.join(map(str, seen))}"
-            raise setting_error(PARENT, parent, rule, fix="begin one of them with another recipe, such as llama_small")
+            raise setting_error(PARENT, parent, rule, fix="start one of them from another recipe, such as llama_small")
         found = _over(_settings(read(above), above), found)
         seen.append(above)
     return found

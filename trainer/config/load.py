@@ -1,4 +1,4 @@
-"""Reads a configuration: defaults < recipe YAML < command line.  OmegaConf stops at this door."""
+"""Reads a configuration: defaults < recipe YAML < command line.  The only user of OmegaConf."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ from trainer.recipe import Recipe, check_number, find_recipe, load_recipes
 def load_config(recipe: str, overrides: Sequence[str] = ()) -> RunConfig:
     """Return the configuration of `recipe` with `key=value` overrides.
 
-    `recipe` is a name in conf/, a path ending in .yaml, or the folder of a run: its `config.yaml`.  A recipe file may
-    begin with `recipe: PARENT` to inherit.  Of a key given twice the last value holds.  What a run has
-    written means that run, where its folder is now, unless `run.dir` or `run.name` is among the overrides.
+    `recipe` is a name in conf/, a path ending in .yaml, or a run folder (its `config.yaml`).  A recipe file may inherit
+    with `recipe: PARENT`.  If a key is given twice, the last value applies.  The configuration of a run refers to that
+    run in its current folder, unless `overrides` contain `run.dir` or `run.name`.
 
-    The model's fields are those of what `train.init_from` names, where that says what its model is: those of the recipe
-    yield to it, and those of `overrides` must agree with it.
+    If `train.init_from` describes its model, its fields replace those of the recipe, and the fields in `overrides` must
+    agree with them.
 
-    Raises UserError for an unknown recipe or key, a wrong type, or a value outside its limits.
-    Rules that need the number of ranks are those of `check_config`.
+    Raises UserError for an unknown recipe or key, a wrong type, or a value outside its limits.  Rules that depend on
+    the number of ranks are checked by `check_config`.
     """
     path, assignments = find_recipe_file(recipe), _split_overrides(overrides)
     tree = inherited(read_yaml(path), path, find_recipe_file, read_yaml)
     values = settle(tree, path, assignments)
     for key, value in _leaves(values, path):
         if key not in assignments and any(map(is_masked, _items(value))):
-            rule = f"its credentials are not kept (in {path}); give it whole, on the command line"
+            rule = f"its credentials are not stored (in {path}); give the complete URL on the command line"
             raise setting_error(key, value, rule)
     return _build(values, assignments, path, follows=True)
 
@@ -74,9 +74,9 @@ def read_stored(text: str, origin: str = "config.yaml") -> dict[str, Any]:
     try:
         tree = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
     except (YAMLError, OmegaConfBaseException, ValueError) as error:
-        raise UserError(f"{origin}: is no configuration ({error})") from error
+        raise UserError(f"{origin}: not a configuration ({error})") from error
     if not isinstance(tree, dict):
-        raise UserError(f"{origin}: is no configuration")
+        raise UserError(f"{origin}: not a configuration")
     return {str(key): masked(value) for key, value in tree.items()}
 
 
@@ -117,7 +117,7 @@ def _build(
     except OmegaConfBaseException as error:
         key = str(error.full_key)
         rule = f"cannot be resolved ({str(error).splitlines()[0]})"
-        fix = "write the value itself, or refer to another key that is there, such as ${run.seed}"
+        fix = "write the value itself, or refer to an existing key, such as ${run.seed}"
         raise setting_error(key, assignments.get(key, values.get(key)), rule, fix=fix) from error
     assert isinstance(config, RunConfig)
     _check_limits(config)
@@ -137,7 +137,7 @@ def _no_model(values: Mapping[str, Any], path: Path) -> UserError:
     for key, value in values.items():
         if not key.startswith("model.") and key not in known:
             return unknown_key(key, value, known, f" (in {path})")
-    fix = "begin the file with `recipe: llama_small`, or name one: `model: {name: llama}`"
+    fix = "start the file with `recipe: llama_small`, or set a model: `model: {name: llama}`"
     return setting_error("model.name", None, f"{path} must name a registered model", fix=fix)
 
 
@@ -185,12 +185,12 @@ def told_by_yaml(text: str, name: str, where: str) -> Told | None:
     try:
         tree = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
     except (YAMLError, OmegaConfBaseException, ValueError) as error:
-        raise UserError(f"train.init_from: {where}: is no configuration ({error})") from error
+        raise UserError(f"train.init_from: {where}: not a configuration ({error})") from error
     fields = tree.get("model") if isinstance(tree, dict) else None
     if not isinstance(fields, dict) or str(fields.pop("name", None)).rpartition(":")[2] != name:
         return None
     if "${" in str(fields):
-        raise UserError(f"train.init_from: {where}: its model section refers to what stands elsewhere")
+        raise UserError(f"train.init_from: {where}: its model section refers to values outside of it")
     return Told(where, {str(field): value for field, value in fields.items()})
 
 
@@ -216,24 +216,24 @@ def find_recipe_file(recipe: str) -> Path:
         path = Path(recipe)
         if not path.is_file():
             best = nearest(path.stem, recipe_files())
-            fix = "" if best else f"give its path from {os.getcwd()}, or begin from {_WRITES_ONE}"
+            fix = "" if best else f"give its path from {os.getcwd()}, or start from {_WRITES_ONE}"
             raise setting_error("recipe", recipe, "no such file", meant=best, fix=fix)
         return path
     files = recipe_files()
     if recipe in files:
         return files[recipe]
     if Path(recipe).suffix in (".json", ".toml"):
-        raise setting_error("recipe", recipe, "recipe files are YAML", fix=f"begin from {_WRITES_ONE}")
+        raise setting_error("recipe", recipe, "recipe files are YAML", fix=f"start from {_WRITES_ONE}")
     if Path(recipe).is_dir() and not (Path(recipe) / CONFIG).is_file():
-        rule = f"is a folder, but not of a run: there is no {CONFIG} in it"
+        rule = f"is a folder, but not a run folder: it has no {CONFIG}"
         inside = next(iter(sorted(Path(recipe).glob("*.y*ml"))), None)
         raise setting_error("recipe", recipe, rule, example=inside or "llama_small")
     if Path(recipe).is_dir():
         return Path(recipe) / CONFIG
-    kinds = "a path ending in .yaml, the folder of a run, or one of"
     if os.sep in recipe:
-        raise setting_error("recipe", recipe, f"must be {kinds} {', '.join(sorted(files))}")
-    raise choice_error("recipe", recipe, sorted(files), kinds)
+        fix = f"give a run folder, a path ending in .yaml, or one of {', '.join(sorted(files))}"
+        raise setting_error("recipe", recipe, "no such folder", fix=fix)
+    raise choice_error("recipe", recipe, sorted(files), "a path ending in .yaml, a run folder, or one of")
 
 
 def recipe_files() -> dict[str, Path]:
@@ -277,7 +277,7 @@ def _empty_tree(model: type) -> DictConfig:
     return tree
 
 
-_WRITES_ONE = "what python -m trainer.run recipe=llama_small --print-config writes"
+_WRITES_ONE = "the output of python -m trainer.run recipe=llama_small --print-config"
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -289,18 +289,18 @@ def read_yaml(path: Path) -> dict[str, Any]:
         line = f", line {where.line + 1}" if where else ""
         if where and "\t" in "".join(path.read_text().splitlines()[where.line : where.line + 1]):
             fix = "indent with spaces"
-            raise setting_error("recipe", path, f"is not valid YAML{line}: there is a tab in it", fix=fix) from error
+            raise setting_error("recipe", path, f"is not valid YAML{line}: it contains a tab", fix=fix) from error
         rule = f"is not valid YAML{line}: {getattr(error, 'problem', error)}"
-        fix = f"mend{line.replace(',', '')} or begin from {_WRITES_ONE}"
+        fix = f"correct{line.replace(',', '')} or start from {_WRITES_ONE}"
         raise setting_error("recipe", path, rule, fix=fix) from error
     except UnicodeDecodeError as error:
-        raise setting_error("recipe", path, "is not text in UTF-8", fix="save it as UTF-8 in your editor") from error
+        raise setting_error("recipe", path, "is not UTF-8 text", fix="save it as UTF-8 in your editor") from error
     except (OSError, OmegaConfBaseException) as error:
         rule = f"cannot be read: {error}"
-        raise setting_error("recipe", path, rule, fix="name a file that you can read") from error
+        raise setting_error("recipe", path, rule, fix="give a readable file") from error
     if not isinstance(tree, dict):
-        rule = "must hold sections such as `train:` with keys below them"
-        raise setting_error("recipe", path, rule, fix=f"begin from {_WRITES_ONE}")
+        rule = "must contain sections such as `train:` with keys below them"
+        raise setting_error("recipe", path, rule, fix=f"start from {_WRITES_ONE}")
     return {str(key): value for key, value in tree.items()}
 
 
@@ -309,7 +309,7 @@ def _leaves(tree: Mapping[str, Any], path: Path) -> Iterator[tuple[str, Any]]:
     for section, values in tree.items():
         if section not in sections:
             if values is None and not section.isidentifier():  # a line without a colon
-                rule = f"must hold sections with keys below them, not {section!r}"
+                rule = f"must contain sections with keys below them, not {section!r}"
                 fix = "write each key as `key: value`, as in `recipe: llama_small`"
                 raise setting_error("recipe", path, rule, fix=fix)
             name, _, key = section.partition(".")
@@ -321,7 +321,7 @@ def _leaves(tree: Mapping[str, Any], path: Path) -> Iterator[tuple[str, Any]]:
             continue
         if not isinstance(values, Mapping):
             rule = f"a section holds keys, not a value (in {path})"
-            fix = f"write each key in a line of its own below `{section}:`, indented, as `key: value`"
+            fix = f"write each key on its own line below `{section}:`, indented, as `key: value`"
             raise setting_error(section, values, rule, fix=fix)
         for key, value in values.items():
             yield f"{section}.{key}", value
@@ -347,7 +347,7 @@ def _parse(key: str, text: str, hint: Any) -> Any:
     """
     options = options_of(hint)
     if not text and {type(None), str} & set(options) and not key.startswith("model."):
-        rule, fix = "is empty, as a variable is that the shell does not know", "leave it out, or give a value"
+        rule, fix = "is empty, perhaps from an unset shell variable", "leave it out, or give a value"
         shown = "null" if type(None) in options else None
         raise setting_error(key, text, rule, example=shown, fix="" if shown else fix)
     if type(None) in options and text in ("null", "~"):
@@ -403,7 +403,7 @@ def _refuse_resolvers(key: str, value: Any, where: str) -> None:
         for item in value.values() if isinstance(value, Mapping) else value:
             _refuse_resolvers(key, item, where)
     elif isinstance(value, str) and "${" in _OTHER_KEY.sub("", value):
-        rule = f"of what begins with ${{ only another key's value, ${{section.key}}, can be used{where}; no resolvers"
+        rule = f"of what begins with ${{ only another key's value, ${{section.key}}, can be used{where}, not resolvers"
         raise setting_error(key, value, rule, fix=f"write the value itself, or give it on the command line: {key}=...")
 
 

@@ -33,8 +33,8 @@ class MeshShape:
         if self.num_ranks == local_world_size or not (self.shard % local_world_size and local_world_size % self.shard):
             return ""
         return (
-            f"mesh.shard={self.shard} does not go evenly into nodes of {local_world_size} ranks: some shard groups lie "
-            "in one node, some in two, and all wait for the slowest; mesh.shard=node shards within each node"
+            f"mesh.shard={self.shard} does not divide evenly into nodes of {local_world_size} ranks: some shard "
+            "groups span two nodes, and all wait for the slowest; mesh.shard=node shards within each node"
         )
 
 
@@ -44,7 +44,7 @@ def find_mesh_shape(mesh: MeshSection, world_size: int, local_world_size: int) -
     if shard == "node":
         if world_size % local_world_size:
             raise setting_error(
-                "mesh.shard", "node", f"{world_size} ranks do not fill nodes of {local_world_size} evenly", -1
+                "mesh.shard", "node", f"{world_size} ranks do not divide evenly into nodes of {local_world_size}", -1
             )
         shard = local_world_size
         replicate = -1 if replicate == 1 else replicate

@@ -1,4 +1,4 @@
-"""Several sources in one run: the weights that they have, and the sample from which on they have them.
+"""Several sources in one run: their weights, and the sample at which each phase begins.
 
 A phase begins with a step, whichever way its beginning is given, and reaches to the next one.
 """
@@ -53,7 +53,7 @@ def find_phases(config: RunConfig) -> list[Phase]:
         key = f"data.phases[{number}]"
         if {"from", "weights"} != {*stated}:
             example = {"from": "80%", "weights": dict.fromkeys(names, 1)}
-            raise setting_error(key, stated, "must hold `from` and `weights`, and nothing else", example=example)
+            raise setting_error(key, stated, "must contain only `from` and `weights`", example=example)
         _check_weights(f"{key}.weights", stated["weights"], names)
         phase = Phase(_first_sample(f"{key}.from", stated["from"], config), stated["weights"])
         is_late = phase.start > phases[-1].start or not (phase.start or number or weights is not None)
@@ -65,7 +65,7 @@ def find_phases(config: RunConfig) -> list[Phase]:
 
 def _out_of_order(key: str, when: object, previous: int, config: RunConfig) -> UserError:
     before = previous // config.train.global_batch_size + 1
-    rule = f"a phase begins after the one before it, and that begins with step {before}"
+    rule = f"must begin after the previous phase, which begins with step {before}"
     return setting_error(key, when, rule, before + 1)
 
 
@@ -88,7 +88,7 @@ def _first_sample(key: str, when: object, config: RunConfig) -> int:
 
 def _check_weights(key: str, weights: Any, names: list[str]) -> None:
     if not isinstance(weights, Mapping) or not weights:
-        raise setting_error(key, weights, "must give sources their weights", example=dict.fromkeys(names, 1))
+        raise setting_error(key, weights, "must map sources to weights", example=dict.fromkeys(names, 1))
     for name, weight in weights.items():
         if name not in names:
             rule = f"data.path has no source {name}, it has {', '.join(names)}"
@@ -97,10 +97,10 @@ def _check_weights(key: str, weights: Any, names: list[str]) -> None:
             shown = None if best else dict.fromkeys(names, 1)
             raise setting_error(key, weights, rule, meant=meant, example=shown)
         if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(weight) or weight < 0:
-            raise setting_error(f"{key}.{name}", weight, "must be a number, and not below 0", 0)
+            raise setting_error(f"{key}.{name}", weight, "must be a number of at least 0", 0)
     whole = sum(weights.values())
     if not whole:
-        raise setting_error(key, weights, "one weight at least must be above 0", example=dict.fromkeys(names, 1))
+        raise setting_error(key, weights, "at least one weight must be above 0", example=dict.fromkeys(names, 1))
     small = [name for name, weight in weights.items() if 0 < weight * BLOCK < whole]
     if small:
         least = sum(weight for name, weight in weights.items() if name not in small) / (BLOCK - len(small))
@@ -114,14 +114,14 @@ def check_sources(config: RunConfig) -> None:
     if not isinstance(data.path, Mapping):
         for key in ("weights", "phases"):
             if value := getattr(data, key):
-                rule = "needs several sources, and data.path names one"
+                rule = "needs several sources, but data.path names one"
                 raise setting_error(f"data.{key}", value, rule, fix="data.path={web: PATH, code: PATH}")
         if isinstance(data.eval_path, Mapping):
             raise setting_error("data.eval_path", data.eval_path, "names sources, but data.path does not")
         return
     for name, path in data.path.items():
         if not _NAME.fullmatch(name) or not path:
-            rule = "a source has a name of letters, digits, _, - and ., and a path"
+            rule = "a source needs a path and a name of letters, digits, _, - and ."
             raise setting_error("data.path", data.path, rule, example={"web": path or "web/*.bin"})
     if not data.path:
         raise setting_error("data.path", data.path, "names no source", example={"web": "web/*.bin"})
@@ -134,5 +134,5 @@ def _check_eval_path(eval_path: object, path: Mapping[str, str]) -> None:
         rule = f"data.path has no source {unknown[0]}, it has {', '.join(path)}"
         raise setting_error("data.eval_path", eval_path, rule)
     if isinstance(eval_path, str):
-        rule = "data.path names several sources: name those that this is of"
+        rule = "data.path has several sources: give a path for each by name"
         raise setting_error("data.eval_path", eval_path, rule, example={next(iter(path)): eval_path})

@@ -1,4 +1,4 @@
-"""Names of runs that were given none: a finished run is not in the way of one with another configuration."""
+"""Default names of runs: a finished run does not block one with another configuration."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def free_name(config: RunConfig, recipe: str, overrides: Sequence[str]) -> tuple
             break
     more = f" and {len(first) - 2} more" if len(first) > 2 else ""
     what = "; ".join(first[:2]) + more
-    return named, f"{config.run.dir} is finished, with another configuration ({what}): this run is {named.run.dir}"
+    return named, f"{config.run.dir} is finished, with another configuration ({what}), so this run uses {named.run.dir}"
 
 
 def _in_the_way(config: RunConfig) -> list[str]:

@@ -1,4 +1,4 @@
-"""Requirements of a configuration on the machine: libraries that come separately, and compilers.
+"""Requirements of a configuration on the machine: optional libraries and compilers.
 
 Looked for before anything is built, so that what is missing is one message.  Imports no torch.
 """
@@ -78,7 +78,7 @@ def _check_compilers(key: str, value: object, device_type: str, instead: str) ->
 def _missing_compiler(device_type: str) -> tuple[str, str]:
     """Return what is missing to make kernels with, as a rule that is broken, and what to do; empty if nothing is."""
     if device_type == "cuda" and not _is_installed("triton"):
-        return "needs Triton, which comes with torch's CUDA builds", "pip install triton"
+        return "needs Triton, which is included in torch's CUDA builds", "pip install triton"
     language, variable, known = (
         ("C", "CC", ("gcc", "clang"))
         if device_type == "cuda"
@@ -87,8 +87,8 @@ def _missing_compiler(device_type: str) -> tuple[str, str]:
     names = shlex.split(os.environ.get(variable, ""))[:1] or known
     if any(shutil.which(name) for name in names):
         return "", ""
-    rule = f"needs a {language} compiler, and {' and '.join(names)} {'are' if len(names) > 1 else 'is'} not on PATH"
-    return rule, f"install one (apt install g++), name it in {variable}"
+    rule = f"needs a {language} compiler, but {' and '.join(names)} {'are' if len(names) > 1 else 'is'} not on PATH"
+    return rule, f"install one (apt install g++), set {variable} to its path"
 
 
 def _is_installed(library: str) -> bool:

@@ -21,9 +21,9 @@ from trainer.recipe import HuggingFace, Recipe, all_recipes, check_number, find_
 CONFIG = "config.json"
 
 _NOT_READ = {
-    "quantization_config": "weights that are stored quantised are not read here; convert them first",
-    "compression_config": "weights that are stored compressed are not read here; convert them first",
-    "auto_map": "says that the network is code of its own, which is not run here",
+    "quantization_config": "quantized weights are not supported; convert them first",
+    "compression_config": "compressed weights are not supported; convert them first",
+    "auto_map": "needs custom model code, which is not run here",
 }
 """Entries of config.json that say of any model that a recipe does not build it."""
 
@@ -32,7 +32,7 @@ def find_huggingface(recipe: Recipe) -> HuggingFace:
     """Return what the recipe says of Hugging Face's world.  Raises UserError if it says nothing."""
     if recipe.hf is None:
         raise UserError(
-            f"recipe {recipe.name!r} does not say what its model is called in Hugging Face's world: give it "
+            f"recipe {recipe.name!r} has no mapping to Hugging Face: give it "
             "hf=HuggingFace(model_type=..., architecture=..., names=..., config=..., model_fields=...), as "
             "trainer.recipe.HuggingFace describes; recipes/llama/huggingface.py is an example"
         )
@@ -46,7 +46,7 @@ def is_folder_of_weights(path: str | Path) -> bool:
 
 
 def stored_dtype(path: str | Path) -> str | None:
-    """Return the dtype that the folder's config.json says its weights have; None if it is no folder, or says none."""
+    """Return the dtype of the weights by the folder's config.json; None if it says none, or this is not a folder."""
     try:
         content = json.loads((Path(str(path).removeprefix("file://")) / CONFIG).read_text(encoding="utf-8"))
         return str(content.get("dtype") or content.get("torch_dtype") or "") or None
@@ -82,7 +82,7 @@ class Told:
                 str(setting_error(key, found, f"{self.where} says {_shown(value)}", value))
                 for key, (found, value) in wrong.items()
             ]
-            allow = f"  to differ on purpose: checkpoint.allow_changes=[{','.join(wrong)}]"
+            allow = f"  to allow the difference: checkpoint.allow_changes=[{','.join(wrong)}]"
             raise UserError("\n".join([*lines, allow]))
 
 
@@ -107,11 +107,11 @@ def told_by_folder(folder: str | Path, recipe: Recipe, setting: str) -> Told | N
     content = read_config(path, setting)
     hf = find_huggingface(recipe)
     if callable(hf.model_type):
-        rule = f"the weights of model.name={recipe.name} are those in model.path"
+        rule = f"model.name={recipe.name} takes its weights from model.path"
         raise setting_error(setting, folder, rule, fix=f"model.path={path}, without {setting}")
     if content["model_type"] != hf.model_type:
         able = [other.name for other in all_recipes() if other.hf and other.hf.model_type == content["model_type"]]
-        rule = f"{path / CONFIG}: model_type={content['model_type']}, which this is not for"
+        rule = f"{path / CONFIG}: model_type={content['model_type']}, which does not match"
         raise setting_error("model.name", recipe.name, rule, able[0] if able else None)
     return Told(str(path / CONFIG), _fields_of(content, recipe, path, setting))
 
@@ -132,7 +132,7 @@ def model_config_of(folder: str | Path, recipes: Sequence[Recipe], setting: str 
         rule = (
             f"is for the recipes {', '.join(recipe.name for recipe in able)}; name one with model.name"
             if able
-            else f"has no recipe; those here are for {', '.join(known) or 'nothing'}"
+            else f"has no recipe; there are recipes for {', '.join(known) or 'nothing'}"
         )
         raise setting_error(setting, folder, f"{CONFIG}: model_type={model_type} {rule}")
     (recipe,) = able
@@ -177,12 +177,13 @@ def any_model_of(folder: str | Path) -> tuple[Recipe, Any]:
 def _fetch(folder: Path) -> str:
     """Return how to get a model that is only named: the folder must be there, nothing is downloaded."""
     if (folder / "adapter_config.json").exists():
-        return "it holds an adapter: name the run, or what trainer.export --merged makes of it"
+        return "it contains an adapter: give the run folder, or the output of trainer.export --merged"
     if folder.exists():
-        return "name the folder of a model"
-    named = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
-    *_, owner, name = ("OWNER", *(part for part in named.parts if part != named.root))
-    return f"fetch the model, and name its folder: hf download {owner}/{name} --local-dir {name}"
+        return "give a model folder"
+    place = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
+    is_an_id = len(place.parts) == 2 and not place.is_absolute() and not place.parent.is_dir()
+    model, target = (place, place.name) if is_an_id else (f"OWNER/{place.name}", place)
+    return f"download the model, and give its folder: hf download {model} --local-dir {target}"
 
 
 def read_config(folder: Path, setting: str) -> dict[str, Any]:
@@ -192,10 +193,10 @@ def read_config(folder: Path, setting: str) -> dict[str, Any]:
         content["model_type"]
     except OSError as error:
         rule = f"{CONFIG}: cannot be read ({error.strerror})"
-        fix = "name the folder that it is in" if folder.is_file() else _fetch(folder)
+        fix = "give the folder that contains it" if folder.is_file() else _fetch(folder)
         raise setting_error(setting, folder, rule, fix=fix) from error
     except (ValueError, KeyError, TypeError) as error:
-        raise setting_error(setting, folder, f"{CONFIG}: describes no model ({error!r})") from error
+        raise setting_error(setting, folder, f"{CONFIG}: does not describe a model ({error!r})") from error
     return dict(content)
 
 
@@ -215,7 +216,7 @@ def fields_of(content: Mapping[str, Any], recipe: Recipe) -> dict[str, Any]:
     check_readable(content)
     for key, value in hf.fixed.items():
         if content.get(key, value) != value:
-            raise UserError(f"{key}={content[key]!r}: recipe {recipe.name!r} has {value!r} and nothing else")
+            raise UserError(f"{key}={content[key]!r}: recipe {recipe.name!r} only supports {value!r}")
     try:
         fields = dict(hf.model_fields(content))
     except KeyError as error:

@@ -1,4 +1,4 @@
-"""A configuration that a run has written: it means the run in whose folder it lies, wherever it was written.
+"""Configurations written by a run: they refer to the run in their current folder, even if it has moved.
 
 A folder that was moved goes on where it is now; a copy of one goes on as a run of its own.  Knows YAML as plain
 dictionaries, and folders by what lies in them.
@@ -68,9 +68,9 @@ def settle(tree: Mapping[str, Any], path: Path, given: Mapping[str, str]) -> dic
     target = _named(given)
     if target is None and is_of_checkpoint:
         raise UserError(
-            f"recipe={path}: is the configuration that a checkpoint was written with, by the run in {stored_dir}\n"
-            f"  a new run: add run.name=NAME, and checkpoint.resume={folder} to go on from that checkpoint\n"
-            f"  that run itself: recipe={stored_dir}"
+            f"recipe={path}: is the configuration of a checkpoint, written by the run in {stored_dir}\n"
+            f"  to start a new run: add run.name=NAME, and checkpoint.resume={folder} to continue from that "
+            f"checkpoint\n  to resume that run: recipe={stored_dir}"
         )
     is_itself = target is None or (not is_of_checkpoint and _is_same(target, folder))
     target = target or folder
@@ -92,10 +92,9 @@ def settle(tree: Mapping[str, Any], path: Path, given: Mapping[str, str]) -> dic
 def shared_place(owner: str | Path, place: str, run_dir: str) -> str:
     """Return the rule, and what to do, where a run in `run_dir` would take the checkpoints of the one in `owner`."""
     return (
-        f"holds the checkpoints of the run in {owner}; the one in {run_dir} needs a place of its own\n"
+        f"holds the checkpoints of the run in {owner}; the one in {run_dir} needs its own place\n"
         "  on the command line: checkpoint.dir=WHERE (null: in run.dir), and to go on from the newest there "
-        f"checkpoint.resume={place}\n"
-        f"  that run itself: run.dir={owner}"
+        f"checkpoint.resume={place}\n  to resume that run: run.dir={owner}"
     )
 
 

@@ -1,4 +1,4 @@
-"""The rules that values obey together, or on a number of ranks."""
+"""Rules between several settings, or between settings and the number of ranks."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _check_reshard(config: RunConfig, shape: MeshShape) -> None:
     words = ["always", "never"] if isinstance(value, list) else ["default", "always", "never", AUTO]
     for entry in entries:
         if isinstance(entry, bool):
-            rule = "takes always or never, not true or false"
+            rule = "must be always or never, not true or false"
             raise setting_error(key, value, rule, meant="always" if entry else "never")
         if isinstance(entry, str) and entry not in words:
             best = nearest(entry, words)
@@ -97,20 +97,23 @@ def _check_activation_checkpoint(config: RunConfig) -> None:
     if isinstance(checkpointing, str) and checkpointing.startswith("budget:"):
         share = budget_of(checkpointing)
         if share is None or not 0 <= share <= 1:
-            rule = "budget:<share> takes a number from 0 to 1"
+            rule = "budget:<share> needs a number from 0 to 1"
             closest = 0.5 if share is None or math.isnan(share) else min(1.0, max(0.0, share))
             raise setting_error(key, checkpointing, rule, f"budget:{closest:g}")
     elif isinstance(checkpointing, str) and checkpointing not in words:
         raise choice_error(key, checkpointing, words, "a whole number, budget:<share>, or one of")
     if isinstance(checkpointing, (int, bool)) and (isinstance(checkpointing, bool) or checkpointing < 1):
-        raise setting_error(key, checkpointing, "every n-th block: n is at least 1", "none")
+        raise setting_error(key, checkpointing, "n (for every n-th block) must be at least 1", "none")
 
 
 def _check_dtypes(config: RunConfig) -> None:
     optim = config.optim
     for key, dtype in (("train.weights_dtype", config.train.weights_dtype), ("optim.state_dtype", optim.state_dtype)):
         if dtype == "bfloat16" and optim.name != "adamw":
-            rule = f"only optim.name=adamw computes in float32 and rounds; {optim.name} would lose small steps"
+            rule = (
+                f"only optim.name=adamw supports this (float32 compute, rounded results); {optim.name} would lose "
+                "small updates"
+            )
             raise setting_error(key, dtype, rule, "float32")
 
 
@@ -125,7 +128,7 @@ def _check_wrap(config: RunConfig) -> None:
     if wrap.startswith("size:"):
         size = wrap.removeprefix("size:").replace("_", "")
         if not size.isdecimal() or int(size) < 1:
-            rule = "size:<parameters> takes a whole number above 0"
+            rule = "size:<parameters> needs a whole number above 0"
             raise setting_error("fsdp.wrap", wrap, rule, example="size:100000000")
     elif wrap != "block" and ":" not in wrap:
         rule = "must be block, size:<parameters>, or package.module:function"
@@ -135,26 +138,26 @@ def _check_wrap(config: RunConfig) -> None:
 def _check_resume(config: RunConfig) -> None:
     resume = config.checkpoint.resume
     if resume not in ("auto", "none") and "://" not in resume and not Path(run_of_best(resume) or resume).is_dir():
-        rule = "must be auto, none, or a folder: a checkpoint's, a run's, or RUN/best"
+        rule = "must be auto, none, or a folder: a checkpoint, a run, or RUN/best"
         raise setting_error("checkpoint.resume", resume, rule, example="auto")
 
 
 def _check_deadline(config: RunConfig) -> None:
     if config.run.deadline is not None and (deadline := find_deadline(config)) is not None and deadline <= time.time():
         tomorrow = (datetime.now() + timedelta(days=1)).strftime("%Y-%m-%dT18:00")
-        raise setting_error("run.deadline", config.run.deadline, "has passed already", example=tomorrow)
+        raise setting_error("run.deadline", config.run.deadline, "has already passed", example=tomorrow)
 
 
 def _check_init_from(config: RunConfig) -> None:
     start = config.train.init_from
     if start is not None and "://" not in start and not Path(run_of_best(start) or start).exists():
-        rule = "must be a checkpoint, a run.dir, a folder of safetensors, or a file (.pt, .safetensors) of weights"
+        rule = "must be a checkpoint, a run folder, a folder of safetensors, or a weights file (.pt, .safetensors)"
         own = config.run_dir / CONFIG
-        advice = f"recipe={own} train.init_from=null goes on with the run, which needs it no more"
+        advice = f"recipe={own} train.init_from=null resumes the run, which no longer needs it"
         if config.lora.rank:
-            advice = "the run's adapters are for these weights: name the place where they are now"
-        if not Path(start).is_absolute() and start.count("/") == 1:
-            rule = f"{rule}; a model is fetched with hf download {start} --local-dir {start.rpartition('/')[2]}"
+            advice = "the run's adapters belong to these weights: give their new path"
+        if not Path(start).is_absolute() and start.count("/") == 1 and not Path(start).parent.is_dir():
+            rule = f"{rule}; to download a model: hf download {start} --local-dir {start.rpartition('/')[2]}"
         is_saved = own.is_file() and any((config.run_dir / "checkpoints").glob("step_*"))
         raise setting_error("train.init_from", start, f"{rule}; {advice}" if is_saved else rule)
 
@@ -163,7 +166,7 @@ def _check_name(config: RunConfig) -> None:
     name = config.run.name
     if name in (".", "..") or not re.fullmatch(r"[^/\\\x00-\x1f\x7f-\x9f\ud800-\udfff]+", name):
         legal_name = re.sub(r"[/\\\x00-\x1f\x7f-\x9f\ud800-\udfff]+", "-", name).strip(".-") or "run"
-        rule = "must be the name of a folder, without slashes and control characters"
+        rule = "must be a folder name without slashes or control characters"
         raise setting_error("run.name", name, rule, legal_name)
 
 
@@ -177,7 +180,7 @@ def _check_allowed_changes(config: RunConfig) -> None:
 
 def _check_places(config: RunConfig) -> None:
     if "://" in config.run.dir:
-        rule = "must be a folder; for checkpoints elsewhere there is checkpoint.dir"
+        rule = "must be a local folder; to store checkpoints elsewhere, set checkpoint.dir"
         raise setting_error("run.dir", config.run.dir, rule, example=f"runs/{config.run.name}")
     _check_folder("run.dir", config.run.dir, f"runs/{config.run.name}")
     _check_kinds(config)
@@ -190,10 +193,10 @@ def _check_float8(config: RunConfig) -> None:
     if train.float8 == "none":
         return
     if config.fsdp.param_dtype != "bfloat16":
-        rule = f"is for layers that compute in bfloat16, not with fsdp.param_dtype={config.fsdp.param_dtype}"
+        rule = f"needs layers that compute in bfloat16, not fsdp.param_dtype={config.fsdp.param_dtype}"
         raise setting_error(key, train.float8, rule, "none")
     if budget_of(train.activation_checkpoint) is not None:
-        rule = f"a budget does not count products in float8 (train.float8={train.float8})"
+        rule = f"a budget does not support float8 (train.float8={train.float8})"
         raise setting_error("train.activation_checkpoint", train.activation_checkpoint, rule, "selective")
     if isinstance(train.micro_batch_size, int) and train.micro_batch_size * config.data.seq_len % 16:
         tokens = f"train.micro_batch_size={train.micro_batch_size} x data.seq_len={config.data.seq_len} tokens"
@@ -208,8 +211,8 @@ def _check_lora(config: RunConfig) -> None:
         return
     for key in ("alpha", "dropout", "targets", "base_dtype"):
         if getattr(lora, key) != getattr(without, key):
-            rule = "is of adapters, and with lora.rank=0 there are none"
-            raise setting_error(f"lora.{key}", getattr(lora, key), rule, fix="set lora.rank, to 16 for example")
+            rule = "only applies to adapters, and lora.rank=0 means no adapters"
+            raise setting_error(f"lora.{key}", getattr(lora, key), rule, fix="set lora.rank, for example to 16")
 
 
 def _check_objective(config: RunConfig) -> None:
@@ -217,7 +220,7 @@ def _check_objective(config: RunConfig) -> None:
     if objective == "tokens":
         return
     if config.recipe.trainer is not None:
-        rule = f"recipe {config.recipe.name!r} has a Trainer of its own, which trains for what it does"
+        rule = f"recipe {config.recipe.name!r} has its own Trainer, which defines its own objective"
         raise setting_error("train.objective", objective, rule, "tokens")
 
 
@@ -233,12 +236,12 @@ def _check_evaluation(config: RunConfig) -> None:
     """Check what is decided by evaluations."""
     for key, value in (("checkpoint.keep_best", config.checkpoint.keep_best), ("eval.patience", config.eval.patience)):
         if value and not config.eval.every:
-            rule = "goes by evaluations, and with eval.every=0 there are none"
-            raise setting_error(key, value, rule, fix="set eval.every, to 100 for example")
+            rule = "needs evaluations, but eval.every=0 disables them"
+            raise setting_error(key, value, rule, fix="set eval.every, for example to 100")
     prompts = config.log.prompts
     if prompts and not config.eval.every:
-        rule = "are continued at evaluations, and with eval.every=0 there are none"
-        raise setting_error("log.prompts", prompts, rule, fix="set eval.every, to 100 for example")
+        rule = "need evaluations, but eval.every=0 disables them"
+        raise setting_error("log.prompts", prompts, rule, fix="set eval.every, for example to 100")
     if prompts and config.data.source == "synthetic":
         raise setting_error(
             "log.prompts", prompts, "data.source=synthetic generates numbers, not text", fix="leave it out"
@@ -280,9 +283,9 @@ _FOLDERS = ("checkpoints", "tensorboard", "wandb", "profile")
 def _check_kinds(config: RunConfig) -> None:
     """Raise UserError if a folder lies where the run keeps a file, or a file where it keeps a folder."""
     wrong = [f"{config.run_dir / name} is a folder" for name in _FILES if (config.run_dir / name).is_dir()]
-    wrong += [f"{config.run_dir / name} is no folder" for name in _FOLDERS if (config.run_dir / name).is_file()]
+    wrong += [f"{config.run_dir / name} is not a folder" for name in _FOLDERS if (config.run_dir / name).is_file()]
     if wrong:
-        rule = f"{wrong[0]}, and a run keeps something else there: move it away, or take another run.dir"
+        rule = f"{wrong[0]}, but a run needs that path: move it away, or use another run.dir"
         raise setting_error("run.dir", config.run.dir, rule)
 
 
@@ -294,7 +297,7 @@ def _check_folder(key: str, value: str, legal: str | None) -> None:
     if not existing.is_dir():
         raise setting_error(key, value, f"{existing} is not a folder", example=legal)
     if not os.access(existing, os.W_OK | os.X_OK):
-        raise setting_error(key, value, f"{existing} cannot be written", example=legal)
+        raise setting_error(key, value, f"{existing} is not writable", example=legal)
 
 
 def _check_data(config: RunConfig) -> None:
@@ -308,28 +311,28 @@ def _check_data(config: RunConfig) -> None:
     if data.source not in ("tokens", "chat"):
         for key in ("path", "eval_path"):
             if getattr(data, key):
-                rule = f"data.source={data.source} reads no file; a path goes with data.source=tokens, or chat"
+                rule = f"data.source={data.source} does not read files; a path needs data.source=tokens or chat"
                 raise setting_error(f"data.{key}", getattr(data, key), rule, None)
     if data.source in ("tokens", "chat") and config.eval.every and not data.eval_path and not data.holdout:
-        rule = "with data.holdout=0 and no data.eval_path there is nothing to evaluate on"
-        fix = "name data.eval_path, or give data.holdout a share; eval.every=0 evaluates nothing"
+        rule = "there is no data to evaluate on: data.holdout=0, and data.eval_path is not set"
+        fix = "set data.eval_path or data.holdout, or turn evaluation off with eval.every=0"
         raise setting_error("eval.every", config.eval.every, rule, fix=fix)
     if data.bos is not None and data.source in ("synthetic", "chat"):
-        rule = "is for text" if data.source == "synthetic" else "is for text; how a chat begins, its template says"
+        rule = "is for text" if data.source == "synthetic" else "only applies to text; for chats the template decides"
         raise setting_error("data.bos", data.bos, rule, None)
     check_chats(config)
     if not data.pack and data.documents == "masked":
-        rule = "data.pack=false gives each sequence to one document"
+        rule = "data.pack=false puts one document in each sequence"
         raise setting_error("data.documents", data.documents, rule, "apart")
     if data.fit == "best" and data.arrangement == "apart":
-        raise setting_error("data.fit", data.fit, "with one document a sequence there is nothing to fit", "cut")
+        raise setting_error("data.fit", data.fit, "with one document per sequence there is nothing to pack", "cut")
     check_sources(config)
 
 
 def _check_profile(config: RunConfig, shape: MeshShape) -> None:
     steps, ranks, num_ranks = config.log.profile_steps, config.log.profile_ranks, shape.num_ranks
     if steps is not None and not 1 <= steps[0] <= steps[1]:
-        rule = "must be the first and the last step to profile, counted from 1"
+        rule = "must be the first and last step to profile, counted from 1"
         raise setting_error("log.profile_steps", steps, rule, sorted(max(1, step) for step in steps))
     if any(not 0 <= rank < num_ranks for rank in ranks):
         rule = f"must be ranks of this run, 0 to {num_ranks - 1}"

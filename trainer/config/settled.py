@@ -66,7 +66,7 @@ def _settled_optim(config: RunConfig, given: Collection[str]) -> OptimSection:
     if "optim.lr" in given and "optim.lr_by_width" not in given:
         return dataclasses.replace(optim, lr_by_width=False)
     if not width:
-        rule = f"model.name={config.model.name} does not say how wide it is"
+        rule = f"model.name={config.model.name} does not declare its width"
         raise setting_error("optim.lr_by_width", True, rule, fix="give optim.lr")
     scaled = optim.lr * (2000 / width) ** 0.78 * (10 if config.lora.rank else 1)
     return dataclasses.replace(optim, lr=float(f"{scaled:.2e}"), lr_by_width=False)
@@ -148,10 +148,10 @@ def with_one_horizon(values: Mapping[str, Any], given: Mapping[str, str]) -> dic
     """
     steps, epochs = "train.steps", "train.epochs"
     if steps in given and given.get(epochs, "null") != "null":
-        raise setting_error(epochs, given[epochs], f"{steps}={given[steps]} is given too; a run has one of them")
+        raise setting_error(epochs, given[epochs], f"{steps}={given[steps]} is also given; use only one of them")
     if steps in given or epochs in given:
         yields = epochs if steps in given else steps
         return {key: value for key, value in values.items() if key != yields or given.get(epochs) == "null"}
     if steps in values and values.get(epochs) is not None:
-        raise setting_error(epochs, values[epochs], f"{steps}={values[steps]} stands there too; a run has one of them")
+        raise setting_error(epochs, values[epochs], f"{steps}={values[steps]} is also set there; use only one of them")
     return dict(values)

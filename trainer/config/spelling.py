@@ -1,4 +1,4 @@
-"""Arguments that are none: what was meant, or what to do instead.
+"""Invalid arguments: suggests what was meant, or what to do instead.
 
 Knows what other trainers call the same thing.  A name that is merely similar to a key is not suggested.
 """
@@ -66,9 +66,9 @@ _CALLED_ELSEWHERE = {
 }
 _MEANS = {name: key for key, names in _CALLED_ELSEWHERE.items() for name in names.split()}
 
-_COUNTED = "it follows from train.global_batch_size, train.micro_batch_size and the number of ranks"
-_BY_LAUNCHER = "start it with torchrun or srun, which say how many there are"
-_FSDP_ONLY = "models are sharded and replicated alone (mesh.shard, mesh.replicate; mesh.context for long sequences)"
+_COUNTED = "it is computed from train.global_batch_size, train.micro_batch_size and the number of ranks"
+_BY_LAUNCHER = "start the run with torchrun or srun, which set this"
+_FSDP_ONLY = "only sharding and replication are supported (mesh.shard, mesh.replicate; mesh.context for long sequences)"
 _TRAINED_ON = "set data.train_on=assistant, or completion"
 _INSTEAD = {
     **dict.fromkeys(("gradient_accumulation_steps", "accumulate_grad_batches", "grad_accum_steps"), _COUNTED),
@@ -85,7 +85,7 @@ _INSTEAD = {
     "warmup": "set schedule.warmup_steps, or schedule.warmup_ratio",
     "load_in_4bit": "4-bit weights are not supported; lora.rank=16 lora.base_dtype=bfloat16 halves them",
     "load_in_8bit": "8-bit weights are not supported; lora.rank=16 lora.base_dtype=bfloat16 halves them",
-    "trust_remote_code": "leave it out: code that comes with a model is not run",
+    "trust_remote_code": "leave it out: custom model code is never run",
 }
 
 
@@ -94,7 +94,7 @@ def unknown_key(key: str, value: Any, legal: Collection[str], where: str = "") -
     rule = f"no such key{where}"
     plain = key.translate(_PLAIN)
     if plain != key and plain in legal:  # copied from a page that prints quotes
-        fix = f"type plain quotes, or none: {plain}={str(value).translate(_PLAIN)}"
+        fix = f"use plain quotes, or none: {plain}={str(value).translate(_PLAIN)}"
         return setting_error(key, value, rule, fix=fix)
     best, instead = _meant(key, legal)
     if instead:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+import textwrap
 from collections.abc import Sequence
 
 from trainer.config import RunConfig, declared_keys, description, recipe_files, type_name
@@ -12,20 +14,20 @@ from trainer.recipe import all_recipes
 USAGE = """\
 usage: python -m trainer.run recipe=NAME [section.key=value ...] [nproc=N]
 
-  recipe=NAME          one of the recipes below, a path ending in .yaml, or the folder of a run
-  section.key=value    overrides one value, written as in YAML; text is taken as it stands
-  nproc=N              starts N local worker processes; without it, one, or those of torchrun or srun
+  recipe=NAME          one of the recipes below, a path ending in .yaml, or a run folder
+  section.key=value    sets one value, written as in YAML; strings need no quotes
+  nproc=N              starts N local processes; default: one, or those started by torchrun or srun
   --print-config       checks the resolved configuration, prints it as YAML and exits
-  --dry-run            starts, short of the first step: builds the model, opens the data, plans; leaves nothing behind
-  --help [SECTION]     prints this, or the keys of one section, and exits; with recipe=NAME also the values there
+  --dry-run            starts up, but does not train: builds the model, opens the data, plans; leaves no files behind
+  --help [SECTION]     prints this, or one section, and exits; with recipe=NAME also shows the recipe's values
   --version            prints the version and exits
 
-exit codes: 0 finished, 2 a mistake in what was asked, 75 stopped on request (run it again), 1 anything else
+exit codes: 0 finished, 2 a mistake in the input, 75 stopped on request (run it again to resume), 1 anything else
 """
 
 _COMMANDS = """\
-other commands, each with --help: python -m trainer.prepare, .plan, .checkpoints, .evaluate,
-.generate, .export, .report
+other commands, as `python -m trainer.COMMAND` or `meshtrainer COMMAND`, each with --help:
+  prepare, plan, data, checkpoints, evaluate, generate, export, report
 """
 
 _MOST_USED = ("run", "data", "train", "optim", "schedule", "mesh", "fsdp", "eval", "checkpoint", "log")
@@ -50,7 +52,7 @@ def full_help(sections: Sequence[str] = (), config: RunConfig | None = None) -> 
     for name in sections:
         if name not in known:
             best = nearest(name, known)
-            meant = f"did you mean --help {best}?" if best else f"the sections: {', '.join(known)}"
+            meant = f"did you mean --help {best}?" if best else f"the sections are: {', '.join(known)}"
             raise UserError(f"--help {name}: no such section\n  {meant}")
     parts = [] if sections else [USAGE, recipe_list(), _COMMANDS]
     for name in sections or sorted(known, key=_order):
@@ -60,6 +62,21 @@ def full_help(sections: Sequence[str] = (), config: RunConfig | None = None) -> 
             recipes = all_recipes() if config is None else [config.recipe]
             parts += [_section(f"model (model.name={r.name})", r.config, r.config, config) for r in recipes]
     return "\n".join(parts)
+
+
+def fitted(text: str, columns: int) -> str:
+    """Return the text with lines of at most `columns` characters, where words allow it; 0: as it is.
+
+    What follows a wide gap, as a meaning does its option, goes on below its own beginning.
+    """
+    return "\n".join(_folded(line, columns) if 0 < columns < len(line) else line for line in text.split("\n"))
+
+
+def _folded(line: str, columns: int) -> str:
+    indent = len(line) - len(line.lstrip())
+    gap = re.match(r" *\S+(?: \S+)* {2,}", line)
+    below = gap.end() if gap and gap.end() <= columns // 2 else indent
+    return textwrap.fill(line, columns, subsequent_indent=" " * below, break_long_words=False, break_on_hyphens=False)
 
 
 def _order(section: str) -> int:

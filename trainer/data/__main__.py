@@ -1,17 +1,17 @@
-"""Command line: what a run would train on, without training.
+"""Inspect the data that a run would train on, without training.
 
     python -m trainer.data show [recipe=NAME] [section.key=value ...] [--step N] [--samples N] [--full]
     python -m trainer.data check [recipe=NAME] [section.key=value ...]
     python -m trainer.data plan [recipe=NAME] [section.key=value ...]
 
-  show    samples as the model sees them: text, where documents meet, what is trained on, source and epoch
-            --step N      those of this step (default 1)
-            --samples N   that many of them (default 2)
-            --full        all of their text, not only where each piece begins and ends
-  check   broken shards, documents that come twice, held-out text in the training data; exits with 1 if there is any
+  show    samples as the model sees them: text, document boundaries, targets, source and epoch
+            --step N      samples of this step (default 1)
+            --samples N   number of samples (default 2)
+            --full        print the whole text, not only the beginning and end of each piece
+  check   broken shards, duplicate documents, held-out text in the training data; exits with code 1 if it finds any
   plan    tokens, share and epochs of each source, by phase
 
-recipe=NAME is a recipe or the folder of a run; without it, that of llama_small, whatever its vocabulary.
+recipe=NAME is a recipe or a run folder.  The default is llama_small, with any vocabulary.
 """
 
 from __future__ import annotations
@@ -85,14 +85,14 @@ def _read(arguments: Sequence[str]) -> _Asked:
     if asked.command not in _COMMANDS:
         if not asked.command:
             example = "for example: python -m trainer.data show recipe=llama_small"
-            raise UserError(f"a command is missing: {', '.join(_COMMANDS)}\n  {example}")
+            raise UserError(f"missing command: {', '.join(_COMMANDS)}\n  {example}")
         raise choice_error("command", asked.command, _COMMANDS)
     return asked
 
 
 def _number(option: str, text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise setting_error(option, text or None, "must be a whole number, 1 at least", example=1)
+        raise setting_error(option, text or None, "must be a whole number of at least 1", example=1)
     return int(text)
 
 
@@ -130,7 +130,7 @@ def _table(config: RunConfig, found: Sequence[Portion]) -> list[str]:
     ]
     widths = [max(len(row[column]) for row in (heads, *rows)) for column in range(len(heads))]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in (heads, *rows)]
-    return [*lines, "epochs: how often a source has been read by the end of the phase", *_said_of(found)]
+    return [*lines, "epochs: passes over the source by the end of the phase", *_said_of(found)]
 
 
 def _said_of(found: Sequence[Portion]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Folders in which text that has been tokenized is kept."""
+"""Cache folders for tokenized text."""
 
 from __future__ import annotations
 

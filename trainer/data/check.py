@@ -1,4 +1,4 @@
-"""Checks data: shards that are broken, documents that come twice, held-out text that is also trained on.
+"""Checks data for broken shards, duplicate documents, and held-out text that is also trained on.
 
 Documents are compared by a hash of all their tokens.  Held-out text is looked for by stretches of 32 tokens: all of
 those that are held out, and of the training data one in every 16 tokens, so that none that is shared over 47 tokens in
@@ -51,7 +51,7 @@ def check_data(data: DataSection, vocab_size: int | None, tell: Tell) -> int:
     if broken or train is None:
         return len(broken)
     num_tokens = sum(shard.info.num_tokens for shard in shards.values())
-    tell(f"{_many(len(shards), 'shard')}, {num_tokens:,} tokens: none is broken")
+    tell(f"{_many(len(shards), 'shard')}, {num_tokens:,} tokens: none broken")
     twice = _tell_duplicates(list(shards.values()), tell)
     if held_out is None:
         tell("nothing is held out")
@@ -100,7 +100,7 @@ def _damage(shard: Shard) -> str | None:
         return str(error)
     found = f"{checksum:08x}{crc32(offsets.astype('<u8').data):08x}"
     if recorded and found != recorded:
-        return f"{shard.name} is not as it was written: checksum {found}, its metadata say {recorded}"
+        return f"{shard.name} has changed since it was written: checksum {found}, but its metadata says {recorded}"
     return None
 
 
@@ -203,7 +203,7 @@ def _tell_duplicates(shards: list[Shard], tell: Tell) -> int:
     for first, second in same[:_LISTED]:
         tell(f"twice: {second} is {first}")
     more = f", of which {_LISTED} are listed" if len(same) > _LISTED else ""
-    tell(f"{_many(len(all_hashes), 'document')}: {len(same):,} come again{more}")
+    tell(f"{_many(len(all_hashes), 'document')}: {len(same):,} duplicates{more}")
     return len(same)
 
 
@@ -285,7 +285,7 @@ def _tell_leaks(train: Source, held_out: Source, data: DataSection, tell: Tell) 
             if tokenizer is not None and tokenizer.name == train.tokenizer
             else " ".join(map(str, piece.tolist()))
         )
-        tell(f"leak: held-out sample {sample} has text of training sample {trained}: {text}")
+        tell(f"leak: held-out sample {sample} shares text with training sample {trained}: {text}")
     more = f", of which {_LISTED} are listed" if len(found) > _LISTED else ""
-    tell(f"{_many(len(held_out), 'held-out sample')}: {len(found):,} have text that is trained on{more}")
+    tell(f"{_many(len(held_out), 'held-out sample')}: {len(found):,} share text with the training data{more}")
     return len(found)

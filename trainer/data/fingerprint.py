@@ -69,8 +69,8 @@ class Fingerprint:
             mine, theirs = f"{self.num_samples} samples", f"{before.num_samples} samples"
         else:
             mine, theirs = self._size(), before._size()
-        now = "as many now with other content" if mine == theirs else f"{mine} now"
-        line = f"{name}: {theirs} in the checkpoint, {now}; its position in them is one in another order now"
+        now = "the same number now, with different content" if mine == theirs else f"{mine} now"
+        line = f"{name}: {theirs} in the checkpoint, {now}; the saved position no longer refers to the same samples"
         if not _NAME_OTHER_DATA.isdisjoint(allowed):
             return [], [f"{line}, as it was allowed"]
         return [f"{line} (allow it: checkpoint.allow_changes=[data])"], []

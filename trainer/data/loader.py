@@ -46,11 +46,11 @@ mesh.context)."""
 
 
 class TrainLoader:
-    """An iterator over this rank's micro-batches, without an end.
+    """An endless iterator over this rank's micro-batches.
 
-    Its state moves on when the last micro-batch of a step has been handed out, however far workers have read
-    ahead: saved between two steps, it is exact.  It loads on another number of ranks or workers, with another
-    micro-batch, and even with another global batch.  The global random generators stay as they are.
+    Its state advances when the last micro-batch of a step has been handed out, however far workers have read ahead:
+    saved between two steps, it is exact.  It can be loaded on another number of ranks or workers, and with another
+    micro-batch or global batch.  The global random generators are not used.
     """
 
     @classmethod
@@ -170,7 +170,7 @@ class TrainLoader:
         what is only told.
         """
         if "data" not in plain:
-            return [], ["does not say on which data it was trained: whether they have changed since cannot be told"]
+            return [], ["does not record its training data, so changes to it cannot be detected"]
         refused, told = self.fingerprint.changes(plain["data"], allowed)
         others = self._order.changes(plain, plain["samples"], self._global_batch_size, allowed)
         return [*refused, *others[0]], [*told, *others[1]]
@@ -339,10 +339,10 @@ def _check_rows(source: Source, config: RunConfig) -> None:
     if source.rows_per_sample == config.rows_per_sample:
         return
     if config.rows_per_sample > 1:
-        rule = f"needs pairs of answers of which one is preferred, and data.source={config.data.source} has none here"
-        fix = "data.source=chat and files with prompt, chosen and rejected"
+        rule = f"needs preference pairs, but data.source={config.data.source} has none"
+        fix = "use data.source=chat and files with prompt, chosen and rejected"
         raise setting_error("train.objective", objective, rule, fix=fix)
-    raise setting_error("train.objective", objective, "is not for pairs of which one is preferred", "dpo")
+    raise setting_error("train.objective", objective, "does not support preference pairs", "dpo")
 
 
 class EvalLoader:

@@ -58,7 +58,9 @@ class Manifest:
                 if not isinstance(name, str) or [type(count) for count in counts] != [int] * 3 or min(counts) < 0:
                     raise ValueError(f"a shard is {row!r}")
         except (ValueError, TypeError) as error:
-            raise ShardError(f"{path} is no manifest of token shards; documents are in .jsonl, one a line") from error
+            raise ShardError(
+                f"{path} is not a manifest of token shards; for documents use .jsonl, one per line"
+            ) from error
         return found
 
     def write(self, path: Path) -> None:

@@ -43,7 +43,10 @@ def _shares_by_size(sizes: Mapping[str, int]) -> dict[str, int]:
     shares = shares_of(sizes)
     for name, share in shares.items():
         if not share:
-            rule = f"by size, source {name} ({sizes[name]} of {sum(sizes.values())} samples) has no sample in {BLOCK}"
+            rule = (
+                f"by size, source {name} ({sizes[name]} of {sum(sizes.values())} samples) has fewer than one "
+                f"sample in {BLOCK}"
+            )
             example = dict(sizes) | {name: -(-sum(sizes.values()) // (BLOCK - 1))}
             raise setting_error("data.weights", None, rule, example=example)
     return shares
@@ -141,8 +144,8 @@ class Mixture:
         number = next(n for n in range(len(before) + 1) if before[n : n + 1] != now[n : n + 1])
         line = (
             f"data.phases: phase {number + 1} {_begun(before[number:], batch)} in the checkpoint, "
-            f"{_begun(now[number:], batch)} now; the run stands behind step {samples // batch}, and what it has "
-            f"trained on cannot become another{_kept(before[number:], self.phases[number:], batch)}"
+            f"{_begun(now[number:], batch)} now; the run is past step {samples // batch}, and samples already used "
+            f"cannot change{_kept(before[number:], self.phases[number:], batch)}"
         )
         if not _NAME_THE_SHARES.isdisjoint(allowed):
             return [], [f"{line}, but it was allowed"]

@@ -45,7 +45,7 @@ def open_source(data: DataSection, vocab_size: int | None, split: Split) -> Sour
         return _open_several(data, data.path, vocab_size, split)
     if data.source == "chat":
         if data.bad != "error":
-            rule = "is for text; a chat that cannot be read is to be mended, or taken out of the file"
+            rule = "only applies to text; correct an unreadable chat, or remove it from the file"
             raise setting_error("data.bad", data.bad, rule, "error")
         from trainer.data.chat.source import open_chats  # with the library that renders templates
 
@@ -58,7 +58,7 @@ def open_source(data: DataSection, vocab_size: int | None, split: Split) -> Sour
         check_size(stdlib, data, vocab_size, split, "data.source", "stdlib")
         return stdlib
     path, held_out = data.path or "", data.eval_path
-    assert not isinstance(held_out, Mapping), "several sources are opened one by one"
+    assert not isinstance(held_out, Mapping), "several sources must be opened one by one"
     if held_out is not None:
         _check_apart(path, held_out, data)
     if split == "eval" and held_out is not None:
@@ -101,13 +101,13 @@ def _open_several(
         if source is not None:
             found[name] = source
     if any(source.rows_per_sample > 1 for source in found.values()):
-        raise setting_error("data.path", data.path, "pairs of answers are one source, not several")
+        raise setting_error("data.path", data.path, "preference pairs must be a single source")
     kinds = {name: (source.tokenizer, source.vocab_size) for name, source in found.items()}
     for name, kind in kinds.items():
         other = next(iter(kinds))
         if kind != kinds[other]:
             shown = ", ".join(f"{n} by {kinds[n][0]} ({kinds[n][1]} ids)" for n in (other, name))
-            raise setting_error("data.path", data.path, f"sources must be made by one tokenizer: {shown}")
+            raise setting_error("data.path", data.path, f"sources must use the same tokenizer: {shown}")
     return MixedSource(found) if found else None
 
 
@@ -128,5 +128,5 @@ def _check_apart(path: str, held_out_path: str, data: DataSection) -> None:
 def refuse_pairs(source: Source) -> None:
     """Raise UserError for pairs of answers, each of which the ordinary loss would train on."""
     if source.rows_per_sample > 1:
-        rule = "a rejected answer would be trained on as the chosen one is"
-        raise setting_error("data.format", "preference", rule, fix="recipe=dpo, or train.objective=dpo")
+        rule = "rejected answers would be trained on like chosen ones"
+        raise setting_error("data.format", "preference", rule, fix="use recipe=dpo, or set train.objective=dpo")

@@ -1,4 +1,4 @@
-"""Packing: which documents share a row, so that rows are full and no document is cut."""
+"""Packing: chooses documents that share a row, so that rows are full and no document is cut."""
 
 from __future__ import annotations
 

@@ -78,8 +78,8 @@ def open_path(
 def _check_begin(source: TokenSource, data: DataSection, setting: str) -> None:
     """Raise UserError if data.bos says something of shards that were made in another way."""
     if data.bos is not None and source.tokenizer != tokenizer_of(data).name:
-        rule = f"{setting} has been tokenized already, and not so by data.tokenizer={data.tokenizer}"
-        raise setting_error("data.bos", data.bos, rule, fix="make shards again from the text, or leave data.bos out")
+        rule = f"{setting} is already tokenized, with a different setting, by data.tokenizer={data.tokenizer}"
+        raise setting_error("data.bos", data.bos, rule, fix="prepare the text again, or leave data.bos out")
 
 
 def check_size(
@@ -87,7 +87,7 @@ def check_size(
 ) -> None:
     """Raise UserError for a source that has not one sample, or ids that the model has no room for."""
     if source.num_targets < 1:
-        raise setting_error(key, setting, "holds no target: a sample needs two tokens of one document")
+        raise setting_error(key, setting, "has no targets: a sample needs two tokens of one document")
     if split == "train" and data.fills_rows and source.num_targets < data.seq_len:
         rule = f"one sample needs {data.seq_len + 1} tokens, {key}={setting} holds {source.num_targets + 1}"
         raise setting_error("data.seq_len", data.seq_len, rule, source.num_targets)
@@ -110,7 +110,7 @@ def check_made_alike(shards: Sequence[Shard]) -> None:
     for other in shards:
         if other.info.kind != shards[0].info.kind:
             raise ShardError(
-                f"shards that go together must be made alike: {shards[0].name} by tokenizer "
+                f"shards used together must be made in the same way: {shards[0].name} by tokenizer "
                 f"{shards[0].info.tokenizer} ({shards[0].info.vocab_size} ids, {shards[0].info.dtype}), "
                 f"{other.name} by {other.info.tokenizer} ({other.info.vocab_size} ids, {other.info.dtype})"
             )
@@ -120,7 +120,7 @@ def unusable(key: str, setting: str, error: ShardError) -> UserError:
     """Return what to raise for shards that cannot be used."""
     if find_folder(setting) is None:
         return setting_error(key, setting, str(error))
-    return setting_error(key, setting, str(error), fix="make shards from text with python -m trainer.prepare")
+    return setting_error(key, setting, str(error), fix="prepare shards from text with python -m trainer.prepare")
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -220,8 +220,8 @@ def _remote(setting: str, data: DataSection, key: str) -> Found:
                     raise
         text = find_text(setting, data.cache_dir)
         if not text.items:
-            rule = "names neither token shards (.bin files or a manifest.json) nor text"
-            raise setting_error(key, setting, rule, fix=f"name files that end in {NAMES}")
+            rule = "contains neither token shards (.bin files or a manifest.json) nor text"
+            raise setting_error(key, setting, rule, fix=f"give files that end in {NAMES}")
         with text.kept():
             built = _made_of_text(text.inputs(key), data, key, text.fetch)
         return dataclasses.replace(built, files=[item.url for item in text.items])

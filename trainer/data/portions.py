@@ -1,4 +1,4 @@
-"""The share of its data that a run reads: how much of each source, in which phase, and how often the same."""
+"""The share of its data that a run reads: by source and phase, and how often data is repeated."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def check_epochs(data: DataSection, found: Sequence[Portion]) -> None:
     most = max(found, key=lambda portion: portion.epochs, default=None)
     if most is not None and data.max_epochs is not None and most.epochs > data.max_epochs:
         name = f"source {most.source}" if most.source else "the data"
-        rule = f"{name} would be gone through {most.epochs:.4g} times in {most.last_step} steps"
+        rule = f"{name} would be read {most.epochs:.4g} times in {most.last_step} steps"
         raise setting_error("data.max_epochs", data.max_epochs, rule, float(f"{most.epochs * 1.0005:.4g}"))
 
 

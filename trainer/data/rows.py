@@ -87,7 +87,7 @@ def find_rows(shards: Sequence[Shard], seq_len: int, packs: bool, content: str, 
         return _mapped(place)
     except OSError as error:
         rule = f"the packing of the documents cannot be kept in {place.parent} ({error.strerror})"
-        raise setting_error("data.cache_dir", cache_dir, rule, fix="name a folder that you can write to") from error
+        raise setting_error("data.cache_dir", cache_dir, rule, fix="give a writable folder") from error
 
 
 _Block = tuple[NDArray[Any], NDArray[np.int64]]

@@ -107,7 +107,7 @@ class Shard:
             size, expected = offset + count, self.info.num_tokens * found.itemsize
             with contextlib.suppress(OSError):
                 size = self.path.stat().st_size
-            raise ShardError(f"{self.name} has been cut short: it has {size} bytes, its metadata say {expected}")
+            raise ShardError(f"{self.name} is truncated: it has {size} bytes, but its metadata says {expected}")
 
     def read_offsets(self, first: int = 0, count: int | None = None) -> NDArray[np.int64]:
         """Return where documents start, and where the last one ends: `count` of these from document `first` on.
@@ -122,7 +122,7 @@ class Shard:
             or (stop == num_offsets and offsets[-1] != num_tokens)
             or (not 0 <= offsets[0] <= offsets[-1] <= num_tokens or np.any(np.diff(offsets) < 0))
         ):
-            raise ShardError(f"{self._index_name} is damaged: its documents do not make up the tokens")
+            raise ShardError(f"{self._index_name} is damaged: its documents do not cover the tokens")
         return offsets
 
     def documents_between(self, first: int, last: int) -> NDArray[np.int64]:
@@ -148,7 +148,7 @@ class Shard:
         except OSError as error:
             raise ShardError(f"{self._index_name} cannot be read ({reason(error)})") from error
         if num_bytes < found.nbytes:
-            raise ShardError(f"{self._index_name} has been cut short")
+            raise ShardError(f"{self._index_name} is truncated")
         return found.astype(np.int64)
 
     def _fill(self, buffer: NDArray[Any], offset: int, is_index: bool) -> int:
@@ -260,7 +260,9 @@ def read_info(path: Path) -> ShardInfo:
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise ShardError(f"the metadata {path} cannot be read ({error.strerror}); ids alone are no shard") from error
+        raise ShardError(
+            f"the metadata {path} cannot be read ({error.strerror}); a shard needs its metadata, not only ids"
+        ) from error
     return parse_info(content, str(path))
 
 
@@ -269,7 +271,7 @@ def parse_info(content: bytes, path: str) -> ShardInfo:
     try:
         info = ShardInfo(**json.loads(content))
     except (ValueError, TypeError) as error:
-        raise ShardError(f"{path} is no metadata of a token shard") from error
+        raise ShardError(f"{path} is not the metadata of a token shard") from error
     for declared in dataclasses.fields(ShardInfo):
         value = getattr(info, declared.name)
         if type(value).__name__ != declared.type:
@@ -300,7 +302,7 @@ def _look_at(path: str, num_bytes: int) -> Version:
 
 def _checked(path: str, found: os.stat_result, num_bytes: int) -> Version:
     if found.st_size != num_bytes:
-        raise ShardError(f"{path} has {found.st_size} bytes, its metadata say {num_bytes}")
+        raise ShardError(f"{path} has {found.st_size} bytes, but its metadata says {num_bytes}")
     return path, found.st_ino, found.st_mtime_ns
 
 

@@ -49,13 +49,13 @@ class Source(ABC):
 
     seq_len: tokens of one sample.
     vocab_size: every token id is below it.
-    tokenizer: the name of the tokenizer that made the tokens; None for those that no text stands behind.
+    tokenizer: the name of the tokenizer that produced the tokens; None for tokens without text.
     bytes_per_token: bytes of raw text for each target, when every sample is read once; None without text.
-    attended: how many tokens a token attends to, twice the mean over all tokens; None for all of its row, seq_len.
-    checks_ids: whether `batch` sees to it that no id is beyond the vocabulary; else the loader does.
-    waits_for_storage: whether `batch` reads its samples and computes next to nothing, on whatever thread: then a thread
-        of the rank's own has them ready, and worker processes would only carry them about.
-    rows_per_sample: sequences of one sample; 2 of pairs of which one is preferred.
+    attended: how many tokens a token attends to, twice the mean over all tokens; None for its whole row, seq_len.
+    checks_ids: whether `batch` itself checks that ids are within the vocabulary; otherwise the loader does.
+    waits_for_storage: whether `batch` mostly reads and hardly computes, and may run on any thread: a thread of the rank
+        then prepares batches, because worker processes would only copy them.
+    rows_per_sample: sequences per sample; 2 for preference pairs.
     shards: the token shards that it reads, if it reads any.
     """
 
@@ -306,7 +306,8 @@ class TokenSource(Source):
         place = f"token {first} of {self.shards[number].name}"
         return (
             f"sample {index} holds the id {found[position]}, {place}: "
-            f"ids must be below {self.vocab_size}, the size of the vocabulary; the shard is damaged, make it again"
+            f"ids must be below {self.vocab_size}, the size of the vocabulary; the shard is damaged, so prepare it "
+            "again"
         )
 
     @cached_property

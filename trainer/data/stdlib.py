@@ -83,7 +83,7 @@ class StdlibCorpus:
     def shard(self, split: Split, tokenizer: Tokenizer, cache_dir: str | None) -> Shard:
         """Return the tokens of one split, a document a file: from the cache if it has them, else made and kept there.
 
-        Any number of processes may do this at once.  Raises UserError if there is no folder to write to.
+        Any number of processes may do this at once.  Raises UserError if there is not a folder to write to.
         """
         name = f"stdlib-{self._fingerprint(tokenizer)}-{split}.bin"
         folders = find_cache_folders(cache_dir)
@@ -100,8 +100,10 @@ class StdlibCorpus:
                 failure = error
             else:
                 return Shard(folder / name)
-        rule = f"tokenized text cannot be kept there ({failure})" if failure else "no folder to keep tokenized text in"
-        raise setting_error("data.cache_dir", cache_dir, rule, fix="name a folder that you can write to")
+        rule = (
+            f"tokenized text cannot be stored there ({failure})" if failure else "no folder to store tokenized text in"
+        )
+        raise setting_error("data.cache_dir", cache_dir, rule, fix="give a writable folder")
 
     def _find_names(self, split: Split) -> list[str]:
         return [file.name for file in self._files if _is_held_out(file.name) == (split == "eval")]

@@ -62,8 +62,8 @@ def _configured(files: Sequence[tuple[str, str]], path: Path, ids: Mapping[str, 
         end = ids.get(value) if isinstance(value, str) else value
         if type(end) is not int or end not in ids.values():
             shown = value if isinstance(value, str) else json.dumps(value)
-            rule = f"{path.with_name(name)} has {field}={shown}, which is no token of this tokenizer"
-            raise setting_error(key, path, rule, fix="give a tokenizer.json together with the files that belong to it")
+            rule = f"{path.with_name(name)} has {field}={shown}, which is not a token of this tokenizer"
+            raise setting_error(key, path, rule, fix="use a tokenizer.json together with its own files")
         return end
     return None
 
@@ -79,7 +79,7 @@ def _read(path: Path, name: str, key: str) -> dict[str, Any]:
     try:
         content = json.loads(path.with_name(name).read_bytes())
         if not isinstance(content, dict):
-            raise ValueError("it is no JSON object")
+            raise ValueError("it is not a JSON object")
         return content
     except FileNotFoundError:
         return {}

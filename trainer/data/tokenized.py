@@ -54,8 +54,8 @@ def make_shards(
             return _kept(job, base / _name(job), fetch)
         except OSError as error:
             failure = error
-    rule = f"tokenized text cannot be kept there ({failure})" if failure else "no folder to keep tokenized text in"
-    raise setting_error("data.cache_dir", data.cache_dir, rule, fix="name a folder that you can write to")
+    rule = f"tokenized text cannot be stored there ({failure})" if failure else "no folder to store tokenized text in"
+    raise setting_error("data.cache_dir", data.cache_dir, rule, fix="give a writable folder")
 
 
 def _job_of(inputs: Sequence[Input], data: DataSection, holdout: float, key: str) -> Job:

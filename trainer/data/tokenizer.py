@@ -108,7 +108,7 @@ class FileTokenizer:
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
         except Exception as error:  # `tokenizers` raises bare Exception for a file that it does not understand
-            rule = f"is no Hugging Face tokenizer.json ({error})"
+            rule = f"is not a Hugging Face tokenizer.json ({error})"
             raise setting_error(key, path, rule, "bytes") from error
         self._tokenizer.encode_special_tokens = True
         self._tokenizer.no_truncation()  # to the length of some model's input, which a file may have been saved with
@@ -121,7 +121,7 @@ class FileTokenizer:
             others = tuple(number for number in self.start_ids if number != begin)
             if bos and begin is None:
                 named = ", ".join(_BEGIN_OF_DOCUMENT)
-                raise no_begin(path, f"tokenizer_config.json beside it names none, nor is one of {named} in it")
+                raise no_begin(path, f"tokenizer_config.json does not name one, and it has none of {named}")
             self.start_ids = (begin, *others) if bos and begin is not None else others
         self.end_id = self._find_end(Path(path).expanduser(), ids, behind, key)
         self.end_ids = behind if self.end_id in behind else (*behind, self.end_id)
@@ -147,9 +147,7 @@ class FileTokenizer:
             end = next((ids[name] for name in END_OF_DOCUMENT if name in ids), None)
         if end is None:
             named = ", ".join(END_OF_DOCUMENT)
-            rule = (
-                f"has no token that ends a document: tokenizer_config.json beside it names none, nor is one of {named}"
-            )
+            rule = f"has no end-of-document token: tokenizer_config.json does not name one, and it has none of {named}"
             raise setting_error(key, path, f"{rule} in it", "bytes")
         return end
 
@@ -166,7 +164,7 @@ class FileTokenizer:
 
 def no_begin(tokenizer: object, why: str) -> UserError:
     """Return the error for documents that are to begin with a token which their tokenizer does not have."""
-    return setting_error("data.bos", True, f"{tokenizer} has no token that begins a text: {why}", None)
+    return setting_error("data.bos", True, f"{tokenizer} has no beginning-of-text token: {why}", None)
 
 
 def tokenizer_of(data: DataSection) -> Tokenizer:
@@ -186,7 +184,7 @@ def find_tokenizer(setting: str, key: str = "data.tokenizer", bos: bool | None =
     if not tokenizer_file(setting).is_file():
         gone = "; no such file is there" if setting.endswith(".json") or "/" in setting else ""
         rule = f"must be bytes, or the path of a Hugging Face tokenizer.json{gone}"
-        fix = "fetch the tokenizer.json of that model, and give its path"
+        fix = "download the tokenizer.json of that model, and give its path"
         meant = nearest(setting, ["bytes"])
         raise setting_error(key, setting, rule, meant=meant, fix="" if meant else fix)
     return FileTokenizer(str(tokenizer_file(setting)), key, bos)

@@ -1,4 +1,4 @@
-"""This rank's device: which GPU among those that it sees, and whether it is its alone."""
+"""This rank's device: selects its GPU, and checks that no other rank uses it."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def choose_gpu(wanted: str, env: Environment, num_gpus: int, variables: Mapping[
     not see the same one shows when they meet: `claim_gpu`.  Raises UserError if there is none, or not enough.
     """
     if wanted == "cuda" and not num_gpus:
-        raise setting_error("run.device", wanted, "there is no GPU that torch can use", "cpu")
+        raise setting_error("run.device", wanted, "torch finds no usable GPU", "cpu")
     if wanted == "cpu" or not num_gpus:
         return None
     if env.local_rank < env.local_world_size <= num_gpus:

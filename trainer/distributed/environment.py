@@ -1,4 +1,4 @@
-"""Rank and world size of this process, read from whatever launched it.
+"""Rank and world size of this process, read from its launcher.
 
 Knows the variables of torchrun and Slurm and nothing else; imports no torch, so that a mistake in the
 configuration can be reported within a moment and before anything is spawned.
@@ -106,7 +106,7 @@ def find_environment(env: MutableMapping[str, str] = os.environ) -> Environment:
         )
     for name, other in (("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")):
         if name in env:
-            rule = f"a launcher sets it together with {other}, which is not set"
+            rule = f"a launcher also sets {other}, which is not set"
             raise setting_error(name, env[name], rule, fix=f"start with torchrun, srun or nproc=N, or unset {name}")
     return Environment(job=_job(env), num_restarts=_restarts(env))
 
@@ -115,9 +115,9 @@ def check_rendezvous(here: Environment, env: Mapping[str, str] = os.environ) -> 
     """Raise UserError if the first rank cannot be found, as where torchrun's variables were set by hand."""
     if here.launcher != "torchrun" or here.world_size == 1:
         return
-    fix = "start with torchrun, which sets it, or name the machine of rank 0 and a free port of it"
+    fix = "start with torchrun, which sets it, or set it to the host of rank 0 and a free port there"
     if not env.get("MASTER_ADDR"):
-        raise setting_error("MASTER_ADDR", env.get("MASTER_ADDR"), "ranks have no address to meet at", fix=fix)
+        raise setting_error("MASTER_ADDR", env.get("MASTER_ADDR"), "ranks have no rendezvous address", fix=fix)
     if not env.get("MASTER_PORT", "").isdecimal() or not 0 < int(env["MASTER_PORT"]) < 65536:
         raise setting_error("MASTER_PORT", env.get("MASTER_PORT"), "must be a port, from 1 to 65535", fix=fix)
 
@@ -235,8 +235,8 @@ def raise_file_limit() -> str:
     if file_limit() >= _USUAL_FILES:
         return ""
     return (
-        f"`ulimit -n` allows {file_limit()} open files, and no more can be had; {_USUAL_FILES} are usual: have the "
-        "limit raised, or training may end with `Too many open files`"
+        f"`ulimit -n` allows {file_limit()} open files, which is the maximum; {_USUAL_FILES} are usual: raise the "
+        "limit, or training may fail with `Too many open files`"
     )
 
 
@@ -295,7 +295,7 @@ def _tasks_on_this_node(env: MutableMapping[str, str]) -> int:
         per_node += [int(found[1])] * int(found[2] or 1)
     node = _read(env, "SLURM_NODEID", 0)
     if node >= len(per_node):
-        raise setting_error("SLURM_NODEID", node, f"SLURM_STEP_TASKS_PER_NODE={counts} tells of {len(per_node)} nodes")
+        raise setting_error("SLURM_NODEID", node, f"SLURM_STEP_TASKS_PER_NODE={counts} lists {len(per_node)} nodes")
     return per_node[node]
 
 

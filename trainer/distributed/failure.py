@@ -57,7 +57,7 @@ class FailureWatch(threading.Thread):
                 say(f"error: rank {self._rank}: lost rank 0: {lost}; this rank ends")
                 failure, patience_s = f"lost rank 0: {lost}", 0.0
             except RuntimeError:
-                failure = "lost rank 0, and the store that it kept"
+                failure = "lost rank 0, which hosted the store"
             if failure:
                 for listener in self._listeners:
                     listener.peer_failed()
@@ -72,7 +72,7 @@ class FailureWatch(threading.Thread):
             return self._messages.get(FAILURE)
         if self._parent is None or os.getppid() == self._parent:
             return ""
-        orphaned = f"rank {self._rank}: the process that started it has died"  # nothing would start or end us
+        orphaned = f"rank {self._rank}: its parent process has died"  # nothing would start or end us
         say(f"error: {orphaned}; this rank ends")
         return self._messages.compare_set(FAILURE, "", orphaned)
 

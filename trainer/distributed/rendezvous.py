@@ -67,7 +67,7 @@ def begin_together(store: Store, rank: int, size: int, timeout_s: float, problem
         elif is_last:
             store.compare_set("meeting/word", "", _GO)
         elif time.monotonic() > deadline:
-            raise TrainingFailed(f"rank {rank}: not all of {size} ranks have come within run.timeout_s={timeout_s:g}")
+            raise TrainingFailed(f"rank {rank}: not all of {size} ranks joined within run.timeout_s={timeout_s:g}")
         else:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 0.05)
@@ -90,5 +90,5 @@ def _let_all_read(store: Store, rank: int, size: int) -> None:
 
 def _leave_before_the_start(say_so: bool) -> NoReturn:
     if say_so:
-        say("stopped before all ranks have met")
+        say("stopped before all ranks had joined")
     os._exit(EXIT_STOPPED)

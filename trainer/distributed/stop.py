@@ -103,10 +103,10 @@ class StopRequest:
             self.on_ask()
 
 
-STOPPING = "Stopping: finishing this step and saving. Ctrl-C again quits at once, without saving."
+STOPPING = "Stopping: finishing this step and saving. Press Ctrl-C again to quit immediately without saving."
 
 
-GIVING_UP = "Stopping: the evaluation is given up. Ctrl-C again quits at once."
+GIVING_UP = "Stopping: the evaluation is abandoned. Press Ctrl-C again to quit immediately."
 
 
 def answer_at_once(text: str = STOPPING) -> None:

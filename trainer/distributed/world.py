@@ -1,4 +1,4 @@
-"""The processes of a run: the process group, this rank's device, the mesh, and what ranks say to each other.
+"""The processes of a run: the process group, this rank's device, the mesh, and messages between ranks.
 
 Small messages travel on a gloo group of their own (`control`), so that none of them waits for the device, and
 what the model sends stays apart.  Knows no model and no data.

@@ -49,7 +49,7 @@ def check_context(world: World, model: nn.Module, loader: object, config: RunCon
     for rank, (one, other) in enumerate(world.gather((expected, found))):
         if not abs(one - other) <= tolerance * abs(one):
             rule = (
-                f"recipe {config.recipe.name!r} mixes or counts tokens elsewhere than in trainer.sequence: the loss of "
+                f"recipe {config.recipe.name!r} mixes or counts tokens outside trainer.sequence: the loss of "
                 f"rank {rank}'s part of {slices.seq_len} tokens is {one:.8g} in the whole and {other:.8g} in slices"
             )
             raise setting_error("mesh.context", slices.count, rule, 1)

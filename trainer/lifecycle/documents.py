@@ -39,7 +39,7 @@ def check_documents(world: World, model: nn.Module, loader: object, config: RunC
         return
     is_told = "documents" in inspect.signature(model.forward).parameters
     if not is_told or _mixes(model, loader.source.vocab_size, world.device):
-        rule = f"model.name={config.model.name} lets documents that share a row see each other"
+        rule = f"model.name={config.model.name} lets documents in one row attend to each other"
         raise setting_error("data.documents", "masked", rule, "apart")
 
 

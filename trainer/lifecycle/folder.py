@@ -1,4 +1,4 @@
-"""The folder of a run: whose it is, its configuration, how it stands, and what it did before.
+"""The run folder: its owner, configuration, status and history.
 
 Written by rank 0 alone.  Nothing here is written before the run is known to be without mistake.
 """
@@ -237,8 +237,8 @@ class Owner:
                 job = f", Slurm job {owner['job']}" if owner and owner.get("job") else ""
                 since = f" since {owner['since']}" if owner and owner.get("since") else ""
                 raise UserError(
-                    f"{self.setting}={self.folder}: another run owns it: {who}{job}{since}\n"
-                    f"  wait for it, stop it, or give this one a {self.setting} of its own"
+                    f"{self.setting}={self.folder}: another run owns it: {who}{job}{since}\n  wait for it, stop "
+                    f"it, or choose another {self.setting}"
                 )
             time.sleep(0.5)
         # Of several that wait for the same death one moves the file; the others find it gone.

@@ -98,8 +98,8 @@ class History:
         missing = name_of(past.saved)
         if found.manifest.step < past.saved and missing not in found.damaged and not self._is_aside(missing):
             warn(
-                f"{past.witness} speaks of a checkpoint of step {past.saved}, but the newest in {self.place} is of "
-                f"step {found.manifest.step}: the run goes on from there"
+                f"{past.witness} mentions a checkpoint of step {past.saved}, but the newest in {self.place} is "
+                f"from step {found.manifest.step}: resuming from there"
             )
 
     def _is_aside(self, name: str) -> bool:
@@ -125,12 +125,12 @@ class History:
     def _nothing_found(self, past: Past) -> str:
         lines = [
             f"checkpoint.resume=auto: there is no checkpoint in {self.place}, but this run had one",
-            f"{past.witness} in {self._folder.path} speaks of one of step {past.saved}",
+            f"{past.witness} in {self._folder.path} mentions one of step {past.saved}",
             *self._seen_elsewhere(),
-            "if they lie elsewhere, or on a disk that is not mounted: mount it, or checkpoint.dir=WHERE",
-            "to go on from a certain one: checkpoint.resume=PATH",
-            "to begin anew: checkpoint.resume=none, which moves what is here into a folder previous_NNN",
-            "to leave this run as it is: run.name=NAME",
+            "if the checkpoints are elsewhere, or on a disk that is not mounted: mount it, or set checkpoint.dir=WHERE",
+            "to resume from a specific one: checkpoint.resume=PATH",
+            "to start over: checkpoint.resume=none, which moves the files here to a folder previous_NNN",
+            "to train a new run instead: run.name=NAME",
         ]
         return "\n  ".join(lines)
 
@@ -138,7 +138,7 @@ class History:
         run = self._folder.path
         before = stored_value(self._folder.before or "", "checkpoint.dir")
         if before and not is_same_place(str(before), self.place):
-            yield f"the attempt before kept them in checkpoint.dir={before}"
+            yield f"the previous attempt stored them in checkpoint.dir={before}"
         for folder in (run / "checkpoints", run, *sorted(run.glob("previous_*"))):
             steps = [] if is_same_place(str(folder), self.place) else list_steps(find_place(folder))
             if steps:

@@ -61,7 +61,7 @@ def spawn(nproc: int, command: Sequence[str], config: RunConfig) -> int:
         if status == before:
             return EXIT_STOPPED  # before the first step
         if status.get("exit_code") is None:
-            _note_end(config, before, "the run was asked to stop, and its ranks have gone without a word")
+            _note_end(config, before, "the run was asked to stop, and its ranks exited without reporting")
             return EXIT_FAILED
         return int(status["exit_code"])
     return EXIT_FINISHED

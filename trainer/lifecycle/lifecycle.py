@@ -124,7 +124,7 @@ class Lifecycle:
     def check_may_begin(self) -> None:
         """Raise UserError, on all ranks alike, if this run has ended: another Trainer continues it."""
         if (self.phase, "begin") not in TRANSITIONS:
-            raise UserError(f"this Trainer's run has {self.phase}: make another Trainer, which continues from there")
+            raise UserError(f"this Trainer's run has {self.phase}: create a new Trainer, which continues from there")
 
     def begin(self, facts: Mapping[str, str], record: Mapping[str, Any], notes: Sequence[str]) -> None:
         """Write config.yaml, open the metrics and write the start record; from here on the run counts as running.
@@ -159,8 +159,10 @@ class Lifecycle:
             reasons = self._world.gather(self.stop.reason(self._stopping_s()))
             reason = next((reason for reason in reasons if reason), "asked to stop")
             step = self._progress.step
-            there = "the last good checkpoint: steps were being skipped" if self._accounts.in_streak else "there"
-            self._metrics.say(f"stopped ({reason}) at step {step}; the same command continues from {there}", "yellow")
+            there = "the last good checkpoint (steps were being skipped)" if self._accounts.in_streak else "there"
+            self._metrics.say(
+                f"stopped ({reason}) at step {step}; run the same command to resume from {there}", "yellow"
+            )
             self._end("stopped", EXIT_STOPPED, reason)
             return EXIT_STOPPED
         reason = self._accounts.horizon.reason(self._progress.step)

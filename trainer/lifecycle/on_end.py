@@ -1,4 +1,4 @@
-"""The command that `run.on_end` names: told how the run has ended, by rank 0, once."""
+"""The command in `run.on_end`: rank 0 runs it once, and tells it how the run ended."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def tell_of_the_end(command: str, facts: Mapping[str, object]) -> str:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        return f"run.on_end was ended: it took more than {LIMIT_S:.0f} s"
+        return f"run.on_end was stopped: it took more than {LIMIT_S:.0f} s"
     return f"run.on_end failed with exit code {code}" if code else ""
 
 

@@ -135,8 +135,8 @@ class Resume:
         is_restart: bool = self._world.broadcast(self._world.agreed(is_of_the_same_start))
         if is_restart:
             self._metrics.say(
-                f"checkpoint.resume={resume}: {self._config.run.dir} has already continued from there, and continues "
-                "again; to start from there once more, give another run.dir"
+                f"checkpoint.resume={resume}: {self._config.run.dir} has already continued from there, and "
+                "continues again; to start from that checkpoint again, use another run.dir"
             )
         return is_restart
 

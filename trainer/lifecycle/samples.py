@@ -1,4 +1,4 @@
-"""Samples: what the model makes of the user's own prompts, at each evaluation."""
+"""Samples: continues the user's prompts at each evaluation."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def check_same_run(channel: Channel, config: RunConfig, owner: type, exempt: Ite
     ranks with different meshes would wait for each other.  One gather of a number where all is well.
     """
     if config.train.objective != getattr(owner, "objective", "tokens"):
-        rule = f"is trained by {config.trainer_class(owner).__name__}, and this is {owner.__name__}"  # type: ignore[type-var]
+        rule = f"must be trained by {config.trainer_class(owner).__name__}, but this is {owner.__name__}"  # type: ignore[type-var]
         raise setting_error(
             "train.objective", config.train.objective, rule, fix="use that class, or python -m trainer.run"
         )
@@ -80,7 +80,7 @@ def check_same_run(channel: Channel, config: RunConfig, owner: type, exempt: Ite
         for name in names
         if len(set(values := [facts.get(name, "none") for facts in of_ranks])) > 1
     ]
-    raise UserError(_message("the ranks were not started alike", lines))
+    raise UserError(_message("the ranks were started differently", lines))
 
 
 def check_shape(world: World, config: RunConfig) -> MeshShape:
@@ -241,7 +241,7 @@ def check_start(
 
 def _message(headline: str, lines: Sequence[str]) -> str:
     more = [f"and {len(lines) - _MAX_LINES} more"] if len(lines) > _MAX_LINES else []
-    way_out = "to have something left out, override Trainer.exempt_from_selfcheck; all of it: run.selfcheck=false"
+    way_out = "to exclude something, override Trainer.exempt_from_selfcheck; to skip the check: run.selfcheck=false"
     shown = [*([headline] if headline else []), *lines[:_MAX_LINES], *more, way_out]
     return "self-check: " + "\n  ".join(shown)
 

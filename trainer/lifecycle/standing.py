@@ -71,7 +71,10 @@ def reason_of(why: str, standings: Sequence[Standing]) -> str:
     if not first.answers:
         return f"watchdog: {who} did not answer ({why})"
     device = f", the device in {first.device}" if first.device else ""
-    return f"watchdog: {who} stood still in {first.phase} of step {first.step} for {first.phase_s:g} s{device} ({why})"
+    return (
+        f"watchdog: {who} made no progress in {first.phase} of step {first.step} for {first.phase_s:g} s{device} "
+        f"({why})"
+    )
 
 
 def table(why: str, standings: Sequence[Standing]) -> str:

@@ -1,4 +1,4 @@
-"""TrainState: the list of everything that is resumed.
+"""TrainState: everything that a resume restores.
 
 What is not in this list is not resumed.  A subclass of Trainer adds its own state with one line,
 `self.state.add("name", thing)`, where the thing has `state_dict` and `load_state_dict`; what it has and forgot to add
@@ -91,7 +91,7 @@ class TrainState:
         otherwise.  With `per_rank` each rank keeps its own, restored only on the same number of ranks.
         """
         if name in {*self.parts, *self.rank_parts}:
-            raise ValueError(f"TrainState has a part named {name!r} already")
+            raise ValueError(f"TrainState already has a part named {name!r}")
         self._known.append(part)
         where = self.rank_parts if per_rank else self.parts
         where[name] = part if per_rank and _is_stateful(part) else _as_part(part)
@@ -147,8 +147,8 @@ class TrainState:
                 for name, thing in forgotten.items()
             ]
             raise UserError(
-                "this state would be lost with the first restart; add each in the constructor, or say with "
-                "self.state.leave_out(...) that it need not be resumed:\n" + "\n".join(lines)
+                "this state would be lost at the first restart; register each in the constructor, or exclude it "
+                "with self.state.leave_out(...):\n" + "\n".join(lines)
             )
 
     def _is_constant(self, thing: object) -> bool:
@@ -202,7 +202,7 @@ def _as_part(part: Any) -> Stateful:
     for kind, (read, write) in _GENERATORS.items():
         if isinstance(part, kind):
             return _Generator(part, read, write)
-    raise TypeError(f"{type(part).__name__} has no state_dict and load_state_dict, and is no random generator")
+    raise TypeError(f"{type(part).__name__} has no state_dict and load_state_dict, and is not a random generator")
 
 
 _GENERATORS: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
@@ -346,7 +346,7 @@ class OptimizerState:
             if plain.get("parameters", {}).get(name, _kind_of(parameter)) != _kind_of(parameter)
         ]
         if others:
-            lines.append(f"optimizer: holds moments of parameters of another shape or dtype: {', '.join(others)}")
+            lines.append(f"optimizer: holds moments of parameters with another shape or dtype: {', '.join(others)}")
         return lines
 
     def may_differ(self, key: str) -> bool:

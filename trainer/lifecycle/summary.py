@@ -137,7 +137,7 @@ def closing(
     held_out = "" if evaluated is None else f", {evaluated.loss:.4f} on held-out data"
     return [
         f"finished {trained.step} steps in {readable_duration(seconds)}: loss {trained.loss:.4f}{held_out}",
-        *([f"  sooner than train.steps={config.train.steps}: {horizon.reason(trained.step)}"] if is_early else []),
+        *([f"  earlier than train.steps={config.train.steps}: {horizon.reason(trained.step)}"] if is_early else []),
         *([] if best is None else [f"  best: step {best[1]}, {best[0]:.4f}: {folder}/best"]),
         f"  in {folder}: metrics.jsonl, console.log, checkpoints",
         f"  next: python -m trainer.report {folder}",
@@ -162,5 +162,5 @@ def show_result(config: RunConfig, world: World, model: nn.Module, metrics: Metr
     compiles = compiles_blocks(config.train.compile, world.device.type)
     with evaluating(model):
         tokens = write_sample(model, world, prompt, *sizes, compiles)
-    metrics.say("\na sample that the model wrote:\n", "bold")
+    metrics.say("\nsample text from the model:\n", "bold")
     metrics.say(tokenizer.decode(tokens))

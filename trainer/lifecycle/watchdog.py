@@ -1,4 +1,4 @@
-"""Watchdog: names the rank that holds the others up.  Every rank notes its phase; a thread watches the clock.
+"""Watchdog: names the rank that the others wait for.  Every rank notes its phase; a thread watches the clock.
 
 When a step, a save or an evaluation makes no progress for too long, all ranks say through the store (never by a
 collective: some are waiting in one) which phase they are in and where in the code.  Rank 0 prints one table, names

@@ -175,7 +175,7 @@ class Accounts:
         """Return the micro-batches of `step`.  Raises TrainingFailed if the loader has ended."""
         taken = list(islice(batches, number))
         if len(taken) < number:
-            raise TrainingFailed(f"step {step}: the loader of build_loader ended; it must not end")
+            raise TrainingFailed(f"step {step}: the loader from build_loader ended; it must be endless")
         self._data_s = time.perf_counter() - self._started
         self._phases.enter("forward")
         return taken

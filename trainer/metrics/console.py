@@ -130,7 +130,7 @@ def _extremes(record: Record) -> list[tuple[int, str]]:
 
 def _shares(record: Record) -> str:
     """Return what the time of a step went into, as the profile has found."""
-    update = f"{record.update_s:.3g} s a step under the profiler"
+    update = f"{record.update_s:.3g} s per step under the profiler"
     if record.host is None:
         return f"{update}; {record.trace}"
     shares = ", ".join(f"{kind.replace('_', ' ')} {100 * record[kind]:.1f} %" for kind in KINDS)

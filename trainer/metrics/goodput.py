@@ -1,4 +1,4 @@
-"""Goodput: the share of a run's wall time that went into steps that count, over all its attempts, and the rest of it.
+"""Goodput: the share of a run's wall time spent in steps that count, over all attempts, and where the rest went.
 
 Knows records and nothing else: what is said here follows from `metrics.jsonl`, whether an attempt wrote its end or was
 killed.  A killed attempt is known up to its last line: steps past it are neither seen nor counted as lost, and their

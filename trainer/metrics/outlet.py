@@ -1,4 +1,4 @@
-"""Output that can neither stop a run nor hold it up: standard output, and the file that keeps its text.
+"""Output that can neither stop nor delay a run: standard output, and the file that records it.
 
 Its reader may go (`| head`, a terminal that is closed) or stop reading (a viewer, a suspended `tee`): the first is an
 error at the next line, the second a write that never returns.  Training waits for neither.
@@ -87,7 +87,7 @@ class Outlet(io.TextIOBase):
         except (OSError, ValueError) as error:  # ValueError: this process has closed it
             self._has_gone = True
             discard_stream(self._stream)
-            say(f"warning: standard output is gone ({error}); the run goes on without it")
+            say(f"warning: standard output was closed ({error}); the run continues without it")
 
 
 class KeptText(io.TextIOBase):

@@ -51,10 +51,10 @@ class Profile:
             return ""
         asked = f"log.profile_steps=[{self._first},{self._last}]"
         if step >= self._last:
-            return f"{asked}: no profile, the run is past these steps"
+            return f"{asked}: no profile, because the run is already past these steps"
         if self._first > self._config.train.steps:
-            return f"{asked}: no profile, the run ends before, with step {self._config.train.steps}"
-        return f"{asked}: a trace alone; memory is recorded on CUDA" if self._device.type != "cuda" else ""
+            return f"{asked}: no profile, because the run ends before, at step {self._config.train.steps}"
+        return f"{asked}: trace only; memory snapshots need CUDA" if self._device.type != "cuda" else ""
 
     def __enter__(self) -> Profile:
         return self
@@ -82,7 +82,7 @@ class Profile:
         from torch.autograd import profiler
 
         if profiler._is_profiler_enabled:
-            warn("log.profile_steps: another profiler is at work, and there can be one only: no profile")
+            warn("log.profile_steps: no profile, because another profiler is already running")
             self._takes_part = False
             return
         with self._phases.during("profile"):
@@ -182,7 +182,7 @@ class _Recording:
         timeline.updates = whole
         shares: dict[str, Any] = dict.fromkeys(KINDS)
         if self._on_cuda and not timeline.kernels:
-            warn("log.profile_steps: the profiler has seen no kernel (CUPTI), so that nothing is known of their shares")
+            warn("log.profile_steps: the profiler saw no kernels (CUPTI), so their shares are unknown")
         else:
             shares = timeline.shares()
         files = {"trace": trace.name, "memory": memory.name if self._on_cuda else None}

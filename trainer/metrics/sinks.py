@@ -85,7 +85,7 @@ class JsonLines:
                 self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
         except OSError as error:
             if not had_failed:
-                warn(f"{self._path} cannot be written, lines are kept until it can: {error}")
+                warn(f"{self._path} cannot be written; lines are kept in memory until it can: {error}")
 
     def close(self) -> None:
         if self._unwritten:
@@ -142,7 +142,7 @@ class TensorBoard:
                 self._writer.flush()  # type: ignore[no-untyped-call]
             except OSError as error:
                 self._failed = True
-                warn(f"TensorBoard's events cannot be written and are left out from here: {error}")
+                warn(f"TensorBoard events cannot be written; continuing without them: {error}")
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
@@ -211,7 +211,7 @@ class WandB:
             run.finish()
         except Exception as error:  # whatever goes wrong there, training goes on
             if not self._is_given_up:
-                self._warn(f"Weights & Biases failed and is left out from here: {type(error).__name__}: {error}")
+                self._warn(f"Weights & Biases failed; continuing without it: {type(error).__name__}: {error}")
 
     def _start(self) -> Any:
         import wandb

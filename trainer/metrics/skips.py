@@ -41,10 +41,9 @@ class SkipCounter:
         if self.in_a_row and not self._may_end_skipped:
             last = "the last step was" if self.in_a_row == 1 else f"the last {self.in_a_row} steps were"
             raise TrainingFailed(
-                f"step {step}: the run has come to train.steps, but {last} skipped, since loss or gradient was not "
-                "finite: the weights may be bad.  The checkpoint of this step is gone on from only "
-                "where checkpoint.resume names it, or there is no other.  With a higher train.steps the same command "
-                "trains past it"
+                f"step {step}: the run has reached train.steps, but {last} skipped because the loss or gradient was "
+                "not finite, so the weights may be bad.  The checkpoint of this step is used only if checkpoint.resume "
+                "names it, or if there is no other.  To train past this step, raise train.steps"
             )
 
     def state_dict(self) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Random numbers for a part of a tensor, as if the whole of it had been drawn.
+"""Random numbers for a part of a tensor, identical to drawing the whole tensor.
 
 A recipe fills whole tensors, of which a rank keeps some rows.  Of a large one only those are drawn, with the words that
 they would have had, by skipping the others: the values are those of a whole drawing, to the bit.  For the same reason

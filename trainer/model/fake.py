@@ -1,4 +1,4 @@
-"""Tensors without values: shapes and dtypes alone, on which a model runs in milliseconds and in no memory.
+"""Fake tensors: only shapes and dtypes, on which a model runs in milliseconds without memory.
 
 Source: FakeTensorMode, https://docs.pytorch.org/docs/stable/torch.compiler_fake_tensor.html
 """

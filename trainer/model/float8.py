@@ -49,14 +49,14 @@ def apply_float8(blocks: Sequence[nn.Module], setting: str, device_type: str, em
                     parent.register_module(name, _float8_layer(child, setting, emulates))
                     num_replaced += 1
     if not num_replaced:
-        rule = f"no block has a linear layer whose sizes are multiples of {_MULTIPLE}"
+        rule = f"no block has a linear layer with sizes that are multiples of {_MULTIPLE}"
         raise setting_error("train.float8", setting, rule, "none")
     return num_replaced
 
 
 def _check_device(setting: str, device_type: str) -> None:
     if device_type != "cuda":
-        rule = f"needs a GPU with products in float8 (compute capability 8.9 or more); this run is on {device_type}"
+        rule = f"needs a GPU with float8 support (compute capability 8.9 or more); this run is on {device_type}"
         raise setting_error("train.float8", setting, rule, "none")
     capability, needed = torch.cuda.get_device_capability(), (9, 0) if setting == "rowwise" else (8, 9)
     if capability < needed:

@@ -1,4 +1,4 @@
-"""LoRA: beside a linear layer, which is frozen, two small matrices whose product is added to its own.
+"""LoRA: adds the product of two small trained matrices to the output of a frozen linear layer.
 
 Modules and parameters are called as peft calls them, so that what is trained here means the same there:
 `<layer>.base_layer.weight` is the layer's own weight, `<layer>.lora_A.default.weight` (rank, in) and
@@ -186,7 +186,7 @@ def find_layers(
         inside = {id(module) for block in blocks for module in block.modules()}
         able = [name for name in able if not blocks or id(model.get_submodule(name)) in inside]
         if not able:
-            raise setting_error("lora.targets", targets, "the model has no linear layer that could have an adapter")
+            raise setting_error("lora.targets", targets, "the model has no linear layer that can have an adapter")
         return able
     wanted = [targets] if isinstance(targets, str) else list(targets)
     called = {name: [name, *filter(None, [alias(name)])] for name in able}
@@ -216,10 +216,10 @@ def _no_layer(
     others = [name for name in names if any(_is_called(each, target) for each in (name, alias(name) or ""))]
     every = [each for names in called.values() for each in names]
     last_parts = [*dict.fromkeys(each.rpartition(".")[2] for each in every)]
-    rule = f"{others[0]} is no layer that could have an adapter" if others else f"no layer is called {target!r}"
+    rule = f"{others[0]} is not a layer that can have an adapter" if others else f"no layer is named {target!r}"
     best = nearest(target, last_parts, _ALIKE) or nearest(target, [name for name in every if "." in name])
     meant = [best if item == target else item for item in wanted] if best and best not in wanted else None
-    rule += f"; those that could have an adapter: {', '.join(last_parts)}"
+    rule += f"; those that can have an adapter: {', '.join(last_parts)}"
     return setting_error("lora.targets", list(wanted), rule, meant=meant)
 
 

@@ -1,4 +1,4 @@
-"""Names of a model's parameters in Hugging Face's world, as its recipe tells them (`Recipe.hf`)."""
+"""Hugging Face's names of a model's parameters, from its recipe (`Recipe.hf`)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Names:
         for ours, theirs in self._pairs:
             if ours.count("*") + isinstance(theirs, Stacked) != theirs.count("*"):
                 raise UserError(
-                    f"recipe {recipe.name!r}: hf.names: {ours!r} and {theirs!r} differ in their number of *"
+                    f"recipe {recipe.name!r}: hf.names: {ours!r} and {theirs!r} have a different number of *"
                 )
 
     def theirs(self, name: str) -> str | None:

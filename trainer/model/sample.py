@@ -1,4 +1,4 @@
-"""Text that a model writes, a token at a time: no serving engine.  Knows no file and no command."""
+"""Generates text, one token at a time; not a serving engine.  Independent of files and commands."""
 
 from __future__ import annotations
 

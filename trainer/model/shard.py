@@ -125,7 +125,7 @@ def _check_blocks(blocks: Sequence[nn.Module], units: Sequence[ShardUnit], confi
     train = config.train
     for key, value in (("activation_checkpoint", train.activation_checkpoint), ("compile", train.compile)):
         if value not in ("none", AUTO, False) and not blocks:
-            rule = f"recipe {config.recipe.name!r} lists no repeated block to apply it to"
+            rule = f"recipe {config.recipe.name!r} lists no repeated blocks to apply it to"
             raise setting_error(f"train.{key}", value, rule, None)
     if train.activation_checkpoint == "selective" or budget_of(train.activation_checkpoint) is not None:
         _check_no_unit_inside(blocks, units, train.activation_checkpoint)
@@ -198,7 +198,9 @@ def kept_by_budget(
             return choose_kept(model, blocks, shape, dtype, share)
     except Exception as error:  # the model's own
         text = str(error).splitlines()[0] if str(error) else ""
-        rule = f"on tensors without values, which show what a block keeps, it fails with {type(error).__name__}: {text}"
+        rule = (
+            f"traced on meta tensors, which shows the memory of a block, it fails with {type(error).__name__}: {text}"
+        )
         raise setting_error("train.activation_checkpoint", setting, rule, "selective") from error
 
 

@@ -1,4 +1,4 @@
-"""Units: what FSDP gathers together, as a recipe lists it, by size, or by a function of your own."""
+"""FSDP units: as a recipe lists them, by size, or by your own function."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def _check_units(model: nn.Module, units: list[ShardUnit], source: str) -> None:
     for unit in units:
         for name in unit.names:
             if not name:
-                raise UserError(f"{source}: the whole model is no unit; the root is sharded in any case")
+                raise UserError(f"{source}: the whole model cannot be a unit; the root is always sharded")
             if name in owner:
                 raise UserError(f"{source}: {name!r} is in two units")
             owner[name] = unit
@@ -171,7 +171,7 @@ def _check_units(model: nn.Module, units: list[ShardUnit], source: str) -> None:
             together = tuple(name.rpartition(".")[0] for name in group)
             raise UserError(
                 f"{source}: {' and '.join(map(repr, group))} are one parameter but would be in different units "
-                f"({where}), where FSDP parts them\n  to fix: list one unit of both modules, {together}"
+                f"({where}), so FSDP would separate them\n  to fix: list one unit of both modules, {together}"
             )
 
 

@@ -1,4 +1,4 @@
-"""AdamW: torch's, and one over weights or moments that are kept in bfloat16.
+"""AdamW: torch's, and one for weights or moments in bfloat16.
 
 The latter computes in float32, one parameter (or a piece of one) at a time, so that nothing is ever there twice, and
 rounds what it stores: stochastically, or to the nearest.  The random bits depend on the seed, the parameter's name, the
@@ -132,7 +132,7 @@ def _place(parameter: torch.Tensor, name: str, seed: int) -> tuple[int, int]:
     """Return the seed of a parameter's bits, and how many of its elements lie before the shard here: int32, wrapped."""
     rows = own_rows(parameter)
     if rows is None:
-        rule = f"{name} is not split along its first dimension, and has no rows here to take random bits for"
+        rule = f"{name} is not split along its first dimension, and has no rows here to draw random bits for"
         raise setting_error("optim.rounding", "stochastic", rule, "nearest")
     columns = math.prod(parameter.shape[1:])
     return seed_of(seed, name) % 2**32 - 2**31, (rows[0] * columns + 2**31) % 2**32 - 2**31

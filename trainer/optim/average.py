@@ -98,7 +98,9 @@ class WeightAverage:
         names = {f"weights.{name}" for name in self._averages}
         if names == set(stored):
             return []
-        where = "only in the checkpoint" if not names else "not in the checkpoint" if not stored else "of other weights"
+        where = (
+            "only in the checkpoint" if not names else "not in the checkpoint" if not stored else "of different weights"
+        )
         return [f"train.ema: the average is {where} (allow it: checkpoint.allow_changes=[state.{EMA}])"]
 
     def prepare(self, stored: Mapping[str, Any]) -> None:

@@ -123,7 +123,7 @@ def build_optimizer(model: nn.Module, config: OptimSection, seed: int = 0) -> Op
         others = {id(p) for p in matrices}
         decayed = [p for p in decayed if id(p) not in others]
         if not matrices:
-            raise setting_error("optim.name", "muon", "the model has no hidden matrix for it", "adamw")
+            raise setting_error("optim.name", "muon", "the model has no hidden matrices for it", "adamw")
         muon = torch.optim.Muon(
             matrices,
             lr=config.lr,

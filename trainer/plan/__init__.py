@@ -1,1 +1,1 @@
-"""Memory, communication and time of a run, known before it starts."""
+"""Predicts the memory, communication and time of a run before it starts."""

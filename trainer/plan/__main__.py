@@ -1,22 +1,22 @@
-"""Command line: memory, communication and time of a run on any number of ranks, without a GPU and without weights.
+"""Predict the memory, communication and time of a run on any number of ranks, without GPUs or weights.
 
     python -m trainer.plan recipe=llama3_70b mesh.replicate=8 mesh.shard=64 device=h100
     python -m trainer.plan recipe=llama3_8b ranks=64 fsdp.reshard_after_forward=auto train.micro_batch_size=auto
 
-  ranks=N            number of ranks; not needed where mesh.replicate x mesh.shard says it (default: one node)
-  device=NAME        a100, h100, h100-pcie, h200, b200, l40s, mi300x, rtx4090, cpu; default: the GPU here, or h100;
-                     or one like these: "{like: h100, power_w: 500, memory_gib: 96, memory_tb_s: 2.4}", with link_gb_s,
-                     bf16_tflops and fp8_tflops, too
-  memory_gib=X       memory of a device, if it is not the data sheet's
+  ranks=N            number of ranks (default: mesh.replicate x mesh.shard if both are set, else one node)
+  device=NAME        a100, h100, h100-pcie, h200, b200, l40s, mi300x, rtx4090, cpu (default: the GPU here, or h100);
+                     or a similar one: "{like: h100, power_w: 500, memory_gib: 96, memory_tb_s: 2.4}", also with
+                     link_gb_s, bf16_tflops and fp8_tflops
+  memory_gib=X       device memory, if it differs from the data sheet
   ranks_per_node=N   default 8 (cpu: 1)
-  network_gbps=X     what one rank has to other nodes, in Gbit/s (default 400)
-  --json             plain values on stdout
-  --picture FILE     memory over one step, as .png or .svg
-  --calibrate        measure this machine first; later plans for such devices use it; under torchrun or srun it
-                     measures the links between the ranks, too
+  network_gbps=X     network bandwidth per rank to other nodes, in Gbit/s (default 400)
+  --json             print the plan as JSON
+  --picture FILE     draw memory over one step, as .png or .svg
+  --calibrate        measure this machine first, and use the result for this device from now on; under torchrun or
+                     srun, also measure the links between ranks
 
-Every key of trainer.run may be overridden.  Exit code 2 for a mistake in what was asked; 3 if it does not fit, or
-nothing that `auto` could choose does: the plan, of what needs least, is printed all the same.
+All keys of trainer.run can be overridden.  Exit codes: 2 for a mistake in the input; 3 if the run does not fit, or none
+of the choices of `auto` does.  The plan that needs least memory is still printed.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def _picture(text: str) -> Path:
     if path.suffix not in (".png", ".svg"):
         raise setting_error("--picture", text, "must be a file that ends in .png or .svg", f"{path.stem or 'plan'}.png")
     if not path.absolute().parent.is_dir():
-        raise setting_error("--picture", text, f"there is no folder {path.absolute().parent}", path.name)
+        raise setting_error("--picture", text, f"there is not a folder {path.absolute().parent}", path.name)
     return path
 
 

@@ -1,4 +1,4 @@
-"""A device that a person describes: like one of the data sheets, but for what differs.
+"""A device described by the user: a data sheet with some values replaced.
 
 device={like: h100, power_w: 500, memory_gib: 96, memory_tb_s: 2.4}
 """
@@ -37,7 +37,7 @@ def read_description(text: str) -> Described:
     """Return the device that a mapping describes.  Raises UserError for what is none."""
     given = parse_value("device", text)
     if not isinstance(given, Mapping) or not isinstance(given.get("like"), str):
-        rule = "must be a device's name, or a mapping that says which one it is like"
+        rule = "must be the name of a device, or a mapping that says which one it is like"
         raise setting_error("device", text, rule, example="{like: h100, power_w: 500, memory_gib: 96}")
     sheet = find_device(given["like"])
     if sheet is None:

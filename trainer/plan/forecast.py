@@ -1,4 +1,4 @@
-"""The plan inside a run: what is `auto` is settled, and the prophecy is compared with what came true."""
+"""The plan inside a run: resolves `auto` settings, and compares the prediction with the measurement."""
 
 from __future__ import annotations
 
@@ -140,9 +140,7 @@ class Forecast:
         peak, planned = found["peak_memory_gib"], found["planned_peak_gib"]
         least = _HOST_MISS_GIB if self._world.device.type == "cpu" else _DEVICE_MISS_GIB
         if planned and peak and self._num_steps > 1 and abs(peak - planned) > max(_MISS * planned, least):
-            words.append(
-                f"the peak of memory was {peak:.2f} GiB, planned {planned:.2f} GiB ({_percent(peak, planned)})"
-            )
+            words.append(f"peak memory was {peak:.2f} GiB, planned {planned:.2f} GiB ({_percent(peak, planned)})")
         step_s, planned = found["step_s"], found["planned_step_s"]
         if planned and step_s and abs(step_s - planned) > _MISS * planned:
             words.append(
@@ -174,7 +172,7 @@ class Forecast:
         rank = f"rank {self._world.rank}: " if self._world.size > 1 else ""
         lines = [f"out of memory: {rank}{_first_line(error)}", f"(the traceback is {kept})"]
         if self.plan is None:
-            return "\n".join([*lines, f"there is no plan to compare with: {self.why_not}"])
+            return "\n".join([*lines, f"no plan to compare with: {self.why_not}"])
         if self._world.device.type == "cuda":
             allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
             lines.append(
@@ -185,7 +183,7 @@ class Forecast:
         lines.append(memory_text(self.plan))
         if self.plan.fits:
             memory_gib = self.plan.machine.memory_gib
-            lines.append(f"of {memory_gib:.2f} GiB there was less than that: others use them, or a limit is set")
+            lines.append(f"less than {memory_gib:.2f} GiB was available: other processes use memory, or a limit is set")
         return "\n".join([*lines, *self._remedies(self.plan)])
 
     def _remedies(self, plan: Plan) -> list[str]:
@@ -195,7 +193,7 @@ class Forecast:
             found = remedies(replace(plan, machine=plan.machine.with_budget(budget)))
         except (MemoryError, RuntimeError):  # there is not even that much
             found = []
-        return found or ["no single change of settings would do; see python -m trainer.plan"]
+        return found or ["no single change of settings would be enough; see python -m trainer.plan"]
 
 
 def _percent(found: float, planned: float) -> str:

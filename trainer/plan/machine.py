@@ -109,7 +109,7 @@ def _with_memory(machine: Machine, memory_gib: float | None, key: str) -> Machin
     if memory_gib is None:
         return machine
     if memory_gib <= machine.reserved_gib:
-        rule = f"must be above {machine.reserved_gib:g}, what driver and libraries take"
+        rule = f"must be above {machine.reserved_gib:g}, which the driver and libraries take"
         raise setting_error(key, memory_gib, rule, f"{machine.memory_gib:.4g}")
     return replace(machine, memory_gib=memory_gib)
 
@@ -205,7 +205,7 @@ def read_calibration(name: str) -> dict[str, Any] | None:
         } | values
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(
-            f"{path}: is no calibration ({error!r}); measure again with --calibrate, or delete it"
+            f"{path}: is not a calibration ({error!r}); measure again with --calibrate, or delete it"
         ) from error
 
 

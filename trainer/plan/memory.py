@@ -1,4 +1,4 @@
-"""Memory per rank: the peak, the moment of the peak, and the kinds of memory."""
+"""Memory per rank: the peak, when it occurs, and the kinds of memory."""
 
 from __future__ import annotations
 

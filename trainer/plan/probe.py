@@ -84,7 +84,7 @@ class Probe:
             raise
         except Exception as error:  # the model's own, on tensors that have no values
             text = str(error).splitlines()[0] if str(error) else ""
-            rule = f"cannot be planned: on tensors without values it fails with {type(error).__name__}: {text}"
+            rule = f"cannot be planned: tracing it on meta tensors fails with {type(error).__name__}: {text}"
             raise setting_error("model.name", self.config.model.name, rule) from error
 
     def _run(self, micro_batch_size: int, checkpointing: int | str, shortens: bool) -> Trace:

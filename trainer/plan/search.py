@@ -222,7 +222,9 @@ class _Search:
             f"{asked}: nothing fits {self.machine.memory_gib:.4g} GiB; the least, {_describe(smallest)}, needs "
             f"{smallest.needed_gib:.4g} GiB"
         ]
-        lines += [f"  {line}" for line in remedies(smallest)] or ["  no single change of other settings would do"]
+        lines += [f"  {line}" for line in remedies(smallest)] or [
+            "  no single change of other settings would be enough"
+        ]
         return "\n".join(lines)
 
 
@@ -243,7 +245,7 @@ def remedies(plan: Plan, limit: int = 2) -> list[str]:
                     mesh.num_ranks,
                     rounds,
                     cost,
-                    f"{change}: {other.needed_gib:.2f} GiB, {other.time.total_s:.3g} s a step",
+                    f"{change}: {other.needed_gib:.2f} GiB, {other.time.total_s:.3g} s per step",
                 )
             )
     return [f"would fit: {text}" for *_, text in sorted(found)[:limit]]

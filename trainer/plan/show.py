@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from trainer.checkpoint.interval import sentences
+from trainer.metrics.console import readable_bytes, readable_duration
 from trainer.plan.machine import GIB
 from trainer.plan.memory import Moment, memory_of
 from trainer.plan.plan import Plan
@@ -64,11 +65,11 @@ def _left_out(plan: Plan) -> list[str]:
     config = plan.config
     lines = []
     if config.optim.name == "muon":
-        lines.append("not counted: what Muon sends, and multiplies, to orthogonalise whole matrices")
+        lines.append("not counted: Muon's communication and matrix products to orthogonalize whole matrices")
     if config.fsdp.cpu_offload:
-        lines.append("not counted: time of copies to and from host memory, and of the optimizer there")
+        lines.append("not counted: time for copies to and from host memory, and for the optimizer there")
     if config.train.compile is True and plan.machine.device_type == "cpu":
-        lines.append("not counted: what torch.compile saves on a CPU")
+        lines.append("not counted: savings by torch.compile on a CPU")
     return lines
 
 
@@ -96,13 +97,13 @@ def _heading(plan: Plan) -> list[str]:
         f"{config.run.name}: {config.model.name}, {_count(plan.num_parameters)} parameters in {plan.trace.root} units",
         f"{ranks} ranks of {machine.name} ({machine.memory_gib:.0f} GiB each, {machine.rates.ranks_per_node} to a "
         f"node; {machine.source})",
-        f"{settings}; {plan.num_micro_batches} micro-batches a step, {_count(plan.tokens)} tokens",
+        f"{settings}; {plan.num_micro_batches} micro-batches per step, {_count(plan.tokens)} tokens",
     ]
 
 
 def _choice_table(choice: Choice) -> tuple[str, Table]:
     table = _table("", "resharding", "checkpointing", "micro-batch", "context")
-    for name in ("GiB", "s a step"):
+    for name in ("GiB", "s per step"):
         table.add_column(name, justify="right")
     for number, plan in enumerate((choice.plan, *choice.runners_up)):
         values = [short(value) for value in chosen_settings(plan.config).values()]
@@ -112,7 +113,7 @@ def _choice_table(choice: Choice) -> tuple[str, Table]:
 
 
 def _peak_text(plan: Plan) -> str:
-    return f"memory of a rank at the peak, in the {plan.memory.peak.place}: {plan.needed_gib:.2f} GiB"
+    return f"peak memory per rank, in the {plan.memory.peak.place}: {plan.needed_gib:.2f} GiB"
 
 
 def _memory_table(plan: Plan) -> tuple[str, Table]:
@@ -127,15 +128,14 @@ def _memory_table(plan: Plan) -> tuple[str, Table]:
 
 def _communication_table(plan: Plan) -> tuple[str, Table]:
     table = _table("collective", "axis")
-    for name in ("ranks", "count", "GiB", "s"):
+    for name in ("ranks", "count", "size", "s"):
         table.add_column(name, justify="right")
     for row in communication_rows(plan):
-        gib = row["bytes"] / GIB
-        amount = f"{gib:.2f}" if gib >= 0.005 else f"{row['bytes']} bytes"
+        amount = readable_bytes(row["bytes"])
         table.add_row(
             row["operation"], row["axis"], str(row["num_ranks"]), str(row["count"]), amount, f"{row['seconds']:.3f}"
         )
-    return "communication of a rank in one step", table
+    return "communication per rank in one step", table
 
 
 def _time_table(plan: Plan) -> tuple[str, Table]:
@@ -151,15 +151,15 @@ def _time_table(plan: Plan) -> tuple[str, Table]:
         "copies into and out of buffers": f"{time.copy_s:.3f} s",
         "optimizer": f"{time.optimizer_s:.3f} s",
         "host": f"{time.host_s:.3f} s",
-        "tokens/s": f"{tokens_per_s:,.0f} ({tokens_per_s / plan.mesh.num_ranks:,.0f} a rank)",
-        "model FLOPs a step": f"{plan.flops:.3g}",
+        "tokens/s": f"{tokens_per_s:,.0f} ({tokens_per_s / plan.mesh.num_ranks:,.0f} per rank)",
+        "model FLOPs per step": f"{plan.flops:.3g}",
         "MFU": "unknown" if plan.mfu is None else f"{100 * plan.mfu:.1f} %",
-        "whole run": "its data decide"
+        "whole run": "depends on the data"
         if train.epochs is not None
-        else f"{train.steps} steps, {plan.run_s / 3600:,.1f} h, "
-        f"{plan.run_s * plan.mesh.num_ranks / 3600:,.0f} device hours",
-        "a checkpoint": f"{plan.checkpoint_bytes / GIB:,.1f} GiB, "
-        f"{plan.checkpoint_bytes / plan.mesh.num_ranks / GIB:.2f} a rank",
+        else f"{train.steps} steps, {readable_duration(plan.run_s)}, "
+        f"{plan.run_s * plan.mesh.num_ranks / 3600:,.1f} device hours",
+        "checkpoint": f"{readable_bytes(plan.checkpoint_bytes)}, "
+        f"{readable_bytes(plan.checkpoint_bytes / plan.mesh.num_ranks)} per rank",
     }
     for name, value in rows.items():
         table.add_row(name, value)
@@ -174,7 +174,7 @@ def _saving_table(plan: Plan) -> tuple[str, Table]:
 
 
 def _table(*columns: str) -> Table:
-    table = Table(header_style="dim", box=SIMPLE_HEAD)
+    table = Table(header_style="dim", box=SIMPLE_HEAD, show_header=any(columns), show_edge=False)
     for name in columns:
         table.add_column(name)
     return table

@@ -1,12 +1,11 @@
-"""Command line: a page and a picture of what a run has done.
+"""Write a one-page report of a run, or compare several runs.
 
-    python -m trainer.report <run.dir> [--out report.html]   one run; the page and report.png are written into run.dir
-    python -m trainer.report <run.dir> <run.dir> ...         several, compared in one page: comparison.html here
-    python -m trainer.report <run.dir> --watch               writes it again while the run goes on
-    python -m trainer.report <run.dir> --serve [PORT]        serves it, for a browser elsewhere
+    python -m trainer.report <run folder> [--out report.html]     one run: the page and report.png, in the run folder
+    python -m trainer.report <run folder> <run folder> ...        several runs: ./comparison.html
+    python -m trainer.report <run folder> --watch                 keep updating the page during training
+    python -m trainer.report <run folder> --serve [PORT]          serve the page to a browser on another machine
 
-The page of a run that goes on reloads itself.
-Works on runs in progress too, and on runs that were killed.  Exit code 2 for a mistake in what was asked.
+The page of a running run reloads itself.  Reports also work for runs that were killed.
 """
 
 from __future__ import annotations
@@ -28,12 +27,17 @@ from trainer.report.story import read_run
 
 def command_line(argv: Sequence[str] | None = None) -> int:
     """Run what the command line asks for.  Returns the exit code."""
-    parser = CommandParser(prog="python -m trainer.report", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("run_dirs", nargs="+", metavar="run_dir", help="a run.dir; several are compared")
-    parser.add_argument("--out", help="the page; the picture goes beside it (default: run.dir/report.html)")
-    parser.add_argument("--watch", action="store_true", help="write it again while a run goes on")
+    parser = CommandParser(prog="python -m trainer.report", description=__doc__)
+    parser.add_argument("run_dirs", nargs="+", metavar="run_dir", help="a run folder; several are compared")
+    parser.add_argument("--out", help="path of the page; the picture is saved beside it (default: run.dir/report.html)")
+    parser.add_argument("--watch", action="store_true", help="keep updating the page while a run trains")
     parser.add_argument(
-        "--serve", nargs="?", type=int, const=PORT, metavar="PORT", help=f"serve it on this machine (default: {PORT})"
+        "--serve",
+        nargs="?",
+        type=int,
+        const=PORT,
+        metavar="PORT",
+        help=f"serve the page from this machine on a port (default: {PORT})",
     )
     chosen = parser.parse_args(argv)
     return run_command(lambda: _answer(chosen))
@@ -67,7 +71,7 @@ def write_report(folders: Sequence[Path], out: Path | None = None) -> tuple[Path
         _write(picture, draw_png(runs, title, facts_of(one) if one else ""))
     except OSError as error:
         rule = f"cannot be written ({error.strerror})"
-        raise setting_error("--out", page, rule, fix="name a path that you can write to") from error
+        raise setting_error("--out", page, rule, fix="give a writable path") from error
     return page, picture
 
 

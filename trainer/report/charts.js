@@ -146,7 +146,7 @@
     figure.querySelector(".legend").replaceChildren(...legend(lines));
     figure.chart = null;
     if (!range) {
-      make("text", { x: W / 2, y: H / 2, "text-anchor": "middle", class: "tick" }, svg, "nothing on record yet");
+      make("text", { x: W / 2, y: H / 2, "text-anchor": "middle", class: "tick" }, svg, "no data yet");
       return;
     }
     const scale = range.isLog ? Math.log : (y) => y;

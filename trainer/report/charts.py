@@ -143,9 +143,9 @@ PANELS: dict[str, Callable[[Any, Sequence[Run]], None]] = {
     "loss": _draw_loss,
     "gradient norm, before clipping": _draw_grad_norm,
     "learning rate": _draw_lr,
-    "target tokens a second": _draw_tokens_per_s,
-    "seconds a step": _draw_step_s,
-    "peak memory of a rank, GiB": _draw_memory,
+    "target tokens per second": _draw_tokens_per_s,
+    "seconds per step": _draw_step_s,
+    "peak memory per rank, GiB": _draw_memory,
 }
 """What is drawn, by title."""
 
@@ -245,7 +245,7 @@ def _panel(axes: Any, title: str, runs: Sequence[Run]) -> None:
             _mark_attempts(axes, runs[0])
     else:
         style = {"transform": axes.transAxes, "ha": "center", "va": "center", "color": COLOURS["muted"]}
-        axes.text(0.5, 0.5, "no step on record yet", **style)
+        axes.text(0.5, 0.5, "no steps recorded yet", **style)
         axes.set_xticks([])
         axes.set_yticks([])
     scale = axes.get_yscale()

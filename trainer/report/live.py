@@ -79,8 +79,8 @@ class Server(http.server.ThreadingHTTPServer):
         try:
             super().__init__((ADDRESS, port), _Handler)
         except (OSError, OverflowError) as error:
-            rule = f"cannot be listened on ({getattr(error, 'strerror', None) or error})"
-            raise setting_error("--serve", port, rule, fix="name another, or 0 for any that is free") from error
+            rule = f"cannot be used ({getattr(error, 'strerror', None) or error})"
+            raise setting_error("--serve", port, rule, fix="choose another, or 0 for any free port") from error
 
     @property
     def url(self) -> str:
@@ -123,9 +123,9 @@ def serve(folders: Sequence[Path], port: int, tell: Callable[[str], object]) -> 
     for folder in folders:
         read_run(folder)
     with Server(folders, port) as server:
-        tell(f"{server.url} (Ctrl-C ends it)")
+        tell(f"{server.url} (press Ctrl-C to stop)")
         port = server.server_port
-        tell(f"from elsewhere: ssh -L {port}:{ADDRESS}:{port} THIS_MACHINE, then the same address")
+        tell(f"from another machine: ssh -L {port}:{ADDRESS}:{port} THIS_MACHINE, then open the same address")
         try:
             server.serve_forever()
         except KeyboardInterrupt:

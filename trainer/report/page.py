@@ -1,4 +1,4 @@
-"""The page of a report: one HTML file that needs nothing beside it.
+"""The page of a report: one self-contained HTML file.
 
 Whatever comes from a run (its name, reason, configuration) passes through `html.escape`.
 """
@@ -114,14 +114,14 @@ def _tiles(run: Run) -> str:
     tiles = [
         ("steps", f"{run.reached:,}", ", ".join(text for text in (of, skipped) if text)),
         ("tokens", readable_count(tokens or 0), ""),
-        ("training loss", _number(loss), "last on record"),
+        ("training loss", _number(loss), "last recorded value"),
         ("evaluation loss", _number(eval_loss), "" if bits is None else f"{bits:.4f} bits per byte"),
-        ("tokens a second", readable_count(speed) if speed else NONE, f"median{with_mfu}"),
-        ("peak memory", NONE if memory is None else f"{memory:.2f} GiB", "of a rank"),
+        ("tokens per second", readable_count(speed) if speed else NONE, f"median{with_mfu}"),
+        ("peak memory", NONE if memory is None else f"{memory:.2f} GiB", "per rank"),
         ("wall time", readable_duration(goodput.wall_s) if goodput.wall_s else NONE, ""),
         ("goodput", _percent(goodput.share), "of wall time"),
         ("restarts", str(goodput.restarts), ""),
-        ("steps lost", f"{goodput.lost_steps:,}", "and done again" if goodput.lost_steps else ""),
+        ("steps lost", f"{goodput.lost_steps:,}", "and repeated" if goodput.lost_steps else ""),
     ]
     items = (f"<div><dt>{dt}</dt><dd>{dd}<small>{escape(small)}</small></dd></div>" for dt, dd, small in tiles)
     return f'<dl class="tiles">{"".join(items)}</dl>'
@@ -151,10 +151,10 @@ _CONTROLS = """\
 <section class="controls" hidden>
 <label>over <select name="axis"><option value="step">steps</option><option value="tokens">tokens</option>
 <option value="hours">wall time</option></select></label>
-<label>scale <select name="log"><option value="auto">as fits</option><option value="linear">linear</option>
+<label>scale <select name="log"><option value="auto">auto</option><option value="linear">linear</option>
 <option value="log">logarithmic</option></select></label>
 <label>smoothing <input type="range" name="smoothing" min="0" max="0.98" step="0.02"></label>
-<label><input type="checkbox" name="live">refresh while it goes on</label></section>
+<label><input type="checkbox" name="live">refresh during training</label></section>
 <noscript><p class="card">The charts need JavaScript. The picture beside this page has them too.</p></noscript>
 """
 
@@ -231,7 +231,7 @@ def _key(run: Run) -> str:
         marks.append('<i style="height: 14px; border-left: 2px dashed var(--muted)"></i>restart')
     if run.goodput.lost_steps:
         style = "width: 14px; height: 14px; background: var(--red); opacity: .25"
-        marks.append(f'<i style="{style}"></i>steps lost in a crash and done again')
+        marks.append(f'<i style="{style}"></i>steps lost in a crash and repeated')
     if run.train["step"].size > 2 * NUM_POINTS:
         marks.append("line: mean of a point's steps; band: least to most")
     return f'<div class="key">{"".join(f"<span>{mark}</span>" for mark in marks)}</div>' if marks else ""

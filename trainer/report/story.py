@@ -148,13 +148,13 @@ def read_run(folder: Path) -> Run:
     """Return what the folder tells.  Raises UserError if it holds no record of a run."""
     path = folder / "metrics.jsonl"
     if not path.is_file():
-        raise _no_run(folder, "holds no metrics.jsonl, so no run")
+        raise _no_run(folder, "has no metrics.jsonl, so it is not a run")
     read = _Reading()
     for _, record in read_records(path):
         read.add(record)
     if not read.num_records:
-        fix = "see its console.log, or wait until it has begun"
-        raise setting_error("run.dir", folder, "its metrics.jsonl holds no record", fix=fix)
+        fix = "see its console.log, or wait until it has started"
+        raise setting_error("run.dir", folder, "its metrics.jsonl has no records", fix=fix)
     attempts, ledger = read.attempts, read.ledger
     _close_attempt(attempts, ledger, None)
     state, reason = _state(folder, attempts)
@@ -207,7 +207,7 @@ def _state(folder: Path, attempts: Sequence[Attempt]) -> tuple[str, str]:
     except (OSError, ValueError, KeyError, TypeError):
         return (attempts[-1].ended if attempts else "") or "unknown", ""
     if state == "running" and not is_owned(folder):
-        return "killed", "status.json says running, but its process has gone"
+        return "killed", "status.json says running, but its process is gone"
     return state, reason
 
 
@@ -276,7 +276,7 @@ def _columns(values: Mapping[str, array[float]]) -> dict[str, Column]:
 
 def _no_run(folder: Path, rule: str) -> UserError:
     best = _nearest_run(folder)
-    fix = "" if best else "name the folder of a run, such as runs/llama_small"
+    fix = "" if best else "give a run folder, such as runs/llama_small"
     return setting_error("run.dir", folder, rule, best, fix=fix)
 
 

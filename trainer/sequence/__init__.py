@@ -1,4 +1,4 @@
-"""The place where tokens meet: attention, and the positions that they stand at.
+"""Operations across tokens: attention and positions.
 
 A model that calls nothing else to mix or to count tokens keeps the documents of a batch to themselves, however they are
 packed into its rows: `attend` lets a token see what comes before it in its own document, `positions` counts from 0 in

@@ -1,4 +1,4 @@
-"""Attention from a slice of a sequence to all of it, most of which is on other ranks.
+"""Attention from a slice to its whole sequence, most of which is on other ranks.
 
 Shape suffixes: B batch, T tokens of a whole sequence, t of a slice, S of a piece, N query heads, K key and value heads,
 H head size, C slices.
@@ -32,7 +32,7 @@ def attend_slices(
         raise UserError(
             f"attention of {q_BNtH.shape[2]} tokens, where a slice of data.seq_len={slices.seq_len} has "
             f"{slices.num_tokens} on each of mesh.context={slices.count} ranks\n"
-            "  for a whole sequence beside the training: with trainer.sequence.whole():"
+            "  for a whole sequence outside training: with trainer.sequence.whole():"
         )
     attend = _attend_by_heads if slices.method == "heads" else _attend_gathered
     return attend(slices, q_BNtH, k_BKtH, v_BKtH, documents, dropout)
@@ -97,7 +97,7 @@ def _attend_by_heads(
     """Exchange slices for heads: a rank attends from whole sequences with some of the heads, then sends them back."""
     num_ranks, num_heads, num_kv_heads = slices.count, q_BNtH.shape[1], k_BKtH.shape[1]
     if num_heads % num_ranks:
-        rule = f"needs a number of query heads that mesh.context={num_ranks} divides, and there are {num_heads}"
+        rule = f"needs mesh.context={num_ranks} to divide the number of query heads, {num_heads}"
         raise setting_error("mesh.context_method", "heads", rule, "gather")
     repeats = math.lcm(num_kv_heads, num_ranks) // num_kv_heads
     if repeats > 1:

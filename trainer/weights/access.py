@@ -27,12 +27,12 @@ def fill(
 ) -> None:
     """Copy the weights of `source` into `model`, in place and in the model's own dtypes.
 
-    With `only`, a function of our names, those alone; the source may then have others of the model's, or lack them.
+    `only`, a predicate on our names, restricts the copy to these; the source may then have or lack any others.
 
-    The model has been materialised, and may be sharded: each rank reads its own rows, a block at a time.  (What is
-    split along another dimension is read whole.)  Persistent buffers that the source lacks stay as they are.  No
-    collectives.  Raises UserError, before anything is written and on all ranks alike, if the two do not fit (see
-    `find_weights`); what the source raises while it is read, it may raise on one rank alone.
+    The model must be materialised, and may be sharded: each rank reads its own rows, a block at a time.  (A tensor that
+    is split along another dimension is read whole.)  Persistent buffers missing from the source keep their values.  No
+    collectives.  Raises UserError on all ranks, before anything is written, if the two do not fit (see `find_weights`).
+    Errors of the source while reading may be raised on a single rank.
     """
     here, dtypes = named_weights(model), source.dtypes
     for name, stored in find_weights(model, source, setting, only).items():
@@ -75,7 +75,7 @@ def find_weights(
             found[name] = stored[0]
             # Copies of a tied weight are one weight; two weights would lose one of them.
             others = [other for other in stored[1:] if _differ(source, stored[0], other)]
-            parted += [f"{stored[0]} and {other} are one tensor here, two there" for other in others]
+            parted += [f"{stored[0]} and {other} are one tensor here, but two there" for other in others]
         elif name in parameters:
             missing.append(f"missing there: {name} {here[name]}")
     differences = [

@@ -48,7 +48,7 @@ class Base:
 def not_the_base(path: str, checksum: str, named: Mapping[str, Any]) -> str:
     """Return the mistake of other weights than those that a run is based on, which `named` names."""
     return (
-        f"train.init_from={path or 'null'}: is not the base that this was trained on; that was "
+        f"train.init_from={path or 'null'}: is not the base model that this was trained on; that was "
         f"{named['path'] or 'drawn at random'} (checksum {named['checksum'] or 'none'}, this has {checksum or 'none'})"
     )
 

@@ -318,7 +318,7 @@ def _complete(files: Mapping[str, bytes], tokenizer: str, end_id: int | None) ->
         vocab = content["model"]["vocab"]
         ids = {token["content"]: token["id"] for token in content.get("added_tokens", ())}
     except (ValueError, KeyError, TypeError) as error:
-        raise setting_error("tokenizer", tokenizer, f"is no Hugging Face tokenizer.json ({error!r})") from error
+        raise setting_error("tokenizer", tokenizer, f"is not a Hugging Face tokenizer.json ({error!r})") from error
     ids = (vocab if isinstance(vocab, dict) else {}) | ids
     end = next((text for text, number in ids.items() if number == end_id), None)
     settings = {
@@ -342,9 +342,11 @@ def _make_room(folder: Path, overwrite: bool, setting: str) -> None:
     if not any(folder.iterdir()):
         return
     if not any(MARK.items() <= content.items() for content in _marks(folder)):
-        raise setting_error(setting, folder, "holds files that are no earlier export; name a new or empty folder")
+        raise setting_error(
+            setting, folder, "contains files that are not an earlier export; choose a new or empty folder"
+        )
     if not overwrite:
-        rule = "holds an earlier export; name a new folder, or ask to overwrite it (--overwrite)"
+        rule = "contains an earlier export; choose a new folder, or overwrite it with --overwrite"
         raise setting_error(setting, folder, rule)
 
 

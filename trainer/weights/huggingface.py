@@ -1,4 +1,4 @@
-"""Folders of Hugging Face's: models in safetensors, read row by row and written tensor by tensor.
+"""Hugging Face folders: models in safetensors, read row by row and written tensor by tensor.
 
 Which tensor is which, and what config.json says, is the recipe's to tell (`Recipe.hf`); `transformers` is not needed.
 Format: https://github.com/huggingface/safetensors#format.
@@ -95,7 +95,7 @@ class SafetensorsFolder:
             held = list(handle.keys())
             absent = sorted(listed - set(held))
             if absent:
-                raise self._unreadable(file, f"has no {', '.join(absent)}, which {INDEX} says it has")
+                raise self._unreadable(file, f"has no {', '.join(absent)}, which {INDEX} lists")
             for name in listed or held:
                 if names is not None and names.is_ignored(name):
                     continue
@@ -140,7 +140,7 @@ class SafetensorsFolder:
         try:
             return safe_open(file, framework="pt")
         except SafetensorError as error:
-            raise self._unreadable(file, f"is no whole safetensors file ({error}); fetch it again") from error
+            raise self._unreadable(file, f"is not a complete safetensors file ({error}); download it again") from error
         except OSError as error:
             raise self._unreadable(file, f"cannot be read ({error.strerror or error})") from error
 
@@ -157,7 +157,7 @@ class SafetensorsFolder:
         numbered = {int(row): stored for row, stored in rows.items() if row.isdecimal()}
         if absent := sorted({*range(len(rows))} - {*numbered}):
             listed = ", ".join(map(str, absent))
-            raise self._unreadable(first.file, f"of the {len(rows)} parts of {name}, number {listed} is not there")
+            raise self._unreadable(first.file, f"of the {len(rows)} parts of {name}, number {listed} is missing")
         for row, stored in numbered.items():
             if (stored.shape, stored.dtype) != (numbered[0].shape, numbered[0].dtype):
                 rule = f"part {row} of {name} is {stored.shape}, {stored.dtype}, and part 0 {numbered[0].shape}, "
@@ -172,7 +172,7 @@ def _find_files(path: str | os.PathLike[str], setting: str) -> dict[Path, set[st
     """Return the folder's safetensors files, each with the names that an index says it has."""
     folder = Path(path).expanduser()
     if not folder.is_dir():
-        rule = "is a file; give the folder that it is in" if folder.exists() else "there is no such folder"
+        rule = "is a file; give the folder that contains it" if folder.exists() else "there is no such folder"
         raise setting_error(setting, path, rule)
     if (folder / WEIGHTS).is_file():
         return {folder / WEIGHTS: set()}
@@ -182,8 +182,8 @@ def _find_files(path: str | os.PathLike[str], setting: str) -> dict[Path, set[st
         rule = f"has neither {WEIGHTS} nor {INDEX}"
         if pickles:
             rule += (
-                f", only {', '.join(pickles)}: pickles are not read, since unpickling what came from elsewhere can run "
-                "code; convert them to safetensors first"
+                f", only {', '.join(pickles)}: pickle files are not read, because loading them can run code; "
+                "convert them to safetensors first"
             )
         elif there:
             rule += f"; it has {', '.join(there[:8])}" + (", ..." if len(there) > 8 else "")
@@ -195,8 +195,8 @@ def _find_files(path: str | os.PathLike[str], setting: str) -> dict[Path, set[st
             for name in sorted(set(weight_map.values()))
         }
     except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
-        raise setting_error(setting, path, f"{INDEX}: is no index of safetensors files ({error!r})") from error
+        raise setting_error(setting, path, f"{INDEX}: is not an index of safetensors files ({error!r})") from error
     absent = [file.name for file in files if not file.is_file()]
     if absent:
-        raise setting_error(setting, path, f"{INDEX} names {', '.join(absent)}, which is not there; fetch it again")
+        raise setting_error(setting, path, f"{INDEX} names {', '.join(absent)}, which is missing; download it again")
     return files

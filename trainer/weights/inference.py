@@ -73,7 +73,7 @@ class PlainFile:
         if isinstance(whole, dict) and isinstance(whole.get("model"), dict):
             whole = whole["model"]
         if not isinstance(whole, dict):
-            raise setting_error(setting, path, "holds no state dict")
+            raise setting_error(setting, path, "has no state dict")
         self._tensors = {self._own_name(name): t for name, t in whole.items() if isinstance(t, torch.Tensor)}
 
     def _own_name(self, name: str) -> str:
@@ -154,7 +154,7 @@ def base_of(stored: StoredWeights, recipe: Recipe, model_config: Any, path: str 
     where = path or str(named["path"])
     if "://" not in where and not Path(where).exists():
         raise UserError(
-            f"{stored.description}: holds adapters for the weights of {where}, which is not there\n"
+            f"{stored.description}: has adapters for the weights of {where}, which is missing\n"
             "  to fix: move it back, or export with --base and the folder where it is now"
         )
     source = _open_base(where, recipe, model_config)
@@ -195,7 +195,10 @@ def merged(stored: StoredWeights, recipe: Recipe, model_config: Any, base: str |
 def doubts(path: str) -> str:
     """Return what cannot be known of the weights at `path`, as a warning; nothing if all is said."""
     if _is_hugging_face(path) and not (Path(path.removeprefix("file://")) / CONFIG).exists():
-        return f"train.init_from: {path} has no {CONFIG}: what has no tensor, rope_theta say, is as model.* has it"
+        return (
+            f"train.init_from: {path} has no {CONFIG}: settings without a tensor, such as rope_theta, are taken "
+            "from model.*"
+        )
     return ""
 
 
@@ -278,10 +281,10 @@ def load_weights(
     allow_import: Collection[str] = (),
     ema: bool = False,
 ) -> nn.Module:
-    """Return the model whose weights are at `path`, whole and unsharded, in evaluation mode.
+    """Return the model with the weights at `path`, unsharded and in evaluation mode.
 
-    `path`: a checkpoint, the folder of a run (its newest checkpoint), or a Hugging Face folder of a known model.
-    `ema`: take the average of the weights, which a run with `train.ema` keeps.
+    `path`: a checkpoint, a run folder (its newest checkpoint), or a Hugging Face folder of a supported model.
+    `ema`: use the averaged weights of a run with `train.ema`.
     `allow_import`: modules that may be imported because a checkpoint names them as its model's ("my_models" for
     model.name=my_models:tiny).  What is imported runs, and a checkpoint may come from anywhere: by default only models
     that are registered already are built.  Raises UserError for others.

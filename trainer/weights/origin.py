@@ -102,7 +102,7 @@ def read_tokenizer(setting: str) -> dict[str, bytes]:
     path = Path(setting).expanduser()
     if not path.is_file():
         rule = "must be bytes, or the path of a Hugging Face tokenizer.json"
-        raise setting_error("data.tokenizer", setting, rule, fix="name a file that is there")
+        raise setting_error("data.tokenizer", setting, rule, fix="give an existing file")
     if path.name == TOKENIZER:
         return _read(path.parent, TOKENIZER_FILES, "data.tokenizer")
     (data,) = _read(path.parent, (glob.escape(path.name),), "data.tokenizer").values()

@@ -1,4 +1,4 @@
-"""Adapters as peft loads them: adapter_model.safetensors and adapter_config.json, under Hugging Face's names."""
+"""Adapters in peft's format: adapter_model.safetensors and adapter_config.json, with Hugging Face's names."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def export_adapter(
     is_transposed = {layer for layer in layers if isinstance(theirs[layer], Transposed)}
     is_transposed |= layers & transposed_layers(model)
     if is_transposed not in (set(), layers):
-        raise UserError(f"recipe {recipe.name!r}: of the layers with adapters only some are stored transposed")
+        raise UserError(f"recipe {recipe.name!r}: only some of the layers with adapters are stored transposed")
     tensors = []
     for name, shape in source.shapes.items():
         if part := adapter_part(name):

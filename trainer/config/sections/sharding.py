@@ -15,18 +15,21 @@ class MeshSection:
 
     replicate: int = declare(1, "number of replicas of the sharded model; -1: all remaining ranks")
     shard: int | str = declare(
-        -1, "ranks that share one copy; -1: all remaining ranks; node: the ranks of one node", form=NUMBER_OR + "node"
+        -1,
+        "ranks that share one replica; -1: all remaining ranks; node: the ranks of one node",
+        form=NUMBER_OR + "node",
     )
     context: int | str = declare(
         1,
-        "consecutive ranks of the shard axis that hold slices of the same sequences; auto: the planner's choice",
+        "context parallelism: number of consecutive ranks on the shard axis that split each sequence; auto: "
+        "let the planner choose",
         at_least=1,
         form=NUMBER_OR + AUTO,
     )
     context_method: Literal["auto", "gather", "heads"] = declare(
         "auto",
-        "the way slices attend to their whole sequence: gather (each rank gathers its keys and values), heads (slices "
-        "are exchanged for heads), or auto (heads where they go evenly and the ranks are of one node, else gather)",
+        "how slices attend to the whole sequence: gather (each rank gathers keys and values), heads (ranks "
+        "exchange slices for heads), or auto (heads if they divide evenly within one node, else gather)",
     )
 
 
@@ -34,37 +37,45 @@ class MeshSection:
 class FsdpSection:
     """Sharding of the model (torch.distributed.fsdp.fully_shard)."""
 
-    wrap: str = declare("block", "units: block (the recipe's), size:<parameters>, or package.module:function")
+    wrap: str = declare(
+        "block",
+        "FSDP units: block (as the recipe lists them), size:<parameters>, or package.module:function",
+    )
     reshard_after_forward: int | str | list[int | str] = declare(
         "default",
-        "default (units reshard, but neither the root nor a head that comes last), always, never, a number of ranks to "
-        "reshard to, a list with one of always, never, a number for each unit in the order of the forward pass, or "
-        "auto (the planner's choice)",
+        "default (units reshard, except the root and a final head), always, never, a number of ranks to "
+        "reshard to, a list with always, never or a number for each unit in forward order, or auto (let the "
+        "planner choose)",
         aliases={"true": "always", "false": "never"},
         form="default, always, never, a number of ranks, or a list of these",
     )
     param_dtype: Literal["float32", "bfloat16", "auto"] = declare(
         "float32",
-        "dtype of unsharded parameters and of compute; auto: bfloat16 on a GPU, else float32",
+        "dtype of unsharded parameters and compute; auto: bfloat16 on a GPU, else float32",
         aliases=DTYPES,
     )
-    reduce_dtype: Literal["float32", "bfloat16"] = declare(
-        "float32", "dtype in which gradients are reduced", aliases=DTYPES
-    )
+    reduce_dtype: Literal["float32", "bfloat16"] = declare("float32", "dtype for reducing gradients", aliases=DTYPES)
     output_dtype: Literal["float32", "bfloat16"] | None = declare(
-        None, "dtype of the outputs; null: as computed", aliases=DTYPES
+        None, "dtype of the model's outputs; null: as computed", aliases=DTYPES
     )
     accumulate: Literal["unsharded", "sharded"] = declare(
         "unsharded",
-        "gradients between micro-batches: unsharded are reduced once a step; sharded after each micro-batch, which "
-        "takes no memory for a whole model's gradients",
+        "gradient accumulation: unsharded (reduce once per step) or sharded (reduce after each micro-batch, "
+        "which saves the memory of a full set of gradients)",
     )
     reshard_after_backward: bool = declare(
-        True, "free gathered parameters after each micro-batch's backward; false: keep them until the step's last"
+        True,
+        "free gathered parameters after each micro-batch's backward pass; false: only after the last one of the step",
     )
     cpu_offload: bool = declare(False, "keep parameters, gradients and optimizer state in host memory")
-    prefetch_forward: int = declare(0, "units gathered ahead in forward; 0: FSDP's own overlap", at_least=0)
-    separate_reduce: bool = declare(
-        False, "reduce gradients on a communicator of their own, beside the gathers of the backward pass; torch 2.13"
+    prefetch_forward: int = declare(
+        0, "units to gather ahead in the forward pass; 0: FSDP's default overlap", at_least=0
     )
-    prefetch_backward: int = declare(0, "units gathered ahead in backward; 0: FSDP's own overlap (one)", at_least=0)
+    separate_reduce: bool = declare(
+        False,
+        "reduce gradients on a separate communicator, concurrently with the gathers of the backward pass; "
+        "needs torch 2.13",
+    )
+    prefetch_backward: int = declare(
+        0, "units to gather ahead in the backward pass; 0: FSDP's default overlap (one)", at_least=0
+    )

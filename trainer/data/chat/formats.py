@@ -55,8 +55,8 @@ class Format:
             return cls(setting, names)
         found = [name for name, needed in _NEEDED.items() if all(names.get(key, key) in record for key in needed)]
         if not found:
-            rule = f"is in none of the formats {', '.join(_NEEDED)}; its keys: {', '.join(record) or 'none'}"
-            raise BadChat(rule, "data.format", fix="say with data.columns what the file calls them")
+            rule = f"matches none of the formats {', '.join(_NEEDED)}; its keys: {', '.join(record) or 'none'}"
+            raise BadChat(rule, "data.format", fix="map the file's keys with data.columns")
         return cls(found[0], names)
 
     @property
@@ -69,9 +69,9 @@ class Format:
         missing = sorted(self._columns.get(key, key) for key in _NEEDED[self.name] if values[key] is None)
         if missing:
             if missing[0] in record:
-                raise BadChat(f"{missing[0]!r} is null", fix="take the record out, or say what it holds")
+                raise BadChat(f"{missing[0]!r} is null", fix="remove the record, or set its value")
             rule = f"has no key {missing[0]!r}; its keys: {', '.join(record) or 'none'}"
-            raise BadChat(rule, "data.columns", fix="say what the file calls it, or name its data.format")
+            raise BadChat(rule, "data.columns", fix="map the file's key, or set data.format")
         readers: dict[str, Callable[[Mapping[str, Any]], Sample | Pair]] = {
             "messages": _read_messages,
             "sharegpt": _read_sharegpt,
@@ -103,7 +103,7 @@ def _from_sharegpt(turn: Any, place: str) -> Message:
     try:
         return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": json.loads(value)}]}
     except (TypeError, ValueError) as error:
-        raise BadChat(f"{place}.value is not JSON, and a call of a tool must be ({error})") from error
+        raise BadChat(f"{place}.value must be JSON in a tool call ({error})") from error
 
 
 def _read_alpaca(values: Mapping[str, Any]) -> Sample:
@@ -130,10 +130,10 @@ def _read_preference(values: Mapping[str, Any]) -> Pair:
     prompt, tools = values["prompt"], _tools(values["tools"])
     chosen, rejected = (_preferred(prompt, values[key], key, tools) for key in ("chosen", "rejected"))
     if chosen == rejected:
-        raise BadChat("chosen and rejected are the same: there is nothing to prefer")
+        raise BadChat("chosen and rejected are identical")
     if prompt is None and _asked(chosen) != _asked(rejected):
-        rule = "chosen and rejected answer different prompts: up to the user's last message they must say the same"
-        raise BadChat(rule, fix="take the record out")
+        rule = "chosen and rejected answer different prompts: they must be the same up to the user's last message"
+        raise BadChat(rule, fix="remove the record")
     return Pair(chosen, rejected)
 
 
@@ -177,7 +177,7 @@ def _messages(value: Any, place: str, role_key: str = "role", content_key: str =
         role, content = _get(message, "role", where, role_key), message.get("content")
         if role not in ROLES:
             best = _ALIASES.get(str(role), nearest(role, ROLES))
-            advice = f"nearest: {best}" if best else f"it is one of {', '.join(ROLES)}"
+            advice = f"nearest: {best}" if best else f"must be one of {', '.join(ROLES)}"
             raise BadChat(f"{where}.{role_key}={role!r}; {advice}")
         if content is None and not message.get("tool_calls"):
             raise BadChat(f"{where} has no {content_key!r}")
@@ -194,7 +194,7 @@ def _list(value: Any, place: str, others: str = "") -> list[Any]:
     if not isinstance(value, list):
         raise BadChat(f"{place} must be {others}a list of messages, not {kind_of(value)}")
     if not value:
-        raise BadChat(f"{place}=[] holds no message")
+        raise BadChat(f"{place}=[] has no messages")
     return value
 
 
@@ -214,7 +214,7 @@ def _text_of(content: Any, place: str) -> str:
     for number, part in enumerate(content):
         if not isinstance(part, Mapping) or part.get("type", "text") != "text":
             kind = part.get("type") if isinstance(part, Mapping) else kind_of(part)
-            raise BadChat(f"{place}[{number}].type={kind!r}: only text can be trained on")
+            raise BadChat(f"{place}[{number}].type={kind!r}: only text is supported")
     return "".join(_text(part.get("text"), f"{place}[{number}].text") for number, part in enumerate(content))
 
 
@@ -224,13 +224,15 @@ def _text(value: Any, place: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise BadChat(f"{place} is no Unicode text ({error.reason})") from error
+        raise BadChat(f"{place} is not valid Unicode ({error.reason})") from error
     return value
 
 
 def _check_weight(weight: Any, place: str) -> None:
     if weight not in (None, 0, 1):
-        raise BadChat(f"{place}.weight={weight!r} must be 0 or 1", fix="leave it out, or 0 for what is not trained on")
+        raise BadChat(
+            f"{place}.weight={weight!r} must be 0 or 1", fix="leave it out, or set 0 to exclude it from the loss"
+        )
 
 
 def _check_calls(message: Mapping[str, Any], place: str) -> None:
@@ -241,7 +243,7 @@ def _check_calls(message: Mapping[str, Any], place: str) -> None:
     for number, call in enumerate(calls):
         function = call.get("function", call) if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise BadChat(f"{place}.tool_calls[{number}] names no function")
+            raise BadChat(f"{place}.tool_calls[{number}] does not name a function")
 
 
 def _tools(value: Any) -> Sequence[Mapping[str, Any]]:
@@ -265,6 +267,6 @@ def check_columns(columns: Mapping[str, str], setting: str) -> None:
         if key not in known:
             best = nearest(key, known)
             shown = json.dumps(dict(columns))
-            rule = f"{key!r} is no key of data.format={setting}, which are {', '.join(known)}"
+            rule = f"{key!r} is not a key of data.format={setting}; its keys are {', '.join(known)}"
             meant = json.dumps({str(best) if name == key else name: value for name, value in columns.items()})
             raise setting_error("data.columns", shown, rule, meant=meant if best else None)

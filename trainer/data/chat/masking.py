@@ -1,4 +1,4 @@
-"""Marks the tokens of a conversation that are trained on: the assistant's, and the one that ends its turn.
+"""Marks the target tokens of a conversation: the assistant's text, and the token that ends its turn.
 
 A template does not say which part of its text is whose, unless it has the tag `{% generation %}`.  But it can be asked
 for the text up to where the assistant begins to write (`add_generation_prompt`), and up to where its turn ends.  Where
@@ -110,15 +110,15 @@ class Encoder:
 def _check_support(chat: Conversation, template: ChatTemplate) -> None:
     """Raise BadChat for tools, or calls of tools, that the template would leave out without a word."""
     if chat.tools and not template.reads_tools:
-        raise BadChat("has tools, for which the chat template has no place", "data.chat_template", fix=_OTHER)
+        raise BadChat("has tools, which the chat template does not support", "data.chat_template", fix=_OTHER)
     calls = [number for number, message in enumerate(chat.messages) if message.get("tool_calls")]
     if calls and not template.reads_tool_calls:
-        rule = f"messages[{calls[0]}].tool_calls: the chat template has no place for tool calls"
+        rule = f"messages[{calls[0]}].tool_calls: the chat template does not support tool calls"
         raise BadChat(rule, "data.chat_template", fix=_OTHER)
 
 
-_NAME_ONE = "name a .jinja file that holds one"
-_OTHER = "name a .jinja file that has one"
+_NAME_ONE = "give a .jinja file that has one"
+_OTHER = "give a .jinja file that has one"
 
 
 def _check_whole(chat: Conversation, text: str) -> None:
@@ -127,7 +127,7 @@ def _check_whole(chat: Conversation, text: str) -> None:
         content = message.get("content") or ""
         if message["role"] != "assistant" and not _is_within(content, text):
             rule = f"messages[{number}].role={message['role']!r}: the chat template leaves this message out"
-            raise BadChat(rule, "data.chat_template", fix="name a .jinja file that has a place for it")
+            raise BadChat(rule, "data.chat_template", fix="give a .jinja file that includes it")
 
 
 def _is_within(content: str, text: str) -> bool:
@@ -165,7 +165,10 @@ def _end_of_turn(text: str, content: str, turn: int) -> int:
     if content.strip() and text[:end].endswith(content.rstrip()):
         end = len(text)  # nothing but white space ends a turn
         if text.endswith(content):
-            rule = f"messages[{turn}]: the chat template ends this turn with nothing: no model learns to stop from it"
+            rule = (
+                f"messages[{turn}]: the chat template does not end this turn with a token, so the model cannot "
+                "learn to stop"
+            )
             raise BadChat(rule, "data.chat_template", fix="end it with a token, such as {{ eos_token }}")
     return end
 
@@ -193,5 +196,5 @@ def _differs_later(turn: int) -> BadChat:
 
 
 def _begins_otherwise(turn: int) -> BadChat:
-    rule = f"messages[{turn}]: the chat template does not begin this turn with what it asks the assistant with"
-    return BadChat(rule, "data.chat_template", fix="mark what is trained on with {% generation %} in a .jinja file")
+    rule = f"messages[{turn}]: the chat template does not start this turn with its generation prompt"
+    return BadChat(rule, "data.chat_template", fix="mark the targets with {% generation %} in a .jinja file")

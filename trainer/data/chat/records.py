@@ -25,14 +25,16 @@ def find_files(key: str, setting: str) -> list[Path]:
         pattern = os.path.join(glob.escape(pattern), "**")
     names = [pattern] if os.path.isfile(pattern) else glob.glob(pattern, recursive=True)
     if find_folder(setting) is None:
-        raise setting_error(key, setting, "chats are read from files here", fix="fetch it, and name the file")
+        raise setting_error(key, setting, "chats are read from local files only", fix="download it, and give the file")
     paths = sorted(Path(name) for name in names if name.endswith(SUFFIXES) and os.path.isfile(name))
     if paths:
         return paths
     if names:
-        raise setting_error(key, setting, f"data.source=chat reads files whose names end in {', '.join(SUFFIXES)}")
+        raise setting_error(key, setting, f"data.source=chat reads files that end in {', '.join(SUFFIXES)}")
     there = [name for name in glob.glob(os.path.join(os.path.dirname(pattern), "*")) if name.endswith(SUFFIXES)]
-    raise setting_error(key, setting, "no such file or folder, and no glob that matches", meant=nearest(pattern, there))
+    raise setting_error(
+        key, setting, "no such file or folder, and no match for it as a glob", meant=nearest(pattern, there)
+    )
 
 
 def read_records(path: Path, key: str) -> Iterator[tuple[str, Mapping[str, Any]]]:

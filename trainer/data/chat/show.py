@@ -1,4 +1,4 @@
-"""Conversations for a person to look at: their text, cut where what is trained on begins and ends."""
+"""Prints conversations for people, with the targets marked."""
 
 from __future__ import annotations
 

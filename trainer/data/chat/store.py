@@ -98,8 +98,8 @@ class Report:
             if count
         ]
         kind = "pairs" if self.pairs else "conversations"
-        facts = [f"{self.chats} {kind}", f"{self.shares['trained_share']:.1%} of the tokens are trained on", *lost]
-        unused = f"\n  nothing to train on in {_listed(self.unused)}" if self.unused else ""
+        facts = [f"{self.chats} {kind}", f"{self.shares['trained_share']:.1%} of the tokens are targets", *lost]
+        unused = f"\n  no targets in {_listed(self.unused)}" if self.unused else ""
         return ", ".join(facts) + unused
 
 
@@ -119,7 +119,7 @@ class Kept:
 def find_or_make(order: Order, encoder: Encoder, cache_dir: str | None) -> Kept:
     """Return the conversations that are asked for: from the cache if it has them, else made and kept there.
 
-    Raises UserError for a conversation that cannot be trained on, or if there is no folder to write to.
+    Raises UserError for a conversation that cannot be trained on, or if there is not a folder to write to.
     """
     name = f"chat-{_digest(order, encoder)}"
     folders = find_cache_folders(cache_dir)
@@ -134,8 +134,8 @@ def find_or_make(order: Order, encoder: Encoder, cache_dir: str | None) -> Kept:
                 return _find(folder, name) or _make(folder, name, order, encoder)
         except OSError as error:
             failure = error
-    rule = f"conversations cannot be kept there ({failure})" if failure else "no folder to keep tokenized text in"
-    raise setting_error("data.cache_dir", cache_dir, rule, fix="name a folder that you can write to")
+    rule = f"conversations cannot be stored there ({failure})" if failure else "no folder to store tokenized text in"
+    raise setting_error("data.cache_dir", cache_dir, rule, fix="give a writable folder")
 
 
 def _digest(order: Order, encoder: Encoder) -> str:
@@ -214,7 +214,7 @@ class _Split:
 
 def _make(folder: Path, name: str, order: Order, encoder: Encoder) -> Kept:
     if sum(path.stat().st_size for path in order.files) > _LARGE:
-        say(f"tokenizing {order.key}, once: the conversations are kept in {folder}")
+        say(f"tokenizing {order.key}, once: the conversations are stored in {folder}")
     tokenizer = encoder.tokenizer
     doubled = _Doubled(tokenizer.name, 2 * tokenizer.vocab_size, 2 * tokenizer.plain.end_id)
     train, held_out = (_Split(folder / f"{name}-{split}.bin", doubled) for split in ("train", "eval"))
@@ -291,7 +291,7 @@ class _Reading:
         if longest <= most:
             return documents
         if self._order.too_long == "error":
-            raise BadChat(f"has {longest} tokens, a sequence has room for {most}", "data.seq_len", legal=longest - 1)
+            raise BadChat(f"has {longest} tokens, but a sequence fits only {most}", "data.seq_len", legal=longest - 1)
         if self._order.too_long == "drop":
             self._report.dropped += 1
             self._report.dropped_tokens += sum(len(document.ids) for document in documents)
@@ -322,14 +322,14 @@ def _check(order: Order, report: Report, is_empty: bool) -> None:
     """Raise UserError if there is nothing to train on, or too little of it."""
     files = ", ".join(map(str, order.files))
     if not report.chats:
-        raise setting_error(order.key, files, "there is no conversation in it")
+        raise setting_error(order.key, files, "it contains no conversations")
     if len(report.unused) > _MOST_UNUSED * report.chats:
         share = len(report.unused) / report.chats
-        rule = f"{share:.1%} of {report.chats} conversations hold nothing to train on, more than {_MOST_UNUSED:.0%}"
+        rule = f"{share:.1%} of {report.chats} conversations have no targets, more than {_MOST_UNUSED:.0%}"
         raise setting_error(order.key, files, f"{rule}: {_listed(report.unused)} (data.train_on={order.train_on})")
     if is_empty:
         rule = f"all {report.chats} conversations are longer than a sequence"
-        raise setting_error("data.seq_len", order.seq_len, rule, fix="a larger one, or data.too_long=truncate")
+        raise setting_error("data.seq_len", order.seq_len, rule, fix="increase it, or set data.too_long=truncate")
 
 
 def decoded(found: NDArray[np.unsignedinteger[Any]]) -> Encoded:

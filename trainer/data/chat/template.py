@@ -88,7 +88,7 @@ class ChatTemplate:
             for piece in template.generate(**self.tokens, **values, add_generation_prompt=prompts):
                 pieces.append(piece)
         except jinja2.TemplateError as error:
-            raise BadChat(f"the chat template refuses it ({error})", "data.chat_template") from error
+            raise BadChat(f"the chat template rejects it ({error})", "data.chat_template") from error
         except (TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
             rule = f"the chat template fails on it ({type(error).__name__}: {error})"
             raise BadChat(rule, "data.chat_template") from error
@@ -96,7 +96,7 @@ class ChatTemplate:
             marked = tracker.end()
         text = "".join(pieces)
         if any(not text.startswith(part, start) for start, part in marked):
-            rule = "the chat template has {% generation %} where it cannot be followed: in a macro, or in {% set %}"
+            rule = "the chat template has {% generation %} in an unsupported place: in a macro, or in {% set %}"
             raise BadChat(rule, "data.chat_template")
         return Rendered(text, tuple((start, start + len(part)) for start, part in marked))
 
@@ -125,7 +125,7 @@ def find_template(setting: str, tokenizer: str, key: str = "data.chat_template")
         try:
             templates = {"default": path.read_text(encoding="utf-8")}
         except (OSError, UnicodeDecodeError) as error:
-            rule = f"must be model, or a file of Jinja ({getattr(error, 'strerror', None) or error})"
+            rule = f"must be model, or a Jinja file ({getattr(error, 'strerror', None) or error})"
             raise setting_error(key, setting, rule, example="model") from error
     else:
         templates = _templates_of(folder, config, key) if folder else {}
@@ -134,7 +134,7 @@ def find_template(setting: str, tokenizer: str, key: str = "data.chat_template")
     try:
         return ChatTemplate(templates, tokens)
     except jinja2.TemplateSyntaxError as error:
-        rule = f"is no Jinja that can be read (line {error.lineno}: {error.message})"
+        rule = f"is not valid Jinja (line {error.lineno}: {error.message})"
         raise setting_error(key, setting, rule) from error
 
 

@@ -1,4 +1,4 @@
-"""Builds token shards from what people have: text, code, JSONL, parquet, compressed or not.
+"""Builds token shards from text, code, JSONL and parquet, compressed or not.
 
     inputs      the files that a path means
     units       pieces of the input that no number of processes changes; each becomes a shard

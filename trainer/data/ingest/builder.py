@@ -100,7 +100,7 @@ def _take_all(job: Job, units: Sequence[Unit], folder: BuildFolder, done: _Done,
 def stop_if_asked() -> None:
     """End this process if a signal has asked for it, before a run has begun."""
     if was_asked_early():
-        say("stopped while text is tokenized; the next run goes on with it")
+        say("stopped while tokenizing; the next run continues from here")
         raise SystemExit(EXIT_STOPPED)
 
 
@@ -140,8 +140,8 @@ def _list_shards(job: Job, records: Sequence[Record], tally: Tally, path: Path) 
     held_out = [Shard(path / name) for record in records for name in record.held_out]
     if not train and not held_out:
         files, unread = [each.path for each in job.inputs][:5], [place.splitlines()[0] for place in tally.places[:1]]
-        rule = f"there is no text in it that can be read: {unread[0]}" if unread else "there is no text in it"
-        raise setting_error(job.keys.inputs, files, rule, fix="name a file with text in it")
+        rule = f"no readable text in it: {unread[0]}" if unread else "there is no text in it"
+        raise setting_error(job.keys.inputs, files, rule, fix="give a file that contains text")
     info = (train or held_out)[0].info
     return Manifest(
         dtype=info.dtype,

@@ -30,7 +30,7 @@ _FEW = 4
 
 
 class Differs(Exception):
-    """An engine gives other ids than the tokenizer's own library."""
+    """An engine gives different ids than the tokenizer's own library."""
 
 
 class Engine(Protocol):
@@ -73,7 +73,7 @@ def _beginning(text: bytes) -> bytes:
 def _compare(engine: Engine, reference: Engine, texts: Sequence[bytes]) -> None:
     (found, found_counts), (right, counts) = engine.encode(texts), reference.encode(texts)
     if not np.array_equal(found_counts, counts) or not np.array_equal(found, right):
-        raise Differs(f"{engine.name} gives other ids than the tokenizer's own library")
+        raise Differs(f"{engine.name} gives different ids than the tokenizer's own library")
 
 
 class _Bytes:
@@ -185,7 +185,7 @@ class _Tiktoken(_Fast):
         super().__init__(tokenizer, reference)
         content = json.loads(tokenizer.library.to_str())
         if content["model"]["type"] != "BPE" or content["normalizer"] is not None:
-            raise Differs("is no plain byte-level BPE")
+            raise Differs("is not a plain byte-level BPE")
         ranks, self._id_of_rank = _ranks(content["model"])
         pattern = _pattern(content["pre_tokenizer"])
         encoding = tiktoken.Encoding("tokenizer", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
@@ -203,13 +203,13 @@ def _pattern(before: dict[str, Any] | None) -> str:
     steps = (before or {}).get("pretokenizers", [before])
     last = steps[-1] or {}
     if last.get("type") != "ByteLevel" or last.get("add_prefix_space") or len(steps) > 2:
-        raise Differs("its text is not split by one expression")
+        raise Differs("its text is not split by a single regular expression")
     if len(steps) == 1 and last.get("use_regex", True):
         return _GPT2
     first = steps[0]
     is_split = first.get("type") == "Split" and first.get("behavior") == "Isolated" and not first.get("invert")
     if len(steps) != 2 or last.get("use_regex", True) or not is_split or "Regex" not in first["pattern"]:
-        raise Differs("its text is not split by one expression")
+        raise Differs("its text is not split by a single regular expression")
     return str(first["pattern"]["Regex"])
 
 

@@ -94,8 +94,8 @@ def find_inputs(settings: Iterable[str], key: str) -> list[Input]:
         for match in _match(setting, key):
             inside = list(_look_into(match, key))
             if not inside:
-                rule = f"has no file whose name ends in {NAMES}" if os.path.isdir(match) else _refusal(match)
-                raise setting_error(key, match, rule, fix=f"write each document as a line of .jsonl: {_LINE}")
+                rule = f"has no file that ends in {NAMES}" if os.path.isdir(match) else _refusal(match)
+                raise setting_error(key, match, rule, fix=f"write each document as one line of .jsonl: {_LINE}")
             found.update((each.path, each) for each in inside)
     return list(found.values())
 
@@ -111,20 +111,20 @@ def _match(setting: str, key: str) -> list[str]:
     if matches:
         return [os.path.realpath(match) for match in matches]
     if "://" in setting:
-        fix = "fetch it, and name the folder that it is in"
-        raise setting_error(key, setting, "is on no file system here", fix=fix)
+        fix = "fetch it, and give the folder that contains it"
+        raise setting_error(key, setting, "is not on a local file system", fix=fix)
     if setting.startswith("[") and setting.endswith("]"):
-        fix = "several files are a folder or a glob, several sources a mapping: {web: PATH, code: PATH}"
-        raise setting_error(key, setting, "is taken as one path, and no such file is there", fix=fix)
+        fix = "give several files as a folder or a glob, several sources as a mapping: {web: PATH, code: PATH}"
+        raise setting_error(key, setting, "is read as one path, and there is no such file", fix=fix)
     parent = Path(pattern).parent
     names = sorted(path.name for path in parent.glob("[!.]*"))
     there = [name for name in names if (parent / name).is_dir() or name.endswith(".bin") or kind_of(name) is not None]
     meant = difflib.get_close_matches(Path(pattern).name, there, n=1, cutoff=0.7)
-    rule = "no such file or folder, and no glob that matches one"
+    rule = "no such file or folder, and no match for it as a glob"
     if meant:
         raise setting_error(key, setting, rule, meant=parent / meant[0])
-    begins = "" if os.path.isabs(pattern) else f"; it is looked for in {Path.cwd()}"
-    raise setting_error(key, setting, rule, fix=f"name a file, a folder or a glob that is there{begins}")
+    begins = "" if os.path.isabs(pattern) else f", looked up from {Path.cwd()}"
+    raise setting_error(key, setting, rule, fix=f"give an existing file, folder or glob{begins}")
 
 
 def _look_into(path: str, key: str) -> Iterator[Input]:
@@ -176,4 +176,6 @@ def dataset_folder(folder: str, key: str) -> str:
     if os.path.isdir(inside):
         return inside
     splits = sorted(entry.path for entry in os.scandir(folder) if entry.is_dir())
-    raise setting_error(key, folder, "has no split `train`; name the one to read", example=next(iter(splits), None))
+    raise setting_error(
+        key, folder, "has no split `train`; give the folder of the split", example=next(iter(splits), None)
+    )

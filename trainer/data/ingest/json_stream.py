@@ -43,7 +43,7 @@ def read_value(file: BinaryIO, key: str) -> Iterator[bytes]:
             break
         if depth == 1 and name == key and between[:-1].strip() == b":":
             if was_found:
-                raise BadLine(f"has two texts under {key}")
+                raise BadLine(f"has two values for {key}")
             was_found = True
             yield from line.take_string()
             rest += b'"'
@@ -52,7 +52,7 @@ def read_value(file: BinaryIO, key: str) -> Iterator[bytes]:
         rest += content + b'"'
         name = _decode(content).decode() if len(content) < BLOCK else ""
         if len(rest) > MOST_BESIDE:
-            raise BadLine(f"holds more than {MOST_BESIDE >> 20} MB beside its text")
+            raise BadLine(f"holds more than {MOST_BESIDE >> 20} MB besides its text")
     _check(bytes(rest), key, was_found)
 
 
@@ -83,7 +83,7 @@ class _Line:
             if not self._read_on():
                 return bytes(found)
             if len(found) > MOST_BESIDE:
-                raise BadLine(f"holds more than {MOST_BESIDE >> 20} MB beside its text")
+                raise BadLine(f"holds more than {MOST_BESIDE >> 20} MB besides its text")
         found += self._held[: place + 1]
         self._held = self._held[place + 1 :]
         return bytes(found)
@@ -101,9 +101,9 @@ class _Line:
                 yield self._held[:end]
                 self._held = self._held[end:]
             elif len(self._held) >= _LONGEST_ESCAPE:
-                raise BadLine("is no Unicode text, or not JSON (an escape that is none)")
+                raise BadLine("is not valid Unicode or JSON (invalid escape)")
             if not self._read_on():
-                raise BadLine("is not JSON (it ends within a text)")
+                raise BadLine("is not JSON (it ends within a string)")
 
     def take_string(self) -> Iterator[bytes]:
         """Yield the content of a string in UTF-8, up to its closing quote, which is taken too."""
@@ -131,6 +131,6 @@ def _decode(content: bytes) -> bytes:
     except UnicodeDecodeError:
         raise
     except UnicodeEncodeError as error:
-        raise BadLine(f"is no Unicode text ({error.reason})") from error
+        raise BadLine(f"is not valid Unicode ({error.reason})") from error
     except ValueError as error:
         raise BadLine(f"is not JSON ({error})") from error

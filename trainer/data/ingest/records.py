@@ -35,8 +35,8 @@ def read_records(each: Input, start: int, stop: int | None, text_key: str, bad: 
         row = 0
         for column in _columns(each, start, stop, text_key, bad):
             if not (arrow.types.is_string(column.type) or arrow.types.is_large_string(column.type)):
-                rule = f"in {each.path} it is no text but {column.type}"
-                raise setting_error(bad.keys.text_key, text_key, rule, fix="name a column of text")
+                rule = f"in {each.path} it is not text but {column.type}"
+                raise setting_error(bad.keys.text_key, text_key, rule, fix="give a text column")
             yield _texts(arrow, column, each, row, bad)
             row += len(column)
     except (OSError, arrow.ArrowException) as error:
@@ -98,7 +98,7 @@ def _open_parquet(each: Input) -> Any:
     try:
         return pyarrow.parquet.ParquetFile(each.path, memory_map=False, pre_buffer=False, buffer_size=1 << 20)
     except (OSError, arrow.ArrowException) as error:
-        raise setting_error(each.key, each.path, f"is no parquet file that can be read ({error})") from error
+        raise setting_error(each.key, each.path, f"is not a readable parquet file ({error})") from error
 
 
 def _open_arrow(arrow: Any, stored: Any) -> Any:

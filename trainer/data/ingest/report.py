@@ -64,7 +64,7 @@ class BadPlaces:
         """Count a bad document, or raise the UserError that these words make."""
         if self._limit == "error":
             given = {name: what for name, what in advice.items() if what is not None}
-            fix = f"{self.keys.bad}=skip leaves out what cannot be read, and counts it"
+            fix = f"{self.keys.bad}=skip leaves out unreadable documents and counts them"
             raise setting_error(key, value, rule, **(given or {"fix": fix}))
         self.tally.bad += 1
         if len(self.tally.places) < MOST_PLACES:
@@ -73,7 +73,7 @@ class BadPlaces:
     def refuse_file(self, value: str, rule: str, **advice: Any) -> None:
         """The same of a whole file.  How many documents it would have is not known, so that no share lets it pass."""
         if self._limit not in ("error", "skip"):
-            fix = f"{self.keys.bad}=skip leaves out the whole file; a share is one of documents"
+            fix = f"{self.keys.bad}=skip leaves out the whole file; a share counts documents"
             raise setting_error(self.keys.inputs, value, rule, fix=fix)
         self.refuse(self.keys.inputs, value, rule, **advice)
 
@@ -93,7 +93,7 @@ def parse_limit(setting: str, key: str) -> float:
 
 
 def _refuse_limit(setting: str, key: str) -> NoReturn:
-    rule = "must be error, skip, or the share of the documents that may be left out, above 0 and below 1"
+    rule = "must be error, skip, or the share of documents that may be left out, between 0 and 1"
     raise setting_error(key, setting, rule, example="0.001")
 
 

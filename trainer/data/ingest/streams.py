@@ -79,7 +79,7 @@ class _ZstFile(io.RawIOBase):
         packed = self._packed or self._file.read(1 << 17)
         if not packed:
             if self._has_begun:
-                raise OSError("the compressed data are cut short")
+                raise OSError("the compressed data is truncated")
             return False
         self._packed, self._has_begun = b"", True
         try:

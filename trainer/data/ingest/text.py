@@ -237,10 +237,10 @@ def _refuse_line(line: str, place: str, text_key: str, bad: BadPlaces) -> None:
         bad.refuse(keys.inputs, place, f"has no text: its {text_key!r} is null")
     elif not isinstance(record[text_key], str):
         strings = [key for key, value in record.items() if isinstance(value, str)]
-        rule = f"at {place} it is no text but {type(record[text_key]).__name__}"
+        rule = f"at {place} it is not text but {type(record[text_key]).__name__}"
         bad.refuse(keys.text_key, text_key, rule, legal=next(iter(strings), None))
     else:
-        bad.refuse(keys.inputs, place, "is no Unicode text (surrogates not allowed)")
+        bad.refuse(keys.inputs, place, "is not valid Unicode (surrogates not allowed)")
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Tokens that others have made, taken as they are: nanoGPT's files, and Megatron's with an index.
+"""Tokens from other trainers, used unchanged: nanoGPT's files, and Megatron's with an index.
 
 nanoGPT writes uint16 and nothing else; where documents meet stands the token that ends one.  Files with a header
 (llm.c, modded-nanogpt) say how many tokens there are.  Megatron's NAME.idx beside NAME.bin says where sequences and
@@ -45,7 +45,7 @@ def check_tokens(inputs: Sequence[Input], tokenizer: Tokenizer, bos: bool | None
         rule = f"{of_others[0]} does not say which tokenizer made its tokens"
         raise setting_error(keys.tokenizer, "bytes", rule, example="gpt2/tokenizer.json")
     if of_others and bos is not None:
-        rule = f"the tokens of {of_others[0]} are taken as they are"
+        rule = f"the tokens of {of_others[0]} are used unchanged"
         raise setting_error(keys.bos, bos, rule, fix=f"leave {keys.bos} out")
 
 
@@ -57,7 +57,7 @@ def read_tokens(each: Input, tokenizer: Tokenizer, keys: Keys) -> Iterator[Token
             beyond = (tokens.ids < 0) | (tokens.ids >= tokenizer.vocab_size)
             if beyond.any():
                 rule = f"{each.path} holds the id {tokens.ids[beyond.argmax()]}, it has {tokenizer.vocab_size}"
-                fix = "name the tokenizer that made the tokens"
+                fix = "set the tokenizer that produced the tokens"
                 raise setting_error(keys.tokenizer, tokenizer.name.partition(":")[0], rule, fix=fix)
             yield tokens
     except OSError as error:
@@ -79,10 +79,10 @@ def _layout(each: Input, tokenizer: Tokenizer) -> tuple[np.dtype[Any], int]:
     dtype = _HEADERS.get(tuple(header[:2].tolist())) if len(header) == 3 else None
     if dtype is None:
         plain = np.promote_types(find_dtype(tokenizer.vocab_size), "u2")
-        _check_size(each, each.size % plain.itemsize == 0, f"its size is no multiple of {plain.itemsize} bytes")
+        _check_size(each, each.size % plain.itemsize == 0, f"its size is not a multiple of {plain.itemsize} bytes")
         return plain.newbyteorder("<"), 0
     expected = _HEADER + int(header[2]) * np.dtype(dtype).itemsize
-    _check_size(each, each.size == expected, f"it has {each.size} bytes, its header says {expected}")
+    _check_size(each, each.size == expected, f"it has {each.size} bytes, but its header says {expected}")
     return np.dtype(dtype), _HEADER
 
 
@@ -100,7 +100,7 @@ def _read_index(each: Input) -> tuple[np.dtype[Any], NDArray[np.int64]]:
     content = Path(each.path.removesuffix(".bin") + ".idx").read_bytes()
     found = np.frombuffer(content, "<u8", 1, len(MEGATRON))[0] if len(content) >= 34 else 0
     code = content[17] if found == 1 else 0
-    _check_size(each, code in _MEGATRON_DTYPES, "its .idx is of no version or type of Megatron's that is known")
+    _check_size(each, code in _MEGATRON_DTYPES, "its .idx has an unknown Megatron version or type")
     dtype = np.dtype(_MEGATRON_DTYPES[code])
     num_sequences, num_documents = np.frombuffer(content, "<u8", 2, 18).tolist()
     expected = 34 + 12 * num_sequences + 8 * num_documents
@@ -110,7 +110,7 @@ def _read_index(each: Input) -> tuple[np.dtype[Any], NDArray[np.int64]]:
     documents = np.frombuffer(content, "<i8", num_documents, 34 + 12 * num_sequences)
     ends = np.concatenate([[0], np.cumsum(lengths)])
     is_whole = ends[-1] * dtype.itemsize == each.size and np.array_equal(pointers, ends[:-1] * dtype.itemsize)
-    _check_size(each, bool(is_whole), "its .idx does not say of all its bytes, one after the other, what they are")
+    _check_size(each, bool(is_whole), "its .idx does not cover all of its bytes in order")
     _check_size(each, bool(np.all((documents >= 0) & (documents <= num_sequences))), "its .idx is damaged")
     return dtype, np.unique(ends[np.append(documents, num_sequences)])[1:]
 
@@ -122,7 +122,7 @@ def _chunks(each: Input, dtype: np.dtype[Any], start: int) -> Iterator[tuple[NDA
         file.seek(start)
         while left:
             found = np.fromfile(file, dtype, min(_CHUNK, left))
-            _check_size(each, len(found) > 0, "it has been cut short")
+            _check_size(each, len(found) > 0, "it is truncated")
             left -= len(found)
             yield found, left == 0
 
@@ -133,4 +133,4 @@ def _check_size(each: Input, is_right: bool, rule: str) -> None:
 
 
 def _damaged(each: Input, rule: str) -> UserError:
-    return setting_error(each.key, each.path, f"is no file of tokens that is whole: {rule}")
+    return setting_error(each.key, each.path, f"is not a complete token file: {rule}")

@@ -169,9 +169,9 @@ def _get(item: Item, path: Path) -> None:
             size, found = size + len(block), crc32(block, found)
         os.fsync(file.fileno())
     if size != item.size:
-        raise Broken(f"it has {size} bytes, its metadata say {item.size}")
+        raise Broken(f"it has {size} bytes, but its metadata says {item.size}")
     if checksum is not None and found != checksum:
-        raise Broken("its checksum is not that of its metadata")
+        raise Broken("its checksum does not match its metadata")
 
 
 @contextlib.contextmanager

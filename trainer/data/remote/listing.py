@@ -126,8 +126,8 @@ def find_folder_of(cache_dir: str | None, name: str) -> Path:
             return base / name
         except OSError as error:
             failure = error
-    rule = f"{name} cannot be kept there ({failure})" if failure else f"no folder to keep {name} in"
-    raise setting_error("data.cache_dir", cache_dir, rule, fix="name a folder that you can write to")
+    rule = f"{name} cannot be stored there ({failure})" if failure else f"no folder to store {name} in"
+    raise setting_error("data.cache_dir", cache_dir, rule, fix="give a writable folder")
 
 
 def _check_room(shards: Sequence[Shard], cache_gib: float) -> None:

@@ -84,5 +84,5 @@ class RemoteShard(Shard):
         url = f"{self.name.removesuffix('.bin')}.json"
         found = parse_info(read(url, MANY), url)
         if replace(found, checksum="") != replace(self.info, checksum=""):
-            raise ShardError(f"{self.name} has changed: its metadata are not what the manifest says")
+            raise ShardError(f"{self.name} has changed: its metadata does not match the manifest")
         return found

@@ -97,7 +97,7 @@ def find_text(setting: str, cache_dir: str | None) -> RemoteText:
         facts = _recall(known) if error.is_away else []
         if not facts:
             raise
-        say(f"{error}; it is taken to be what it was when last looked up")
+        say(f"{error}; assuming that it has not changed since the last check")
     else:
         _remember(known, facts)
     return RemoteText([_item_of(*each) for each in facts], folder)
@@ -143,7 +143,7 @@ def text_files(settings: Sequence[str], key: str) -> Iterator[tuple[list[Input],
             with _named(key, setting):
                 text = elsewhere[setting] = find_text(setting, None)
             if not text.items:
-                raise setting_error(key, setting, "there is no text", fix=f"name files that end in {NAMES}")
+                raise setting_error(key, setting, "there is no text", fix=f"give files that end in {NAMES}")
             inputs += text.inputs(key)
             stack.enter_context(text.kept())
 

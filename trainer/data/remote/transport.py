@@ -96,7 +96,7 @@ def has_pattern(url: str) -> bool:
 def _headers(url: str) -> tuple[int, str]:
     with _opened(url) as answer:  # not by HEAD, which not every server allows where it allows this
         if answer.length is None:
-            raise ValueError("the server does not say how long it is")
+            raise ValueError("the server does not report its size")
         return answer.length, " ".join(answer.headers.get(name, "") for name in ("ETag", "Last-Modified"))
 
 
