@@ -127,7 +127,7 @@ def test_gpu_counts_model_flops_once() -> None:
 def test_gpu_without_a_gpu_says_so_first() -> None:
     ran = subprocess.run([sys.executable, "-m", "bench.gpu"], cwd=REPOSITORY, capture_output=True, text=True)
     assert ran.returncode == 1
-    assert "there is no GPU that torch can use: nothing is measured" in ran.stderr
+    assert "torch finds no usable GPU: nothing is measured" in ran.stderr
     assert '"device": "cpu"' not in ran.stdout
 
 

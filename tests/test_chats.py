@@ -313,7 +313,7 @@ def test_formats(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("record", "says"),
     [
-        ({"prompt": "Hi", "chosen": "Yes", "rejected": "Yes"}, "chosen and rejected are the same"),
+        ({"prompt": "Hi", "chosen": "Yes", "rejected": "Yes"}, "chosen and rejected are identical"),
         ({"prompt": "Hi", "chosen": 5, "rejected": "No"}, "chosen must be text or a list of messages, not a number"),
         ({"chosen": said("Hi", "Yes"), "rejected": said("Bye", "No")}, "chosen and rejected answer different prompts"),
     ],

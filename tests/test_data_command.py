@@ -59,7 +59,7 @@ def test_text_that_stands_everywhere_takes_no_time(
     same = np.array_equal
     monkeypatch.setattr(np, "array_equal", lambda *each: compared.append(1) or same(*each))
     assert command_line(["check", f"data.path={path}", f"data.eval_path={held_out}", "data.seq_len=64"]) == 1
-    assert "81 held-out samples: 80 have text that is trained on" in capsys.readouterr().out
+    assert "81 held-out samples: 80 share text with the training data" in capsys.readouterr().out
     assert len(compared) <= 2 * 81
 
 

@@ -73,7 +73,7 @@ def test_every_rank_of_a_node_with_too_few_gpus_says_so(
 
 
 def test_a_gpu_that_is_not_there() -> None:
-    with pytest.raises(UserError, match=r"run\.device=cuda: there is no GPU .*\n.*run\.device=cpu"):
+    with pytest.raises(UserError, match=r"run\.device=cuda: torch finds no usable GPU\n.*run\.device=cpu"):
         choose_gpu("cuda", Environment(), 0, {})
 
 

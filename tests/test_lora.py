@@ -162,7 +162,7 @@ def test_targets_are_names_of_modules_or_their_last_parts() -> None:
 
 
 def test_a_name_that_only_ends_alike_is_not_what_was_meant() -> None:
-    """Mixtures of experts have no gate_proj that could have an adapter, and lists from elsewhere name it."""
+    """Mixtures of experts have no gate_proj that can have an adapter, and lists from elsewhere name it."""
     layers = nn.ModuleDict({"q_proj": nn.Linear(2, 2), "v_proj": nn.Linear(2, 2)})
     for targets in (["q_proj", "v_proj", "gate_proj"], ["gate_proj"]):
         with pytest.raises(UserError, match=r"no layer is named 'gate_proj'; .*: q_proj, v_proj$"):

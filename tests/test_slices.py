@@ -191,7 +191,7 @@ def refusal(recipe: str, folder: str) -> str:
 @pytest.mark.slow
 def test_a_recipe_that_mixes_tokens_is_refused_though_nothing_is_asked_of_them(tmp_path: Path) -> None:
     for said in run_ranks(2, refusal, "shifting", str(tmp_path / "run")):
-        assert "mixes or counts tokens elsewhere than in trainer.sequence" in said
+        assert "mixes or counts tokens outside trainer.sequence" in said
 
 
 # ---------------------------------------------------------------------------------------------------------------

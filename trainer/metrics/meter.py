@@ -45,7 +45,7 @@ class Means:
     step_s: float
     data_s: float
     tokens_per_s: float
-    """Target tokens a second."""
+    """Target tokens per second."""
     loss: float
     """Over those steps that were not skipped; not a number if there is none."""
 
