@@ -222,4 +222,4 @@ def test_the_command_line(tmp_path: Path) -> None:
     assert done.stdout.endswith(f"data.source=tokens data.path={tmp_path}/o-00000.bin model.vocab_size=257\n")
     done = subprocess.run([*command, "--out", str(tmp_path / "o")], cwd=root, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(f"error: --out={tmp_path}/o: {tmp_path}/o-00000.bin is there already")
+    assert done.stderr.startswith(f"error: --out={tmp_path}/o: {tmp_path}/o-00000.bin already exists")
