@@ -214,6 +214,7 @@ def test_a_chat_is_written_by_the_template_and_ends_where_the_model_says(
         (["--prompt", "a", "--max-tokens", "0"], "--max-tokens=0: must be at least 1"),
         (["--prompt", "a", "--top-p", "0"], "--top-p=0.0: must be above 0"),
         (["--prompt", "a", "--temperature", "-1"], "--temperature=-1.0: must be at least 0"),
+        (["--prompt", "a", "--greedy", "--temperature", "1"], "--temperature=1.0: cannot be combined with --greedy"),
         (["--chat", "a"], "--chat=a: data.tokenizer=bytes has no chat template"),
         (["--prompt", "a" * 64], f"={'a' * 60}...: is 64 tokens long, but the model has positions for 64"),
     ],

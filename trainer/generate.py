@@ -227,6 +227,9 @@ def _check(chosen: argparse.Namespace) -> None:
     ):
         if not is_legal:
             raise setting_error(key, value, rule, legal)
+    for key, value in (("--temperature", chosen.temperature), ("--top-p", chosen.top_p)):
+        if chosen.greedy and value:
+            raise setting_error(key, value, "cannot be combined with --greedy", fix=f"leave out {key} or --greedy")
 
 
 def _num_tokens(chosen: argparse.Namespace, num_given: int, room: int | None) -> int:
