@@ -20,12 +20,12 @@ import safetensors.torch
 import torch
 
 from trainer.checkpoint.source import StoredWeights, find_checkpoint
-from trainer.config import config_from_yaml
+from trainer.config import RunConfig, config_from_yaml
 from trainer.config.arguments import CommandParser
 from trainer.data.tokenizer import find_tokenizer
 from trainer.errors import EXIT_FINISHED, UserError, run_command, tell
 from trainer.files import replacing
-from trainer.recipe import look_in_working_folder
+from trainer.recipe import WeightSource, look_in_working_folder
 from trainer.weights.adapters import BASE
 from trainer.weights.exporting import export
 from trainer.weights.inference import fill_plain, merged, origin_of, plain_network
@@ -49,7 +49,7 @@ def export_checkpoint(
     """Write the weights of `checkpoint` (one, or a run's newest) to `target`; returns the files.
 
     `target` ending in .pt or .safetensors is one plain state dict, whole in memory; anything else a folder that
-    `transformers` loads.  `dtype`: None as they are stored.  `allow_import`: modules of one's own that may be imported
+    `transformers` loads.  `dtype`: None as they are stored.  `allow_import`: your own modules that may be imported
     because the checkpoint names them (see `load_weights`).  Of a run with adapters (LoRA) these alone go to a folder,
     as `peft` loads them; with `merges` the whole model, the adapters in it.  `base`: where the weights under them are
     now, if they have moved.  `ema`: the average of the weights, which a run with `train.ema` keeps.  Raises UserError,
@@ -75,14 +75,7 @@ def export_checkpoint(
         return export_adapter(*own, base=named, dtype=dtype, origin=origin, overwrite=overwrite, setting="target")
     source = merged(stored, config.recipe, config.model, base)
     if is_file:
-        if path.exists() and not overwrite:
-            raise UserError(f"{path}: already exists; choose another name, or use --overwrite")
-        model = plain_network(config.recipe, config.model)
-        model = fill_plain(model, config.recipe, source, torch.device("cpu"))
-        for name, parameter in model.named_parameters():
-            parameter.data = parameter.data.to(dtype or source.dtypes.get(name, parameter.dtype))
-        _write_plain(model if dtype is None else model.to(dtype), path)
-        return [path]
+        return [_export_file(source, config, path, dtype, overwrite)]
     return export(
         source,
         config.recipe,
@@ -104,6 +97,19 @@ def _end_id(tokenizer: str, origin: Origin) -> int:
         return find_tokenizer(tokenizer).end_id
     with written_out(origin.tokenizer) as folder:
         return find_tokenizer(str(folder / TOKENIZER)).end_id
+
+
+def _export_file(
+    source: WeightSource, config: RunConfig, path: Path, dtype: torch.dtype | None, overwrite: bool
+) -> Path:
+    if path.exists() and not overwrite:
+        raise UserError(f"{path}: already exists; choose another name, or use --overwrite")
+    model = plain_network(config.recipe, config.model)
+    model = fill_plain(model, config.recipe, source, torch.device("cpu"))
+    for name, parameter in model.named_parameters():
+        parameter.data = parameter.data.to(dtype or source.dtypes.get(name, parameter.dtype))
+    _write_plain(model if dtype is None else model.to(dtype), path)
+    return path
 
 
 def _write_plain(model: torch.nn.Module, path: Path) -> None:

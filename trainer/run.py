@@ -68,7 +68,7 @@ _REPORT_S = 2.0
 def main(argv: Sequence[str] | None = None, trainer: type[Trainer] | None = None) -> int:
     """Run what the command line asks for.  Returns the exit code; prints a user's mistake once, without traceback.
 
-    trainer: a Trainer of one's own, in place of the recipe's.
+    trainer: your own Trainer class, in place of the recipe's.
     """
     began = uptime()
     look_in_working_folder()
@@ -129,7 +129,7 @@ def _read(arguments: Arguments, env: Environment) -> RunConfig | None:
 
 
 def _command(arguments: Arguments, trainer: type[Trainer] | None) -> list[str]:
-    """Return what a worker's interpreter is to run: this command line, of `trainer.run` or of a script of one's own."""
+    """Return what a worker's interpreter is to run: this command line, of `trainer.run` or of the user's script."""
     program = ["-m", "trainer.run"]
     if trainer is not None:
         spec = getattr(sys.modules["__main__"], "__spec__", None)

@@ -48,7 +48,7 @@ def read_past(folder: Path) -> Past:
                 past = Past(max(past.saved or 0, _step(record.get("step")) or 0), METRICS)
     status = _read_status(folder)
     step = _step(status.get("step"))
-    # Ended in order, or begun at a step: that was saved.  A loop of one's own ends as "closed", saved or not.
+    # Ended in order, or begun at a step: that was saved.  A custom loop ends as "closed", saved or not.
     is_saved = status.get("state") in ("finished", "stopped", "running") and status.get("reason") != "closed"
     if past.saved is None and step and is_saved:
         return Past(step, STATUS)
