@@ -53,9 +53,12 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Ran:
 
 @pytest.fixture(scope="module")
 def limited(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    """A job that reaches its time limit: the notice comes after half a minute, and the first test runs meanwhile."""
+    """A job that reaches its time limit: the notice comes after half a minute, and the first test runs meanwhile.
+
+    Its steps are so long that it reaches the limit several times before it is through, however long that test takes.
+    """
     folder = tmp_path_factory.mktemp("limited") / "run"
-    return submit(cluster, folder, "--time=1", "--signal=B:USR1@10", rest_s=1), folder
+    return submit(cluster, folder, "--time=1", "--signal=B:USR1@10", rest_s=3), folder
 
 
 def submit(
