@@ -298,10 +298,7 @@ def test_a_thread_works_ahead_and_hands_over_what_went_wrong_in_its_turn() -> No
         raise ValueError("the end")
 
     ahead = Ahead(items(), most=4)
-    assert [next(ahead) for _ in range(2)] == [
-        0,
-        1,
-    ]  # of four that were ready: half are left, so there is need for more
+    assert [next(ahead) for _ in range(2)] == [0, 1]  # of four that were ready: half are left, so more are needed
     assert full.wait(60)
     assert [next(ahead) for _ in range(8)] == list(range(2, 10))
     assert made == list(range(10))
@@ -326,7 +323,7 @@ def test_a_caller_who_does_nothing_between_two_items_makes_them_itself(
             yield number
         raise ValueError("the end")
 
-    ahead = Ahead(items(), most=4)
+    ahead = Ahead(items(), most=4, is_quick=True)
     caller = threading.current_thread().name
     assert [next(ahead) for _ in range(150)] == list(range(150))
     assert (caller in makers) == makes_some
@@ -347,7 +344,7 @@ def test_what_a_caller_makes_itself_may_go_wrong_too(monkeypatch: pytest.MonkeyP
         yield from range(100)
         raise ValueError("the end")
 
-    ahead = Ahead(items(), most=4)
+    ahead = Ahead(items(), most=4, is_quick=True)
     assert [next(ahead) for _ in range(100)] == list(range(100))
     for _ in range(2):
         with pytest.raises(ValueError, match="the end"):
@@ -799,8 +796,12 @@ def test_stdlib_with_a_tokenizer_file(small_stdlib: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_checking_the_data_imports_no_torch() -> None:
-    program = "import sys, trainer.data.source, trainer.data.order, trainer.prepare; print('torch' in sys.modules)"
+def test_making_shards_imports_neither_torch_nor_the_configuration() -> None:
+    """Both take longer to import than small texts take to tokenize."""
+    program = (
+        "import sys, trainer.data.source, trainer.data.order, trainer.prepare; "
+        "print(bool({'torch', 'omegaconf', 'trainer.config'} & {*sys.modules}))"
+    )
     root = Path(__file__).parent.parent
     done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"

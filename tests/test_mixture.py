@@ -369,6 +369,22 @@ def test_sources_of_different_tokenizers_do_not_mix(tmp_path: Path) -> None:
         open_source(config.data, 257, "train")
 
 
+def test_no_source_trains_on_what_another_holds_out(tmp_path: Path) -> None:
+    write_sources(tmp_path)
+    paths = {"web": str(tmp_path / "*" / "*.bin"), "math": str(tmp_path / "math")}
+    held_out = {"math": str(next((tmp_path / "code").glob("*.bin")))}
+    settings = [f"data.path={json.dumps(paths)}", "data.seq_len=16"]
+    config = config_of(*settings, f"data.eval_path={json.dumps(held_out)}")
+    with pytest.raises(UserError, match=r"data.path.web=.*: takes in .*bin, which data.eval_path holds out for math"):
+        open_source(config.data, 257, "train")
+    own = config_of(*settings, f"data.eval_path={json.dumps({'web': paths['web']})}")
+    with pytest.raises(UserError, match=r"data.path.math=.*: takes in .* holds out for web"):
+        open_source(own.data, 257, "train")
+    held_out = {"math": str(tmp_path / "code")}
+    apart = [f"data.path={json.dumps({**paths, 'web': str(tmp_path / 'web')})}", "data.seq_len=16"]
+    assert open_source(config_of(*apart, f"data.eval_path={json.dumps(held_out)}").data, 257, "eval") is not None
+
+
 def test_data_that_are_read_again_are_said_beforehand_and_limited(tmp_path: Path) -> None:
     settings = ["data.seq_len=16", "train.steps=4", "eval.every=0", "data.weights={web: 3, math: 1}"]
     config = config_of(write_sources(tmp_path), *settings)

@@ -14,7 +14,7 @@ from torch import nn
 from tests.ranks import run_ranks, tiny_overrides
 from trainer import RunConfig, Trainer, UserError, load_config
 from trainer.config import OptimSection, ScheduleSection, TrainSection
-from trainer.optim.optimizer import Optimizer, Schedule, build_optimizer
+from trainer.optim.optimizer import Optimizer, Schedule, build_optimizer, step_on_device
 
 # ---------------------------------------------------------------------------------------------------------------
 # Schedules
@@ -132,14 +132,14 @@ def test_matrices_alone_decay(recipe: str, name: Any) -> None:
 
 @pytest.mark.parametrize("kind", ["adamw", "sgd", "muon", "bfloat16"])
 def test_a_step_takes_gradients_times_a_scale(kind: Any) -> None:
-    """As if they had been multiplied before; another scale in each step, which AdamW's moments then differ by."""
+    """To the last bit as if they had been multiplied before; another scale in each step, which moments differ by."""
     config = OptimSection(state_dtype="bfloat16") if kind == "bfloat16" else OptimSection(name=kind, lr=0.01)
     results = []
     for is_multiplied_before in (False, True):
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
+        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 1))
         optimizer = build_optimizer(model, config)
-        for scale in (torch.tensor(0.3), None, torch.tensor(0.01)):
+        for scale in (torch.tensor(0.37), None, torch.tensor(0.01)):
             for parameter in model.parameters():
                 parameter.grad = torch.randn_like(parameter)
                 if is_multiplied_before and scale is not None:
@@ -149,6 +149,22 @@ def test_a_step_takes_gradients_times_a_scale(kind: Any) -> None:
             parameter.grad = torch.full_like(parameter, torch.nan)
         optimizer.step(torch.tensor(False), torch.tensor(torch.nan))
         results.append(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
+def test_a_kernel_takes_the_scale_of_gradients(kind: Any) -> None:
+    """What AdamW does on a GPU, where clipping has no pass of its own; it divides by the inverse."""
+    results = []
+    for is_multiplied_before in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(64, 64)
+        (part,) = build_optimizer(model, OptimSection(state_dtype=kind, rounding="nearest")).parts
+        for scale in (torch.tensor(0.37), torch.tensor(0.01)):
+            for parameter in model.parameters():
+                parameter.grad = torch.randn_like(parameter) * (scale if is_multiplied_before else 1.0)
+            step_on_device(part, torch.tensor(True), None if is_multiplied_before else scale)
+        results.append(model.weight.detach())
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
 
 

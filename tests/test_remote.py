@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import signal
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
@@ -24,6 +26,7 @@ from tests.ranks import run_tiny, tiny_overrides
 from tests.test_data import write_shards
 from tests.test_lifecycle import Ranks
 from trainer.config import DataSection
+from trainer.data import ahead
 from trainer.data.loader import TrainLoader
 from trainer.data.manifest import Manifest, rows_of
 from trainer.data.mixed import MixedSource
@@ -338,6 +341,7 @@ class Stalling(SyntheticSource):
 
     def batch(self, indices: Any) -> Any:
         self.left -= len(indices)
+        time.sleep(0.01)  # nothing is ready when it is asked for
         if self.left < 0:
             self.come.wait()
         return super().batch(indices)
@@ -346,7 +350,9 @@ class Stalling(SyntheticSource):
 @pytest.mark.slow
 @pytest.mark.parametrize("is_late", [True, False], ids=["this rank's data are late", "another rank's are"])
 def test_a_step_whose_data_do_not_come_is_left(is_late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However soon the next micro-batch is asked for: a rank that read it itself could not leave."""
     monkeypatch.setattr(leaving, "PATIENCE_S", -1.0)
+    monkeypatch.setattr(ahead, "_SOON_S", math.inf)
     come, asked, said = threading.Event(), threading.Event(), []
     source = Stalling(come)
     loader = TrainLoader(source, seed=0, global_batch_size=8, micro_batch_size=2)

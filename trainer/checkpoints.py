@@ -28,8 +28,16 @@ from trainer.checkpoint.manifest import find_damage, find_index_damage, name_of,
 from trainer.checkpoint.place import COMMIT, Place, find_place, split_parent
 from trainer.checkpoint.source import StoredWeights, find_checkpoints, is_checkpoint
 from trainer.config import compare_stored
-from trainer.config.arguments import CommandParser
-from trainer.errors import EXIT_FAILED, EXIT_FINISHED, UserError, printable, run_command, setting_error, tell
+from trainer.errors import (
+    EXIT_FAILED,
+    EXIT_FINISHED,
+    CommandParser,
+    UserError,
+    printable,
+    run_command,
+    setting_error,
+    tell,
+)
 
 ROWS_BYTES = 64 << 20
 """How much of a tensor is in memory at a time while two are compared."""

@@ -1,4 +1,4 @@
-"""User errors and their wording, and functions that make any text safe to show and to store.
+"""User errors and their wording, how a command reports them, and what makes any text safe to show and to store.
 
 Knows nothing of the rest: every other room may raise from here.  Text for a terminal, a log or a file that others read
 comes through `printable`, without credentials and terminal control sequences.  A message names the setting and its
@@ -8,6 +8,7 @@ meant where the spelling says so, an example of a form, or else what to do.  A w
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import difflib
 import os
@@ -70,6 +71,27 @@ def discard_stream(stream: TextIO) -> None:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())
         os.close(nowhere)
+
+
+class CommandParser(argparse.ArgumentParser):
+    """A parser of options that reports a mistake in one message, without the whole usage.
+
+    The description is printed as it is laid out: it holds examples.
+    """
+
+    def __init__(self, prog: str, description: str | None) -> None:
+        layout = argparse.RawDescriptionHelpFormatter
+        super().__init__(prog=prog, description=description, formatter_class=layout)
+
+    def error(self, message: str) -> NoReturn:
+        """Say what is wrong and leave with the exit code of a user's mistake."""
+        say(f"error: {message}\n  to fix: see {self.prog} --help")
+        raise SystemExit(EXIT_USER_ERROR)
+
+    def add_allow_import(self) -> None:
+        """Add the option that lets a checkpoint's own module be imported, which runs its code."""
+        meaning = "allow importing this module if the checkpoint names it; may be repeated"
+        self.add_argument("--allow-import", metavar="MODULE", action="append", default=[], help=meaning)
 
 
 def run_command(work: Callable[[], int]) -> int:

@@ -21,9 +21,8 @@ import torch
 
 from trainer.checkpoint.source import StoredWeights, find_checkpoint
 from trainer.config import RunConfig, config_from_yaml
-from trainer.config.arguments import CommandParser
 from trainer.data.tokenizer import find_tokenizer
-from trainer.errors import EXIT_FINISHED, UserError, run_command, tell
+from trainer.errors import EXIT_FINISHED, CommandParser, UserError, run_command, tell
 from trainer.files import replacing
 from trainer.recipe import WeightSource, look_in_working_folder
 from trainer.weights.adapters import BASE

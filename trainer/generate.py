@@ -22,11 +22,18 @@ from torch import nn
 
 from trainer.checkpoint.source import StoredWeights, find_checkpoint, is_checkpoint
 from trainer.config import config_from_yaml
-from trainer.config.arguments import CommandParser
 from trainer.config.pretrained import CONFIG, is_folder_of_weights, model_config_of
 from trainer.data.prompts import tokens_of_chat, tokens_of_prompt
 from trainer.data.tokenizer import Tokenizer, find_tokenizer
-from trainer.errors import EXIT_FINISHED, TrainingFailed, UserError, printable, run_command, setting_error
+from trainer.errors import (
+    EXIT_FINISHED,
+    CommandParser,
+    TrainingFailed,
+    UserError,
+    printable,
+    run_command,
+    setting_error,
+)
 from trainer.model.sample import (
     GREEDY,
     NO_TOKEN,

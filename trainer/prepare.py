@@ -21,8 +21,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.config import DataSection, declared_keys
-from trainer.config.arguments import CommandParser
 from trainer.data.ingest.builder import build, usual_procs
 from trainer.data.ingest.inputs import NAMES, Input
 from trainer.data.ingest.publishing import (
@@ -39,8 +37,10 @@ from trainer.data.ingest.writing import Job
 from trainer.data.manifest import Manifest
 from trainer.data.shards import ShardError
 from trainer.data.tokenizer import Tokenizer, find_tokenizer
-from trainer.errors import EXIT_FINISHED, printable, run_command, setting_error, tell
+from trainer.errors import EXIT_FINISHED, CommandParser, printable, run_command, setting_error, tell
 
+_CHAT_KEYS = ("format", "chat_template", "train_on")
+"""Settings of `data` that are options here."""
 _KEYS = Keys("INPUT", "--text-key", "--bad", "--holdout", "--tokenizer", "--out", "--bos")
 
 
@@ -58,17 +58,13 @@ def _show(options: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.text import Text
 
-    console = Console(highlight=False, soft_wrap=True)
-    before, behind = ("", "") if console.color_system else ("\u27ea", "\u27eb")
-    data = DataSection(
-        source="chat",
-        tokenizer=options.tokenizer,
-        format=options.format,
-        chat_template=options.chat_template,
-        train_on=options.train_on,
-    )
+    from trainer.config import DataSection
     from trainer.data.chat.show import first_chats  # with the library that renders templates
 
+    console = Console(highlight=False, soft_wrap=True)
+    before, behind = ("", "") if console.color_system else ("\u27ea", "\u27eb")
+    given = {key: getattr(options, key) for key in _CHAT_KEYS if getattr(options, key) is not None}
+    data = DataSection(source="chat", tokenizer=options.tokenizer, **given)
     for shown in first_chats(data, options.inputs, options.show, "INPUT"):
         text = Text()
         for piece, is_trained in shown.pieces:
@@ -253,19 +249,29 @@ def _describe(stem: Path, manifest: Manifest, setting: str, bos: bool | None) ->
     return "\n".join([*lines, "to train on them:", "  " + " ".join(map(shlex.quote, settings))])
 
 
+def _legal(key: str) -> Callable[[str], str]:
+    """Return what checks the value of an option that is called as a setting of `data`."""
+
+    def check(value: str) -> str:
+        from trainer.config import declared_keys  # takes longer to import than all that tokenizing text needs
+
+        choices = typing.get_args(declared_keys()[f"data.{key}"].type)
+        if choices and value not in choices:
+            raise argparse.ArgumentTypeError(f"{value!r} is not one of {', '.join(choices)}")
+        return value
+
+    return check
+
+
 def _make_parser() -> argparse.ArgumentParser:
     parser = CommandParser(prog="python -m trainer.prepare", description=__doc__)
     parser.add_argument("inputs", nargs="+", metavar="FILE", help=f"file, folder, glob or URL: {NAMES}")
     parser.add_argument("--out", metavar="DIR/NAME", help="shards are DIR/NAME-00000.bin and so on")
     parser.add_argument("--tokenizer", default="bytes", help="bytes, or the path of a Hugging Face tokenizer.json")
     parser.add_argument("--show", type=int, metavar="N", help="print N chats instead, with targets in colour")
-    for key in ("format", "chat_template", "train_on"):
-        field = declared_keys()[f"data.{key}"]
-        choices = typing.get_args(field.type) or None
-        option = f"--{key.replace('_', '-')}"
-        parser.add_argument(
-            option, default=field.default, choices=choices, help=f"chats: as data.{key} ({field.default})"
-        )
+    for key in _CHAT_KEYS:
+        option, meaning = f"--{key.replace('_', '-')}", f"with --show: as data.{key}, whose default it has"
+        parser.add_argument(option, type=_legal(key), metavar="HOW", help=meaning)
     parser.add_argument(
         "--bos",
         action=argparse.BooleanOptionalAction,

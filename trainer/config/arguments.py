@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import NoReturn
 
 from trainer.config.load import declared_keys, recipe_files
 from trainer.config.spelling import DASHES, stray_word, unknown_option
-from trainer.errors import EXIT_USER_ERROR, UserError, nearest, say, setting_error
+from trainer.errors import UserError, nearest, setting_error
 
 _MAX_PROCESSES = 1024
 """More than any machine has room for."""
@@ -65,27 +63,6 @@ def no_recipe(usage: str, overrides: Collection[str]) -> UserError:
     meant = nearest(given.get("model.name", ""), files) if "model.name" in given else None
     advice = f"did you mean recipe={meant}?" if meant else "for example: recipe=llama_small"
     return UserError(f"recipe=NAME is missing\n  {advice}\n{usage}\nrecipes: {', '.join(files)}")
-
-
-class CommandParser(argparse.ArgumentParser):
-    """A parser of options that reports a mistake in one message, without the whole usage.
-
-    The description is printed as it is laid out: it holds examples.
-    """
-
-    def __init__(self, prog: str, description: str | None) -> None:
-        layout = argparse.RawDescriptionHelpFormatter
-        super().__init__(prog=prog, description=description, formatter_class=layout)
-
-    def error(self, message: str) -> NoReturn:
-        """Say what is wrong and leave with the exit code of a user's mistake."""
-        say(f"error: {message}\n  to fix: see {self.prog} --help")
-        raise SystemExit(EXIT_USER_ERROR)
-
-    def add_allow_import(self) -> None:
-        """Add the option that lets a checkpoint's own module be imported, which runs its code."""
-        meaning = "allow importing this module if the checkpoint names it; may be repeated"
-        self.add_argument("--allow-import", metavar="MODULE", action="append", default=[], help=meaning)
 
 
 def _parse_nproc(text: str) -> int:

@@ -5,7 +5,7 @@ What does not come, as from a connection that is lost, is waited for only as lon
 Being woken costs more than a micro-batch does.  So the thread works in bursts, until as much is ready as may be, and
 rests until half of that has been taken; and a caller who finds nothing looks again after a millisecond.  One who does
 nothing between two items leaves no time to work ahead in: the thread would only take turns with it at the interpreter.
-Such a caller makes its items itself, while the thread rests.
+Such a caller makes its items itself, while the thread rests, unless they may not come: it could not leave.
 """
 
 from __future__ import annotations
@@ -37,10 +37,17 @@ class Ahead(Generic[Item]):
 
     What the iterator raises, its end too, is raised in its turn.  The thread ends with `close`, or with this object.
     gives_up: asked again and again while an item is waited for; once it is true, GivenUp is raised.
+    is_quick: whether the iterator never waits for long, so that the caller may make items itself.
     """
 
-    def __init__(self, items: Iterator[Item], most: int, gives_up: Callable[[], bool] = lambda: False) -> None:
-        self._shelf, self._gives_up = _Shelf(items, most), gives_up
+    def __init__(
+        self,
+        items: Iterator[Item],
+        most: int,
+        gives_up: Callable[[], bool] = lambda: False,
+        is_quick: bool = False,
+    ) -> None:
+        self._shelf, self._gives_up = _Shelf(items, most, is_quick), gives_up
         self._thread = threading.Thread(target=self._shelf.fill, name="data", daemon=True)
         self._thread.start()
 
@@ -65,8 +72,9 @@ class _Shelf(Generic[Item]):
     The iterator is the thread's, and the caller's while the thread rests, which the caller alone ends.
     """
 
-    def __init__(self, source: Iterator[Item], most: int) -> None:
+    def __init__(self, source: Iterator[Item], most: int, is_quick: bool) -> None:
         self._source, self._most, self._items = source, most, deque[Item]()
+        self._is_quick = is_quick
         self._error: BaseException | None = None
         self._is_closed = self._rests = self._is_pressed = False
         self._taken_at = -math.inf
@@ -91,7 +99,7 @@ class _Shelf(Generic[Item]):
             self._room.wait()
 
     def take(self, gives_up: Callable[[], bool]) -> Item:
-        is_soon = time.perf_counter() - self._taken_at < _SOON_S
+        is_soon = self._is_quick and time.perf_counter() - self._taken_at < _SOON_S
         self._is_pressed &= is_soon
         item = self._await(is_soon, gives_up)
         self._taken_at = time.perf_counter()

@@ -11,7 +11,6 @@ import contextlib
 import hashlib
 import os
 from collections.abc import Sequence
-from pathlib import Path
 
 from trainer.data.cache import find_cache_folders
 from trainer.data.manifest import Manifest
@@ -25,18 +24,18 @@ MANY = 64
 def read_shards(paths: Sequence[str], cache_dir: str | None) -> tuple[list[Shard], str]:
     """Return the shards at `paths`, and their `sample_content` or nothing where it is not known.  Raises ShardError."""
     if len(paths) < MANY:
-        return [Shard(Path(path)) for path in paths], ""
+        return [Shard(path) for path in paths], ""
     name = _name(paths)
     for folder in find_cache_folders(cache_dir):
         with contextlib.suppress(ShardError):  # absent, or the shards have changed
             manifest = Manifest.read(folder / name)
             return manifest.shards(folder), manifest.train_content
-    shards = [Shard(Path(path)) for path in paths]
+    shards = [Shard(path) for path in paths]
     if any(shard.info.kind != shards[0].info.kind for shard in shards):
         return shards, ""
     content = sample_content(shards)
     rows = [
-        (os.path.abspath(shard.path), shard.info.num_tokens, shard.info.num_documents, shard.info.num_bytes)
+        (os.path.abspath(shard.name), shard.info.num_tokens, shard.info.num_documents, shard.info.num_bytes)
         for shard in shards
     ]
     for folder in find_cache_folders(cache_dir):

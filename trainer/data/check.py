@@ -106,7 +106,7 @@ def _damage(shard: Shard) -> str | None:
 
 def _checksum(shard: Shard) -> str:
     """Return the checksum of when a shard was written; none of an old one, or of one that was compared when fetched."""
-    metadata = shard.path.with_suffix(".json")
+    metadata = f"{shard.name.removesuffix('.bin')}.json"
     return "" if shard.is_elsewhere else shard.info.checksum or read_info(metadata).checksum
 
 

@@ -208,7 +208,9 @@ class TrainLoader:
         steps = _indices(self._order, self._samples, everywhere, 0, everywhere, everywhere)
         own = slice(self._dp_rank * self._share, (self._dp_rank + 1) * self._share)
         batches = _by_itself(made, self.source.follow(self._sample_indices(), steps, own), device)
-        return Ahead(batches, most, lambda: self.gives_up()) if self.source.waits_for_storage else batches
+        if not self.source.waits_for_storage:
+            return batches
+        return Ahead(batches, most, lambda: self.gives_up(), is_quick=self.source.is_here)
 
     def _sample_indices(self) -> Iterator[NDArray[np.int64]]:
         """Yield the indices of one micro-batch after the other."""

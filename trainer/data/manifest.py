@@ -66,7 +66,7 @@ class Manifest:
     def write(self, path: Path) -> None:
         """Write the manifest, flushed, in place of an earlier one."""
         with replacing(path) as partial:
-            partial.write_text(json.dumps(dataclasses.asdict(self), separators=(",", ":")))
+            partial.write_text(json.dumps(vars(self), separators=(",", ":")))
 
     def shards(self, folder: Path, held_out: bool = False) -> list[Shard]:
         """Return the shards, whose files are looked at and not opened.  Raises ShardError."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, overload
 from trainer.data.documents import open_shards
 from trainer.data.ingest.report import parse_limit
 from trainer.data.mixed import MixedSource
-from trainer.data.paths import check_made_alike, check_size, find_shards, is_awaited, open_path, unusable
+from trainer.data.paths import check_made_alike, check_size, find_shards, is_awaited, named_files, open_path, unusable
 from trainer.data.shards import ShardError
 from trainer.data.source import Source, SyntheticSource
 from trainer.data.stdlib import Split, StdlibCorpus
@@ -89,6 +89,7 @@ def _open_several(
 ) -> MixedSource | None:
     """Return the sources that data.path names as one, or those of them that hold out something; None if none does."""
     held_out = data.eval_path if isinstance(data.eval_path, Mapping) else {}
+    _check_sources_apart(paths, held_out)
     found: dict[str, Source] = {}
     for name, path in paths.items():
         if split == "eval" and held_out and name not in held_out:
@@ -109,6 +110,16 @@ def _open_several(
             shown = ", ".join(f"{n} by {kinds[n][0]} ({kinds[n][1]} ids)" for n in (other, name))
             raise setting_error("data.path", data.path, f"sources must use the same tokenizer: {shown}")
     return MixedSource(found) if found else None
+
+
+def _check_sources_apart(paths: Mapping[str, str], held_out: Mapping[str, str]) -> None:
+    """Raise UserError if a source trains on a file that another one holds out."""
+    owner = {file: name for name, path in held_out.items() for file in named_files(path, "data.eval_path")}
+    for name, path in paths.items() if owner else ():
+        for file in named_files(path, "data.path"):
+            if owner.get(file, name) != name:
+                rule = f"takes in {file}, which data.eval_path holds out for {owner[file]}"
+                raise setting_error(f"data.path.{name}", path, rule, fix="remove the file from one of the two")
 
 
 def _check_apart(path: str, held_out_path: str, data: DataSection) -> None:

@@ -147,6 +147,19 @@ def find_shards(setting: str | None, data: DataSection, key: str) -> Found:
     return _made_of_text(_inputs_of(setting, key), data, key)
 
 
+def named_files(setting: str, key: str) -> list[str]:
+    """Return the files that a path names, none of which is opened: shards, the manifest that lists them, or text; a URL
+    as it is.
+
+    Raises UserError if there are none.
+    """
+    if find_folder(setting) is None:
+        return [setting]
+    manifest, paths = _find_shard_files(setting, key)
+    files = [manifest] if manifest is not None else paths or [each.path for each in _inputs_of(setting, key)]
+    return [os.path.realpath(file) for file in files]
+
+
 def is_awaited(setting: str, data: DataSection, key: str) -> bool:
     """Return whether a path names text that has not been made into shards.  Raises UserError if it is not there."""
     if find_folder(setting) is None:

@@ -51,6 +51,9 @@ class ShardInfo:
         return self.dtype, self.vocab_size, self.tokenizer, self.end_id
 
 
+_KINDS = [(declared.name, declared.type) for declared in dataclasses.fields(ShardInfo)]
+
+
 class Shard:
     """A token shard that has been checked against its metadata.
 
@@ -61,12 +64,13 @@ class Shard:
     is_elsewhere = False
     """Whether it is to be fetched before it can be read."""
 
-    def __init__(self, path: Path) -> None:
-        self.name = str(path)
+    def __init__(self, path: str | Path) -> None:
+        self.name = os.fspath(path)
         """Its path; of one that is elsewhere, its URL."""
-        self.info = read_info(path.with_suffix(".json"))
-        self._file = check_size(path, self.info.num_tokens * self.dtype.itemsize)
-        check_size(path.with_suffix(".idx"), (self.info.num_documents + 1) * 8)
+        stem = os.path.splitext(self.name)[0]
+        self.info = read_info(f"{stem}.json")
+        self._file = check_size(self.name, self.info.num_tokens * self.dtype.itemsize)
+        check_size(f"{stem}.idx", (self.info.num_documents + 1) * 8)
 
     @classmethod
     def listed(cls, name: str, info: ShardInfo) -> Shard:
@@ -139,7 +143,7 @@ class Shard:
 
     @functools.cached_property
     def _index(self) -> Version:
-        return check_size(self.path.with_suffix(".idx"), (self.info.num_documents + 1) * 8)
+        return check_size(self._index_name, (self.info.num_documents + 1) * 8)
 
     def _read_offsets(self, first: int, count: int) -> NDArray[np.int64]:
         found = np.empty(count, "<u8")
@@ -255,15 +259,16 @@ class ShardWriter:
         return self.path.with_name(f".{self.path.stem}{suffix}.{self._attempt}")
 
 
-def read_info(path: Path) -> ShardInfo:
+def read_info(path: str) -> ShardInfo:
     """Return what a shard's metadata say.  Raises ShardError."""
     try:
-        content = path.read_bytes()
+        with open(path, "rb", buffering=0) as file:
+            content = file.read()
     except OSError as error:
         raise ShardError(
             f"the metadata {path} cannot be read ({error.strerror}); a shard needs its metadata, not only ids"
         ) from error
-    return parse_info(content, str(path))
+    return parse_info(content, path)
 
 
 def parse_info(content: bytes, path: str) -> ShardInfo:
@@ -272,10 +277,9 @@ def parse_info(content: bytes, path: str) -> ShardInfo:
         info = ShardInfo(**json.loads(content))
     except (ValueError, TypeError) as error:
         raise ShardError(f"{path} is not the metadata of a token shard") from error
-    for declared in dataclasses.fields(ShardInfo):
-        value = getattr(info, declared.name)
-        if type(value).__name__ != declared.type:
-            raise ShardError(f"{path} is damaged: {declared.name} is {value!r}")
+    for name, kind in _KINDS:
+        if type(value := getattr(info, name)).__name__ != kind:
+            raise ShardError(f"{path} is damaged: {name} is {value!r}")
     if info.format != ShardInfo.format:
         raise ShardError(f"{path} has format {info.format}, this version reads format {ShardInfo.format}")
     if info.dtype != find_dtype(info.vocab_size) or info.num_tokens < 1 or info.num_documents < 1:
@@ -283,14 +287,14 @@ def parse_info(content: bytes, path: str) -> ShardInfo:
     return info
 
 
-def check_size(path: Path, num_bytes: int) -> Version:
+def check_size(path: str, num_bytes: int) -> Version:
     """Return the file as it is now.  Raises ShardError unless it has as many bytes."""
     try:
-        with open(path, "rb") as file:  # opened, not only looked at: it must be readable
+        with open(path, "rb", buffering=0) as file:  # opened, not only looked at: it must be readable
             found = os.fstat(file.fileno())
     except OSError as error:
         raise ShardError(f"{path} cannot be read ({error.strerror})") from error
-    return _checked(str(path), found, num_bytes)
+    return _checked(path, found, num_bytes)
 
 
 def _look_at(path: str, num_bytes: int) -> Version:

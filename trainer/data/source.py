@@ -55,6 +55,8 @@ class Source(ABC):
     checks_ids: whether `batch` itself checks that ids are within the vocabulary; otherwise the loader does.
     waits_for_storage: whether `batch` mostly reads and hardly computes, and may run on any thread: a thread of the rank
         then prepares batches, because worker processes would only copy them.
+    is_here: whether `batch` reads local files alone, and never waits for a connection: then the rank itself may call it
+        where that is faster than a thread.
     rows_per_sample: sequences per sample; 2 for preference pairs.
     shards: the token shards that it reads, if it reads any.
     """
@@ -66,6 +68,7 @@ class Source(ABC):
     attended: float | None = None
     checks_ids: bool = False
     waits_for_storage: bool = False
+    is_here: bool = False
     rows_per_sample: int = 1
     shards: Sequence[Shard] = ()
 
@@ -125,7 +128,7 @@ class Part(Source):
     def __init__(self, whole: Source, start: int, stop: int) -> None:
         self.seq_len, self.vocab_size, self.tokenizer = whole.seq_len, whole.vocab_size, whole.tokenizer
         self.bytes_per_token, self.checks_ids = whole.bytes_per_token, whole.checks_ids
-        self.waits_for_storage, self.shards = whole.waits_for_storage, whole.shards
+        self.waits_for_storage, self.is_here, self.shards = whole.waits_for_storage, whole.is_here, whole.shards
         self.whole, self._start, self._length = whole, start, stop - start
 
     def __len__(self) -> int:
@@ -212,6 +215,7 @@ class TokenSource(Source):
         info = shards[0].info
         self.seq_len, self.vocab_size, self.tokenizer = seq_len, info.vocab_size, info.tokenizer
         self.shards, self._padding, self._dtype = list(shards), info.end_id, shards[0].dtype
+        self.is_here = not any(shard.is_elsewhere for shard in shards)
         self._may_be_beyond = info.vocab_size <= np.iinfo(self._dtype).max
         self._shard_starts: list[int] = np.cumsum([0, *(shard.info.num_tokens for shard in shards)]).tolist()
         self.num_targets = self._count_targets()

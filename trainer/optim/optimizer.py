@@ -63,16 +63,22 @@ class Optimizer:
         """Update the parameters by their gradients times the scalar `scale`, on which all ranks agree; gradients may
         or may not be multiplied by it afterwards.
 
-        Nothing changes if the scalar `is_finite`, the same on all ranks, is false.  AdamW looks at both on the device,
-        in the kernel that reads the gradients.  For any other optimizer gradients are multiplied before, and the host
-        must know whether they are finite: it waits, as it does for parameters that are offloaded to it.
+        Nothing changes if the scalar `is_finite`, the same on all ranks, is false.  AdamW looks at that on the device.
+        On a GPU its kernel takes `scale` too, as it reads the gradients anyway; elsewhere they are multiplied first.
+        For any other optimizer the host must know whether gradients are finite: it waits, as it does for parameters
+        that are offloaded to it.
         """
         for part in self.parts:
-            if getattr(part, "looks_at_found_inf", False):
-                _step_on_device(part, is_finite, scale)
-            elif is_finite is None or is_finite:
-                if scale is not None:
-                    _multiply_gradients(part, scale)
+            is_fused = getattr(part, "looks_at_found_inf", False)
+            if not is_fused and is_finite is not None and not is_finite:
+                continue
+            # Not on the CPU: torch's kernel divides by the inverse there, which is not the same to the last bit.
+            scales = is_fused and _device_of(part).type != "cpu"
+            if scale is not None and not scales:
+                _multiply_gradients(part, scale)
+            if is_fused:
+                step_on_device(part, is_finite, scale if scales else None)
+            else:
                 part.step()
         for follower in self.followers:
             follower.follow(is_finite)
@@ -82,13 +88,17 @@ class Optimizer:
             part.zero_grad(set_to_none=True)
 
 
-def _step_on_device(part: torch.optim.Optimizer, is_finite: torch.Tensor | None, scale: torch.Tensor | None) -> None:
+def _device_of(part: torch.optim.Optimizer) -> torch.device:
+    return local(part.param_groups[0]["params"][0]).device
+
+
+def step_on_device(part: torch.optim.Optimizer, is_finite: torch.Tensor | None, scale: torch.Tensor | None) -> None:
     """Step with what the kernel looks at: `found_inf`, and `grad_scale`, which gradients are divided by.
 
     As torch.amp.GradScaler says them; where the parameters are, and there before they are looked at: torch itself would
     not wait for the copy.
     """
-    device = local(part.param_groups[0]["params"][0]).device
+    device = _device_of(part)
     given = {"found_inf": None if is_finite is None else ~is_finite, "grad_scale": None if scale is None else 1 / scale}
     told = {name: value.float().to(device) for name, value in given.items() if value is not None}
     for name, value in told.items():

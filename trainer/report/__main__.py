@@ -16,8 +16,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainer.config.arguments import CommandParser
-from trainer.errors import EXIT_FINISHED, run_command, setting_error, tell
+from trainer.errors import EXIT_FINISHED, CommandParser, run_command, setting_error, tell
 from trainer.files import replacing
 from trainer.report.charts import draw_png
 from trainer.report.live import PORT, serve, watch

@@ -133,8 +133,8 @@ class LoraSection:
     dropout: float = declare(0.0, "dropout on adapter inputs", at_least=0, below=1)
     targets: str | list[str] = declare(
         "all-linear",
-        "layers that get an adapter: all-linear (every linear layer of the blocks), or a list of module names "
-        "or name endings",
+        "layers that get an adapter: all-linear (every linear layer of the blocks; routers and stacked experts get "
+        "none), or a list of module names or name endings",
     )
     base_dtype: Literal["float32", "bfloat16"] | None = declare(
         None,
