@@ -101,7 +101,7 @@ class Run:
         forecast = SimpleNamespace(result=dict, misses=list, explain=lambda error: None)
         collaborators: list[Any] = [kept, metrics, watchdog, accounts, saver, forecast]
         world: Any = self.world
-        self.life = Lifecycle(config, world, self.progress, self.ballot, *collaborators, loader=None, started=0.0)
+        self.life = Lifecycle(config, world, self.progress, self.ballot, *collaborators, None, None, started=0.0)
 
     def say(self, text: str) -> None:
         self.said.append(text)

@@ -357,7 +357,7 @@ def test_a_step_whose_data_do_not_come_is_left(is_late: bool, monkeypatch: pytes
     source = Stalling(come)
     loader = TrainLoader(source, seed=0, global_batch_size=8, micro_batch_size=2)
     ballot = Ballot(Ranks([[0, 0, not is_late]]))  # type: ignore[arg-type]
-    left = leaving.Leaving(ballot, loader, asked.is_set)
+    left = leaving.Leaving(ballot, loader, None, asked.is_set)
     if is_late:
         for _ in range(4):
             next(loader)
@@ -391,6 +391,25 @@ def test_a_run_that_waits_for_a_lost_connection_stops_and_saves(tmp_path: Path, 
         os.kill(process.pid, signal.SIGTERM)
     assert run.ran().exit_code == 75
     assert (tmp_path / "run" / "checkpoints" / "step_00000002").is_dir()
+
+
+@pytest.mark.slow
+def test_an_evaluation_that_waits_for_a_lost_connection_is_abandoned(
+    tmp_path: Path, folder: Path, server: Server
+) -> None:
+    """And made up for after the next start, when the connection is there again."""
+    server.on_request = lambda name: server.gate.wait() if name.endswith(".bin") else None
+    common = ("model.vocab_size=257", "data.source=tokens", f"data.path={folder}", f"data.eval_path={server.url}")
+    settings = ["recipe=llama_small", *tiny_overrides("train.steps=4", "eval.every=2", "eval.steps=1", *common)]
+    run = start_faulty(tmp_path / "run", *settings, ranks=2)
+    wait_until(lambda: any(name.endswith(".bin") for name in list(server.asked)), "the evaluation to ask for its data")
+    for process in run.processes:
+        os.kill(process.pid, signal.SIGTERM)
+    assert run.ran().exit_code == 75
+    server.gate.set()
+    again = run_tiny(tmp_path / "run", *settings[1:], "nproc=2")
+    assert again.exit_code == 0
+    assert [line["step"] for line in again.metrics if line["kind"] == "eval"] == [2, 4]
 
 
 @pytest.mark.slow

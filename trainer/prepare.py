@@ -48,7 +48,9 @@ def command_line(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code: 0, 2 for a mistake of the user's, 1 for a failure."""
     parser = _make_parser()
     options = parser.parse_args(arguments)
-    if options.out is None and not options.show:
+    if options.show is not None and options.show < 1:
+        parser.error(f"--show {options.show}: must be at least 1 chat")
+    if options.out is None and options.show is None:
         parser.error("--out DIR/NAME is missing (or --show N, to print conversations)")
     return run_command(lambda: _show(options) if options.show else _prepare(options))
 
@@ -270,7 +272,7 @@ def _make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--tokenizer", default="bytes", help="bytes, or the path of a Hugging Face tokenizer.json")
     parser.add_argument("--show", type=int, metavar="N", help="print N chats instead, with targets in colour")
     for key in _CHAT_KEYS:
-        option, meaning = f"--{key.replace('_', '-')}", f"with --show: as data.{key}, whose default it has"
+        option, meaning = f"--{key.replace('_', '-')}", f"with --show: a value of data.{key} (its default)"
         parser.add_argument(option, type=_legal(key), metavar="HOW", help=meaning)
     parser.add_argument(
         "--bos",

@@ -143,7 +143,8 @@ class Trainer:
         world.agreed(samples.check)
         self.evaluations = Evaluations(self.state, self.watchdog, self.horizon, self.saver, samples)
         others = (self.folder, self.metrics, self.watchdog, self.accounts, self.saver, self.forecast)
-        self.lifecycle = Lifecycle(config, world, self.state, self.ballot, *others, self.loader, started)
+        loaders = (self.loader, self.eval_loader)
+        self.lifecycle = Lifecycle(config, world, self.state, self.ballot, *others, *loaders, started)
 
     # -- build ---------------------------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from trainer.config import RunConfig, Slices, find_slices
-from trainer.data.ahead import Ahead
+from trainer.data.ahead import Ahead, GivenUp
 from trainer.data.fingerprint import Fingerprint
 from trainer.data.mixed import find_order, spread
 from trainer.data.order import Order, Permutation, epochs
@@ -381,6 +381,9 @@ class EvalLoader:
     ) -> None:
         assert 0 <= dp_rank < num_dp_ranks, (dp_rank, num_dp_ranks)
         self.source, self._batches = source, _Batches(source, slices)
+        self.gives_up: Callable[[], bool] = lambda: False
+        """Asked while data that are elsewhere are waited for; once it is true, samples that count for nothing come in
+        place of the next micro-batch, and no others after them: the evaluation is to be abandoned."""
         self.num_samples = min(len(source), num_batches * global_batch_size or len(source))
         self._shape = (-1, num_dp_ranks, micro_batch_size)
         self._dp_rank = dp_rank
@@ -389,8 +392,19 @@ class EvalLoader:
         return len(self._sample_indices())
 
     def __iter__(self) -> Iterator[Batch]:
-        for indices in self._sample_indices():
-            yield _whole(_tensors(self._batches.read(indices), pins=False))
+        made = (_tensors(self._batches.read(indices), pins=False) for indices in self._sample_indices())
+        if self.source.is_here or not self.source.waits_for_storage:
+            yield from map(_whole, made)
+            return
+        coming = Ahead(made, 2, lambda: self.gives_up())
+        try:
+            yield from map(_whole, coming)
+        except GivenUp:
+            nothing = np.full(self._shape[-1], -1)
+            yield _whole(_tensors(self._batches.read(nothing), pins=False))
+            raise TrainingFailed("held-out data do not come, and the run was asked to stop") from None
+        finally:
+            coming.close()
 
     def _sample_indices(self) -> NDArray[np.int64]:
         """Return this rank's indices, a row for each micro-batch: ranks take micro-batches in turn."""

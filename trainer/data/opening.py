@@ -6,8 +6,10 @@ No torch here: opening a source is how the data settings are checked, before any
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal, overload
 
 from trainer.data.documents import open_shards
@@ -89,16 +91,15 @@ def _open_several(
 ) -> MixedSource | None:
     """Return the sources that data.path names as one, or those of them that hold out something; None if none does."""
     held_out = data.eval_path if isinstance(data.eval_path, Mapping) else {}
-    _check_sources_apart(paths, held_out)
+    if split == "train":
+        _check_sources_apart(data, paths, held_out)
     found: dict[str, Source] = {}
     for name, path in paths.items():
         if split == "eval" and held_out and name not in held_out:
             continue
         alone = dataclasses.replace(data, path=path, eval_path=held_out.get(name), weights=None, phases=())
-        try:
+        with _naming(name):
             source = open_source(alone, vocab_size, split)
-        except UserError as error:
-            raise UserError(f"source {name}: {error}") from error
         if source is not None:
             found[name] = source
     if any(source.rows_per_sample > 1 for source in found.values()):
@@ -112,14 +113,38 @@ def _open_several(
     return MixedSource(found) if found else None
 
 
-def _check_sources_apart(paths: Mapping[str, str], held_out: Mapping[str, str]) -> None:
+@contextmanager
+def _naming(source: str) -> Iterator[None]:
+    """Have messages begin with the source that they are about."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"source {source}: {error}") from error
+
+
+def _check_sources_apart(data: DataSection, paths: Mapping[str, str], held_out: Mapping[str, str]) -> None:
     """Raise UserError if a source trains on a file that another one holds out."""
-    owner = {file: name for name, path in held_out.items() for file in named_files(path, "data.eval_path")}
-    for name, path in paths.items() if owner else ():
-        for file in named_files(path, "data.path"):
-            if owner.get(file, name) != name:
-                rule = f"takes in {file}, which data.eval_path holds out for {owner[file]}"
-                raise setting_error(f"data.path.{name}", path, rule, fix="remove the file from one of the two")
+    holders: dict[str, set[str]] = {}
+    for name, path in held_out.items():
+        with _naming(name):
+            for file in _files_of(data, path, "data.eval_path"):
+                holders.setdefault(file, set()).add(name)
+    stated = [data.weights, *(phase.get("weights") for phase in data.phases)]
+    for name, path in paths.items() if holders else ():
+        is_used = any(weights is None or weights.get(name) for weights in stated)
+        with _naming(name):
+            for file in _files_of(data, path, "data.path") if is_used else ():
+                if others := sorted(holders.get(file, set()) - {name}):
+                    rule = f"takes in {file}, which data.eval_path holds out for source {others[0]}"
+                    raise setting_error("data.path", path, rule, fix="remove the file from one of the two")
+
+
+def _files_of(data: DataSection, path: str, key: str) -> list[str]:
+    if data.source != "chat":
+        return named_files(path, key)
+    from trainer.data.chat.records import find_files
+
+    return [os.path.realpath(file) for file in find_files(key, path)]
 
 
 def _check_apart(path: str, held_out_path: str, data: DataSection) -> None:

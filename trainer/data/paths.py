@@ -148,16 +148,20 @@ def find_shards(setting: str | None, data: DataSection, key: str) -> Found:
 
 
 def named_files(setting: str, key: str) -> list[str]:
-    """Return the files that a path names, none of which is opened: shards, the manifest that lists them, or text; a URL
-    as it is.
+    """Return the files that a path names, none of which is opened: shards, those of a manifest too, or text; a URL as
+    it is.
 
     Raises UserError if there are none.
     """
     if find_folder(setting) is None:
         return [setting]
-    manifest, paths = _find_shard_files(setting, key)
-    files = [manifest] if manifest is not None else paths or [each.path for each in _inputs_of(setting, key)]
-    return [os.path.realpath(file) for file in files]
+    manifest, files = _find_shard_files(setting, key)
+    if manifest is not None:
+        try:
+            files = [str(manifest.parent / row[0]) for row in Manifest.read(manifest).train]
+        except ShardError as error:
+            raise unusable(key, setting, error) from error
+    return [os.path.realpath(file) for file in files or (each.path for each in _inputs_of(setting, key))]
 
 
 def is_awaited(setting: str, data: DataSection, key: str) -> bool:

@@ -1,7 +1,8 @@
 """Leaving a step whose data do not come: asked to stop, a run does not wait for a connection that is lost.
 
 The rank that gives up says so in the ballot with which the others begin the step.  None of them has done anything in
-it by then, so that all are where the step began, and can save.
+it by then, so that all are where the step began, and can save.  An evaluation is left as ever: in the ballot that is
+cast before each of its micro-batches.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from trainer.data.ahead import GivenUp
-from trainer.data.loader import TrainLoader
+from trainer.data.loader import EvalLoader, TrainLoader
 from trainer.distributed.ballot import Ballot
 
 PATIENCE_S = 5.0
@@ -25,16 +26,17 @@ class _Left(Exception):
 class Leaving:
     """Leaves a step if its data do not come on some rank that was asked to stop.
 
-    loader: one that is no TrainLoader is waited for.  is_asked: whether this rank was asked to stop.
+    loader, eval_loader: ones of another class are waited for.  is_asked: whether this rank was asked to stop.
     """
 
-    def __init__(self, ballot: Ballot, loader: object, is_asked: Callable[[], bool]) -> None:
+    def __init__(self, ballot: Ballot, loader: object, eval_loader: object, is_asked: Callable[[], bool]) -> None:
         self._ballot, self._loader, self._is_asked = ballot, loader, is_asked
         self._has_given_up = False
         self._waits_since: float | None = None
         ballot.ask(lambda: self._has_given_up, self._leave)
-        if isinstance(loader, TrainLoader):
-            loader.gives_up = self._is_out_of_patience
+        for each in (loader, eval_loader):
+            if isinstance(each, (TrainLoader, EvalLoader)):
+                each.gives_up = self._is_out_of_patience
 
     @contextmanager
     def possible(self) -> Iterator[None]:

@@ -88,6 +88,7 @@ class Lifecycle:
         saver: Saver,
         forecast: Forecast,
         loader: object,
+        eval_loader: object,
         started: float,
     ) -> None:
         self._config, self._world, self._progress = config, world, progress
@@ -104,7 +105,7 @@ class Lifecycle:
             self.stop.on_ask, self.stop.on_second_interrupt = answer_at_once, self._quit
         self._stale_notice = take_stale_notice(config.run_dir)
         ballot.ask(self._is_asked_to_stop, self._begin_to_stop)
-        self.leaving = Leaving(ballot, loader, self._is_asked_to_stop)
+        self.leaving = Leaving(ballot, loader, eval_loader, self._is_asked_to_stop)
         world.failures.append(self)
 
     @property

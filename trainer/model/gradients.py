@@ -84,7 +84,7 @@ def find_clipping(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the global norm of all gradients, and what to multiply them by for a norm of at most `max_norm`.
 
-    The latter is None without a `max_norm`; multiplying is left to the optimizer, which reads every gradient anyway.
+    The latter is None without a `max_norm`; multiplying is left to the optimizer, whose kernel may do it on a GPU.
     One all-reduce of a scalar over the `shard` axis, and no host synchronisation.  Works on the local shards: going
     through DTensor costs a dispatch for every parameter.
     """
