@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from torch.distributed.tensor import DTensor
 
 from tests.faults import Fault, Started, start
 from tests.ranks import Ran, run_command, run_ranks, run_tiny, tiny_overrides
@@ -153,6 +154,64 @@ def test_slices_without_a_target(ranks: int, runs: list[list[str]], data: str, n
             assert relative(found["eval"], right["eval"]) < 1e-6, (kind, overrides)
             assert found["tokens"] == right["tokens"], (kind, overrides)
             assert found["initial"] == right["initial"], (kind, overrides)
+
+
+MESHES = {
+    "1": (1, []),
+    "shard 4": (4, []),
+    "context 2": (2, ["mesh.context=2"]),
+    "context 4": (4, ["mesh.context=4"]),
+    "2x2, context 2": (4, ["mesh.context=2", "mesh.replicate=2"]),
+}
+
+
+def moments_of(trainer: Trainer) -> str:
+    """Return one hash of the optimizer's state, whatever it is sharded over."""
+    found = hashlib.sha256()
+    for parameter in trainer.model.parameters():
+        for name, value in sorted(trainer.optimizer.parts[0].state[parameter].items()):
+            whole = value.full_tensor() if isinstance(value, DTensor) else value
+            found.update(name.encode() + whole.numpy().tobytes())
+    return found.hexdigest()
+
+
+def go_on(runs: list[list[str]], num_steps: int) -> list[tuple[str, str, list[float]]]:
+    """Begin or resume each run and save it after `num_steps` steps; return hashes of the state that it began with, and
+    the losses.
+    """
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    found = []
+    for overrides in runs:
+        given = tiny_overrides("train.steps=20", "schedule.name=constant", "data.documents=masked", *overrides)
+        trainer = Trainer(load_config("llama_small", given))
+        trainer.load_checkpoint()
+        began = (digest_of(trainer), moments_of(trainer))
+        losses = [record.loss for record in islice(trainer.steps(), num_steps)]
+        trainer.save_checkpoint(wait=True)
+        trainer.close()
+        found.append((*began, losses))
+    return found
+
+
+@pytest.mark.campaign
+def test_what_any_mesh_has_saved_any_other_goes_on_with(tmp_path: Path) -> None:
+    """The same bits, whatever the mesh; the same losses afterwards."""
+    for name, (ranks, mesh) in MESHES.items():
+        run_ranks(ranks, go_on, [[*mesh, f"run.dir={tmp_path / name}"]], 5)
+    began: dict[str, set[tuple[str, str]]] = {name: set() for name in MESHES}
+    losses: dict[str, list[list[float]]] = {name: [] for name in MESHES}
+    for to, (ranks, mesh) in MESHES.items():
+        saved = [tmp_path / name / "checkpoints" / "step_00000005" for name in MESHES]
+        own = [tmp_path / "on" / to / name for name in MESHES]
+        runs = [[*mesh, f"checkpoint.resume={a}", f"run.dir={b}"] for a, b in zip(saved, own, strict=True)]
+        for name, (weights, moments, after) in zip(MESHES, run_ranks(ranks, go_on, runs, 10)[-1], strict=True):
+            began[name].add((weights, moments))
+            losses[name].append(after)
+    assert {name: len(states) for name, states in began.items()} == dict.fromkeys(MESHES, 1), "bit for bit"
+    right = losses["1"][0]
+    assert max(relative(found, right) for of_one in losses.values() for found in of_one) < 1e-6
 
 
 @pytest.mark.campaign
