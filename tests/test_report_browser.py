@@ -86,8 +86,12 @@ def long_run(folder: Path, seed: int, num_lines: int = 10_000, state: str = "fin
 
 
 def loaded_ms(tab: Tab) -> float:
-    script = "() => performance.getEntriesByType('navigation')[0].loadEventEnd"
-    return float(tab.page.evaluate(script))
+    """Return what the page takes to load: the least of five, as other processes may have the cores for one of them."""
+    script, found = "() => performance.getEntriesByType('navigation')[0].loadEventEnd", []
+    for _ in range(5):
+        found.append(float(tab.page.evaluate(script)))
+        tab.page.reload()
+    return min(found)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
