@@ -26,7 +26,7 @@ from tests import first_hour
 from tests.chats import CHATML, WORDS, said
 from tests.forked import REPOSITORY, popen
 
-pytestmark = [pytest.mark.campaign, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.campaign, pytest.mark.timeout(3600)]
 
 _ON_EIGHT = "torchrun --nproc-per-node 8 -m trainer.run recipe=llama3_8b 'data.path=shards/*.bin'"
 
