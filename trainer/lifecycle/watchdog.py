@@ -233,12 +233,13 @@ class Watchdog:
                     self._world.announce_failure(PeerFailed(reason_of(why, standings)))
                 store.set(self._key("verdict"), verdict)
                 if verdict != "go on":
-                    self._wait_until_heard(store, [standing.rank for standing in standings if standing.answers])
+                    others = [standing.rank for standing in standings if standing.answers and standing.rank != rank]
+                    _wait_until_set(store, [self._key(f"heard/{other}") for other in others])
             else:
                 store.wait(self._key("verdict"), _VERDICT_S)
                 verdict = store.get(self._key("verdict"))
                 with suppress(RuntimeError):
-                    store.set(self._heard(rank), "")
+                    store.set(self._key(f"heard/{rank}"), "")
         except RuntimeError as lost:  # the store has gone, or rank 0 does not answer
             say(f"{table(why, [self.standing(why)])}\nrank 0 does not answer rank {rank}: {lost}")
             self._leave(is_stuck=True)
@@ -251,18 +252,6 @@ class Watchdog:
         else:
             self._world.remember_failure()
             self._leave(verdict == "stuck")
-
-    def _heard(self, rank: int) -> str:
-        return self._key(f"heard/{rank}")
-
-    def _wait_until_heard(self, store: Messages, ranks: Sequence[int]) -> None:
-        """Let the others read the verdict: the store ends with this process, and without it they would report, too."""
-        missing = [rank for rank in ranks if rank != self._world.rank]
-        until = time.monotonic() + _ANSWER_S
-        with suppress(RuntimeError):
-            while missing and time.monotonic() < until:
-                missing = [rank for rank in missing if not store.check(self._heard(rank))]
-                time.sleep(0.1 if missing else 0.0)
 
     def _gather(self, store: Messages) -> list[Standing]:
         found = {rank: Standing(rank, "?", 0.0, 0, 0, False, answers=False) for rank in range(self._world.size)}
@@ -320,6 +309,14 @@ class Watchdog:
         device = "" if progress is None else progress.waiting_for
         own = (self._world.rank, phase, seconds, self.step, self.marks, waits, within)
         return Standing(*own, collectives=collectives, device=device, group=_group_of(main), stack=stack)
+
+
+def _wait_until_set(store: Messages, keys: Sequence[str]) -> None:
+    """Let the others read the verdict: the store ends with this process, and without it they would report, too."""
+    until = time.monotonic() + _ANSWER_S
+    with suppress(RuntimeError):
+        while (keys := [key for key in keys if not store.check(key)]) and time.monotonic() < until:
+            time.sleep(0.1)
 
 
 # ---------------------------------------------------------------------------------------------------------------
