@@ -307,6 +307,7 @@ CALLS = {"attend": 39, "attend backward": 19}
 def started(folder: Path, inside: str, then: str) -> Started:
     """Start six steps on 4 ranks in 2 groups, whose rank 1 sends itself a signal inside attention."""
     own = ["mesh.context=2", GATHER, "train.micro_batch_size=1", "train.steps=6", "checkpoint.every=2"]
+    own += ["checkpoint.mode=sync"]  # what was saved after step 2 is there in step 3
     fault = Fault(rank=1, inside=inside, then=then, first=CALLS[inside], last=CALLS[inside])
     return start(folder, *OF_FAULTS, *tiny_overrides(*own, "run.step_timeout_s=6"), ranks=4, fault=fault)
 
