@@ -72,7 +72,8 @@ class Optimizer:
             is_fused = getattr(part, "looks_at_found_inf", False)
             if not is_fused and is_finite is not None and not is_finite:
                 continue
-            # Not on the CPU: torch's kernel divides by the inverse there, which is not the same to the last bit.
+            # Not on the CPU: the kernel divides by the inverse of `scale`, which is not the same to the last bit, and
+            # runs of before go on with the bits that they had.
             scales = is_fused and _device_of(part).type != "cpu"
             if scale is not None and not scales:
                 _multiply_gradients(part, scale)

@@ -127,13 +127,16 @@ class _Fast:
 
     name = ""
 
+    _ids_of: Callable[[bytes], NDArray[np.uint32]]
+    """The ids of one text."""
+
     def __init__(self, tokenizer: FileTokenizer, reference: Engine) -> None:
         self._reference = reference
         self._added = np.array(sorted(tokenizer.library.get_added_tokens_decoder()), np.uint32)
 
     def encode(self, texts: Sequence[bytes]) -> Encoded:
         try:
-            ids = [self._ids_of(text) for text in texts]
+            ids = list(map(self._ids_of, texts))
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # a panic of Rust is no Exception
@@ -152,9 +155,6 @@ class _Fast:
             return any(bool((ids == number).any()) for number in self._added)
         return bool(ids.max(initial=0) >= self._added[0] and np.isin(ids, self._added).any())
 
-    def _ids_of(self, text: bytes) -> NDArray[np.uint32]:
-        raise NotImplementedError
-
 
 class _Gigatoken(_Fast):
     """The library `gigatoken`."""
@@ -168,10 +168,7 @@ class _Gigatoken(_Fast):
         content = json.loads(tokenizer.library.to_str())
         content["added_tokens"] = [each for each in content["added_tokens"] if not each["special"]]
         content["post_processor"] = None
-        self._encode: Callable[[bytes], NDArray[np.uint32]] = gigatoken.Tokenizer.from_json(json.dumps(content)).encode
-
-    def _ids_of(self, text: bytes) -> NDArray[np.uint32]:
-        return self._encode(text)
+        self._ids_of = gigatoken.Tokenizer.from_json(json.dumps(content)).backend.encode
 
 
 class _Tiktoken(_Fast):
@@ -186,13 +183,14 @@ class _Tiktoken(_Fast):
         content = json.loads(tokenizer.library.to_str())
         if content["model"]["type"] != "BPE" or content["normalizer"] is not None:
             raise Differs("is not a plain byte-level BPE")
-        ranks, self._id_of_rank = _ranks(content["model"])
+        ranks, id_of_rank = _ranks(content["model"])
         pattern = _pattern(content["pre_tokenizer"])
         encoding = tiktoken.Encoding("tokenizer", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
-        self._encode = encoding.encode_ordinary
 
-    def _ids_of(self, text: bytes) -> NDArray[np.uint32]:
-        return self._id_of_rank[np.array(self._encode(text.decode()), dtype=np.int64)]
+        def ids_of(text: bytes) -> NDArray[np.uint32]:
+            return id_of_rank[np.array(encoding.encode_ordinary(text.decode()), dtype=np.int64)]
+
+        self._ids_of = ids_of
 
 
 _GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"

@@ -66,7 +66,8 @@ def _texts(arrow: Any, column: Any, each: Input, first: int, bad: BadPlaces) -> 
     except arrow.ArrowInvalid:
         is_valid = False
     found: list[bytes] = []
-    for row, text in enumerate(column.cast(arrow.large_binary()).to_pylist(), first):
+    as_bytes = arrow.large_binary() if arrow.types.is_large_string(column.type) else arrow.binary()
+    for row, text in enumerate(column.view(as_bytes).to_pylist(), first):
         if text is None:
             bad.refuse(bad.keys.inputs, f"{each.path}, row {row}", "has no text")
         elif is_valid or _is_unicode(text):

@@ -120,7 +120,10 @@ class UnitWriter:
 
     def _write_short(self, texts: Sequence[bytes]) -> int:
         self._check(texts)
-        chosen = [self._split_of([text]) for text in texts] if self._job.holdout else [self._train] * len(texts)
+        if not self._job.holdout:
+            self._train.write_documents(texts, self._engine)
+            return sum(map(len, texts))
+        chosen = [self._split_of([text]) for text in texts]
         for split in (self._train, self._held_out):
             split.write_documents([text for text, own in zip(texts, chosen, strict=True) if own is split], self._engine)
         return sum(map(len, texts))

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import errno
 import fnmatch
-import http.client
 import re
 import time
 import urllib.error
 import urllib.parse
-import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from trainer.data.shards import ShardError
 from trainer.errors import say
+
+if TYPE_CHECKING:
+    import http.client
 
 STALL_S = 60.0
 """Seconds without a byte from a web server after which a connection counts as lost."""
@@ -197,6 +198,8 @@ def _range(url: str, start: int, stop: int) -> bytes | None:
 
 @contextmanager
 def _opened(url: str, **headers: str) -> Iterator[http.client.HTTPResponse]:
+    import urllib.request  # with http.client and ssl, which local data need not wait for
+
     request = urllib.request.Request(url, headers={"Accept-Encoding": "identity", **headers})
     with urllib.request.urlopen(request, timeout=STALL_S) as answer:
         yield answer
