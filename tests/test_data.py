@@ -692,6 +692,32 @@ def write_other(folder: Path, name: str = "text", number: int = 1) -> None:
     writer.publish()
 
 
+@pytest.mark.parametrize("spelled", ["{}/text-eval-00000.bin", "./text-eval-00000.bin", "link/text-eval-00000.bin"])
+def test_held_out_shards_are_others_however_they_are_spelled(
+    tmp_path: Path, spelled: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_shards(tmp_path, DOCUMENTS)
+    write_shards(tmp_path, DOCUMENTS, name="text-eval")
+    (tmp_path / "link").symlink_to(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    data = DataSection(source="tokens", path="text-*.bin", eval_path=spelled.format(tmp_path), seq_len=4)
+    message = message_of(data)
+    assert "text-eval-00000.bin, which data.eval_path holds out" in message
+    assert message.endswith("'data.path=text-?????.bin'")
+
+
+def test_held_out_chats_are_others(tmp_path: Path) -> None:
+    for name in "train", "held":
+        (tmp_path / f"{name}.jsonl").write_text("{}\n")
+    held = str(tmp_path / "held.jsonl")
+    data = DataSection(source="chat", path=str(tmp_path), eval_path=held, seq_len=4)
+    message = message_of(data)
+    assert f"takes in {held}, which data.eval_path holds out" in message
+    assert message.endswith(f"data.path={tmp_path}/train.jsonl")
+    mixed = dataclasses.replace(data, path={"own": str(tmp_path)}, eval_path={"own": held})
+    assert "source own: data.path=" in message_of(mixed)
+
+
 def test_held_out_shards_must_be_others_and_made_alike(tmp_path: Path) -> None:
     path = write_shards(tmp_path, DOCUMENTS)
     held_out = write_shards(tmp_path, DOCUMENTS, name="text-eval")

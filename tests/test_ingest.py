@@ -108,13 +108,57 @@ def as_saved_by_datasets(folder: Path) -> Path:
     return folder
 
 
+def as_arrow_with_index(folder: Path) -> Path:
+    table, pyarrow = as_table()
+    with pyarrow.ipc.new_file(str(folder / "a.arrow"), table.schema) as file:
+        file.write_table(table, max_chunksize=2)
+    return folder / "a.arrow"
+
+
+def as_categories(folder: Path) -> Path:
+    """Text of which each is stored once, as pandas stores categories."""
+    table, pyarrow = as_table()
+    table = table.set_column(1, "text", table["text"].dictionary_encode())
+    pyarrow.parquet.write_table(table, folder / "a.parquet", row_group_size=2)
+    return folder / "a.parquet"
+
+
+def as_bytes(folder: Path) -> Path:
+    table, pyarrow = as_table()
+    table = table.set_column(1, "text", table["text"].cast(pyarrow.binary()))
+    pyarrow.parquet.write_table(table, folder / "a.parquet")
+    return folder / "a.parquet"
+
+
+def as_views(folder: Path) -> Path:
+    table, pyarrow = as_table()
+    table = table.set_column(1, "text", table["text"].cast(pyarrow.string_view()))
+    with pyarrow.ipc.new_file(str(folder / "a.arrow"), table.schema) as file:
+        file.write_table(table, max_chunksize=2)
+    return folder / "a.arrow"
+
+
+def as_cached_by_hugging_face(folder: Path) -> Path:
+    """A link whose name tells what is in the file that it leads to, and whose file's name does not."""
+    (folder / "snapshots").mkdir()
+    as_parquet(folder).rename(folder / "deadbeef")
+    (folder / "snapshots" / "train.parquet").symlink_to(folder / "deadbeef")
+    return folder / "snapshots"
+
+
+TABLES = [
+    *(as_parquet, as_saved_by_datasets, as_arrow_with_index, as_categories, as_bytes, as_views),
+    as_cached_by_hugging_face,
+]
+
+
 def as_table() -> tuple[Any, Any]:
     pyarrow = pytest.importorskip("pyarrow")
     pytest.importorskip("pyarrow.parquet")
     return pyarrow.table({"id": list(range(len(TEXTS))), "text": TEXTS}), pyarrow
 
 
-@pytest.mark.parametrize("write", [as_files, as_gz, as_zst, as_parquet, as_saved_by_datasets])
+@pytest.mark.parametrize("write", [as_files, as_gz, as_zst, *TABLES])
 def test_every_kind_of_file_is_the_same_documents(tmp_path: Path, write: Callable[[Path], Path]) -> None:
     (tmp_path / "in").mkdir()
     assert texts_in(tmp_path, write(tmp_path / "in")) == TEXTS
@@ -186,6 +230,46 @@ def test_a_file_that_is_cut_short_is_more_than_a_document(tmp_path: Path) -> Non
     assert texts_in(tmp_path, tmp_path, bad="skip") == ["a line"] * 50
     with pytest.raises(UserError, match=r"no readable text in it: .*half\.jsonl\.gz: cannot be read to its end"):
         texts_in(tmp_path, tmp_path / "half.jsonl.gz", bad="skip")
+
+
+@pytest.mark.parametrize("kind", ["not text", "an offset beyond", "an index beyond", "not parquet"])
+def test_a_table_that_is_damaged_is_a_bad_file(tmp_path: Path, kind: str) -> None:
+    """Whatever its numbers say: nothing is read where they lead, which may be anywhere in memory."""
+    pyarrow = pytest.importorskip("pyarrow")
+    (tmp_path / "whole.jsonl").write_text('{"text": "a line"}\n' * 50)
+    path = tmp_path / "a.arrow"
+    if kind == "not parquet":
+        path = tmp_path / "a.parquet"
+        path.write_bytes(b"PAR1" + bytes(100))
+    else:
+        column = pyarrow.array(["abc", "de", "abc", "f"])
+        before, at, width = np.array([0, 3, 5, 8, 9], np.int32), 2, np.int32
+        if kind == "an index beyond":
+            column = column.dictionary_encode()
+            before, at, width = np.array([0, 1, 0, 2], np.int32), 1, np.int32
+        batch = pyarrow.record_batch({"text": column})
+        with pyarrow.ipc.new_stream(str(path), batch.schema) as stream:
+            stream.write_batch(batch)
+        content = path.read_bytes()
+        place = content.rindex(before.astype(width).tobytes())
+        damaged = before.copy()
+        damaged[at] = 2_000_000_000
+        if kind == "not text":
+            place, damaged = content.index(b"abcdeabcf"), np.frombuffer(b"\xff" * 8, np.int32)
+        path.write_bytes(content[:place] + damaged.tobytes() + content[place + damaged.nbytes :])
+    with pytest.raises(UserError, match=r"a\.(arrow|parquet)(: cannot be read to its end|, row 1: is not UTF-8)"):
+        texts_in(tmp_path, path)
+    assert texts_in(tmp_path, tmp_path, bad="skip")[-50:] == ["a line"] * 50
+
+
+def test_a_row_is_counted_from_the_beginning_of_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    pytest.importorskip("pyarrow.parquet")
+    table = pyarrow.table({"a": [{"b": "no"}] * 40, "a.b": [None if n == 33 else f"row {n}" for n in range(1, 41)]})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=10)
+    monkeypatch.setattr(units, "SMALLEST", 50)
+    with pytest.raises(UserError, match=r"a\.parquet, row 33: has no text"):
+        texts_in(tmp_path, tmp_path / "a.parquet", text_key="a.b")
 
 
 def test_a_text_that_is_null_is_no_reason_to_train_on_another_key(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from tests.faults import start as start_faulty
 from tests.gate import wait_until
 from tests.ranks import run_tiny, tiny_overrides
 from tests.test_data import write_shards
+from tests.test_ingest import texts_of
 from tests.test_lifecycle import Ranks
 from trainer.config import DataSection
 from trainer.data import ahead
@@ -31,6 +32,7 @@ from trainer.data.loader import TrainLoader
 from trainer.data.manifest import Manifest, rows_of
 from trainer.data.mixed import MixedSource
 from trainer.data.opening import open_source
+from trainer.data.paths import find_shards
 from trainer.data.remote import transport
 from trainer.data.shards import Shard
 from trainer.data.source import Source, SyntheticSource, sample_content
@@ -325,9 +327,27 @@ def test_text_at_a_url_is_prepared_like_the_same_file_here(
     )
     assert here == there
     assert not list((tmp_path / "cache").rglob("*b.jsonl*"))
-    with pytest.raises(UserError, match=r"INPUT=http.*absent.txt"):
+    absent = r"INPUT=http\S*/absent.txt: cannot be read \(the server says 404 .*\)\n  to fix: check the URL$"
+    with pytest.raises(UserError, match=absent):
         prepare([f"{server.url}/absent.txt"], str(tmp_path / "absent" / "text"))
     assert not (tmp_path / "absent").exists()
+
+
+def test_names_that_a_url_spells_otherwise(tmp_path: Path, folder: Path, server: Server) -> None:
+    """Spaces, letters beyond ASCII, and what means something in a URL: from a page, by a glob, and as given."""
+    names = ["a b.txt", "ä.txt", "100%.txt", "c#d.txt", "e?f.txt", "g%20h.txt"]
+    texts = sorted(f"the text of {name} " * 20 for name in names)
+    (folder / "odd").mkdir()
+    for name in names:
+        (folder / "odd" / name).write_text(f"the text of {name} " * 20)
+
+    def found(path: str) -> list[str]:
+        data = DataSection(source="tokens", path=f"{server.url}/odd/{path}", cache_dir=str(tmp_path / "cache"))
+        return sorted(texts_of(find_shards(data.path, data, "data.path").train))
+
+    assert found("") == found("*.txt") == texts
+    assert found("ä.txt") == [texts[-1]]
+    assert found("a b.txt") == found("a%20b.txt") == ["the text of a b.txt " * 20]
 
 
 class Stalling(SyntheticSource):

@@ -17,7 +17,8 @@ import re
 import shlex
 import shutil
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -119,13 +120,14 @@ def prepare(
     made_by = find_tokenizer(tokenizer, "--tokenizer", bos)
     with text_files(inputs, "INPUT") as (files, fetch):
         job = _make_job(files, made_by, text_key, holdout, shard_tokens, bad, bos)
-        manifest, stem = _build(job, out, overwrite, procs or usual_procs(), fetch)
+        stem = _find_stem(out)
+        with _folder_of(stem, out):
+            manifest = _build(job, stem, out, overwrite, procs or usual_procs(), fetch)
     return _describe(stem, manifest, tokenizer, bos)
 
 
-def _build(job: Job, out: str, overwrite: bool, procs: int, fetch: Callable[[], None]) -> tuple[Manifest, Path]:
-    """Build the shards of a job and publish them; return what they are, and how their paths begin."""
-    stem = _find_stem(out)
+def _build(job: Job, stem: Path, out: str, overwrite: bool, procs: int, fetch: Callable[[], None]) -> Manifest:
+    """Build the shards of a job, whose paths begin with `stem`, publish them, and return what they are."""
     work = stem.with_name(f".{stem.name}.{_digest(job)}.building")
     is_resumed = is_under_way(work)  # looked at first: another process may publish it meanwhile
     existing = find_published(stem)
@@ -138,12 +140,12 @@ def _build(job: Job, out: str, overwrite: bool, procs: int, fetch: Callable[[], 
             manifest = build(job, work, procs)
             _check_sides(manifest, job.holdout, work)
             publish(manifest, work, stem)
-            return manifest, stem
+            return manifest
     except (OSError, ShardError) as error:
         is_gone = isinstance(error, (FileNotFoundError, FileExistsError, ShardError))
         if not (is_gone and was_published(work, stem)):  # by another process meanwhile
             raise setting_error("--out", out, f"cannot be written ({getattr(error, 'strerror', error)})") from error
-    return read_published(stem), stem
+    return read_published(stem)
 
 
 def _make_job(
@@ -180,7 +182,7 @@ def _check_sides(manifest: Manifest, holdout: float, work: Path) -> None:
 
 def _digest(job: Job) -> str:
     """Return a name for all that the shards depend on: the next run with the same arguments goes on with them."""
-    files = [(each.path, each.size, each.changed) for each in job.inputs]
+    files = [(os.path.realpath(each.path), each.size, each.changed) for each in job.inputs]
     content = repr([job.tokenizer.name, job.text_key, job.holdout, job.shard_tokens, files])
     return hashlib.sha256(content.encode()).hexdigest()[:12]
 
@@ -214,15 +216,28 @@ def _round_up(share: float) -> float:
 
 
 def _find_stem(out: str) -> Path:
-    """Return the path that the shards' names begin with, in a folder that exists."""
+    """Return the path that the shards' names begin with."""
     stem = Path(out).expanduser()
     if out.endswith(os.sep) or stem.is_dir():
         raise setting_error("--out", out, "is a folder; add a name for the shards", os.path.join(out, "corpus"))
-    try:
-        stem.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise setting_error("--out", out, f"its folder cannot be created ({error.strerror})") from error
     return stem
+
+
+@contextmanager
+def _folder_of(stem: Path, out: str) -> Iterator[None]:
+    """Create the folder of the shards for a block.  If the block raises and nothing is in it, it is removed again."""
+    missing = [folder for folder in stem.parents if not folder.exists()]
+    try:
+        try:
+            stem.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise setting_error("--out", out, f"its folder cannot be created ({error.strerror})") from error
+        yield
+    except BaseException:
+        for folder in missing:
+            with suppress(OSError):
+                folder.rmdir()
+        raise
 
 
 def _describe(stem: Path, manifest: Manifest, setting: str, bos: bool | None) -> str:

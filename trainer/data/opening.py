@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal, overload
 
@@ -51,6 +51,7 @@ def open_source(data: DataSection, vocab_size: int | None, split: Split) -> Sour
             raise setting_error("data.bad", data.bad, rule, "error")
         from trainer.data.chat.source import open_chats  # with the library that renders templates
 
+        _check_chats_apart(data)
         return open_chats(data, vocab_size, split)
     if data.source == "synthetic":
         return SyntheticSource(data.seq_len, vocab_size or 256, data.seed, split)
@@ -150,15 +151,32 @@ def _files_of(data: DataSection, path: str, key: str) -> list[str]:
 def _check_apart(path: str, held_out_path: str, data: DataSection) -> None:
     """Raise UserError unless data.eval_path names other data than data.path does, made by the same tokenizer."""
     train, held_out = find_shards(path, data, "data.path"), find_shards(held_out_path, data, "data.eval_path")
-    shared = sorted({*train.files} & {*held_out.files})
-    if shared and path != held_out_path:  # the same setting twice is meant, a glob that reaches too far is not
-        rest = [path for path in train.files if path not in shared]
-        legal = re.sub(r"\d{5}\.bin$", "?????.bin", str(rest[0])) if rest else None
-        raise setting_error("data.path", path, f"takes in {shared[0]}, which data.eval_path holds out", legal)
+    _check_files_apart(path, held_out_path, train.files, held_out.files)
     try:
         check_made_alike([*held_out.train, *train.train[:1]])
     except ShardError as error:
         raise unusable("data.eval_path", held_out_path, error) from error
+
+
+def _check_chats_apart(data: DataSection) -> None:
+    """Raise UserError if data.eval_path names a file of chats that is trained on."""
+    if isinstance(data.path, str) and isinstance(data.eval_path, str):
+        sides = ("data.path", data.path), ("data.eval_path", data.eval_path)
+        _check_files_apart(data.path, data.eval_path, *(_files_of(data, path, key) for key, path in sides))
+
+
+def _check_files_apart(path: str, held_out_path: str, train: Sequence[str], held_out: Sequence[str]) -> None:
+    """Raise UserError if a file is both trained on and held out, however it is spelled."""
+    shared = sorted({*map(_real, train)} & {*map(_real, held_out)})
+    if shared and path != held_out_path:  # the same setting twice is meant, a glob that reaches too far is not
+        rest = [file for file in train if _real(file) not in shared]
+        legal = re.sub(r"\d{5}\.bin$", "?????.bin", str(rest[0])) if rest else None
+        raise setting_error("data.path", path, f"takes in {shared[0]}, which data.eval_path holds out", legal)
+
+
+def _real(file: str) -> str:
+    """Return the one name of a file that has several; a URL as it is."""
+    return file if "://" in file else os.path.realpath(file)
 
 
 def refuse_pairs(source: Source) -> None:

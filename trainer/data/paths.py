@@ -119,7 +119,9 @@ def check_made_alike(shards: Sequence[Shard]) -> None:
 def unusable(key: str, setting: str, error: ShardError) -> UserError:
     """Return what to raise for shards that cannot be used."""
     if find_folder(setting) is None:
-        return setting_error(key, setting, str(error))
+        from trainer.data.remote.transport import unusable_url
+
+        return unusable_url(key, setting, error)
     return setting_error(key, setting, str(error), fix="prepare shards from text with python -m trainer.prepare")
 
 

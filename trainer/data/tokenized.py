@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
@@ -88,6 +89,6 @@ def _manifest_of(job: Job, path: Path, fetch: Callable[[], None]) -> Manifest:
 
 def _name(job: Job) -> str:
     """Return a folder's name for all that the shards of a job depend on, without reading the text."""
-    files = [(each.path, each.kind, each.packing, each.size, each.changed) for each in job.inputs]
+    files = [(os.path.realpath(each.path), each.kind, each.packing, each.size, each.changed) for each in job.inputs]
     content = json.dumps([_LAYOUT, job.tokenizer.name, job.text_key, job.holdout, files])
     return f"tokens-{hashlib.sha256(content.encode()).hexdigest()[:20]}"

@@ -60,7 +60,7 @@ class Input:
     @classmethod
     def of(cls, path: str, key: str) -> Input | None:
         """Return the file at `path`; None for one of another kind.  Raises UserError, with `key`, if it is gone."""
-        found = kind_of(path)
+        found = kind_of(path)  # by the name that was given: a link may lead to one that tells nothing
         if found is None:
             return None
         try:
@@ -96,7 +96,7 @@ def find_inputs(settings: Iterable[str], key: str) -> list[Input]:
             if not inside:
                 rule = f"has no file that ends in {NAMES}" if os.path.isdir(match) else _refusal(match)
                 raise setting_error(key, match, rule, fix=f"write each document as one line of .jsonl: {_LINE}")
-            found.update((each.path, each) for each in inside)
+            found.update((os.path.realpath(each.path), each) for each in inside)
     return list(found.values())
 
 
@@ -109,7 +109,7 @@ def _match(setting: str, key: str) -> list[str]:
     pattern = os.path.expanduser(setting)
     matches = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
     if matches:
-        return [os.path.realpath(match) for match in matches]
+        return [os.path.abspath(match) for match in matches]
     if "://" in setting:
         fix = "fetch it, and give the folder that contains it"
         raise setting_error(key, setting, "is not on a local file system", fix=fix)
@@ -161,7 +161,7 @@ def _walk(folder: str) -> list[str]:
     found = []
     for inside, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        found += [os.path.realpath(os.path.join(inside, name)) for name in names if not name.startswith(".")]
+        found += [os.path.join(inside, name) for name in names if not name.startswith(".")]
     return sorted(found)
 
 

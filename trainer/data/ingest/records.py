@@ -13,12 +13,17 @@ ROWS = 256
 """Rows of a parquet file that are decoded at a time."""
 
 
-def group_row_groups(each: Input, size: int) -> Iterator[tuple[int, int, int]]:
+def group_row_groups(each: Input, size: int) -> Iterator[tuple[int, int | None, int]]:
     """Yield consecutive row groups of about `size` bytes on disk: the first, one behind the last, their bytes.
 
-    Raises UserError if the file is no parquet.
+    A file that is no parquet is one group: whoever reads it says so.
     """
-    metadata = _open_parquet(each).metadata
+    try:
+        with _open_parquet(each) as file:
+            metadata = file.metadata
+    except (OSError, _import(each).ArrowException):
+        yield 0, None, each.size
+        return
     first, held = 0, 0
     for number in range(metadata.num_row_groups):
         group = metadata.row_group(number)
@@ -32,42 +37,73 @@ def read_records(each: Input, start: int, stop: int | None, text_key: str, bad: 
     """Yield the texts of a table's column, of the row groups `start` to `stop` of a parquet file."""
     arrow = _import(each)
     try:
-        row = 0
-        for column in _columns(each, start, stop, text_key, bad):
-            if not (arrow.types.is_string(column.type) or arrow.types.is_large_string(column.type)):
+        for first, column in _columns(each, start, stop, text_key, bad):
+            found = _as_bytes(arrow, column)
+            if found is None:
                 rule = f"in {each.path} it is not text but {column.type}"
                 raise setting_error(bad.keys.text_key, text_key, rule, fix="give a text column")
-            yield _texts(arrow, column, each, row, bad)
-            row += len(column)
+            yield _texts(arrow, found, each, first, bad)
     except (OSError, arrow.ArrowException) as error:
         bad.refuse_file(each.path, f"cannot be read to its end ({error})")
 
 
-def _columns(each: Input, start: int, stop: int | None, text_key: str, bad: BadPlaces) -> Iterator[Any]:
+def _columns(each: Input, start: int, stop: int | None, text_key: str, bad: BadPlaces) -> Iterator[tuple[int, Any]]:
+    """Yield pieces of a table's column, each with the number of its first row in the file, counted from 1."""
+    row = 1
     if each.kind == "parquet":
         with _open_parquet(each) as file:
             _check_column(each, file.schema_arrow.names, text_key, bad)
+            row += sum(file.metadata.row_group(number).num_rows for number in range(start))
             groups = range(start, file.num_row_groups if stop is None else stop)
             for batch in file.iter_batches(ROWS, list(groups), [text_key], use_threads=False):
-                yield batch.column(0)
+                yield row, batch.column(batch.schema.names.index(text_key))  # "a.b" also finds what is in a struct `a`
+                row += len(batch)
         return
     arrow = _import(each)
-    with arrow.OSFile(each.path) as stored, _open_arrow(arrow, stored) as batches:
-        _check_column(each, batches.schema.names, text_key, bad)
+    with arrow.OSFile(each.path) as stored:
+        schema, batches = _open_arrow(arrow, stored)
+        _check_column(each, schema.names, text_key, bad)
         for batch in batches:
-            yield batch.column(batches.schema.names.index(text_key))
+            yield row, batch.column(schema.names.index(text_key))
+            row += len(batch)
+
+
+def _as_bytes(arrow: Any, column: Any) -> Any:
+    """Return a column of text as one of bytes, whether they are UTF-8 or not; None if it is not text.
+
+    Raises ArrowInvalid if what should say where each text is does not.
+    """
+    kinds = arrow.types
+    if kinds.is_dictionary(column.type):
+        values = _as_bytes(arrow, column.dictionary)
+        if values is None:
+            return None
+        return arrow.DictionaryArray.from_arrays(column.indices, values).dictionary_decode()
+    if kinds.is_string_view(column.type) or kinds.is_binary_view(column.type):
+        column = column.view(arrow.binary_view())
+        column.validate(full=True)
+        return column.cast(arrow.large_binary())
+    if kinds.is_large_string(column.type) or kinds.is_large_binary(column.type):
+        found = column.view(arrow.large_binary())
+    elif kinds.is_string(column.type) or kinds.is_binary(column.type):
+        found = column.view(arrow.binary())
+    else:
+        return None
+    found.validate(full=True)
+    return found
 
 
 def _texts(arrow: Any, column: Any, each: Input, first: int, bad: BadPlaces) -> list[bytes]:
-    """Return the texts of a column, in UTF-8; those that are none are refused."""
+    """Return the texts of a column of bytes; those that are not UTF-8 are refused."""
     try:
-        column.validate(full=True)
+        column.view(arrow.large_string() if arrow.types.is_large_binary(column.type) else arrow.string()).validate(
+            full=True
+        )
         is_valid = True
     except arrow.ArrowInvalid:
         is_valid = False
     found: list[bytes] = []
-    as_bytes = arrow.large_binary() if arrow.types.is_large_string(column.type) else arrow.binary()
-    for row, text in enumerate(column.view(as_bytes).to_pylist(), first):
+    for row, text in enumerate(column.to_pylist(), first):
         if text is None:
             bad.refuse(bad.keys.inputs, f"{each.path}, row {row}", "has no text")
         elif is_valid or _is_unicode(text):
@@ -93,36 +129,22 @@ def _check_column(each: Input, names: list[str], text_key: str, bad: BadPlaces) 
 
 
 def _open_parquet(each: Input) -> Any:
-    arrow = _import(each)
+    """Open a parquet file.  Raises OSError and ArrowException."""
+    _import(each)
     import pyarrow.parquet
 
-    try:
-        return pyarrow.parquet.ParquetFile(each.path, memory_map=False, pre_buffer=False, buffer_size=1 << 20)
-    except (OSError, arrow.ArrowException) as error:
-        raise setting_error(each.key, each.path, f"is not a readable parquet file ({error})") from error
+    return pyarrow.parquet.ParquetFile(each.path, memory_map=False, pre_buffer=False, buffer_size=1 << 20)
 
 
-def _open_arrow(arrow: Any, stored: Any) -> Any:
-    """Open a file of record batches: a stream, as `datasets` writes it, or a file with an index."""
+def _open_arrow(arrow: Any, stored: Any) -> tuple[Any, Iterator[Any]]:
+    """Return the schema and the record batches of a file: a stream, as `datasets` writes it, or one with an index."""
     is_indexed = stored.read(6) == b"ARROW1"
     stored.seek(0)
-    return _Indexed(arrow.ipc.open_file(stored)) if is_indexed else arrow.ipc.open_stream(stored)
-
-
-class _Indexed:
-    """The record batches of a file with an index, in turn."""
-
-    def __init__(self, file: Any) -> None:
-        self._file, self.schema = file, file.schema
-
-    def __enter__(self) -> _Indexed:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
-
-    def __iter__(self) -> Iterator[Any]:
-        return map(self._file.get_batch, range(self._file.num_record_batches))
+    if not is_indexed:
+        stream = arrow.ipc.open_stream(stored)
+        return stream.schema, iter(stream)
+    file = arrow.ipc.open_file(stored)
+    return file.schema, map(file.get_batch, range(file.num_record_batches))
 
 
 def _import(each: Input) -> Any:

@@ -17,7 +17,7 @@ from trainer.data.ingest.builder import stop_if_asked
 from trainer.data.ingest.inputs import NAMES, Input, find_inputs, kind_of
 from trainer.data.remote.cache import Item, ShardCache, is_at
 from trainer.data.remote.listing import find_folder_of
-from trainer.data.remote.transport import Unreachable, find, has_pattern, look_up
+from trainer.data.remote.transport import Unreachable, find, has_pattern, look_up, unusable_url
 from trainer.data.shards import ShardError
 from trainer.errors import say, setting_error
 from trainer.files import find_folder, replacing
@@ -161,7 +161,7 @@ def _named(key: str, setting: str) -> Iterator[None]:
     try:
         yield
     except ShardError as error:
-        raise setting_error(key, setting, str(error)) from error
+        raise unusable_url(key, setting, error) from error
 
 
 def _item_of(url: str, size: int, version: str) -> Item:

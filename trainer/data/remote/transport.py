@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import fnmatch
 import re
+import string
 import time
 import urllib.error
 import urllib.parse
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from trainer.data.shards import ShardError
-from trainer.errors import say
+from trainer.errors import UserError, say, setting_error
 
 if TYPE_CHECKING:
     import http.client
@@ -47,6 +48,14 @@ class Unreachable(ShardError):
     def __init__(self, message: str, is_absent: bool = False, is_away: bool = False) -> None:
         super().__init__(message)
         self.is_absent, self.is_away = is_absent, is_away
+
+
+def unusable_url(key: str, url: str, error: ShardError) -> UserError:
+    """Return what to raise for a setting whose URL gives nothing that can be used."""
+    fix = ""
+    if isinstance(error, Unreachable):
+        fix = "check the URL" if error.is_absent else "check the URL, and whether this machine can reach it"
+    return setting_error(key, url, str(error).removeprefix(f"{url} "), fix=fix)
 
 
 class Broken(OSError):
@@ -101,6 +110,9 @@ def _headers(url: str) -> tuple[int, str]:
         return answer.length, " ".join(answer.headers.get(name, "") for name in ("ETag", "Last-Modified"))
 
 
+_MEANT = string.punctuation
+"""Characters of a URL that stand as they are; spaces and letters beyond ASCII are sent as %20 and the like."""
+
 _VERSIONS = ("ETag", "etag", "md5Hash", "content_md5", "mtime", "LastModified", "last_modified", "updated", "created")
 """Facts of which file systems tell some, and which change with a file's content."""
 
@@ -124,7 +136,7 @@ def _linked(url: str) -> list[str]:
         urllib.parse.unquote(link) for link in re.findall(r"""<a\s[^>]*?href=["']([^"'?#]+)""", page, re.IGNORECASE)
     ]
     names = {link.rpartition("/")[2] for link in links}
-    return [f"{folder}/{name}" for name in names if name and fnmatch.fnmatchcase(name, pattern)]
+    return [f"{folder}/{urllib.parse.quote(name)}" for name in names if name and fnmatch.fnmatchcase(name, pattern)]
 
 
 def again(url: str, tries: int, act: Callable[[], Result]) -> Result:
@@ -200,7 +212,9 @@ def _range(url: str, start: int, stop: int) -> bytes | None:
 def _opened(url: str, **headers: str) -> Iterator[http.client.HTTPResponse]:
     import urllib.request  # with http.client and ssl, which local data need not wait for
 
-    request = urllib.request.Request(url, headers={"Accept-Encoding": "identity", **headers})
+    request = urllib.request.Request(
+        urllib.parse.quote(url, safe=_MEANT), headers={"Accept-Encoding": "identity", **headers}
+    )
     with urllib.request.urlopen(request, timeout=STALL_S) as answer:
         yield answer
 
