@@ -92,7 +92,7 @@ def export_checkpoint(
 
 def _end_id(tokenizer: str, origin: Origin) -> int:
     """Return the id that ends a document of the run's own tokenizer, which may have gone from where it was."""
-    if not origin.tokenizer:
+    if TOKENIZER not in origin.tokenizer:
         return find_tokenizer(tokenizer).end_id
     with written_out(origin.tokenizer) as folder:
         return find_tokenizer(str(folder / TOKENIZER)).end_id

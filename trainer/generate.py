@@ -48,7 +48,7 @@ from trainer.model.sample import (
 )
 from trainer.recipe import all_recipes, look_in_working_folder
 from trainer.weights.inference import load_weights, origin_of
-from trainer.weights.origin import GENERATION, TOKENIZER, read_folder, written_out
+from trainer.weights.origin import GENERATION, TOKENIZER, named_in, read_folder, written_out
 
 _SHOWN = 60
 """Characters of a text that a message repeats."""
@@ -62,6 +62,7 @@ class Writer:
     """A model that can write: its network, its tokenizer, and what came with it.
 
     tokenizer: what `data.tokenizer` would name: `bytes`, or a folder.
+    template: what `data.chat_template` would name: `model`, or a file.
     settings: generation_config.json, and what config.json says of the ends of a text.
     bos: the run's `data.bos`.
     """
@@ -69,6 +70,7 @@ class Writer:
     model: nn.Module
     device: torch.device
     tokenizer: str
+    template: str
     settings: Mapping[str, Any]
     bos: bool | None = None
 
@@ -112,15 +114,14 @@ def open_writer(
     """
     if is_folder_of_weights(path) and not is_checkpoint(path):
         folder = Path(path)
-        tokenizer = str(folder) if (folder / TOKENIZER).exists() else "bytes"
-        return Writer(_load_folder(folder, device), device, tokenizer, _settings(read_folder(folder)))
+        return Writer(_load_folder(folder, device), device, *named_in(folder), _settings(read_folder(folder)))
     source = StoredWeights(find_checkpoint(path))
     config = config_from_yaml(source.config_yaml, allow_import=allow_import)
     origin = origin_of(source)
     files = origin.tokenizer or {name: data for name, data in origin.files.items() if TOKENIZER in origin.files}
-    tokenizer = str(stack.enter_context(written_out(files))) if files else config.data.tokenizer
+    named = named_in(stack.enter_context(written_out(files))) if files else (config.data.tokenizer, "model")
     model = load_weights(path, device, allow_import, ema)
-    return Writer(model, device, tokenizer, _settings(origin.files), config.data.bos)
+    return Writer(model, device, *named, _settings(origin.files), config.data.bos)
 
 
 def _load_folder(folder: Path, device: torch.device) -> nn.Module:
@@ -202,7 +203,7 @@ def _generate(chosen: argparse.Namespace) -> int:
         if chosen.chat is None:
             prompt = tokens_of_prompt(chosen.prompt, tokenizer)
         else:
-            prompt = tokens_of_chat(chosen.chat, writer.tokenizer, "--chat")
+            prompt = tokens_of_chat(chosen.chat, writer.tokenizer, "--chat", writer.template)
         num_tokens = _num_tokens(chosen, len(prompt), writer.room)
         generator = torch.Generator()
         generator.manual_seed(chosen.seed) if chosen.seed is not None else generator.seed()

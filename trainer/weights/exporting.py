@@ -21,7 +21,15 @@ from trainer.model.names import Names
 from trainer.recipe import Recipe, Stacked, Transposed
 from trainer.weights.access import WeightSource, find_weights, named_weights, row_blocks
 from trainer.weights.huggingface import DTYPE_NAMES, INDEX, WEIGHTS
-from trainer.weights.origin import GENERATION, TOKENIZER, Origin, is_tokenizer_file, read_tokenizer
+from trainer.weights.origin import (
+    GENERATION,
+    TOKENIZER,
+    Origin,
+    is_tokenizer_file,
+    read_tokenizer,
+    template_of,
+    with_template,
+)
 
 PARTIAL = ".partial"
 """Ends the name of a file that is being written; a dot begins it."""
@@ -204,10 +212,13 @@ def _texts(
     if not came:
         texts = {CONFIG: _config_json(recipe, model_config, tensors, end_id)} | _complete(own, tokenizer, end_id)
         return texts if end_id is None else texts | {GENERATION: json_bytes({"eos_token_id": end_id})}
-    has_another = bool(own) and own[TOKENIZER] != came.get(TOKENIZER, own[TOKENIZER])
+    has_another = TOKENIZER in own and own[TOKENIZER] != came.get(TOKENIZER, own[TOKENIZER])
     kept = {name: data for name, data in came.items() if not (has_another and is_tokenizer_file(name))}
     if TOKENIZER not in kept:
         kept = _complete(own, tokenizer, end_id) | kept
+    template = template_of(own)
+    if template not in (None, template_of(kept)):
+        kept = with_template(kept, template)
     if has_another:
         kept |= {name: _ending_with(kept[name], end_id) for name in (CONFIG, GENERATION) if name in kept}
     if CONFIG not in kept:
@@ -311,8 +322,8 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
 
 def _complete(files: Mapping[str, bytes], tokenizer: str, end_id: int | None) -> dict[str, bytes]:
     """Return the files of a tokenizer with a minimal tokenizer_config.json, if they have none; of `bytes` nothing."""
-    if tokenizer == "bytes" and not files:
-        return {}
+    if tokenizer == "bytes" and TOKENIZER not in files:
+        return dict(files)
     try:
         content = json.loads(files[TOKENIZER])
         vocab = content["model"]["vocab"]
