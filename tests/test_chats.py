@@ -141,6 +141,7 @@ BAD = {
         ["data.path=", "chats.jsonl:3: messages[2].role='bot'; nearest: assistant"],
     ),
     "null": ({"messages": None}, [], ["data.path=", "chats.jsonl:3: 'messages' is null", "remove the record"]),
+    "too deep": (f'{{"messages": {"[" * 200_000}{"]" * 200_000}}}', [], ["data.path=", "chats.jsonl:3: is not JSON"]),
     "no content": ({"messages": [{"role": "user"}]}, [], ["data.path=", "chats.jsonl:3: messages[0] has no 'content'"]),
     "empty content": (
         {"messages": [*ANSWERED[:1], {"role": "assistant", "content": " "}]},
@@ -297,6 +298,22 @@ FORMATS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "preference of texts": ({"prompt": "Hi", "chosen": " Yes", "rejected": " No"}, [" Yes</s>", " No</s>"]),
     "preference of chats": ({"chosen": said("Hi", "Yes", "Bye", "now"), "rejected": said("Hi", "Yes", "Bye", "so")},
                             ["now<|im_end|>", "so<|im_end|>"]),
+    "a prompt said again, behind a system message": (
+        {"prompt": "Hi",
+         "chosen": said("Hi", "Yes", system="Be brief"), "rejected": said("Hi", "No", system="Be brief")},
+        ["Yes<|im_end|>", "No<|im_end|>"]),
+    "a prompt said again, with other white space": (
+        {"prompt": "Hi", "chosen": said("Hi ", "Yes"), "rejected": said("Hi ", "No")},
+        ["Yes<|im_end|>", "No<|im_end|>"]),
+    "a prompt that is the last of several": (
+        {"prompt": "Bye", "chosen": said("Hi", "Yes", "Bye", "now"), "rejected": said("Hi", "Yes", "Bye", "so")},
+        ["now<|im_end|>", "so<|im_end|>"]),
+    "a prompt said again, with a null": (
+        {"prompt": said("Hi"), "completion": [{**ANSWERED[0], "name": None}, ANSWERED[1]]}, ["Yes<|im_end|>"]),
+    "an excluded turn of ShareGPT": (
+        {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yes", "weight": 0},
+                           {"from": "human", "value": "Bye"}, {"from": "gpt", "value": "No"}]}, ["No<|im_end|>"]),
+    "ShareGPT with roles": ({"conversations": ANSWERED}, ["Yes<|im_end|>"]),
 }  # fmt: skip
 
 
@@ -306,6 +323,9 @@ def test_formats(kind: str, tmp_path: Path) -> None:
     data = data_of(tmp_path, [record])
     source = open_source(data, None, "train")
     assert trained_texts(source, data) == expected
+    first = entries(source.batch(np.arange(1)))["tokens"][0].tolist()
+    said_first = "".join(map(ChatTokenizer(data.tokenizer).text_of, first)).partition("<|im_start|>assistant")[0]
+    assert said_first.count("Hi") <= 1, "nothing is said twice"
     again = open_source(dataclasses.replace(data, tokenizer=data.tokenizer), None, "train")
     assert again.fingerprint == source.fingerprint, "from the cache"
 
@@ -315,6 +335,10 @@ def test_formats(kind: str, tmp_path: Path) -> None:
     [
         ({"prompt": "Hi", "chosen": "Yes", "rejected": "Yes"}, "chosen and rejected are identical"),
         ({"prompt": "Hi", "chosen": 5, "rejected": "No"}, "chosen must be text or a list of messages, not a number"),
+        (
+            {"prompt": "Hi", "chosen": said("Bye", "No"), "rejected": "No"},
+            "chosen begins with a user message, but does not",
+        ),
         ({"chosen": said("Hi", "Yes"), "rejected": said("Bye", "No")}, "chosen and rejected answer different prompts"),
     ],
 )
@@ -322,6 +346,23 @@ def test_pairs_that_are_none(record: dict[str, Any], says: str, tmp_path: Path) 
     good = {"prompt": "Hi", "chosen": "Yes", "rejected": "No"}
     with pytest.raises(UserError, match=f"^data\\.path=.*chats.jsonl:2: {says}"):
         open_source(data_of(tmp_path, [good, record]), None, "train")
+
+
+def test_a_history_that_is_no_list_is_refused(tmp_path: Path) -> None:
+    record = {"instruction": "Hi", "output": "Yes", "history": 5}
+    with pytest.raises(UserError, match=r"chats.jsonl:1: history must be a list of .*, not a number"):
+        open_source(data_of(tmp_path, [record]), None, "train")
+
+
+def test_text_of_parquet_that_is_none_is_refused_with_its_row(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow", reason="parquet is read with the library `pyarrow`")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    texts = pyarrow.array([b"Hi", b"Bye", b"\xff"]).view(pyarrow.string())
+    table = pyarrow.table({"prompt": texts, "completion": pyarrow.array(["Yes", "No", "now"])})
+    parquet.write_table(table, tmp_path / "chats.parquet")
+    data = dataclasses.replace(data_of(tmp_path, []), path=str(tmp_path / "chats.parquet"))
+    with pytest.raises(UserError, match=r"^data\.path=.*: chats\.parquet:3: is not UTF-8"):
+        open_source(data, None, "train")
 
 
 def test_columns_of_ones_own_and_parquet(tmp_path: Path) -> None:
