@@ -317,12 +317,14 @@ def test_a_chat_template_of_the_runs_own_takes_the_place_of_the_folders(tmp_path
     origin.files = read_folder(source)
     origin.tokenizer = read_tokenizer(str(source / "tokenizer.json"), str(tmp_path / "own.jinja"))
     before = files_of(source)
-    export(Memory(build(LLAMA, TINY).state_dict()), LLAMA, TINY, tmp_path / "out", origin=origin)
+    export(Memory(build(LLAMA, TINY).state_dict()), LLAMA, TINY, tmp_path / "out", turn_ends={258, 7}, origin=origin)
     after = files_of(tmp_path / "out")
     assert before.keys() - after.keys() == {"additional_chat_templates/tool.jinja"}
     assert after["chat_template.jinja"] == b"{{ messages[0].content }}"
     assert json.loads(after["tokenizer_config.json"])["chat_template"] == "{{ messages[0].content }}"
-    changed = {"chat_template.jinja", "tokenizer_config.json", "config.json"}
+    assert json.loads(after["config.json"])["eos_token_id"] == [256, 258, 7], "what ends a turn, beside what did before"
+    assert json.loads(after["generation_config.json"])["eos_token_id"] == [256, 258, 7]
+    changed = {"chat_template.jinja", "tokenizer_config.json", "config.json", "generation_config.json"}
     assert all(after[name] == before[name] for name in after.keys() - changed)
 
 

@@ -87,6 +87,20 @@ def written_out(files: Mapping[str, bytes]) -> Iterator[Path]:
         yield Path(name)
 
 
+@contextmanager
+def own_tokenizer(origin: Origin, setting: str) -> Iterator[tuple[str, str]]:
+    """Yield what `data.tokenizer` and `data.chat_template` would name of a run's own tokenizer, wherever that is now.
+
+    setting: the run's `data.tokenizer`, for one that has kept no files.
+    """
+    files = origin.tokenizer or {name: data for name, data in origin.files.items() if TOKENIZER in origin.files}
+    if not files:
+        yield setting, "model"
+        return
+    with written_out(files) as folder:
+        yield named_in(folder)
+
+
 def is_tokenizer_file(name: str) -> bool:
     """Return whether a file of a folder, by its name in there, belongs to the tokenizer."""
     return any(fnmatch(name, pattern) for pattern in TOKENIZER_FILES)
