@@ -100,7 +100,12 @@ def test_whose_turns_are_trained_on(tmp_path: Path) -> None:
         encoder = encoder_of(tmp_path, dataclasses.replace(chatml, train_on=train_on))
         assert sum(is_trained for _, is_trained in marked(encoder, chatml.messages)) == trained
     light = [{**message, "weight": 0} if message["content"] == "Bye now" else message for message in chatml.messages]
-    assert sum(is_trained for _, is_trained in marked(encoder_of(tmp_path, chatml), light)) == 4
+    for train_on, trained in {"last": 0, "completion": 0, "assistant": 4, "all": len(chatml.truth) - 4}.items():
+        encoder = encoder_of(tmp_path, dataclasses.replace(chatml, train_on=train_on))
+        assert sum(is_trained for _, is_trained in marked(encoder, light)) == trained
+    quiet = [{**message, "weight": 0} if message["role"] == "user" else message for message in chatml.messages]
+    ignored = ["".join(text for text, is_trained in marked(encoder, quiet) if not is_trained)]
+    assert ignored == ["<|im_start|>user\nHi<|im_end|>\n<|im_start|>user\nBye<|im_end|>\n"]
 
 
 def test_generation_tags_without_the_end_of_turn_teach_it_all_the_same(tmp_path: Path) -> None:
@@ -411,6 +416,23 @@ def test_each_conversation_is_packed_once_and_held_out_by_what_it_says(tmp_path:
     again = open_source(other, None, "eval")
     assert again is not None
     assert sorted("".join(trained_texts(again, data))) == sorted("".join(trained_texts(held_out, data)))
+
+
+def test_no_twin_of_what_is_held_out_is_trained_on(tmp_path: Path) -> None:
+    """Though a share so small holds out a single conversation: that of the lowest hash, as often as it comes."""
+    records = [{"messages": said(f"{a} {b}", "Yes")} for a in range(1, 6) for b in range(1, 4)]
+    for number, order in enumerate((records * 2, [record for record in records for _ in range(2)])):
+        (tmp_path / str(number)).mkdir()
+        data = data_of(tmp_path / str(number), order, holdout=1e-9, pack=False)
+        train, held_out = open_source(data, None, "train"), open_source(data, None, "eval")
+        assert held_out is not None
+        assert (len(train), len(held_out)) == (28, 2)
+        rows = [entries(source.batch(np.arange(len(source))))["tokens"].tolist() for source in (train, held_out)]
+        assert not any(row in rows[0] for row in rows[1])
+    (tmp_path / "alike").mkdir()
+    alike = data_of(tmp_path / "alike", records[:1] * 4, holdout=0.1, pack=False)
+    assert len(open_source(alike, None, "train")) == 4
+    assert open_source(alike, None, "eval") is None, "there is nothing but twins"
 
 
 def test_rows_are_filled_as_well_as_they_can_be() -> None:
