@@ -147,6 +147,11 @@ BAD = {
     ),
     "null": ({"messages": None}, [], ["data.path=", "chats.jsonl:3: 'messages' is null", "remove the record"]),
     "too deep": (f'{{"messages": {"[" * 200_000}{"]" * 200_000}}}', [], ["data.path=", "chats.jsonl:3: is not JSON"]),
+    "deeper than a template reads": (
+        f'{{"messages": [{{"role": "user", "content": "Hi", "name": {"[" * 700}{"]" * 700}}}]}}',
+        [],
+        ["data.path=", "chats.jsonl:3: is nested too deeply"],
+    ),
     "no content": ({"messages": [{"role": "user"}]}, [], ["data.path=", "chats.jsonl:3: messages[0] has no 'content'"]),
     "empty content": (
         {"messages": [*ANSWERED[:1], {"role": "assistant", "content": " "}]},

@@ -86,8 +86,11 @@ class Encoder:
             raise BadChat("needs a chat template, and the tokenizer has none", "data.chat_template", fix=_NAME_ONE)
         _check_support(chat, template)
         quoted = self.tokenizer.quoted
-        chat = replace(chat, messages=quoted(chat.messages), tools=quoted(chat.tools))
-        whole = template.render(chat.messages, chat.tools)
+        try:
+            chat = replace(chat, messages=quoted(chat.messages), tools=quoted(chat.tools))
+            whole = template.render(chat.messages, chat.tools)
+        except RecursionError as error:
+            raise BadChat("is nested too deeply", fix="remove the record") from error
         _check_whole(chat, whole.text)
         ids, places = self.tokenizer.encode(whole.text)
         everything = self._train_on == "all"
