@@ -100,7 +100,12 @@ def test_whose_turns_are_trained_on(tmp_path: Path) -> None:
         encoder = encoder_of(tmp_path, dataclasses.replace(chatml, train_on=train_on))
         assert sum(is_trained for _, is_trained in marked(encoder, chatml.messages)) == trained
     light = [{**message, "weight": 0} if message["content"] == "Bye now" else message for message in chatml.messages]
-    assert sum(is_trained for _, is_trained in marked(encoder_of(tmp_path, chatml), light)) == 4
+    for train_on, trained in {"last": 0, "completion": 0, "assistant": 4, "all": len(chatml.truth) - 4}.items():
+        encoder = encoder_of(tmp_path, dataclasses.replace(chatml, train_on=train_on))
+        assert sum(is_trained for _, is_trained in marked(encoder, light)) == trained
+    quiet = [{**message, "weight": 0} if message["role"] == "user" else message for message in chatml.messages]
+    ignored = ["".join(text for text, is_trained in marked(encoder, quiet) if not is_trained)]
+    assert ignored == ["<|im_start|>user\nHi<|im_end|>\n<|im_start|>user\nBye<|im_end|>\n"]
 
 
 def test_generation_tags_without_the_end_of_turn_teach_it_all_the_same(tmp_path: Path) -> None:
@@ -141,6 +146,12 @@ BAD = {
         ["data.path=", "chats.jsonl:3: messages[2].role='bot'; nearest: assistant"],
     ),
     "null": ({"messages": None}, [], ["data.path=", "chats.jsonl:3: 'messages' is null", "remove the record"]),
+    "too deep": (f'{{"messages": {"[" * 200_000}{"]" * 200_000}}}', [], ["data.path=", "chats.jsonl:3: is not JSON"]),
+    "deeper than a template reads": (
+        f'{{"messages": [{{"role": "user", "content": "Hi", "name": {"[" * 700}{"]" * 700}}}]}}',
+        [],
+        ["data.path=", "chats.jsonl:3: is nested too deeply"],
+    ),
     "no content": ({"messages": [{"role": "user"}]}, [], ["data.path=", "chats.jsonl:3: messages[0] has no 'content'"]),
     "empty content": (
         {"messages": [*ANSWERED[:1], {"role": "assistant", "content": " "}]},
@@ -297,6 +308,22 @@ FORMATS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "preference of texts": ({"prompt": "Hi", "chosen": " Yes", "rejected": " No"}, [" Yes</s>", " No</s>"]),
     "preference of chats": ({"chosen": said("Hi", "Yes", "Bye", "now"), "rejected": said("Hi", "Yes", "Bye", "so")},
                             ["now<|im_end|>", "so<|im_end|>"]),
+    "a prompt said again, behind a system message": (
+        {"prompt": "Hi",
+         "chosen": said("Hi", "Yes", system="Be brief"), "rejected": said("Hi", "No", system="Be brief")},
+        ["Yes<|im_end|>", "No<|im_end|>"]),
+    "a prompt said again, with other white space": (
+        {"prompt": "Hi", "chosen": said("Hi ", "Yes"), "rejected": said("Hi ", "No")},
+        ["Yes<|im_end|>", "No<|im_end|>"]),
+    "a prompt that is the last of several": (
+        {"prompt": "Bye", "chosen": said("Hi", "Yes", "Bye", "now"), "rejected": said("Hi", "Yes", "Bye", "so")},
+        ["now<|im_end|>", "so<|im_end|>"]),
+    "a prompt said again, with a null": (
+        {"prompt": said("Hi"), "completion": [{**ANSWERED[0], "name": None}, ANSWERED[1]]}, ["Yes<|im_end|>"]),
+    "an excluded turn of ShareGPT": (
+        {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yes", "weight": 0},
+                           {"from": "human", "value": "Bye"}, {"from": "gpt", "value": "No"}]}, ["No<|im_end|>"]),
+    "ShareGPT with roles": ({"conversations": ANSWERED}, ["Yes<|im_end|>"]),
 }  # fmt: skip
 
 
@@ -306,6 +333,9 @@ def test_formats(kind: str, tmp_path: Path) -> None:
     data = data_of(tmp_path, [record])
     source = open_source(data, None, "train")
     assert trained_texts(source, data) == expected
+    first = entries(source.batch(np.arange(1)))["tokens"][0].tolist()
+    said_first = "".join(map(ChatTokenizer(data.tokenizer).text_of, first)).partition("<|im_start|>assistant")[0]
+    assert said_first.count("Hi") <= 1, "nothing is said twice"
     again = open_source(dataclasses.replace(data, tokenizer=data.tokenizer), None, "train")
     assert again.fingerprint == source.fingerprint, "from the cache"
 
@@ -315,6 +345,10 @@ def test_formats(kind: str, tmp_path: Path) -> None:
     [
         ({"prompt": "Hi", "chosen": "Yes", "rejected": "Yes"}, "chosen and rejected are identical"),
         ({"prompt": "Hi", "chosen": 5, "rejected": "No"}, "chosen must be text or a list of messages, not a number"),
+        (
+            {"prompt": "Hi", "chosen": said("Bye", "No"), "rejected": "No"},
+            "chosen begins with a user message, but does not",
+        ),
         ({"chosen": said("Hi", "Yes"), "rejected": said("Bye", "No")}, "chosen and rejected answer different prompts"),
     ],
 )
@@ -322,6 +356,23 @@ def test_pairs_that_are_none(record: dict[str, Any], says: str, tmp_path: Path) 
     good = {"prompt": "Hi", "chosen": "Yes", "rejected": "No"}
     with pytest.raises(UserError, match=f"^data\\.path=.*chats.jsonl:2: {says}"):
         open_source(data_of(tmp_path, [good, record]), None, "train")
+
+
+def test_a_history_that_is_no_list_is_refused(tmp_path: Path) -> None:
+    record = {"instruction": "Hi", "output": "Yes", "history": 5}
+    with pytest.raises(UserError, match=r"chats.jsonl:1: history must be a list of .*, not a number"):
+        open_source(data_of(tmp_path, [record]), None, "train")
+
+
+def test_text_of_parquet_that_is_none_is_refused_with_its_row(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow", reason="parquet is read with the library `pyarrow`")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    texts = pyarrow.array([b"Hi", b"Bye", b"\xff"]).view(pyarrow.string())
+    table = pyarrow.table({"prompt": texts, "completion": pyarrow.array(["Yes", "No", "now"])})
+    parquet.write_table(table, tmp_path / "chats.parquet")
+    data = dataclasses.replace(data_of(tmp_path, []), path=str(tmp_path / "chats.parquet"))
+    with pytest.raises(UserError, match=r"^data\.path=.*: chats\.parquet:3: is not UTF-8"):
+        open_source(data, None, "train")
 
 
 def test_columns_of_ones_own_and_parquet(tmp_path: Path) -> None:
@@ -370,6 +421,23 @@ def test_each_conversation_is_packed_once_and_held_out_by_what_it_says(tmp_path:
     again = open_source(other, None, "eval")
     assert again is not None
     assert sorted("".join(trained_texts(again, data))) == sorted("".join(trained_texts(held_out, data)))
+
+
+def test_no_twin_of_what_is_held_out_is_trained_on(tmp_path: Path) -> None:
+    """Though a share so small holds out a single conversation: that of the lowest hash, as often as it comes."""
+    records = [{"messages": said(f"{a} {b}", "Yes")} for a in range(1, 6) for b in range(1, 4)]
+    for number, order in enumerate((records * 2, [record for record in records for _ in range(2)])):
+        (tmp_path / str(number)).mkdir()
+        data = data_of(tmp_path / str(number), order, holdout=1e-9, pack=False)
+        train, held_out = open_source(data, None, "train"), open_source(data, None, "eval")
+        assert held_out is not None
+        assert (len(train), len(held_out)) == (28, 2)
+        rows = [entries(source.batch(np.arange(len(source))))["tokens"].tolist() for source in (train, held_out)]
+        assert not any(row in rows[0] for row in rows[1])
+    (tmp_path / "alike").mkdir()
+    alike = data_of(tmp_path / "alike", records[:1] * 4, holdout=0.1, pack=False)
+    assert len(open_source(alike, None, "train")) == 4
+    assert open_source(alike, None, "eval") is None, "there is nothing but twins"
 
 
 def test_rows_are_filled_as_well_as_they_can_be() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.chats import CHATML, said, write_tokenizer
 from tests.test_data import write_shards
 from tests.test_mixture import write_sources
 from trainer.data.__main__ import command_line
@@ -132,6 +134,34 @@ def test_samples_are_shown_as_the_model_sees_them(tmp_path: Path, capsys: Any) -
     _, out, _ = ask(capsys, "show", "data.source=tokens", f"data.path={path}", "data.seq_len=11", "eval.every=0")
     assert "0-3   document 1  trained on  'one' [end]" in out
     assert "4-10  document 2  trained on  'two and'" in out
+
+
+def test_chats_are_shown_as_text_and_what_fills_a_row_is_no_document(tmp_path: Path, capsys: Any) -> None:
+    """One a row or two, and both answers of a pair; a held-out one that is trained on is told as text, too."""
+    pytest.importorskip("tokenizers", reason="a chat model's tokenizer is read with the library `tokenizers`")
+    tokenizer = write_tokenizer(tmp_path / "model", CHATML, eos_token="<|im_end|>")
+    own = ["data.source=chat", f"data.tokenizer={tokenizer}", f"data.cache_dir={tmp_path / 'cache'}", "eval.every=0"]
+
+    def shown(records: list[Any], *settings: str) -> list[str]:
+        path = tmp_path / "chats.jsonl"
+        path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+        _, out, _ = ask(capsys, "show", *own, f"data.path={path}", "data.seq_len=24", "--samples", "1", *settings)
+        return [" ".join(line.split()[1:]) for line in out.splitlines()[1:] if line.startswith("  ")]
+
+    first = ["document 1 ignored 'user \\n Hi \\n assistant'", "document 1 trained on '\\n Yes'"]
+    chat = {"messages": said("Hi", "Yes")}
+    assert shown([chat], "data.pack=false") == [*first, "padding"]
+    second = [line.replace("document 1", "document 2") for line in first]
+    ends = ["document 1 ignored '' [end]", "document 2 ignored '' [end]"]
+    assert shown([chat, chat]) == [*first, ends[0], *second, ends[1], "padding"]
+    pair = {"prompt": "Hi", "chosen": said("a", "Yes")[1:], "rejected": said("a", "No")[1:]}
+    assert shown([pair]) == [*first, "padding", first[0], first[1].replace("Yes", "No"), "padding"]
+    long = " ".join(["Hi"] * 40)
+    for name in ("train", "eval"):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"messages": said("Bye", long)}) + "\n")
+    both = [f"data.path={tmp_path / 'train.jsonl'}", f"data.eval_path={tmp_path / 'eval.jsonl'}", "data.seq_len=128"]
+    (leak,) = (line for line in ask(capsys, "check", *own, *both)[1].splitlines() if line.startswith("leak: "))
+    assert leak.count("Hi") > 10
 
 
 def test_a_plan_and_samples_of_several_sources(tmp_path: Path, capsys: Any) -> None:

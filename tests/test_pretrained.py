@@ -19,7 +19,7 @@ from trainer.data.tokenizer import find_tokenizer
 from trainer.export import command_line as main
 from trainer.recipe import Recipe
 from trainer.weights.exporting import export
-from trainer.weights.origin import read_tokenizer
+from trainer.weights.origin import Origin, read_folder, read_tokenizer
 
 LIKE_TINY = ["data.source=synthetic", "data.seq_len=16", "train.global_batch_size=2", "train.micro_batch_size=2"]
 SOURCE = replace(TINY, **STRETCHED, norm_eps=1e-6, init_std=0.05)
@@ -308,6 +308,24 @@ def test_another_tokenizer_than_the_folders_goes_along_with_its_end(tmp_path: Pa
     assert "merges.txt" not in after
     for name in ("config.json", "generation_config.json"):
         assert json.loads(after[name])["eos_token_id"] == [256, 258, end], "it stops where it did, and there"
+
+
+def test_a_chat_template_of_the_runs_own_takes_the_place_of_the_folders(tmp_path: Path) -> None:
+    source = chat_folder(tmp_path / "source")
+    (tmp_path / "own.jinja").write_bytes(b"{{ messages[0].content }}")
+    origin = Origin()
+    origin.files = read_folder(source)
+    origin.tokenizer = read_tokenizer(str(source / "tokenizer.json"), str(tmp_path / "own.jinja"))
+    before = files_of(source)
+    export(Memory(build(LLAMA, TINY).state_dict()), LLAMA, TINY, tmp_path / "out", turn_ends={258, 7}, origin=origin)
+    after = files_of(tmp_path / "out")
+    assert before.keys() - after.keys() == {"additional_chat_templates/tool.jinja"}
+    assert after["chat_template.jinja"] == b"{{ messages[0].content }}"
+    assert json.loads(after["tokenizer_config.json"])["chat_template"] == "{{ messages[0].content }}"
+    assert json.loads(after["config.json"])["eos_token_id"] == [256, 258, 7], "what ends a turn, beside what did before"
+    assert json.loads(after["generation_config.json"])["eos_token_id"] == [256, 258, 7]
+    changed = {"chat_template.jinja", "tokenizer_config.json", "config.json", "generation_config.json"}
+    assert all(after[name] == before[name] for name in after.keys() - changed)
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,18 @@ import torch
 from tests.chats import CHATML, said, write_tokenizer
 from tests.ranks import Ran, run_command, run_python_module, run_tiny
 from tests.test_docs import check_fields
-from tests.tiny import tiny_config
+from tests.tiny import fit, tiny_config
 from trainer import Trainer, TrainLoader, load_config
 from trainer.config import RunConfig
+from trainer.data.chat.tokens import ChatTokenizer
 from trainer.data.epochs import settled_by_data
 from trainer.data.loader import Batch
+from trainer.data.prompts import tokens_of_chat
 from trainer.data.source import IGNORE
+from trainer.data.tokenizer import find_tokenizer
+from trainer.export import export_checkpoint
+from trainer.generate import open_writer
+from trainer.lifecycle.samples import Samples
 
 NUM_CHATS = 40
 
@@ -178,10 +185,10 @@ def test_the_start_says_what_is_trained_on(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_one_command_trains_a_folder_and_another_asks_it(tmp_path: Path) -> None:
-    """A model of random weights learns what 60 conversations say, in one command."""
+    """A model of random weights, whose texts end otherwise than turns, learns what 60 conversations say."""
     transformers = pytest.importorskip("transformers")
-    folder = write_tokenizer(tmp_path / "model", CHATML, eos_token="<|im_end|>")
-    end = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]["<|im_end|>"]
+    folder = write_tokenizer(tmp_path / "model", CHATML)
+    end = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]["</s>"]
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = transformers.LlamaConfig(vocab_size=128, eos_token_id=end, bos_token_id=None, **shape)
     torch.manual_seed(0)
@@ -204,6 +211,53 @@ def test_one_command_trains_a_folder_and_another_asks_it(tmp_path: Path) -> None
         ran = run_python_module("trainer.generate", tmp_path / "run", "--chat", asked, "--greedy", "--max-tokens", 20)
         assert ran.exit_code == 0, ran.stderr
         assert ran.stdout.split() == ["It", "is", answer], "the answer, and its end"
+
+
+@pytest.mark.parametrize("train_on", ["assistant", "all"])
+def test_what_ends_a_turn_of_the_template_ends_samples_texts_and_those_of_the_export(
+    train_on: str, tmp_path: Path
+) -> None:
+    """Though the tokenizer and the model that it came with name another end."""
+    trainer = Trainer(
+        tiny_config(tmp_path / "run", *write_chats(tmp_path), "train.steps=1", f"data.train_on={train_on}")
+    )
+    assert trainer.fit() == 0
+    tokenizer = find_tokenizer(trainer.config.data.tokenizer)
+    ends = {tokenizer.library.token_to_id(text) for text in ("</s>", "<|im_end|>")}
+    nothing: Any = None
+    assert Samples(trainer.config, nothing, nothing, nothing, nothing)._ends == ends
+    trainer.close()
+    export_checkpoint(tmp_path / "run", tmp_path / "out")
+    for name in ("config.json", "generation_config.json"):
+        assert set(json.loads((tmp_path / "out" / name).read_text())["eos_token_id"]) == ends
+    for path in (tmp_path / "run", tmp_path / "out"):
+        with ExitStack() as stack:
+            assert open_writer(str(path), torch.device("cpu"), stack).ends(tokenizer) == ends
+
+
+OWN_TEMPLATE = "{% for m in messages %}{{ '[INST]' + m.content + '[/INST]' }}{% endfor %}"
+
+
+@pytest.mark.parametrize("tokenizer", ["model", "bytes"])
+def test_a_template_of_ones_own_is_kept_and_exported(tokenizer: str, tmp_path: Path) -> None:
+    """Though its file is moved, and the tokenizer's folder has another."""
+    settings, template = write_chats(tmp_path), tmp_path / "own.jinja"
+    named = "bytes" if tokenizer == "bytes" else write_tokenizer(tmp_path / "model", CHATML, chat_template="old")
+    template.write_text(OWN_TEMPLATE)
+    own = [f"data.tokenizer={named}", f"data.chat_template={template}", "model.vocab_size=263", "data.seq_len=256"]
+    fit(tmp_path / "run", *settings, *own, "train.steps=1", "data.train_on=all")
+    template.unlink()
+    export_checkpoint(tmp_path / "run", tmp_path / "out")
+    assert (tmp_path / "out" / "chat_template.jinja").read_text() == OWN_TEMPLATE
+    if tokenizer == "model":
+        stated = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+        assert stated["chat_template"] == OWN_TEMPLATE, "where readers of before look for it"
+    for path in (tmp_path / "run", tmp_path / "out"):
+        with ExitStack() as stack:
+            writer = open_writer(str(path), torch.device("cpu"), stack)
+            tokens = tokens_of_chat("Hi", writer.tokenizer, "--chat", writer.template)
+            text_of = ChatTokenizer(writer.tokenizer).text_of
+        assert "".join(map(text_of, tokens)) == "[INST]Hi[/INST]"
 
 
 @pytest.mark.campaign

@@ -21,6 +21,7 @@ import torch
 
 from trainer.checkpoint.source import StoredWeights, find_checkpoint
 from trainer.config import RunConfig, config_from_yaml
+from trainer.data.prompts import ends_of_chats
 from trainer.data.tokenizer import find_tokenizer
 from trainer.errors import EXIT_FINISHED, CommandParser, UserError, run_command, tell
 from trainer.files import replacing
@@ -28,7 +29,7 @@ from trainer.recipe import WeightSource, look_in_working_folder
 from trainer.weights.adapters import BASE
 from trainer.weights.exporting import export
 from trainer.weights.inference import fill_plain, merged, origin_of, plain_network
-from trainer.weights.origin import TOKENIZER, Origin, written_out
+from trainer.weights.origin import TOKENIZER, Origin, own_tokenizer, written_out
 from trainer.weights.peft import export_adapter
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -84,6 +85,7 @@ def export_checkpoint(
         max_shard_bytes=int(max_shard_gb * 1e9),
         tokenizer=config.data.tokenizer,
         end_id=_end_id(config.data.tokenizer, origin),
+        turn_ends=_turn_ends(config, origin),
         origin=origin,
         overwrite=overwrite,
         setting="target",
@@ -92,10 +94,18 @@ def export_checkpoint(
 
 def _end_id(tokenizer: str, origin: Origin) -> int:
     """Return the id that ends a document of the run's own tokenizer, which may have gone from where it was."""
-    if not origin.tokenizer:
+    if TOKENIZER not in origin.tokenizer:
         return find_tokenizer(tokenizer).end_id
     with written_out(origin.tokenizer) as folder:
         return find_tokenizer(str(folder / TOKENIZER)).end_id
+
+
+def _turn_ends(config: RunConfig, origin: Origin) -> set[int]:
+    """Return the ids that end what a run on chats has trained the model to write."""
+    if config.data.source != "chat":
+        return set()
+    with own_tokenizer(origin, config.data.tokenizer) as named:
+        return ends_of_chats(*named)
 
 
 def _export_file(

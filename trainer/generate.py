@@ -23,7 +23,7 @@ from torch import nn
 from trainer.checkpoint.source import StoredWeights, find_checkpoint, is_checkpoint
 from trainer.config import config_from_yaml
 from trainer.config.pretrained import CONFIG, is_folder_of_weights, model_config_of
-from trainer.data.prompts import tokens_of_chat, tokens_of_prompt
+from trainer.data.prompts import ends_of_chats, tokens_of_chat, tokens_of_prompt
 from trainer.data.tokenizer import Tokenizer, find_tokenizer
 from trainer.errors import (
     EXIT_FINISHED,
@@ -48,7 +48,7 @@ from trainer.model.sample import (
 )
 from trainer.recipe import all_recipes, look_in_working_folder
 from trainer.weights.inference import load_weights, origin_of
-from trainer.weights.origin import GENERATION, TOKENIZER, read_folder, written_out
+from trainer.weights.origin import GENERATION, named_in, own_tokenizer, read_folder
 
 _SHOWN = 60
 """Characters of a text that a message repeats."""
@@ -62,15 +62,19 @@ class Writer:
     """A model that can write: its network, its tokenizer, and what came with it.
 
     tokenizer: what `data.tokenizer` would name: `bytes`, or a folder.
+    template: what `data.chat_template` would name: `model`, or a file.
     settings: generation_config.json, and what config.json says of the ends of a text.
     bos: the run's `data.bos`.
+    turn_ends: the tokens that end what it has been trained to write in chats.
     """
 
     model: nn.Module
     device: torch.device
     tokenizer: str
+    template: str
     settings: Mapping[str, Any]
     bos: bool | None = None
+    turn_ends: frozenset[int] = frozenset()
 
     @property
     def room(self) -> int | None:
@@ -88,11 +92,11 @@ class Writer:
         return WindowReader(self.model, self.device, self.room or 1024)
 
     def ends(self, tokenizer: Tokenizer) -> set[int]:
-        """Return the tokens that end a text: those that the model came with, else its tokenizer's."""
+        """Return the tokens that end a text: those that it came with, else its tokenizer's, and `turn_ends`."""
         stated = self.settings.get("eos_token_id")
         if stated is None:
-            return {tokenizer.end_id}
-        return set(stated) if isinstance(stated, list) else {stated}
+            return {tokenizer.end_id, *self.turn_ends}
+        return {*(stated if isinstance(stated, list) else [stated]), *self.turn_ends}
 
     def sampling(self) -> Sampling:
         """Return how the model wants its tokens chosen, as far as it says so."""
@@ -112,15 +116,14 @@ def open_writer(
     """
     if is_folder_of_weights(path) and not is_checkpoint(path):
         folder = Path(path)
-        tokenizer = str(folder) if (folder / TOKENIZER).exists() else "bytes"
-        return Writer(_load_folder(folder, device), device, tokenizer, _settings(read_folder(folder)))
+        return Writer(_load_folder(folder, device), device, *named_in(folder), _settings(read_folder(folder)))
     source = StoredWeights(find_checkpoint(path))
     config = config_from_yaml(source.config_yaml, allow_import=allow_import)
     origin = origin_of(source)
-    files = origin.tokenizer or {name: data for name, data in origin.files.items() if TOKENIZER in origin.files}
-    tokenizer = str(stack.enter_context(written_out(files))) if files else config.data.tokenizer
+    named = stack.enter_context(own_tokenizer(origin, config.data.tokenizer))
+    turn_ends = ends_of_chats(*named) if config.data.source == "chat" else ()
     model = load_weights(path, device, allow_import, ema)
-    return Writer(model, device, tokenizer, _settings(origin.files), config.data.bos)
+    return Writer(model, device, *named, _settings(origin.files), config.data.bos, frozenset(turn_ends))
 
 
 def _load_folder(folder: Path, device: torch.device) -> nn.Module:
@@ -202,7 +205,7 @@ def _generate(chosen: argparse.Namespace) -> int:
         if chosen.chat is None:
             prompt = tokens_of_prompt(chosen.prompt, tokenizer)
         else:
-            prompt = tokens_of_chat(chosen.chat, writer.tokenizer, "--chat")
+            prompt = tokens_of_chat(chosen.chat, writer.tokenizer, "--chat", writer.template)
         num_tokens = _num_tokens(chosen, len(prompt), writer.room)
         generator = torch.Generator()
         generator.manual_seed(chosen.seed) if chosen.seed is not None else generator.seed()

@@ -372,7 +372,7 @@ class Trainer:
                 self.accounts.discard()
                 self.saver.loaded(self.state, self.resume.is_own)
                 self.horizon.loaded(self.resume.is_own)
-                if any(line.startswith("data.tokenizer:") for line in self.resume.changed):
+                if any(line.startswith(("data.tokenizer:", "data.chat_template:")) for line in self.resume.changed):
                     keep_tokenizer(self.origin, self.config, self.world)
                 self.lifecycle.restore()
             elif self.lifecycle.phase == "built":

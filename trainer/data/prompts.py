@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from trainer.data.tokenizer import Tokenizer
 from trainer.errors import setting_error
 
@@ -9,6 +11,27 @@ from trainer.errors import setting_error
 def tokens_of_prompt(text: str, tokenizer: Tokenizer) -> list[int]:
     """Return the tokens of a text as documents begin; of none, what comes before a document."""
     return [*tokenizer.start_ids, *tokenizer.encode(text).tolist()] or [tokenizer.end_id]
+
+
+def ends_of_chats(tokenizer: str, template: str = "model") -> set[int]:
+    """Return the tokens that end what a model of chats is trained to write: the tokenizer's end of a document, which
+    ends completions, and what the template ends the assistant's turns with, if that is a token of its own.
+
+    tokenizer, template: what `data.tokenizer` and `data.chat_template` name.  Raises UserError if one cannot be read.
+    """
+    from trainer.data.chat.conversation import BadChat, Conversation
+    from trainer.data.chat.masking import Encoder
+    from trainer.data.chat.template import find_template
+    from trainer.data.chat.tokens import ChatTokenizer
+
+    found, of_chats = find_template(template, tokenizer), ChatTokenizer(tokenizer)
+    ends, system = {of_chats.plain.end_id}, {"role": "system", "content": "Hi"}
+    exchange = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hi"}]
+    for messages in (exchange, [system, *exchange]) if found is not None else ():
+        with suppress(BadChat):  # a template may take none without a system message, or with one
+            encoded = Encoder(of_chats, found, "last").encode(Conversation(messages))
+            ends |= {int(last) for last in encoded.ids[encoded.trained][-1:] if of_chats.is_added(int(last))}
+    return ends
 
 
 def tokens_of_chat(text: str, tokenizer: str, key: str, template: str = "model") -> list[int]:

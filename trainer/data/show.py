@@ -36,9 +36,12 @@ def show_samples(
     except ShardError as error:
         raise TrainingFailed(str(error)) from error
     names = list(source.sources) if isinstance(source, MixedSource) else [""]
-    for row, (position, index) in enumerate(zip(positions.tolist(), indices.tolist(), strict=True)):
-        name = names[int(found[SOURCE][row])] if SOURCE in found else ""
-        tell("\n".join([_title(step, position, index, name, order), *_lines(found, row, tokenizer, is_full), ""]))
+    is_chat, many = config.data.source == "chat", source.rows_per_sample
+    for number, (position, index) in enumerate(zip(positions.tolist(), indices.tolist(), strict=True)):
+        name = names[int(found[SOURCE][number * many])] if SOURCE in found else ""
+        rows = range(number * many, (number + 1) * many)
+        lines = [line for row in rows for line in _lines(found, row, tokenizer, is_chat, is_full)]
+        tell("\n".join([_title(step, position, index, name, order), *lines, ""]))
 
 
 def _title(step: int, position: int, index: int, name: str, order: Order) -> str:
@@ -52,15 +55,31 @@ def _tokenizer_of(source: Source, config: RunConfig) -> Tokenizer | None:
     return tokenizer if tokenizer.name == source.tokenizer else None
 
 
-def _lines(found: dict[str, NDArray[Any]], row: int, tokenizer: Tokenizer | None, is_full: bool) -> Iterator[str]:
+def _lines(
+    found: dict[str, NDArray[Any]], row: int, tokenizer: Tokenizer | None, is_chat: bool, is_full: bool
+) -> Iterator[str]:
     tokens, counts = found["tokens"][row], found["targets"][row] != IGNORE
-    documents = found["documents"][row] if "documents" in found else _documents_of(tokens, tokenizer)
+    if "documents" in found:
+        documents = found["documents"][row]
+    else:
+        documents = _conversation_of(tokens, counts) if is_chat else _documents_of(tokens, tokenizer)
+    # Each conversation has targets: where there are none any more, the row is filled up.
+    padded = documents > documents[counts].max(initial=-1) if is_chat else np.zeros(len(tokens), bool)
     borders = np.flatnonzero((np.diff(documents) != 0) | (np.diff(counts) != 0)) + 1
     width = len(str(len(tokens)))
     for start, end in zip([0, *borders.tolist()], [*borders.tolist(), len(tokens)], strict=True):
+        if padded[start]:
+            yield f"  {start:>{width}}-{end - 1:<{width}}  padding"
+            continue
         kind = "trained on" if counts[start] else "ignored   "
         text = _text(tokens[start:end], tokenizer, is_full)
         yield f"  {start:>{width}}-{end - 1:<{width}}  document {int(documents[start]) + 1}  {kind}  {text}"
+
+
+def _conversation_of(tokens: NDArray[Any], counts: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Return 0 for the tokens of a row's one conversation, and 1 for what fills it up: its last one, repeated."""
+    end = int(np.flatnonzero(counts | (tokens != tokens[-1])).max(initial=-1)) + 1
+    return (np.arange(len(tokens)) >= end).astype(np.int64)
 
 
 def _documents_of(tokens: NDArray[Any], tokenizer: Tokenizer | None) -> NDArray[np.int64]:

@@ -8,7 +8,7 @@ from torch import nn
 
 from trainer.config import RunConfig
 from trainer.config.needs import compiles_blocks
-from trainer.data.prompts import tokens_of_chat, tokens_of_prompt
+from trainer.data.prompts import ends_of_chats, tokens_of_chat, tokens_of_prompt
 from trainer.data.tokenizer import find_tokenizer
 from trainer.distributed.world import World
 from trainer.metrics.fanout import Metrics
@@ -39,6 +39,14 @@ class Samples:
         tokenizer = find_tokenizer(data.tokenizer)
         return [(text, tokens_of_prompt(text, tokenizer)) for text in self._config.log.prompts]
 
+    @cached_property
+    def _ends(self) -> set[int]:
+        """The tokens that end a sample: of a document, or of the assistant's turn."""
+        data = self._config.data
+        if data.source == "chat":
+            return ends_of_chats(data.tokenizer, data.chat_template)
+        return {find_tokenizer(data.tokenizer).end_id}
+
     def check(self) -> None:
         """Raise UserError for a prompt that has no tokens: the tokenizer knows no chats, say."""
         assert len(self._prompts) == len(self._config.log.prompts)
@@ -52,8 +60,6 @@ class Samples:
         compiles = compiles_blocks(config.train.compile, self._world.device.type)
         with self._average.in_place(), evaluating(self._model):
             for prompt, given in self._prompts:
-                written = write_sample(self._model, self._world, given, *sizes, compiles, {tokenizer.end_id})[
-                    len(given) :
-                ]
-                text = tokenizer.decode([token for token in written if token != tokenizer.end_id])
+                written = write_sample(self._model, self._world, given, *sizes, compiles, self._ends)[len(given) :]
+                text = tokenizer.decode([token for token in written if token not in self._ends])
                 self._metrics.write(Record(kind="sample", step=step, prompt=prompt, text=text))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -21,7 +21,15 @@ from trainer.model.names import Names
 from trainer.recipe import Recipe, Stacked, Transposed
 from trainer.weights.access import WeightSource, find_weights, named_weights, row_blocks
 from trainer.weights.huggingface import DTYPE_NAMES, INDEX, WEIGHTS
-from trainer.weights.origin import GENERATION, TOKENIZER, Origin, is_tokenizer_file, read_tokenizer
+from trainer.weights.origin import (
+    GENERATION,
+    TOKENIZER,
+    Origin,
+    is_tokenizer_file,
+    read_tokenizer,
+    template_of,
+    with_template,
+)
 
 PARTIAL = ".partial"
 """Ends the name of a file that is being written; a dot begins it."""
@@ -71,6 +79,7 @@ def export(
     max_shard_bytes: int = 5 * 10**9,
     tokenizer: str = "bytes",
     end_id: int | None = None,
+    turn_ends: Collection[int] = (),
     origin: Origin | None = None,
     overwrite: bool = False,
     setting: str = "folder",
@@ -82,7 +91,8 @@ def export(
     has no files, or the path of a tokenizer.json, copied with what stands beside it; `end_id` is the id that ends a
     document.  `origin` are the files that came with the model: they stay as they are, to the byte, and so do entries of
     config.json that the model has no part in.  Only where it was trained with another tokenizer than came with it, that
-    one goes along, and `end_id` ends a text beside what did before.
+    one goes along, and `end_id` ends a text beside what did before; `turn_ends`, which a model
+    of chats has been trained to end its turns with, always do.
 
     Memory: a few blocks of `weights.BLOCK_BYTES`, whatever the model's size.  One process, no collectives.
 
@@ -99,7 +109,7 @@ def export(
     else:
         tensors = _list_tensors(source, recipe, model_config, names, dtype)
     shards = _split(tensors, max_shard_bytes)
-    texts = _texts(recipe, model_config, tensors, end_id, tokenizer, origin or Origin())
+    texts = _texts(recipe, model_config, tensors, end_id, turn_ends, tokenizer, origin or Origin())
     index = {INDEX: _index_json(shards)} if len(shards) > 1 else {}
 
     return write_folder(path, texts | index, shards, source, MARK if stored is not None else {}, overwrite, setting)
@@ -195,32 +205,38 @@ def _texts(
     model_config: Any,
     tensors: Sequence[Tensor],
     end_id: int | None,
+    turn_ends: Collection[int],
     tokenizer: str,
     origin: Origin,
 ) -> dict[str, bytes]:
     """Return the files beside the weights by name: as they came with the model, where they did."""
     own = origin.tokenizer or read_tokenizer(tokenizer)
     came = origin.files
+    ends = _joined([] if end_id is None else [end_id], turn_ends)
     if not came:
-        texts = {CONFIG: _config_json(recipe, model_config, tensors, end_id)} | _complete(own, tokenizer, end_id)
-        return texts if end_id is None else texts | {GENERATION: json_bytes({"eos_token_id": end_id})}
-    has_another = bool(own) and own[TOKENIZER] != came.get(TOKENIZER, own[TOKENIZER])
+        texts = {CONFIG: _config_json(recipe, model_config, tensors, ends)} | _complete(own, tokenizer, end_id)
+        return texts if ends is None else texts | {GENERATION: json_bytes({"eos_token_id": ends})}
+    has_another = TOKENIZER in own and own[TOKENIZER] != came.get(TOKENIZER, own[TOKENIZER])
     kept = {name: data for name, data in came.items() if not (has_another and is_tokenizer_file(name))}
     if TOKENIZER not in kept:
         kept = _complete(own, tokenizer, end_id) | kept
-    if has_another:
-        kept |= {name: _ending_with(kept[name], end_id) for name in (CONFIG, GENERATION) if name in kept}
+    template = template_of(own)
+    if template not in (None, template_of(kept)):
+        kept = with_template(kept, template)
+    new = [*([end_id] if has_another and end_id is not None else []), *turn_ends]
+    before = json.loads(kept.get(CONFIG, b"{}")).get("eos_token_id")
+    kept |= {name: _ending_with(kept[name], before, new) for name in (CONFIG, GENERATION) if name in kept}
     if CONFIG not in kept:
-        return {CONFIG: _config_json(recipe, model_config, tensors, end_id), **kept}
+        return {CONFIG: _config_json(recipe, model_config, tensors, ends), **kept}
     return kept | {CONFIG: _config_that_came(kept[CONFIG], recipe, model_config, tensors)}
 
 
-def _config_json(recipe: Recipe, model_config: Any, tensors: Sequence[Tensor], end_id: int | None) -> bytes:
+def _config_json(recipe: Recipe, model_config: Any, tensors: Sequence[Tensor], ends: int | list[int] | None) -> bytes:
     hf, dtype = find_huggingface(recipe), _main_dtype(tensors)
     return json_bytes(
         {
             # Without these, transformers takes those of the models that it knows.
-            **{"bos_token_id": None, "eos_token_id": end_id, "pad_token_id": None},
+            **{"bos_token_id": None, "eos_token_id": ends, "pad_token_id": None},
             **hf.fixed,
             **hf.config(model_config),
             **{"architectures": [hf.architecture_of(model_config)], "model_type": hf.model_type_of(model_config)},
@@ -250,14 +266,20 @@ def _main_dtype(tensors: Sequence[Tensor]) -> str:
     return str(max(tensors, key=lambda tensor: tensor.num_bytes).dtype).removeprefix("torch.")
 
 
-def _ending_with(settings: bytes, end_id: int | None) -> bytes:
-    """Return a JSON file with `end_id` among the tokens that end a text."""
+def _ending_with(settings: bytes, before: int | list[int] | None, new: Collection[int]) -> bytes:
+    """Return a JSON file with `new` among the tokens that end a text, behind those that it states, or else `before`."""
     content = json.loads(settings)
-    ends = content.get("eos_token_id")
+    ends = content.get("eos_token_id", before)
     ends = [] if ends is None else ends if isinstance(ends, list) else [ends]
-    if end_id is None or end_id in ends:
+    if set(new) <= set(ends):
         return settings
-    return (json.dumps(content | {"eos_token_id": [*ends, end_id]}, indent=2) + "\n").encode()
+    return (json.dumps(content | {"eos_token_id": _joined(ends, new)}, indent=2) + "\n").encode()
+
+
+def _joined(ends: Collection[int], new: Collection[int]) -> int | list[int] | None:
+    """Return the ids that end a text, as `eos_token_id` has them: one alone, or several."""
+    found = [*ends, *sorted(set(new) - set(ends))]
+    return found[0] if len(found) == 1 else found or None
 
 
 def _index_json(shards: Mapping[str, Sequence[Tensor]]) -> bytes:
@@ -311,8 +333,8 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
 
 def _complete(files: Mapping[str, bytes], tokenizer: str, end_id: int | None) -> dict[str, bytes]:
     """Return the files of a tokenizer with a minimal tokenizer_config.json, if they have none; of `bytes` nothing."""
-    if tokenizer == "bytes" and not files:
-        return {}
+    if tokenizer == "bytes" and TOKENIZER not in files:
+        return dict(files)
     try:
         content = json.loads(files[TOKENIZER])
         vocab = content["model"]["vocab"]

@@ -266,9 +266,9 @@ def begin_from(model: nn.Module, origin: Origin, config: RunConfig, channel: Cha
 
 
 def keep_tokenizer(origin: Origin, config: RunConfig, channel: Channel) -> None:
-    """Keep the files of the run's own tokenizer, for its export.  Collective."""
-    tokenizer = config.data.tokenizer
-    origin.tokenizer = channel.broadcast(channel.agreed(lambda: read_tokenizer(tokenizer) if channel.is_main else {}))
+    """Keep the files of the run's own tokenizer and chat template, for its export.  Collective."""
+    own = config.data.tokenizer, config.data.chat_template
+    origin.tokenizer = channel.broadcast(channel.agreed(lambda: read_tokenizer(*own) if channel.is_main else {}))
 
 
 def _is_hugging_face(path: str | os.PathLike[str]) -> bool:

@@ -7,9 +7,10 @@ have them as they were, though it be made when that folder has long gone.  So th
 from __future__ import annotations
 
 import glob
+import json
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -21,15 +22,18 @@ from trainer.errors import setting_error
 
 GENERATION = "generation_config.json"
 TOKENIZER = "tokenizer.json"
+TEMPLATE = "chat_template.jinja"
+
+_TOKENIZER_CONFIG = "tokenizer_config.json"
+_OTHER_TEMPLATES = ("chat_template.json", "additional_chat_templates/*.jinja")
 
 TOKENIZER_FILES = (
     TOKENIZER,
-    "tokenizer_config.json",
+    _TOKENIZER_CONFIG,
     "special_tokens_map.json",
     "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "additional_chat_templates/*.jinja",
+    TEMPLATE,
+    *_OTHER_TEMPLATES,
     "vocab.json",
     "vocab.txt",
     "merges.txt",
@@ -45,7 +49,8 @@ class Origin:
     """The files that came with a model: part of a run's state, the same on all ranks.
 
     files: those of the Hugging Face folder that training started from, by name; none if it started from nothing.
-    tokenizer: those of the tokenizer that the run itself was given (`data.tokenizer`); none if that is `bytes`.
+    tokenizer: those of the tokenizer that the run itself was given (`data.tokenizer`), with its own chat template
+        (`data.chat_template`) if it was given one; none if that is `bytes` without a template.
     """
 
     may_be_absent = True
@@ -82,6 +87,20 @@ def written_out(files: Mapping[str, bytes]) -> Iterator[Path]:
         yield Path(name)
 
 
+@contextmanager
+def own_tokenizer(origin: Origin, setting: str) -> Iterator[tuple[str, str]]:
+    """Yield what `data.tokenizer` and `data.chat_template` would name of a run's own tokenizer, wherever that is now.
+
+    setting: the run's `data.tokenizer`, for one that has kept no files.
+    """
+    files = origin.tokenizer or {name: data for name, data in origin.files.items() if TOKENIZER in origin.files}
+    if not files:
+        yield setting, "model"
+        return
+    with written_out(files) as folder:
+        yield named_in(folder)
+
+
 def is_tokenizer_file(name: str) -> bool:
     """Return whether a file of a folder, by its name in there, belongs to the tokenizer."""
     return any(fnmatch(name, pattern) for pattern in TOKENIZER_FILES)
@@ -92,11 +111,57 @@ def read_folder(folder: str | Path) -> dict[str, bytes]:
     return _read(Path(folder), (CONFIG, GENERATION, *TOKENIZER_FILES), "train.init_from")
 
 
-def read_tokenizer(setting: str) -> dict[str, bytes]:
+def read_tokenizer(setting: str, template: str = "model") -> dict[str, bytes]:
     """Return the files of the tokenizer that `data.tokenizer` names: what stands beside a tokenizer.json goes along.
 
-    None for `bytes`.  Raises UserError if one cannot be read.
+    None for `bytes`.  `template`: what `data.chat_template` names; a file takes the place of the tokenizer's own
+    templates.  Raises UserError if one cannot be read.
     """
+    files = _read_tokenizer(setting)
+    if template == "model":
+        return files
+    path = Path(template).expanduser()
+    try:
+        return with_template(files, path.read_bytes())
+    except OSError as error:
+        raise setting_error("data.chat_template", template, f"cannot be read ({error.strerror})") from error
+
+
+def template_of(files: Mapping[str, bytes]) -> bytes | None:
+    """Return the chat template that some files of a tokenizer hold: a file of its own comes before its settings."""
+    if TEMPLATE in files:
+        return files[TEMPLATE]
+    stated = _settings_of(files).get("chat_template")
+    return stated.encode() if isinstance(stated, str) else None
+
+
+def with_template(files: Mapping[str, bytes], template: bytes) -> dict[str, bytes]:
+    """Return the files of a tokenizer with `template` as its only chat template, wherever readers look for it."""
+    kept = {
+        name: data for name, data in files.items() if not any(fnmatch(name, pattern) for pattern in _OTHER_TEMPLATES)
+    }
+    settings = _settings_of(kept)
+    if "chat_template" in settings:
+        settings["chat_template"] = template.decode()
+        kept[_TOKENIZER_CONFIG] = (json.dumps(settings, indent=2) + "\n").encode()
+    return kept | {TEMPLATE: template}
+
+
+def _settings_of(files: Mapping[str, bytes]) -> dict[str, Any]:
+    with suppress(ValueError):
+        content = json.loads(files.get(_TOKENIZER_CONFIG, b"{}"))
+        return content if isinstance(content, dict) else {}
+    return {}
+
+
+def named_in(folder: Path) -> tuple[str, str]:
+    """Return what `data.tokenizer` and `data.chat_template` would name of a folder that has a model's files."""
+    if (folder / TOKENIZER).exists():
+        return str(folder), "model"
+    return "bytes", str(folder / TEMPLATE) if (folder / TEMPLATE).exists() else "model"
+
+
+def _read_tokenizer(setting: str) -> dict[str, bytes]:
     if setting == "bytes":
         return {}
     path = Path(setting).expanduser()

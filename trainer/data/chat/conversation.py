@@ -41,6 +41,11 @@ class Conversation:
             if number >= self.first and message["role"] == "assistant" and message.get("weight", 1) != 0
         ]
 
+    @property
+    def excluded(self) -> list[int]:
+        """The numbers of the messages of weight 0, whoever says them."""
+        return [number for number, message in enumerate(self.messages) if message.get("weight", 1) == 0]
+
 
 @dataclass(frozen=True)
 class Completion:

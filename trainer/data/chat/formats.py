@@ -87,22 +87,25 @@ def _read_messages(values: Mapping[str, Any]) -> Sample:
 
 
 def _read_sharegpt(values: Mapping[str, Any]) -> Sample:
-    turns = [
-        _from_sharegpt(turn, f"conversations[{number}]")
-        for number, turn in enumerate(_list(values["conversations"], "conversations"))
-    ]
-    messages = _messages(turns, "conversations", "from", "value")
+    turns = _list(values["conversations"], "conversations")
+    if isinstance(turns[0], Mapping) and "from" not in turns[0] and "role" in turns[0]:
+        messages = _messages(turns, "conversations")  # the name of one format, and the turns of another
+    else:
+        read = [_from_sharegpt(turn, f"conversations[{number}]") for number, turn in enumerate(turns)]
+        messages = _messages(read, "conversations", "from", "value")
     system = [{"role": "system", "content": _text(values["system"], "system")}] if values["system"] else []
     return Conversation([*system, *messages], _tools(values["tools"]))
 
 
 def _from_sharegpt(turn: Any, place: str) -> Message:
     role, value = _get(turn, "from", place), _get(turn, "value", place)
+    weight = {"weight": turn["weight"]} if "weight" in turn else {}
     if role not in ("function_call", "tool_call"):
-        return {"role": _ALIASES.get(str(role), role), "content": value}
+        return {"role": _ALIASES.get(str(role), role), "content": value, **weight}
     try:
-        return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": json.loads(value)}]}
-    except (TypeError, ValueError) as error:
+        calls = [{"type": "function", "function": json.loads(value)}]
+        return {"role": "assistant", "content": "", "tool_calls": calls, **weight}
+    except (TypeError, ValueError, RecursionError) as error:
         raise BadChat(f"{place}.value must be JSON in a tool call ({error})") from error
 
 
@@ -113,8 +116,10 @@ def _read_alpaca(values: Mapping[str, Any]) -> Sample:
             raise BadChat(f"{key}={values[key]!r} is empty")
     asked = "\n\n".join(texts[key] for key in ("instruction", "input") if texts.get(key, "").strip())
     system = [{"role": "system", "content": texts["system"]}] if texts.get("system") else []
-    past = []
-    for number, turn in enumerate(values["history"] or ()):
+    history, past = values["history"] or [], []
+    if not isinstance(history, list):
+        raise BadChat(f"history must be a list of questions and their answers, not {kind_of(history)}")
+    for number, turn in enumerate(history):
         if not isinstance(turn, list) or len(turn) != 2:
             raise BadChat(f"history[{number}] must be a question and its answer")
         past += [{"role": "user", "content": turn[0]}, {"role": "assistant", "content": turn[1]}]
@@ -131,7 +136,7 @@ def _read_preference(values: Mapping[str, Any]) -> Pair:
     chosen, rejected = (_preferred(prompt, values[key], key, tools) for key in ("chosen", "rejected"))
     if chosen == rejected:
         raise BadChat("chosen and rejected are identical")
-    if prompt is None and _asked(chosen) != _asked(rejected):
+    if isinstance(chosen, Conversation) and isinstance(rejected, Conversation) and _asked(chosen) != _asked(rejected):
         rule = "chosen and rejected answer different prompts: they must be the same up to the user's last message"
         raise BadChat(rule, fix="remove the record")
     return Pair(chosen, rejected)
@@ -145,10 +150,13 @@ def _preferred(prompt: Any, answer: Any, key: str, tools: Sequence[Mapping[str, 
     return Conversation(messages, tools, first=last + 1)
 
 
-def _asked(sample: Sample) -> list[tuple[Any, Any]]:
-    """Return what was said before an answer, and by whom."""
-    before = sample.messages[: sample.first] if isinstance(sample, Conversation) else ()
-    return [(message["role"], message["content"]) for message in before]
+def _asked(chat: Conversation) -> list[tuple[str, str]]:
+    return _spoken(chat.messages[: chat.first])
+
+
+def _spoken(messages: Sequence[Message]) -> list[tuple[str, str]]:
+    """Return what is said, and by whom: the same for messages that differ in white space at their ends."""
+    return [(message["role"], message["content"].strip()) for message in messages]
 
 
 def _answered(prompt: Any, answer: Any, key: str, tools: Sequence[Mapping[str, Any]]) -> Sample:
@@ -159,10 +167,31 @@ def _answered(prompt: Any, answer: Any, key: str, tools: Sequence[Mapping[str, A
         return Completion(_text(prompt, "prompt"), _text(answer, key))
     asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else _list(prompt, "prompt", "text or ")
     answers = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else _list(answer, key, "text or ")
-    if isinstance(answer, list) and answers[: len(asked)] == asked:
-        answers = answers[len(asked) :]  # it has been said twice
-    before = _messages(asked, "prompt")
-    return Conversation([*before, *_messages(answers, key)], tools, first=len(before))
+    before, after = _messages(asked, "prompt"), _messages(answers, key)
+    if not _begins_anew(before, after):
+        return Conversation([*before, *after], tools, first=len(before))
+    first = _behind(before, after)
+    if first is None:
+        rule = f"{key} begins with a {after[0]['role']} message, but does not repeat the prompt"
+        raise BadChat(rule, fix="start it with the assistant's message, or with the whole prompt")
+    if first == len(after):
+        raise BadChat(f"{key} repeats the prompt, but has no answer to it")
+    return Conversation(after, tools, first)
+
+
+def _begins_anew(prompt: Sequence[Message], answer: Sequence[Message]) -> bool:
+    """Return whether an answer cannot follow its prompt: it is a conversation from its start."""
+    role = answer[0]["role"]
+    return role in ("system", "developer") or (role == "user" and prompt[-1]["role"] in ("user", "tool"))
+
+
+def _behind(prompt: Sequence[Message], answer: Sequence[Message]) -> int | None:
+    """Return the number of an answer's first message behind its prompt, which it repeats: first of all, or the last
+    time.  None if it does not.
+    """
+    asked, spoken = _spoken(prompt), _spoken(answer)
+    starts = (0, *range(len(spoken) - len(asked), 0, -1))
+    return next((start + len(asked) for start in starts if spoken[start : start + len(asked)] == asked), None)
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -251,7 +280,7 @@ def _tools(value: Any) -> Sequence[Mapping[str, Any]]:
     if isinstance(value, str) and value.strip():
         try:
             value = json.loads(value)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise BadChat(f"tools is not JSON ({error})") from error
     if not value:
         return ()

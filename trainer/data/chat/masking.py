@@ -33,7 +33,7 @@ class Encoder:
     """Turns conversations into tokens that know whether they are trained on.
 
     train_on: `assistant`, all that it has written; `last`, its last turn; `completion`, what it has written after the
-        last of the user's messages; `all`, every token.
+        last of the user's messages; `all`, every token.  A message of weight 0 is never trained on.
     setting: `data.chat_template`, for errors.
     """
 
@@ -86,21 +86,25 @@ class Encoder:
             raise BadChat("needs a chat template, and the tokenizer has none", "data.chat_template", fix=_NAME_ONE)
         _check_support(chat, template)
         quoted = self.tokenizer.quoted
-        chat = replace(chat, messages=quoted(chat.messages), tools=quoted(chat.tools))
-        whole = template.render(chat.messages, chat.tools)
+        try:
+            chat = replace(chat, messages=quoted(chat.messages), tools=quoted(chat.tools))
+            whole = template.render(chat.messages, chat.tools)
+        except RecursionError as error:
+            raise BadChat("is nested too deeply", fix="remove the record") from error
         _check_whole(chat, whole.text)
         ids, places = self.tokenizer.encode(whole.text)
-        if self._train_on == "all":
-            return whole.text, ids, places, np.ones(len(ids), bool)
-        trained = np.zeros(len(ids), bool)
-        for start, end in (span for turn in self._turns(chat) for span in _written(template, chat, whole, turn)):
-            trained |= (places[:, 0] < end) & (places[:, 1] > start)
-        return whole.text, ids, places, trained
+        everything = self._train_on == "all"
+        turns = chat.excluded if everything else self._turns(chat)
+        marked = np.zeros(len(ids), bool)
+        for start, end in (span for turn in turns for span in _said(template, chat, whole, turn)):
+            marked |= (places[:, 0] < end) & (places[:, 1] > start)
+        return whole.text, ids, places, ~marked if everything else marked
 
     def _turns(self, chat: Conversation) -> list[int]:
         turns = chat.assistant_turns
         if self._train_on == "last":
-            return turns[-1:]
+            last = max((i for i, message in enumerate(chat.messages) if message["role"] == "assistant"), default=-1)
+            return [turn for turn in turns if turn == last]
         if self._train_on == "completion":
             asked = max((i for i, message in enumerate(chat.messages) if message["role"] == "user"), default=-1)
             return [turn for turn in turns if turn > asked]
@@ -134,6 +138,18 @@ def _is_within(content: str, text: str) -> bool:
     """Return whether a message is in the text: as it is, within JSON, or with its lines indented."""
     as_json = json.dumps(content.strip(), ensure_ascii=False)[1:-1]
     return as_json in text or all(line.strip() in text for line in content.splitlines())
+
+
+def _said(template: ChatTemplate, chat: Conversation, whole: Rendered, number: int) -> list[tuple[int, int]]:
+    """Return where in the whole a message stands; of the assistant what it has written.  Raises as `_written`."""
+    if chat.messages[number]["role"] == "assistant":
+        return _written(template, chat, whole, number)
+    before, until = (
+        template.render(chat.messages[:end], chat.tools).text if end else "" for end in (number, number + 1)
+    )
+    if not (whole.text.startswith(before) and whole.text.startswith(until)):
+        raise _differs_later(number)
+    return [(len(before), len(until))]
 
 
 def _written(template: ChatTemplate, chat: Conversation, whole: Rendered, turn: int) -> list[tuple[int, int]]:

@@ -9,11 +9,14 @@ import os
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from trainer.data.chat.conversation import kind_of
 from trainer.errors import nearest, setting_error
 from trainer.files import find_folder
+
+if TYPE_CHECKING:
+    import pyarrow
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
 
@@ -66,7 +69,7 @@ def _parse(line: str, path: Path, number: int, key: str) -> Mapping[str, Any]:
     try:
         record = json.loads(line)
         line.encode()
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise setting_error(key, path, f"{path.name}:{number}: is not JSON ({error})") from error
     if not isinstance(record, dict):
         rule = f"{path.name}:{number}: must be a JSON object, not {kind_of(record)}"
@@ -85,11 +88,27 @@ def _read_parquet(path: Path, key: str) -> Iterator[tuple[str, Mapping[str, Any]
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             for batch in file.iter_batches(batch_size=1024):
-                for record in batch.to_pylist():
+                for record in _rows(batch, path, number, key):
                     number += 1
                     yield f"{path.name}:{number}", _without_nulls(record)
     except (OSError, pyarrow.ArrowException) as error:
         raise setting_error(key, path, f"cannot be read ({error})") from error
+
+
+def _rows(batch: pyarrow.RecordBatch, path: Path, before: int, key: str) -> list[dict[str, Any]]:
+    """Return the rows of a batch, which stands behind `before` others.  Raises UserError with the row of text that is
+    none: parquet promises UTF-8, but not every writer sees to it.
+    """
+    try:
+        return batch.to_pylist()
+    except UnicodeDecodeError:
+        for row in range(len(batch)):
+            try:
+                batch.slice(row, 1).to_pylist()
+            except UnicodeDecodeError as error:
+                rule = f"{path.name}:{before + row + 1}: is not UTF-8 ({error.reason})"
+                raise setting_error(key, path, rule, fix="convert it to UTF-8") from error
+        raise
 
 
 def _without_nulls(value: Any) -> Any:

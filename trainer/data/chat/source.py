@@ -83,7 +83,7 @@ class _Conversations(Source):
     """
 
     def __init__(self, shard: Shard, report: Report, seq_len: int, tokenizer: ChatTokenizer) -> None:
-        self.seq_len, self.vocab_size, self.tokenizer = seq_len, tokenizer.vocab_size, tokenizer.name
+        self.seq_len, self.vocab_size, self.tokenizer = seq_len, tokenizer.vocab_size, tokenizer.plain.name
         self.report = report
         self._shard, self.shards, self._offsets = shard, [shard], shard.read_offsets()
         self.longest = int(np.diff(self._offsets).max(initial=1)) - 1

@@ -31,7 +31,7 @@ from trainer.data.shards import Shard, ShardError, ShardWriter
 from trainer.errors import UserError, say, setting_error
 from trainer.files import write_atomically
 
-_VERSION = 1
+_VERSION = 2
 """Another one where the same files become other tokens."""
 
 _MOST_UNUSED = 0.01
@@ -237,22 +237,25 @@ def _write(
 ) -> None:
     """Write each conversation to one of the two, by a hash of its tokens; something is held out if there are two."""
     digest = hashlib.blake2b(digest_size=8)
-    spare: tuple[float, Sequence[Encoded]] | None = None  # the lowest so far, until one is held out
+    spare: list[Sequence[Encoded]] = []  # the lowest so far, with its twins, until one is held out
+    lowest = 1.0
     for documents in conversations:
         own = hashlib.blake2b(b"".join(document.ids.tobytes() for document in documents), digest_size=8).digest()
         digest.update(own + b"".join(document.trained.tobytes() for document in documents))
-        drawn = (int.from_bytes(own, "little") / 2**64, documents)
-        if drawn[0] < holdout:
+        drawn = int.from_bytes(own, "little") / 2**64
+        if drawn < holdout:
             held_out.write(documents)
-            continue
-        if holdout and held_out.is_empty:
-            if spare is None:
-                spare = drawn
-                continue
-            spare, drawn = sorted((spare, drawn), key=lambda each: each[0])
-        train.write(drawn[1])
-    if spare is not None:
-        (train if train.is_empty or not held_out.is_empty else held_out).write(spare[1])
+        elif not holdout or not held_out.is_empty or (spare and drawn > lowest):
+            train.write(documents)
+        elif spare and drawn == lowest:
+            spare.append(documents)
+        else:
+            for each in spare:
+                train.write(each)
+            spare, lowest = [documents], drawn
+    kept_in = train if train.is_empty or not held_out.is_empty else held_out
+    for each in spare:
+        kept_in.write(each)
     report.content = digest.hexdigest()
 
 
