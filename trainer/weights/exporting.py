@@ -91,8 +91,8 @@ def export(
     has no files, or the path of a tokenizer.json, copied with what stands beside it; `end_id` is the id that ends a
     document.  `origin` are the files that came with the model: they stay as they are, to the byte, and so do entries of
     config.json that the model has no part in.  Only where it was trained with another tokenizer than came with it, that
-    one goes along, and `end_id` ends a text beside what did before; `turn_ends`, which a model
-    of chats has been trained to end its turns with, always do.
+    one goes along, and `end_id` ends a text beside what did before; `turn_ends`, which a model of chats has been
+    trained to end its turns with, always do.
 
     Memory: a few blocks of `weights.BLOCK_BYTES`, whatever the model's size.  One process, no collectives.
 
