@@ -24,7 +24,7 @@ from trainer.config.pretrained import Told, free_fields, is_folder_of_weights, t
 from trainer.config.relocate import CONFIG, run_of_best, settle
 from trainer.config.schema import RunConfig
 from trainer.config.sections import DataSection, RunSection
-from trainer.config.settled import settled, with_one_horizon
+from trainer.config.settled import range_test_apart, settled, with_one_horizon
 from trainer.config.spelling import stray_word, unknown_key
 from trainer.errors import UserError, choice_error, is_masked, masked, nearest, setting_error, typed
 from trainer.recipe import Recipe, check_number, find_recipe, load_recipes
@@ -35,7 +35,8 @@ def load_config(recipe: str, overrides: Sequence[str] = ()) -> RunConfig:
 
     `recipe` is a name in conf/, a path ending in .yaml, or a run folder (its `config.yaml`).  A recipe file may inherit
     with `recipe: PARENT`.  If a key is given twice, the last value applies.  The configuration of a run refers to that
-    run in its current folder, unless `overrides` contain `run.dir` or `run.name`.
+    run in its current folder, unless `overrides` contain `run.dir` or `run.name`.  A range test
+    gets a folder of its own.
 
     If `train.init_from` describes its model, its fields replace those of the recipe, and the fields in `overrides` must
     agree with them.
@@ -50,7 +51,15 @@ def load_config(recipe: str, overrides: Sequence[str] = ()) -> RunConfig:
         if key not in assignments and any(map(is_masked, _items(value))):
             rule = f"its credentials are not stored (in {path}); give the complete URL on the command line"
             raise setting_error(key, value, rule)
-    return _build(values, assignments, path, follows=True)
+    return range_test_apart(_build(values, assignments, path, follows=True), _stored_in)
+
+
+def _stored_in(folder: Path) -> Mapping[str, Any]:
+    """Return the configuration that a run has written to its folder; empty where none can be read."""
+    try:
+        return read_stored((folder / CONFIG).read_text())
+    except (OSError, ValueError, UserError):
+        return {}
 
 
 def _items(value: Any) -> Collection[Any]:

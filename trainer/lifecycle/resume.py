@@ -172,7 +172,10 @@ class Resume:
             later = []
         is_asked = self._config.checkpoint.resume == "none" and self.step is None
         record = RECORD if begins and (is_asked or has_past) else ()
-        self._folder.set_aside(*(f"checkpoints/{name}" for name in later), *record)
+        aside = self._folder.set_aside(*(f"checkpoints/{name}" for name in later), *record)
+        if aside is not None:
+            what = "earlier run" if record else f"checkpoints after step {step}"
+            self._metrics.say(f"moved the {what} to {aside}")
         if not is_running:
             self.history.leave_identity()
 
