@@ -172,6 +172,16 @@ MISTAKES = {
     "a dash of a text program": Mistake([SMALL, "\u2013\u2013dry-run"], "did you mean --dry-run?"),
     "quotes of a text program": Mistake(["\u201ctrain.steps=5\u201d"], "to fix: use plain quotes, or none: train.st"),
     "an empty name": Mistake("run.name=", "run.name=: is empty, perhaps from an unset"),
+    "a name that is too long": Mistake(f"run.name={300 * 'x'}", "is 300 bytes long; a folder's name has at most 255"),
+    "a folder that is too long": Mistake(f"run.dir=@/{300 * 'x'}/a", "cannot be used (File name too long)"),
+    "checkpoints in a folder that is too long": Mistake(f"checkpoint.dir=@/{300 * 'x'}", "(File name too long)"),
+    "a checkpoint whose name is too long": Mistake(f"checkpoint.resume=@/{300 * 'x'}", "(File name too long)"),
+    "weights whose name is too long": Mistake(f"train.init_from=@/{300 * 'x'}", "(File name too long)"),
+    "data whose name is too long": Mistake(f"data.path=@/{300 * 'x'}.txt", "data.path="),
+    "a model whose name is too long": Mistake(f"model.path=@/{300 * 'x'}", "model.path="),
+    "a recipe whose name is too long": Mistake(f"recipe=@/{300 * 'x'}", "(File name too long)"),
+    "a run whose name is too long": Mistake(f"@/{300 * 'x'}", "File name too long", "evaluate"),
+    "a GPU that is not there": Mistake("@ --prompt x --device cuda", "usable GPU\n  nearest", "generate"),
     "another trainer's key": Mistake("model.attention.heads=5", "to fix: see python -m trainer.run --help m"),
     "a recipe in another encoding": Mistake(
         "recipe=@/r.yaml", "to fix: save it as UTF-8", files={"r.yaml": "run: {name: caf\xe9}".encode("latin-1")}

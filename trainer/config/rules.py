@@ -162,12 +162,19 @@ def _check_init_from(config: RunConfig) -> None:
         raise setting_error("train.init_from", start, f"{rule}; {advice}" if is_saved else rule)
 
 
+_LONGEST_NAME = 255
+"""Bytes of a file's name on the usual file systems."""
+
+
 def _check_name(config: RunConfig) -> None:
     name = config.run.name
     if name in (".", "..") or not re.fullmatch(r"[^/\\\x00-\x1f\x7f-\x9f\ud800-\udfff]+", name):
         legal_name = re.sub(r"[/\\\x00-\x1f\x7f-\x9f\ud800-\udfff]+", "-", name).strip(".-") or "run"
         rule = "must be a folder name without slashes or control characters"
         raise setting_error("run.name", name, rule, legal_name)
+    if len(os.fsencode(name)) > _LONGEST_NAME:
+        rule = f"is {len(os.fsencode(name))} bytes long; a folder's name has at most {_LONGEST_NAME}"
+        raise setting_error("run.name", name, rule, fix="use a shorter name")
 
 
 def _check_allowed_changes(config: RunConfig) -> None:
@@ -293,11 +300,15 @@ def _check_folder(key: str, value: str, legal: str | None) -> None:
     if "://" in value.removeprefix("file://"):
         return
     folder = Path(value.removeprefix("file://")).absolute()
-    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    fix = "use another folder" if legal is None else ""
+    try:
+        existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    except OSError as error:
+        raise setting_error(key, value, f"cannot be used ({error.strerror})", example=legal, fix=fix) from error
     if not existing.is_dir():
-        raise setting_error(key, value, f"{existing} is not a folder", example=legal)
+        raise setting_error(key, value, f"{existing} is not a folder", example=legal, fix=fix)
     if not os.access(existing, os.W_OK | os.X_OK):
-        raise setting_error(key, value, f"{existing} is not writable", example=legal)
+        raise setting_error(key, value, f"{existing} is not writable", example=legal, fix=fix)
 
 
 def _check_data(config: RunConfig) -> None:
