@@ -108,9 +108,10 @@ def unusable(error: OSError, argv: Sequence[str]) -> UserError:
     path = str(error.filename or "")
     given = (word.partition("=") for word in argv)
     key = next((key for key, _, value in given if value and value in path), "")
+    fix = "give another path"
     if not key:
-        return UserError(str(error))
-    return setting_error(key, path, f"cannot be used ({error.strerror})", fix="give another path")
+        return UserError(f"{path or 'a file'}: cannot be used ({error.strerror})\n  to fix: {fix}")
+    return setting_error(key, path, f"cannot be used ({error.strerror})", fix=fix)
 
 
 def _read(arguments: Arguments, env: Environment) -> RunConfig | None:

@@ -221,6 +221,8 @@ def _follow(
 
 def find_recipe_file(recipe: str) -> Path:
     """Return the YAML file of a recipe, or of a run's folder.  Raises UserError that names the nearest recipe."""
+    if not recipe:
+        raise setting_error("recipe", recipe, _IS_EMPTY, example="llama_small")
     if recipe.endswith((".yaml", ".yml")) and not Path(recipe).is_dir():
         path = Path(recipe)
         if not path.is_file():
@@ -355,10 +357,13 @@ def _parse(key: str, text: str, hint: Any) -> Any:
     Where it may also be a mapping it is one if YAML reads one.
     """
     options = options_of(hint)
-    if not text and {type(None), str} & set(options) and not key.startswith("model."):
-        rule, fix = "is empty, perhaps from an unset shell variable", "leave it out, or give a value"
+    if not text and not key.startswith("model."):
         shown = "null" if type(None) in options else None
-        raise setting_error(key, text, rule, example=shown, fix="" if shown else fix)
+        raise setting_error(key, text, _IS_EMPTY, example=shown, fix="" if shown else "leave it out, or give a value")
+    if {int, float} & set(options) and re.fullmatch(r"[+-]?(0[\d_]*\d|\d+(:\d+)+(\.\d*)?)", text):
+        rule = f"must be {type_name(hint)}: a leading zero or a colon would be read in base 8 or 60"  # YAML 1.1
+        meant = None if ":" in text else int(text)
+        raise setting_error(key, text, rule, meant=meant, fix="" if meant is not None else "write one number")
     if type(None) in options and text in ("null", "~"):
         return None
     if all(option is str or typing.get_origin(option) is Literal or option is type(None) for option in options):
@@ -382,7 +387,7 @@ def _assign(
     tree: Any, legal: Mapping[str, dataclasses.Field[Any]], key: str, value: Any, where: str, shown: str = ""
 ) -> None:
     if key not in legal:
-        raise unknown_key(key, value, legal, where)
+        raise unknown_key(key, value, legal, where, str(OmegaConf.select(tree, "model.name") or ""))
     hint = legal[key].type
     choices = [choice for option in options_of(hint) for choice in typing.get_args(option) if isinstance(choice, str)]
     _refuse_resolvers(key, value, where)
@@ -401,6 +406,8 @@ def _assign(
             raise setting_error(key, value, rule, meant=meant) from error
         raise setting_error(key, shown or value, rule, **advice_of_type(value, hint, legal[key])) from error
 
+
+_IS_EMPTY = "is empty, perhaps from an unset shell variable"
 
 _OTHER_KEY = re.compile(r"(?<!\\)\$\{[\w.\[\]]+\}")
 """The one form of interpolation that there is: the value of another key."""
