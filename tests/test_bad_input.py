@@ -150,6 +150,10 @@ ADVICE = {
     "checkpoint.every=010": "did you mean checkpoint.every=10?",
     "train.steps=": "to fix: leave it out, or give a value",
     "recipe=": "for example: recipe=llama_small",
+    "checkpoint.allow_changes=all": "for example: 'checkpoint.allow_changes=[optim.name]'",
+    "checkpoint.allow_changes=[all]": "to fix: name the keys or sections that may change, such as optim.name or data",
+    "checkpoint.allow_changes=[train.step]": "did you mean 'checkpoint.allow_changes=[train.steps]'?",
+    "train.ema=1": "for example: train.ema=0.999",
     "--verson": "did you mean --version?",
     "--hepl": "did you mean --help?",
 }

@@ -15,6 +15,7 @@ import torch
 
 from tests.ranks import Ran, merged, run_command, run_python_module, run_ranks, run_tiny, tiny_overrides
 from tests.runs import Shared
+from tests.tiny import fit
 from trainer import Trainer, UserError, load_config, load_weights
 from trainer.checkpoint.place import find_place
 from trainer.checkpoint.source import StoredWeights, find_checkpoint
@@ -430,6 +431,16 @@ def test_what_cannot_be_saved_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+def test_the_advice_about_another_optimizer_is_taken_when_typed(tmp_path: Path) -> None:
+    """And no name of a part is left for the reader to fill in."""
+    fit(tmp_path, "train.steps=1")
+    other = ["train.steps=2", "optim.name=sgd"]
+    with pytest.raises(UserError, match=r"allow it: 'checkpoint\.allow_changes=\[optim\.name\]'$"):
+        fit(tmp_path, *other)
+    fit(tmp_path, *other, "checkpoint.allow_changes=[optim.name]")
+
+
 def test_a_part_more_or_less_is_refused_unless_allowed(tmp_path: Path) -> None:
     first = OwnTrainer(tiny(tmp_path, "train.steps=2"))
     next(first.steps())
@@ -444,7 +455,7 @@ def test_a_part_more_or_less_is_refused_unless_allowed(tmp_path: Path) -> None:
         Fewer(tiny(tmp_path, "train.steps=2")).load_checkpoint()
     assert all(f"checkpoint.allow_changes=[{part}]" in str(refused.value) for part in parts)
     misspelt = tiny(tmp_path, "train.steps=2", f"checkpoint.allow_changes=[{','.join([*parts[:-1], 'state.noisy'])}]")
-    with pytest.raises(UserError, match=r"state\.noisy: (.|\n)*did you mean .*=state\.noise\?$"):
+    with pytest.raises(UserError, match=r"\[state\.noisy\]: (.|\n)*did you mean .*=\[state\.noise\]'\?$"):
         Fewer(misspelt).load_checkpoint()
     allowed = Fewer(tiny(tmp_path, "train.steps=2", f"checkpoint.allow_changes=[{','.join(parts)}]"))
     assert allowed.load_checkpoint() == 1

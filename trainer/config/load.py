@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from trainer.config.advice import advice_of_type, options_of, type_name
+from trainer.config.advice import advice_of_type, example_of, options_of, type_name
 from trainer.config.auto import settle_auto
 from trainer.config.inherit import inherited
 from trainer.config.pretrained import Told, free_fields, is_folder_of_weights, told_by_folder
@@ -429,5 +429,4 @@ def _check_limits(config: RunConfig) -> None:
         value = getattr(getattr(config, section), name)
         for number in value if isinstance(value, tuple) else (value,):
             if isinstance(number, (int, float)) and not isinstance(number, bool):
-                example = None if item.default is dataclasses.MISSING else item.default
-                check_number(key, value, number, item.metadata, example)
+                check_number(key, value, number, item.metadata, example_of(item))

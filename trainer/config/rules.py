@@ -181,8 +181,10 @@ def _check_allowed_changes(config: RunConfig) -> None:
     legal = [*declared_keys(type(config.model)), *(section.name for section in dataclasses.fields(RunConfig))]
     unknown = [key for key in config.checkpoint.allow_changes if key not in legal and not key.startswith("state.")]
     if unknown:
-        best = nearest(unknown[0], legal)
-        raise setting_error("checkpoint.allow_changes", list(unknown), "no such key", meant=best and [best])
+        best = nearest(unknown[0], legal, 0.8) if "." in unknown[0] else None
+        rule = "no such key" if "." in unknown[0] else "no such section"
+        fix = "" if best else "name the keys or sections that may change, such as optim.name or data"
+        raise setting_error("checkpoint.allow_changes", list(unknown), rule, meant=best and [best], fix=fix)
 
 
 def _check_places(config: RunConfig) -> None:
