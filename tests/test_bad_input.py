@@ -189,6 +189,12 @@ def test_settings_of_other_trainers_get_their_equivalent() -> None:
         load_config("llama_small", ["gradient_checkpointing=True"])
 
 
+def test_help_about_a_key_leads_to_its_section(capsys: pytest.CaptureFixture[str]) -> None:
+    for name, section in (("lr", "optim"), ("optim.lr", "optim"), ("seq_len", "data"), ("optims", "optim")):
+        assert run.main(["--help", name]) == 2
+        assert f"did you mean --help {section}?" in capsys.readouterr().err
+
+
 def test_a_folder_is_a_recipe_if_a_run_is_in_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "gpt2"
     folder.mkdir()

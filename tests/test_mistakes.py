@@ -238,6 +238,7 @@ MISTAKES = {
     "an export into the run": Mistake("@/none @/none", "@/none: no such folder", "export"),
     "a port that is a word": Mistake("@ --serve http", "--serve: invalid int value", "report"),
     "text of a model, twice": Mistake("@ --prompt x --chat y", "--chat: not allowed with argument", "generate"),
+    "completion of no shell": Mistake("completion", "for example: meshtrainer completion bash", "meshtrainer"),
     "help as a word": Mistake("help", "did you mean meshtrainer --help?", "meshtrainer"),
     "resuming as a word": Mistake("resume", "did you mean meshtrainer run?", "meshtrainer"),
     "a csv file": Mistake("data.path=@/a.csv", "to fix: write each document as", files={"a.csv": "a,b"}),
