@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -548,6 +549,10 @@ def test_an_average_kept_through_data_is_noticed(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_weights_begin_anew_together_with_their_moments(tmp_path: Path) -> None:
     run_tiny(tmp_path, "train.steps=2")
+    for other, allowed in (("model.dim=64", "model.dim,state.model"), ("model.name=qwen3", "model,state.model")):
+        with pytest.raises(UserError, match=re.escape(f"'checkpoint.allow_changes=[{allowed}]' starts what does")):
+            Trainer(tiny(tmp_path, "train.steps=3", other)).load_checkpoint()
+    assert Trainer(tiny(tmp_path, other, f"checkpoint.allow_changes=[{allowed}]")).load_checkpoint() == 2
     config = tiny(tmp_path, "train.steps=3", "model.dim=64", "checkpoint.allow_changes=[model.dim]")
     with pytest.raises(UserError, match=r"moments of parameters with another shape(.|\n)*train\.init_from"):
         Trainer(config).load_checkpoint()

@@ -40,7 +40,8 @@ class Unfit(UserError):
         self.lines = [*different, *of_parts]
         is_fresh = any(line.startswith("optim.name:") for line in different)  # which takes the optimizer's state along
         advised = [line for name, lines in unfit.items() if name != "optimizer" or not is_fresh for line in lines]
-        self._place, self._advice = place, advice_on(different, advised, list(unfit))
+        parts = [name for name, lines in unfit.items() if any(not _OFFER.search(line) for line in lines)]
+        self._place, self._advice = place, advice_on(different, advised, parts)
         most = _NUM_LINES if len(self.lines) <= _NUM_LINES else _NUM_LINES - 1  # where one says how many more
         first = [lines[0] for lines in unfit.values()]
         self._shown = [*different, *first, *(line for line in of_parts if line not in first)][:most]
@@ -161,13 +162,18 @@ def find_differences(
 
 
 def advice_on(different: list[str], unfit: list[str], parts: Sequence[str] = ()) -> str:
-    """Return what to do about a checkpoint that was refused.  `parts` are those of the state that do not fit."""
+    """Return what to do about a checkpoint that was refused.
+
+    parts: those of the state that do not fit, and of which no difference says how to allow it.
+    """
     keys = [line.partition(":")[0] for line in different] + [part for line in unfit for part in _OFFER.findall(line)]
     if len(keys) < len(different) + len(unfit):
+        names = [f"state.{name}" for name in parts if name != "optimizer" or "model" not in parts]  # it goes with them
+        whole = ["model" if key == "model.name" else key for key in keys]  # another model has other settings, too
+        allowed = shlex.quote(f"checkpoint.allow_changes=[{','.join(dict.fromkeys([*whole, *names]))}]")
         return (
             "to fix: undo the change, or train another run: run.name=NAME (train.init_from starts it from these "
-            f"weights, if they fit); checkpoint.allow_changes=[state.{parts[0] if parts else 'optimizer'}] starts that "
-            "state fresh"
+            f"weights, if they fit); {allowed} starts what does not fit afresh"
         )
     needed = [key for key in dict.fromkeys(keys) if key.partition(".")[0] == key or key.partition(".")[0] not in keys]
     allowed = shlex.quote(f"checkpoint.allow_changes=[{','.join(needed)}]")
