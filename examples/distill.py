@@ -1,7 +1,7 @@
 """Distillation: a subclass of Trainer with its own loss, from a second, frozen, sharded model.
 
-    python examples/distill.py [section.key=value ...]
-    torchrun --nproc-per-node 2 examples/distill.py train.steps=50
+    python examples/distill.py recipe=llama_small [section.key=value ...]
+    torchrun --nproc-per-node 2 examples/distill.py recipe=llama_small train.steps=50
 
 The teacher here has fresh weights, since there is no download; a real one would be loaded after it is built.
 """
@@ -12,7 +12,7 @@ import sys
 import torch
 import torch.nn.functional as F
 
-from trainer import Trainer, load_config
+from trainer import Trainer, main
 
 
 class DistillTrainer(Trainer):
@@ -36,4 +36,4 @@ class DistillTrainer(Trainer):
 
 
 if __name__ == "__main__":
-    sys.exit(DistillTrainer(load_config("llama_small", sys.argv[1:])).fit())
+    sys.exit(main(DistillTrainer))

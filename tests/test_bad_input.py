@@ -128,6 +128,32 @@ ADVICE = {
     "model.name=tests.ranks:mlp2": "to fix: call trainer.register(Recipe(...)) in that module",
     "--train.steps=10": "to fix: keys are written without dashes, as train.steps=10",
     "--recipe": "did you mean recipe=...?",
+    "eval.path=foo": "did you mean data.eval_path=foo?",
+    "eval.dataset=foo": "did you mean data.eval_path=foo?",
+    "eval.interval=5": "did you mean eval.every=5?",
+    "eval.batch_size=4": "to fix: leave it out: an evaluation takes as many sequences",
+    "checkpoint.steps=5": "did you mean checkpoint.every=5?",
+    "checkpoint.path=a": "did you mean checkpoint.dir=a?",
+    "log.dir=a": "did you mean run.dir=a?",
+    "log.steps=5": "did you mean log.every=5?",
+    "log.path=a": "to fix: see python -m trainer.run --help log",
+    "model.dropout=0.1": "to fix: see python -m trainer.run --help model",
+    "optim.steps=5": "to fix: see python -m trainer.run --help optim",
+    "training.steps=5": "did you mean train.steps=5?",
+    "train.seed=5": "did you mean run.seed=5?",
+    "train.warmup_steps=5": "did you mean schedule.warmup_steps=5?",
+    "dry-run": "did you mean --dry-run?",
+    "print_config": "did you mean --print-config?",
+    "train.steps=010": "did you mean train.steps=10?",
+    "train.steps=1:30": "to fix: write one number",
+    "run.timeout_s=1:30": "to fix: write one number",
+    "checkpoint.every=010": "did you mean checkpoint.every=10?",
+    "train.steps=": "to fix: leave it out, or give a value",
+    "recipe=": "for example: recipe=llama_small",
+    "checkpoint.allow_changes=all": "for example: 'checkpoint.allow_changes=[optim.name]'",
+    "checkpoint.allow_changes=[all]": "to fix: name the keys or sections that may change, such as optim.name or data",
+    "checkpoint.allow_changes=[train.step]": "did you mean 'checkpoint.allow_changes=[train.steps]'?",
+    "train.ema=1": "for example: train.ema=0.999",
     "--verson": "did you mean --version?",
     "--hepl": "did you mean --help?",
 }
@@ -143,6 +169,30 @@ def test_advice_is_what_was_meant_or_none(
     assert ADVICE[argument] in said, said
     suggests = ADVICE[argument].startswith(("did you", "nearest", "for example", "to fix"))
     assert suggests or not any(words in said for words in ("did you mean", "nearest", "for example", "to fix"))
+
+
+_CODE = {"backward", "checkpoint_wrapper", "model.clip_grad_norm_", "compute_loss", "set_epoch", "training_step"}
+"""What the page on migrating names that is no setting, but a function."""
+
+
+def test_settings_of_other_trainers_get_their_equivalent() -> None:
+    page = (REPOSITORY / "docs" / "migrating.md").read_text()
+    cells = [cell for line in page.splitlines() for cell in re.findall(r"`([^`]+)`", line.split(" | ")[0])]
+    found = [re.fullmatch(r'(?:--)?([a-z_]+(?:\.[a-z_]+)?)(?:[=:] ?"?([^"]*)"?)?', cell) for cell in cells]
+    names = {match[1]: match[2] or "1" for match in found if match} | {"early_stopping_patience": "3"}
+    names |= dict.fromkeys(("save_strategy", "eval_strategy", "model_name", "fsdp_transformer_layer_cls_to_wrap"), "x")
+    assert len(names.keys() - _CODE) > 50
+    for name in names.keys() - _CODE:
+        with pytest.raises(UserError, match=r"did you mean|to fix: (?!see)"):
+            load_config("llama_small", [f"{name}={names[name]}"])
+    with pytest.raises(UserError, match=r"train\.activation_checkpoint=full\?"):
+        load_config("llama_small", ["gradient_checkpointing=True"])
+
+
+def test_help_about_a_key_leads_to_its_section(capsys: pytest.CaptureFixture[str]) -> None:
+    for name, section in (("lr", "optim"), ("optim.lr", "optim"), ("seq_len", "data"), ("optims", "optim")):
+        assert run.main(["--help", name]) == 2
+        assert f"did you mean --help {section}?" in capsys.readouterr().err
 
 
 def test_a_folder_is_a_recipe_if_a_run_is_in_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

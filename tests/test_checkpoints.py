@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 
 from tests.ranks import Ran, merged, run_command, run_python_module, run_ranks, run_tiny, tiny_overrides
 from tests.runs import Shared
+from tests.tiny import fit
 from trainer import Trainer, UserError, load_config, load_weights
 from trainer.checkpoint.place import find_place
 from trainer.checkpoint.source import StoredWeights, find_checkpoint
@@ -430,6 +432,16 @@ def test_what_cannot_be_saved_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+def test_the_advice_about_another_optimizer_is_taken_when_typed(tmp_path: Path) -> None:
+    """And no name of a part is left for the reader to fill in."""
+    fit(tmp_path, "train.steps=1")
+    other = ["train.steps=2", "optim.name=sgd"]
+    with pytest.raises(UserError, match=r"allow it: 'checkpoint\.allow_changes=\[optim\.name\]'$"):
+        fit(tmp_path, *other)
+    fit(tmp_path, *other, "checkpoint.allow_changes=[optim.name]")
+
+
 def test_a_part_more_or_less_is_refused_unless_allowed(tmp_path: Path) -> None:
     first = OwnTrainer(tiny(tmp_path, "train.steps=2"))
     next(first.steps())
@@ -444,7 +456,7 @@ def test_a_part_more_or_less_is_refused_unless_allowed(tmp_path: Path) -> None:
         Fewer(tiny(tmp_path, "train.steps=2")).load_checkpoint()
     assert all(f"checkpoint.allow_changes=[{part}]" in str(refused.value) for part in parts)
     misspelt = tiny(tmp_path, "train.steps=2", f"checkpoint.allow_changes=[{','.join([*parts[:-1], 'state.noisy'])}]")
-    with pytest.raises(UserError, match=r"state\.noisy: (.|\n)*did you mean .*=state\.noise\?$"):
+    with pytest.raises(UserError, match=r"\[state\.noisy\]: (.|\n)*did you mean .*=\[state\.noise\]'\?$"):
         Fewer(misspelt).load_checkpoint()
     allowed = Fewer(tiny(tmp_path, "train.steps=2", f"checkpoint.allow_changes=[{','.join(parts)}]"))
     assert allowed.load_checkpoint() == 1
@@ -537,6 +549,10 @@ def test_an_average_kept_through_data_is_noticed(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_weights_begin_anew_together_with_their_moments(tmp_path: Path) -> None:
     run_tiny(tmp_path, "train.steps=2")
+    for other, allowed in (("model.dim=64", "model.dim,state.model"), ("model.name=qwen3", "model,state.model")):
+        with pytest.raises(UserError, match=re.escape(f"'checkpoint.allow_changes=[{allowed}]' starts what does")):
+            Trainer(tiny(tmp_path, "train.steps=3", other)).load_checkpoint()
+    assert Trainer(tiny(tmp_path, other, f"checkpoint.allow_changes=[{allowed}]")).load_checkpoint() == 2
     config = tiny(tmp_path, "train.steps=3", "model.dim=64", "checkpoint.allow_changes=[model.dim]")
     with pytest.raises(UserError, match=r"moments of parameters with another shape(.|\n)*train\.init_from"):
         Trainer(config).load_checkpoint()

@@ -31,9 +31,8 @@ def test_help_is_folded_to_the_terminal() -> None:
         folded = usage.fitted(text, columns)
         assert max(map(len, folded.split("\n"))) <= columns
         assert folded.split() == text.split()
-    assert "  sft              Fine-tunes a Hugging Face folder on a file of\n                   chats" in usage.fitted(
-        text, 64
-    )
+    shown = "  sft              Fine-tunes a Hugging Face model on chats (a\n                   1B on 1 x H100); "
+    assert shown in usage.fitted(text, 64)
     assert usage.fitted(text, 0) == text
 
 

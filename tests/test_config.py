@@ -518,6 +518,12 @@ def test_every_forbidden_difference_is_listed_at_once() -> None:
     assert compare("[model.dim,run.seed,data.seq_len]")[0] == []
 
 
+def test_of_another_model_that_alone_is_told() -> None:
+    stored, qwen = load_config("llama_small").to_yaml(), ["model.name=qwen3", "model.head_dim=16"]
+    told = (["model.name: llama in the checkpoint, qwen3 now"], [])
+    assert compare_configs(load_config("llama_small", qwen), stored) == told
+
+
 def test_legal_values_of_the_contract_are_accepted() -> None:
     keys = declared_keys(find_recipe("llama").config)
     for key, legal in (

@@ -20,7 +20,7 @@ from trainer.config.arguments import parse
 @pytest.mark.slow
 def test_distillation_from_a_second_sharded_model(tmp_path: Path) -> None:
     overrides = tiny_overrides("train.steps=12", "optim.lr=0.02", f"run.dir={tmp_path / 'run'}")
-    started = fork(run_script, ["examples/distill.py", overrides], tmp_path, ranks=2)
+    started = fork(run_script, ["examples/distill.py", ["recipe=llama_small", *overrides]], tmp_path, ranks=2)
     assert started.wait_as_a_launcher(240) == [0, 0], started.stderr
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in lines if line["kind"] == "train"]
@@ -31,7 +31,17 @@ def test_its_subclass_is_short() -> None:
     tree = ast.parse((REPOSITORY / "examples" / "distill.py").read_text())
     (subclass,) = [node for node in tree.body if isinstance(node, ast.ClassDef)]
     assert subclass.end_lineno is not None
-    assert subclass.end_lineno - subclass.lineno < 40
+    num_lines = subclass.end_lineno - subclass.lineno + 1
+    assert num_lines < 40
+    assert f"subclass has {num_lines} lines" in (REPOSITORY / "docs" / "loops.md").read_text()
+
+
+@pytest.mark.slow
+def test_a_mistake_in_its_arguments_is_one_message(tmp_path: Path) -> None:
+    started = fork(run_script, ["examples/distill.py", ["recipe=llama_small", "train.stepz=5"]], tmp_path)
+    assert started.wait() == [2]
+    assert "did you mean train.steps=5?" in started.stderr
+    assert "Traceback" not in started.stderr
 
 
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]

@@ -1234,6 +1234,7 @@ def check_listed(message: str) -> None:
     if file:
         listed = Path(file).read_text().partition("all of it:\n")[2].splitlines()
         Path(file).unlink()
+        assert re.fullmatch(r"meshtrainer-\d+-\w{12}\.txt", Path(file).name), "one for each run's folder"
         assert len(listed) == len(told) + int(more.removeprefix("  and "))
         assert {line.strip()[:200] for line in told} <= {line[:200] for line in listed}
 

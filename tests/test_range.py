@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,9 +18,10 @@ from tests.gate import wait_until
 from tests.ranks import run_command, tiny_overrides
 from tests.tiny import lines, tiny_config
 from trainer import Trainer, UserError, load_config
-from trainer.config import check_config
+from trainer.config import check_config, compare_configs
 from trainer.lifecycle import on_end
-from trainer.metrics.lr_range import RangeTest, suggested_lr
+from trainer.lifecycle.summary import closing
+from trainer.metrics.lr_range import RangeTest, find_horizon, suggested_lr
 
 RANGE = ["schedule.name=range", "train.steps=12", "schedule.lr_range=[1e-4, 1e3]", "optim.max_grad_norm=null"]
 
@@ -47,6 +50,51 @@ def test_a_range_test_is_a_short_run_of_its_own(
     lowest = min(train, key=lambda line: line["loss"])
     assert 1e-4 < found["suggested_lr"] <= lowest["lr"] * 10
     assert f"suggested: optim.lr={found['suggested_lr']:.1e}" in said
+    assert "moved the earlier run to " in said
+    assert "trainer.report" in said
+    assert "trainer.export" not in said, "of weights that have diverged there is nothing to do"
+
+
+def test_a_range_test_never_has_the_folder_of_the_run_it_is_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def places(recipe: str, *overrides: str) -> tuple[str, str, str | None]:
+        config = load_config(recipe, overrides)
+        return config.run.name, config.run.dir, config.checkpoint.dir
+
+    def written(folder: str, *overrides: str) -> None:
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "config.yaml").write_text(load_config("llama_small", overrides).on_record().to_yaml())
+        (tmp_path / folder / "status.json").write_text("{}")
+
+    test = "schedule.name=range"
+    (tmp_path / "mine.yaml").write_text("recipe: llama_small\nschedule: {name: range}\n")
+    assert places("mine.yaml") == ("mine-lr", "runs/mine-lr", None)
+    assert places("llama_small", test, "run.dir=out/") == ("llama_small-lr", "out-lr", None)
+    named = ["run.name=mine", "checkpoint.dir=kept"]
+    written("runs/mine", *named)
+    assert places("llama_small", test, *named) == ("mine-lr", "runs/mine-lr", "kept-lr")
+    assert places("runs/mine", test) == ("mine-lr", "runs/mine-lr", str(tmp_path / "kept-lr"))
+    written("runs/mine-lr", test, *named)
+    assert places("llama_small", test, *named) == ("mine-lr", "runs/mine-lr", "kept-lr")
+    assert places("runs/mine-lr") == ("mine-lr", "runs/mine-lr", str(tmp_path / "kept-lr"))
+    assert places("runs/mine-lr", test, "checkpoint.dir=kept")[1:] == ("runs/mine-lr", "kept-lr")
+    written("runs/high-lr", "run.name=high-lr")
+    assert places("llama_small", test, "run.name=high")[1] == "runs/high-lr-lr", "a run that is only named so"
+
+
+def test_a_range_test_and_a_training_run_do_not_resume_each_other() -> None:
+    trained = load_config("llama_small")
+    test = load_config("llama_small", ["schedule.name=range", "checkpoint.allow_changes=[schedule.name]"])
+    for config, stored, says in (
+        (trained, test, "is from a learning-rate range test.*\n  to fix: use another run.name"),
+        (test, trained, "is from a training run.*\n  to fix: leave out checkpoint.resume"),
+    ):
+        with pytest.raises(UserError, match=says):
+            compare_configs(config, stored.to_yaml())
+    assert compare_configs(test, test.to_yaml())[0] == []
 
 
 def test_the_rate_at_which_the_loss_falls_fastest_is_suggested() -> None:
@@ -81,6 +129,15 @@ def test_a_range_test_ends_where_the_loss_diverges() -> None:
         assert again.is_reached(4)
 
 
+def test_what_a_run_ends_with_can_be_pasted_into_a_shell() -> None:
+    for chosen, commands in (([], 3), (["schedule.name=range"], 1)):
+        config = load_config("llama_small", [*chosen, "run.dir=my runs/a"])
+        metrics = SimpleNamespace(latest={"train": SimpleNamespace(step=100, loss=2.0)})
+        said = closing(config, metrics, find_horizon(config), None, 9.0)  # type: ignore[arg-type]
+        said = [line for line in said if "python -m" in line]
+        assert [config.run.dir in shlex.split(line) for line in said] == [True] * commands
+
+
 class Diverging(Trainer):
     def loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         return super().loss(batch) * (math.nan if self.state.step == 4 else 1.0)
@@ -91,10 +148,11 @@ def test_a_range_test_that_diverges_has_finished(tmp_path: Path) -> None:
     trainer = Diverging(tiny_config(tmp_path / "run", *RANGE))
     assert trainer.fit() == 0
     trainer.close()
-    status = json.loads((tmp_path / "run" / "status.json").read_text())
+    folder = tmp_path / "run-lr"
+    status = json.loads((folder / "status.json").read_text())
     assert (status["state"], status["step"]) == ("finished", 5)
     assert status["reason"].startswith("the loss diverged at lr")
-    assert json.loads((tmp_path / "run" / "lr_range.json").read_text())["points"][-1]["loss"] is None
+    assert json.loads((folder / "lr_range.json").read_text())["points"][-1]["loss"] is None
 
 
 # ---------------------------------------------------------------------------------------------------------------

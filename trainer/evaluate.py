@@ -274,6 +274,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_needs(subject.config, likely_device(subject.config.run.device))
     except UserError as error:
         return run.report(error, env)
+    except OSError as error:
+        return run.report(run.unusable(error, words), env)
     except TrainingFailed as error:
         return run.report(error, env, EXIT_FAILED)
     if is_spawning:

@@ -230,6 +230,8 @@ def _demanded(token: int) -> int:
 
 
 def _check(chosen: argparse.Namespace) -> None:
+    if chosen.device == "cuda" and not torch.cuda.is_available():
+        raise setting_error("--device", chosen.device, "torch finds no usable GPU", "cpu")
     for key, value, is_legal, rule, legal in (
         ("--max-tokens", chosen.max_tokens, chosen.max_tokens >= 1, "must be at least 1", 1),
         ("--temperature", chosen.temperature, (chosen.temperature or 0) >= 0, "must be at least 0", 0),

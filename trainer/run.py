@@ -90,6 +90,8 @@ def main(argv: Sequence[str] | None = None, trainer: type[Trainer] | None = None
         trains = True
     except UserError as error:
         return report(error, env)
+    except OSError as error:
+        return report(unusable(error, sys.argv[1:] if argv is None else argv), env)
     finally:
         if not trains:
             stop.let_go()
@@ -99,6 +101,17 @@ def main(argv: Sequence[str] | None = None, trainer: type[Trainer] | None = None
         if is_spawning:
             return spawn(arguments.nproc or 1, _command(arguments, trainer), config)
         return with_trainer(config, trainer, _rehearse if is_dry else _fit)
+
+
+def unusable(error: OSError, argv: Sequence[str]) -> UserError:
+    """Return the error for a path that cannot even be looked for: its name is too long, or a folder is closed to us."""
+    path = str(error.filename or "")
+    given = (word.partition("=") for word in argv)
+    key = next((key for key, _, value in given if value and value in path), "")
+    fix = "give another path"
+    if not key:
+        return UserError(f"{path or 'a file'}: cannot be used ({error.strerror})\n  to fix: {fix}")
+    return setting_error(key, path, f"cannot be used ({error.strerror})", fix=fix)
 
 
 def _read(arguments: Arguments, env: Environment) -> RunConfig | None:

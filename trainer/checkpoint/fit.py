@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import safetensors.torch
@@ -22,7 +22,7 @@ from trainer.checkpoint.manifest import (
 from trainer.checkpoint.place import Place
 from trainer.checkpoint.tree import join, split
 from trainer.distributed.world import World
-from trainer.errors import UserError, choice_error
+from trainer.errors import UserError, nearest, setting_error
 
 _OFFER = re.compile(r"allow it: checkpoint\.allow_changes=\[([^\]]+)\]")
 
@@ -38,7 +38,10 @@ class Unfit(UserError):
         """different: settings.  unfit: differences by the part of the state."""
         of_parts = [line for lines in unfit.values() for line in lines]
         self.lines = [*different, *of_parts]
-        self._place, self._advice = place, advice_on(different, of_parts)
+        is_fresh = any(line.startswith("optim.name:") for line in different)  # which takes the optimizer's state along
+        advised = [line for name, lines in unfit.items() if name != "optimizer" or not is_fresh for line in lines]
+        parts = [name for name, lines in unfit.items() if any(not _OFFER.search(line) for line in lines)]
+        self._place, self._advice = place, advice_on(different, advised, parts)
         most = _NUM_LINES if len(self.lines) <= _NUM_LINES else _NUM_LINES - 1  # where one says how many more
         first = [lines[0] for lines in unfit.values()]
         self._shown = [*different, *first, *(line for line in of_parts if line not in first)][:most]
@@ -130,7 +133,11 @@ def find_differences(
     known = {*state.parts, *state.rank_parts, *parts, *rank_parts}
     for named in allowed:
         if named.startswith("state.") and named.removeprefix("state.") not in known:
-            raise choice_error("checkpoint.allow_changes", named, [f"state.{name}" for name in sorted(known)])
+            rule = f"the state has {', '.join(f'state.{name}' for name in sorted(known))}"
+            best = nearest(named.removeprefix("state."), known)
+            meant = [f"state.{best}"] if best else None
+            fix = "" if best else "leave it out, or name one of these"
+            raise setting_error("checkpoint.allow_changes", [named], rule, meant=meant, fix=fix)
     lines: dict[str, list[str]] = {}
     left_out = set()
     for name, part in [*state.parts.items(), *state.rank_parts.items()]:
@@ -154,13 +161,19 @@ def find_differences(
     return lines, left_out
 
 
-def advice_on(different: list[str], unfit: list[str]) -> str:
-    """Return what to do about a checkpoint that was refused."""
+def advice_on(different: list[str], unfit: list[str], parts: Sequence[str] = ()) -> str:
+    """Return what to do about a checkpoint that was refused.
+
+    parts: those of the state that do not fit, and of which no difference says how to allow it.
+    """
     keys = [line.partition(":")[0] for line in different] + [part for line in unfit for part in _OFFER.findall(line)]
     if len(keys) < len(different) + len(unfit):
+        names = [f"state.{name}" for name in parts if name != "optimizer" or "model" not in parts]  # it goes with them
+        whole = ["model" if key == "model.name" else key for key in keys]  # another model has other settings, too
+        allowed = shlex.quote(f"checkpoint.allow_changes=[{','.join(dict.fromkeys([*whole, *names]))}]")
         return (
             "to fix: undo the change, or train another run: run.name=NAME (train.init_from starts it from these "
-            "weights, if they fit); checkpoint.allow_changes=[state.<name>] starts one kind of state fresh"
+            f"weights, if they fit); {allowed} starts what does not fit afresh"
         )
     needed = [key for key in dict.fromkeys(keys) if key.partition(".")[0] == key or key.partition(".")[0] not in keys]
     allowed = shlex.quote(f"checkpoint.allow_changes=[{','.join(needed)}]")

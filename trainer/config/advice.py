@@ -49,6 +49,12 @@ def type_name(hint: Any) -> str:
     return names.get(hint, getattr(hint, "__name__", str(hint)))
 
 
+def example_of(key: dataclasses.Field[Any]) -> Any:
+    """Return a value that shows what a key looks like; None where there is none to show."""
+    default = None if key.default is dataclasses.MISSING else key.default
+    return _FORMS.get(key.name, default)
+
+
 _SWITCHES = {
     **dict.fromkeys(("y", "t", "1", "enable", "enabled"), True),
     **dict.fromkeys(("n", "f", "0", "disable", "disabled", "none"), False),
@@ -67,7 +73,8 @@ def advice_of_type(value: Any, hint: Any, key: dataclasses.Field[Any]) -> dict[s
     for items in (typing.get_args(option) for option in options if typing.get_origin(option) is tuple):
         given = value if isinstance(value, list) else [value]
         if items[0] is str and isinstance(value, str):
-            return {"legal": given}
+            is_all = value.lower() in _ALL and key.name in _FORMS
+            return {"example": _FORMS[key.name]} if is_all else {"legal": given}
         numbers = [
             round(n) if items[0] is int else n for n in given if isinstance(n, (int, float)) and abs(n) < math.inf
         ]
@@ -77,12 +84,12 @@ def advice_of_type(value: Any, hint: Any, key: dataclasses.Field[Any]) -> dict[s
     if float in options or int in options:
         number = _number_in(str(value), key.name)
         if number is None or not (float in options or number.is_integer()):
-            return {"example": _FORMS.get(key.name, default)}
+            return {"example": example_of(key)}
         return {"meant": int(number) if number.is_integer() else number}
     for values in (typing.get_args(option)[1] for option in options if typing.get_origin(option) is dict):
         form = {"a": "a.jsonl", "b": "b/*.bin"} if values is str else {"a": 0.7, "b": 0.3}
         return {"example": _FORMS.get(key.name, form) if default is None else default}
-    return {"example": _FORMS.get(key.name, default)}
+    return {"example": example_of(key)}
 
 
 _FORMS = {
@@ -91,8 +98,14 @@ _FORMS = {
     "phases": [{"from": "80%", "weights": {"a": 0.7, "b": 0.3}}],
     "every": 100,
     "warmup_steps": 100,
+    "warmup_ratio": 0.03,
+    "ema": 0.999,
+    "allow_changes": ["optim.name"],
 }
 """What a key looks like that is empty, or says never, by default."""
+
+_ALL = ("all", "any", "*", "true", "yes")
+"""What people write who do not want to name each one."""
 
 _COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "%": 0.01}
 _MINUTES = ("m", "min", "mins", "minutes")

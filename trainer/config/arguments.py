@@ -49,7 +49,8 @@ def parse(argv: Sequence[str]) -> Arguments:
         elif wants_help and not equals:
             sections.append(argument)
         elif not equals or not key:
-            raise stray_word(argv, place, recipe_files(), any(word.startswith("recipe=") for word in argv))
+            has_recipe = any(word.startswith("recipe=") for word in argv)
+            raise stray_word(argv, place, recipe_files(), has_recipe, _OPTIONS)
         else:
             overrides.append(argument)
     nproc = _parse_nproc(named["nproc"]) if "nproc" in named else None

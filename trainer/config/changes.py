@@ -10,7 +10,7 @@ from trainer.config.load import (
     read_stored,
 )
 from trainer.config.schema import RunConfig, plain_lists
-from trainer.errors import UserError
+from trainer.errors import UserError, setting_error
 
 _FIXED_ON_RESUME = (
     "model.",
@@ -82,9 +82,14 @@ def compare_configs(config: RunConfig, stored_yaml: str) -> tuple[list[str], lis
     """Compare with the configuration that a checkpoint was written with.
 
     Returns two lists of lines "key: before in the checkpoint, now now": what would silently change the training and is
-    not named in `checkpoint.allow_changes`, and what may change.
+    not named in `checkpoint.allow_changes`, and what may change.  Of another model that alone is told: it has other
+    settings.  Raises UserError if one of them is a learning-rate range test, and the other is not.
     """
     stored = read_stored(stored_yaml)
+    _check_kind(config, stored)
+    name, before = config.to_dict()["model"]["name"], _stored_section(stored, "model").get("name")
+    if before not in (name, None) and {"model", "model.name"}.isdisjoint(config.checkpoint.allow_changes):
+        return [f"model.name: {before} in the checkpoint, {name} now"], []
     refused: list[str] = []
     free: list[str] = []
     for section, values in config.to_dict().items():
@@ -99,3 +104,14 @@ def compare_configs(config: RunConfig, stored_yaml: str) -> tuple[list[str], lis
             is_allowed = not {key, section}.isdisjoint(config.checkpoint.allow_changes)
             (refused if fixed and not is_allowed else free).append(line)
     return refused, free
+
+
+def _check_kind(config: RunConfig, stored: Mapping[str, Any]) -> None:
+    is_test, now = _stored_section(stored, "schedule").get("name") == "range", config.schedule.name
+    if is_test and now != "range":
+        rule = "this checkpoint is from a learning-rate range test, which a training run cannot resume"
+        fix = "use another run.name, or start over with checkpoint.resume=none, which moves the range test aside"
+        raise setting_error("schedule.name", now, rule, fix=fix)
+    if now == "range" and not is_test:
+        rule = "this checkpoint is from a training run, which a learning-rate range test cannot resume"
+        raise setting_error("schedule.name", now, rule, fix="leave out checkpoint.resume: a range test starts anew")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from trainer.config.load import declared_keys, recipe_files
-from trainer.errors import choice_error
+from trainer.errors import UserError, choice_error
 
 _BASH = """\
 _meshtrainer() {{
@@ -29,6 +29,8 @@ compdef _meshtrainer meshtrainer
 def completion(shell: str, commands: Iterable[str]) -> str:
     """Return the script that `eval "$(meshtrainer completion bash)"` loads; also for zsh.  Raises UserError."""
     scripts = {"bash": _BASH, "zsh": _ZSH}
+    if not shell:
+        raise UserError("completion: the shell is missing\n  for example: meshtrainer completion bash")
     if shell not in scripts:
         raise choice_error("completion", shell, sorted(scripts))
     words = [*commands, *(f"recipe={name}" for name in recipe_files()), "nproc="]

@@ -17,14 +17,14 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from trainer.config.advice import advice_of_type, options_of, type_name
+from trainer.config.advice import advice_of_type, example_of, options_of, type_name
 from trainer.config.auto import settle_auto
 from trainer.config.inherit import inherited
 from trainer.config.pretrained import Told, free_fields, is_folder_of_weights, told_by_folder
 from trainer.config.relocate import CONFIG, run_of_best, settle
 from trainer.config.schema import RunConfig
 from trainer.config.sections import DataSection, RunSection
-from trainer.config.settled import settled, with_one_horizon
+from trainer.config.settled import range_test_apart, settled, with_one_horizon
 from trainer.config.spelling import stray_word, unknown_key
 from trainer.errors import UserError, choice_error, is_masked, masked, nearest, setting_error, typed
 from trainer.recipe import Recipe, check_number, find_recipe, load_recipes
@@ -35,7 +35,8 @@ def load_config(recipe: str, overrides: Sequence[str] = ()) -> RunConfig:
 
     `recipe` is a name in conf/, a path ending in .yaml, or a run folder (its `config.yaml`).  A recipe file may inherit
     with `recipe: PARENT`.  If a key is given twice, the last value applies.  The configuration of a run refers to that
-    run in its current folder, unless `overrides` contain `run.dir` or `run.name`.
+    run in its current folder, unless `overrides` contain `run.dir` or `run.name`.  A range test
+    gets a folder of its own.
 
     If `train.init_from` describes its model, its fields replace those of the recipe, and the fields in `overrides` must
     agree with them.
@@ -50,7 +51,15 @@ def load_config(recipe: str, overrides: Sequence[str] = ()) -> RunConfig:
         if key not in assignments and any(map(is_masked, _items(value))):
             rule = f"its credentials are not stored (in {path}); give the complete URL on the command line"
             raise setting_error(key, value, rule)
-    return _build(values, assignments, path, follows=True)
+    return range_test_apart(_build(values, assignments, path, follows=True), _stored_in)
+
+
+def _stored_in(folder: Path) -> Mapping[str, Any]:
+    """Return the configuration that a run has written to its folder; empty where none can be read."""
+    try:
+        return read_stored((folder / CONFIG).read_text())
+    except (OSError, ValueError, UserError):
+        return {}
 
 
 def _items(value: Any) -> Collection[Any]:
@@ -212,6 +221,8 @@ def _follow(
 
 def find_recipe_file(recipe: str) -> Path:
     """Return the YAML file of a recipe, or of a run's folder.  Raises UserError that names the nearest recipe."""
+    if not recipe:
+        raise setting_error("recipe", recipe, _IS_EMPTY, example="llama_small")
     if recipe.endswith((".yaml", ".yml")) and not Path(recipe).is_dir():
         path = Path(recipe)
         if not path.is_file():
@@ -346,10 +357,13 @@ def _parse(key: str, text: str, hint: Any) -> Any:
     Where it may also be a mapping it is one if YAML reads one.
     """
     options = options_of(hint)
-    if not text and {type(None), str} & set(options) and not key.startswith("model."):
-        rule, fix = "is empty, perhaps from an unset shell variable", "leave it out, or give a value"
+    if not text and not key.startswith("model."):
         shown = "null" if type(None) in options else None
-        raise setting_error(key, text, rule, example=shown, fix="" if shown else fix)
+        raise setting_error(key, text, _IS_EMPTY, example=shown, fix="" if shown else "leave it out, or give a value")
+    if {int, float} & set(options) and re.fullmatch(r"[+-]?(0[\d_]*\d|\d+(:\d+)+(\.\d*)?)", text):
+        rule = f"must be {type_name(hint)}: a leading zero or a colon would be read in base 8 or 60"  # YAML 1.1
+        meant = None if ":" in text else int(text)
+        raise setting_error(key, text, rule, meant=meant, fix="" if meant is not None else "write one number")
     if type(None) in options and text in ("null", "~"):
         return None
     if all(option is str or typing.get_origin(option) is Literal or option is type(None) for option in options):
@@ -373,7 +387,7 @@ def _assign(
     tree: Any, legal: Mapping[str, dataclasses.Field[Any]], key: str, value: Any, where: str, shown: str = ""
 ) -> None:
     if key not in legal:
-        raise unknown_key(key, value, legal, where)
+        raise unknown_key(key, value, legal, where, str(OmegaConf.select(tree, "model.name") or ""))
     hint = legal[key].type
     choices = [choice for option in options_of(hint) for choice in typing.get_args(option) if isinstance(choice, str)]
     _refuse_resolvers(key, value, where)
@@ -392,6 +406,8 @@ def _assign(
             raise setting_error(key, value, rule, meant=meant) from error
         raise setting_error(key, shown or value, rule, **advice_of_type(value, hint, legal[key])) from error
 
+
+_IS_EMPTY = "is empty, perhaps from an unset shell variable"
 
 _OTHER_KEY = re.compile(r"(?<!\\)\$\{[\w.\[\]]+\}")
 """The one form of interpolation that there is: the value of another key."""
@@ -413,5 +429,4 @@ def _check_limits(config: RunConfig) -> None:
         value = getattr(getattr(config, section), name)
         for number in value if isinstance(value, tuple) else (value,):
             if isinstance(number, (int, float)) and not isinstance(number, bool):
-                example = None if item.default is dataclasses.MISSING else item.default
-                check_number(key, value, number, item.metadata, example)
+                check_number(key, value, number, item.metadata, example_of(item))

@@ -162,20 +162,29 @@ def _check_init_from(config: RunConfig) -> None:
         raise setting_error("train.init_from", start, f"{rule}; {advice}" if is_saved else rule)
 
 
+_LONGEST_NAME = 255
+"""Bytes of a file's name on the usual file systems."""
+
+
 def _check_name(config: RunConfig) -> None:
     name = config.run.name
     if name in (".", "..") or not re.fullmatch(r"[^/\\\x00-\x1f\x7f-\x9f\ud800-\udfff]+", name):
         legal_name = re.sub(r"[/\\\x00-\x1f\x7f-\x9f\ud800-\udfff]+", "-", name).strip(".-") or "run"
         rule = "must be a folder name without slashes or control characters"
         raise setting_error("run.name", name, rule, legal_name)
+    if len(os.fsencode(name)) > _LONGEST_NAME:
+        rule = f"is {len(os.fsencode(name))} bytes long; a folder's name has at most {_LONGEST_NAME}"
+        raise setting_error("run.name", name, rule, fix="use a shorter name")
 
 
 def _check_allowed_changes(config: RunConfig) -> None:
     legal = [*declared_keys(type(config.model)), *(section.name for section in dataclasses.fields(RunConfig))]
     unknown = [key for key in config.checkpoint.allow_changes if key not in legal and not key.startswith("state.")]
     if unknown:
-        best = nearest(unknown[0], legal)
-        raise setting_error("checkpoint.allow_changes", list(unknown), "no such key", meant=best and [best])
+        best = nearest(unknown[0], legal, 0.8) if "." in unknown[0] else None
+        rule = "no such key" if "." in unknown[0] else "no such section"
+        fix = "" if best else "name the keys or sections that may change, such as optim.name or data"
+        raise setting_error("checkpoint.allow_changes", list(unknown), rule, meant=best and [best], fix=fix)
 
 
 def _check_places(config: RunConfig) -> None:
@@ -293,11 +302,15 @@ def _check_folder(key: str, value: str, legal: str | None) -> None:
     if "://" in value.removeprefix("file://"):
         return
     folder = Path(value.removeprefix("file://")).absolute()
-    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    fix = "use another folder" if legal is None else ""
+    try:
+        existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    except OSError as error:
+        raise setting_error(key, value, f"cannot be used ({error.strerror})", example=legal, fix=fix) from error
     if not existing.is_dir():
-        raise setting_error(key, value, f"{existing} is not a folder", example=legal)
+        raise setting_error(key, value, f"{existing} is not a folder", example=legal, fix=fix)
     if not os.access(existing, os.W_OK | os.X_OK):
-        raise setting_error(key, value, f"{existing} is not writable", example=legal)
+        raise setting_error(key, value, f"{existing} is not writable", example=legal, fix=fix)
 
 
 def _check_data(config: RunConfig) -> None:

@@ -6,7 +6,7 @@ What is trained on, and in which dtype, must not change when a run is resumed.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -76,13 +76,10 @@ _RANGE_STEPS = 100
 
 
 def _settled_range(config: RunConfig, given: Collection[str]) -> RunConfig:
-    """Make a range test that is asked for on the command line a short run of its own, begun anew each time."""
+    """Make a range test that is asked for on the command line a short run, begun anew each time."""
     if config.schedule.name != "range" or "schedule.name" not in given:
         return config
-    run, train, evaluation = config.run, config.train, config.eval
-    checkpoint, log = config.checkpoint, config.log
-    if not {"run.name", "run.dir"} & set(given):
-        run = dataclasses.replace(run, name=f"{run.name}-lr", dir=f"{run.dir}-lr")
+    train, evaluation, checkpoint, log = config.train, config.eval, config.checkpoint, config.log
     if not {"train.steps", "train.epochs"} & set(given):
         train = dataclasses.replace(train, steps=_RANGE_STEPS, epochs=None)
     if "eval.every" not in given:
@@ -93,8 +90,29 @@ def _settled_range(config: RunConfig, given: Collection[str]) -> RunConfig:
         log = dataclasses.replace(log, sample_tokens=0)  # of a model that has diverged
     if "checkpoint.resume" not in given:
         checkpoint = dataclasses.replace(checkpoint, resume="none")
-    parts = {"run": run, "train": train, "eval": evaluation, "checkpoint": checkpoint, "log": log}
+    parts = {"train": train, "eval": evaluation, "checkpoint": checkpoint, "log": log}
     return dataclasses.replace(config, **parts)  # type: ignore[arg-type]
+
+
+def range_test_apart(config: RunConfig, stored_in: Callable[[Path], Mapping[str, Any]]) -> RunConfig:
+    """Return the configuration with a folder of its own for a range test, and a place for its checkpoints.
+
+    A range test is named after the run that it is for, and leaves what that run has there alone.
+    stored_in: returns the configuration that a run has written to a folder, empty if there is none.
+    """
+    if config.schedule.name != "range":
+        return config
+    run, checkpoint = config.run, config.checkpoint
+    while (before := stored_in(Path(run.dir))) or run is config.run:
+        schedule = before.get("schedule")
+        if isinstance(schedule, Mapping) and schedule.get("name") == "range":
+            break
+        run = dataclasses.replace(run, name=f"{run.name}-lr", dir=f"{run.dir.rstrip('/')}-lr")
+    kept = before.get("checkpoint")
+    own = kept.get("dir") if isinstance(kept, Mapping) else None
+    if checkpoint.dir is not None and own not in (checkpoint.dir, str(Path(checkpoint.dir).absolute())):
+        checkpoint = dataclasses.replace(checkpoint, dir=f"{checkpoint.dir.rstrip('/')}-lr")
+    return dataclasses.replace(config, run=run, checkpoint=checkpoint)
 
 
 def _fitting_length(config: RunConfig) -> int:

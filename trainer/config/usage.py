@@ -28,6 +28,7 @@ exit codes: 0 finished, 2 a mistake in the input, 75 stopped on request (run it 
 _COMMANDS = """\
 other commands, as `python -m trainer.COMMAND` or `meshtrainer COMMAND`, each with --help:
   prepare, plan, data, checkpoints, evaluate, generate, export, report
+completion of all of it in your shell: eval "$(meshtrainer completion bash)", or zsh
 """
 
 _MOST_USED = ("run", "data", "train", "optim", "schedule", "mesh", "fsdp", "eval", "checkpoint", "log")
@@ -51,7 +52,7 @@ def full_help(sections: Sequence[str] = (), config: RunConfig | None = None) -> 
     known = [section.name for section in dataclasses.fields(RunConfig)]
     for name in sections:
         if name not in known:
-            best = nearest(name, known)
+            best = _section_of(name) or nearest(name, known)
             meant = f"did you mean --help {best}?" if best else f"the sections are: {', '.join(known)}"
             raise UserError(f"--help {name}: no such section\n  {meant}")
     parts = [] if sections else [USAGE, recipe_list(), _COMMANDS]
@@ -62,6 +63,11 @@ def full_help(sections: Sequence[str] = (), config: RunConfig | None = None) -> 
             recipes = all_recipes() if config is None else [config.recipe]
             parts += [_section(f"model (model.name={r.name})", r.config, r.config, config) for r in recipes]
     return "\n".join(parts)
+
+
+def _section_of(name: str) -> str | None:
+    """Return the section of a key, given with or without it; None if there is no such key."""
+    return next((key.partition(".")[0] for key in declared_keys() if name in (key, key.partition(".")[2])), None)
 
 
 def fitted(text: str, columns: int) -> str:

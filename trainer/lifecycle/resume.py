@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from tempfile import NamedTemporaryFile
+from tempfile import gettempdir
 
 from trainer.checkpoint.contents import Savable
 from trainer.checkpoint.fit import Unfit
@@ -93,18 +95,15 @@ class Resume:
     def _listing(self) -> Iterator[None]:
         """Put all differences of a checkpoint that does not fit into a file, where they are too many to be told.
 
-        It is a temporary one: a refused start leaves the run's folder as it was.
+        It is a temporary one, always the same for a run: a refused start leaves the run's folder as it was.
         """
         try:
             yield
         except Unfit as error:
             if error.is_short or not self._world.is_main:
                 raise
-            file = ""
-            with suppress(OSError), NamedTemporaryFile("w", prefix="meshtrainer-", suffix=".txt", delete=False) as kept:
-                kept.write("\n".join([str(error), "", "all of it:", *error.lines, ""]))
-                file = kept.name
-            raise UserError(error.told(file)) from error
+            told = "\n".join([str(error), "", "all of it:", *error.lines, ""])
+            raise UserError(error.told(_kept_outside(self._folder.path, told))) from error
 
     @contextmanager
     def timed(self) -> Iterator[None]:
@@ -172,9 +171,24 @@ class Resume:
             later = []
         is_asked = self._config.checkpoint.resume == "none" and self.step is None
         record = RECORD if begins and (is_asked or has_past) else ()
-        self._folder.set_aside(*(f"checkpoints/{name}" for name in later), *record)
+        aside = self._folder.set_aside(*(f"checkpoints/{name}" for name in later), *record)
+        if aside is not None:
+            what = "earlier run" if record else f"checkpoints after step {step}"
+            self._metrics.say(f"moved the {what} to {aside}")
         if not is_running:
             self.history.leave_identity()
+
+
+def _kept_outside(folder: Path, text: str) -> str:
+    """Write the text to the temporary file of the run in `folder`.  Returns its path; empty if it cannot be written."""
+    number = hashlib.sha256(os.fsencode(folder)).hexdigest()[:12]
+    path = os.path.join(gettempdir(), f"meshtrainer-{os.getuid()}-{number}.txt")
+    with suppress(OSError):
+        # Others may write there, too: what they have put under this name is not followed, nor can they read this.
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "w") as file:
+            file.write(text)
+        return path
+    return ""
 
 
 def _report(found: Found) -> None:
