@@ -35,8 +35,8 @@ def load_config(recipe: str, overrides: Sequence[str] = ()) -> RunConfig:
 
     `recipe` is a name in conf/, a path ending in .yaml, or a run folder (its `config.yaml`).  A recipe file may inherit
     with `recipe: PARENT`.  If a key is given twice, the last value applies.  The configuration of a run refers to that
-    run in its current folder, unless `overrides` contain `run.dir` or `run.name`.  A range test
-    gets a folder of its own.
+    run in its current folder, unless `overrides` contain `run.dir` or `run.name`.  A range test gets a
+    folder of its own.
 
     If `train.init_from` describes its model, its fields replace those of the recipe, and the fields in `overrides` must
     agree with them.
