@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from trainer.data.shards import find_dtype
 from trainer.data.tokenizer import FileTokenizer, Tokenizer
 
 Encoded: TypeAlias = "tuple[NDArray[np.integer[Any]], NDArray[np.int64]]"
@@ -95,11 +96,12 @@ class _Library:
 
     def __init__(self, tokenizer: FileTokenizer) -> None:
         self._library = tokenizer.library
+        self._dtype = find_dtype(tokenizer.vocab_size)
 
     def encode(self, texts: Sequence[bytes]) -> Encoded:
         with _one_thread():
             found = self._library.encode_batch_fast([text.decode() for text in texts], add_special_tokens=False)
-            return _joined([np.array(each.ids, dtype=np.uint32) for each in found])
+            return _joined([np.array(each.ids, dtype=np.uint32) for each in found], self._dtype)
 
 
 @contextlib.contextmanager
@@ -117,9 +119,10 @@ def _one_thread() -> Iterator[None]:
             os.environ[name] = before
 
 
-def _joined(ids: Sequence[NDArray[Any]]) -> Encoded:
+def _joined(ids: Sequence[NDArray[Any]], dtype: str) -> Encoded:
+    """Return the ids of some texts as one array, no wider than they need: they are copied once more on their way."""
     counts = np.fromiter(map(len, ids), np.int64, len(ids))
-    return np.concatenate([np.empty(0, np.uint32), *ids]), counts
+    return np.concatenate([np.empty(0, dtype), *ids], dtype=dtype, casting="unsafe"), counts
 
 
 class _Fast:
@@ -132,6 +135,7 @@ class _Fast:
 
     def __init__(self, tokenizer: FileTokenizer, reference: Engine) -> None:
         self._reference = reference
+        self._dtype = find_dtype(tokenizer.vocab_size)
         self._added = np.array(sorted(tokenizer.library.get_added_tokens_decoder()), np.uint32)
 
     def encode(self, texts: Sequence[bytes]) -> Encoded:
@@ -141,12 +145,12 @@ class _Fast:
             raise
         except BaseException as error:  # a panic of Rust is no Exception
             raise Differs(f"{self.name} gives up ({error})") from error
-        joined, counts = _joined(ids)
+        joined, counts = _joined(ids, self._dtype)
         if self._has_added(joined):
             for number, found in enumerate(ids):
                 if self._has_added(found):
                     ids[number] = self._reference.encode([texts[number]])[0].astype(np.uint32)
-            return _joined(ids)
+            return _joined(ids, self._dtype)
         return joined, counts
 
     def _has_added(self, ids: NDArray[np.integer[Any]]) -> bool:
