@@ -43,7 +43,7 @@ class Conversation:
 
     @property
     def excluded(self) -> list[int]:
-        """The numbers of the messages of weight 0, whoever says them."""
+        """The numbers of the messages of weight 0, of any role."""
         return [number for number, message in enumerate(self.messages) if message.get("weight", 1) == 0]
 
 

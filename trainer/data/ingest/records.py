@@ -16,7 +16,7 @@ ROWS = 256
 def group_row_groups(each: Input, size: int) -> Iterator[tuple[int, int | None, int]]:
     """Yield consecutive row groups of about `size` bytes on disk: the first, one behind the last, their bytes.
 
-    A file that is no parquet is one group: whoever reads it says so.
+    A file that is no parquet is one group, which is refused when it is read.
     """
     try:
         with _open_parquet(each) as file:
