@@ -132,8 +132,8 @@ def test_a_range_test_ends_where_the_loss_diverges() -> None:
 def test_what_a_run_ends_with_can_be_pasted_into_a_shell() -> None:
     for chosen, commands in (([], 3), (["schedule.name=range"], 1)):
         config = load_config("llama_small", [*chosen, "run.dir=my runs/a"])
-        metrics = SimpleNamespace(latest={"train": SimpleNamespace(step=100, loss=2.0)})
-        said = closing(config, metrics, find_horizon(config), None, 9.0)  # type: ignore[arg-type]
+        metrics: Any = SimpleNamespace(latest={"train": SimpleNamespace(step=100, loss=2.0)})
+        said = closing(config, metrics, find_horizon(config), None, 9.0)
         said = [line for line in said if "python -m" in line]
         assert [config.run.dir in shlex.split(line) for line in said] == [True] * commands
 
