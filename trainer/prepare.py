@@ -22,6 +22,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+if __name__ == "__main__":
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy starts threads for matrices, which spin at first
+
 from trainer.data.ingest.builder import build, usual_procs
 from trainer.data.ingest.inputs import NAMES, Input
 from trainer.data.ingest.publishing import (

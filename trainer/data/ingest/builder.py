@@ -30,8 +30,10 @@ from trainer.errors import EXIT_STOPPED, UserError, say, setting_error
 _FINISHING = 2**40
 """The place in the lock that is held by the one that writes the manifest: beyond all units."""
 
-_PAUSE_S = 0.05
-"""Seconds between looks at a unit that another process has in hand: done, or given back by the kernel."""
+_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.05
+"""Seconds between looks at a unit that another process has in hand: done, or given back by the kernel.  Twice as many
+each time, as most of those who wait for the last units do so for a moment, and others, of a large run, for long.
+"""
 
 
 def build(job: Job, path: Path, procs: int = 1) -> Manifest:
@@ -80,6 +82,7 @@ class _Done:
 
 def _take_all(job: Job, units: Sequence[Unit], folder: BuildFolder, done: _Done, helpers: _Helpers) -> None:
     """Build each unit that is not done and that no other process holds; then wait for those that others hold."""
+    pause = _PAUSE_S
     for waits in (False, True):
         for number, unit in enumerate(units):
             while not (folder.is_done(number) or folder.is_complete):
@@ -92,7 +95,8 @@ def _take_all(job: Job, units: Sequence[Unit], folder: BuildFolder, done: _Done,
                         done.in_hand = 0
                         folder.release(number)
                 elif waits:
-                    time.sleep(_PAUSE_S)
+                    time.sleep(pause)
+                    pause = min(2 * pause, _LONGEST_PAUSE_S)
                 else:
                     break
 
@@ -177,7 +181,11 @@ class _Helpers:
         self._ends: list[Connection] = []
 
     def start(self, job: Job, path: Path, units: Sequence[Unit]) -> multiprocessing.process.BaseProcess:
-        """Start one, by a fork: engine and tokenizer are made once, and inherited."""
+        """Start one, by a fork: the tokenizer is made once, and inherited.
+
+        The engine is not: what it learns of a text, it writes into its tables.  In tables that two processes share,
+        each page is copied as it is written to, and the large pages fall into small ones: 10 to 40 % slower for ever.
+        """
         context = multiprocessing.get_context("fork")
         end, its = context.Pipe(duplex=False)
         process = context.Process(target=_help, args=(job, path, units, its, os.getpid()), daemon=True)
@@ -200,11 +208,8 @@ class _Helpers:
 def _helpers(job: Job, path: Path, units: Sequence[Unit], missing: Sequence[int], procs: int) -> Iterator[_Helpers]:
     """Have up to `procs` - 1 other processes take units too.  They are through when the block is, or killed with it."""
     helpers, processes = _Helpers(), []
-    number = min(procs, len(missing)) - 1
-    if number > 0:
-        job.engine, job.reference  # noqa: B018  made once, before the fork
     try:
-        processes = [helpers.start(job, path, units) for _ in range(number)]
+        processes = [helpers.start(job, path, units) for _ in range(min(procs, len(missing)) - 1)]
         yield helpers
         helpers.hear(to_the_end=True)
     finally:

@@ -8,7 +8,6 @@ differs is begun again without it.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, TypeAlias
@@ -16,6 +15,7 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from trainer.data.ingest import fast_json
 from trainer.data.shards import find_dtype
 from trainer.data.tokenizer import FileTokenizer, Tokenizer
 
@@ -24,10 +24,6 @@ Encoded: TypeAlias = "tuple[NDArray[np.integer[Any]], NDArray[np.int64]]"
 
 _SAMPLES, _SAMPLE = 8, 1024
 """Texts that an engine is checked on at a time, and bytes of each."""
-
-
-_FEW = 4
-"""Ids that are looked for one by one."""
 
 
 class Differs(Exception):
@@ -154,10 +150,10 @@ class _Fast:
         return joined, counts
 
     def _has_added(self, ids: NDArray[np.integer[Any]]) -> bool:
-        """Return whether an added token is among `ids`; most vocabularies have few, or all of them at their end."""
-        if len(self._added) <= _FEW:
-            return any(bool((ids == number).any()) for number in self._added)
-        return bool(ids.max(initial=0) >= self._added[0] and np.isin(ids, self._added).any())
+        """Return whether an added token is among `ids`; most vocabularies have all of them at one end."""
+        if not len(self._added) or not len(ids) or ids.max() < self._added[0] or ids.min() > self._added[-1]:
+            return False
+        return bool(np.isin(ids, self._added).any())
 
 
 class _Gigatoken(_Fast):
@@ -169,10 +165,10 @@ class _Gigatoken(_Fast):
         import gigatoken
 
         super().__init__(tokenizer, reference)
-        content = json.loads(tokenizer.library.to_str())
+        content = fast_json.loads(tokenizer.library.to_str().encode())
         content["added_tokens"] = [each for each in content["added_tokens"] if not each["special"]]
         content["post_processor"] = None
-        self._ids_of = gigatoken.Tokenizer.from_json(json.dumps(content)).backend.encode
+        self._ids_of = gigatoken.Tokenizer.from_json(fast_json.dumps(content)).backend.encode
 
 
 class _Tiktoken(_Fast):
@@ -184,7 +180,7 @@ class _Tiktoken(_Fast):
         import tiktoken
 
         super().__init__(tokenizer, reference)
-        content = json.loads(tokenizer.library.to_str())
+        content = fast_json.loads(tokenizer.library.to_str().encode())
         if content["model"]["type"] != "BPE" or content["normalizer"] is not None:
             raise Differs("is not a plain byte-level BPE")
         ranks, id_of_rank = _ranks(content["model"])

@@ -9,7 +9,7 @@ from trainer.data.ingest.inputs import Input
 from trainer.data.ingest.report import BadPlaces
 from trainer.errors import nearest, setting_error
 
-ROWS = 256
+ROWS = 128
 """Rows of a parquet file that are decoded at a time."""
 
 

@@ -6,30 +6,19 @@ they are written, as often as is needed.
 
 from __future__ import annotations
 
-import importlib
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, BinaryIO, Protocol, TypeAlias
 
+from trainer.data.ingest.fast_json import loads
 from trainer.data.ingest.inputs import Input
 from trainer.data.ingest.json_stream import BadLine, read_value
 from trainer.data.ingest.report import BadPlaces
 from trainer.data.ingest.streams import BLOCK, UNREADABLE, move_to, open_stream, whole_characters
 from trainer.errors import nearest
-
-
-def _find_loads() -> Callable[[bytes], Any]:
-    """Return what reads a line of JSON: orjson, three times as fast, or Python's own."""
-    try:
-        return importlib.import_module("orjson").loads  # type: ignore[no-any-return]
-    except ImportError:
-        return lambda line: json.loads(line.decode())
-
-
-_loads = _find_loads()
 
 LONGEST = 1 << 22
 """Bytes of a line or of a file of text up to which it is held as a whole."""
@@ -183,7 +172,7 @@ class _Lines:
             if not line or line.isspace():
                 continue
             try:
-                found.append(_loads(line)[key].encode())
+                found.append(loads(line)[key].encode())
             except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
                 text = self._read_slowly(line, number)
                 if text is not None:

@@ -25,7 +25,7 @@ from trainer.data.ingest.units import Unit
 from trainer.data.shards import ShardWriter
 from trainer.data.tokenizer import Tokenizer
 
-CHECKED_EVERY = 1 << 24
+CHECKED_EVERY = 1 << 26
 """Bytes of text after which an engine is compared with the reference again, within a unit."""
 
 
