@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from typing import Any
 
 try:
-    import orjson
+    orjson: Any = importlib.import_module("orjson")
 except ImportError:
-    orjson = None  # type: ignore[assignment]
+    orjson = None
 
 
 def loads(content: bytes) -> Any:
