@@ -751,9 +751,9 @@ DEFECTS: list[Defect] = [
     Defect(
         "notice-once",
         "batch-files",
-        "launch/slurm.sbatch",
-        "asked='' && trap 'asked=yes' USR1",
-        "asked='' && trap 'touch \"$RUN_DIR/notice\"' USR1",
+        "trainer/slurm.py",
+        "            if self.signals.stop_requested:",
+        "            if self.signals.stop_requested and not (self.run_dir / NOTICE).exists():",
     ),
     # -- the data ------------------------------------------------------------------------------------------------
     Defect(

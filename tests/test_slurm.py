@@ -213,8 +213,8 @@ def test_slurmstepd_is_killed(num_nodes: int, cluster: Cluster, undisturbed: Ran
     if num_nodes == 1:
         expected = run_tiny(tmp_path / "alone", *OVERRIDES, "nproc=2")
         text, script, step = script.read_text(), tmp_path / "slurm.sbatch", "1"
-        assert text.count("\nsay begins\n") == 1
-        script.write_text(text.replace("\nsay begins\n", "\nsay begins\nsrun true\n"))
+        assert text.count("\nexec env ") == 1
+        script.write_text(text.replace("\nexec env ", "\nsrun true\nexec env "))
     options = {"script": str(script), "REQUEUE_FAILED": "1", "LEAVE_S": "5"}
     # Slowly, so that the run is not through before the ranks have noticed: they give a save in flight its time.
     job = submit(cluster, folder, f"--nodes={num_nodes}", rest_s=0.5, **options)  # type: ignore[arg-type]
@@ -232,9 +232,11 @@ def test_slurmstepd_is_killed(num_nodes: int, cluster: Cluster, undisturbed: Ran
 
 
 def test_failures_are_requeued_on_request_and_not_for_ever(cluster: Cluster, tmp_path: Path) -> None:
-    left = submit(cluster, tmp_path / "left", PYTHON="false")
-    folder = tmp_path / "run"
-    job = submit(cluster, folder, PYTHON="false", REQUEUE_FAILED="1", MAX_IDLE="2")
+    script, folder = tmp_path / "fails.sbatch", tmp_path / "run"
+    text = (REPOSITORY / "launch/slurm.sbatch").read_text()
+    script.write_text(text.replace("-m trainer.slurm", "-m trainer.slurm --python false"))
+    left = submit(cluster, tmp_path / "left", script=str(script))
+    job = submit(cluster, folder, script=str(script), REQUEUE_FAILED="1", MAX_IDLE="2")
     for name, restarts in ((left, 0), (job, 1)):
         ended = cluster.wait_for_end(name, restarts)
         assert (ended["JobState"], ended["Restarts"]) == ("FAILED", str(restarts)), cluster.log(name)

@@ -266,7 +266,7 @@ def export_slurm_rendezvous(env: MutableMapping[str, str] = os.environ) -> None:
     env["RANK"], env["WORLD_SIZE"] = str(here.rank), str(here.world_size)
     env["LOCAL_RANK"], env["LOCAL_WORLD_SIZE"] = str(here.local_rank), str(here.local_world_size)
     if "MASTER_ADDR" not in env:
-        env["MASTER_ADDR"] = _first_address(env.get("SLURM_STEP_NODELIST") or env["SLURM_JOB_NODELIST"])
+        env["MASTER_ADDR"] = first_address(env.get("SLURM_STEP_NODELIST") or env["SLURM_JOB_NODELIST"])
     if "MASTER_PORT" not in env:
         step = [int(env.get(name, "0")) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")]
         env["MASTER_PORT"] = str(15000 + (step[0] * 131 + step[1] * 7 + step[2]) % 15000)
@@ -299,7 +299,9 @@ def _tasks_on_this_node(env: MutableMapping[str, str]) -> int:
     return per_node[node]
 
 
-def _first_address(node_list: str) -> str:
+def first_address(node_list: str) -> str:
+    """Return the address of the first node of a Slurm node list.  Raises UserError if scontrol cannot name it."""
+
     def scontrol(*arguments: str) -> str:
         try:
             return subprocess.run(["scontrol", *arguments], check=True, capture_output=True, text=True).stdout

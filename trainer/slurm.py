@@ -1,0 +1,289 @@
+"""Supervises a run inside a Slurm batch job: `python -m trainer.slurm recipe=NAME [section.key=value ...]`.
+
+The batch file asks Slurm for resources and runs this command, nothing else; see launch/slurm.sbatch.  It starts the
+ranks with `srun`, passes the job's notice on to them, requeues the job when the run stopped before it was finished, and
+gives up when several attempts in a row made no progress.  Each attempt leaves two lines in RUN_DIR/attempts.log.
+
+Options go before or between the overrides, which are those of `trainer.run`.  Environment variables:
+
+  RECIPE, RUN_DIR     used where the arguments have no recipe= or run.dir= (RUN_DIR: runs/<name of the job>)
+  REQUEUE_FAILED=1    also requeue after a crash, but never after a mistake in the settings (exit code 2)
+  REQUEUE=no          never requeue
+  MAX_IDLE, MIN_STEPS stop requeuing after MAX_IDLE attempts in a row with fewer than MIN_STEPS steps each (3, 3)
+  LEAVE_S             seconds that the other ranks have to exit once one has, or once the run has ended (60)
+
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from trainer.distributed.environment import first_address
+from trainer.distributed.stop import NOTICE
+from trainer.errors import (
+    EXIT_FAILED,
+    EXIT_FINISHED,
+    EXIT_STOPPED,
+    EXIT_USER_ERROR,
+    CommandParser,
+    UserError,
+    run_command,
+    setting_error,
+    tell,
+)
+from trainer.lifecycle.folder import read_status
+
+STEP_NAME = "ranks"
+"""Name of the Slurm step that holds the ranks.  It is looked up by name: it need not be the job's first step."""
+
+
+@dataclass
+class Signals:
+    """The signals that this job has received: USR1 (the notice before the time limit) and TERM (cancelled)."""
+
+    stop_requested: bool = False
+    is_cancelled: bool = False
+    """Cancelled by a user, or being requeued by Slurm: either way this process must not requeue the job."""
+
+    def install(self) -> None:
+        """Handle both signals from now on, those included that arrived while the batch file had them blocked."""
+        signal.signal(signal.SIGUSR1, self._handle)
+        signal.signal(signal.SIGTERM, self._handle)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1, signal.SIGTERM])
+
+    def _handle(self, number: int, frame: object) -> None:
+        self.stop_requested = True
+        self.is_cancelled |= number == signal.SIGTERM
+
+
+@dataclass(frozen=True)
+class Job:
+    """One attempt of a run inside a Slurm job: what it runs, and when it is requeued."""
+
+    recipe: str
+    run_dir: Path
+    overrides: Sequence[str]
+    job_id: str
+    """As scontrol takes it.  The bare id of an array's job can mean the whole array, so that is ARRAY_TASK."""
+    restart: int
+    requeue: bool = True
+    requeue_failed: bool = False
+    max_idle: int = 3
+    min_steps: int = 3
+    leave_s: int = 60
+    signals: Signals = field(default_factory=Signals)
+
+    @property
+    def log(self) -> Path:
+        return self.run_dir / "attempts.log"
+
+    @property
+    def train_command(self) -> list[str]:
+        """Arguments of the Python interpreter that run one rank."""
+        return ["-m", "trainer.run", f"recipe={self.recipe}", f"run.dir={self.run_dir}", *self.overrides]
+
+    def run(self, command: Sequence[str], env: Mapping[str, str]) -> int:
+        """Run `command`, an srun, as one attempt.  Returns the exit code of the batch job; may requeue the job."""
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        (self.run_dir / NOTICE).unlink(missing_ok=True)
+        if self.restart and self._is_idle():  # Slurm itself requeues after a node failure, without asking anybody
+            return EXIT_FAILED
+        self._record("begins")
+        with subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL) as srun:
+            self._wait(srun)
+        code = srun.returncode if srun.returncode >= 0 else 128 - srun.returncode  # as a shell reports a signal
+
+        # Under torchrun the exit code is 1 whatever happened, and a cancelled step exits with 0.
+        state = self._reported_state()
+        if code == EXIT_FINISHED and state not in ("stopped", "failed"):
+            return EXIT_FINISHED
+        stopped = code == EXIT_STOPPED or state == "stopped"
+        again = stopped or (self.requeue_failed and code != EXIT_USER_ERROR)
+        if not again or not self.requeue or self.signals.is_cancelled:
+            return code or EXIT_FAILED
+        if self._is_idle():
+            return EXIT_FAILED
+        self._record(f"requeued, exit code {code}")
+        return subprocess.run(["scontrol", "requeue", self.job_id]).returncode
+
+    def _wait(self, srun: subprocess.Popen[bytes]) -> None:
+        """Wait for srun; pass a notice on; end a step that outlives its ranks.
+
+        srun waits without limit for a slurmstepd that has died: LEAVE_S after the run reported its end the step is
+        cancelled, and after another LEAVE_S srun is killed, so that the job can end.
+        """
+        cancel_at = kill_at = float("inf")
+        while True:
+            with suppress(subprocess.TimeoutExpired):
+                srun.wait(timeout=1)
+                return
+            now = time.monotonic()
+            if self.signals.stop_requested:
+                # A file, because with cgroup tracking no signal reaches ranks behind torchrun; and every second,
+                # because a run that is just starting takes an existing file for one that an earlier attempt left.
+                with suppress(OSError):  # a full disk: the next second tries again
+                    (self.run_dir / NOTICE).touch()
+            if cancel_at == float("inf") and self._reported_state() in ("finished", "stopped", "failed"):
+                cancel_at = now + self.leave_s
+            if now >= cancel_at and kill_at == float("inf"):
+                kill_at = now + self.leave_s
+                self._cancel_step()
+            if now >= kill_at:
+                srun.kill()
+
+    def _cancel_step(self) -> None:
+        listed = subprocess.run(["squeue", "-hs", "-j", self.job_id, "-o", "%i %j"], stdout=subprocess.PIPE, text=True)
+        steps = [line.split()[0] for line in listed.stdout.splitlines() if line.split()[1:] == [STEP_NAME]]
+        if steps:
+            subprocess.run(["scancel", *steps])
+
+    def _reported_state(self) -> str:
+        """Return the state in status.json, or nothing if this attempt has not written one yet."""
+        with suppress(OSError):
+            if (self.run_dir / "status.json").stat().st_mtime_ns >= self.log.stat().st_mtime_ns:
+                return str(read_status(self.run_dir).get("state", ""))
+        return ""
+
+    def _is_idle(self) -> bool:
+        """Return whether the last MAX_IDLE attempts of this job made fewer than MIN_STEPS steps each; record it."""
+        status = read_status(self.run_dir)
+        lines = self.log.read_text().splitlines() if self.log.exists() else []
+        idle = count_idle(lines, self.job_id, int(status.get("step") or 0), self.min_steps)
+        if idle < self.max_idle or status.get("state") == "finished":
+            return False
+        self._record(f"not requeued: fewer than {self.min_steps} steps in each of {idle} attempts in a row")
+        return True
+
+    def _record(self, event: str) -> None:
+        """Append a line to attempts.log and print it; `count_idle` reads it by its words."""
+        step = int(read_status(self.run_dir).get("step") or 0)
+        now = time.strftime("%FT%T")
+        line = f"{now} job {self.job_id} restart {self.restart} step {step} {event}"
+        tell(line)
+        with self.log.open("a") as log:
+            log.write(f"{line}\n")
+
+
+def count_idle(lines: Sequence[str], job_id: str, step: int, min_steps: int) -> int:
+    """Return how many of the newest attempts of a job, in a row, made fewer than `min_steps` steps.
+
+    lines: of attempts.log.  An attempt reaches from the step at which it began to the one at which the next began, of
+    whatever job; the newest one to `step`.  Attempts of other jobs that share the folder end the row.
+    """
+    begun = [(words[2], int(words[6])) for line in lines if (words := line.split())[7:8] == ["begins"]]
+    reached = [from_step for _, from_step in begun[1:]] + [step]
+    idle = 0
+    for (job, from_step), to_step in zip(begun, reached, strict=True):
+        idle = idle + 1 if job == job_id and to_step - from_step < min_steps else 0
+    return idle
+
+
+def srun_command(options: argparse.Namespace, job: Job, env: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
+    """Return the srun that starts the ranks on all nodes of the job, and its environment.
+
+    The ranks exit together, each with its own exit code; those still there LEAVE_S after the first are ended by srun.
+    """
+    env = dict(env)
+    srun = ["srun", f"--job-name={STEP_NAME}", "--kill-on-bad-exit=0", f"--wait={job.leave_s}"]
+    srun.append(f"--cpus-per-task={env.get('SLURM_CPUS_PER_TASK', '1')}")
+    srun += options.srun
+    if options.torchrun:
+        # No --max-restarts: torchrun would also restart a run that has stopped on request.
+        env.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")  # seconds for the ranks' last save; by default 30
+        number = int(env["SLURM_JOB_ID"])
+        port = 20000 + (number * 7 + job.restart) % 10000  # the same on all nodes, another one in the next attempt
+        return [
+            *(*srun, "--ntasks-per-node=1", options.python, "-m", "torch.distributed.run"),
+            f"--nnodes={env.get('SLURM_JOB_NUM_NODES', '1')}",
+            f"--nproc-per-node={options.nproc or env.get('NPROC') or env.get('SLURM_GPUS_ON_NODE') or 2}",
+            *(f"--rdzv-id={number}.{job.restart}", "--rdzv-backend=c10d"),
+            f"--rdzv-endpoint={first_address(env['SLURM_JOB_NODELIST'])}:{port}",
+            "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
+            *job.train_command,
+        ], env
+    if options.container:
+        # Images have no scontrol, so the address of the first node is looked up here.
+        env["MASTER_ADDR"] = first_address(env["SLURM_JOB_NODELIST"])
+        mounts = f"{options.bind or env.get('BIND') or os.getcwd()},{os.path.abspath(job.run_dir)}"
+        inside = ["apptainer", "exec", "--nv", "--bind", mounts, "--pwd", os.getcwd(), options.container, "python"]
+        return [*srun, *inside, *job.train_command], env
+    return [*srun, options.python, *job.train_command], env
+
+
+def _make_job(options: argparse.Namespace, env: Mapping[str, str], signals: Signals) -> Job:
+    if not env.get("SLURM_JOB_ID"):
+        raise UserError(
+            "trainer.slurm runs inside a Slurm job, and SLURM_JOB_ID is not set\n"
+            "  to fix: submit a batch file that contains it: sbatch launch/slurm.sbatch recipe=llama3_8b"
+        )
+
+    given = dict(recipe=env.get("RECIPE", ""), **{"run.dir": env.get("RUN_DIR", "")})
+    overrides = []
+    for argument in options.overrides:
+        key, _, value = argument.partition("=")
+        if key in given:
+            given[key] = value
+        else:
+            overrides.append(argument)
+    if not given["recipe"]:
+        raise UserError("no recipe\n  for example: python -m trainer.slurm recipe=llama3_8b (or set RECIPE)")
+
+    def number(name: str, default: int) -> int:
+        text = env.get(name) or str(default)
+        if not text.isdecimal():
+            raise setting_error(name, text, "must be a whole number", example=default)
+        return int(text)
+
+    array = env.get("SLURM_ARRAY_JOB_ID")
+    return Job(
+        recipe=given["recipe"],
+        run_dir=Path(given["run.dir"] or f"runs/{env.get('SLURM_JOB_NAME', 'slurm')}"),
+        overrides=overrides,
+        job_id=f"{array}_{env['SLURM_ARRAY_TASK_ID']}" if array else env["SLURM_JOB_ID"],
+        restart=number("SLURM_RESTART_COUNT", 0),
+        requeue=env.get("REQUEUE", "yes") == "yes",
+        requeue_failed=env.get("REQUEUE_FAILED") == "1",
+        max_idle=number("MAX_IDLE", 3),
+        min_steps=number("MIN_STEPS", 3),
+        leave_s=number("LEAVE_S", 60),
+        signals=signals,
+    )
+
+
+def command_line(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line inside a batch job; return the job's exit code."""
+    signals = Signals()
+    signals.install()
+    parser = CommandParser(prog="python -m trainer.slurm", description=__doc__)
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--torchrun", action="store_true", help="start one torchrun on each node, which starts the ranks")
+    how.add_argument("--container", metavar="IMAGE", help="run the ranks in this image, with Apptainer")
+    parser.add_argument("--nproc", type=int, help="with --torchrun: ranks on a node (or NPROC; default: its GPUs)")
+    parser.add_argument("--bind", help="with --container: folders to mount (or BIND; default: the current folder)")
+    parser.add_argument("--python", default=sys.executable, help="the Python of the ranks (default: this one)")
+    parser.add_argument("--srun", action="append", default=[], metavar="OPTION", help="one more option of srun")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="recipe=NAME and overrides, as of trainer.run"
+    )
+    options = parser.parse_intermixed_args(arguments)
+
+    def work() -> int:
+        job = _make_job(options, os.environ, signals)
+        command, env = srun_command(options, job, os.environ)
+        return job.run(command, env)
+
+    return run_command(work)
+
+
+if __name__ == "__main__":
+    sys.exit(command_line())
