@@ -121,7 +121,7 @@ class Stubs:
 
     def run(self, script: str, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
         """Run a launch file with the process id of its shell in BATCH."""
-        env = {"PATH": f"{self.folder}:/usr/bin:/bin", **env}
+        env = {"PATH": f"{self.folder}:/usr/bin:/bin", "PYTHONPATH": str(REPOSITORY), **env}
         command = ["bash", "-c", 'BATCH=$$ exec bash "$@"', "bash", str(REPOSITORY / "launch" / script), *arguments]
         return subprocess.run(command, env=env, cwd=self.folder, capture_output=True, text=True, timeout=120)
 
