@@ -1,0 +1,463 @@
+"""Random tests of exactness: draws a training task, disturbs it, and compares every step with an undisturbed run.
+
+    python -m tests.fuzz                    # one seed, drawn anew; it is printed, and can be given again
+    python -m tests.fuzz --seeds 0-99       # these seeds, with a line for each
+    python -m tests.fuzz --seeds 7 --keep   # leave the folder of a seed, for a look
+    python -m tests.fuzz --defects          # plant defects one at a time, and count how many the seeds find
+
+A seed draws a model, data, an optimizer, memory and checkpoint settings, a mesh, and up to three disturbances: one rank
+killed, all ranks killed, or a stop request, each after a drawn step.  After each the run is started again, on the same
+mesh or on another one, with another micro-batch size.
+
+What must hold, as README.md promises it: on the same mesh every loss, gradient norm, learning rate and token count is
+bit-identical to the undisturbed run's, and so are all weights and optimizer states at the end; on another mesh losses
+agree within 1e-5.  Each step is in metrics.jsonl exactly once, and no process is left over.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.chats import CHATML, said, write_tokenizer
+from tests.defects import Defect
+from tests.forked import REPOSITORY, Forked, as_workers_of_nproc, kill_what_is_left, start_run
+from tests.ranks import Ran
+from tests.test_processes import processes_of
+
+START_S = 240.0
+"""How long an attempt may take in all, on a busy machine."""
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Ranks, and how they share the work."""
+
+    replicate: int = 1
+    shard: int = 1
+    context: int = 1
+
+    @property
+    def ranks(self) -> int:
+        return self.replicate * self.shard
+
+    @property
+    def overrides(self) -> list[str]:
+        return [f"mesh.replicate={self.replicate}", f"mesh.shard={self.shard}", f"mesh.context={self.context}"]
+
+    def __str__(self) -> str:
+        return f"{self.replicate}x{self.shard}" + (f"/context {self.context}" if self.context > 1 else "")
+
+
+MESHES = [Mesh(), Mesh(1, 2), Mesh(2, 1), Mesh(2, 2), Mesh(1, 3), Mesh(1, 4)]
+CONTEXT_MESHES = [Mesh(1, 2, 2), Mesh(2, 2, 2), Mesh(1, 4, 2)]
+
+
+@dataclass(frozen=True)
+class Disturbance:
+    """What happens once metrics.jsonl has `after_step`, and the mesh on which the run is started again."""
+
+    kind: str
+    """`kill one` rank, `kill all`, or `stop`: SIGTERM to all ranks, as at the end of a job's time."""
+    after_step: int
+    rank: int
+    mesh: Mesh
+    micro_batch_size: int
+
+    def __str__(self) -> str:
+        return f"{self.kind} after step {self.after_step}, then {self.mesh} x {self.micro_batch_size}"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A drawn task and what disturbs it."""
+
+    seed: int
+    task: str
+    overrides: list[str]
+    steps: int
+    mesh: Mesh
+    micro_batch_size: int
+    disturbances: list[Disturbance] = field(default_factory=list)
+
+    @property
+    def stays_on_its_mesh(self) -> bool:
+        """Whether every attempt has the same mesh and micro-batches: then all bits must be the same."""
+        same = (self.mesh, self.micro_batch_size)
+        return all((each.mesh, each.micro_batch_size) == same for each in self.disturbances)
+
+    def arguments(self, folder: Path, mesh: Mesh, micro_batch_size: int) -> list[str]:
+        own = [f"train.micro_batch_size={micro_batch_size}", f"run.dir={folder}"]
+        return [*self.overrides, *mesh.overrides, *own]
+
+    def __str__(self) -> str:
+        told = "; ".join(map(str, self.disturbances))
+        return f"seed {self.seed}: {self.task} on {self.mesh} x {self.micro_batch_size}: {told}"
+
+
+class Mismatch(AssertionError):
+    """The disturbed run is not the undisturbed one."""
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Drawing
+
+
+COMMON = [
+    "data.seq_len=32",
+    "checkpoint.keep_last=2",
+    "log.every=1",
+    "log.sample_tokens=0",
+    "run.threads=1",
+    "run.device=cpu",
+    "train.compile=false",
+]
+MODELS = {
+    "llama": ["recipe=llama_small", "model.dim=32", "model.num_layers=2", "model.ffn_dim=64"],
+    "gpt2": ["recipe=gpt2", "model.dim=32", "model.num_layers=2", "model.num_heads=4", "model.vocab_size=257"],
+    "qwen3": ["recipe=qwen3_small", "model.dim=32", "model.num_layers=2", "model.head_dim=8", "model.ffn_dim=64"],
+    "moe": [
+        *("recipe=qwen3_moe_small", "model.dim=32", "model.num_layers=2", "model.head_dim=8", "model.expert_dim=16"),
+        *("model.num_experts=4", "model.num_chosen=2"),
+    ],
+}
+GLOBAL_BATCH = 24
+"""Divides by the ranks of every mesh above and by both micro-batch sizes."""
+
+
+def draw(seed: int, material: Path) -> Case:
+    """Return the case of a seed; `material` has the data, see `write_material`."""
+    drawn = random.Random(f"fuzz {seed}")
+    chance = lambda share: drawn.random() < share  # noqa: E731
+
+    kind = drawn.choice(["tokens", "text", "mixture", "chat", "dpo", "synthetic"])
+    model = drawn.choice(["llama", "llama", "gpt2", "qwen3", "moe", "hf"])
+    if kind in ("chat", "dpo"):
+        model = "folder"
+    overrides = list(COMMON)
+    if model == "folder":
+        overrides += [f"recipe={'dpo' if kind == 'dpo' else 'sft'}", f"model.path={material / 'model'}"]
+        overrides += ["model.name=hf"] if chance(0.3) else []
+        overrides += [f"data.cache_dir={material / 'cache'}", "data.seq_len=48", "data.trim_rows=false"]
+        overrides += [f"data.path={material / ('pairs' if kind == 'dpo' else 'chats')}.jsonl"]
+        overrides += ["train.epochs=null", "train.small_model_steps=0"] if kind == "chat" else ["train.epochs=null"]
+    elif model == "hf":
+        overrides += ["recipe=llama_small", "model.name=hf", f"model.path={material / 'model'}"]
+    else:
+        overrides += MODELS[model]
+    has_documents = kind in ("text", "mixture")
+    documents = "joined"
+    if kind == "tokens":
+        overrides += ["data.source=tokens", f"data.path={material / 'shards'}/*.bin"]
+    elif kind == "text":
+        overrides += ["data.source=tokens", f"data.path={material / 'a.jsonl'}", "data.bad=skip"]
+    elif kind == "mixture":
+        paths = f"{{a: '{material / 'a.jsonl'}', b: '{material / 'b.jsonl'}'}}"
+        overrides += ["data.source=tokens", f"data.path={paths}"]
+        if chance(0.5):
+            overrides.append("data.phases=[{from: 1, weights: {a: 3, b: 1}}, {from: 7, weights: {a: 1, b: 2}}]")
+        else:
+            overrides.append("data.weights={a: 2, b: 1}")
+    elif kind == "synthetic":
+        overrides.append("data.source=synthetic")
+    if has_documents:
+        overrides.append(f"data.cache_dir={material / 'cache'}")
+        documents = drawn.choice(["joined", "masked", "apart"] if model != "gpt2" else ["joined", "apart"])
+        overrides.append(f"data.documents={documents}")
+
+    has_lora = chance(0.6 if model == "folder" else 0.15) and model != "moe"
+    dropout = has_lora and chance(0.3)
+    if has_lora:
+        overrides += ["lora.rank=4"] + ["lora.dropout=0.1"] * dropout
+        overrides += [f"train.init_from={material / 'model'}"] * (model in ("llama",))
+    optimizer = drawn.choice(["adamw", "adamw", "adamw", "sgd", "muon"])
+    if has_lora:
+        optimizer = "adamw"
+    overrides += [f"optim.name={optimizer}", f"optim.lr={ {'adamw': 1e-3, 'sgd': 1e-2, 'muon': 1e-3}[optimizer]}"]
+    overrides += [f"optim.weight_decay={drawn.choice([0.0, 0.1])}", f"optim.max_grad_norm={drawn.choice([0.1, 1.0])}"]
+    overrides += [f"schedule.name={drawn.choice(['cosine', 'linear', 'wsd', 'constant'])}"]
+    overrides += [f"schedule.warmup_steps={drawn.choice([0, 3])}", "schedule.warmup_ratio=0"]
+    ema = chance(0.25)
+    overrides += ["train.ema=0.9"] * ema
+    overrides += ["train.activation_checkpoint=" + drawn.choice(["none", "none", "full", "selective", "1"])]
+    overrides += ["fsdp.reshard_after_forward=" + drawn.choice(["default", "always", "never"])]
+    low = chance(0.15)
+    overrides += ["fsdp.param_dtype=bfloat16" if low else "fsdp.param_dtype=float32"]
+    overrides += [f"checkpoint.mode={drawn.choice(['async', 'async', 'sync'])}"]
+    overrides += [f"checkpoint.every={drawn.randint(2, 6)}", f"data.num_workers={int(chance(0.2))}"]
+    evaluates = chance(0.3) and kind in ("synthetic", "text")
+    overrides += ["eval.every=5", "eval.steps=1"] if evaluates else ["eval.every=0"]
+    overrides += ["data.holdout=0.2"] if evaluates and kind == "text" else []
+    steps = drawn.randint(12, 24)
+    overrides += [f"train.steps={steps}", f"train.global_batch_size={GLOBAL_BATCH}", f"run.seed={drawn.randint(0, 99)}"]
+
+    context = kind in ("tokens", "text", "synthetic") and model in ("llama", "qwen3") and documents == "joined"
+    meshes = MESHES + (CONTEXT_MESHES if context and not has_lora else [])
+    mesh, micro_batch_size = drawn.choice(meshes), drawn.choice([1, 2])
+    # Only fp32 without dropout is promised to agree between meshes.  torch's Muon works on shards, and differs by 3e-4;
+    # which experts a token goes to is decided by comparing, so that the last bit can change a whole token's output.
+    moves = chance(0.5) and not (low or dropout or optimizer == "muon" or model == "moe")
+    disturbances = []
+    for after in sorted(drawn.sample(range(1, steps - 2), drawn.randint(1, 3))):
+        then = (drawn.choice(meshes), drawn.choice([1, 2])) if moves else (mesh, micro_batch_size)
+        before = disturbances[-1].mesh if disturbances else mesh
+        what = drawn.choice(["kill one", "kill all", "kill all", "stop"])
+        disturbances.append(Disturbance(what, after, drawn.randrange(before.ranks), *then))
+    extras = [optimizer, *["lora"] * has_lora, *["dropout"] * dropout, *["ema"] * ema, *["bf16"] * low, documents]
+    task = f"{model} on {kind}, {', '.join(extras)}, {steps} steps"
+    return Case(seed, task, overrides, steps, mesh, micro_batch_size, disturbances)
+
+
+def write_material(folder: Path) -> Path:
+    """Write what the tasks train on: token shards, two text files, chats, preference pairs, and a model with weights."""
+    import torch
+
+    import trainer.prepare
+    from trainer.recipe import find_recipe
+
+    drawn = random.Random("material")
+    words = ["Hi", "Yes", "No", "two", "four", "Bye", "so", "now"]
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, number in (("a", 300), ("b", 120)):
+        lines = [{"text": " ".join(drawn.choices(words, k=drawn.randint(1, 30)))} for _ in range(number)]
+        (folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    with tempfile.TemporaryFile("w+") as quiet:
+        code = subprocess.run(
+            [sys.executable, "-m", "trainer.prepare", folder / "a.jsonl", "--out", folder / "shards" / "a"],
+            cwd=REPOSITORY,
+            stdout=quiet,
+            stderr=quiet,
+        ).returncode
+    assert code == 0 and trainer.prepare
+    chats = [said(*(" ".join(drawn.choices(words, k=drawn.randint(1, 4))) for _ in range(2))) for _ in range(60)]
+    (folder / "chats.jsonl").write_text("".join(f"{json.dumps({'messages': chat})}\n" for chat in chats))
+    answers = [[{"role": "assistant", "content": text}] for text in words]
+    pairs = [
+        {"prompt": said(" ".join(drawn.choices(words, k=2))), "chosen": chosen, "rejected": rejected}
+        for chosen, rejected in (drawn.sample(answers, 2) for _ in range(60))
+    ]
+    (folder / "pairs.jsonl").write_text("".join(f"{json.dumps(pair)}\n" for pair in pairs))
+
+    import transformers
+
+    write_tokenizer(folder / "model", CHATML, eos_token="<|im_end|>")
+    torch.manual_seed(1)
+    settings = transformers.LlamaConfig(
+        vocab_size=257,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        tie_word_embeddings=False,
+        eos_token_id=2,
+    )
+    assert find_recipe("llama")
+    transformers.LlamaForCausalLM(settings).save_pretrained(folder / "model")
+    return folder
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Running
+
+
+def run_case(case: Case, folder: Path) -> int:
+    """Run a case; return how many of its disturbances came before the run had ended.  Raises Mismatch."""
+    calm, rough = folder / "undisturbed", folder / "disturbed"
+    started = _start(case, calm, case.mesh, case.micro_batch_size, folder)
+    _finish(started, "the undisturbed run")
+    mesh, micro_batch_size, came = case.mesh, case.micro_batch_size, 0
+    for disturbance in case.disturbances:
+        started = _start(case, rough, mesh, micro_batch_size, folder)
+        came += _disturb(started, disturbance, rough)
+        mesh, micro_batch_size = disturbance.mesh, disturbance.micro_batch_size
+    started = _start(case, rough, mesh, micro_batch_size, folder)
+    _finish(started, f"after {case.disturbances[-1]}")
+    deadline = time.monotonic() + 30
+    while left := processes_of(folder):
+        if time.monotonic() > deadline:
+            raise Mismatch(f"left over: {left}")
+        time.sleep(0.1)
+    compare(Ran(0, "", "", calm), Ran(0, "", "", rough), case)
+    return came
+
+
+def _start(case: Case, run_dir: Path, mesh: Mesh, micro_batch_size: int, logs: Path) -> Forked:
+    own = Path(tempfile.mkdtemp(prefix="logs-", dir=logs))
+    arguments = case.arguments(run_dir, mesh, micro_batch_size)
+    return start_run(arguments, own, mesh.ranks, as_workers_of_nproc(mesh.ranks) if mesh.ranks > 1 else {})
+
+
+def _finish(started: Forked, what: str) -> None:
+    codes = started.wait_as_a_launcher(START_S)
+    if set(codes) != {0}:
+        raise Mismatch(f"{what}: exit codes {codes}\n{started.stderr}")
+
+
+def _disturb(started: Forked, disturbance: Disturbance, run_dir: Path) -> bool:
+    """Wait for the step, strike, and wait until all ranks have gone; False if the run was over first."""
+    deadline = time.monotonic() + START_S
+    while _last_step(run_dir) < disturbance.after_step and any(each.exitcode is None for each in started.processes):
+        if time.monotonic() > deadline:
+            started.kill()
+            raise Mismatch(f"step {disturbance.after_step} was not reached\n{started.stderr}")
+        time.sleep(0.005)
+    was_running = all(each.exitcode is None for each in started.processes)
+    if disturbance.kind == "stop":
+        for each in started.processes:
+            each.terminate()
+    for each in started.processes if disturbance.kind == "kill all" else []:
+        each.kill()
+    if disturbance.kind == "kill one":
+        started.processes[disturbance.rank].kill()
+    codes = started.wait_as_a_launcher(START_S)
+    if disturbance.kind == "stop" and not set(codes) <= {0, 75}:
+        raise Mismatch(f"{disturbance}: exit codes {codes}\n{started.stderr}")
+    if 2 in codes:
+        raise Mismatch(f"refused: {started.stderr}")
+    return was_running
+
+
+def _last_step(run_dir: Path) -> int:
+    try:
+        text = (run_dir / "metrics.jsonl").read_text()
+    except OSError:
+        return 0
+    steps = [json.loads(line).get("step", 0) for line in text.splitlines() if line.endswith("}") and '"train"' in line]
+    return max(steps, default=0)
+
+
+def compare(calm: Ran, rough: Ran, case: Case) -> None:
+    """Raise Mismatch where the two runs differ by more than is promised."""
+    exact = case.stays_on_its_mesh
+    for run in (calm, rough):
+        if run.train("step") != list(range(1, case.steps + 1)):
+            raise Mismatch(f"{run.folder.name} has the steps {run.train('step')}, not 1 to {case.steps} once each")
+    names = sorted({name for line in calm.metrics for name in line if name in ("loss", "grad_norm", "lr", "tokens")})
+    names += sorted({name for line in calm.metrics for name in line if name.startswith(("loss_", "epoch_"))})
+    for kind in ("train", "eval"):
+        pairs = [[line for line in run.metrics if line["kind"] == kind] for run in (calm, rough)]
+        if len(pairs[0]) != len(pairs[1]):
+            raise Mismatch(f"{len(pairs[0])} lines of kind {kind} in the undisturbed run, {len(pairs[1])} in the other")
+        for one, other in zip(*pairs, strict=True):
+            for name in names:
+                tolerance = 0.0 if exact or name in ("lr", "tokens") else 1e-4 if name == "grad_norm" else 1e-5
+                if not _agree(one.get(name), other.get(name), tolerance):
+                    where = f"{kind} {name} at step {one['step']}"
+                    raise Mismatch(f"{where}: {one.get(name)!r} undisturbed, {other.get(name)!r} disturbed")
+    if exact:
+        differing = _differing_tensors(calm.folder, rough.folder, case.steps)
+        if differing:
+            raise Mismatch(f"tensors that differ after the last step: {', '.join(differing[:5])}")
+
+
+def _agree(one: Any, other: Any, tolerance: float) -> bool:
+    if one is None or other is None or not tolerance:
+        return one == other
+    return math.isclose(one, other, rel_tol=tolerance, abs_tol=1e-7)
+
+
+def _differing_tensors(calm: Path, rough: Path, step: int) -> list[str]:
+    """Return the weights and optimizer states that are not bit-identical in the checkpoints of a step."""
+    from trainer.checkpoints import compare_tensors
+    from trainer.checkpoint.source import StoredWeights, find_checkpoint
+
+    weights = [StoredWeights(find_checkpoint(str(run / "checkpoints" / f"step_{step:08d}"))) for run in (calm, rough)]
+    return [change.key for change in compare_tensors(*weights)]
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Does the fuzz notice?
+
+
+PLANTED: list[Defect] = []
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run seeds, or the planted defects; return 1 if a seed fails, or a defect is not noticed."""
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--seeds", default="", help="such as 7, 0-99 or 3,8,20-29 (default: one, drawn anew)")
+    parser.add_argument("--keep", action="store_true", help="leave the folders of the runs")
+    parser.add_argument("--defects", action="store_true", help="plant defects, and see whether the seeds notice")
+    parser.add_argument("--material", type=Path, help="a folder for the data, to use it again")
+    chosen = parser.parse_args(argv)
+    if chosen.defects:
+        return _try_defects(parse_seeds(chosen.seeds) if chosen.seeds else list(range(24)))
+    seeds = parse_seeds(chosen.seeds) if chosen.seeds else [random.SystemRandom().randrange(10**6)]
+    root = Path(tempfile.mkdtemp(prefix="fuzz-"))
+    material = chosen.material or root / "material"
+    if not (material / "pairs.jsonl").exists():
+        write_material(material)
+    failed = []
+    for seed in seeds:
+        case = draw(seed, material)
+        folder = root / str(seed)
+        folder.mkdir()
+        since = time.monotonic()
+        try:
+            came = run_case(case, folder)
+        except (Mismatch, AssertionError) as error:
+            failed.append(seed)
+            print(f"FAILED {case}\n  {shlex.join(case.arguments(folder, case.mesh, case.micro_batch_size))}\n{error}")
+        else:
+            how = "bit-identical" if case.stays_on_its_mesh else "within 1e-5"
+            print(f"{how:13} {case} ({came} of {len(case.disturbances)} came, {time.monotonic() - since:.0f} s)")
+        sys.stdout.flush()
+        if not chosen.keep and seed not in failed:
+            shutil.rmtree(folder, ignore_errors=True)
+    kill_what_is_left()
+    if not (failed or chosen.keep):
+        shutil.rmtree(root, ignore_errors=True)
+    print(f"{len(seeds) - len(failed)} of {len(seeds)} seeds held" + (f"; look at {root}" if failed else ""))
+    return 1 if failed else 0
+
+
+def parse_seeds(text: str) -> list[int]:
+    """Return the seeds of "3,8,20-29"."""
+    seeds = []
+    for item in text.split(","):
+        first, _, last = item.partition("-")
+        seeds += range(int(first), int(last or first) + 1)
+    return seeds
+
+
+def _try_defects(seeds: Sequence[int]) -> int:
+    """Plant each defect in a copy of the project, and run seeds in it until one fails."""
+    missed = []
+    for defect in PLANTED:
+        with tempfile.TemporaryDirectory(prefix=f"fuzz-{defect.name}-") as folder:
+            root = Path(folder) / "project"
+            ignored = shutil.ignore_patterns(".git", ".venv", "runs", "*.pyc", ".*_cache")
+            shutil.copytree(REPOSITORY, root, ignore=ignored)
+            defect.plant(root)
+            noticed = ""
+            material = ["--material", str(Path(folder) / "material")]
+            for seed in seeds:
+                command = [sys.executable, "-m", "tests.fuzz", "--seeds", str(seed), *material]
+                ran = subprocess.run(command, cwd=root, capture_output=True, text=True)
+                if ran.returncode == 1 and "FAILED" in ran.stdout:
+                    noticed = f"noticed by seed {seed}: {ran.stdout.strip().splitlines()[2][:120]}"
+                    break
+                assert ran.returncode == 0, ran.stdout + ran.stderr
+            print(f"{defect.name:32} {noticed or 'NOT NOTICED'}", flush=True)
+            if not noticed:
+                missed.append(defect.name)
+    print(f"{len(PLANTED) - len(missed)} of {len(PLANTED)} defects noticed")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
