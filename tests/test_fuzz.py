@@ -1,0 +1,49 @@
+"""Drawn tasks on drawn meshes, killed and resumed: see tests/fuzz.py, which also runs any seed by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers", reason="some of the drawn models are transformers models")
+
+from tests.fuzz import CONTEXT_MESHES, MESHES, draw, parse_seeds, run_case, write_material
+
+SEEDS = range(40)
+"""Those of the campaign."""
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_material(tmp_path_factory.mktemp("material"))
+
+
+def test_a_seed_draws_one_case_and_seeds_draw_all_there_is(tmp_path: Path) -> None:
+    cases = [draw(seed, tmp_path) for seed in range(200)]
+    assert cases == [draw(seed, tmp_path) for seed in range(200)]
+    assert {case.mesh for case in cases} == {*MESHES, *CONTEXT_MESHES}
+    text = " ".join(str(case) for case in cases)
+    for word in "llama gpt2 qwen3 moe hf chat dpo mixture sgd muon lora dropout ema bf16 masked apart".split():
+        assert word in text, word
+    for kind in ("kill one", "kill all", "stop"):
+        assert kind in text
+    assert 60 < sum(case.stays_on_its_mesh for case in cases) < 160
+
+
+def test_seeds_are_read_as_they_are_typed() -> None:
+    assert parse_seeds("3,8,20-22") == [3, 8, 20, 21, 22]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seed", [10])
+def test_a_drawn_run_is_the_undisturbed_one(seed: int, material: Path, tmp_path: Path) -> None:
+    run_case(draw(seed, material), tmp_path)
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_drawn_runs_are_the_undisturbed_ones(seed: int, material: Path, tmp_path: Path) -> None:
+    run_case(draw(seed, material), tmp_path)
