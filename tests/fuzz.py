@@ -10,8 +10,9 @@ killed, all ranks killed, or a stop request, each after a drawn step.  After eac
 mesh or on another one, with another micro-batch size.
 
 What must hold, as README.md promises it: on the same mesh every loss, gradient norm, learning rate and token count is
-bit-identical to the undisturbed run's, and so are all weights and optimizer states at the end.  A run that moves between
-meshes agrees within 1e-5 with an undisturbed one on one rank.  Each step is in metrics.jsonl exactly once, and no process is left over.
+bit-identical to the undisturbed run's, and so are all weights and optimizer states at the end.  A run that moves
+between meshes agrees within 1e-5 with an undisturbed one on one rank.  Each step is in metrics.jsonl exactly once, and
+no process is left over.
 """
 
 from __future__ import annotations
@@ -225,11 +226,9 @@ def draw(seed: int, material: Path) -> Case:
 
 
 def write_material(folder: Path) -> Path:
-    """Write what the tasks train on: token shards, two text files, chats, preference pairs, and a model with weights."""
+    """Write what the tasks train on: token shards, two text files, chats, preference pairs, a model with weights."""
     import torch
-
-    import trainer.prepare
-    from trainer.recipe import find_recipe
+    import transformers
 
     drawn = random.Random("material")
     words = ["Hi", "Yes", "No", "two", "four", "Bye", "so", "now"]
@@ -244,7 +243,7 @@ def write_material(folder: Path) -> Path:
             stdout=quiet,
             stderr=quiet,
         ).returncode
-    assert code == 0 and trainer.prepare
+    assert code == 0
     chats = [said(*(" ".join(drawn.choices(words, k=drawn.randint(1, 4))) for _ in range(2))) for _ in range(60)]
     (folder / "chats.jsonl").write_text("".join(f"{json.dumps({'messages': chat})}\n" for chat in chats))
     answers = [[{"role": "assistant", "content": text}] for text in words]
@@ -253,8 +252,6 @@ def write_material(folder: Path) -> Path:
         for chosen, rejected in (drawn.sample(answers, 2) for _ in range(60))
     ]
     (folder / "pairs.jsonl").write_text("".join(f"{json.dumps(pair)}\n" for pair in pairs))
-
-    import transformers
 
     write_tokenizer(folder / "model", CHATML, eos_token="<|im_end|>")
     torch.manual_seed(1)
@@ -269,7 +266,6 @@ def write_material(folder: Path) -> Path:
         tie_word_embeddings=False,
         eos_token_id=2,
     )
-    assert find_recipe("llama")
     transformers.LlamaForCausalLM(settings).save_pretrained(folder / "model")
     return folder
 
@@ -376,8 +372,8 @@ def _agree(one: Any, other: Any, tolerance: float) -> bool:
 
 def _differing_tensors(calm: Path, rough: Path, step: int) -> list[str]:
     """Return the weights and optimizer states that are not bit-identical in the checkpoints of a step."""
-    from trainer.checkpoints import compare_tensors
     from trainer.checkpoint.source import StoredWeights, find_checkpoint
+    from trainer.checkpoints import compare_tensors
 
     weights = [StoredWeights(find_checkpoint(str(run / "checkpoints" / f"step_{step:08d}"))) for run in (calm, rough)]
     return [change.key for change in compare_tensors(*weights)]

@@ -24,7 +24,8 @@ def test_a_seed_draws_one_case_and_seeds_draw_all_there_is(tmp_path: Path) -> No
     assert cases == [draw(seed, tmp_path) for seed in range(200)]
     assert {case.mesh for case in cases} == {*MESHES, *CONTEXT_MESHES}
     text = " ".join(str(case) for case in cases)
-    for word in "llama gpt2 qwen3 moe hf chat dpo mixture sgd muon lora dropout ema bf16 masked apart".split():
+    models, data = ["llama", "gpt2", "qwen3", "moe", "hf"], ["chat", "dpo", "mixture", "masked", "apart"]
+    for word in [*models, *data, "sgd", "muon", "lora", "dropout", "ema", "bf16"]:
         assert word in text, word
     for kind in ("kill one", "kill all", "stop"):
         assert kind in text
