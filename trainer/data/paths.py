@@ -22,7 +22,7 @@ from trainer.data.documents import open_shards
 from trainer.data.ingest.folder import MANIFEST
 from trainer.data.ingest.inputs import NAMES, Input, find_inputs, is_of_others
 from trainer.data.manifest import Manifest
-from trainer.data.shards import Shard, ShardError
+from trainer.data.shards import Shard, ShardError, verify_at_start
 from trainer.data.source import Part, Source, TokenSource
 from trainer.data.stdlib import Split
 from trainer.data.tokenizer import tokenizer_of
@@ -67,6 +67,7 @@ def open_path(
         shards, content = found.held_out, found.held_out_content
     try:
         check_made_alike(shards)
+        verify_at_start(shards)
         source = open_shards(shards, data, content)
     except ShardError as error:
         raise unusable(key, setting, error) from error
