@@ -36,6 +36,7 @@ from trainer.data.source import IGNORE, Source, SyntheticSource, TokenSource
 from trainer.data.stdlib import StdlibCorpus, find_source_files, gzip_bits_per_byte, held_out_text
 from trainer.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, find_tokenizer
 from trainer.errors import UserError
+from trainer.files import CHECKSUM
 
 
 class Numbered(Source):
@@ -69,6 +70,13 @@ def write_shards(folder: Path, *shards: list[bytes], name: str = "text", tokeniz
         writer.close()
         writer.publish()
     return str(folder / f"{name}-?????.bin")
+
+
+def without_checksums(folder: Path) -> None:
+    """Have shards be as earlier versions wrote them: what they hold can be changed then."""
+    for path in folder.glob("*.json"):
+        content = {**json.loads(path.read_text()), "checksum": ""}
+        path.write_text(json.dumps({name: value for name, value in content.items() if name != CHECKSUM}))
 
 
 def read_all(source: Source) -> tuple[np.ndarray, np.ndarray]:

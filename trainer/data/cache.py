@@ -161,7 +161,7 @@ def locked(path: Path) -> Iterator[bool]:
     Yields False, and does not wait, on a file system without locks.  A stop request ends the wait, and the process.
     """
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        descriptor = open_lock(path)
         is_locked = _lock(descriptor)
         if not is_locked or is_at(descriptor, path):
             break
@@ -172,6 +172,13 @@ def locked(path: Path) -> Iterator[bool]:
         if is_locked:
             path.unlink(missing_ok=True)  # while it is held: who opens it from now on finds another file
         os.close(descriptor)
+
+
+def open_lock(path: Path) -> int:
+    """Return the descriptor of a file to lock, which is created if it is missing."""
+    if path.is_dir():
+        remove(path)
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
 
 
 def _lock(descriptor: int) -> bool:
@@ -207,6 +214,8 @@ def remove(path: Path) -> None:
 
 def write_value(path: Path, value: Any) -> None:
     """Keep a JSON value, with a checksum.  Raises OSError."""
+    if path.is_dir():
+        remove(path)
     with replacing(path) as partial:
         partial.write_text(json.dumps(with_checksum({"value": value})))
 

@@ -199,7 +199,7 @@ class Shard:
         recorded = self._checksum[8:] if is_index else self._checksum[:8]
         if recorded:
             try:
-                found = f"{_crc_of(file[0]):08x}"
+                found = f"{_crc_of(file):08x}"
             except OSError as error:
                 raise ShardError(f"{file[0]} cannot be read ({reason(error)})") from error
             if found != recorded:
@@ -435,11 +435,11 @@ def verify_at_start(shards: Sequence[Shard]) -> None:
             shard.verify()
 
 
-def _crc_of(path: str) -> int:
-    found = 0
-    with open(path, "rb", buffering=0) as file:
-        while block := file.read(1 << 20):
-            found = crc32(block, found)
+def _crc_of(file: Version) -> int:
+    found, offset = 0, 0
+    block = np.empty(1 << 20, np.uint8)
+    while count := SHARD_FILES.read_into(block, file, offset):
+        found, offset = crc32(block[:count].data, found), offset + count
     return found
 
 

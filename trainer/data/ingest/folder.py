@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trainer.data.cache import DAMAGE, remove
+from trainer.data.cache import DAMAGE, open_lock, remove
 from trainer.data.ingest.report import Tally
 from trainer.data.manifest import Manifest
 from trainer.data.shards import Shard, ShardError
@@ -126,7 +126,7 @@ class BuildFolder:
                 remove(path)
 
     def forget_damaged(self, num_units: int) -> None:
-        """Remove the records that are damaged, or whose shards are missing or cut: their units are built again."""
+        """Remove the records that are damaged, or whose shards are missing or damaged: their units are built again."""
         for unit in range(num_units):
             if not self.is_done(unit):
                 continue
@@ -134,7 +134,7 @@ class BuildFolder:
                 try:
                     record = self.read(unit)
                     for name in (*record.train, *record.held_out):
-                        Shard(self.path / name)
+                        Shard(self.path / name).verify()
                 except ShardError as error:
                     if self.is_complete:
                         return  # another process has finished meanwhile, and removed the records
@@ -169,8 +169,5 @@ class BuildFolder:
 
     def _lock(self) -> int:
         if self._descriptor < 0:
-            path = self.path / _LOCK
-            if path.is_dir():
-                remove(path)
-            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            self._descriptor = open_lock(self.path / _LOCK)
         return self._descriptor

@@ -26,7 +26,7 @@ from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
-from trainer.data.cache import is_at, read_value, remove, write_value
+from trainer.data.cache import is_at, open_lock, read_value, remove, write_value
 from trainer.data.descriptors import SHARD_FILES, Version
 from trainer.data.remote.transport import MANY, Broken, Changed, again, download
 from trainer.errors import say
@@ -141,7 +141,7 @@ class ShardCache:
         """Remove what is needed last, until as many bytes as are still to come have their room.  Raises NoRoom."""
         if self._limit is None:
             return
-        with open(self._folder / ".lock", "w") as lock:
+        with os.fdopen(open_lock(self._folder / ".lock"), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             self.let_go()
             excess = sum(map(_size_of, self._names())) - self._limit  # that of what is fetched is among them
@@ -223,7 +223,7 @@ def _size_and_crc(path: Path) -> tuple[int, int]:
 def _held(path: Path) -> Iterator[Path]:
     """Be the only one that writes a file, which is gone after the block unless it was renamed."""
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        descriptor = open_lock(path)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         except OSError as error:

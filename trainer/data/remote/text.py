@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
-from trainer.data.cache import is_at, read_value, write_value
+from trainer.data.cache import is_at, open_lock, read_value, write_value
 from trainer.data.ingest.builder import stop_if_asked
 from trainer.data.ingest.inputs import NAMES, Input, find_inputs, kind_of
 from trainer.data.remote.cache import Item, ShardCache, sum_file
@@ -70,7 +70,7 @@ class RemoteText:
 def _shared(lock: Path) -> int:
     """Return the descriptor of a file that others may hold as well, but to remove it."""
     while True:
-        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        descriptor = open_lock(lock)
         fcntl.flock(descriptor, fcntl.LOCK_SH)
         if is_at(descriptor, lock):
             return descriptor

@@ -1,0 +1,368 @@
+"""Files of caches, and shards of the user's, that are damaged: the right samples, or one message; never other samples.
+
+A table of caches, of their files, and of what can happen to a file on a disk.  What a new process would read is read in
+this one, which forgets what it has verified.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.chats import CHATML, said, write_tokenizer
+from tests.test_data import write_shards
+from tests.test_remote import Server
+from trainer.config import DataSection
+from trainer.data import catalogue, descriptors, rows, shards
+from trainer.data import stdlib as stdlib_module
+from trainer.data.ingest.folder import BuildFolder
+from trainer.data.opening import open_source
+from trainer.data.remote import transport
+from trainer.data.shards import ShardError
+from trainer.data.source import entries
+from trainer.errors import UserError
+from trainer.plan.machine import calibration_path, read_calibration, write_calibration
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", lambda _: None)
+    monkeypatch.setattr(transport, "LONGEST_PAUSE_S", 0.0)
+
+
+def as_in_a_new_process() -> None:
+    shards._VERIFIED.clear()
+    descriptors.SHARD_FILES.close()
+    from trainer.data.remote import shard
+
+    shard._cache.cache_clear()
+
+
+def samples_of(data: DataSection) -> list[Any]:
+    """Return all that a run would read: of both splits, the samples, what identifies them, and bytes a token."""
+    found: list[Any] = []
+    for split in ("train", "eval"):
+        source = open_source(data, None, split)  # type: ignore[call-overload]
+        if source is not None:
+            batch = {name: entry.tolist() for name, entry in entries(source.batch(np.arange(len(source)))).items()}
+            found += [batch, source.fingerprint.to_state(), source.bytes_per_token, source.sentence]
+    return found
+
+
+# -- the caches -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Cache:
+    """How a cache is filled and read: `use` returns what a run would see; `folder` holds the cache's files."""
+
+    use: Callable[[], Any]
+    folder: Path
+    may_refuse: bool = False
+    """Whether damage may be refused, as of what only the user can make again."""
+    again: Callable[[], None] = lambda: None
+    """Brings the cache to the state in which it is damaged, if that is not the state after a use."""
+
+
+def texts(count: int) -> list[str]:
+    return [f"document {number} " * (number % 5 + 1) for number in range(count)]
+
+
+def write_lines(path: Path, count: int = 40) -> Path:
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts(count)))
+    return path
+
+
+def of_text(tmp_path: Path, **more: Any) -> DataSection:
+    lines = write_lines(tmp_path / "a.jsonl")
+    return DataSection(
+        source="tokens", path=str(lines), cache_dir=str(tmp_path / "cache"), seq_len=8, holdout=0.2, **more
+    )
+
+
+def tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
+    data = of_text(tmp_path)
+    return Cache(lambda: samples_of(data), tmp_path / "cache")
+
+
+def interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
+    """Tokens of which all parts are built, and no manifest is there yet."""
+    monkeypatch.setattr("trainer.data.ingest.units.SMALLEST", 500)
+    monkeypatch.setattr("trainer.data.ingest.builder.usual_procs", lambda: 1)
+    monkeypatch.setattr("trainer.data.tokenized.usual_procs", lambda: 1)
+    data = of_text(tmp_path)
+
+    def interrupt() -> None:
+        shutil.rmtree(tmp_path / "cache")
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(BuildFolder, "complete", lambda *_: exec("raise KeyboardInterrupt"))
+            samples_of(data)
+
+    return Cache(lambda: samples_of(data), tmp_path / "cache", again=interrupt)
+
+
+def stdlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
+    (tmp_path / "lib").mkdir()
+    for number in range(60):
+        (tmp_path / "lib" / f"m{number}.py").write_text(f"x = {number}\n")
+    monkeypatch.setattr(stdlib_module.sysconfig, "get_path", lambda _: str(tmp_path / "lib"))
+    data = DataSection(cache_dir=str(tmp_path / "cache"), seq_len=8)
+    return Cache(lambda: samples_of(data), tmp_path / "cache")
+
+
+def chats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
+    tokenizer = write_tokenizer(tmp_path / "model", CHATML) / "tokenizer.json"
+    lines = [
+        {"messages": said("Hi", word, "Bye", "Bye now")} for word in ["Yes", "No", "Hello", "there", "two", "and"] * 4
+    ]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    data = DataSection(
+        source="chat",
+        path=str(tmp_path / "chats.jsonl"),
+        tokenizer=str(tokenizer),
+        cache_dir=str(tmp_path / "cache"),
+        seq_len=64,
+        holdout=0.2,
+    )
+    return Cache(lambda: samples_of(data), tmp_path / "cache")
+
+
+def pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
+    tokenizer = write_tokenizer(tmp_path / "model", CHATML) / "tokenizer.json"
+    lines = [
+        {"prompt": said("Hi"), "chosen": said("", word)[1:], "rejected": said("", "Bye")[1:]}
+        for word in ["Yes", "No", "Hello", "there", "two", "and"] * 4
+    ]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    data = DataSection(
+        source="chat",
+        path=str(tmp_path / "pairs.jsonl"),
+        tokenizer=str(tokenizer),
+        cache_dir=str(tmp_path / "cache"),
+        seq_len=64,
+    )
+    return Cache(lambda: samples_of(data), tmp_path / "cache")
+
+
+def packing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
+    monkeypatch.setattr(rows, "FEW_DOCUMENTS", 0)
+    (tmp_path / "data").mkdir()
+    path = write_shards(tmp_path / "data", [text.encode() for text in texts(40)])
+    data = DataSection(
+        source="tokens", path=path, cache_dir=str(tmp_path / "cache"), seq_len=16, fit="best", documents="masked"
+    )
+    return Cache(lambda: samples_of(data), tmp_path / "cache")
+
+
+def many_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
+    """With a catalogue."""
+    monkeypatch.setattr(catalogue, "MANY", 4)
+    (tmp_path / "data").mkdir()
+    path = write_shards(tmp_path / "data", *([text.encode()] for text in texts(5)))
+    data = DataSection(source="tokens", path=path, cache_dir=str(tmp_path / "cache"), seq_len=8)
+    return Cache(lambda: samples_of(data), tmp_path / "cache")
+
+
+def from_afar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
+    (tmp_path / "there").mkdir()
+    write_shards(tmp_path / "there", *([text.encode()] for text in texts(3)))
+    server = _served(tmp_path / "there")
+    data = DataSection(
+        source="tokens",
+        path=f"{server.url}/text-*.bin",
+        cache_dir=str(tmp_path / "cache"),
+        seq_len=8,
+        documents="masked",
+        cache_gib=0.1,
+    )
+    return Cache(lambda: samples_of(data), tmp_path / "cache")
+
+
+def from_afar_of_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
+    """Shards that have no checksum."""
+    found = from_afar(tmp_path, monkeypatch)
+    for path in (tmp_path / "there").glob("*.json"):
+        content = json.loads(path.read_text())
+        path.write_text(json.dumps({name: content[name] for name in content if name not in ("crc32", "checksum")}))
+    return found
+
+
+def text_from_afar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
+    """Fetched by a process that was killed before it had tokenized it."""
+    (tmp_path / "there").mkdir()
+    write_lines(tmp_path / "there" / "a.jsonl")
+    server = _served(tmp_path / "there")
+    data = DataSection(
+        source="tokens", path=f"{server.url}/a.jsonl", cache_dir=str(tmp_path / "cache"), seq_len=8, holdout=0.2
+    )
+
+    def interrupt() -> None:
+        for path in (tmp_path / "cache").glob("tokens-*"):
+            shutil.rmtree(path)
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr("trainer.data.tokenized.build", lambda *_: exec("raise KeyboardInterrupt"))
+            samples_of(data)
+
+    return Cache(lambda: samples_of(data), tmp_path / "cache", again=interrupt)
+
+
+def calibration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    rates = {
+        "measured": "today", "matmul": {2: 1e9, 4: 1e9}, "attention": {2: 1e9, 4: 1e9}, "memory": 1e9,
+        "kernel_s": 1e-6, "host_s": 0.0,
+    }  # fmt: skip
+    write_calibration("cpu", rates)
+    before = calibration_path("cpu").read_bytes()
+
+    def use() -> Any:
+        found = read_calibration("cpu")
+        return found if found is not None else json.loads(before) and "none"
+
+    def use_or_none() -> Any:
+        found = use()
+        return expected if found == "none" else found  # removed: there is none, and the data sheet is taken
+
+    expected = use()
+    return Cache(use_or_none, tmp_path / "cache", may_refuse=True)
+
+
+def shards_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
+    (tmp_path / "data").mkdir()
+    path = write_shards(tmp_path / "data", *([text.encode()] for text in texts(3)))
+    data = DataSection(source="tokens", path=path, cache_dir=str(tmp_path / "cache"), seq_len=8)
+    return Cache(lambda: samples_of(data), tmp_path / "data", may_refuse=True)
+
+
+def large_shards_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
+    """With checksums of their pages, which are compared when a page is read."""
+    monkeypatch.setattr(shards, "VERIFIED_AT_START", 0)
+    monkeypatch.setattr(shards, "_LARGE", 64)
+    monkeypatch.setattr(shards, "_PAGE", 32)
+    return shards_of_the_user(tmp_path, monkeypatch)
+
+
+def large_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
+    """Damaged pages are refused once, and the next start builds them again."""
+    monkeypatch.setattr(shards, "VERIFIED_AT_START", 0)
+    monkeypatch.setattr(shards, "_LARGE", 64)
+    monkeypatch.setattr(shards, "_PAGE", 32)
+    data = of_text(tmp_path)
+
+    def use() -> Any:
+        try:
+            return samples_of(data)
+        except (ShardError, UserError) as error:
+            assert "the next start builds it again" in str(error)
+            as_in_a_new_process()
+            return samples_of(data)
+
+    return Cache(use, tmp_path / "cache")
+
+
+CACHES: dict[str, Callable[[Path, pytest.MonkeyPatch], Cache]] = {
+    kind.__name__: kind
+    for kind in (
+        tokens, interrupted, stdlib, chats, pairs, packing, many_shards, from_afar, from_afar_of_before, text_from_afar,
+        calibration, shards_of_the_user, large_shards_of_the_user, large_tokens,
+    )
+}  # fmt: skip
+
+_servers: list[Server] = []
+
+
+def _served(folder: Path) -> Server:
+    _servers.append(Server(folder))
+    return _servers[-1]
+
+
+@pytest.fixture(autouse=True)
+def _closed() -> Iterator[None]:
+    yield
+    while _servers:
+        _servers.pop().close()
+
+
+# -- the damages ------------------------------------------------------------------------------------------------------
+
+
+def flipped(path: Path, bit: int | None = None) -> None:
+    """Turn over one bit, as a disk does: the times of the file stay."""
+    content, times = bytearray(path.read_bytes()), path.stat()
+    if content:
+        bit = len(content) * 8 // 2 if bit is None else bit % (len(content) * 8)
+        content[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(content)
+        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+def as_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+    (path / "inside").write_text("")
+
+
+DAMAGES: dict[str, Callable[[Path], None]] = {
+    "one bit turned over": flipped,
+    "cut": lambda path: os.truncate(path, path.stat().st_size // 2),
+    "emptied": lambda path: os.truncate(path, 0),
+    "removed": Path.unlink,
+    "replaced by a folder": as_folder,
+}
+
+
+def files_in(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file() and not path.name.endswith(".damaged"))
+
+
+def try_all(found: Cache, damages: list[Callable[[Path], None]], names: list[str]) -> int:
+    """Damage each file in each way, and compare what is read with what it was before; returns how often."""
+    expected = found.use()
+    found.again()
+    pristine = found.folder.with_name("pristine")
+    shutil.copytree(found.folder, pristine)
+    count = 0
+    for path in files_in(found.folder):
+        for damage, name in zip(damages, names, strict=True):
+            damage(path)
+            as_in_a_new_process()
+            what = f"{path.relative_to(found.folder)} {name}"
+            try:
+                assert found.use() == expected, what
+            except (UserError, ShardError) as error:
+                assert found.may_refuse, f"{what}: {error}"
+                assert path.stem.split("-")[0] in str(error), f"{what}: {error}"
+            count += 1
+            shutil.rmtree(found.folder)
+            shutil.copytree(pristine, found.folder)
+            as_in_a_new_process()
+    return count
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_a_damaged_file_gives_the_same_samples_or_one_message(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = CACHES[kind](tmp_path, monkeypatch)
+    assert try_all(found, list(DAMAGES.values()), list(DAMAGES)) >= len(DAMAGES)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("kind", CACHES)
+def test_any_bit_of_any_file_may_turn_over(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, rng = CACHES[kind](tmp_path, monkeypatch), random.Random(kind)
+    bits = [rng.randrange(1 << 20) for _ in range(40)]
+    try_all(
+        found,
+        [lambda path, bit=bit: flipped(path, bit) for bit in bits],
+        [f"bit {bit}" for bit in bits],  # type: ignore[misc]
+    )
