@@ -31,8 +31,8 @@ Entry = TypeVar("Entry")
 DAMAGE = (OSError, ValueError, TypeError, LookupError, AttributeError, ShardError)
 """What reading a damaged file may raise."""
 
-_PAUSE_S = 0.05
-"""Seconds between attempts to get a lock, and so the longest that a stop request waits for an answer."""
+_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
+"""Seconds between attempts to get a lock: twice as many each time."""
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -53,14 +53,19 @@ def find_cache_folders(setting: str | None) -> list[Path]:
 
 
 def get_or_build(
-    cache_dir: str | None, name: str, what: str, build: Callable[[Path], None], load: Callable[[Path], Entry]
+    cache_dir: str | None,
+    name: str,
+    what: str,
+    build: Callable[[Path], None],
+    load: Callable[[Path], Entry],
+    made_of: int = 0,
 ) -> Entry:
     """Return the cache's entry `name`, which is built first if it is missing or damaged.
 
     load: reads an entry from its folder.  It must compare everything that is used later with a checksum, and raise one
         of DAMAGE if anything is wrong.
     build: writes the files of an entry into an empty folder.
-    what: what the entry holds, for messages, such as `conversations`.
+    what, made_of: what the entry holds, and the bytes of files that it is made of, for messages.
 
     Any number of processes may ask for the same entry: one builds it, the others wait.  On a file system without locks
     each builds it for itself, and the first to finish provides it.  Raises UserError if no folder can be written.
@@ -75,7 +80,7 @@ def get_or_build(
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             return _build(folder / name, build, load)
         except OSError as error:
-            failures.append(cannot_store(cache_dir, what, folder, error))
+            failures.append(cannot_store(cache_dir, what, folder, error, made_of))
     raise (
         failures[-1]
         if failures
@@ -83,24 +88,21 @@ def get_or_build(
     )
 
 
-def cannot_store(cache_dir: str | None, what: str, folder: Path, error: OSError) -> UserError:
-    """Return what to raise if the cache's `folder` cannot be written."""
-    written = getattr(error, "num_written", 0)
+def cannot_store(cache_dir: str | None, what: str, folder: Path, error: OSError, made_of: int = 0) -> UserError:
+    """Return what to raise if the cache's `folder` cannot be written; `made_of` is the size of the input, in bytes."""
     if error.errno not in _FULL:
-        return setting_error(
-            "data.cache_dir", cache_dir, f"{what} cannot be stored there ({error})", fix="give a writable folder"
-        )
-    free = 0
-    with contextlib.suppress(OSError):
-        free = shutil.disk_usage(folder).free
-    why = "your quota is used up" if error.errno == errno.EDQUOT else "the disk is full"
-    rule = f"{what} cannot be stored in {folder}: {why}; needs more than {_megabytes(written + free)}, has "
-    fix = "free some space, or give a folder on another disk"
-    return setting_error("data.cache_dir", cache_dir, rule + _megabytes(free), fix=fix)
-
-
-def _megabytes(num_bytes: int) -> str:
-    return f"{num_bytes / 1e6:,.1f} MB"
+        rule = f"{what} cannot be stored there ({error})"
+        return setting_error("data.cache_dir", cache_dir, rule, fix="give a writable folder")
+    room = "your quota is used up"
+    if error.errno == errno.ENOSPC:
+        free = 0.0
+        with contextlib.suppress(OSError):
+            free = shutil.disk_usage(folder).free / 1e6
+        room = f"the disk is full: {free:,.1f} MB are free, and more is needed"
+    if made_of:
+        room += f" to tokenize {made_of / 1e6:,.1f} MB of files"
+    rule = f"{what} cannot be stored in {folder}: {room}"
+    return setting_error("data.cache_dir", cache_dir, rule, fix="free some space, or give a folder on another disk")
 
 
 def _build(path: Path, build: Callable[[Path], None], load: Callable[[Path], Entry]) -> Entry:
@@ -117,7 +119,8 @@ def _build(path: Path, build: Callable[[Path], None], load: Callable[[Path], Ent
         made = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
         made.mkdir()
         try:
-            _write(made, build)
+            build(made)
+            _sync(made)
             try:
                 os.rename(made, path)
             except OSError:
@@ -132,26 +135,12 @@ def _build(path: Path, build: Callable[[Path], None], load: Callable[[Path], Ent
             raise OSError(f"{path} cannot be read back: {error}") from error
 
 
-def _write(folder: Path, build: Callable[[Path], None]) -> None:
-    """Have an entry written, and flush it to disk.  An OSError gets `num_written`, the bytes that were written."""
-    try:
-        build(folder)
-        for path in folder.iterdir():
-            with open(path, "rb") as file:
-                os.fsync(file.fileno())
-        sync_folder(folder)
-    except OSError as error:
-        error.num_written = size_of(folder)  # type: ignore[attr-defined]
-        raise
-
-
-def size_of(folder: Path) -> int:
-    """Return the bytes of the files in a folder, as many as can be seen."""
-    size = 0
-    with contextlib.suppress(OSError):
-        for path in folder.iterdir():
-            size += path.stat().st_size
-    return size
+def _sync(folder: Path) -> None:
+    """Flush the files of an entry to disk."""
+    for path in folder.iterdir():
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+    sync_folder(folder)
 
 
 @contextlib.contextmanager
@@ -182,6 +171,8 @@ def open_lock(path: Path) -> int:
 
 
 def _lock(descriptor: int) -> bool:
+    """Lock an open file, once no other process does; returns False if its file system has no locks."""
+    pause = _PAUSE_S
     while True:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -190,7 +181,8 @@ def _lock(descriptor: int) -> bool:
             if was_asked_early():
                 say("stopped while waiting for another process, which is writing to the cache")
                 raise SystemExit(EXIT_STOPPED) from None
-            time.sleep(_PAUSE_S)
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
         except OSError:
             return False
 

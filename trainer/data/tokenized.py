@@ -54,7 +54,8 @@ def make_shards(
         try:
             return _kept(job, base / _name(job), fetch)
         except OSError as error:
-            failures.append(cannot_store(data.cache_dir, "tokenized text", base, error))
+            size = sum(each.size for each in job.inputs)
+            failures.append(cannot_store(data.cache_dir, "tokenized text", base, error, size))
     raise (
         failures[-1]
         if failures
@@ -94,9 +95,9 @@ def _verified(path: Path) -> tuple[list[Shard], list[Shard]]:
     """Return the shards to train on, and those held out.  Raises ShardError."""
     manifest = Manifest.read(path / MANIFEST)
     train, held_out = manifest.shards(path), manifest.shards(path, held_out=True)
-    for shard in (*train, *held_out):
-        shard.is_rebuilt = True
     verify_at_start([*train, *held_out])
+    for shard in (*train, *held_out):
+        shard.is_rebuilt = True  # from now on damage is only found while it is read
     return train, held_out
 
 

@@ -119,7 +119,8 @@ def find_or_make(order: Order, encoder: Encoder, cache_dir: str | None) -> Kept:
     Raises UserError for a conversation that cannot be trained on, or if there is not a folder to write to.
     """
     name = f"chat-{_digest(order, encoder)}"
-    return get_or_build(cache_dir, name, "conversations", lambda folder: _make(folder, order, encoder), _load)
+    size = sum(path.stat().st_size for path in order.files)
+    return get_or_build(cache_dir, name, "conversations", lambda folder: _make(folder, order, encoder), _load, size)
 
 
 def _digest(order: Order, encoder: Encoder) -> str:
