@@ -30,12 +30,14 @@ from trainer.data import cache, catalogue, descriptors, rows, shards
 from trainer.data import stdlib as stdlib_module
 from trainer.data.cache import get_or_build, locked
 from trainer.data.ingest.folder import BuildFolder
+from trainer.data.manifest import Manifest, rows_of
 from trainer.data.opening import open_source
 from trainer.data.remote import transport
 from trainer.data.shards import Shard, ShardError
 from trainer.data.source import entries
 from trainer.errors import UserError
 from trainer.plan.machine import calibration_path, read_calibration, write_calibration
+from trainer.prepare import prepare
 
 
 @pytest.fixture(autouse=True)
@@ -226,6 +228,29 @@ def text_from_afar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
     return Cache(lambda: samples_of(data), tmp_path / "cache", again=interrupt)
 
 
+def prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
+    """What `trainer.prepare` leaves if it is interrupted."""
+    monkeypatch.setattr("trainer.data.ingest.units.SMALLEST", 500)
+    lines = write_lines(tmp_path / "a.jsonl")
+    out = tmp_path / "out"
+
+    def use() -> Any:
+        for path in out.glob("x-*"):
+            path.unlink()
+        prepare([str(lines)], str(out / "x"), holdout=0.2, procs=1)
+        return {path.name: path.read_bytes() for path in out.iterdir()}
+
+    def interrupt() -> None:
+        for path in out.glob("x-*"):
+            path.unlink()
+        with monkeypatch.context() as patch:
+            patch.setattr(BuildFolder, "complete", interrupted_there)
+            with pytest.raises(KeyboardInterrupt):
+                prepare([str(lines)], str(out / "x"), holdout=0.2, procs=1)
+
+    return Cache(use, out, again=interrupt)
+
+
 def calibration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     rates = {
@@ -252,6 +277,16 @@ def shards_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache
     path = write_shards(tmp_path / "data", *([text.encode()] for text in texts(3)))
     data = DataSection(source="tokens", path=path, cache_dir=str(tmp_path / "cache"), seq_len=8)
     return Cache(lambda: samples_of(data), tmp_path / "data", may_refuse=True)
+
+
+def manifest_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
+    found = shards_of_the_user(tmp_path, monkeypatch)
+    listed = [Shard(path) for path in sorted(found.folder.glob("*.bin"))]
+    checksums = [shard.info.checksum for shard in listed]
+    kind, rows_of_it = listed[0].info.kind, rows_of(listed, found.folder)
+    Manifest(*kind, train=rows_of_it, held_out=[], checksums=checksums).write(found.folder / "manifest.json")
+    data = DataSection(source="tokens", path=str(found.folder / "manifest.json"), seq_len=8)
+    return Cache(lambda: samples_of(data), found.folder, may_refuse=True)
 
 
 def large_shards_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
@@ -286,7 +321,7 @@ CACHES: dict[str, Callable[[Path, pytest.MonkeyPatch], Cache]] = {
     kind.__name__: kind
     for kind in (
         tokens, interrupted, stdlib, chats, pairs, packing, many_shards, from_afar, from_afar_of_before, text_from_afar,
-        calibration, shards_of_the_user, large_shards_of_the_user, large_tokens,
+        prepared, calibration, shards_of_the_user, manifest_of_the_user, large_shards_of_the_user, large_tokens,
     )
 }  # fmt: skip
 
@@ -454,6 +489,16 @@ def test_checksums_of_pages_that_are_damaged_do_no_harm(large: Shard) -> None:
         assert np.array_equal(again.read(5_000_000, 10), large.read(5_000_000, 10))
         cache.remove(sums)
         sums.write_bytes(content)
+
+
+def test_a_small_shard_in_place_of_a_large_one_leaves_no_checksums_of_pages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shards, "_LARGE", 1000)
+    for count, suffixes in ((100, {".bin", ".idx", ".crc", ".json"}), (10, {".bin", ".idx", ".json"})):
+        lines = write_lines(tmp_path / "a.jsonl", count)
+        prepare([str(lines)], str(tmp_path / "out" / "x"), overwrite=True, procs=1)
+        assert {path.suffix for path in (tmp_path / "out").iterdir()} == suffixes
 
 
 def test_shards_of_earlier_versions_have_no_checksums_of_pages(large: Shard) -> None:

@@ -26,6 +26,9 @@ from trainer.files import checked, crc32, with_checksum
 PIECE = np.dtype([("start", "<i8"), ("count", "<i4")])
 """A piece of a document: its first token in the stream of all shards, and its targets, the tokens after it."""
 
+_FILES = {"pieces": PIECE, "ends": np.dtype("<i8")}
+"""The files of a packing, and what they hold."""
+
 FEW_DOCUMENTS = 2**20
 """So many documents are kept in memory, with some 24 bytes each."""
 
@@ -150,20 +153,18 @@ def _mapped(folder: Path) -> Rows:
     """Return the rows of a packing that `_write` has written.  Raises ValueError if it is damaged."""
     facts = checked(json.loads((folder / "totals.json").read_bytes()))
     totals = Totals(**facts["totals"])
-    arrays = []
-    for name, dtype in (("pieces", PIECE), ("ends", np.dtype("<i8"))):
-        found: NDArray[Any] = np.empty(0, dtype)
-        if (folder / name).stat().st_size:  # an empty file cannot be mapped
-            found = np.memmap(folder / name, dtype, "r")
-        if _crc_of(found) != facts[name]:
-            raise ValueError(f"the checksum of {name} is wrong")
-        arrays.append(found)
-    return Rows(*arrays, totals)
+    pieces, ends = (_read_array(folder / name, dtype, facts[name]) for name, dtype in _FILES.items())
+    return Rows(pieces, ends, totals)
 
 
-def _crc_of(found: NDArray[Any]) -> int:
-    """Return the checksum of an array's bytes, which may be mapped and are then not copied."""
-    return crc32(found.view(np.uint8).data) if len(found) else 0
+def _read_array(path: Path, dtype: np.dtype[Any], checksum: int) -> NDArray[Any]:
+    """Return a mapped file.  Raises ValueError if its content has another checksum."""
+    found: NDArray[Any] = np.empty(0, dtype)
+    if path.stat().st_size:  # an empty file cannot be mapped
+        found = np.memmap(path, dtype, "r")
+    if (crc32(found.view(np.uint8).data) if len(found) else 0) != checksum:
+        raise ValueError(f"the checksum of {path.name} is wrong")
+    return found
 
 
 class DocumentIndex:

@@ -196,7 +196,7 @@ class Shard:
     def _verify(self, file: Version, is_index: bool) -> None:
         if file in _VERIFIED:
             return
-        recorded = self._checksum[8:] if is_index else self._checksum[:8]
+        recorded = self._recorded[8:] if is_index else self._recorded[:8]
         if recorded:
             try:
                 found = f"{_crc_of(file):08x}"
@@ -214,7 +214,7 @@ class Shard:
         return ShardError(f"{path}, in the cache, is damaged: {why}; the next start builds it again")
 
     @functools.cached_property
-    def _checksum(self) -> str:
+    def _recorded(self) -> str:
         """The checksum of when it was written; empty if none is known."""
         metadata = f"{self.name.removesuffix('.bin')}.json"
         if self.info.checksum or not os.path.lexists(metadata):
@@ -226,7 +226,7 @@ class Shard:
         """The file of the checksums of its pages; None if there is none for tokens with this checksum."""
         size = self.info.num_tokens * self.dtype.itemsize
         path = f"{self.name.removesuffix('.bin')}.crc"
-        if size <= _LARGE or not self._checksum or not os.path.isfile(path):
+        if size <= _LARGE or not self._recorded or not os.path.isfile(path):
             return None
         try:
             file = check_size(path, 8 + 4 * -(-size // _PAGE))
@@ -234,7 +234,7 @@ class Shard:
             SHARD_FILES.read_into(header, file, 0)
         except (OSError, ShardError):
             return None
-        return file if header.tobytes() == bytes.fromhex(self._checksum) else None
+        return file if header.tobytes() == bytes.fromhex(self._recorded) else None
 
     def _fill_checked(self, buffer: NDArray[Any], offset: int, page_sums: Version) -> int:
         """Fill `buffer` with tokens as `_fill` does, once the pages that they lie in have been checked."""
@@ -244,8 +244,12 @@ class Shard:
         sums = np.empty(last - first, "<u4")
         SHARD_FILES.read_into(sums, page_sums, 8 + 4 * first)
         if SHARD_FILES.read_into(pages, self._file, first * _PAGE) == len(pages):
-            starts = range(0, len(pages), _PAGE)
-            if all(crc32(pages[start : start + _PAGE].data) == own for start, own in zip(starts, sums, strict=True)):
+            place, content = 0, pages.data
+            for own in sums.tolist():
+                if crc32(content[place : place + _PAGE]) != own:
+                    break
+                place += _PAGE
+            else:
                 found = pages[offset - first * _PAGE : stop - first * _PAGE]
                 buffer.view(np.uint8)[: len(found)] = found
                 return len(found)
