@@ -601,7 +601,7 @@ def test_a_stop_request_ends_the_wait_for_a_lock(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["chats", "tokens", "stdlib"])
+@pytest.mark.parametrize("kind", ["chats", "tokens", "stdlib", "text_from_afar"])
 def test_a_full_disk_is_one_message_and_no_file(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.test_caches.ANSWERS", ["Hello"] * 500)
     monkeypatch.setattr("tests.test_caches.texts", lambda _: ["a document"] * 2000)
@@ -609,11 +609,24 @@ def test_a_full_disk_is_one_message_and_no_file(tmp_path: Path, kind: str, monke
         found = CACHES[kind](tmp_path, monkeypatch)
         with pytest.raises(UserError) as caught:
             found.use()
-        left = [path for path in disk.rglob("*") if path.is_file()]
+        left = [path for path in disk.rglob("*") if path.is_file() and not path.name.startswith("listed-")]
     message = str(caught.value)
     assert message.startswith(f"data.cache_dir={disk}: ")
     assert f"cannot be stored in {disk}: the disk is full: 0.0 MB are free" in message
     assert message.endswith("to fix: free some space, or give a folder on another disk")
+    assert left == []
+
+
+@pytest.mark.slow
+def test_shards_from_afar_on_a_full_disk_are_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.test_caches.texts", lambda _: ["a document " * 2000] * 2)
+    with small_disk(tmp_path / "cache", "8k") as disk:
+        with pytest.raises(UserError) as caught:
+            from_afar(tmp_path, monkeypatch).use()
+        left = [path.name for path in disk.rglob("*.bin*")]
+    assert "No space left on device to keep it; free some space, or give another disk as data.cache_dir" in str(
+        caught.value
+    )
     assert left == []
 
 

@@ -217,6 +217,7 @@ def test_a_shard_that_is_cut_short_is_named(tmp_path: Path, num_workers: int) ->
 def test_a_shard_that_is_gone_is_named(tmp_path: Path) -> None:
     source = open_source(token_settings(write_shards(tmp_path, [b"abcdefgh" * 50])), 257, "train")
     (tmp_path / "text-00000.bin").unlink()
+    descriptors.SHARD_FILES.close()  # it is open since it was verified, and could be read on
     loader = EvalLoader(source, global_batch_size=2, micro_batch_size=2)
     with pytest.raises(
         TrainingFailed, match=r"^sample 0 cannot be read: .*text-00000\.bin cannot be read \(No such file"

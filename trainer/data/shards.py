@@ -426,7 +426,7 @@ def _look_at(path: str, num_bytes: int) -> Version:
 def _checked(path: str, found: os.stat_result, num_bytes: int) -> Version:
     if found.st_size != num_bytes:
         raise ShardError(f"{path} has {found.st_size} bytes, but its metadata says {num_bytes}")
-    return path, found.st_ino, found.st_mtime_ns
+    return path, found.st_ino, found.st_ctime_ns  # which nobody can set back, unlike the time of modification
 
 
 def verify_at_start(shards: Sequence[Shard]) -> None:
@@ -457,8 +457,10 @@ def _page_sums_of(path: Path) -> bytes:
 
 
 def reason(error: OSError) -> str:
-    """Return why the system refuses, with the limit if that is why."""
+    """Return why the system refuses, with the limit if that is why, or what to do about a full disk."""
     limit = f"; `ulimit -n` is {file_limit()}" if error.errno in (errno.EMFILE, errno.ENFILE) else ""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        limit = " to keep it; free some space, or give another disk as data.cache_dir, or a limit as data.cache_gib"
     return f"{error.strerror}{limit}"
 
 

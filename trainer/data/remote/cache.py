@@ -127,7 +127,7 @@ class ShardCache:
 
     def _found(self, name: str, path: Path) -> Version:
         stat = os.stat(path)
-        return self._here.setdefault(name, (str(path), stat.st_ino, stat.st_mtime_ns))
+        return self._here.setdefault(name, (str(path), stat.st_ino, stat.st_ctime_ns))
 
     def _forget(self, name: str) -> None:
         version = self._here.pop(name, None)

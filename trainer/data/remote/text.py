@@ -56,14 +56,15 @@ class RemoteText:
         names = " ".join(item.name for item in self.items)
         lock = self.folder / f".{hashlib.blake2b(names.encode(), digest_size=12).hexdigest()}.lock"
         descriptor = _shared(lock)
+        files: list[Path] = []
         try:
             yield
+            files = [self.folder / item.name for item in self.items]
+        finally:  # after a failure the files stay, for the next start
             with suppress(BlockingIOError):
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                files = [self.folder / item.name for item in self.items]
                 for path in (*files, *map(sum_file, files), lock):
                     path.unlink(missing_ok=True)
-        finally:
             os.close(descriptor)
 
 

@@ -156,13 +156,18 @@ def _linked(url: str) -> list[str]:
 
 
 def again(url: str, tries: int, act: Callable[[], Result]) -> Result:
-    """Return what `act` does, which is tried up to `tries` times.  Raises Unreachable, with the last reason."""
+    """Return what `act` does, which is tried up to `tries` times.  Raises Unreachable, with the last reason.
+
+    A full disk is no fault of the URL's: that OSError is raised as it is.
+    """
     for left in range(tries - 1, -1, -1):
         try:
             return act()
         except ShardError:
             raise
         except Exception as error:  # each file system raises errors of its own
+            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise
             if not left or _is_final(error):
                 message = f"{url} cannot be read ({_reason(error)})"
                 raise Unreachable(message, _is_absent(error), not _is_final(error)) from error
