@@ -13,6 +13,7 @@ from tests.chats import CHATML, said, write_tokenizer
 from tests.test_data import write_shards
 from tests.test_mixture import write_sources
 from trainer.data.__main__ import command_line
+from trainer.files import CHECKSUM
 
 RANDOM = np.random.default_rng(5)
 
@@ -87,7 +88,7 @@ def test_every_broken_shard_is_named(tmp_path: Path, capsys: Any) -> None:
     assert len(lines) == 3
     assert "text-00001.bin has 5 bytes" in lines[0]
     assert "text-00002.idx is damaged" in lines[1]
-    assert lines[2].endswith("text-00003.bin: token 50 is 65535, beyond the vocabulary")
+    assert "text-00003.bin is damaged: its checksum is " in lines[2]
 
 
 def test_every_way_to_name_shards_is_checked(tmp_path: Path, capsys: Any) -> None:
@@ -97,12 +98,15 @@ def test_every_way_to_name_shards_is_checked(tmp_path: Path, capsys: Any) -> Non
         content = bytearray((tmp_path / f"text-0000{number}.bin").read_bytes())
         content[100:102] = what
         (tmp_path / f"text-0000{number}.bin").write_bytes(content)
+    metadata = json.loads((tmp_path / "text-00001.json").read_text())
+    old = {name: value for name, value in metadata.items() if name not in ("checksum", CHECKSUM)}
+    (tmp_path / "text-00001.json").write_text(json.dumps(old))
     for path in (tmp_path, tmp_path / "text-*.bin"):
         code, out, err = ask(capsys, "check", "data.source=tokens", f"data.path={path}", "data.seq_len=16")
         assert (code, err) == (1, "")
         first, second = out.splitlines()
         assert first.endswith("text-00001.bin: token 50 is 65535, beyond the vocabulary")
-        assert "text-00002.bin has changed since it was written: checksum " in second
+        assert "text-00002.bin is damaged: its checksum is " in second
 
 
 def test_several_sources_are_checked(tmp_path: Path, capsys: Any) -> None:

@@ -14,6 +14,7 @@ import torch
 
 from trainer import export, load_config
 from trainer.errors import EXIT_INTERRUPTED, run_command
+from trainer.files import checked
 from trainer.metrics.sinks import _remembered_id
 from trainer.plan.machine import calibration_path, write_calibration
 from trainer.report import __main__ as report
@@ -91,7 +92,7 @@ def test_a_calibration_is_there_or_is_not(tmp_path: Path, monkeypatch: pytest.Mo
         write_calibration("cpu", {"memory": 2.0})
     path = calibration_path("cpu")
     assert list(path.parent.iterdir()) == [path]
-    assert json.loads(path.read_text()) == {"memory": 1.0}
+    assert checked(json.loads(path.read_text())) == {"memory": 1.0}
 
 
 def test_an_empty_name_in_weights_and_biases_is_none(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from tests.ranks import run_tiny
-from tests.test_data import Numbered, stream_of, take, write_shards
+from tests.test_data import Numbered, stream_of, take, without_checksums, write_shards
 from tests.tiny import tiny_config
 from trainer import Trainer
 from trainer.config import DataSection
@@ -217,6 +217,7 @@ def test_a_shard_that_is_cut_short_is_named(tmp_path: Path, num_workers: int) ->
 def test_a_shard_that_is_gone_is_named(tmp_path: Path) -> None:
     source = open_source(token_settings(write_shards(tmp_path, [b"abcdefgh" * 50])), 257, "train")
     (tmp_path / "text-00000.bin").unlink()
+    descriptors.SHARD_FILES.close()  # it is open since it was verified, and could be read on
     loader = EvalLoader(source, global_batch_size=2, micro_batch_size=2)
     with pytest.raises(
         TrainingFailed, match=r"^sample 0 cannot be read: .*text-00000\.bin cannot be read \(No such file"
@@ -232,6 +233,7 @@ def test_an_id_beyond_the_vocabulary_is_named(tmp_path: Path, position: int) -> 
     with open(damaged, "r+b") as file:
         file.seek(2 * position)
         file.write((60_000).to_bytes(2, "little"))
+    without_checksums(tmp_path)
     source = open_source(token_settings(path, holdout=0.1), 257, "train")
     sample = (401 + position) // 8
     with pytest.raises(TrainingFailed) as failed:
@@ -277,6 +279,7 @@ def test_a_run_on_two_ranks_ends_with_one_message(tmp_path: Path) -> None:
     path = write_shards(tmp_path, [b"abcdefgh" * 500])
     with open(tmp_path / "text-00000.bin", "r+b") as file:
         file.write((60_000).to_bytes(2, "little") * 4000)
+    without_checksums(tmp_path)
     ran = run_tiny(tmp_path / "run", "data.source=tokens", f"data.path={path}", "train.steps=3", "nproc=2", ends=1)
     assert ran.stderr.count("holds the id 60000") == 1, ran.stderr
     assert "Traceback" not in ran.stderr

@@ -38,17 +38,20 @@ def read_shards(paths: Sequence[str], cache_dir: str | None) -> tuple[list[Shard
         (os.path.abspath(shard.name), shard.info.num_tokens, shard.info.num_documents, shard.info.num_bytes)
         for shard in shards
     ]
+    checksums = [shard.info.checksum for shard in shards]
     for folder in find_cache_folders(cache_dir):
         with contextlib.suppress(OSError):  # the next one, or none: it is then read again
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            Manifest(*shards[0].info.kind, train=rows, held_out=[], train_content=content).write(folder / name)
+            Manifest(*shards[0].info.kind, train=rows, held_out=[], train_content=content, checksums=checksums).write(
+                folder / name
+            )
             break
     return shards, content
 
 
 def _name(paths: Sequence[str]) -> str:
     """Return a name for shards as they are now.  Raises ShardError if the metadata of one is not there."""
-    digest = hashlib.blake2b(os.fsencode(os.getcwd()), digest_size=12)
+    digest = hashlib.blake2b(b"2" + os.fsencode(os.getcwd()), digest_size=12)
     for path in paths:
         metadata = f"{path.removesuffix('.bin')}.json"
         try:

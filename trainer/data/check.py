@@ -18,10 +18,9 @@ from numpy.typing import NDArray
 
 from trainer.config import DataSection
 from trainer.data.opening import open_source
-from trainer.data.shards import Shard, ShardError, read_info
+from trainer.data.shards import Shard, ShardError
 from trainer.data.source import IGNORE, Source, entries
 from trainer.data.tokenizer import tokenizer_of
-from trainer.files import crc32
 
 Tell = Callable[[str], None]
 Hashes = NDArray[np.uint64]
@@ -39,13 +38,16 @@ def check_data(data: DataSection, vocab_size: int | None, tell: Tell) -> int:
     Raises UserError for settings that name no data.
     """
     named = _named(data)
+    shards = {name: found for name, found in named.items() if isinstance(found, Shard)}
     broken = [str(found) for found in named.values() if isinstance(found, ShardError)]
-    shards, train, held_out = {name: found for name, found in named.items() if isinstance(found, Shard)}, None, None
+    broken += filter(None, map(_damage, shards.values()))
+    train, held_out = None, None
     if not broken:
         train, held_out = open_source(data, vocab_size, "train"), open_source(data, vocab_size, "eval")
         of_both = [shard for source in (train, held_out) if source is not None for shard in source.shards]
+        others = {shard.name: shard for shard in of_both if shard.name not in shards}
+        broken += filter(None, map(_damage, others.values()))
         shards = {shard.name: shard for shard in of_both}
-    broken += filter(None, map(_damage, shards.values()))
     for text in broken:
         tell(f"broken: {text}")
     if broken or train is None:
@@ -67,7 +69,7 @@ def _many(number: int, what: str) -> str:
 
 
 def _named(data: DataSection) -> dict[str, Shard | ShardError]:
-    """Return the shards of paths and globs by their names; for one that cannot be opened, why."""
+    """Return the shards of paths, globs and folders by their names; for one that cannot be opened, why."""
     settings = [setting for setting in (data.path, data.eval_path) if setting is not None]
     paths = [
         path.removeprefix("file://")
@@ -75,7 +77,10 @@ def _named(data: DataSection) -> dict[str, Shard | ShardError]:
         for path in (each.values() if isinstance(each, Mapping) else [each])
     ]
     found: dict[str, Shard | ShardError] = {}
-    for name in sorted({name for path in paths for name in glob.glob(os.path.expanduser(path), recursive=True)}):
+    names = {name for path in paths for name in glob.glob(os.path.expanduser(path), recursive=True)}
+    folders = [name for name in names if os.path.isdir(name)]
+    names.update(name for folder in folders for name in glob.glob(os.path.join(glob.escape(folder), "*.bin")))
+    for name in sorted(names):
         if name.endswith(".bin") and Path(name).with_suffix(".json").exists():
             try:
                 found[name] = Shard(Path(name))
@@ -86,28 +91,17 @@ def _named(data: DataSection) -> dict[str, Shard | ShardError]:
 
 def _damage(shard: Shard) -> str | None:
     """Return what is wrong with what a shard holds; None if nothing is."""
-    checksum = 0
     try:
-        offsets = shard.read_offsets()
+        shard.verify()
+        shard.read_offsets()
         for start in range(0, shard.info.num_tokens, _CHUNK):
             tokens = shard.read(start, min(_CHUNK, shard.info.num_tokens - start))
-            checksum = crc32(tokens.data, checksum)
             if tokens.max(initial=0) >= shard.info.vocab_size:
                 place = int(np.argmax(tokens >= shard.info.vocab_size))
                 return f"{shard.name}: token {start + place} is {tokens[place]}, beyond the vocabulary"
-        recorded = _checksum(shard)
     except ShardError as error:
         return str(error)
-    found = f"{checksum:08x}{crc32(offsets.astype('<u8').data):08x}"
-    if recorded and found != recorded:
-        return f"{shard.name} has changed since it was written: checksum {found}, but its metadata says {recorded}"
     return None
-
-
-def _checksum(shard: Shard) -> str:
-    """Return the checksum of when a shard was written; none of an old one, or of one that was compared when fetched."""
-    metadata = f"{shard.name.removesuffix('.bin')}.json"
-    return "" if shard.is_elsewhere else shard.info.checksum or read_info(metadata).checksum
 
 
 # -- hashes -----------------------------------------------------------------------------------------------------

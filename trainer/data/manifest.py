@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from trainer.data.shards import Shard, ShardError, ShardInfo
-from trainer.files import replacing
+from trainer.data.shards import Shard, ShardError, ShardInfo, find_dtype
+from trainer.files import checked, replacing, with_checksum
 
 Row: TypeAlias = "tuple[str, int, int, int]"
 """A shard: its path, absolute or from the manifest's folder, its tokens, documents, and bytes of raw text."""
@@ -24,6 +25,8 @@ class Manifest:
 
     train_content, held_out_content: the digests of `sample_content`; empty if there are no such shards.
     notes: what was found while they were built, for the messages of later runs.
+    checksums: those of all shards, as their metadata say: first of `train`, then of `held_out`.  Empty in manifests of
+        earlier versions.
     """
 
     dtype: str
@@ -36,6 +39,7 @@ class Manifest:
     held_out_content: str = ""
     notes: dict[str, Any] = dataclasses.field(default_factory=dict)
     format: int = FORMAT
+    checksums: list[str] = dataclasses.field(default_factory=list)
 
     @classmethod
     def read(cls, path: Path) -> Manifest:
@@ -50,9 +54,10 @@ class Manifest:
     def parse(cls, content: bytes, path: str) -> Manifest:
         """Return the manifest that `content` holds; `path` is what messages call it.  Raises ShardError."""
         try:
-            found = cls(**json.loads(content))
+            found = cls(**checked(json.loads(content)))
             if found.format != FORMAT:
                 raise ShardError(f"{path} has format {found.format}, this version reads format {FORMAT}")
+            _check_types(found)
             for row in (*found.train, *found.held_out):
                 name, *counts = row
                 if not isinstance(name, str) or [type(count) for count in counts] != [int] * 3 or min(counts) < 0:
@@ -66,18 +71,42 @@ class Manifest:
     def write(self, path: Path) -> None:
         """Write the manifest, flushed, in place of an earlier one."""
         with replacing(path) as partial:
-            partial.write_text(json.dumps(vars(self), separators=(",", ":")))
+            partial.write_text(json.dumps(with_checksum(vars(self)), separators=(",", ":")))
 
     def shards(self, folder: Path, held_out: bool = False) -> list[Shard]:
         """Return the shards, whose files are looked at and not opened.  Raises ShardError."""
-        alike = (self.dtype, self.vocab_size, self.tokenizer, self.end_id)
         inside = f"{folder}/"
         return [
-            Shard.listed(
-                name if name.startswith("/") else inside + name, ShardInfo(*alike, tokens, documents, num_bytes)
-            )
-            for name, tokens, documents, num_bytes in (self.held_out if held_out else self.train)
+            Shard.listed(name if name.startswith("/") else inside + name, info) for name, info in self.infos(held_out)
         ]
+
+    def infos(self, held_out: bool = False) -> list[tuple[str, ShardInfo]]:
+        """Return the shards' names, as they stand in the manifest, and their metadata."""
+        alike = (self.dtype, self.vocab_size, self.tokenizer, self.end_id)
+        checksums = self.checksums or [""] * (len(self.train) + len(self.held_out))
+        rows, own = (
+            (self.held_out, checksums[len(self.train) :]) if held_out else (self.train, checksums[: len(self.train)])
+        )
+        return [
+            (name, ShardInfo(*alike, tokens, documents, num_bytes, checksum=checksum))
+            for (name, tokens, documents, num_bytes), checksum in zip(rows, own, strict=True)
+        ]
+
+
+def _check_types(manifest: Manifest) -> None:
+    """Raise ValueError for entries of other types than a manifest has."""
+    texts = (manifest.dtype, manifest.tokenizer, manifest.train_content, manifest.held_out_content, *manifest.checksums)
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError("a text is something else")
+    if manifest.checksums and len(manifest.checksums) != len(manifest.train) + len(manifest.held_out):
+        raise ValueError("it has a checksum too few or too many")
+    for checksum in filter(None, manifest.checksums):
+        if not re.fullmatch("[0-9a-f]{16}", checksum):
+            raise ValueError(f"a checksum is {checksum!r}")
+    if type(manifest.vocab_size) is not int or type(manifest.end_id) is not int or not isinstance(manifest.notes, dict):
+        raise ValueError("vocab_size, end_id or notes is something else")
+    if manifest.vocab_size < 1 or manifest.dtype != find_dtype(manifest.vocab_size):
+        raise ValueError(f"dtype is {manifest.dtype}")
 
 
 def row_of(shard: Shard, folder: Path) -> Row:

@@ -17,12 +17,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trainer.data.cache import cannot_store
 from trainer.data.catalogue import read_shards
 from trainer.data.documents import open_shards
 from trainer.data.ingest.folder import MANIFEST
 from trainer.data.ingest.inputs import NAMES, Input, find_inputs, is_of_others
 from trainer.data.manifest import Manifest
-from trainer.data.shards import Shard, ShardError
+from trainer.data.shards import Shard, ShardError, verify_at_start
 from trainer.data.source import Part, Source, TokenSource
 from trainer.data.stdlib import Split
 from trainer.data.tokenizer import tokenizer_of
@@ -67,6 +68,7 @@ def open_path(
         shards, content = found.held_out, found.held_out_content
     try:
         check_made_alike(shards)
+        verify_at_start(shards)
         source = open_shards(shards, data, content)
     except ShardError as error:
         raise unusable(key, setting, error) from error
@@ -143,6 +145,7 @@ def find_shards(setting: str | None, data: DataSection, key: str) -> Found:
         if manifest is not None:
             return _listed(manifest)
         if paths:
+            _check_none_is_missing(setting)
             return Found(paths, *read_shards(paths, data.cache_dir))
     except ShardError as error:
         raise unusable(key, setting, error) from error
@@ -211,6 +214,16 @@ def _bins(pattern: str) -> list[str]:
     return sorted(name for name in names if name.endswith(".bin"))
 
 
+def _check_none_is_missing(setting: str) -> None:
+    """Raise ShardError if a glob or a folder has the index and the metadata of a shard whose tokens are gone."""
+    pattern = os.path.expanduser(setting.removeprefix("file://"))
+    stem = os.path.join(glob.escape(pattern), "*") if os.path.isdir(pattern) else pattern.removesuffix(".bin")
+    for index in sorted(glob.glob(f"{stem}.idx", recursive=True)) if "*" in stem or "?" in stem or "[" in stem else ():
+        name = index.removesuffix(".idx")
+        if os.path.exists(f"{name}.json") and not os.path.exists(f"{name}.bin"):
+            raise ShardError(f"{name}.bin is missing, but the shard's {name}.idx and {name}.json are there")
+
+
 def _bins_of_others(pattern: str) -> list[str]:
     """Return these files if they are tokens that others have made, all of them."""
     found = _bins(pattern)
@@ -241,8 +254,11 @@ def _remote(setting: str, data: DataSection, key: str) -> Found:
         if not text.items:
             rule = "contains neither token shards (.bin files or a manifest.json) nor text"
             raise setting_error(key, setting, rule, fix=f"give files that end in {NAMES}")
-        with text.kept():
-            built = _made_of_text(text.inputs(key), data, key, text.fetch)
+        try:
+            with text.kept():
+                built = _made_of_text(text.inputs(key), data, key, text.fetch)
+        except OSError as error:
+            raise cannot_store(data.cache_dir, "text", text.folder, error) from error
         return dataclasses.replace(built, files=[item.url for item in text.items])
     except ShardError as error:
         raise unusable(key, setting, error) from error

@@ -8,13 +8,8 @@ of a node map: a billion documents cost none of them memory of its own.
 from __future__ import annotations
 
 import bisect
-import fcntl
 import json
-import os
-import shutil
-import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,14 +17,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.data.cache import find_cache_folders
+from trainer.data.cache import get_or_build
 from trainer.data.order import sample_at
 from trainer.data.packing import best_fit
 from trainer.data.shards import Shard
-from trainer.errors import setting_error
+from trainer.files import checked, crc32, with_checksum
 
 PIECE = np.dtype([("start", "<i8"), ("count", "<i4")])
 """A piece of a document: its first token in the stream of all shards, and its targets, the tokens after it."""
+
+_FILES = {"pieces": PIECE, "ends": np.dtype("<i8")}
+"""The files of a packing, and what they hold."""
 
 FEW_DOCUMENTS = 2**20
 """So many documents are kept in memory, with some 24 bytes each."""
@@ -69,25 +67,17 @@ class Rows:
 def find_rows(shards: Sequence[Shard], seq_len: int, packs: bool, content: str, cache_dir: str | None) -> Rows:
     """Return rows of at most `seq_len` targets: with `packs` as full as can be, else of one piece each, in order.
 
-    content: a digest of the shards' content.  Any number of processes may do this at once: one of them makes the file,
-    the others wait for it.  Raises ShardError, and UserError if the file cannot be kept.
+    content: a digest of the shards' content.  Those of many documents come from the cache: see `get_or_build`.
+    Raises ShardError, and UserError if they cannot be kept.
     """
     if sum(shard.info.num_documents for shard in shards) <= FEW_DOCUMENTS:
         return _gathered(list(_blocks(shards, seq_len, packs)))
-    name = f"rows-{content}-{seq_len}-{'best' if packs else 'apart'}"
-    for folder in (folders := find_cache_folders(cache_dir)):
-        if (folder / name).is_dir():
-            return _mapped(folder / name)
-    place = folders[0] / name if folders else Path(tempfile.gettempdir(), name)
-    try:
-        place.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with _locked(place.with_suffix(".lock")):
-            if not place.is_dir():
-                _write(place, _blocks(shards, seq_len, packs))
-        return _mapped(place)
-    except OSError as error:
-        rule = f"the packing of the documents cannot be kept in {place.parent} ({error.strerror})"
-        raise setting_error("data.cache_dir", cache_dir, rule, fix="give a writable folder") from error
+    name = f"packing-{content}-{seq_len}-{'best' if packs else 'apart'}"
+
+    def build(folder: Path) -> None:
+        _write(folder, _blocks(shards, seq_len, packs))
+
+    return get_or_build(cache_dir, name, "the packing of the documents", build, _mapped)
 
 
 _Block = tuple[NDArray[Any], NDArray[np.int64]]
@@ -143,40 +133,38 @@ def _gathered(blocks: Sequence[_Block]) -> Rows:
     return Rows(pieces, np.cumsum(np.concatenate([sizes for _, sizes in blocks])), _sum_up(pieces))
 
 
-def _write(place: Path, blocks: Iterator[_Block]) -> None:
-    """Write the folder of a packing under another name, and rename it."""
-    made = Path(tempfile.mkdtemp(prefix=f".{place.name}-", dir=place.parent))
-    try:
-        targets = squares = end = 0
-        with open(made / "pieces", "wb") as pieces_file, open(made / "ends", "wb") as ends_file:
-            for pieces, sizes in blocks:
-                pieces_file.write(pieces.tobytes())
-                ends_file.write((end + np.cumsum(sizes)).astype("<i8").tobytes())
-                end += len(pieces)
-                totals = _sum_up(pieces)
-                targets, squares = targets + totals.targets, squares + totals.squares
-            for file in (pieces_file, ends_file):
-                file.flush()
-                os.fsync(file.fileno())
-        (made / "totals.json").write_text(json.dumps(asdict(Totals(targets, squares))))
-        os.rename(made, place)
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
+def _write(folder: Path, blocks: Iterator[_Block]) -> None:
+    """Write the files of a packing."""
+    targets = squares = end = pieces_crc = ends_crc = 0
+    with open(folder / "pieces", "wb") as pieces_file, open(folder / "ends", "wb") as ends_file:
+        for pieces, sizes in blocks:
+            ends = (end + np.cumsum(sizes)).astype("<i8").tobytes()
+            pieces_file.write(pieces.tobytes())
+            ends_file.write(ends)
+            pieces_crc, ends_crc = crc32(pieces.tobytes(), pieces_crc), crc32(ends, ends_crc)
+            end += len(pieces)
+            totals = _sum_up(pieces)
+            targets, squares = targets + totals.targets, squares + totals.squares
+    facts = {"totals": asdict(Totals(targets, squares)), "pieces": pieces_crc, "ends": ends_crc}
+    (folder / "totals.json").write_text(json.dumps(with_checksum(facts)))
 
 
-def _mapped(place: Path) -> Rows:
-    totals = Totals(**json.loads((place / "totals.json").read_text()))
-    if not totals.targets:
-        return Rows(np.empty(0, PIECE), np.empty(0, np.int64), totals)
-    return Rows(np.memmap(place / "pieces", PIECE, "r"), np.memmap(place / "ends", "<i8", "r"), totals)
+def _mapped(folder: Path) -> Rows:
+    """Return the rows of a packing that `_write` has written.  Raises ValueError if it is damaged."""
+    facts = checked(json.loads((folder / "totals.json").read_bytes()))
+    totals = Totals(**facts["totals"])
+    pieces, ends = (_read_array(folder / name, dtype, facts[name]) for name, dtype in _FILES.items())
+    return Rows(pieces, ends, totals)
 
 
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Be the only one inside the block, of all processes that can see the file; the system unlocks for the dead."""
-    with open(path, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+def _read_array(path: Path, dtype: np.dtype[Any], checksum: int) -> NDArray[Any]:
+    """Return a mapped file.  Raises ValueError if its content has another checksum."""
+    found: NDArray[Any] = np.empty(0, dtype)
+    if path.stat().st_size:  # an empty file cannot be mapped
+        found = np.memmap(path, dtype, "r")
+    if (crc32(found.view(np.uint8).data) if len(found) else 0) != checksum:
+        raise ValueError(f"the checksum of {path.name} is wrong")
+    return found
 
 
 class DocumentIndex:

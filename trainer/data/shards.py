@@ -9,10 +9,12 @@ import errno
 import functools
 import json
 import os
+import re
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,10 +22,24 @@ from numpy.typing import NDArray
 from trainer.data.descriptors import SHARD_FILES, Version
 from trainer.data.tokenizer import Tokenizer
 from trainer.distributed.environment import file_limit
-from trainer.files import crc32
+from trainer.files import CHECKSUM, checked, crc32, with_checksum
 
-SUFFIXES = (".bin", ".idx", ".json")
-"""The files of a shard, metadata last."""
+SUFFIXES = (".bin", ".idx", ".crc", ".json")
+"""The files of a shard, metadata last.  Only large ones have a .crc: see `_PAGE`."""
+
+VERIFIED_AT_START = 1 << 30
+"""Bytes of all shards up to which they are compared with their checksums when they are opened: half a second.  Of
+larger data, each page is checked when it is read."""
+
+_PAGE = 4096
+"""Bytes that have a checksum of their own in NAME.crc.  The system reads whole pages of this size anyway, so that
+checking them before a sample is used reads nothing more than the sample needs."""
+
+_LARGE = 1 << 22
+"""Bytes of tokens up to which a shard has no .crc: all of it is checked before its first use."""
+
+_VERIFIED: set[Version] = set()
+"""The files that this process has found to be what their checksums say."""
 
 
 class ShardError(Exception):
@@ -63,6 +79,8 @@ class Shard:
 
     is_elsewhere = False
     """Whether it is to be fetched before it can be read."""
+    is_rebuilt = False
+    """Whether the next start builds it again if its file is missing, as in a cache: a damaged file is put aside."""
 
     def __init__(self, path: str | Path) -> None:
         self.name = os.fspath(path)
@@ -156,8 +174,87 @@ class Shard:
         return found.astype(np.int64)
 
     def _fill(self, buffer: NDArray[Any], offset: int, is_index: bool) -> int:
-        """Fill `buffer` with bytes of the tokens, or of the index; returns how many there were.  Raises OSError."""
-        return SHARD_FILES.read_into(buffer, self._index if is_index else self._file, offset)
+        """Fill `buffer` with bytes of the tokens, or of the index; returns how many there were.
+
+        Raises OSError, and ShardError for bytes that are not those that were written.
+        """
+        file = self._index if is_index else self._file
+        if file not in _VERIFIED:
+            if not is_index and self._page_sums is not None:
+                return self._fill_checked(buffer, offset, self._page_sums)
+            self._verify(file, is_index)
+        return SHARD_FILES.read_into(buffer, file, offset)
+
+    def verify(self) -> None:
+        """Compare all bytes with the checksums that were written with them.  Raises ShardError.
+
+        A process does this once.  Shards that were written before there were checksums, or by others, pass.
+        """
+        self._verify(self._file, is_index=False)
+        self._verify(self._index, is_index=True)
+
+    def _verify(self, file: Version, is_index: bool) -> None:
+        if file in _VERIFIED:
+            return
+        recorded = self._recorded[8:] if is_index else self._recorded[:8]
+        if recorded:
+            try:
+                found = f"{_crc_of(file):08x}"
+            except OSError as error:
+                raise ShardError(f"{file[0]} cannot be read ({reason(error)})") from error
+            if found != recorded:
+                raise self._damaged(file[0], f"its checksum is {found}, but {recorded} was written")
+        _VERIFIED.add(file)
+
+    def _damaged(self, path: str, why: str) -> ShardError:
+        if not self.is_rebuilt:
+            return ShardError(f"{path} is damaged: {why}")
+        with contextlib.suppress(OSError):
+            os.replace(path, f"{path}.damaged")
+        return ShardError(f"{path}, in the cache, is damaged: {why}; the next start builds it again")
+
+    @functools.cached_property
+    def _recorded(self) -> str:
+        """The checksum of when it was written; empty if none is known."""
+        metadata = f"{self.name.removesuffix('.bin')}.json"
+        if self.info.checksum or not os.path.lexists(metadata):
+            return self.info.checksum
+        return read_info(metadata).checksum  # a manifest of before it listed checksums
+
+    @functools.cached_property
+    def _page_sums(self) -> Version | None:
+        """The file of the checksums of its pages; None if there is none for tokens with this checksum."""
+        size = self.info.num_tokens * self.dtype.itemsize
+        path = f"{self.name.removesuffix('.bin')}.crc"
+        if size <= _LARGE or not self._recorded or not os.path.isfile(path):
+            return None
+        try:
+            file = check_size(path, 8 + 4 * -(-size // _PAGE))
+            header = np.empty(8, np.uint8)
+            SHARD_FILES.read_into(header, file, 0)
+        except (OSError, ShardError):
+            return None
+        return file if header.tobytes() == bytes.fromhex(self._recorded) else None
+
+    def _fill_checked(self, buffer: NDArray[Any], offset: int, page_sums: Version) -> int:
+        """Fill `buffer` with tokens as `_fill` does, once the pages that they lie in have been checked."""
+        size, stop = self.info.num_tokens * self.dtype.itemsize, offset + buffer.nbytes
+        first, last = offset // _PAGE, -(-min(stop, size) // _PAGE)
+        pages = np.empty(min(last * _PAGE, size) - first * _PAGE, np.uint8)
+        sums = np.empty(last - first, "<u4")
+        SHARD_FILES.read_into(sums, page_sums, 8 + 4 * first)
+        if SHARD_FILES.read_into(pages, self._file, first * _PAGE) == len(pages):
+            place, content = 0, pages.data
+            for own in sums.tolist():
+                if crc32(content[place : place + _PAGE]) != own:
+                    break
+                place += _PAGE
+            else:
+                found = pages[offset - first * _PAGE : stop - first * _PAGE]
+                buffer.view(np.uint8)[: len(found)] = found
+                return len(found)
+            self._verify(self._file, is_index=False)  # else it is the .crc that is damaged
+        return SHARD_FILES.read_into(buffer, self._file, offset)
 
     def look(self, start: int, count: int) -> NDArray[np.unsignedinteger[Any]]:
         """Return a few tokens, as `read` does; of a shard that is elsewhere these alone are fetched."""
@@ -175,8 +272,14 @@ class ShardWriter:
         self.path, self._tokenizer = path, tokenizer
         self._dtype = np.dtype(find_dtype(tokenizer.vocab_size))
         self._attempt = f"{os.getpid()}-{secrets.token_hex(4)}.tmp"
-        self._files = {suffix: open(self._temporary(suffix), "wb") for suffix in SUFFIXES}  # noqa: SIM115
-        self._checksums = dict.fromkeys(SUFFIXES, 0)
+        self._checksums = {".bin": 0, ".idx": 0, ".json": 0}
+        self._files: dict[str, BinaryIO] = {}
+        try:
+            for suffix in self._checksums:
+                self._files[suffix] = open(self._temporary(suffix), "wb")  # noqa: SIM115
+        except OSError:
+            self.discard()
+            raise
         self._put(".idx", bytes(8))
         self.num_tokens = self.num_documents = self.num_bytes = 0
         self._has_begun = False
@@ -238,7 +341,11 @@ class ShardWriter:
             num_bytes=self.num_bytes,
             checksum=f"{self._checksums['.bin']:08x}{self._checksums['.idx']:08x}",
         )
-        self._files[".json"].write(json.dumps(dataclasses.asdict(info), indent=1).encode() + b"\n")
+        self._files[".json"].write(json.dumps(with_checksum(dataclasses.asdict(info)), indent=1).encode() + b"\n")
+        self._files[".bin"].flush()
+        if self.num_tokens * self._dtype.itemsize > _LARGE:
+            self._files[".crc"] = open(self._temporary(".crc"), "wb")  # noqa: SIM115
+            self._files[".crc"].write(bytes.fromhex(info.checksum) + _page_sums_of(self._temporary(".bin")))
         for file in self._files.values():
             file.flush()
             os.fsync(file.fileno())
@@ -247,12 +354,17 @@ class ShardWriter:
     def publish(self) -> None:
         """Rename the files to their own names, metadata last: without it a shard is refused."""
         for suffix in SUFFIXES:
-            os.replace(self._temporary(suffix), self.path.with_suffix(suffix))
+            if suffix in self._files:
+                os.replace(self._temporary(suffix), self.path.with_suffix(suffix))
+            else:
+                self.path.with_suffix(suffix).unlink(missing_ok=True)
 
     def discard(self) -> None:
         """Remove what has not been published."""
-        for suffix, file in self._files.items():
-            file.close()
+        for suffix in SUFFIXES:
+            if suffix in self._files:
+                with contextlib.suppress(OSError):  # on a full disk: what is still in memory cannot be written
+                    self._files[suffix].close()
             self._temporary(suffix).unlink(missing_ok=True)
 
     def _temporary(self, suffix: str) -> Path:
@@ -274,16 +386,23 @@ def read_info(path: str) -> ShardInfo:
 def parse_info(content: bytes, path: str) -> ShardInfo:
     """Return the metadata that `content` holds; `path` is what messages call it.  Raises ShardError."""
     try:
-        info = ShardInfo(**json.loads(content))
-    except (ValueError, TypeError) as error:
+        stored = json.loads(content)
+        info = ShardInfo(**{name: value for name, value in stored.items() if name != CHECKSUM})
+    except (ValueError, TypeError, AttributeError) as error:
         raise ShardError(f"{path} is not the metadata of a token shard") from error
     for name, kind in _KINDS:
         if type(value := getattr(info, name)).__name__ != kind:
             raise ShardError(f"{path} is damaged: {name} is {value!r}")
     if info.format != ShardInfo.format:
         raise ShardError(f"{path} has format {info.format}, this version reads format {ShardInfo.format}")
+    if info.checksum and not re.fullmatch("[0-9a-f]{16}", info.checksum):
+        raise ShardError(f"{path} is damaged: checksum is {info.checksum!r}")
     if info.dtype != find_dtype(info.vocab_size) or info.num_tokens < 1 or info.num_documents < 1:
         raise ShardError(f"{path} is damaged: {info}")
+    try:
+        checked(stored)
+    except ValueError as error:
+        raise ShardError(f"{path} is damaged: {error}") from error
     return info
 
 
@@ -307,12 +426,41 @@ def _look_at(path: str, num_bytes: int) -> Version:
 def _checked(path: str, found: os.stat_result, num_bytes: int) -> Version:
     if found.st_size != num_bytes:
         raise ShardError(f"{path} has {found.st_size} bytes, but its metadata says {num_bytes}")
-    return path, found.st_ino, found.st_mtime_ns
+    return path, found.st_ino, found.st_ctime_ns  # which nobody can set back, unlike the time of modification
+
+
+def verify_at_start(shards: Sequence[Shard]) -> None:
+    """Compare shards with their checksums, unless they are so large that their pages are checked as they are read.
+
+    Raises ShardError for one that is damaged.
+    """
+    if sum(shard.info.num_tokens * shard.dtype.itemsize for shard in shards) <= VERIFIED_AT_START:
+        for shard in shards:
+            shard.verify()
+
+
+def _crc_of(file: Version) -> int:
+    found, offset = 0, 0
+    block = np.empty(1 << 20, np.uint8)
+    while count := SHARD_FILES.read_into(block, file, offset):
+        found, offset = crc32(block[:count].data, found), offset + count
+    return found
+
+
+def _page_sums_of(path: Path) -> bytes:
+    """Return the checksums of a file's pages, one after the other, little-endian."""
+    found = []
+    with open(path, "rb") as file:
+        while page := file.read(_PAGE):
+            found.append(crc32(page))
+    return np.array(found, "<u4").tobytes()
 
 
 def reason(error: OSError) -> str:
-    """Return why the system refuses, with the limit if that is why."""
+    """Return why the system refuses, with the limit if that is why, or what to do about a full disk."""
     limit = f"; `ulimit -n` is {file_limit()}" if error.errno in (errno.EMFILE, errno.ENFILE) else ""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        limit = " to keep it; free some space, or give another disk as data.cache_dir, or a limit as data.cache_gib"
     return f"{error.strerror}{limit}"
 
 

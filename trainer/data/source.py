@@ -3,11 +3,12 @@
 A sample is `seq_len` tokens and, for each of them, the target: the token that comes next.  Sources know nothing of
 the order in which samples are asked for, of ranks or of batches.  No torch here.
 
-Token shards are three files side by side:
+Token shards are three or four files side by side:
 
     NAME.bin    the tokens, little-endian, uint8, uint16 or uint32 as the vocabulary needs
     NAME.idx    where documents start, and where the last one ends: uint64, one more than there are documents
-    NAME.json   a `ShardInfo`: what the other two hold, and how long they must be
+    NAME.crc    of large shards: CRC-32 of all tokens, of the index, and of each 4096 bytes of tokens, as uint32
+    NAME.json   a `ShardInfo`: what the others hold, how long they must be, and their checksums
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
-from trainer.data.cache import find_cache_folders
-from trainer.data.shards import Shard, ShardError, ShardInfo, ShardWriter
+from trainer.data.cache import get_or_build
+from trainer.data.shards import Shard, ShardInfo, ShardWriter
 from trainer.data.tokenizer import Tokenizer
 from trainer.errors import setting_error
 
@@ -81,29 +81,13 @@ class StdlibCorpus:
             raise setting_error("data.source", "stdlib", rule, "synthetic") from error
 
     def shard(self, split: Split, tokenizer: Tokenizer, cache_dir: str | None) -> Shard:
-        """Return the tokens of one split, a document a file: from the cache if it has them, else made and kept there.
+        """Return the tokens of one split, a document a file, from the cache; see `get_or_build`."""
 
-        Any number of processes may do this at once.  Raises UserError if there is not a folder to write to.
-        """
-        name = f"stdlib-{self._fingerprint(tokenizer)}-{split}.bin"
-        folders = find_cache_folders(cache_dir)
-        for folder in folders:
-            with contextlib.suppress(ShardError):  # absent, or cut short by whatever befell the disk: made again
-                return Shard(folder / name)
-        failure: OSError | None = None
-        documents = self.documents(split)
-        for folder in folders:
-            try:
-                folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-                _write_shard(folder / name, tokenizer, documents)
-            except OSError as error:
-                failure = error
-            else:
-                return Shard(folder / name)
-        rule = (
-            f"tokenized text cannot be stored there ({failure})" if failure else "no folder to store tokenized text in"
-        )
-        raise setting_error("data.cache_dir", cache_dir, rule, fix="give a writable folder")
+        def build(folder: Path) -> None:
+            _write_shard(folder / "text.bin", tokenizer, self.documents(split))
+
+        name = f"stdlib-{self._fingerprint(tokenizer)}-{split}"
+        return get_or_build(cache_dir, name, "tokenized text", build, lambda folder: _verified(folder / "text.bin"))
 
     def _find_names(self, split: Split) -> list[str]:
         return [file.name for file in self._files if _is_held_out(file.name) == (split == "eval")]
@@ -112,6 +96,12 @@ class StdlibCorpus:
         """Return a digest of all that the tokens depend on, without reading the files."""
         content = json.dumps([ShardInfo.format, sys.version, str(self._folder), tokenizer.name, self._files])
         return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+
+def _verified(path: Path) -> Shard:
+    shard = Shard(path)
+    shard.verify()
+    return shard
 
 
 def _is_held_out(name: str) -> bool:

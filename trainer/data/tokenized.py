@@ -12,17 +12,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from trainer.data.cache import find_cache_folders
+from trainer.data.cache import cannot_store, find_cache_folders
 from trainer.data.ingest.builder import build, usual_procs
-from trainer.data.ingest.folder import MANIFEST
+from trainer.data.ingest.folder import MANIFEST, BuildFolder
 from trainer.data.ingest.inputs import Input
 from trainer.data.ingest.report import Keys, Tally, check_limit, parse_limit
 from trainer.data.ingest.tokens import check_tokens
 from trainer.data.ingest.writing import Job
 from trainer.data.manifest import Manifest
-from trainer.data.shards import Shard, ShardError
+from trainer.data.shards import Shard, ShardError, verify_at_start
 from trainer.data.tokenizer import tokenizer_of
-from trainer.errors import setting_error
+from trainer.errors import UserError, setting_error
 
 if TYPE_CHECKING:
     from trainer.config import DataSection
@@ -49,14 +49,20 @@ def make_shards(
     before they are read.  Raises UserError.
     """
     job = _job_of(inputs, data, holdout, key)
-    failure: OSError | None = None
+    failures: list[UserError] = []
     for base in find_cache_folders(data.cache_dir):
         try:
             return _kept(job, base / _name(job), fetch)
         except OSError as error:
-            failure = error
-    rule = f"tokenized text cannot be stored there ({failure})" if failure else "no folder to store tokenized text in"
-    raise setting_error("data.cache_dir", data.cache_dir, rule, fix="give a writable folder")
+            size = sum(each.size for each in job.inputs)
+            failures.append(cannot_store(data.cache_dir, "tokenized text", base, error, size))
+    raise (
+        failures[-1]
+        if failures
+        else setting_error(
+            "data.cache_dir", data.cache_dir, "no folder to store tokenized text in", fix="give a writable folder"
+        )
+    )
 
 
 def _job_of(inputs: Sequence[Input], data: DataSection, holdout: float, key: str) -> Job:
@@ -69,16 +75,38 @@ def _job_of(inputs: Sequence[Input], data: DataSection, holdout: float, key: str
 
 
 def _kept(job: Job, path: Path, fetch: Callable[[], None]) -> Made:
-    """Return the shards of a job, and the digests of their contents; they are made in `path` if they are not there."""
+    """Return the shards of a job, and the digests of their contents; they are made in `path` if they are not there.
+
+    Those that are there are verified (see `verify_at_start`), and made again if they are damaged.
+    """
     manifest = _manifest_of(job, path, fetch)
     check_limit(Tally.of(manifest), job.bad, job.keys)
     try:
-        shards = [manifest.shards(path, is_held_out) for is_held_out in (False, True)]
-    except ShardError:  # cut short or removed by whatever befell the disk: made again
-        (path / MANIFEST).unlink(missing_ok=True)
+        shards = _verified(path)
+    except ShardError:
+        with BuildFolder(path) as folder:
+            folder.discard(lambda: _damage_of(path))
         manifest = _manifest_of(job, path, fetch)
-        shards = [manifest.shards(path, is_held_out) for is_held_out in (False, True)]
+        shards = _verified(path)
     return shards[0], manifest.train_content, shards[1], manifest.held_out_content
+
+
+def _verified(path: Path) -> tuple[list[Shard], list[Shard]]:
+    """Return the shards to train on, and those held out.  Raises ShardError."""
+    manifest = Manifest.read(path / MANIFEST)
+    train, held_out = manifest.shards(path), manifest.shards(path, held_out=True)
+    verify_at_start([*train, *held_out])
+    for shard in (*train, *held_out):
+        shard.is_rebuilt = True  # from now on damage is only found while it is read
+    return train, held_out
+
+
+def _damage_of(path: Path) -> ShardError | None:
+    try:
+        _verified(path)
+    except ShardError as error:
+        return error
+    return None
 
 
 def _manifest_of(job: Job, path: Path, fetch: Callable[[], None]) -> Manifest:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from trainer.errors import UserError, choice_error, setting_error
-from trainer.files import write_atomically
+from trainer.files import checked, with_checksum, write_atomically
 from trainer.metrics.devices import DEVICES, Device, find_device
 from trainer.plan.clock import Rates
 from trainer.plan.described import is_description, read_description
@@ -189,7 +189,7 @@ def write_calibration(name: str, rates: dict[str, Any]) -> Path:
     """Keep what was measured; returns where."""
     path = calibration_path(name)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, json.dumps(rates, indent=1))
+    write_atomically(path, json.dumps(with_checksum(json.loads(json.dumps(rates))), indent=1))
     return path
 
 
@@ -199,11 +199,13 @@ def read_calibration(name: str) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     try:
-        values = json.loads(path.read_text())
-        return {
-            key: values[key] for key in ("measured", "matmul", "attention", "memory", "kernel_s", "host_s")
-        } | values
-    except (ValueError, KeyError, TypeError) as error:
+        values = checked(json.loads(path.read_text()))
+        for key in ("matmul", "attention"):
+            {int(size): float(rate) for size, rate in values[key].items()}
+        for key in ("measured", "memory", "kernel_s", "host_s"):
+            values[key]
+        return values
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise UserError(
             f"{path}: is not a calibration ({error!r}); measure again with --calibrate, or delete it"
         ) from error

@@ -3,15 +3,13 @@
 A conversation is a document of a token shard, in which each id is doubled, and one added if it is trained on: so that
 one read brings both.  Of a pair the two answers are documents one after the other.
 
-Any number of processes may ask for the same at once, on as many machines as share the cache: one of them makes it,
-the others wait for that, by a lock in the cache's folder.
+Any number of processes may ask for the same at once, on as many machines as share the cache: one of them makes it, and
+the others wait; see `get_or_build`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import fcntl
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,14 +20,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.data.cache import find_cache_folders
+from trainer.data.cache import get_or_build, read_value, write_value
 from trainer.data.chat.conversation import BadChat, Pair, Sample
 from trainer.data.chat.formats import Format
 from trainer.data.chat.masking import Encoded, Encoder
 from trainer.data.chat.records import read_records
-from trainer.data.shards import Shard, ShardError, ShardWriter
+from trainer.data.shards import Shard, ShardWriter
 from trainer.errors import UserError, say, setting_error
-from trainer.files import write_atomically
 
 _VERSION = 2
 """Another one where the same files become other tokens."""
@@ -122,20 +119,8 @@ def find_or_make(order: Order, encoder: Encoder, cache_dir: str | None) -> Kept:
     Raises UserError for a conversation that cannot be trained on, or if there is not a folder to write to.
     """
     name = f"chat-{_digest(order, encoder)}"
-    folders = find_cache_folders(cache_dir)
-    for folder in folders:
-        if (kept := _find(folder, name)) is not None:
-            return kept
-    failure: OSError | None = None
-    for folder in folders:
-        try:
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            with _locked(folder / f"{name}.lock"):
-                return _find(folder, name) or _make(folder, name, order, encoder)
-        except OSError as error:
-            failure = error
-    rule = f"conversations cannot be stored there ({failure})" if failure else "no folder to store tokenized text in"
-    raise setting_error("data.cache_dir", cache_dir, rule, fix="give a writable folder")
+    size = sum(path.stat().st_size for path in order.files)
+    return get_or_build(cache_dir, name, "conversations", lambda folder: _make(folder, order, encoder), _load, size)
 
 
 def _digest(order: Order, encoder: Encoder) -> str:
@@ -145,26 +130,17 @@ def _digest(order: Order, encoder: Encoder) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:20]
 
 
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold a lock that the system gives back if this process dies."""
-    with open(path, "w") as file:
-        with contextlib.suppress(OSError):  # a file system without locks: each makes it for itself
-            fcntl.flock(file, fcntl.LOCK_EX)
-        try:
-            yield
-        finally:
-            path.unlink(missing_ok=True)
-
-
-def _find(folder: Path, name: str) -> Kept | None:
-    with contextlib.suppress(OSError, ValueError, TypeError, ShardError):  # absent, or not whole: made again
-        kept = json.loads((folder / f"{name}.report").read_bytes())
-        train, held_out = (
-            Shard(folder / f"{name}-{split}.bin") if split in kept["splits"] else None for split in ("train", "eval")
-        )
-        return Kept(train, held_out, Report(**kept["report"]))
-    return None
+def _load(folder: Path) -> Kept:
+    """Read what `_make` has written.  Raises ValueError, and ShardError, if it is damaged."""
+    content = read_value(folder / "report.json")
+    if content is None:
+        raise ValueError("report.json is missing or damaged")
+    shards: dict[str, Shard | None] = {"train": None, "eval": None}
+    for split in content["splits"]:
+        shard = Shard(folder / f"{split}.bin")
+        shard.verify()
+        shards[split] = shard
+    return Kept(shards["train"], shards["eval"], Report(**content["report"]))
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -200,36 +176,33 @@ class _Split:
     def is_empty(self) -> bool:
         return self._writer is None
 
-    def publish(self) -> Shard | None:
-        if self._writer is None:
-            return None
-        self._writer.close()
-        self._writer.publish()
-        return Shard(self._path)
+    def publish(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer.publish()
 
     def discard(self) -> None:
         if self._writer is not None:
             self._writer.discard()
 
 
-def _make(folder: Path, name: str, order: Order, encoder: Encoder) -> Kept:
+def _make(folder: Path, order: Order, encoder: Encoder) -> None:
     if sum(path.stat().st_size for path in order.files) > _LARGE:
-        say(f"tokenizing {order.key}, once: the conversations are stored in {folder}")
+        say(f"tokenizing {order.key}, once: the conversations are stored in {folder.parent}")
     tokenizer = encoder.tokenizer
     doubled = _Doubled(tokenizer.name, 2 * tokenizer.vocab_size, 2 * tokenizer.plain.end_id)
-    train, held_out = (_Split(folder / f"{name}-{split}.bin", doubled) for split in ("train", "eval"))
+    train, held_out = (_Split(folder / f"{split}.bin", doubled) for split in ("train", "eval"))
     report = Report()
     try:
         _write(_Reading(order, encoder, report).conversations(), order.holdout, train, held_out, report)
         _check(order, report, is_empty=train.is_empty)
-        kept = Kept(train.publish(), held_out.publish(), report)
+        train.publish()
+        held_out.publish()
     finally:
         train.discard()
         held_out.discard()
-    splits = [split for split, shard in (("train", kept.train), ("eval", kept.held_out)) if shard is not None]
-    content = {"splits": splits, "report": dataclasses.asdict(report)}
-    write_atomically(folder / f"{name}.report", json.dumps(content))
-    return kept
+    splits = [name for name, split in (("train", train), ("eval", held_out)) if not split.is_empty]
+    write_value(folder / "report.json", {"splits": splits, "report": dataclasses.asdict(report)})
 
 
 def _write(

@@ -21,7 +21,7 @@ from trainer.data.ingest.report import Tally, check_limit
 from trainer.data.ingest.units import Unit, plan
 from trainer.data.ingest.writing import Job, UnitWriter
 from trainer.data.manifest import Manifest, rows_of
-from trainer.data.shards import Shard
+from trainer.data.shards import Shard, ShardError
 from trainer.data.source import sample_content
 from trainer.distributed.environment import LAUNCHER, find_environment, follow_parent
 from trainer.distributed.stop import was_asked_early
@@ -41,10 +41,16 @@ def build(job: Job, path: Path, procs: int = 1) -> Manifest:
 
     Any number of processes may do so at the same time.  Uses up to `procs` processes: this one, and others that are
     forked where there is work for them.  Raises UserError for a bad document where none is allowed, or if there is no
-    text; what is done by then is kept.  Raises OSError where the folder cannot be written.
+    text; what is done by then is kept.  Raises OSError where the folder cannot be written.  What is found damaged is
+    built again: the records of units, and a manifest.
     """
     try:
-        return _build(job, path, procs)
+        try:
+            return _build(job, path, procs)
+        except ShardError:
+            with BuildFolder(path) as folder:
+                folder.discard(lambda: _damage_of(folder))
+            return _build(job, path, procs)
     except (UserError, OSError):
         if not any(path.glob("*.bin")):
             shutil.rmtree(path, ignore_errors=True)
@@ -56,6 +62,7 @@ def _build(job: Job, path: Path, procs: int) -> Manifest:
     with BuildFolder(path) as folder:
         if not folder.is_complete:
             units = plan(job.inputs)
+            folder.forget_damaged(len(units))
             missing = [number for number in range(len(units)) if not folder.is_done(number)]
             done = _Done(folder, units)
             total = sum(unit.size for unit in units)
@@ -64,6 +71,14 @@ def _build(job: Job, path: Path, procs: int) -> Manifest:
             _finish(job, len(units), folder)
         folder.tidy()
         return Manifest.read(folder.manifest_path)
+
+
+def _damage_of(folder: BuildFolder) -> ShardError | None:
+    try:
+        Manifest.read(folder.manifest_path)
+    except ShardError as error:
+        return error
+    return None
 
 
 class _Done:
@@ -154,6 +169,7 @@ def _list_shards(job: Job, records: Sequence[Record], tally: Tally, path: Path) 
         end_id=info.end_id,
         train=rows_of(train, path),
         held_out=rows_of(held_out, path),
+        checksums=[shard.info.checksum for shard in (*train, *held_out)],
         train_content=sample_content(train) if train else "",
         held_out_content=sample_content(held_out) if held_out else "",
         notes={**dataclasses.asdict(tally), "lowest": min(record.lowest for record in records)},

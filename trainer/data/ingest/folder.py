@@ -15,15 +15,22 @@ import errno
 import fcntl
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from trainer.data.cache import DAMAGE, open_lock, remove
 from trainer.data.ingest.report import Tally
 from trainer.data.manifest import Manifest
-from trainer.files import replacing, sync_folder
+from trainer.data.shards import Shard, ShardError
+from trainer.errors import say
+from trainer.files import checked, replacing, sync_folder, with_checksum
 
 MANIFEST = "manifest.json"
+_LOCK = "lock"
+
+_REPAIRING = 2**40 + 2
+"""The place in the lock that is held by the process that removes what is damaged."""
 
 
 @dataclass(frozen=True)
@@ -98,20 +105,54 @@ class BuildFolder:
         return self._record_path(unit).exists()
 
     def read(self, unit: int) -> Record:
-        """Return the record of a unit that is done."""
-        stored = json.loads(self._record_path(unit).read_bytes())
-        return Record(**{**stored, "tally": Tally(**stored["tally"])})
+        """Return the record of a unit that is done.  Raises ShardError if it is damaged."""
+        path = self._record_path(unit)
+        try:
+            stored = checked(json.loads(path.read_bytes()))
+            return Record(**{**stored, "tally": Tally(**stored["tally"])})
+        except DAMAGE as error:
+            raise ShardError(f"{path} is damaged ({error})") from error
 
     def write(self, unit: int, record: Record) -> None:
         """Record that a unit's shards are complete, on disk under their names."""
         sync_folder(self.path)
         with replacing(self._record_path(unit)) as partial:
-            partial.write_text(json.dumps(dataclasses.asdict(record)))
+            partial.write_text(json.dumps(with_checksum(dataclasses.asdict(record))))
 
     def clear(self, unit: int) -> None:
         """Remove what builders that were killed have left of a unit.  The caller holds it."""
-        for path in self.path.glob(f".{unit:05d}[.-]*"):
-            path.unlink(missing_ok=True)
+        for pattern in (f".{unit:05d}[.-]*", f"{unit:05d}[.-]*"):
+            for path in self.path.glob(pattern):
+                remove(path)
+
+    def forget_damaged(self, num_units: int) -> None:
+        """Remove the records that are damaged, or whose shards are missing or damaged: their units are built again."""
+        for unit in range(num_units):
+            if not self.is_done(unit):
+                continue
+            with self.taken(unit):
+                try:
+                    record = self.read(unit)
+                    for name in (*record.train, *record.held_out):
+                        Shard(self.path / name).verify()
+                except ShardError as error:
+                    if self.is_complete:
+                        return  # another process has finished meanwhile, and removed the records
+                    say(f"{error}; building this part again")
+                    remove(self._record_path(unit))
+
+    def discard(self, is_damaged: Callable[[], Exception | None]) -> None:
+        """Remove everything in the folder if it is complete and still damaged: it is built again.
+
+        is_damaged: looks again, as another process may have done this already.  Returns what is wrong, or None.
+        """
+        with self.taken(_REPAIRING):
+            if self.is_complete and (error := is_damaged()) is not None:
+                say(f"{error}; building {self.path} again")
+                remove(self.manifest_path)  # first: without it nothing else counts
+                for path in self.path.iterdir():
+                    if path.name != _LOCK:
+                        remove(path)
 
     def complete(self, manifest: Manifest) -> None:
         """Write the manifest, and remove all that was needed to build."""
@@ -121,12 +162,12 @@ class BuildFolder:
     def tidy(self) -> None:
         """Remove records, of which nothing is needed next to a manifest, and what killed builders have left."""
         for path in [*self.path.glob("[0-9]*.done"), *self.path.glob(".[0-9]*")]:
-            path.unlink(missing_ok=True)
+            remove(path)
 
     def _record_path(self, unit: int) -> Path:
         return self.path / f"{unit:05d}.done"
 
     def _lock(self) -> int:
         if self._descriptor < 0:
-            self._descriptor = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            self._descriptor = open_lock(self.path / _LOCK)
         return self._descriptor

@@ -19,7 +19,7 @@ _PUBLISHING = 2**40 + 1
 
 def find_published(stem: Path) -> list[Path]:
     """Return the files of shards that there are under this name."""
-    name = re.compile(re.escape(stem.name) + r"(-eval)?-\d{5,}\.(bin|idx|json)")
+    name = re.compile(re.escape(stem.name) + r"(-eval)?-\d{5,}\.(bin|idx|crc|json)")
     return sorted(path for path in stem.parent.iterdir() if name.fullmatch(path.name))
 
 
@@ -47,7 +47,7 @@ def publish(manifest: Manifest, work: Path, stem: Path) -> None:
     moves = list(_moves(work, [*manifest.train, *manifest.held_out], [*train, *held_out]))
     with BuildFolder(work) as folder, folder.taken(_PUBLISHING):
         if (work / MANIFEST).exists():  # else another has done so
-            wanted = {target for _, target in moves}
+            wanted = {target for source, target in moves if source.exists() or not source.with_suffix(".bin").exists()}
             for path in find_published(stem):
                 if path not in wanted:
                     path.unlink()

@@ -1,11 +1,14 @@
 """Files of shards that are elsewhere, whole, in a folder that all processes of this machine share.
 
-    NAME          a file that is complete, and whose size and checksum are right
+    NAME          a file that is complete, and whose size and checksum were right when it was fetched
+    .NAME.crc     the checksum of one for which its source has none
     .NAME.part    one that is being fetched; its lock says by whom, and the kernel gives that back if they die
     .lock         held while room is made
 
 A name ends in the file's size, so that what is being fetched counts from its beginning.  Where there is no room, the
 tokens that are needed last go first; an index stays.
+
+A process compares a file with its checksum before it first reads it.  One that is damaged is fetched again.
 """
 
 from __future__ import annotations
@@ -23,8 +26,10 @@ from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
+from trainer.data.cache import is_at, open_lock, read_value, remove, write_value
 from trainer.data.descriptors import SHARD_FILES, Version
-from trainer.data.remote.transport import MANY, Broken, again, download
+from trainer.data.remote.transport import MANY, Broken, Changed, again, download
+from trainer.errors import say
 from trainer.files import crc32
 
 _PART = ".part"
@@ -37,12 +42,17 @@ class NoRoom(Exception):
 
 @dataclass(frozen=True)
 class Item:
-    """A file that is elsewhere.  `checksum` is its CRC-32, or None where that is not known; it may have to be asked."""
+    """A file that is elsewhere.
+
+    checksum: returns its CRC-32, or None where that is not known; it may have to be asked.
+    version: what its server said when it was looked up that changes with its content; None if it was not looked up.
+    """
 
     name: str
     url: str
     size: int
     checksum: Callable[[], int | None]
+    version: str | None = None
 
 
 class Plan(Protocol):
@@ -88,13 +98,26 @@ class ShardCache:
         path = self._folder / item.name
         with self._fetching:
             self._folder.mkdir(parents=True, exist_ok=True)
-            if not path.exists():
+            if item.name not in self._here and not self._is_whole(item, path):
                 with _held(self._folder / f".{item.name}{_PART}") as partial:
-                    if not path.exists():  # another process may have had it
+                    if not self._is_whole(item, path):  # another process may have fetched it
+                        if os.path.lexists(path):
+                            say(f"{path}, in the cache, is damaged; fetching it again")
+                            remove(path)
                         self._make_room(item.size, due)
                         again(item.url, MANY, lambda: _get(item, partial))
                         os.replace(partial, path)
             return self._found(item.name, path)
+
+    def _is_whole(self, item: Item, path: Path) -> bool:
+        """Return whether a file is here and is what was fetched.  Raises ShardError if that cannot be asked."""
+        if not os.path.lexists(path):
+            return False
+        recorded = _recorded_of(item, path)
+        try:
+            return _size_and_crc(path) == (item.size, recorded)
+        except OSError:
+            return False
 
     def let_go(self) -> None:
         """Close what others have removed, so that its room is free."""
@@ -104,7 +127,7 @@ class ShardCache:
 
     def _found(self, name: str, path: Path) -> Version:
         stat = os.stat(path)
-        return self._here.setdefault(name, (str(path), stat.st_ino, stat.st_mtime_ns))
+        return self._here.setdefault(name, (str(path), stat.st_ino, stat.st_ctime_ns))
 
     def _forget(self, name: str) -> None:
         version = self._here.pop(name, None)
@@ -118,7 +141,7 @@ class ShardCache:
         """Remove what is needed last, until as many bytes as are still to come have their room.  Raises NoRoom."""
         if self._limit is None:
             return
-        with open(self._folder / ".lock", "w") as lock:
+        with os.fdopen(open_lock(self._folder / ".lock"), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             self.let_go()
             excess = sum(map(_size_of, self._names())) - self._limit  # that of what is fetched is among them
@@ -132,6 +155,7 @@ class ShardCache:
                 raise NoRoom
             for name in leaving:
                 (self._folder / name).unlink(missing_ok=True)
+                sum_file(self._folder / name).unlink(missing_ok=True)
                 self._forget(name)
 
     def _names(self) -> Sequence[str]:
@@ -140,7 +164,7 @@ class ShardCache:
         for entry in os.scandir(self._folder):
             if entry.name.endswith(_PART) and _is_left(Path(entry.path)):
                 Path(entry.path).unlink(missing_ok=True)
-            elif entry.name != ".lock":
+            elif entry.name != ".lock" and entry.name != sum_file(Path(entry.name)).name:
                 found.append(entry.name)
         return found
 
@@ -162,24 +186,50 @@ def _size_of(name: str) -> int:
 def _get(item: Item, path: Path) -> None:
     """Fetch a file and flush it to disk.  Raises Broken if it is not what it should be."""
     checksum = item.checksum()
-    download(item.url, path)
+    version = download(item.url, path, with_version=item.version is not None)
+    if version != item.version and (version or "").strip() and (item.version or "").strip():  # else it is not told
+        raise Changed(f"{item.url} has changed since it was looked up, a moment ago")
+    size, found = _size_and_crc(path)
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+    if size != item.size:
+        raise Broken(f"it has {size} bytes, but its metadata says {item.size}")
+    if checksum is None:
+        write_value(sum_file(path.with_name(item.name)), found)
+    elif found != checksum:
+        raise Broken("its checksum does not match its metadata")
+
+
+def sum_file(path: Path) -> Path:
+    """Return the file that keeps the checksum of one for which its source has none."""
+    return path.with_name(f".{path.name}.crc")
+
+
+def _recorded_of(item: Item, path: Path) -> int | None:
+    """Return the checksum that a file here must have; None if it was kept when the file was fetched, and is lost."""
+    checksum = item.checksum()
+    return read_value(sum_file(path)) if checksum is None else checksum
+
+
+def _size_and_crc(path: Path) -> tuple[int, int]:
     size, found = 0, 0
     with open(path, "rb") as file:
         while block := file.read(_BLOCK):
             size, found = size + len(block), crc32(block, found)
-        os.fsync(file.fileno())
-    if size != item.size:
-        raise Broken(f"it has {size} bytes, but its metadata says {item.size}")
-    if checksum is not None and found != checksum:
-        raise Broken("its checksum does not match its metadata")
+    return size, found
 
 
 @contextlib.contextmanager
 def _held(path: Path) -> Iterator[Path]:
     """Be the only one that writes a file, which is gone after the block unless it was renamed."""
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        descriptor = open_lock(path)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        except OSError as error:
+            os.close(descriptor)
+            rule = f"the file system of the cache {path.parent} has no locks; set data.cache_dir to a local disk"
+            raise OSError(error.errno, rule) from error
         if is_at(descriptor, path):
             break
         os.close(descriptor)  # it was renamed, or removed, before it could be locked
@@ -189,14 +239,6 @@ def _held(path: Path) -> Iterator[Path]:
         if is_at(descriptor, path):
             path.unlink()
         os.close(descriptor)
-
-
-def is_at(descriptor: int, path: Path) -> bool:
-    """Return whether an open file still has the path, which it may have lost to another."""
-    try:
-        return os.path.samestat(os.fstat(descriptor), os.stat(path))
-    except FileNotFoundError:
-        return False
 
 
 def _is_left(path: Path) -> bool:

@@ -9,15 +9,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.data.cache import find_cache_folders
-from trainer.data.manifest import Manifest, Row
+from trainer.data.cache import find_cache_folders, read_value, write_value
+from trainer.data.manifest import Manifest
 from trainer.data.remote.shard import Keep, RemoteShard
 from trainer.data.remote.transport import Unreachable, find, has_pattern, read
-from trainer.data.shards import Shard, ShardError, ShardInfo, parse_info
+from trainer.data.shards import Shard, ShardError, parse_info
 from trainer.data.source import sample_content
 from trainer.distributed.environment import find_environment
 from trainer.errors import setting_error
-from trainer.files import replacing
 
 _AT_ONCE = 16
 """Metadata that are asked for at a time."""
@@ -69,15 +68,11 @@ def _read_manifest(setting: str, url: str, key: str) -> bytes:
 def _by_manifest(url: str, content: bytes, keep: Keep) -> Listed:
     manifest = Manifest.parse(content, url)
     base, version = url.rpartition("/")[0], hashlib.blake2b(content, digest_size=12).hexdigest()
-    alike = (manifest.dtype, manifest.vocab_size, manifest.tokenizer, manifest.end_id)
 
-    def shards(rows: Sequence[Row]) -> list[Shard]:
-        return [
-            RemoteShard(_inside(base, name), ShardInfo(*alike, tokens, documents, num_bytes), keep, version)
-            for name, tokens, documents, num_bytes in rows
-        ]
+    def shards(is_held_out: bool) -> list[Shard]:
+        return [RemoteShard(_inside(base, name), info, keep, version) for name, info in manifest.infos(is_held_out)]
 
-    train, held_out = shards(manifest.train), shards(manifest.held_out)
+    train, held_out = shards(is_held_out=False), shards(is_held_out=True)
     return Listed(train, manifest.train_content, held_out, manifest.held_out_content)
 
 
@@ -106,11 +101,11 @@ def _content(shards: Sequence[Shard], told: bytes, keep: Keep) -> str:
     digest = hashlib.blake2b(told, digest_size=12)
     digest.update("\n".join(shard.name for shard in shards).encode())
     path = keep.folder.with_name(f"content-{digest.hexdigest()}")
-    with contextlib.suppress(OSError):
-        return path.read_text()
+    if isinstance(known := read_value(path), str):
+        return known
     content = sample_content(shards)
-    with contextlib.suppress(OSError), replacing(path) as partial:
-        partial.write_text(content)
+    with contextlib.suppress(OSError):
+        write_value(path, content)
     return content
 
 

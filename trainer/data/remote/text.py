@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,14 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
+from trainer.data.cache import is_at, open_lock, read_value, write_value
 from trainer.data.ingest.builder import stop_if_asked
 from trainer.data.ingest.inputs import NAMES, Input, find_inputs, kind_of
-from trainer.data.remote.cache import Item, ShardCache, is_at
+from trainer.data.remote.cache import Item, ShardCache, sum_file
 from trainer.data.remote.listing import find_folder_of
 from trainer.data.remote.transport import Unreachable, find, has_pattern, look_up, unusable_url
 from trainer.data.shards import ShardError
 from trainer.errors import say, setting_error
-from trainer.files import find_folder, replacing
+from trainer.files import find_folder
 
 _AT_ONCE = 16
 """Files that are looked up at a time."""
@@ -39,14 +39,14 @@ class RemoteText:
         return [Input(path, *kind, size, 0, key) for path, kind, size in found if kind is not None]
 
     def fetch(self) -> None:
-        """Fetch what is not here.  Raises Unreachable, and OSError for the folder."""
+        """Fetch what is not here, or not whole.  Raises Unreachable, and OSError for the folder."""
         cache = ShardCache(self.folder, None)
         missing = [item for item in self.items if not cache.has(item.name)]
         if missing:
             size = sum(item.size for item in missing)
             what = "a file" if len(missing) == 1 else f"{len(missing)} files"
             say(f"fetching {what} of text, {size / 1e6:,.1f} MB, into {self.folder}")
-        for item in missing:
+        for item in self.items:  # those that are here as well: they are verified
             stop_if_asked()
             cache.fetch(item)
 
@@ -56,20 +56,22 @@ class RemoteText:
         names = " ".join(item.name for item in self.items)
         lock = self.folder / f".{hashlib.blake2b(names.encode(), digest_size=12).hexdigest()}.lock"
         descriptor = _shared(lock)
+        files: list[Path] = []
         try:
             yield
+            files = [self.folder / item.name for item in self.items]
+        finally:  # after a failure the files stay, for the next start
             with suppress(BlockingIOError):
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                for path in (*(self.folder / item.name for item in self.items), lock):
+                for path in (*files, *map(sum_file, files), lock):
                     path.unlink(missing_ok=True)
-        finally:
             os.close(descriptor)
 
 
 def _shared(lock: Path) -> int:
     """Return the descriptor of a file that others may hold as well, but to remove it."""
     while True:
-        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        descriptor = open_lock(lock)
         fcntl.flock(descriptor, fcntl.LOCK_SH)
         if is_at(descriptor, lock):
             return descriptor
@@ -116,14 +118,12 @@ def _look_up_all(setting: str) -> _Facts:
 
 def _remember(known: Path, facts: _Facts) -> None:
     if facts and _recall(known) != facts:
-        with suppress(OSError), replacing(known) as partial:
-            partial.write_text(json.dumps(facts))
+        with suppress(OSError):
+            write_value(known, facts)
 
 
 def _recall(known: Path) -> _Facts:
-    with suppress(OSError, ValueError, TypeError):
-        return [(str(url), int(size), str(version)) for url, size, version in json.loads(known.read_text())]
-    return []
+    return [(url, size, version) for url, size, version in read_value(known) or []]
 
 
 @contextmanager
@@ -166,7 +166,7 @@ def _named(key: str, setting: str) -> Iterator[None]:
 
 def _item_of(url: str, size: int, version: str) -> Item:
     name = hashlib.blake2b(f"{url} {size} {version}".encode(), digest_size=12).hexdigest()
-    return Item(f"{name}-{_path_of(url).rpartition('/')[2]}", url, size, lambda: None)
+    return Item(f"{name}-{_path_of(url).rpartition('/')[2]}", url, size, lambda: None, version)
 
 
 def _path_of(url: str) -> str:

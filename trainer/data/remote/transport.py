@@ -50,9 +50,13 @@ class Unreachable(ShardError):
         self.is_absent, self.is_away = is_absent, is_away
 
 
+class Changed(ShardError):
+    """A file is no longer the one that was looked up."""
+
+
 def unusable_url(key: str, url: str, error: ShardError) -> UserError:
     """Return what to raise for a setting whose URL gives nothing that can be used."""
-    fix = ""
+    fix = "start again" if isinstance(error, Changed) else ""
     if isinstance(error, Unreachable):
         fix = "check the URL" if error.is_absent else "check the URL, and whether this machine can reach it"
     return setting_error(key, url, str(error).removeprefix(f"{url} "), fix=fix)
@@ -80,15 +84,22 @@ def look_up(url: str, tries: int = FEW) -> tuple[int, str]:
     return again(url, tries, lambda: _headers(url) if _is_http(url) else _facts(url))
 
 
-def download(url: str, path: Path) -> None:
-    """Write the content of a file to the one at `path`, in one try.  Raises whatever goes wrong."""
+def download(url: str, path: Path, with_version: bool = False) -> str | None:
+    """Write the content of a file to the one at `path`, in one try.  Raises whatever goes wrong.
+
+    Returns the version of what was written, as `look_up` does, if that is asked for.
+    """
     if not _is_http(url):
         system, name = _system(url)
         system.get_file(name, str(path))
-        return
-    with open(path, "wb") as file:
-        for block in _content(url):
+        if not with_version:
+            return None
+        system.invalidate_cache()
+        return _facts(url)[1]
+    with open(path, "wb") as file, _opened(url) as answer:
+        for block in _whole(answer):
             file.write(block)
+        return _version_of(answer) if with_version else None
 
 
 def find(url: str) -> list[str]:
@@ -107,7 +118,12 @@ def _headers(url: str) -> tuple[int, str]:
     with _opened(url) as answer:  # not by HEAD, which not every server allows where it allows this
         if answer.length is None:
             raise ValueError("the server does not report its size")
-        return answer.length, " ".join(answer.headers.get(name, "") for name in ("ETag", "Last-Modified"))
+        return answer.length, _version_of(answer)
+
+
+def _version_of(answer: http.client.HTTPResponse) -> str:
+    """Return what changes with a file's content, as far as its server tells."""
+    return " ".join(answer.headers.get(name, "") for name in ("ETag", "Last-Modified"))
 
 
 _MEANT = string.punctuation
@@ -140,13 +156,18 @@ def _linked(url: str) -> list[str]:
 
 
 def again(url: str, tries: int, act: Callable[[], Result]) -> Result:
-    """Return what `act` does, which is tried up to `tries` times.  Raises Unreachable, with the last reason."""
+    """Return what `act` does, which is tried up to `tries` times.  Raises Unreachable, with the last reason.
+
+    A full disk is no fault of the URL's: that OSError is raised as it is.
+    """
     for left in range(tries - 1, -1, -1):
         try:
             return act()
         except ShardError:
             raise
         except Exception as error:  # each file system raises errors of its own
+            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise
             if not left or _is_final(error):
                 message = f"{url} cannot be read ({_reason(error)})"
                 raise Unreachable(message, _is_absent(error), not _is_final(error)) from error
