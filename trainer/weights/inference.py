@@ -249,9 +249,10 @@ def take_base(model: nn.Module, config: RunConfig, channel: Channel) -> Base:
     return Base(path if "://" in path else str(Path(path).absolute()), checksum_of(channel.gather(share)), filled)
 
 
-def begin_from(model: nn.Module, origin: Origin, config: RunConfig, channel: Channel) -> None:
-    """Fill the model with the first weights, where they are not drawn: those of `train.init_from`, if it is set, else
-    those that its recipe knows of.  Keep what came with them in `origin`.
+def begin_from(model: nn.Module, origin: Origin, config: RunConfig, channel: Channel) -> str:
+    """Fill the model with its first weights: those of `train.init_from`, else those that its recipe names, else drawn.
+
+    Keeps the files that came with them in `origin`.  Returns where the weights come from, for the start block.
 
     Raises UserError, on all ranks alike, for weights that do not fit.  Collective.
     """
@@ -263,6 +264,9 @@ def begin_from(model: nn.Module, origin: Origin, config: RunConfig, channel: Cha
     came = channel.agreed(lambda: _files_of(source, config) if channel.is_main else {})
     origin.files = channel.broadcast(came)
     keep_tokenizer(origin, config, channel)
+    if source is None:
+        return f"drawn at random (run.seed={config.run.seed})"
+    return path or source.description
 
 
 def keep_tokenizer(origin: Origin, config: RunConfig, channel: Channel) -> None:
