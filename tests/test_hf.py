@@ -319,8 +319,9 @@ def test_a_folder_without_weights_means_fresh_ones(folders: Any, tmp_path: Path)
     assert config_of(tmp_path).fresh
     assert find_recipe("hf").first_weights(config_of(tmp_path)) is None
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(UserError, match=r"^model\.path=.* only as pickles .*pytorch_model\.bin"):
-        config_of(tmp_path)
+    assert not config_of(tmp_path).fresh
+    with pytest.raises(UserError, match=r"^model\.path=.* only pytorch_model\.bin: pickle files are not read"):
+        load_config("llama_small", overrides(tmp_path))
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -121,7 +121,9 @@ def _read(arguments: Arguments, env: Environment) -> RunConfig | None:
         tell(f"meshtrainer {__version__}")
         return None
     if arguments.asks_for("--help"):
-        text = usage.full_help(arguments.sections, load_config(recipe, overrides) if recipe else None)
+        text = usage.full_help(
+            arguments.sections, load_config(recipe, overrides, needs_weights=False) if recipe else None
+        )
         tell(usage.fitted(text, shutil.get_terminal_size().columns if sys.stdout.isatty() else 0))
         return None
     if recipe is None:

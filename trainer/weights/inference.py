@@ -265,7 +265,8 @@ def begin_from(model: nn.Module, origin: Origin, config: RunConfig, channel: Cha
     origin.files = channel.broadcast(came)
     keep_tokenizer(origin, config, channel)
     if source is None:
-        return f"drawn at random (run.seed={config.run.seed})"
+        without = f"; {path} has none that are used" if path else ""
+        return f"drawn at random (run.seed={config.run.seed}){without}"
     return path or source.description
 
 

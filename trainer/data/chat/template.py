@@ -30,9 +30,6 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 """What a message's reasoning is called; templates read one of the first two."""
 
 
-_CONFIG, _TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
-"""The two files in which a tokenizer's folder may keep its chat template; the second comes first."""
-
 A_DAY = datetime(2024, 7, 26)
 """The day that Llama 3.1's own template has where it is told none."""
 
@@ -121,7 +118,7 @@ def find_template(setting: str, tokenizer: str, key: str = "data.chat_template")
     Raises UserError that names `key` for one that cannot be read.
     """
     folder = _folder_of(tokenizer)
-    config = _read_json(folder / _CONFIG, key) if folder else {}
+    config = _read_json(folder / "tokenizer_config.json", key) if folder else {}
     tokens = _special_tokens(config)
     if setting != "model":
         path = Path(setting).expanduser()
@@ -142,12 +139,14 @@ def find_template(setting: str, tokenizer: str, key: str = "data.chat_template")
 
 
 def place_of_template(tokenizer: str) -> Path | None:
-    """Return the file that holds the template of the tokenizer `data.tokenizer`; None if it has none."""
+    """Return the file that holds the chat template of the tokenizer `data.tokenizer`; None if it has none."""
     folder = _folder_of(tokenizer)
-    if folder is None or "default" not in _templates_of(folder, _read_json(folder / _CONFIG, "model"), "model"):
+    if folder is None:
         return None
-    file = folder / _TEMPLATE
-    return file if file.is_file() else folder / _CONFIG
+    file, config = folder / "chat_template.jinja", folder / "tokenizer_config.json"
+    if file.is_file():
+        return file
+    return config if "default" in _templates_of(folder, _read_json(config, "model"), "model") else None
 
 
 def _folder_of(tokenizer: str) -> Path | None:
@@ -163,8 +162,8 @@ def _templates_of(folder: Path, config: Mapping[str, Any], key: str) -> dict[str
     else:
         found = {"default": stated} if isinstance(stated, str) else {}
     files = {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
-    if (folder / _TEMPLATE).is_file():
-        files["default"] = folder / _TEMPLATE
+    if (folder / "chat_template.jinja").is_file():
+        files["default"] = folder / "chat_template.jinja"
     try:
         return {**found, **{name: path.read_text(encoding="utf-8") for name, path in files.items()}}
     except (OSError, UnicodeDecodeError) as error:
