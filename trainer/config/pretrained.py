@@ -213,7 +213,9 @@ def check_no_gguf(path: str | Path, setting: str) -> None:
         return
     script = (
         "import sys; from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; a, f, out = sys.argv[1:]; "
-        "[K.from_pretrained(a, gguf_file=f).save_pretrained(out) for K in (M, T)]"
+        'm = M.from_pretrained(a, gguf_file=f); q = getattr(m, "hf_quantizer", None); '
+        "q and q.remove_quantization_config(m); "  # it refuses to save what it calls quantized: these are float32 now
+        "[x.save_pretrained(out) for x in (m, T.from_pretrained(a, gguf_file=f))]"
     )
     folder, out = shlex.quote(str(files[0].parent)), shlex.quote(files[0].stem)
     command = f"python -c {shlex.quote(script)} {folder} {shlex.quote(files[0].name)} {out}"
