@@ -146,4 +146,7 @@ def test_gguf_is_refused_with_the_command_that_converts_it(model: Path, capsys: 
         assert generate([str(path), "--prompt", "Hi"]) == 2
     found = capsys.readouterr().err
     assert found.count(GGUF) == 8
-    assert found.count(f"x.save_pretrained(out) for x in (m, T.from_pretrained(a, gguf_file=f))]' {folder} m.gguf m\n") == 8
+    assert (
+        found.count(f"x.save_pretrained(out) for x in (m, T.from_pretrained(a, gguf_file=f))]' {folder} m.gguf m\n")
+        == 8
+    )

@@ -95,6 +95,10 @@ def find_subject(path: str, overrides: Sequence[str]) -> Subject:
         source = StoredWeights(find_checkpoint(path))
         text, weights, step = source.config_yaml, str(source.place), source.manifest.step
         first = {"train.init_from": _first_weights(source)}
+        if "data.tokenizer" not in given:  # the run has chosen it, whatever the weights under its own came with
+            stored = stored_value(text, "checkpoint.allow_changes")
+            allowed = [*(stored if isinstance(stored, list) else []), "data.tokenizer"]
+            first["checkpoint.allow_changes"] = f"[{','.join(map(str, allowed))}]"
     own = [f"{key}={value}" for key, value in (_OWN | first).items() if key not in given]
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "evaluation.yaml"

@@ -184,6 +184,7 @@ def _check_without_torch(
     Text that has not been tokenized yet is, on all ranks together, unless it is only to be looked at.
     """
     from trainer.data.epochs import settled_by_data
+    from trainer.data.foreign import check_tokenizer
     from trainer.data.mixed import find_order
     from trainer.data.opening import is_untokenized, open_source, refuse_pairs
 
@@ -194,6 +195,7 @@ def _check_without_torch(
     has_work = is_untokenized(config.data)  # for every rank, before any of them waits for another
     if tokenizes if has_work else env.rank == 0:
         source = open_source(config.data, config.vocab_size, "train")
+        check_tokenizer(source, config)
         find_order(source, settled_by_data(config))
         if config.rows_per_sample == 1:
             refuse_pairs(source)

@@ -19,7 +19,7 @@ from yaml import YAMLError
 
 from trainer.config.advice import advice_of_type, example_of, options_of, type_name
 from trainer.config.auto import settle_auto
-from trainer.config.first_weights import check_first_weights
+from trainer.config.first_weights import check_first_weights, with_tokenizer_of_weights
 from trainer.config.inherit import inherited
 from trainer.config.pretrained import Told, free_fields, is_folder_of_weights, told_by_folder
 from trainer.config.relocate import CONFIG, run_of_best, settle
@@ -56,12 +56,14 @@ def load_config(recipe: str, overrides: Sequence[str] = (), needs_weights: bool 
             rule = f"its credentials are not stored (in {path}); give the complete URL on the command line"
             raise setting_error(key, value, rule)
     config = _build(values, assignments, path, follows=True)
+    given = {**dict(_leaves(values, path)), **assignments}
     if needs_weights:
-        check_first_weights(config, {**dict(_leaves(values, path)), **assignments})
-    return range_test_apart(config, _stored_in)
+        check_first_weights(config, given)
+    config = with_tokenizer_of_weights(config, given, stored_in)
+    return range_test_apart(config, stored_in)
 
 
-def _stored_in(folder: Path) -> Mapping[str, Any]:
+def stored_in(folder: Path) -> Mapping[str, Any]:
     """Return the configuration that a run has written to its folder; empty where none can be read."""
     try:
         return read_stored((folder / CONFIG).read_text())

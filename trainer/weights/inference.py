@@ -267,7 +267,7 @@ def begin_from(model: nn.Module, origin: Origin, config: RunConfig, channel: Cha
     if source is None:
         without = f"; {path} has none that are used" if path else ""
         return f"drawn at random (run.seed={config.run.seed}){without}"
-    return path or source.description
+    return str(Path(path).absolute()) if path and "://" not in path else path or source.description
 
 
 def keep_tokenizer(origin: Origin, config: RunConfig, channel: Channel) -> None:
