@@ -295,8 +295,8 @@ DEFECTS: list[Defect] = [
         "floor-never-reached",
         "schedules",
         "trainer/optim/optimizer.py",
-        "left = max(0, self.num_steps - step)",
-        "left = max(0, self.num_steps - step + 1)",
+        "left = max(0, self.num_steps + extra - step)",
+        "left = max(0, self.num_steps + extra - step + 1)",
     ),
     Defect(
         "shards-draw-alike",

@@ -90,6 +90,7 @@ def plain_losses(folder: Path, batches: list[dict[str, torch.Tensor]], lr: float
     """Return the losses of a plain loop over these global batches, AdamW at a fixed rate, and the model after it."""
     model, _ = load_there(folder)
     model.train()
+    model.get_input_embeddings().padding_idx = None  # its row is trained here, as in our own models
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
     losses = []
     for batch in batches:

@@ -180,6 +180,33 @@ def model_of(folder: Path) -> Any:
     return model.eval().requires_grad_(False)
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_padding_token_is_trained_as_in_our_own_model(tied: bool, folders: Any) -> None:
+    """With many chat models it is the token that ends each turn."""
+    folder = folders("llama", pad_token_id=7, tie_word_embeddings=tied)
+    theirs = model_of(folder).requires_grad_(True)
+    ours = load_weights(folder).requires_grad_(True)
+    assert type(ours).__name__ != type(theirs).__name__
+    tokens = torch.tensor([[3, 7, 7, 5, 9, 7, 2, 7]])
+    for model in (ours, theirs):
+        model(tokens[:, :-1], targets=tokens[:, 1:]).backward()
+    table = theirs.get_input_embeddings()
+    assert table.padding_idx is None
+    assert table.weight.grad[7].abs().sum() > 0
+    torch.testing.assert_close(ours.tok_embeddings.weight.grad, table.weight.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_the_padding_row_of_a_new_model_is_the_librarys(folders: Any) -> None:
+    recipe, config = find_recipe("hf"), config_of(folders("llama", pad_token_id=7))
+    with torch.device("meta"):
+        model = recipe.build_model(config)
+    materialize(model, 0, torch.device("cpu"), recipe.init)
+    table = model.get_input_embeddings()  # type: ignore[operator]
+    assert table.weight[7].eq(0).all()
+    assert table.weight[6].ne(0).any()
+    assert table.padding_idx is None
+
+
 @pytest.mark.parametrize("kind", kinds(TRAINED, (*TRIED, "gemma2", "qwen3_moe")))
 def test_logits_and_loss_are_the_librarys(kind: str, folders: Any, tokens: torch.Tensor) -> None:
     """Also where more is done to the logits than the head does: then the loss is not made in chunks."""
@@ -319,8 +346,9 @@ def test_a_folder_without_weights_means_fresh_ones(folders: Any, tmp_path: Path)
     assert config_of(tmp_path).fresh
     assert find_recipe("hf").first_weights(config_of(tmp_path)) is None
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(UserError, match=r"^model\.path=.* only as pickles .*pytorch_model\.bin"):
-        config_of(tmp_path)
+    assert not config_of(tmp_path).fresh
+    with pytest.raises(UserError, match=r"^model\.path=.* only pytorch_model\.bin: pickle files are not read"):
+        load_config("llama_small", overrides(tmp_path))
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -23,9 +23,11 @@ PEAK, FLOOR = 0.5, 0.1
 SHAPES = ["cosine", "linear", "wsd", "constant"]
 
 
-def schedule(name: Any, warmup: int = 0, steps: int = 10, decay: float = 0.2) -> Callable[[int], float]:
+def schedule(
+    name: Any, warmup: int = 0, steps: int = 10, decay: float = 0.2, floor: float = FLOOR
+) -> Callable[[int], float]:
     """Return the learning rate as a function of the step, from 1 on."""
-    shape = ScheduleSection(name, warmup_steps=warmup, min_lr_ratio=FLOOR, decay_ratio=decay)
+    shape = ScheduleSection(name, warmup_steps=warmup, min_lr_ratio=floor, decay_ratio=decay)
     return Schedule(RunConfig(optim=OptimSection(lr=PEAK), schedule=shape, train=TrainSection(steps=steps))).lr
 
 
@@ -41,6 +43,22 @@ def test_last_step_is_at_the_floor(name: str) -> None:
     for warmup, steps in ((0, 10), (4, 10), (9, 10), (0, 1)):
         expected = PEAK if name == "constant" else PEAK * FLOOR
         assert schedule(name, warmup, steps)(steps) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(("warmup", "steps"), [(0, 1), (0, 2), (0, 10), (4, 10), (9, 10), (10, 10), (40, 10)])
+def test_a_decay_to_zero_lets_the_last_step_train(name: str, warmup: int, steps: int) -> None:
+    """It reaches zero one step later: a run of one step has its peak, or most of it."""
+    for decay in (0.2, 1.0):
+        lr = schedule(name, warmup, steps, decay, floor=0.0)
+        rates = [lr(step) for step in range(1, steps + 1)]
+        assert min(rates) > 0
+        after = rates[warmup:]
+        assert all(earlier >= later for earlier, later in itertools.pairwise(after))
+        if name != "constant" and warmup < steps:
+            assert lr(steps + 1) == 0
+            assert rates[-1] < 0.95 * PEAK
+    assert schedule("linear", 0, 1, floor=0.0)(1) == PEAK / 2
 
 
 @pytest.mark.parametrize("name", SHAPES)

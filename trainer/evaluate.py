@@ -26,7 +26,7 @@ from trainer import run
 from trainer.config import RunConfig, check_config, load_config, stored_value
 from trainer.config.arguments import parse
 from trainer.config.needs import check_needs, likely_device
-from trainer.config.pretrained import find_native, is_folder_of_weights
+from trainer.config.pretrained import check_no_gguf, check_weights, find_native, is_folder_of_weights
 from trainer.distributed.environment import Environment, find_environment, follow_parent, limit_spinning
 from trainer.errors import (
     EXIT_FAILED,
@@ -79,7 +79,11 @@ def find_subject(path: str, overrides: Sequence[str]) -> Subject:
     """
     from trainer.checkpoint.source import StoredWeights, find_checkpoint, is_checkpoint
 
+    check_no_gguf(path, "path")
+    given = {override.partition("=")[0] for override in overrides}
     if is_folder_of_weights(path) and not is_checkpoint(path):
+        if "model.fresh" not in given:
+            check_weights(path, "path")
         native = find_native(path)
         model = {"name": native[0].name} if native else {"name": "hf", "path": path}
         data = {"tokenizer": path} if (Path(path) / "tokenizer.json").is_file() else {}
@@ -91,7 +95,10 @@ def find_subject(path: str, overrides: Sequence[str]) -> Subject:
         source = StoredWeights(find_checkpoint(path))
         text, weights, step = source.config_yaml, str(source.place), source.manifest.step
         first = {"train.init_from": _first_weights(source)}
-    given = {override.partition("=")[0] for override in overrides}
+        if "data.tokenizer" not in given:  # the run has chosen it, whatever the weights under its own came with
+            stored = stored_value(text, "checkpoint.allow_changes")
+            allowed = [*(stored if isinstance(stored, list) else []), "data.tokenizer"]
+            first["checkpoint.allow_changes"] = f"[{','.join(map(str, allowed))}]"
     own = [f"{key}={value}" for key, value in (_OWN | first).items() if key not in given]
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "evaluation.yaml"

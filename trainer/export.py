@@ -21,15 +21,16 @@ import torch
 
 from trainer.checkpoint.source import StoredWeights, find_checkpoint
 from trainer.config import RunConfig, config_from_yaml
+from trainer.config.first_weights import allows_another
 from trainer.data.prompts import ends_of_chats
 from trainer.data.tokenizer import find_tokenizer
-from trainer.errors import EXIT_FINISHED, CommandParser, UserError, run_command, tell
+from trainer.errors import EXIT_FINISHED, CommandParser, UserError, run_command, say, tell
 from trainer.files import replacing
 from trainer.recipe import WeightSource, look_in_working_folder
 from trainer.weights.adapters import BASE
 from trainer.weights.exporting import export
 from trainer.weights.inference import fill_plain, merged, origin_of, plain_network
-from trainer.weights.origin import TOKENIZER, Origin, own_tokenizer, written_out
+from trainer.weights.origin import TOKENIZER, Origin, is_tokenizer_file, own_tokenizer, written_out
 from trainer.weights.peft import export_adapter
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -58,6 +59,9 @@ def export_checkpoint(
     stored = StoredWeights(find_checkpoint(checkpoint), ema)
     config = config_from_yaml(stored.config_yaml, allow_import=allow_import)
     path, origin = Path(target), origin_of(stored)
+    if TOKENIZER in origin.files and _reads_bytes(config):
+        say("warning: the run was trained on bytes: the tokenizer that came with its first weights is left out")
+        origin.files = {name: data for name, data in origin.files.items() if not is_tokenizer_file(name)}
     is_file, has_adapters = path.suffix in (".pt", ".safetensors"), config.lora.rank > 0
     if merges is False and not has_adapters:
         raise UserError(
@@ -90,6 +94,13 @@ def export_checkpoint(
         overwrite=overwrite,
         setting="target",
     )
+
+
+def _reads_bytes(config: RunConfig) -> bool:
+    """Return whether a run has read bytes as its tokens; with token shards `data.tokenizer` says nothing of that."""
+    if config.data.tokenizer != "bytes" or config.data.source == "synthetic":
+        return False
+    return config.data.source != "tokens" or allows_another(config)
 
 
 def _end_id(tokenizer: str, origin: Origin) -> int:

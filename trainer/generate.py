@@ -22,7 +22,14 @@ from torch import nn
 
 from trainer.checkpoint.source import StoredWeights, find_checkpoint, is_checkpoint
 from trainer.config import config_from_yaml
-from trainer.config.pretrained import CONFIG, is_folder_of_weights, model_config_of
+from trainer.config.pretrained import (
+    CONFIG,
+    check_no_gguf,
+    check_weights,
+    is_folder_of_weights,
+    is_only_described,
+    model_config_of,
+)
 from trainer.data.prompts import ends_of_chats, tokens_of_chat, tokens_of_prompt
 from trainer.data.tokenizer import Tokenizer, find_tokenizer
 from trainer.errors import (
@@ -114,8 +121,11 @@ def open_writer(
     that lasts as long as `stack`.  `ema`: with the averaged weights of a run with `train.ema`.  Raises UserError for
     what cannot be read.
     """
+    check_no_gguf(path, "path")
     if is_folder_of_weights(path) and not is_checkpoint(path):
         folder = Path(path)
+        if is_only_described(folder):
+            check_weights(folder, "path")
         return Writer(_load_folder(folder, device), device, *named_in(folder), _settings(read_folder(folder)))
     source = StoredWeights(find_checkpoint(path))
     config = config_from_yaml(source.config_yaml, allow_import=allow_import)

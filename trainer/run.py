@@ -121,7 +121,9 @@ def _read(arguments: Arguments, env: Environment) -> RunConfig | None:
         tell(f"meshtrainer {__version__}")
         return None
     if arguments.asks_for("--help"):
-        text = usage.full_help(arguments.sections, load_config(recipe, overrides) if recipe else None)
+        text = usage.full_help(
+            arguments.sections, load_config(recipe, overrides, needs_weights=False) if recipe else None
+        )
         tell(usage.fitted(text, shutil.get_terminal_size().columns if sys.stdout.isatty() else 0))
         return None
     if recipe is None:
@@ -182,6 +184,7 @@ def _check_without_torch(
     Text that has not been tokenized yet is, on all ranks together, unless it is only to be looked at.
     """
     from trainer.data.epochs import settled_by_data
+    from trainer.data.foreign import check_tokenizer
     from trainer.data.mixed import find_order
     from trainer.data.opening import is_untokenized, open_source, refuse_pairs
 
@@ -192,6 +195,7 @@ def _check_without_torch(
     has_work = is_untokenized(config.data)  # for every rank, before any of them waits for another
     if tokenizes if has_work else env.rank == 0:
         source = open_source(config.data, config.vocab_size, "train")
+        check_tokenizer(source, config)
         find_order(source, settled_by_data(config))
         if config.rows_per_sample == 1:
             refuse_pairs(source)

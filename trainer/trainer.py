@@ -39,7 +39,7 @@ from trainer.lifecycle.samples import Samples
 from trainer.lifecycle.saves import RunSaves
 from trainer.lifecycle.selfcheck import check_same_run, check_shape, check_start
 from trainer.lifecycle.state import TrainState
-from trainer.lifecycle.summary import mesh_sizes, show_result, start_facts, start_notes, start_record
+from trainer.lifecycle.summary import mesh_sizes, show_result, start_facts, start_notes, start_record, weights_facts
 from trainer.lifecycle.watchdog import Watchdog
 from trainer.loss import count_targets, find_loss
 from trainer.metrics.accounts import Accounts, Update
@@ -118,6 +118,8 @@ class Trainer:
         self.origin = Origin()
         """What came with the model: the files beside the weights that training started from, and its tokenizer's."""
         self.state.add(ORIGIN, self.origin)
+        self.begun_from = ""
+        """Where the weights came from, if no checkpoint was loaded."""
 
         self.folder = RunFolder(config, world.is_main, describe_choice(self.plan_choice))
         self.watchdog = Watchdog(world, config)
@@ -343,7 +345,8 @@ class Trainer:
         self.resume.supersede()
         plan = self.forecast.sentence() if self.world.is_main else ""
         sizes = (len(self.units), self.num_micro_batches)
-        shown = (self.config, self.world, self.mesh, self.model, self.loader, sizes, self.resume.step, plan)
+        weights = weights_facts(self.config, self.begun_from, self.resume, self.state.parts)
+        shown = (self.config, self.world, self.mesh, self.model, self.loader, sizes, self.resume.step, plan, weights)
         record = start_record(self.config, self.world, self.mesh, self.model, self.resume, self.skips, self.loader)
         notes = start_notes(self.plan_choice, self.profile.advice(self.state.step), self.resume.changed)
         self.lifecycle.begin(start_facts(*shown), record, notes)
@@ -376,7 +379,7 @@ class Trainer:
                     keep_tokenizer(self.origin, self.config, self.world)
                 self.lifecycle.restore()
             elif self.lifecycle.phase == "built":
-                begin_from(self.model, self.origin, self.config, self.world)
+                self.begun_from = begin_from(self.model, self.origin, self.config, self.world)
         return self.resume.step
 
     def finish(self) -> int:

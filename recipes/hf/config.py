@@ -7,11 +7,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from trainer.config.pretrained import CONFIG, check_readable, has_weights, read_config
+from trainer.config.pretrained import CONFIG, check_readable, is_only_described, read_config
 from trainer.errors import setting_error
 from trainer.recipe import declare
-
-_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
 @dataclass(frozen=True)
@@ -25,7 +23,12 @@ class HfConfig:
         free=True,
         aliases={"flex_attention": "flex", "flash": "flash_attention_2"},
     )
-    fresh: bool = declare(False, "initialize new weights; always true for a folder without weights", free=True)
+    fresh: bool = declare(
+        False,
+        "start from random weights; also the default for a folder with config.json alone, but not for fine-tuning "
+        "(chats, preferences, LoRA)",
+        free=True,
+    )
     config: dict[str, Any] = field(
         default_factory=dict, metadata={"meaning": "what config.json says; found in the folder, not to be given"}
     )
@@ -74,21 +77,8 @@ def resolve(config: HfConfig) -> HfConfig:
         differ = [key for key in {**content, **config.config} if content.get(key) != config.config.get(key)]
         rule = f"{folder / CONFIG} has other entries than model.config: {', '.join(differ)}"
         raise setting_error("model.path", config.path, rule, fix="model.config={} takes those of the folder")
-    fresh = config.fresh or not _has_weights(folder, config.path)
+    fresh = config.fresh or is_only_described(folder)
     return replace(config, path=str(folder), fresh=fresh, config=content)
-
-
-def _has_weights(folder: Path, path: str) -> bool:
-    if has_weights(folder):
-        return True
-    pickles = sorted(file.name for file in folder.iterdir() if file.suffix in _PICKLES)
-    if pickles:
-        rule = (
-            f"has its weights only as pickles ({', '.join(pickles)}), which are not read: to unpickle what came from "
-            "elsewhere can run code"
-        )
-        raise setting_error("model.path", path, rule, fix="convert them to safetensors, or draw new: model.fresh=true")
-    return False
 
 
 def check(config: HfConfig) -> None:

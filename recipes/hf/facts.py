@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -58,7 +59,22 @@ def init(module: nn.Module, name: str, model: Any) -> None:
     with initialization.guard_torch_init_functions():
         for depth in reversed(range(len(path))):
             owner = next(part for part in reversed(path[: depth + 1]) if isinstance(part, transformers.PreTrainedModel))
-            owner._init_weights(path[depth])
+            with _padding_of_the_library(path[depth]):
+                owner._init_weights(path[depth])
+
+
+@contextmanager
+def _padding_of_the_library(module: nn.Module) -> Iterator[None]:
+    """Give an embedding its padding token back inside the block: the library makes that row of a new model zero."""
+    row = getattr(module, "padding_row", None)
+    if row is None:
+        yield
+        return
+    module.padding_idx = row  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        module.padding_idx = None  # type: ignore[assignment]
 
 
 def _kinds(module: nn.Module) -> list[type]:

@@ -42,11 +42,26 @@ def build(config: HfConfig) -> transformers.PreTrainedModel:
             raise setting_error("model.path", config.path, rule) from error
         rule = f"transformers cannot compute it so ({_first_line(error)})"
         raise setting_error("model.attention", config.attention, rule, None) from error
+    _train_padding_too(model)
     library: Any = type(model)
     model.__class__ = _trained(library)
     if _head_makes_the_logits(model):
         model.get_output_embeddings().__class__ = Head
     return model
+
+
+def _train_padding_too(model: transformers.PreTrainedModel) -> None:
+    """Let the row of the padding token be trained wherever that token occurs.
+
+    The library drops this row's gradient, since it expects the token in padding alone.  Our padding has no targets, and
+    with many chat models the same token ends each turn, which must be learned: our own models learn it, too.  What
+    `_init_weights` does to the row of a new model is left to the library (see `facts.init`).
+    """
+    table = model.get_input_embeddings()
+    for module in model.modules():
+        is_like_it = isinstance(module, nn.Embedding) and isinstance(table, nn.Embedding)
+        if is_like_it and module.num_embeddings == table.num_embeddings and module.padding_idx is not None:
+            module.padding_row, module.padding_idx = module.padding_idx, None
 
 
 def architecture(config: HfConfig) -> str:

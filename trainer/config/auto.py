@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trainer.config.pretrained import find_native, has_weights, is_folder_of_weights
+from trainer.config.first_weights import fine_tunes, is_true, refuse_fresh_with_start
+from trainer.config.pretrained import find_native, is_folder_of_weights, is_only_described
 from trainer.errors import setting_error
 from trainer.recipe import find_recipe
 
@@ -37,14 +38,19 @@ def settle_auto(values: Mapping[str, Any], assignments: Mapping[str, str]) -> tu
     if found is None or not given - set(_OF_ANY_MODEL) <= fields:
         return kept | {"model.name": find_recipe("hf").name, "model.path": folder}, rest
     recipe, config = found
-    is_fresh = str(rest.get("model.fresh", kept.get("model.fresh", False))).lower() == "true"
+    start, asked = _start(kept, rest), {**kept, **rest}
     own = {key: value for key, value in kept.items() if key not in _OF_ANY_MODEL}
     own |= {f"model.{field.name}": getattr(config, field.name) for field in dataclasses.fields(config)}
     own["model.name"] = recipe.name
     rest = {key: text for key, text in rest.items() if key not in _OF_ANY_MODEL}
-    if _start(own, rest) is None and not is_fresh and has_weights(folder):
-        own["train.init_from"] = folder
-        rest.pop("train.init_from", None)
+    if start is not None:
+        refuse_fresh_with_start(asked, start)
+    elif not is_true(asked.get("model.fresh")):
+        # A folder with config.json alone may be what a new model is trained by, but not what is fine-tuned.
+        is_meant = asked.get("model.fresh") is None and is_only_described(folder) and not fine_tunes(asked)
+        if not is_meant:
+            own["train.init_from"] = folder
+            rest.pop("train.init_from", None)
     if rest.get("data.tokenizer", own.get("data.tokenizer")) == MODEL:
         own["data.tokenizer"] = folder  # where no weights are read, nothing else says from where the model is
         rest.pop("data.tokenizer", None)

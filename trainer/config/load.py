@@ -19,6 +19,7 @@ from yaml import YAMLError
 
 from trainer.config.advice import advice_of_type, example_of, options_of, type_name
 from trainer.config.auto import settle_auto
+from trainer.config.first_weights import check_first_weights, with_tokenizer_of_weights
 from trainer.config.inherit import inherited
 from trainer.config.pretrained import Told, free_fields, is_folder_of_weights, told_by_folder
 from trainer.config.relocate import CONFIG, run_of_best, settle
@@ -30,7 +31,7 @@ from trainer.errors import UserError, choice_error, is_masked, masked, nearest, 
 from trainer.recipe import Recipe, check_number, find_recipe, load_recipes
 
 
-def load_config(recipe: str, overrides: Sequence[str] = ()) -> RunConfig:
+def load_config(recipe: str, overrides: Sequence[str] = (), needs_weights: bool = True) -> RunConfig:
     """Return the configuration of `recipe` with `key=value` overrides.
 
     `recipe` is a name in conf/, a path ending in .yaml, or a run folder (its `config.yaml`).  A recipe file may inherit
@@ -40,6 +41,9 @@ def load_config(recipe: str, overrides: Sequence[str] = ()) -> RunConfig:
 
     If `train.init_from` describes its model, its fields replace those of the recipe, and the fields in `overrides` must
     agree with them.
+
+    `needs_weights=False` also loads a configuration whose folder has no weights that can be read: for what looks at
+    the model or the data alone.
 
     Raises UserError for an unknown recipe or key, a wrong type, or a value outside its limits.  Rules that depend on
     the number of ranks are checked by `check_config`.
@@ -51,10 +55,15 @@ def load_config(recipe: str, overrides: Sequence[str] = ()) -> RunConfig:
         if key not in assignments and any(map(is_masked, _items(value))):
             rule = f"its credentials are not stored (in {path}); give the complete URL on the command line"
             raise setting_error(key, value, rule)
-    return range_test_apart(_build(values, assignments, path, follows=True), _stored_in)
+    config = _build(values, assignments, path, follows=True)
+    given = {**dict(_leaves(values, path)), **assignments}
+    if needs_weights:
+        check_first_weights(config, given)
+    config = with_tokenizer_of_weights(config, given, stored_in)
+    return range_test_apart(config, stored_in)
 
 
-def _stored_in(folder: Path) -> Mapping[str, Any]:
+def stored_in(folder: Path) -> Mapping[str, Any]:
     """Return the configuration that a run has written to its folder; empty where none can be read."""
     try:
         return read_stored((folder / CONFIG).read_text())

@@ -6,8 +6,10 @@ tensor and imports no torch; how an entry is called, and which are possible, is 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import shlex
 import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
@@ -139,10 +141,87 @@ def model_config_of(folder: str | Path, recipes: Sequence[Recipe], setting: str 
     return recipe, recipe.config(**_fields_of(content, recipe, path, setting))
 
 
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_GGUF = ".gguf"
+
+
 def has_weights(folder: str | Path) -> bool:
     """Return whether there are safetensors in a folder, or an index of them."""
     path = Path(folder).expanduser()
     return any(path.glob("*.safetensors")) or any(path.glob("*.safetensors.index.json"))
+
+
+def is_only_described(folder: str | Path) -> bool:
+    """Return whether a folder says what a model is and has no weights of it, in no format and on no way here.
+
+    A download that was interrupted leaves parts of files behind.
+    """
+    path = Path(folder).expanduser()
+    has_others = any(file.suffix.lower() in (*_PICKLES, _GGUF) for file in path.iterdir())
+    return not (has_weights(path) or has_others or any(path.glob(".cache/huggingface/download/**/*.incomplete")))
+
+
+def check_weights(folder: str | Path, setting: str) -> None:
+    """Raise UserError that begins with `setting` if no weights can be read from a Hugging Face folder.
+
+    Looks at the names of files alone, so that it is quick and needs no torch.
+    """
+    path = Path(str(folder).removeprefix("file://")).expanduser()
+    if (path / WEIGHTS).is_file():
+        return
+    fresh = "; for random weights: model.fresh=true" if setting == "model.path" else ""
+    if not (path / INDEX).is_file():
+        check_no_gguf(path, setting)
+        fix = f"download the weights{fresh}"
+        if any(file.name.endswith(_PICKLES) for file in path.iterdir()):
+            script = "import sys; from transformers import AutoModelForCausalLM as M; "
+            script += "M.from_pretrained(sys.argv[1]).save_pretrained(sys.argv[1])"
+            fix = f"python -c {shlex.quote(script)} {shlex.quote(str(path))}, if you trust the files{fresh}"
+        raise setting_error(setting, folder, no_weights(path), fix=fix)
+    with contextlib.suppress(ValueError, LookupError, TypeError, AttributeError, OSError):  # whoever reads it says so
+        names = sorted(set(json.loads((path / INDEX).read_text())["weight_map"].values()))
+        if absent := [name for name in names if not (path / name).is_file()]:
+            rule = f"{INDEX} names {', '.join(absent)}, which is missing; download it again"
+            raise setting_error(setting, folder, rule)
+
+
+def no_weights(folder: Path) -> str:
+    """Return the rule that a folder without safetensors breaks: what is missing, and what is there instead."""
+    there = sorted(file.name for file in folder.iterdir())
+    pickles = [name for name in there if name.endswith(_PICKLES)]
+    rule = f"has neither {WEIGHTS} nor {INDEX}"
+    if pickles:
+        return (
+            f"{rule}, only {', '.join(pickles)}: pickle files are not read, because loading them can run code; "
+            "convert them to safetensors first"
+        )
+    return f"{rule}; it has {', '.join(there[:8])}" + (", ..." if len(there) > 8 else "") if there else rule
+
+
+def check_no_gguf(path: str | Path, setting: str) -> None:
+    """Raise UserError that begins with `setting` if a path names a GGUF file, or a folder of these and no safetensors.
+
+    The message has the command that converts it.
+    """
+    place = Path(str(path).removeprefix("file://")).expanduser()
+    files = [place] if place.suffix.lower() == _GGUF and place.is_file() else []
+    if place.is_dir() and not has_weights(place):
+        files = sorted(file for file in place.iterdir() if file.suffix.lower() == _GGUF)
+    if not files:
+        return
+    script = (
+        "import sys; from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; a, f, out = sys.argv[1:]; "
+        'm = M.from_pretrained(a, gguf_file=f); q = getattr(m, "hf_quantizer", None); '
+        "q and q.remove_quantization_config(m); "  # it refuses to save what it calls quantized: these are float32 now
+        "[x.save_pretrained(out) for x in (m, T.from_pretrained(a, gguf_file=f))]"
+    )
+    folder, out = shlex.quote(str(files[0].parent)), shlex.quote(files[0].stem)
+    command = f"python -c {shlex.quote(script)} {folder} {shlex.quote(files[0].name)} {out}"
+    rule = f"GGUF files are not read here ({', '.join(file.name for file in files)})"
+    fix = f"pip install transformers gguf, convert it, and give the folder {files[0].stem}:\n    {command}"
+    raise setting_error(setting, path, rule, fix=fix)
 
 
 def find_native(folder: str | Path, setting: str = "path") -> tuple[Recipe, Any] | None:
@@ -188,6 +267,8 @@ def _fetch(folder: Path) -> str:
 
 def read_config(folder: Path, setting: str) -> dict[str, Any]:
     """Return what the folder's config.json says.  Raises UserError that begins with `setting` if that is no model."""
+    if not (folder / CONFIG).is_file():
+        check_no_gguf(folder, setting)
     try:
         content = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         content["model_type"]

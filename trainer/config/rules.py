@@ -18,6 +18,7 @@ from trainer.config.load import (
 )
 from trainer.config.mesh import MeshShape, divisor, find_mesh_shape
 from trainer.config.mixture import check_sources
+from trainer.config.pretrained import check_no_gguf
 from trainer.config.relocate import CONFIG, run_of_best
 from trainer.config.schema import RunConfig
 from trainer.config.sections import LoraSection
@@ -150,6 +151,8 @@ def _check_deadline(config: RunConfig) -> None:
 
 def _check_init_from(config: RunConfig) -> None:
     start = config.train.init_from
+    if start is not None:
+        check_no_gguf(start, "train.init_from")
     if start is not None and "://" not in start and not Path(run_of_best(start) or start).exists():
         rule = "must be a checkpoint, a run folder, a folder of safetensors, or a weights file (.pt, .safetensors)"
         own = config.run_dir / CONFIG

@@ -97,7 +97,7 @@ def _number(option: str, text: str) -> int:
 
 
 def _answer(asked: _Asked) -> int:
-    config = load_config(asked.recipe or "llama_small", asked.overrides)
+    config = load_config(asked.recipe or "llama_small", asked.overrides, needs_weights=False)
     least = least_mesh(config)
     check_config(config, least.num_ranks, least.shard)
     vocab_size = config.vocab_size if asked.recipe else None

@@ -28,6 +28,7 @@ from torch.utils.data import Dataset
 from trainer.config import RunConfig, Slices, find_slices
 from trainer.data.ahead import Ahead, GivenUp
 from trainer.data.fingerprint import Fingerprint
+from trainer.data.foreign import check_tokenizer
 from trainer.data.mixed import find_order, spread
 from trainer.data.order import Order, Permutation, epochs
 from trainer.data.portions import Portion, portions
@@ -60,6 +61,7 @@ class TrainLoader:
         Raises UserError for data that are not what `train.objective` is for.
         """
         _check_rows(source, config)
+        check_tokenizer(source, config)
         return cls(
             source,
             seed=config.data.seed,
@@ -358,6 +360,7 @@ class EvalLoader:
     def of(cls, source: Source, config: RunConfig, rank: int, num_ranks: int) -> EvalLoader:
         """Return the loader that a configuration describes, for one rank; see `TrainLoader.of`."""
         _check_rows(source, config)
+        check_tokenizer(source, config)
         return cls(
             source,
             num_batches=config.eval.steps,

@@ -154,6 +154,13 @@ class Part(Source):
         return self.whole.follow(indices, map(self._in_whole, steps), own)
 
     @property
+    def sentence(self) -> str:
+        """That of the whole, and which of its samples these are."""
+        kind = "held out" if self._start else "trained on, the others held out"
+        share = f"{len(self):,} of the {len(self.whole):,} samples are {kind}"
+        return f"{self.whole.sentence}; {share}" if self.whole.sentence else share
+
+    @property
     def attended(self) -> float | None:  # type: ignore[override]
         """That of the whole."""
         return self.whole.attended
@@ -223,6 +230,13 @@ class TokenSource(Source):
         num_bytes = sum(shard.info.num_bytes for shard in shards)
         if self.num_targets and num_bytes:  # none are known of tokens that others have made
             self.bytes_per_token = num_bytes / self.num_targets
+
+    @property
+    def sentence(self) -> str:
+        """Says how many tokens there are, and how many of them are targets."""
+        num_tokens = self._shard_starts[-1]
+        share = self.num_targets / max(1, num_tokens)
+        return f"{num_tokens:,} tokens, {share:.1%} of them are targets"
 
     def _count_targets(self) -> int:
         return self._shard_starts[-1] - 1

@@ -41,6 +41,8 @@ class Resume:
         self.history = History(folder)
         self.step: int | None = None
         """Step of the checkpoint loaded last; None for a fresh start."""
+        self.path = ""
+        """Where that checkpoint is."""
         self.is_own = False
         """True if that checkpoint is one of this run."""
         self.changed: list[str] = []
@@ -59,7 +61,7 @@ class Resume:
         found = self._find(state, str(path) if path is not None else None, is_running)
         if found is None:
             return None
-        self.step, self.changed = state.step, list(found.changed)
+        self.step, self.path, self.changed = state.step, str(found.path), list(found.changed)
         own_path = f"{self._checkpoints.place}/{name_of(found.manifest.step)}"
         self.is_own = self._world.broadcast(is_same_place(found.path, own_path))
         if not self.is_own or self._world.broadcast(self.history.is_copied(found)):

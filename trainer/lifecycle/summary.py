@@ -11,9 +11,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from trainer.config import RunConfig
+from trainer.config.auto import MODEL
 from trainer.config.needs import compiles_blocks
 from trainer.data.loader import TrainLoader
 from trainer.data.portions import sentences
+from trainer.data.source import Part
 from trainer.data.stdlib import gzip_bits_per_byte, held_out_text
 from trainer.data.tokenizer import tokenizer_of
 from trainer.distributed.world import CONTEXT, REPLICATE, SHARD, World
@@ -28,6 +30,7 @@ from trainer.model.sample import write_sample
 from trainer.optim.optimizer import bytes_of_training
 from trainer.plan.forecast import describe_choice
 from trainer.plan.search import Choice
+from trainer.weights.adapters import BASE, REFERENCE, Base
 
 
 def mesh_sizes(mesh: DeviceMesh, config: RunConfig) -> dict[str, int]:
@@ -53,10 +56,11 @@ def start_facts(
     sizes: tuple[int, int],
     resumed_step: int | None,
     plan: str,
+    weights: str,
 ) -> Mapping[str, str]:
-    """Return the start block: the run, its model, mesh, memory, plan, step and data, each in one line.
+    """Return the start block by name: run, model, weights, tokenizer, chat template, mesh, memory, plan, step, data.
 
-    sizes: FSDP units, and micro-batches per step on each rank.
+    sizes: FSDP units, and micro-batches per step on each rank.  weights: where the weights come from.
     """
     num_units, num_micro_batches = sizes
     axes = zip(mesh.mesh_dim_names or (SHARD,), mesh.shape, strict=True)
@@ -66,8 +70,8 @@ def start_facts(
     num_rows = batch * config.rows_per_sample
     num_parameters, num_trained = count_parameters(model), count_trained_parameters(model)
     trained = "" if num_trained == num_parameters else f", {readable_count(num_trained)} of them trained"
-    weights, gradients, kept = bytes_of_training(model, config.optim, config.train.ema > 0)
-    held = weights * (1 + config.holds_reference) + gradients + kept
+    weight_bytes, gradient_bytes, kept = bytes_of_training(model, config.optim, config.train.ema > 0)
+    held = weight_bytes * (1 + config.holds_reference) + gradient_bytes + kept
     reference = ", a reference" if config.holds_reference else ""
     talks = f", small messages by {world.interface}" if world.interface else ""
     told = [config.model.name, *config.recipe.notes_on(config.model, model)]
@@ -76,6 +80,9 @@ def start_facts(
         "run": f"{config.run.name} in {config.run.dir}{resumed}",
         "model": f"{', '.join(told)}, {readable_count(num_parameters)} parameters{trained}, "
         f"{num_units} FSDP units and the root",
+        "weights": weights,
+        "tokenizer": _tokenizer_facts(config, loader),
+        "template": _template_facts(config),
         "mesh": " x ".join(f"{name} {size}" for name, size in axes) + f"{shared} on {device_name(world.device)}{talks}",
         "memory": f"{readable_bytes(held)} per rank for weights{reference}, gradients and optimizer",
         "plan": plan,
@@ -86,12 +93,66 @@ def start_facts(
     }
 
 
-def _data_facts(config: RunConfig, loader: object) -> str:
-    """Return what the run reads: of a source of its own all that is known is its kind."""
+def weights_facts(config: RunConfig, begun_from: str, resume: Resume, parts: Mapping[str, object]) -> str:
+    """Return where the weights come from: those that are trained, and those beside them that stay as they are.
+
+    begun_from: what `begin_from` returned.  parts: of the run's state.
+    """
+    if resume.step is not None:
+        begun_from = f"checkpoint {resume.path} (step {resume.step})"
+    if config.lora.rank:
+        base, rank = parts.get(BASE), config.lora.rank
+        under = base.path if isinstance(base, Base) and base.path else begun_from
+        adapters = f"from {begun_from}" if resume.step is not None else f"drawn at random (run.seed={config.run.seed})"
+        return f"{under}, frozen; adapters of rank {rank} {adapters}"
+    if config.holds_reference:
+        reference = parts.get(REFERENCE)
+        path = reference.path if isinstance(reference, Base) and reference.path else "the same weights"
+        return f"{begun_from}; reference model: {path}"
+    return begun_from
+
+
+def _tokenizer_facts(config: RunConfig, loader: object) -> str:
+    """Return which tokenizer made the tokens, and how many ids it has."""
+    data = config.data
     if not isinstance(loader, TrainLoader):
-        return f"{config.data.source}, {config.train.steps} steps"
+        return f"{data.tokenizer} (data.tokenizer; the samples come from a loader of your own)"
+    name, num_ids = loader.source.tokenizer, loader.source.vocab_size
+    if name is None:
+        return "none: the data are token ids"
+    room = config.vocab_size
+    ids = f"{num_ids:,} ids" if room is None or room == num_ids else f"{num_ids:,} of the model's {room:,} ids"
+    if name == tokenizer_of(data).name:
+        return f"{data.tokenizer} ({ids})"
+    return f"{name} ({ids}), as the token shards say; data.tokenizer={data.tokenizer} is not used for them"
+
+
+def _template_facts(config: RunConfig) -> str:
+    """Return where the chat template comes from."""
+    data = config.data
+    if data.source != "chat":
+        return "none: the data are not chats"
+    if data.chat_template != MODEL:
+        return f"{data.chat_template} (data.chat_template)"
+    from trainer.data.chat.template import place_of_template  # with jinja2, which only chats need
+
+    found = place_of_template(data.tokenizer)
+    return f"none in {data.tokenizer}" if found is None else str(found)
+
+
+def _data_facts(config: RunConfig, loader: object) -> str:
+    """Return what the run reads, and how much of that is trained on; of your own loader only its setting is known."""
+    if not isinstance(loader, TrainLoader):
+        return f"{config.data.source} (data.source), {config.train.steps} steps; the samples come from your own loader"
+    path = config.data.path
+    paths = path if isinstance(path, Mapping) else {"": path} if path else {}
+    named = ", ".join(f"{name}={place}" if name else place for name, place in paths.items())
     made = loader.source.sentence
-    return "\n".join([config.data.source, *([made] if made else []), *sentences(loader.portions(config.train.steps))])
+    if config.data.holdout and not isinstance(loader.source, Part):
+        unit = "conversations" if config.data.source == "chat" else "documents"
+        made += f"{', ' * bool(made)}{config.data.holdout:.1%} of the {unit} are held out (data.holdout)"
+    first = f"{config.data.source}: {named}" if named else config.data.source
+    return "\n".join([first, *([made] if made else []), *sentences(loader.portions(config.train.steps))])
 
 
 def start_notes(choice: Choice | None, advice: str, changed: Sequence[str]) -> list[str]:

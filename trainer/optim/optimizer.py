@@ -253,15 +253,19 @@ class Schedule:
     def _height(self, step: int) -> float:
         """Return how much of the way from floor to peak is left after the warmup, from 1 to 0.
 
+        The last step is at the floor.  Where the floor is zero that step would change nothing, and a run of one step
+        would train nothing at all: the decay is a step longer then, and reaches zero just after the last one.
+
         wsd (warmup, stable, decay): Hu et al. 2024, arXiv:2404.06395; its decay is linear, over a share of the run.
         """
         name, warmup = self.shape.name, self.shape.warmup(self.num_steps)
-        left = max(0, self.num_steps - step)
-        share_left = left / max(1, self.num_steps - warmup)
+        extra = int(self.shape.min_lr_ratio == 0)
+        left = max(0, self.num_steps + extra - step)
+        share_left = left / max(1, self.num_steps + extra - warmup)
         if name == "cosine":
             return 0.5 * (1 - math.cos(math.pi * share_left))
         if name == "linear":
             return share_left
         if name == "wsd" and self.shape.decay_ratio > 0:
-            return min(1.0, left / (self.shape.decay_ratio * self.num_steps))
+            return min(1.0, left / (self.shape.decay_ratio * self.num_steps + extra))
         return 1.0

@@ -81,7 +81,7 @@ def _plan(arguments: list[str]) -> int:
     asked, overrides = _read(arguments)
     if asked.recipe is None and not asked.calibrates:
         raise no_recipe(_USAGE, overrides)
-    config = load_config(asked.recipe or "llama_small", overrides)
+    config = load_config(asked.recipe or "llama_small", overrides, needs_weights=False)
     if config.data.path is not None:
         config = settled_by_data(config)
     if asked.calibrates:

@@ -14,13 +14,13 @@ from typing import Any, BinaryIO
 import torch
 from safetensors import SafetensorError, safe_open
 
-from trainer.config.pretrained import CONFIG, fields_of, find_huggingface
+from trainer.config.pretrained import CONFIG, INDEX, WEIGHTS, fields_of, find_huggingface
 from trainer.errors import UserError, setting_error
 from trainer.files import sync_folder
 from trainer.model.names import Names
 from trainer.recipe import Recipe, Stacked, Transposed
 from trainer.weights.access import WeightSource, find_weights, named_weights, row_blocks
-from trainer.weights.huggingface import DTYPE_NAMES, INDEX, WEIGHTS
+from trainer.weights.huggingface import DTYPE_NAMES
 from trainer.weights.origin import (
     GENERATION,
     TOKENIZER,

@@ -16,13 +16,10 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from trainer.config.pretrained import INDEX, WEIGHTS, check_no_gguf, no_weights
 from trainer.errors import UserError, setting_error
 from trainer.model.names import Names, Place
 from trainer.recipe import Recipe
-
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-
-PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 DTYPES = {
     "F64": torch.float64,
@@ -177,17 +174,8 @@ def _find_files(path: str | os.PathLike[str], setting: str) -> dict[Path, set[st
     if (folder / WEIGHTS).is_file():
         return {folder / WEIGHTS: set()}
     if not (folder / INDEX).is_file():
-        there = sorted(file.name for file in folder.iterdir())
-        pickles = [name for name in there if name.endswith(PICKLES)]
-        rule = f"has neither {WEIGHTS} nor {INDEX}"
-        if pickles:
-            rule += (
-                f", only {', '.join(pickles)}: pickle files are not read, because loading them can run code; "
-                "convert them to safetensors first"
-            )
-        elif there:
-            rule += f"; it has {', '.join(there[:8])}" + (", ..." if len(there) > 8 else "")
-        raise setting_error(setting, path, rule)
+        check_no_gguf(folder, setting)
+        raise setting_error(setting, path, no_weights(folder))
     try:
         weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
         files = {

@@ -249,9 +249,10 @@ def take_base(model: nn.Module, config: RunConfig, channel: Channel) -> Base:
     return Base(path if "://" in path else str(Path(path).absolute()), checksum_of(channel.gather(share)), filled)
 
 
-def begin_from(model: nn.Module, origin: Origin, config: RunConfig, channel: Channel) -> None:
-    """Fill the model with the first weights, where they are not drawn: those of `train.init_from`, if it is set, else
-    those that its recipe knows of.  Keep what came with them in `origin`.
+def begin_from(model: nn.Module, origin: Origin, config: RunConfig, channel: Channel) -> str:
+    """Fill the model with its first weights: those of `train.init_from`, else those that its recipe names, else drawn.
+
+    Keeps the files that came with them in `origin`.  Returns where the weights come from, for the start block.
 
     Raises UserError, on all ranks alike, for weights that do not fit.  Collective.
     """
@@ -263,6 +264,10 @@ def begin_from(model: nn.Module, origin: Origin, config: RunConfig, channel: Cha
     came = channel.agreed(lambda: _files_of(source, config) if channel.is_main else {})
     origin.files = channel.broadcast(came)
     keep_tokenizer(origin, config, channel)
+    if source is None:
+        without = f"; {path} has none that are used" if path else ""
+        return f"drawn at random (run.seed={config.run.seed}){without}"
+    return str(Path(path).absolute()) if path and "://" not in path else path or source.description
 
 
 def keep_tokenizer(origin: Origin, config: RunConfig, channel: Channel) -> None:

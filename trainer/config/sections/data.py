@@ -51,7 +51,8 @@ class DataSection:
     seq_len: int = declare(256, "tokens per sequence", at_least=1, at_most=MAX_SIZE)
     tokenizer: str = declare(
         "bytes",
-        "bytes; a Hugging Face tokenizer.json or its folder; or model: the tokenizer in model.path or train.init_from",
+        "bytes; a Hugging Face tokenizer.json or its folder; or model: the tokenizer in model.path or train.init_from, "
+        "which is also the default where the weights come with one",
     )
     bos: bool | None = declare(
         None,

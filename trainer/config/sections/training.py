@@ -49,7 +49,13 @@ class ScheduleSection:
     warmup_ratio: float = declare(
         0.0, "linear warmup as a share of the run, if that is more than warmup_steps", at_least=0, below=1
     )
-    min_lr_ratio: float = declare(0.1, "final learning rate as a share of the peak", at_least=0, at_most=1)
+    min_lr_ratio: float = declare(
+        0.1,
+        "learning rate of the last step as a share of the peak; 0: the rate reaches zero one step after the last, so "
+        "that every step trains",
+        at_least=0,
+        at_most=1,
+    )
     decay_ratio: float = declare(0.2, "for wsd: share of the run that decays, at its end", at_least=0, at_most=1)
 
     def warmup(self, num_steps: int) -> int:

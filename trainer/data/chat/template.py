@@ -138,6 +138,17 @@ def find_template(setting: str, tokenizer: str, key: str = "data.chat_template")
         raise setting_error(key, setting, rule) from error
 
 
+def place_of_template(tokenizer: str) -> Path | None:
+    """Return the file that holds the chat template of the tokenizer `data.tokenizer`; None if it has none."""
+    folder = _folder_of(tokenizer)
+    if folder is None:
+        return None
+    file, config = folder / "chat_template.jinja", folder / "tokenizer_config.json"
+    if file.is_file():
+        return file
+    return config if "default" in _templates_of(folder, _read_json(config, "model"), "model") else None
+
+
 def _folder_of(tokenizer: str) -> Path | None:
     path = Path(tokenizer).expanduser()
     return path if path.is_dir() else path.parent if path.is_file() else None
