@@ -7,7 +7,8 @@ from collections import defaultdict
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 
 def tied_names(model: nn.Module) -> list[list[str]]:
@@ -48,6 +49,32 @@ def count_matrix_parameters(model: nn.Module) -> int:
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's shard of a DTensor, or the tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+_REPLICATED_ON = "_meshtrainer_replicated_on"
+
+
+def mark_replicated(parameter: nn.Parameter, mesh: DeviceMesh) -> None:
+    """Note that every rank of `mesh` holds the whole parameter, and that its gradient is averaged over them."""
+    setattr(parameter, _REPLICATED_ON, mesh)
+
+
+def replicated_on(parameter: torch.Tensor) -> DeviceMesh | None:
+    """Return the mesh that `mark_replicated` was told; None for a parameter that it was not called on."""
+    mesh: DeviceMesh | None = getattr(parameter, _REPLICATED_ON, None)
+    return mesh
+
+
+def as_saved(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that belongs to `parameter` and has its shape as a checkpoint is to know it; copies nothing.
+
+    Where all ranks hold the same that is a replicated DTensor: the ranks then share the work of writing it, and need
+    not compare what each of them has.
+    """
+    mesh = replicated_on(parameter)
+    if mesh is None or isinstance(tensor, DTensor) or tensor.shape != parameter.shape:
+        return tensor
+    return DTensor.from_local(tensor.detach(), mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
 def own_rows(tensor: torch.Tensor) -> tuple[int, int] | None:

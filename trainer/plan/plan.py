@@ -147,7 +147,7 @@ def layout_of(config: RunConfig, trace: Trace, mesh: MeshShape, device_type: str
         prefetch_backward=fsdp.prefetch_backward,
         accumulates_shards=fsdp.accumulate == "sharded",
         reshard_after_backward=fsdp.reshard_after_backward,
-        is_whole=stays_whole(config, mesh.num_ranks, device_type),
+        is_whole=stays_whole(config, mesh.shard),
     )
 
 
