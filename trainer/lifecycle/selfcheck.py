@@ -197,10 +197,11 @@ def check_start(
     """Raise TrainingFailed, on all ranks alike, with all that is wrong on any of them.
 
     Every trainable parameter must be sharded over the last axis of `mesh` and replicated over the one before, or be
-    whole on each rank and have its gradient averaged (`trainer.model.replicas`); the pieces must make up the whole; replicas (and frozen parameters that are whole on every rank) must be equal bit for
-    bit; `ties`, groups of names, must still be one parameter; and what the ranks read for the next step must be the
-    global batch, each sample once, in order, and once for each rank that holds a slice of it.  `exempt`: patterns of
-    parameter names to pass over, and `DATA`.
+    whole on each rank and have its gradient averaged (`trainer.model.replicas`); the pieces must make up the whole;
+    replicas (and frozen parameters that are whole on every rank) must be equal bit for bit; `ties`, groups of names,
+    must still be one parameter; and what the ranks read for the next step must be the global batch, each sample once,
+    in order, and once for each rank that holds a slice of it.  `exempt`: patterns of parameter names to pass over, and
+    `DATA`.
 
     Reads each replicated parameter once; two gathers, of 24 bytes for each parameter and 8 for each sample.
     """

@@ -20,6 +20,7 @@ from trainer.metrics.record import Record
 from trainer.model.parameters import local
 from trainer.model.units import ShardUnit, parameters_by_unit
 
+
 class UnitNorms:
     """Follows the optimizer, and observes the steps."""
 

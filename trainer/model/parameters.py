@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils.weak import WeakTensorKeyDictionary
 
 
 def tied_names(model: nn.Module) -> list[list[str]]:
@@ -51,18 +52,13 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-_REPLICATED_ON = "_meshtrainer_replicated_on"
+_replicated_on: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""The mesh of each replicated parameter."""
 
 
 def mark_replicated(parameter: nn.Parameter, mesh: DeviceMesh) -> None:
     """Note that every rank of `mesh` holds the whole parameter, and that its gradient is averaged over them."""
-    setattr(parameter, _REPLICATED_ON, mesh)
-
-
-def replicated_on(parameter: torch.Tensor) -> DeviceMesh | None:
-    """Return the mesh that `mark_replicated` was told; None for a parameter that it was not called on."""
-    mesh: DeviceMesh | None = getattr(parameter, _REPLICATED_ON, None)
-    return mesh
+    _replicated_on[parameter] = mesh
 
 
 def as_saved(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
@@ -71,7 +67,7 @@ def as_saved(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     Where all ranks hold the same that is a replicated DTensor: the ranks then share the work of writing it, and need
     not compare what each of them has.
     """
-    mesh = replicated_on(parameter)
+    mesh = _replicated_on.get(parameter)
     if mesh is None or isinstance(tensor, DTensor) or tensor.shape != parameter.shape:
         return tensor
     return DTensor.from_local(tensor.detach(), mesh, [Replicate()] * mesh.ndim, run_check=False)

@@ -75,8 +75,6 @@ class _Bucket:
         first, count = self.parameters[0], len(self.parameters)
         buffer = first.new_empty(bucket_numel((p.numel() for p in self.parameters), first.element_size()))
         self._flags = buffer[-count:].fill_(1)
-        views: list[torch.Tensor] = []
-        gradients: list[torch.Tensor] = []
         self._absent = []
         start = 0
         for index, p in enumerate(self.parameters):
@@ -87,11 +85,8 @@ class _Bucket:
                 self._flags[index] = 0
                 view.zero_()
             else:
-                views.append(view)
-                gradients.append(p.grad)
+                view.copy_(p.grad)
             p.grad = view
-        if views:
-            torch._foreach_copy_(views, gradients)
         buffer.mul_(1 / self._group.size())
         self._work = dist.all_reduce(buffer, group=self._group, async_op=True)
 
@@ -181,7 +176,8 @@ class Replicas:
 def _hook(replicas: ref[Replicas], number: int) -> Callable[[torch.Tensor], None]:
     """Return the hook of a parameter in bucket `number`.
 
-    It holds a weak reference: the garbage collector does not see into a tensor's hooks, and a model would never be freed.
+    It holds a weak reference: the garbage collector does not see into a tensor's hooks, so that a cycle through them
+    would never be freed.
     """
 
     def hook(parameter: torch.Tensor) -> None:

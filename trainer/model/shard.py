@@ -35,8 +35,9 @@ from trainer.sequence import sliced
 def apply_sharding(model: nn.Module, recipe: Recipe, config: RunConfig, mesh: DeviceMesh) -> list[ShardUnit]:
     """Checkpoint, compile and shard `model` in place, bottom-up: inside the units, the units, then the root.
 
-    The mesh is (shard,) or (replicate, shard).  Parameters become DTensors sharded on dim 0, unless the model
-    `stays_whole`: then `replicate` is to be called once it has values.  On the meta device nothing is allocated.  Returns the units in the order of the forward pass.
+    The mesh is (shard,) or (replicate, shard).  Parameters become DTensors sharded on dim 0; on the meta device nothing
+    is allocated.  A model that `stays_whole` keeps plain ones: once they have values, call `replicate`.  Returns the
+    units in the order of the forward pass.
     Collective only where integer resharding makes process groups: one set, shared by all units.
     """
     train = config.train
