@@ -1,8 +1,8 @@
 """What an expert writes for one model in an afternoon: AdamW, clipping and a loss that is right, and no more; around
 FSDP2, around DistributedDataParallel, or around nothing at all.
 
-The yardsticks of `bench.step`.  They take nothing from the trainer but the network of its recipe, so that both train the same
-thing; initial weights come from a file.
+The yardsticks of `bench.step`.  They take nothing from the trainer but the network of its recipe, so that both train the
+same thing; initial weights come from a file.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ from torch.utils.data import DataLoader, Dataset
 class Settings:
     """All that the script is told."""
 
+    threads: int
+    """Threads of each rank; 0: the cores of this machine, shared by its ranks."""
     parallel: str
     """fsdp, ddp, or none: one process without a process group."""
     model: dict[str, Any]
@@ -133,7 +135,8 @@ def train(settings: Settings, after_step: Callable[[int], None]) -> list[float]:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ["LOCAL_WORLD_SIZE"])))
+    cores = len(os.sched_getaffinity(0))
+    torch.set_num_threads(settings.threads or max(1, cores // int(os.environ["LOCAL_WORLD_SIZE"])))
     rank, world_size = 0, 1
     if settings.parallel != "none":
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")

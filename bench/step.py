@@ -38,8 +38,8 @@ from trainer.errors import nearest, run_command, setting_error
 TRAINER, HANDWRITTEN = "trainer", "handwritten"
 BY_HAND = {HANDWRITTEN: "fsdp", "ddp": "ddp", "plain": "none"}
 """The hand-written loops, and what each is built around."""
-ALIKE = {"ddp": ["mesh.shard=1", "mesh.replicate=-1"]}
-"""Settings of the trainer beside a hand-written loop."""
+ALIKE = {"ddp": ["mesh.shard=1", "mesh.replicate=-1"], "plain": ["run.threads=1"]}
+"""Settings of the trainer beside a hand-written loop.  One thread: two that wait for a core measure the machine."""
 VARIANTS = {
     "loss-whole": "WholeLoss",
     "adamw-foreach": "ForeachAdamW",
@@ -235,6 +235,7 @@ def prepare(folder: Path, overrides: Sequence[str], warmup: int, steps: int) -> 
         "tokens": str(shard.path),
         "tokens_dtype": shard.info.dtype,
         "order": str(folder / "order.npy"),
+        "threads": config.run.threads or 0,
         "seq_len": config.data.seq_len,
         "global_batch_size": config.train.global_batch_size,
         "micro_batch_size": config.train.micro_batch_size,
