@@ -1,8 +1,8 @@
 """What an expert writes for one model in an afternoon: AdamW, clipping and a loss that is right, and no more; around
 FSDP2, around DistributedDataParallel, or around nothing at all.
 
-The yardsticks of `bench.step`.  They take nothing from the trainer but the network of its recipe, so that both train the
-same thing; initial weights come from a file.
+The yardsticks of `bench.step`.  They take nothing from the trainer but the network of its recipe, so that both train
+the same thing; initial weights come from a file.
 """
 
 from __future__ import annotations

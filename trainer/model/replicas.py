@@ -141,7 +141,7 @@ class Replicas:
     def add(self, number: int) -> None:
         """Count one more gradient of a bucket as ready; send the bucket once it is complete and the next in order.
 
-        Raises RuntimeError for a gradient that comes after its bucket has been sent.
+        Raises RuntimeError for a second gradient of a parameter: the count would be wrong, and so would be the average.
         """
         if not self.enabled:
             return
@@ -153,9 +153,8 @@ class Replicas:
         self._buckets[number].num_awaited -= 1
         if self._buckets[number].num_awaited < 0:
             raise RuntimeError(
-                "a parameter got its gradient twice in one backward pass, the second time after it had been averaged "
-                "over the ranks; if the model checkpoints activations itself, use torch.utils.checkpoint with "
-                "use_reentrant=False"
+                "a parameter got a second gradient in one backward pass: the backward pass before did not end; call "
+                "zero_grad, and run the next one inside gradient_sync"
             )
         while self._num_sent < len(self._buckets) and self._buckets[self._num_sent].num_awaited == 0:
             self._send_next()
