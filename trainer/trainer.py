@@ -232,8 +232,8 @@ class Trainer:
     def train_step(self, micro_batches: Sequence[Batch]) -> Update:
         """Do one optimizer step.  The loss is the mean over the targets of the whole global batch, on any mesh.
 
-        Collectives: one small CPU all-reduce, FSDP's own with one gradient reduction, two scalar all-reduces.  The host
-        never waits for the device, unless parameters are offloaded to it.
+        Collectives: one small CPU all-reduce, FSDP's own with one gradient reduction (with one shard that reduction
+        alone), two scalar all-reduces.  The host never waits for the device, unless parameters are offloaded to it.
         """
         counts = [(self.count(batch), count_targets(batch["targets"])) for batch in micro_batches]
         count, num_targets = self.ballot.cast(*map(sum, zip(*counts, strict=True)))
