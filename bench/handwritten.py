@@ -1,7 +1,8 @@
-"""What an expert writes for one model in an afternoon: FSDP2, AdamW, clipping and a loss that is right, and no more.
+"""What an expert writes for one model in an afternoon: AdamW, clipping and a loss that is right, and no more; around
+FSDP2, around DistributedDataParallel, or around nothing at all.
 
-The yardstick of `bench.step`.  It takes nothing from the trainer but the network of its recipe, so that both train the
-same thing; initial weights come from a file.
+The yardsticks of `bench.step`.  They take nothing from the trainer but the network of its recipe, so that both train
+the same thing; initial weights come from a file.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,8 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
 
@@ -28,6 +31,10 @@ from torch.utils.data import DataLoader, Dataset
 class Settings:
     """All that the script is told."""
 
+    threads: int
+    """Threads of each rank; 0: the cores of this machine, shared by its ranks."""
+    parallel: str
+    """fsdp, ddp, or none: one process without a process group."""
     model: dict[str, Any]
     weights: Path
     tokens: Path
@@ -73,19 +80,36 @@ def build_model(settings: Settings, device: torch.device) -> nn.Module:
 
     with torch.device("meta"):
         model = Llama(LlamaConfig(**settings.model))
+    whole = torch.load(settings.weights, mmap=True)
+    if settings.parallel != "fsdp":
+        model.to_empty(device=device)
+        for layer in model.layers:
+            layer.attention.rope.reset_parameters()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(whole[name])
+        return model if settings.parallel == "none" else DistributedDataParallel(model, gradient_as_bucket_view=True)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("shard",))
     for module in (model.tok_embeddings, *model.layers, model.head, model):
         fully_shard(module, mesh=mesh)
     model.to_empty(device=device)
     for layer in model.layers:
         layer.attention.rope.reset_parameters()
-    whole = torch.load(settings.weights, mmap=True)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             assert isinstance(parameter, DTensor)
             part = distribute_tensor(whole[name].to(device), mesh, parameter.placements, src_data_rank=None)
             parameter.copy_(part)
     return model
+
+
+@contextmanager
+def accumulating(model: nn.Module, reduces: bool) -> Iterator[None]:
+    """Reduce gradients in this backward pass, or let them add up on the rank."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(reduces)
+    with model.no_sync() if isinstance(model, DistributedDataParallel) and not reduces else nullcontext():
+        yield
 
 
 def build_optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
@@ -111,9 +135,12 @@ def train(settings: Settings, after_step: Callable[[int], None]) -> list[float]:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ["LOCAL_WORLD_SIZE"])))
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    cores = len(os.sched_getaffinity(0))
+    torch.set_num_threads(settings.threads or max(1, cores // int(os.environ["LOCAL_WORLD_SIZE"])))
+    rank, world_size = 0, 1
+    if settings.parallel != "none":
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+        rank, world_size = dist.get_rank(), dist.get_world_size()
 
     model = build_model(settings, device)
     optimizer = build_optimizer(model, settings)
@@ -132,16 +159,17 @@ def train(settings: Settings, after_step: Callable[[int], None]) -> list[float]:
 
     for step in range(1, settings.steps + 1):
         micro_batches = [next(batches) for _ in range(num_micro_batches)]
-        # The mean over the targets of all ranks and micro-batches; FSDP averages gradients over ranks.
+        # The mean over the targets of all ranks and micro-batches; FSDP and DDP average gradients over ranks.
         count = torch.tensor(sum(int((batch[:, 1:] != -100).sum()) for batch in micro_batches))
-        dist.all_reduce(count)
+        if world_size > 1:
+            dist.all_reduce(count)
         num_targets = int(count)
         total = torch.zeros((), device=device)
         for number, batch in enumerate(micro_batches, start=1):
-            model.set_requires_gradient_sync(number == num_micro_batches)
             batch = batch.to(device, non_blocking=True)
-            loss = model(batch[:, :-1], targets=batch[:, 1:]) / num_targets
-            (loss * world_size).backward()
+            with accumulating(model, reduces=number == num_micro_batches):
+                loss = model(batch[:, :-1], targets=batch[:, 1:]) / num_targets
+                (loss * world_size).backward()
             total += loss.detach()
         grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
         optimizer.step()
@@ -150,11 +178,11 @@ def train(settings: Settings, after_step: Callable[[int], None]) -> list[float]:
         waiting.append(total)
         if step % settings.log_every == 0 or step == settings.steps:
             since = torch.stack(waiting)
-            dist.all_reduce(since)
+            if world_size > 1:
+                dist.all_reduce(since)
             losses += since.tolist()
             waiting.clear()
-            assert isinstance(grad_norm, DTensor)
-            norm = grad_norm.full_tensor().item()
+            norm = (grad_norm.full_tensor() if isinstance(grad_norm, DTensor) else grad_norm).item()
             if log is not None:
                 log.write(json.dumps({"step": step, "loss": losses[-1], "grad_norm": norm}) + "\n")
                 log.flush()

@@ -1,6 +1,8 @@
-"""Compares the trainer with a hand-written FSDP2 loop of the same model: time and memory of a step, time to the first.
+"""Compares the trainer with a hand-written loop of the same model: time and memory of a step, time to the first.
 
-    python -m bench.step --nproc 2 --pairs 5 --model small
+    python -m bench.step --nproc 2 --pairs 5 --model small  # with FSDP2
+    python -m bench.step --nproc 2 --against ddp            # mesh.shard=1 with DistributedDataParallel
+    python -m bench.step --nproc 1 --against plain          # one rank with a loop without any process group
     python -m bench.step --against loss-whole               # with itself, one thing done another way: is it a gain?
     python -m bench.step --against train.compile=true
 
@@ -34,6 +36,10 @@ from trainer.distributed.environment import limit_spinning
 from trainer.errors import nearest, run_command, setting_error
 
 TRAINER, HANDWRITTEN = "trainer", "handwritten"
+BY_HAND = {HANDWRITTEN: "fsdp", "ddp": "ddp", "plain": "none"}
+"""The hand-written loops, and what each is built around."""
+ALIKE = {"ddp": ["mesh.shard=1", "mesh.replicate=-1"], "plain": ["run.threads=1"]}
+"""Settings of the trainer beside a hand-written loop.  One thread: two that wait for a core measure the machine."""
 VARIANTS = {
     "loss-whole": "WholeLoss",
     "adamw-foreach": "ForeachAdamW",
@@ -122,7 +128,7 @@ def _peak_mib() -> float:
 def run_rank(job: dict[str, Any], side: str, folder: Path) -> None:
     """Train as `side` does, and leave this rank's readings and losses in `folder`."""
     watch = Watch(job["warmup"], job["steps"], launched=float(os.environ["BENCH_LAUNCHED"]))
-    train = _train_by_hand if side == HANDWRITTEN else partial(_train_with_trainer, side)
+    train = partial(_train_by_hand if side in BY_HAND else _train_with_trainer, side)
     losses = train(job, watch, folder)
     result = json.dumps({**watch.readings, "losses": losses[:NUM_COMPARED]})
     (folder / f"rank{os.environ['RANK']}.json").write_text(result)
@@ -130,14 +136,16 @@ def run_rank(job: dict[str, Any], side: str, folder: Path) -> None:
     os._exit(0)  # a device mesh that is still alive may abort the interpreter's exit
 
 
-def _train_by_hand(job: dict[str, Any], watch: Watch, folder: Path) -> list[float]:
+def _train_by_hand(side: str, job: dict[str, Any], watch: Watch, folder: Path) -> list[float]:
     import torch.distributed as dist
 
     from bench.handwritten import Settings, train
 
-    losses = train(Settings(**job["settings"], log=folder / "log.jsonl"), watch.after_step)
-    dist.barrier()
-    dist.destroy_process_group()
+    settings = Settings(**job["settings"], parallel=BY_HAND[side], log=folder / "log.jsonl")
+    losses = train(settings, watch.after_step)
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
     return losses
 
 
@@ -182,10 +190,12 @@ def check_side(side: str, model: str, nproc: int) -> None:
     from trainer.config import check_config, load_config
 
     key, is_setting, _ = side.partition("=")
-    known = (HANDWRITTEN, *VARIANTS)
+    known = (*BY_HAND, *VARIANTS)
     if not is_setting and side not in known:
         rule = f"must be {', '.join(known)}, or key=value of the configuration"
         raise setting_error("--against", side, rule, meant=nearest(side, known))
+    if side == "plain" and nproc > 1:
+        raise setting_error("--against", side, f"is one process, not --nproc {nproc}", HANDWRITTEN)
     if key in FIXED:
         raise setting_error("--against", side, f"{key} is set by the bench itself")
     if key.startswith(WORK):
@@ -225,6 +235,7 @@ def prepare(folder: Path, overrides: Sequence[str], warmup: int, steps: int) -> 
         "tokens": str(shard.path),
         "tokens_dtype": shard.info.dtype,
         "order": str(folder / "order.npy"),
+        "threads": config.run.threads or 0,
         "seq_len": config.data.seq_len,
         "global_batch_size": config.train.global_batch_size,
         "micro_batch_size": config.train.micro_batch_size,
@@ -291,7 +302,7 @@ def compare(model: str, against: str, nproc: int, num_pairs: int, steps: int | N
     differences: list[float] = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        job = prepare(folder, MODELS[model], warmup, steps or default_steps)
+        job = prepare(folder, [*MODELS[model], *ALIKE.get(against, [])], warmup, steps or default_steps)
         (folder / "job.json").write_text(json.dumps(job))
         for pair in range(num_pairs):
             for number, side in enumerate(runs):
@@ -317,7 +328,7 @@ def report(runs: dict[str, list[dict[str, Any]]], title: str) -> None:
         medians = [statistics.median(run[name] for run in own) for own in runs.values()]
         ratios = [ours[name] / theirs[name] for ours, theirs in zip(*runs.values(), strict=True)]
         spread = f"{min(ratios):.3f} - {max(ratios):.3f}"
-        bar = f"{BARS[name]:.2f}" if name in BARS and HANDWRITTEN in runs else ""
+        bar = f"{BARS[name]:.2f}" if name in BARS and BY_HAND.keys() & runs else ""
         rows.append([meaning, *(f"{m:.4g}" for m in medians), f"{statistics.median(ratios):.3f}", spread, bar])
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     show(f"bench.step: {title}", ["measure", *runs, "ratio", "from - to", "bar"], rows, device)
@@ -330,7 +341,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, help="measured steps of each run")
     parser.add_argument("--warmup", type=int, help="steps before these")
     parser.add_argument("--model", choices=sorted(MODELS), default="small")
-    sides = ", ".join((HANDWRITTEN, *VARIANTS))
+    sides = ", ".join((*BY_HAND, *VARIANTS))
     parser.add_argument(
         "--against", default=HANDWRITTEN, metavar="SIDE", help=f"{sides}, or key=value; by default the first"
     )

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.ranks import run_tiny
-from tests.tiny import lines, tiny_config
+from tests.tiny import full, lines, tiny_config
 from trainer import Trainer, UserError, load_config, load_weights
 from trainer.checkpoint.source import StoredWeights, find_checkpoint
 from trainer.checkpoints import command_line as checkpoints
@@ -34,7 +34,7 @@ class Kept(Trainer):
 
 
 def weights_of(trainer: Trainer) -> dict[str, torch.Tensor]:
-    return {name: p.full_tensor().detach().clone() for name, p in trainer.state.trained.items()}  # type: ignore[attr-defined]
+    return {name: full(p).detach().clone() for name, p in trainer.state.trained.items()}
 
 
 def averages_in(folder: Path) -> dict[str, torch.Tensor]:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.ranks import run_ranks, tiny_overrides
+from tests.tiny import full
 from trainer import Recipe, RunConfig, Source, Trainer, TrainLoader, UserError, load_config, register, run
 from trainer.config import MeshShape
 from trainer.metrics.record import Record
@@ -79,7 +80,7 @@ class OwnMesh(Trainer):
 
 
 def test_build_mesh(tmp_path: Path, plain: list[dict[str, Any]]) -> None:
-    trainer = OwnMesh(tiny_config(tmp_path))
+    trainer = OwnMesh(tiny_config(tmp_path, "fsdp.cpu_offload=true"))  # else one rank shards nothing
     assert trainer.mesh is trainer.own
     assert {p.device_mesh for p in trainer.model.parameters()} == {trainer.own}  # type: ignore[attr-defined]
     assert of("train", fit(trainer), "loss") == of("train", plain, "loss")
@@ -96,7 +97,7 @@ def test_build_model(tmp_path: Path) -> None:
     trainer = FrozenEmbedding(tiny_config(tmp_path))
 
     def weights() -> dict[str, torch.Tensor]:
-        return {name: p.full_tensor().detach().clone() for name, p in trainer.model.named_parameters()}  # type: ignore[attr-defined]
+        return {name: full(p).detach().clone() for name, p in trainer.model.named_parameters()}
 
     before = weights()
     fit(trainer)

@@ -10,6 +10,7 @@ from torch import nn
 
 from tests.ranks import run_ranks, tiny_overrides
 from tests.test_sharding import open_group
+from tests.tiny import full
 from trainer import Trainer, UserError, load_config
 from trainer.model import drawing, materialize
 from trainer.model.mersenne import skip_words
@@ -136,7 +137,7 @@ def weights_drawn(least: list[int]) -> list[list[torch.Tensor]]:
         trainer = Trainer(
             load_config("llama_small", tiny_overrides("data.source=synthetic", "train.global_batch_size=6"))
         )
-        found.append([parameter.full_tensor() for parameter in trainer.model.parameters()])  # type: ignore[attr-defined]
+        found.append([full(parameter) for parameter in trainer.model.parameters()])
         trainer.close()
     return found
 

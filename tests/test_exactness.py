@@ -12,6 +12,7 @@ import torch
 
 from tests.ranks import Ran, run_ranks, run_tiny, tiny_overrides
 from tests.runs import STEPS, Shared
+from tests.tiny import full
 from trainer import Trainer, load_config
 
 MESHES = {"1": [], "2": ["nproc=2"], "2x2": ["nproc=4", "mesh.replicate=2"]}
@@ -243,7 +244,7 @@ def initial_weights(meshes: list[list[str]]) -> list[dict[str, torch.Tensor]]:
         for recipe, overrides in (("llama_small", ODD_LLAMA), ("gpt2", ODD_GPT2)):
             trainer = Trainer(load_config(recipe, overrides + mesh))
             for name, parameter in trainer.model.named_parameters(remove_duplicate=False):
-                whole[f"{recipe}.{name}"] = parameter.full_tensor().detach().clone()
+                whole[f"{recipe}.{name}"] = full(parameter).detach().clone()
             trainer.close()
         found.append(whole)
     return found

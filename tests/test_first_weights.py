@@ -12,6 +12,7 @@ from torch import nn
 
 import trainer
 from tests.test_huggingface import Memory
+from tests.tiny import full
 from trainer import Recipe, Trainer, UserError, load_config, register
 from trainer.model.materialize import materialize
 from trainer.recipe import declare
@@ -116,11 +117,11 @@ def test_a_recipe_says_what_its_shape_is_and_where_its_weights_are(tmp_path: Pat
     config = load_config(str(tmp_path / "own.yaml"), [*sizes, f"run.dir={tmp_path / 'run'}"])
     assert config.model.vocab_size == 257
     run = Trainer(config)
-    assert run.model.head.weight.to_local().isnan().all(), "until it begins"  # type: ignore[union-attr, operator]
+    assert run.model.head.weight.isnan().all(), "until it begins"  # type: ignore[union-attr, operator]
     run.load_checkpoint()
     expected = weights_of(config.model)
     for name, parameter in run.model.named_parameters():
-        assert torch.equal(parameter.full_tensor(), expected.read(name))  # type: ignore[attr-defined]
+        assert torch.equal(full(parameter), expected.read(name))
     other = run.build_model(replace(config, run=replace(config.run, seed=9)))
-    assert torch.equal(other.head.weight.full_tensor(), expected.read("head.weight")), "a second model, at once"  # type: ignore[union-attr, operator]
+    assert torch.equal(full(other.head.weight), expected.read("head.weight")), "a second model, at once"
     run.close()

@@ -15,6 +15,7 @@ pytest.importorskip("transformers", reason="the extra `transformers` is not inst
 
 from tests.hf_models import KINDS, folder_of, load_there, plain_losses
 from tests.ranks import Ran, run_command, run_ranks
+from tests.tiny import full
 from trainer import Source, Trainer, TrainLoader, UserError, fill, load_config, load_weights, run
 from trainer.config import MeshShape
 from trainer.export import command_line as export
@@ -304,7 +305,7 @@ def test_rows_of_merged_experts_are_read_from_their_own_files_tensors(folders: A
 
 def fresh_weights(folder: Path, kind: str, out: Path) -> dict[str, torch.Tensor]:
     trainer = Trainer(load_config("llama_small", overrides(folder, f"run.dir={out}", "model.fresh=true")))
-    whole = {name: p.full_tensor() for name, p in trainer.model.named_parameters()}  # type: ignore[attr-defined]
+    whole = {name: full(p) for name, p in trainer.model.named_parameters()}
     trainer.close()
     return whole
 

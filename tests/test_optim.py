@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from tests.ranks import run_ranks, tiny_overrides
+from tests.tiny import full
 from trainer import RunConfig, Trainer, UserError, load_config
 from trainer.config import OptimSection, ScheduleSection, TrainSection
 from trainer.optim.optimizer import Optimizer, Schedule, build_optimizer, step_on_device
@@ -265,7 +266,7 @@ def train(config: RunConfig, kind: type[Trainer] = OneBatchTrainer, save_at: int
         if record.step == save_at:
             trainer.save_checkpoint()
             break
-    weights = [p.full_tensor().detach().flatten() for p in trainer.model.parameters()]  # type: ignore[attr-defined]
+    weights = [full(p).detach().flatten() for p in trainer.model.parameters()]
     trainer.close()
     return {"losses": losses, "weights": torch.cat(weights)}
 

@@ -144,11 +144,7 @@ BF16 = ["train.weights_dtype=bfloat16", "fsdp.param_dtype=bfloat16", "fsdp.reduc
     ("overrides", "micro_batches"),
     [([], 3), *(pytest.param(*case, marks=pytest.mark.campaign) for case in (([], 1), (BF16, 2)))],
 )
-def test_the_peak_of_a_model_that_one_gpu_has_whole(
-    overrides: list[str], micro_batches: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for module in ("trainer.model.shard", "trainer.plan.plan"):
-        monkeypatch.setattr(sys.modules[module], "stays_whole", lambda config, num_ranks, _: True)
+def test_the_peak_of_a_model_that_one_rank_has_whole(overrides: list[str], micro_batches: int) -> None:
     shape = MeshShape(1, 1)
     plan = plan_of("llama_small", *SMALL, *overrides, shape=shape, micro_batches=micro_batches)
     truth = metered_peak(plan.config, shape, micro_batches)
@@ -228,6 +224,7 @@ def measure(overrides: list[str]) -> tuple[int, Counter[tuple[str, int, int]]]:
 
 REAL = [
     (2, ["mesh.shard=2"]),
+    (2, ["mesh.shard=1", "mesh.replicate=2", "model.dim=256", "model.ffn_dim=1024"]),  # two buckets
     (4, ["mesh.replicate=2", "mesh.shard=2", "train.global_batch_size=24"]),
     (2, ["mesh.shard=2", "mesh.context=2", "mesh.context_method=gather"]),
 ]

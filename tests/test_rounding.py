@@ -17,6 +17,7 @@ from tests.plan_truth import metered_peak
 from tests.ranks import run_ranks, tiny_overrides
 from tests.test_exactness import assert_equal_tensors, load_tensors
 from tests.test_plan import config_of
+from tests.tiny import full
 from trainer import RunConfig, Trainer, UserError, load_config
 from trainer.config import OptimSection, check_config
 from trainer.export import export_checkpoint
@@ -245,14 +246,14 @@ def step_with_equal_gradients(folder: Path, meshes: list[list[str]]) -> list[tup
         for update in range(5):
             generator = torch.Generator().manual_seed(update)
             for p in trainer.model.parameters():
-                assert isinstance(p, DTensor)
-                whole = torch.randn(p.shape, generator=generator).to(torch.bfloat16)
-                gradient = distribute_tensor(whole, p.device_mesh, p.placements, src_data_rank=None)
+                gradient = torch.randn(p.shape, generator=generator).to(torch.bfloat16)
+                if isinstance(p, DTensor):
+                    gradient = distribute_tensor(gradient, p.device_mesh, p.placements, src_data_rank=None)
                 p.grad = gradient
             trainer.optimizer.step()
         part = trainer.optimizer.parts[0]
         moments = [state["exp_avg_sq"] for state in part.state.values()]
-        tensors = [t.full_tensor().detach().clone() for t in (*trainer.model.parameters(), *moments)]  # type: ignore[attr-defined]
+        tensors = [full(t).detach().clone() for t in (*trainer.model.parameters(), *moments)]
         found.append(tensors)
         trainer.close()
     return found  # type: ignore[return-value]

@@ -24,6 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from tests.ranks import run_ranks, tiny_overrides
+from tests.tiny import full
 from trainer import Recipe, RunConfig, Trainer, UserError, load_config, register
 from trainer.data.loader import TrainLoader
 from trainer.data.opening import open_source
@@ -431,23 +432,23 @@ WHOLE = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("overrides", WHOLE)
-def test_one_gpu_copies_nothing_and_comes_to_the_same(
+def test_one_rank_trains_a_plain_module_and_comes_to_the_same(
     overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Under FSDP it is bit for bit the same, with a copy of every weight for every micro-batch."""
+    """Under FSDP it is bit for bit the same, with hooks on every unit and a copy of every weight per micro-batch."""
     overrides = [*LLAMA, "train.global_batch_size=8", "train.micro_batch_size=2", *overrides]
-    losses = losses_of("llama_small", [*overrides, f"run.dir={tmp_path / 'sharded'}"], 5)
-    for module in ("trainer.model.shard", "trainer.plan.plan"):
-        monkeypatch.setattr(sys.modules[module], "stays_whole", lambda config, num_ranks, _: True)
     trainer = Trainer(load_config("llama_small", [*overrides, f"run.dir={tmp_path / 'built'}"]))
     assert not any(isinstance(module, FSDPModule) for module in trainer.model.modules())
     assert not any(isinstance(parameter, DTensor) for parameter in trainer.model.parameters())
     trainer.close()
-    assert losses_of("llama_small", [*overrides, f"run.dir={tmp_path / 'whole'}"], 5) == losses
+    losses = losses_of("llama_small", [*overrides, f"run.dir={tmp_path / 'whole'}"], 5)
+    for module in ("trainer.model.shard", "trainer.plan.plan"):
+        monkeypatch.setattr(sys.modules[module], "stays_whole", lambda config, num_shards: False)
+    assert losses_of("llama_small", [*overrides, f"run.dir={tmp_path / 'sharded'}"], 5) == losses
 
 
 @pytest.mark.parametrize(
-    ("overrides", "num_ranks", "is_whole"),
+    ("overrides", "num_shards", "is_whole"),
     [
         ([], 1, True),
         ([], 2, False),
@@ -460,10 +461,8 @@ def test_one_gpu_copies_nothing_and_comes_to_the_same(
         (["lora.rank=4"], 1, True),
     ],
 )
-def test_which_models_one_gpu_has_whole(overrides: list[str], num_ranks: int, is_whole: bool) -> None:
-    config = load_config("llama_small", [*LLAMA, *overrides])
-    assert stays_whole(config, num_ranks, "cuda") == is_whole
-    assert not stays_whole(config, num_ranks, "cpu")
+def test_which_models_stay_whole(overrides: list[str], num_shards: int, is_whole: bool) -> None:
+    assert stays_whole(load_config("llama_small", [*LLAMA, *overrides]), num_shards) == is_whole
 
 
 def sharded_parameters(overrides: list[str]) -> tuple[dict[str, list[str]], list[float]]:
@@ -513,7 +512,7 @@ def train_tied(folder: Path) -> dict[str, Any]:
     batch = next(iter(trainer.loader))
     with gradient_sync(model, enabled=True):
         (trainer.loss(batch) * world_size / (world_size * batch["targets"].numel())).backward()
-    grad = model.wte.weight.grad.full_tensor()  # type: ignore[union-attr, operator]
+    grad = full(model.wte.weight.grad)
     trainer.optimizer.zero_grad()
     trainer.loader.load_state_dict({"samples": 0})  # type: ignore[attr-defined]
 
@@ -644,7 +643,7 @@ def clip_on_each(meshes: list[list[str]]) -> list[list[tuple[float, float, list[
             with gradient_sync(trainer.model, enabled=True):
                 trainer.loss(batch).backward()
             parameters = list(trainer.model.parameters())
-            whole = [p.grad.full_tensor().clone() for p in parameters]  # type: ignore[union-attr, operator]
+            whole = [full(p.grad).clone() for p in parameters]
             bound = share * math.sqrt(sum(float(grad.double().square().sum()) for grad in whole))
             norm, scale = find_clipping(trainer.model, trainer.mesh, bound)
             assert scale is not None
@@ -963,10 +962,10 @@ def train_partly(recipes: list[Path]) -> list[dict[str, Any]]:
     for recipe in recipes:
         trainer = Trainer(load_config(str(recipe), [*PARTLY, f"run.dir={recipe.with_suffix('')}"]))
         parameters = dict(trainer.model.named_parameters())
-        before = {n: p.full_tensor().detach().clone() for n, p in parameters.items()}  # type: ignore[operator]
+        before = {n: full(p).detach().clone() for n, p in parameters.items()}
         losses = [record["loss"] for record in trainer.steps()]
         trainer.save_checkpoint()
-        still = [n for n, p in parameters.items() if torch.equal(p.full_tensor(), before[n])]  # type: ignore[operator]
+        still = [n for n, p in parameters.items() if torch.equal(full(p), before[n])]
         found.append({"losses": losses, "still": still})
         trainer.close()
     return found

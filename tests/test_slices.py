@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from tests.faults import Fault, Started, start
 from tests.ranks import Ran, run_command, run_ranks, run_tiny, tiny_overrides
 from tests.test_exactness import relative
+from tests.tiny import full
 from trainer import RunConfig, Trainer, UserError, load_config
 from trainer.data.loader import Batch, EvalLoader, TrainLoader
 from trainer.data.opening import open_source
@@ -95,7 +96,7 @@ def digest_of(trainer: Trainer) -> str:
     """Return one hash of all weights, whatever they are sharded over."""
     found = hashlib.sha256()
     for name, parameter in trainer.model.named_parameters():
-        whole: torch.Tensor = parameter.full_tensor()  # type: ignore[attr-defined]
+        whole: torch.Tensor = full(parameter)
         found.update(f"{name} {tuple(whole.shape)}".encode() + whole.detach().numpy().tobytes())
     return found.hexdigest()
 

@@ -14,7 +14,7 @@ from rich.console import Console
 
 import trainer.trainer as module
 from tests.ranks import run_tiny, tiny_overrides
-from tests.tiny import fit, lines, tiny_config
+from tests.tiny import fit, full, lines, tiny_config
 from trainer import Trainer, UserError, load_config, load_weights
 from trainer.config import check_config
 from trainer.data.tokenizer import find_tokenizer
@@ -75,7 +75,7 @@ def test_norms_by_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         for name, parameter in model.named_parameters():
             unit = ".".join(name.split(".")[:2]) if name.startswith("layers.") else name.split(".")[0]
             assert parameter.grad is not None
-            squares[unit] = squares.get(unit, 0.0) + float(parameter.grad.full_tensor().double().square().sum())
+            squares[unit] = squares.get(unit, 0.0) + float(full(parameter.grad).double().square().sum())
         seen.append({unit: math.sqrt(square) for unit, square in squares.items()})
         return clip(model, *arguments)
 

@@ -6,6 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch.distributed.tensor import DTensor
+
 from tests.ranks import merged, tiny_overrides
 from trainer import RunConfig, Trainer, load_config
 
@@ -38,3 +41,9 @@ def fit(folder: Path, *overrides: str, kind: type[Trainer] = Trainer) -> list[di
 
 def lines(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def full(tensor: torch.Tensor | None) -> torch.Tensor:
+    """Return the whole of a parameter, a gradient or a moment, which is a plain tensor where nothing is sharded."""
+    assert tensor is not None
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -56,6 +56,7 @@ from trainer.model.flops import flops_of
 from trainer.model.gradients import evaluating, find_clipping, gradient_sync
 from trainer.model.network import build_network
 from trainer.model.parameters import tied_names
+from trainer.model.replicas import replicate
 from trainer.model.shard import apply_sharding
 from trainer.model.units import ShardUnit
 from trainer.optim.average import EMA, WeightAverage
@@ -163,16 +164,17 @@ class Trainer:
         config = config or self.config
         recipe = config.recipe
 
-        def build_sharded() -> torch.nn.Module:
+        def build_sharded() -> tuple[torch.nn.Module, list[ShardUnit]]:
             model = build_network(config)
             ties = tied_names(model)
             units = apply_sharding(model, recipe, config, self.mesh)
             if config is self.config:
                 self.units, self.ties = units, ties
-            return model
+            return model, units
 
-        model = self.world.agreed(build_sharded)
+        model, units = self.world.agreed(build_sharded)
         self.world.agreed(lambda: give_values(model, config, self.world.device, is_begun_later=config is self.config))
+        replicate(model, units, self.mesh)
         return model
 
     def build_optimizer(self) -> Optimizer | torch.optim.Optimizer:
@@ -232,12 +234,12 @@ class Trainer:
     def train_step(self, micro_batches: Sequence[Batch]) -> Update:
         """Do one optimizer step.  The loss is the mean over the targets of the whole global batch, on any mesh.
 
-        Collectives: one small CPU all-reduce, FSDP's own with one gradient reduction, two scalar all-reduces.  The host
-        never waits for the device, unless parameters are offloaded to it.
+        Collectives: one small CPU all-reduce, FSDP's own with one gradient reduction (with one shard that reduction
+        alone), two scalar all-reduces.  The host never waits for the device, unless parameters are offloaded to it.
         """
         counts = [(self.count(batch), count_targets(batch["targets"])) for batch in micro_batches]
         count, num_targets = self.ballot.cast(*map(sum, zip(*counts, strict=True)))
-        scale = self.world.size / (count or 1)  # FSDP averages gradients over the ranks
+        scale = self.world.size / (count or 1)  # gradients are averaged over the ranks
         total = torch.zeros((), device=self.world.device, dtype=torch.float64)
         with balanced(self.model, micro_batches, self._batch_loss, self.world):
             for number, batch in enumerate(ahead(micro_batches, self.world.device), start=1):
@@ -298,7 +300,7 @@ class Trainer:
                     self.ballot.ensure_cast()
                     self.state.advance(update.num_targets)
                     lr = self.schedule.lr(self.state.step)
-                    record = self.accounts.record(update, self.state, lr, self.flops_per_token, is_last=self.stopping)
+                    record = self.accounts.record(update, self.state, lr, lambda: self.flops_per_token, self.stopping)
                 self.saver.collect()
                 yield record
 

@@ -134,7 +134,8 @@ class World(Channel):
     def open_channel(self, timeout: timedelta) -> Channel:
         """Return one more channel, for a thread that talks beside the training step.  Called by all ranks."""
         channel = Channel(self.rank, self.size, timeout)
-        self._with_own_timeout.add(channel.group)
+        if self.size > 1:
+            self._with_own_timeout.add(channel.group)
         return channel
 
     def mesh_of(self, shape: MeshShape) -> DeviceMesh:

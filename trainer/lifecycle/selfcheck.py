@@ -39,6 +39,7 @@ from trainer.errors import TrainingFailed, UserError, setting_error
 from trainer.metrics.sinks import warn
 from trainer.model.gradients import reshard
 from trainer.model.parameters import tied_names
+from trainer.model.replicas import replicas_of
 
 DATA = "data"
 """What a Trainer lists in `exempt_from_selfcheck` to have the share of the samples left alone."""
@@ -195,15 +196,17 @@ def check_start(
 ) -> None:
     """Raise TrainingFailed, on all ranks alike, with all that is wrong on any of them.
 
-    Every trainable parameter must be sharded over the last axis of `mesh` and replicated over the one before; the
-    pieces must make up the whole; replicas (and frozen parameters that are whole on every rank) must be equal bit for
-    bit; `ties`, groups of names, must still be one parameter; and what the ranks read for the next step must be the
-    global batch, each sample once, in order, and once for each rank that holds a slice of it.  `exempt`: patterns of
-    parameter names to pass over, and `DATA`.
+    Every trainable parameter must be sharded over the last axis of `mesh` and replicated over the one before, or be
+    whole on each rank and have its gradient averaged (`trainer.model.replicas`); the pieces must make up the whole;
+    replicas (and frozen parameters that are whole on every rank) must be equal bit for bit; `ties`, groups of names,
+    must still be one parameter; and what the ranks read for the next step must be the global batch, each sample once,
+    in order, and once for each rank that holds a slice of it.  `exempt`: patterns of parameter names to pass over, and
+    `DATA`.
 
     Reads each replicated parameter once; two gathers, of 24 bytes for each parameter and 8 for each sample.
     """
     exempt = tuple(exempt)
+    replicas = replicas_of(model)
     reshard(model)  # a forward pass of the user's own may have left units gathered
     pieces: list[_Piece] = []
 
@@ -211,7 +214,8 @@ def check_start(
         problems = list(_untied(model, ties, exempt))
         for name, parameter in model.named_parameters():
             if not _matches(name, exempt):
-                problem, piece = _examine(name, parameter, mesh, channel.size)
+                is_reduced = channel.size == 1 or (replicas is not None and replicas.averages(parameter))
+                problem, piece = _examine(name, parameter, mesh, channel.size, is_reduced)
                 problems += [problem] if problem else []
                 pieces.extend([piece] if piece else [])
         checked = loader if isinstance(loader, TrainLoader) and not _matches(DATA, exempt) else None
@@ -261,14 +265,19 @@ def _untied(model: nn.Module, ties: Sequence[Sequence[str]], exempt: Sequence[st
                 yield f"{alias} is a parameter of its own; expected: one with {first}, as the model was built"
 
 
-def _examine(name: str, parameter: nn.Parameter, mesh: DeviceMesh, world_size: int) -> tuple[str, _Piece | None]:
-    """Return what is wrong with a parameter, and the piece of it that is here, if there is one to compare."""
+def _examine(
+    name: str, parameter: nn.Parameter, mesh: DeviceMesh, world_size: int, is_reduced: bool
+) -> tuple[str, _Piece | None]:
+    """Return what is wrong with a parameter, and the piece of it that is here, if there is one to compare.
+
+    `is_reduced`: whether its gradient is averaged over all ranks although it is no DTensor, or there is one rank.
+    """
     shape, wanted = tuple(parameter.shape), parameter.requires_grad
     facts = f"{parameter.dtype} {shape}, {'trainable' if wanted else 'frozen'}"
     if parameter.is_meta:
         return f"{name} is on the meta device; expected: filled with values", None
     if not isinstance(parameter, DTensor):
-        if wanted and world_size > 1:
+        if wanted and not is_reduced:
             return f"{name} is not sharded, so that its gradient is not reduced; expected: {_asked_for(mesh)}", None
         return "", _Piece(name, f"{facts}, whole", parameter, 0, 1, 1, world_size)
     *outer, last = parameter.placements

@@ -26,7 +26,7 @@ from trainer.distributed.channel import Channel
 from trainer.distributed.random_state import RandomState
 from trainer.errors import UserError
 from trainer.metrics.skips import SkipCounter
-from trainer.model.parameters import local, num_writes, tied_names
+from trainer.model.parameters import as_saved, local, num_writes, tied_names
 from trainer.optim.optimizer import Optimizer
 from trainer.weights.adapters import BASE, Base
 
@@ -246,7 +246,8 @@ class ModelState:
     def state_dict(self) -> dict[str, Any]:
         # With keep_vars no tensor is copied or detached; on a DTensor that alone costs some 50 us.
         whole = self.model.state_dict(keep_vars=True)
-        return {clean_name(name): value for name, value in whole.items() if name not in self._left_out}
+        kept = {clean_name(name): value for name, value in whole.items() if name not in self._left_out}
+        return {n: as_saved(value, value) if isinstance(value, nn.Parameter) else value for n, value in kept.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         live = self.state_dict()
@@ -303,7 +304,14 @@ class OptimizerState:
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "state": {name: part.state[p] for name, (part, _, p) in self._parameters.items() if p in part.state},
+            "state": {
+                name: {
+                    field: as_saved(value, p) if isinstance(value, torch.Tensor) and p.ndim else value
+                    for field, value in part.state[p].items()
+                }
+                for name, (part, _, p) in self._parameters.items()
+                if p in part.state
+            },
             "classes": {name: _algorithm(part) for name, (part, _, _) in self._parameters.items()},
             "parameters": {name: _kind_of(p) for name, (_, _, p) in self._parameters.items()},
             "groups": self.optimizer.hyperparameters(),

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from trainer.config import RunConfig
 from trainer.config.auto import MODEL
@@ -69,6 +70,7 @@ def start_facts(
     batch, micro_batch = config.train.global_batch_size, int(config.train.micro_batch_size)
     num_rows = batch * config.rows_per_sample
     num_parameters, num_trained = count_parameters(model), count_trained_parameters(model)
+    is_sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
     trained = "" if num_trained == num_parameters else f", {readable_count(num_trained)} of them trained"
     weight_bytes, gradient_bytes, kept = bytes_of_training(model, config.optim, config.train.ema > 0)
     held = weight_bytes * (1 + config.holds_reference) + gradient_bytes + kept
@@ -79,7 +81,7 @@ def start_facts(
     return {
         "run": f"{config.run.name} in {config.run.dir}{resumed}",
         "model": f"{', '.join(told)}, {readable_count(num_parameters)} parameters{trained}, "
-        f"{num_units} FSDP units and the root",
+        + (f"{num_units} FSDP units and the root" if is_sharded else "not sharded"),
         "weights": weights,
         "tokenizer": _tokenizer_facts(config, loader),
         "template": _template_facts(config),

@@ -180,9 +180,13 @@ class Accounts:
         self._phases.enter("forward")
         return taken
 
-    def record(self, update: Update, progress: Progress, lr: float, flops_per_token: float, is_last: bool) -> Record:
+    def record(
+        self, update: Update, progress: Progress, lr: float, flops_per_token: Callable[[], float], is_last: bool
+    ) -> Record:
         """Close the step that `progress` has just completed; return its record, written if a line is due: now, or where
         numbers are read late with those of the step.
+
+        `flops_per_token` walks over all modules of the model, so it is only called when `mfu` is read.
 
         Collective where a line is due: one small CPU all-reduce, and what `Tally.take` says.  Raises TrainingFailed, on
         all ranks alike, after too many skipped steps in a row.
@@ -290,7 +294,7 @@ class Accounts:
         queued: _Queued,
         progress: Progress,
         lr: float,
-        flops_per_token: float,
+        flops_per_token: Callable[[], float],
         logged: Fields,
     ) -> Record:
         update, skipped_before = queued.update, self._skips.total
@@ -330,10 +334,10 @@ class Accounts:
         shown = {} if bits is None else {"bits_per_byte": bits}
         return self._metrics.write(Record(kind="eval", step=step, loss=loss, **shown, eval_s=eval_s, **logged))
 
-    def _mfu(self, flops_per_token: float, step_s: float) -> float | None:
+    def _mfu(self, flops_per_token: Callable[[], float], step_s: float) -> float | None:
         """Return model FLOPs over the devices' peak (Chowdhery et al. 2022, arXiv:2204.02311, appendix B)."""
         peak = peak_flops(self._world.device)
         if peak is None:
             return None
         tokens = self._config.step_tokens
-        return flops_per_token * tokens / step_s / (peak * self._world.size)
+        return flops_per_token() * tokens / step_s / (peak * self._world.size)

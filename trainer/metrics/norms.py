@@ -18,25 +18,7 @@ from trainer.data.transfer import Numbers
 from trainer.metrics.fanout import Metrics
 from trainer.metrics.record import Record
 from trainer.model.parameters import local
-from trainer.model.units import ShardUnit
-
-ROOT = "root"
-"""What parameters outside of all units are counted under."""
-
-
-def parameters_by_unit(model: nn.Module, units: Sequence[ShardUnit]) -> dict[str, list[nn.Parameter]]:
-    """Return the trained parameters of each unit that no unit inside it holds, in the order of the units, and of the
-    root; units without one are left out.
-    """
-    found: dict[str, list[nn.Parameter]] = {name: [] for name in (*map(str, units), ROOT)}
-    taken: set[int] = set()
-    innermost_first = sorted(units, key=lambda unit: -unit.depth)
-    for name, modules in [*((str(unit), unit.modules) for unit in innermost_first), (ROOT, (model,))]:
-        for parameter in (parameter for module in modules for parameter in module.parameters()):
-            if parameter.requires_grad and id(parameter) not in taken:
-                taken.add(id(parameter))
-                found[name].append(parameter)
-    return {name: parameters for name, parameters in found.items() if parameters}
+from trainer.model.units import ShardUnit, parameters_by_unit
 
 
 class UnitNorms:

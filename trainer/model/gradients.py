@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from trainer.config import FsdpSection
 from trainer.errors import UserError
 from trainer.model.parameters import local
+from trainer.model.replicas import replicas_of
 
 
 @contextmanager
@@ -24,9 +25,12 @@ def gradient_sync(model: nn.Module, enabled: bool, fsdp: FsdpSection | None = No
 
     The reduce-scatter over `shard` and the all-reduce over `replicate` both run in the enabled pass alone, and all
     gradients of the model lie unsharded on each rank in between; with `fsdp.accumulate=sharded` the reduce-scatter runs
-    in every pass, and only shards lie there.  A model that is not sharded has nothing to reduce.
+    in every pass, and only shards lie there.  On one rank nothing is reduced.
     """
     fsdp = fsdp or FsdpSection()
+    replicas = replicas_of(model)
+    if replicas is not None:
+        replicas.enable(enabled)
     # Not `set_is_last_backward` as well: it keeps FSDP from forgetting the order of the forward pass, and each further
     # micro-batch then gathers the last unit of the one before, for nothing.
     for module in _fsdp_modules(model):

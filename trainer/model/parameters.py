@@ -7,7 +7,9 @@ from collections import defaultdict
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils.weak import WeakTensorKeyDictionary
 
 
 def tied_names(model: nn.Module) -> list[list[str]]:
@@ -48,6 +50,27 @@ def count_matrix_parameters(model: nn.Module) -> int:
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's shard of a DTensor, or the tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+_replicated_on: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""The mesh of each replicated parameter."""
+
+
+def mark_replicated(parameter: nn.Parameter, mesh: DeviceMesh) -> None:
+    """Note that every rank of `mesh` holds the whole parameter, and that its gradient is averaged over them."""
+    _replicated_on[parameter] = mesh
+
+
+def as_saved(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that belongs to `parameter` and has its shape as a checkpoint is to know it; copies nothing.
+
+    Where all ranks hold the same that is a replicated DTensor: the ranks then share the work of writing it, and need
+    not compare what each of them has.
+    """
+    mesh = _replicated_on.get(parameter)
+    if mesh is None or isinstance(tensor, DTensor) or tensor.shape != parameter.shape:
+        return tensor
+    return DTensor.from_local(tensor.detach(), mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
 def own_rows(tensor: torch.Tensor) -> tuple[int, int] | None:

@@ -35,8 +35,9 @@ from trainer.sequence import sliced
 def apply_sharding(model: nn.Module, recipe: Recipe, config: RunConfig, mesh: DeviceMesh) -> list[ShardUnit]:
     """Checkpoint, compile and shard `model` in place, bottom-up: inside the units, the units, then the root.
 
-    The mesh is (shard,) or (replicate, shard).  Parameters become DTensors sharded on dim 0, unless the model
-    `stays_whole`; on the meta device nothing is allocated.  Returns the units in the order of the forward pass.
+    The mesh is (shard,) or (replicate, shard).  Parameters become DTensors sharded on dim 0; on the meta device nothing
+    is allocated.  A model that `stays_whole` keeps plain ones: once they have values, call `replicate`.  Returns the
+    units in the order of the forward pass.
     Collective only where integer resharding makes process groups: one set, shared by all units.
     """
     train = config.train
@@ -54,29 +55,30 @@ def apply_sharding(model: nn.Module, recipe: Recipe, config: RunConfig, mesh: De
             for block in blocks:
                 block.compile(fullgraph=True)
 
-    own_outputs((*(module for unit in units for module in unit.modules), model))
-    if stays_whole(config, mesh.size(), mesh.device_type):
+    if stays_whole(config, mesh.size(mesh.ndim - 1)):
         _cast_at_borders(model, units, config)
     else:
         _shard(model, units, reshard, config, mesh)
     return units
 
 
-def stays_whole(config: RunConfig, num_ranks: int, device_type: str) -> bool:
-    """Return whether the model is left unsharded: one GPU has it all, in the dtype of compute and of reduction.
+def stays_whole(config: RunConfig, num_shards: int) -> bool:
+    """Return whether every rank has the model whole, as a plain module: it keeps one dtype, and there is one shard.
 
-    Even there FSDP copies each parameter for every micro-batch, and each gradient for every reduction.  On a CPU, where
-    that hardly matters, parameters are DTensors on any number of ranks: code that is tried there needs no other case.
+    FSDP would copy each parameter for every micro-batch and each gradient for every reduction, and a small model's step
+    would spend a tenth of its time in FSDP's hooks.  With several dtypes FSDP keeps those in which weights are stored
+    and gradients add up.
     """
     fsdp, dtype = config.fsdp, kept_dtype(config)
     is_one_dtype = dtype == fsdp.param_dtype == fsdp.reduce_dtype and (dtype == "float32" or not config.lora.rank)
-    return device_type == "cuda" and num_ranks == 1 and is_one_dtype and not fsdp.cpu_offload
+    return num_shards == 1 and is_one_dtype and not fsdp.cpu_offload
 
 
 def _shard(
     model: nn.Module, units: Sequence[ShardUnit], reshard: Sequence[bool | int], config: RunConfig, mesh: DeviceMesh
 ) -> None:
     """Call `fully_shard` on the units, the innermost first, and on the model."""
+    own_outputs((*(module for unit in units for module in unit.modules), model))
     policy = _precision(config)
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if config.fsdp.cpu_offload else OffloadPolicy()
     shard = partial(fully_shard, mesh=mesh, offload_policy=offload)

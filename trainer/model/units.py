@@ -54,6 +54,25 @@ def find_units(model: nn.Module, recipe: Recipe, wrap: str = "block") -> list[Sh
     return units
 
 
+ROOT = "root"
+"""What parameters outside of all units are counted under."""
+
+
+def parameters_by_unit(model: nn.Module, units: Sequence[ShardUnit]) -> dict[str, list[nn.Parameter]]:
+    """Return the trained parameters of each unit that no unit inside it holds, in the order of the units, and of the
+    root; units without one are left out.
+    """
+    found: dict[str, list[nn.Parameter]] = {name: [] for name in (*map(str, units), ROOT)}
+    taken: set[int] = set()
+    innermost_first = sorted(units, key=lambda unit: -unit.depth)
+    for name, modules in [*((str(unit), unit.modules) for unit in innermost_first), (ROOT, (model,))]:
+        for parameter in (parameter for module in modules for parameter in module.parameters()):
+            if parameter.requires_grad and id(parameter) not in taken:
+                taken.add(id(parameter))
+                found[name].append(parameter)
+    return {name: parameters for name, parameters in found.items() if parameters}
+
+
 def is_looked_up(modules: Iterable[nn.Module], model: nn.Module) -> bool:
     """Return whether a unit is made of embedding tables alone, whose backward pass does not read them.
 

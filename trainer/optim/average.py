@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.model.parameters import local
+from trainer.model.parameters import as_saved, local
 
 EMA = "ema"
 """The part of a run's state that is the average."""
@@ -85,7 +85,8 @@ class WeightAverage:
         if not self._has_begun:  # of no step it is the weights
             with torch.no_grad():
                 self._take_weights()
-        return {"has_begun": self._has_begun, "weights": dict(self._averages)}
+        weights = {name: as_saved(average, self._parameters[name]) for name, average in self._averages.items()}
+        return {"has_begun": self._has_begun, "weights": weights}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._has_begun = state["has_begun"]

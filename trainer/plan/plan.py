@@ -125,10 +125,10 @@ def make_plan(config: RunConfig, mesh: MeshShape, machine: Machine, probe: Probe
     """
     probe = probe or Probe(config, machine.device_type)
     trace = probe.trace(int(config.train.micro_batch_size), config.train.activation_checkpoint)
-    return Plan(config, mesh, machine, trace, layout_of(config, trace, mesh, machine.device_type), probe)
+    return Plan(config, mesh, machine, trace, layout_of(config, trace, mesh), probe)
 
 
-def layout_of(config: RunConfig, trace: Trace, mesh: MeshShape, device_type: str) -> Layout:
+def layout_of(config: RunConfig, trace: Trace, mesh: MeshShape) -> Layout:
     """Return how `config` lays the units of `trace` on a `mesh` of such devices."""
     fsdp = config.fsdp
     setting = fsdp.reshard_after_forward
@@ -147,7 +147,7 @@ def layout_of(config: RunConfig, trace: Trace, mesh: MeshShape, device_type: str
         prefetch_backward=fsdp.prefetch_backward,
         accumulates_shards=fsdp.accumulate == "sharded",
         reshard_after_backward=fsdp.reshard_after_backward,
-        is_whole=stays_whole(config, mesh.num_ranks, device_type),
+        is_whole=stays_whole(config, mesh.shard),
     )
 
 

@@ -13,6 +13,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from trainer.model.replicas import bucket_numel, cut_into_buckets
 from trainer.plan.trace import ParameterFacts, Segment, Trace, UnitFacts
 
 Kind = Literal[
@@ -59,7 +60,8 @@ class Layout:
     reshard_after_backward: bool = True
     """Whether each micro-batch gathers anew; the last one of a step always leaves shards."""
     is_whole: bool = False
-    """Whether the one rank has the model unsharded: nothing is gathered, reduced or copied."""
+    """Whether each rank has the model as a plain module: nothing is gathered, and replicas average gradients in
+    buckets."""
 
     @property
     def num_ranks(self) -> int:
@@ -157,6 +159,18 @@ class _Group:
         return not self.sizes.stored
 
 
+@dataclass
+class _Bucket:
+    """Gradients that replicas average together."""
+
+    awaited: set[int]
+    """Units whose backward pass has not ended."""
+    gradients: int
+    """Their bytes, as autograd makes them."""
+    sent: int
+    """Bytes of the buffer that they are copied to."""
+
+
 class Step:
     """One step of `num_micro_batches` over `trace`; `run` tells the watcher of it."""
 
@@ -169,6 +183,7 @@ class Step:
         self._reducing: deque[int] = deque()
         self._gradients = 0  # unsharded, of this micro-batch
         self._adds_in_place = False
+        self._buckets = self._cut_buckets() if layout.is_whole and layout.replicate > 1 else deque()
 
     def run(self) -> None:
         """Do the micro-batches.  Of those that accumulate, the second stands for all that come after it."""
@@ -325,6 +340,8 @@ class Step:
         new = min(sizes.gradients, self._gradients) if not group.adds_in_place else 0
         if self.layout.is_whole:
             self._leave_gradients(group, new)
+            if is_last:
+                self._send_buckets(group)
             return
         if group.accumulated and new:  # added to what there is, in the dtype of the reduction
             self._free_gradients(new)
@@ -391,6 +408,30 @@ class Step:
         self._free_gradients(new)
         self.watcher.allocate("gradients", new)
         group.adds_in_place = group.adds_in_place or new > 0
+
+    def _cut_buckets(self) -> deque[_Bucket]:
+        """Return the buckets in which replicas average gradients, as `trainer.model.replicas` cuts them."""
+        trained = [(number, p) for number, u in enumerate(self.trace.units) for p in u.parameters if p.is_trained]
+        backward = trained[::-1]
+        element_size = self.layout.param_size
+        return deque(
+            _Bucket(
+                {backward[index][0] for index in own},
+                sum(backward[index][1].numel for index in own) * element_size,
+                bucket_numel((backward[index][1].numel for index in own), element_size) * element_size,
+            )
+            for own in cut_into_buckets([(p.numel, element_size) for _, p in backward])
+        )
+
+    def _send_buckets(self, group: _Group) -> None:
+        """Have replicas average the gradients of the buckets that `group` completes, in order."""
+        for bucket in self._buckets:
+            bucket.awaited.discard(group.number)
+        while self._buckets and not self._buckets[0].awaited:
+            bucket = self._buckets.popleft()
+            self.watcher.allocate("gradients", bucket.sent)
+            self.watcher.reduce(group.number, bucket.sent, bucket.sent)
+            self.watcher.free("gradients", bucket.gradients)
 
     def _free_gradients(self, num_bytes: int) -> None:
         self._gradients -= num_bytes

@@ -35,7 +35,7 @@ class MeshSection:
 
 @dataclass(frozen=True)
 class FsdpSection:
-    """Sharding of the model (torch.distributed.fsdp.fully_shard)."""
+    """Sharding of the model (torch.distributed.fsdp.fully_shard); with one shard and one dtype nothing is sharded."""
 
     wrap: str = declare(
         "block",
