@@ -21,6 +21,7 @@ from trainer.data.descriptors import SHARD_FILES, Version
 from trainer.data.tokenizer import Tokenizer
 from trainer.distributed.environment import file_limit
 from trainer.files import crc32
+from trainer.stopping import add_partial, drop_partial
 
 SUFFIXES = (".bin", ".idx", ".json")
 """The files of a shard, metadata last."""
@@ -175,6 +176,8 @@ class ShardWriter:
         self.path, self._tokenizer = path, tokenizer
         self._dtype = np.dtype(find_dtype(tokenizer.vocab_size))
         self._attempt = f"{os.getpid()}-{secrets.token_hex(4)}.tmp"
+        for suffix in SUFFIXES:
+            add_partial(self._temporary(suffix))
         self._files = {suffix: open(self._temporary(suffix), "wb") for suffix in SUFFIXES}  # noqa: SIM115
         self._checksums = dict.fromkeys(SUFFIXES, 0)
         self._put(".idx", bytes(8))
@@ -248,12 +251,14 @@ class ShardWriter:
         """Rename the files to their own names, metadata last: without it a shard is refused."""
         for suffix in SUFFIXES:
             os.replace(self._temporary(suffix), self.path.with_suffix(suffix))
+            drop_partial(self._temporary(suffix))
 
     def discard(self) -> None:
         """Remove what has not been published."""
         for suffix, file in self._files.items():
             file.close()
             self._temporary(suffix).unlink(missing_ok=True)
+            drop_partial(self._temporary(suffix))
 
     def _temporary(self, suffix: str) -> Path:
         return self.path.with_name(f".{self.path.stem}{suffix}.{self._attempt}")

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from trainer.data.descriptors import SHARD_FILES, Version
 from trainer.data.remote.transport import MANY, Broken, again, download
 from trainer.files import crc32
+from trainer.stopping import add_partial, drop_partial, stop_if_asked
 
 _PART = ".part"
 _BLOCK = 1 << 20
@@ -166,6 +167,7 @@ def _get(item: Item, path: Path) -> None:
     size, found = 0, 0
     with open(path, "rb") as file:
         while block := file.read(_BLOCK):
+            stop_if_asked()
             size, found = size + len(block), crc32(block, found)
         os.fsync(file.fileno())
     if size != item.size:
@@ -183,11 +185,13 @@ def _held(path: Path) -> Iterator[Path]:
         if is_at(descriptor, path):
             break
         os.close(descriptor)  # it was renamed, or removed, before it could be locked
+    add_partial(path)
     try:
         yield path
     finally:
         if is_at(descriptor, path):
             path.unlink()
+        drop_partial(path)
         os.close(descriptor)
 
 
