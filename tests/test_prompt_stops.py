@@ -119,7 +119,7 @@ class Material:
 
 @contextmanager
 def materials(folder: Path) -> Iterator[Material]:
-    from tests.test_remote import write_shards
+    from tests.test_data import write_shards
 
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "model").exists():
@@ -129,7 +129,7 @@ def materials(folder: Path) -> Iterator[Material]:
         words = [b"one ", b"two ", b"three\n\n"]
         for name, count in (("raw.txt", 3_000_000), ("short.txt", 400_000)):
             (folder / name).write_bytes(b"".join(words[n] for n in rng.integers(0, 3, count)))
-        write_shards(folder, [rng.bytes(2_000_000)])
+        write_shards(folder, [rng.bytes(2_000_000)], name="shards")
         write_model(folder / "model")
     with slow_server(folder) as url:
         yield Material(folder, url)

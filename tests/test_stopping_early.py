@@ -141,11 +141,11 @@ def test_the_signals_are_given_back() -> None:
 
 def chats(folder: Path, count: int) -> DataSection:
     path = folder / "chats.jsonl"
-    lines = [said("Hi", "Yes " * (1 + number % 4), "Bye", "No " * (number % 9)) for number in range(count)]
+    lines = [said("Hi", "Yes" + " No" * (number % 4), "Bye", "No" + " two" * (number % 9)) for number in range(count)]
     path.write_text("".join(json.dumps({"messages": line}) + "\n" for line in lines))
     model = write_tokenizer(folder / "model", CHATML)
     return DataSection(
-        source="chat", path=str(path), tokenizer=str(model), seq_len=24, cache_dir=str(folder / "cache"), holdout=0.2
+        source="chat", path=str(path), tokenizer=str(model), seq_len=64, cache_dir=str(folder / "cache"), holdout=0.2
     )
 
 
@@ -206,7 +206,7 @@ def test_turns_behind_the_end_of_a_sequence_are_not_rendered(tmp_path: Path) -> 
     found, some = encoder.encode(chat, 24), encoder.encode(Conversation(chat.messages[:40]))
     assert (found.trained[:24] == some.trained[:24]).all()
     assert found.trained[:24].any()
-    assert rendered[0] < 5000
+    assert rendered[0] < 6000, "the whole once, and the beginnings of a few turns"
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -255,7 +255,7 @@ def report(error: UserError | TrainingFailed, env: Environment, exit_code: int =
 def report_stop(request: StopRequested, env: Environment) -> int:
     """Print on the first rank that a signal has ended this run before its first step.  Returns the exit code."""
     ignore_termination()
-    if env.rank == 0:
+    if not env.rank:
         say(stopped(request.name, request.kept or "run the same command again"))
     return EXIT_STOPPED
 

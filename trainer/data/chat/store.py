@@ -379,8 +379,8 @@ class _Reading:
                 self._parts.add(documents, self._report)
         except StopRequested as request:
             self._parts.keep(self._report)
-            kept = f"{self._report.chats:,} {self._report.kind} are tokenized, and the next run continues from there"
-            raise StopRequested(request.name, kept) from request
+            done = f"{self._report.chats:,} {self._report.kind} are tokenized, and the next run continues from there"
+            raise StopRequested(request.name, done if self._report.chats else "") from request
 
     def _kept(self) -> Iterator[Sequence[Encoded]]:
         """Yield the conversations that an attempt before has kept, and restore its account."""
