@@ -1,7 +1,7 @@
 """A signal at any moment before the first step ends a run within seconds, leaves nothing, and the next start trains.
 
 The moments are drawn at random, from a seed that each failure names.  MESHTRAINER_TEST_MOMENTS=N draws N for each kind.
-`python -m tests.test_prompt_stops FOLDER KIND N` makes draws by hand and prints what each took.
+`python -m tests.test_prompt_stops FOLDER KIND N` makes N draws by hand and prints what each took.
 """
 
 from __future__ import annotations
@@ -197,6 +197,21 @@ def stop_at_random(
     return result
 
 
+def seconds_to_the_first_step(material: Material, kind: str, folder: Path) -> float:
+    """Return how long an undisturbed start takes here and now, from the moment that it catches signals."""
+    process = start(material, kind, folder, "train.steps=2")
+    wait_until(lambda: has_a_handler(process.pid, signal.SIGTERM), "its handlers")
+    began, metrics = time.monotonic(), folder / "run" / "metrics.jsonl"
+    wait_until(lambda: metrics.exists() and '"step": 1,' in metrics.read_text(), "its first step")
+    process.communicate(timeout=120)
+    return time.monotonic() - began
+
+
+@pytest.fixture(scope="module")
+def spans(material: Material, tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
+    return {kind: seconds_to_the_first_step(material, kind, tmp_path_factory.mktemp("undisturbed")) for kind in KINDS}
+
+
 @pytest.mark.parametrize("kind", ["chats", "remote text", "dpo"])
 def test_a_signal_before_the_first_step(kind: str, material: Material, tmp_path: Path) -> None:
     found = stop_at_random(material, kind, 0, tmp_path, SIGNALS[KINDS.index(kind) % 3], 4.0)
@@ -212,10 +227,12 @@ def test_a_signal_at_any_moment_before_the_first_step(kind: str, seed: int, mate
     assert found.wall_s < LIMIT_S, found
 
 
-def by_hand(folder: Path, kinds: list[str], count: int, span: float) -> None:
+def by_hand(folder: Path, kinds: list[str], seeds: range) -> None:
     with materials(folder / "material") as material:
         for kind in kinds:
-            for seed in range(count):
+            span = seconds_to_the_first_step(material, kind, folder / f"undisturbed-{kind}")
+            print(f"{kind}: {span:.1f} s to the first step", flush=True)
+            for seed in seeds:
                 own = folder / f"{kind.replace(' ', '-')}-{seed}"
                 try:
                     found: object = stop_at_random(material, kind, seed, own, SIGNALS[seed % 3], span)
@@ -228,4 +245,4 @@ def by_hand(folder: Path, kinds: list[str], count: int, span: float) -> None:
 
 
 if __name__ == "__main__":
-    by_hand(Path(sys.argv[1]), list(KINDS) if sys.argv[2] == "all" else [sys.argv[2]], int(sys.argv[3]), 8.0)
+    by_hand(Path(sys.argv[1]), list(KINDS) if sys.argv[2] == "all" else [sys.argv[2]], range(*map(int, sys.argv[3:])))

@@ -294,8 +294,8 @@ def with_trainer(config: RunConfig, own: type[Trainer] | None, act: Callable[[Tr
     except KeyboardInterrupt:  # of a command that catches no signals yet
         return report(TrainingFailed("interrupted"), find_environment(), EXIT_INTERRUPTED)
     except BaseException as error:
-        if (request := stop.behind(error)) is not None:
-            return report_stop(request, find_environment())
+        if (behind := stop.behind(error)) is not None:
+            return report_stop(behind, find_environment())
         first = trainer.world.first_failure if trainer is not None else None
         if is_out_of_memory(error):
             if text := _out_of_memory(error, config, is_built=trainer is not None):
