@@ -599,6 +599,20 @@ DEFECTS: list[Defect] = [
         by_campaign=True,
     ),
     Defect(
+        "never-interrupted",
+        "prompt-stops",
+        "trainer/stopping.py",
+        "signal.pthread_kill(self._main, number)  # interrupts a system call, too",
+        "pass",
+    ),
+    Defect(
+        "parts-from-behind-a-gap",
+        "chats-continue",
+        "trainer/data/chat/store.py",
+        "self._remove_from(self._num_parts)  # they follow one that is damaged",
+        "pass",
+    ),
+    Defect(
         "console-waits",
         "closed-output",
         "trainer/metrics/outlet.py",

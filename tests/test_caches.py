@@ -38,6 +38,7 @@ from trainer.data.source import entries
 from trainer.errors import UserError
 from trainer.plan.machine import calibration_path, read_calibration, write_calibration
 from trainer.prepare import prepare
+from trainer.stopping import StopRequested
 
 
 @pytest.fixture(autouse=True)
@@ -595,8 +596,11 @@ def test_a_lock_whose_file_is_removed_still_excludes(tmp_path: Path) -> None:
 
 
 def test_a_stop_request_ends_the_wait_for_a_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache, "was_asked_early", lambda: True)
-    with locked(tmp_path / "lock"), pytest.raises(SystemExit, match="75"), locked(tmp_path / "lock"):
+    def asked() -> None:
+        raise StopRequested("SIGTERM")
+
+    monkeypatch.setattr(cache, "stop_if_asked", asked)
+    with locked(tmp_path / "lock"), pytest.raises(StopRequested), locked(tmp_path / "lock"):
         pass
 
 

@@ -20,6 +20,8 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn, TextIO
 
+from trainer.stopping import PromptStop, StopRequested, stopped
+
 EXIT_FINISHED = 0
 EXIT_FAILED = 1
 EXIT_USER_ERROR = 2
@@ -107,6 +109,9 @@ def run_command(work: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         say("interrupted")
         return EXIT_INTERRUPTED
+    except StopRequested as request:
+        say(stopped(request.name, request.kept))
+        return code_of_signal(request.name)
     except UserError as error:
         say(f"error: {error}")
         return EXIT_USER_ERROR
@@ -115,22 +120,42 @@ def run_command(work: Callable[[], int]) -> int:
         return EXIT_FAILED
 
 
+def code_of_signal(name: str) -> int:
+    """Return the exit code of a command that a signal has ended, as a shell has it: 143 for SIGTERM."""
+    return 128 + signal.Signals[name]
+
+
 @contextlib.contextmanager
 def _unwinding() -> Iterator[None]:
-    """Have SIGTERM and a closed terminal end a command as Ctrl-C does: what it has in temporary folders goes, too."""
+    """Have SIGTERM and a closed terminal end a command as Ctrl-C does: temporary files and folders are removed.
+
+    If it does not end within seconds, because it is in a long call or something has swallowed the exception, the
+    process is ended (see `trainer.stopping`).
+    """
+    defaults = {
+        signal.SIGTERM: signal.SIG_DFL,
+        signal.SIGHUP: signal.SIG_DFL,
+        signal.SIGINT: signal.default_int_handler,
+    }
+    is_main = threading.current_thread() is threading.main_thread()
+    caught = {number: before for number, before in defaults.items() if is_main and signal.getsignal(number) is before}
+    prompt = PromptStop(caught, code_of_signal)
 
     def end(number: int, frame: object) -> NoReturn:
-        raise SystemExit(128 + number)  # as a shell has it
+        name = signal.Signals(number).name
+        prompt.hear(name)
+        raise KeyboardInterrupt if number == signal.SIGINT else StopRequested(name)
 
-    is_main = threading.current_thread() is threading.main_thread()
-    caught = [n for n in (signal.SIGTERM, signal.SIGHUP) if is_main and signal.getsignal(n) is signal.SIG_DFL]
     for number in caught:
         signal.signal(number, end)
+    if caught:
+        prompt.start()
     try:
         yield
     finally:
-        for number in caught:
-            signal.signal(number, signal.SIG_DFL)
+        prompt.cancel()
+        for number, before in caught.items():
+            signal.signal(number, before)
 
 
 def nearest(value: object, legal: Iterable[object], cutoff: float = 0.6) -> object | None:

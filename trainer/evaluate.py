@@ -27,6 +27,7 @@ from trainer.config import RunConfig, check_config, load_config, stored_value
 from trainer.config.arguments import parse
 from trainer.config.needs import check_needs, likely_device
 from trainer.config.pretrained import check_no_gguf, check_weights, find_native, is_folder_of_weights
+from trainer.distributed import stop
 from trainer.distributed.environment import Environment, find_environment, follow_parent, limit_spinning
 from trainer.errors import (
     EXIT_FAILED,
@@ -42,6 +43,7 @@ from trainer.errors import (
 from trainer.lifecycle.launch import spawn
 from trainer.metrics.record import Record
 from trainer.recipe import look_in_working_folder
+from trainer.stopping import StopRequested
 
 if TYPE_CHECKING:
     from trainer.checkpoint.source import StoredWeights
@@ -266,10 +268,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     more_tasks, words = _option(words, "--tasks")
     if tasks is not None:
         return run_command(lambda: _show_lm_eval(_only_path(words), tasks.split(","), more_tasks, "--json" in words))
+    try:
+        return _main(words)
+    except StopRequested as request:
+        return run.report_stop(request, find_environment())
+
+
+def _main(words: list[str]) -> int:
+    stop.catch_signals_early()
+    stop.interrupt_from_here()
     limit_spinning()
-    env = Environment()
+    env, evaluates = Environment(), False
     try:
         env = find_environment()
+        stop.announce_early(env.rank == 0)
         if env.launcher in ("nproc", "torchrun") and env.has_a_parent:
             follow_parent(True)
         path, rest = _split(words)
@@ -279,12 +291,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         sizes = (arguments.nproc,) * 2 if is_spawning else (env.world_size, env.local_world_size)
         check_config(subject.config, *(size or 1 for size in sizes))
         check_needs(subject.config, likely_device(subject.config.run.device))
+        evaluates = True
     except UserError as error:
         return run.report(error, env)
     except OSError as error:
         return run.report(run.unusable(error, words), env)
     except TrainingFailed as error:
         return run.report(error, env, EXIT_FAILED)
+    finally:
+        if not evaluates:
+            stop.let_go()
     if is_spawning:
         return spawn(arguments.nproc or 1, ["-m", "trainer.evaluate", *words], subject.config)
     from trainer.trainer import Trainer

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from trainer.stopping import partial_file
+
 try:
     from isal.isal_zlib import crc32 as crc32  # the same sum: 26 GB/s, where this machine's zlib does 6
 except ImportError:  # no wheel for this machine
@@ -23,12 +25,9 @@ def find_folder(path: str | os.PathLike[str]) -> Path | None:
 
 def write_atomically(path: Path, text: str) -> None:
     """Write `text` under another name, flush it to disk, and rename it to `path`; if that fails, nothing is left."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
+    with partial_file(path.with_name(f".{path.name}.{os.getpid()}")) as partial:
         write_and_sync(partial, text)
         os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -37,14 +36,11 @@ def replacing(path: Path) -> Iterator[Path]:
 
     If the block raises, it is removed, and what was at `path` stays.
     """
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
+    with partial_file(path.with_name(f".{path.name}.{os.getpid()}")) as partial:
         yield partial
         with open(partial, "rb") as file:
             os.fsync(file.fileno())
         os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def write_and_sync(path: Path, text: str) -> None:

@@ -22,13 +22,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn
 
+from trainer.distributed import stop
+
+if __name__ == "__main__":
+    stop.catch_signals_early()  # before the imports below, which can take seconds on a busy machine
+
 from trainer import __version__
 from trainer.config import RunConfig, check_config, least_mesh, load_config, usage
 from trainer.config.arguments import Arguments, no_recipe, parse
 from trainer.config.completion import completion
 from trainer.config.naming import free_name
 from trainer.config.needs import check_needs, likely_device
-from trainer.distributed import stop
 from trainer.distributed.environment import (
     Environment,
     allocate_in_segments,
@@ -43,6 +47,7 @@ from trainer.errors import (
     EXIT_FAILED,
     EXIT_FINISHED,
     EXIT_INTERRUPTED,
+    EXIT_STOPPED,
     EXIT_USER_ERROR,
     PeerFailed,
     TrainingFailed,
@@ -57,6 +62,7 @@ from trainer.lifecycle.launch import spawn
 from trainer.lifecycle.rehearsal import rehearsing
 from trainer.metrics.clock import uptime
 from trainer.recipe import look_in_working_folder
+from trainer.stopping import StopRequested, stopped
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
@@ -70,14 +76,23 @@ def main(argv: Sequence[str] | None = None, trainer: type[Trainer] | None = None
 
     trainer: your own Trainer class, in place of the recipe's.
     """
+    try:
+        return _main(argv, trainer)
+    except StopRequested as request:
+        return report_stop(request, find_environment())
+
+
+def _main(argv: Sequence[str] | None, trainer: type[Trainer] | None) -> int:
     began = uptime()
+    stop.catch_signals_early()
+    stop.interrupt_from_here()
     look_in_working_folder()
     limit_spinning()
     allocate_in_segments()
-    stop.catch_signals_early()
     env, trains = Environment(), False
     try:
         env = find_environment()
+        stop.announce_early(env.rank == 0)
         check_rendezvous(env)
         if env.launcher in ("nproc", "torchrun") and env.has_a_parent:
             follow_parent(True)
@@ -241,6 +256,14 @@ def report(error: UserError | TrainingFailed, env: Environment, exit_code: int =
     return exit_code
 
 
+def report_stop(request: StopRequested, env: Environment) -> int:
+    """Print on the first rank that a signal has ended this run before its first step.  Returns the exit code."""
+    ignore_termination()
+    if not env.rank:
+        say(stopped(request.name, request.kept or "run the same command again"))
+    return EXIT_STOPPED
+
+
 def ignore_termination() -> None:
     """Let nothing but Ctrl-C end this process while it ends by itself."""
     if threading.current_thread() is threading.main_thread():
@@ -270,9 +293,13 @@ def with_trainer(config: RunConfig, own: type[Trainer] | None, act: Callable[[Tr
         return report(error, find_environment())
     except TrainingFailed as error:
         return report(error, find_environment(), EXIT_FAILED)
+    except StopRequested as request:
+        return report_stop(request, find_environment())
     except KeyboardInterrupt:  # of a command that catches no signals yet
         return report(TrainingFailed("interrupted"), find_environment(), EXIT_INTERRUPTED)
     except BaseException as error:
+        if (behind := stop.behind(error)) is not None:
+            return report_stop(behind, find_environment())
         first = trainer.world.first_failure if trainer is not None else None
         if is_out_of_memory(error):
             if text := _out_of_memory(error, config, is_built=trainer is not None):

@@ -301,6 +301,7 @@ class Trainer:
                     self.state.advance(update.num_targets)
                     lr = self.schedule.lr(self.state.step)
                     record = self.accounts.record(update, self.state, lr, lambda: self.flops_per_token, self.stopping)
+                self.lifecycle.stop_in_order()
                 self.saver.collect()
                 yield record
 
@@ -386,6 +387,7 @@ class Trainer:
 
     def finish(self) -> int:
         """Evaluate if due, save for good, and record how the run ended.  Returns the exit code."""
+        self.lifecycle.stop_in_order()
         if not self.lifecycle.is_running:
             self.skips.check_end(self.state.step)
             return self.lifecycle.end_without_work(self.resume.step, self.checkpoints.clean)

@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from trainer.data.shards import ShardError
-from trainer.distributed.stop import was_asked_early
-from trainer.errors import EXIT_STOPPED, UserError, say, setting_error
+from trainer.errors import UserError, say, setting_error
 from trainer.files import CHECKSUM, checked, replacing, sync_folder, with_checksum
+from trainer.stopping import stop_if_asked
 
 Entry = TypeVar("Entry")
 
@@ -178,9 +178,7 @@ def _lock(descriptor: int) -> bool:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
         except BlockingIOError:
-            if was_asked_early():
-                say("stopped while waiting for another process, which is writing to the cache")
-                raise SystemExit(EXIT_STOPPED) from None
+            stop_if_asked()
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
         except OSError:

@@ -23,6 +23,7 @@ from trainer.data.descriptors import SHARD_FILES, Version
 from trainer.data.tokenizer import Tokenizer
 from trainer.distributed.environment import file_limit
 from trainer.files import CHECKSUM, checked, crc32, with_checksum
+from trainer.stopping import add_partial, drop_partial
 
 SUFFIXES = (".bin", ".idx", ".crc", ".json")
 """The files of a shard, metadata last.  Only large ones have a .crc: see `_PAGE`."""
@@ -276,6 +277,7 @@ class ShardWriter:
         self._files: dict[str, BinaryIO] = {}
         try:
             for suffix in self._checksums:
+                add_partial(self._temporary(suffix))
                 self._files[suffix] = open(self._temporary(suffix), "wb")  # noqa: SIM115
         except OSError:
             self.discard()
@@ -344,6 +346,7 @@ class ShardWriter:
         self._files[".json"].write(json.dumps(with_checksum(dataclasses.asdict(info)), indent=1).encode() + b"\n")
         self._files[".bin"].flush()
         if self.num_tokens * self._dtype.itemsize > _LARGE:
+            add_partial(self._temporary(".crc"))
             self._files[".crc"] = open(self._temporary(".crc"), "wb")  # noqa: SIM115
             self._files[".crc"].write(bytes.fromhex(info.checksum) + _page_sums_of(self._temporary(".bin")))
         for file in self._files.values():
@@ -358,6 +361,7 @@ class ShardWriter:
                 os.replace(self._temporary(suffix), self.path.with_suffix(suffix))
             else:
                 self.path.with_suffix(suffix).unlink(missing_ok=True)
+            drop_partial(self._temporary(suffix))
 
     def discard(self) -> None:
         """Remove what has not been published."""
@@ -366,6 +370,7 @@ class ShardWriter:
                 with contextlib.suppress(OSError):  # on a full disk: what is still in memory cannot be written
                     self._files[suffix].close()
             self._temporary(suffix).unlink(missing_ok=True)
+            drop_partial(self._temporary(suffix))
 
     def _temporary(self, suffix: str) -> Path:
         return self.path.with_name(f".{self.path.stem}{suffix}.{self._attempt}")

@@ -1,7 +1,8 @@
 """Requests to stop: a signal, a file `notice` in the run's folder, or the end of the time that the job has.
 
-Handlers set a flag, and answer; the step's one small message tells all ranks.  Imports no torch, so that the
-handlers are there before it is imported: a signal that comes meanwhile is kept, not fatal.
+The handlers set a flag and print a line; the one small message of each step tells all ranks.  Before the first step,
+when there is nothing to save, a signal ends the process within seconds instead (`trainer.stopping`).  Imports no torch,
+so that the handlers are installed before it is imported.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from trainer.errors import EXIT_FAILED
+from trainer.distributed.deaths import is_lost_connection
+from trainer.errors import EXIT_FAILED, EXIT_STOPPED, PeerFailed
+from trainer.stopping import PromptStop, StopRequested, asked_promptly, stop_if_asked
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
 """A launcher, Ctrl-C, Slurm, a terminal that is closed, Ctrl-\\ (which also prints where all threads are)."""
@@ -58,6 +61,8 @@ class StopRequest:
         self.on_second_interrupt: Callable[[], None] | None = None
         """Called before a second Ctrl-C ends the process."""
         self._polled_at = 0.0
+        self.prompt: PromptStop | None = None
+        """What ends the process within seconds, as long as there is nothing to save."""
 
     def install(self) -> None:
         """Catch the signals, unless that is done already."""
@@ -65,7 +70,19 @@ class StopRequest:
             for number in caught_signals():
                 self._previous[number] = signal.signal(number, self._on_signal)
 
+    def stop_promptly(self) -> None:
+        """Have a signal end the process within seconds, with EXIT_STOPPED, until `stop_in_order`."""
+        if self._previous:
+            self.prompt = PromptStop(self._previous, lambda name: EXIT_STOPPED)
+            self.prompt.start()
+
+    def stop_in_order(self) -> None:
+        """Have signals only ask from now on: there are steps to save, or the run is ending already."""
+        if self.prompt is not None:
+            self.prompt.cancel()
+
     def uninstall(self) -> None:
+        self.stop_in_order()
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         self._previous.clear()
@@ -88,6 +105,8 @@ class StopRequest:
         return self._found
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.prompt is not None and self.prompt.hear(signal.Signals(number).name):
+            return
         if number == signal.SIGTERM and self.at_once:
             os._exit(EXIT_FAILED)
         if number == signal.SIGINT and self._signal == "SIGINT":
@@ -106,12 +125,15 @@ class StopRequest:
 STOPPING = "Stopping: finishing this step and saving. Press Ctrl-C again to quit immediately without saving."
 
 
+STOPPING_EARLY = "Stopping. Press Ctrl-C again to quit immediately."
+
+
 GIVING_UP = "Stopping: the evaluation is abandoned. Press Ctrl-C again to quit immediately."
 
 
-def answer_at_once(text: str = STOPPING) -> None:
+def answer_at_once(text: str = "") -> None:
     """Say that the run is stopping.  In a signal's handler: what it has interrupted may hold any lock."""
-    _write(2, f"{text}\n", _CLEAR_LINE)
+    _write(2, f"{text or (STOPPING_EARLY if asked_promptly() else STOPPING)}\n", _CLEAR_LINE)
 
 
 def show_cursor() -> None:
@@ -171,11 +193,38 @@ _installed: list[StopRequest] = []
 
 
 def catch_signals_early() -> StopRequest:
-    """Catch the signals from now on, for the Trainer that is to come."""
+    """Catch the signals from now on, for the Trainer that is to come; until its first step, they end the process."""
+    if _installed and signal.getsignal(signal.SIGTERM) == _installed[0]._on_signal:
+        return _installed[0]
     request = StopRequest()
     request.install()
+    request.stop_promptly()
+    if request.prompt is not None:
+        request.prompt.interrupts = False
     _installed[:] = [request]
     return request
+
+
+def interrupt_from_here() -> None:
+    """Raise StopRequested from now on: there is somebody to catch it."""
+    for request in _installed:
+        if request.prompt is not None:
+            request.prompt.interrupts = True
+    stop_if_asked()
+
+
+def announce_early(is_main: bool) -> None:
+    """On the first rank, have the handler say that it has heard, also before there is a Trainer."""
+    if is_main and _installed:
+        _installed[0].on_ask = answer_at_once
+
+
+def behind(error: BaseException) -> StopRequested | None:
+    """Return the stop request that an error is a consequence of: one before the first step, whose exception something
+    has replaced by its own, or at which another rank has left before this one.
+    """
+    name = asked_promptly()
+    return StopRequested(name) if name and (isinstance(error, PeerFailed) or is_lost_connection(error)) else None
 
 
 def was_asked_early() -> bool:

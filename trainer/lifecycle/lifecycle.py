@@ -26,6 +26,7 @@ from trainer.distributed.stop import (
     NOTICE,
     STOPPING,
     answer_at_once,
+    behind,
     find_stop_request,
     identity,
     show_cursor,
@@ -43,6 +44,7 @@ from trainer.metrics.fanout import Metrics
 from trainer.metrics.record import Record
 from trainer.plan.forecast import Forecast
 from trainer.sequence import forget_slices
+from trainer.stopping import StopRequested
 
 Phase = Literal["built", "restored", "running", "ended"]
 Event = Literal["restore", "begin", "end"]
@@ -104,6 +106,8 @@ class Lifecycle:
         if world.is_main:
             self.stop.on_ask, self.stop.on_second_interrupt = answer_at_once, self._quit
         self._stale_notice = take_stale_notice(config.run_dir)
+        if self.stop.prompt is not None:
+            self.stop.prompt.before_exit = self._record_prompt_stop
         ballot.ask(self._is_asked_to_stop, self._begin_to_stop)
         self.leaving = Leaving(ballot, loader, eval_loader, self._is_asked_to_stop)
         world.failures.append(self)
@@ -196,6 +200,9 @@ class Lifecycle:
 
     def fail(self, error: BaseException) -> None:
         """Record how the run failed.  Calls no collective: the other ranks may be anywhere."""
+        if isinstance(error, StopRequested):
+            self._stop_promptly(error)
+            return
         self._watchdog.explain(error)
         self._watchdog.stop()
         self._forecast.explain(error)
@@ -207,6 +214,24 @@ class Lifecycle:
             return
         exit_code = EXIT_USER_ERROR if isinstance(error, UserError) else EXIT_FAILED
         self._end("failed", exit_code, first or f"{type(error).__name__}: {error}")
+
+    def _stop_promptly(self, request: StopRequested) -> None:
+        """Record a stop before the first step of this attempt.  Calls no collective."""
+        self._watchdog.stop()
+        if self.phase == "running":
+            self._end("stopped", EXIT_STOPPED, request.name)
+        else:
+            self._folder.release()
+
+    def _record_prompt_stop(self) -> None:
+        """Record the same if the main thread is in a call that does not return.  On another thread."""
+        if self.phase == "running":
+            self._folder.write_status("stopped", EXIT_STOPPED, self._progress.step, "asked to stop")
+        self._folder.release()
+
+    def stop_in_order(self) -> None:
+        """From now on, finish the step and save when asked to stop: there is something to save."""
+        self.stop.stop_in_order()
 
     def _end(self, state: str, exit_code: int, reason: str) -> None:
         self._enter("end")
@@ -248,6 +273,9 @@ class Lifecycle:
         try:
             yield
         except BaseException as error:
+            if (request := behind(error)) is not None:
+                self.fail(request)
+                raise request from error
             self.fail(error)
             raise
         finally:

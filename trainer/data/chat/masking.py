@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from trainer.data.chat.conversation import BadChat, Completion, Conversation, Sample
 from trainer.data.chat.template import ChatTemplate, Rendered
 from trainer.data.chat.tokens import QUOTE, ChatTokenizer
+from trainer.stopping import stop_if_asked
 
 
 @dataclass(frozen=True)
@@ -49,9 +50,13 @@ class Encoder:
         template = self._template
         return [self.tokenizer.name, self._train_on, [template.sources, template.tokens] if template else None]
 
-    def encode(self, sample: Sample) -> Encoded:
-        """Return the tokens of a conversation, or of a completion.  Raises BadChat."""
-        return self._encode_completion(sample) if isinstance(sample, Completion) else self._encode_chat(sample)
+    def encode(self, sample: Sample, most: int | None = None) -> Encoded:
+        """Return the tokens of a conversation, or of a completion.  Raises BadChat.
+
+        Tokens from `most` on may not be marked as trained on.  To mark a turn, all that comes before it is rendered
+        again, so that a conversation of 20,000 turns would take minutes of which most are for nothing.
+        """
+        return self._encode_completion(sample) if isinstance(sample, Completion) else self._encode_chat(sample, most)
 
     def _encode_completion(self, sample: Completion) -> Encoded:
         """The two are encoded apart: so the prompt is what it will be when there is nothing behind it yet."""
@@ -61,8 +66,8 @@ class Encoder:
         trained = np.arange(len(prompt) + len(completion)) >= (0 if self._train_on == "all" else len(prompt))
         return Encoded(np.concatenate([prompt, completion]), trained)
 
-    def _encode_chat(self, chat: Conversation) -> Encoded:
-        _, ids, _, trained = self._marked(chat)
+    def _encode_chat(self, chat: Conversation, most: int | None) -> Encoded:
+        _, ids, _, trained = self._marked(chat, most)
         return Encoded(ids, trained)
 
     def pieces(self, sample: Sample) -> list[tuple[str, bool]]:
@@ -79,8 +84,13 @@ class Encoder:
             for change, start, stop in zip(changes, starts[:-1], starts[1:], strict=True)
         ]
 
-    def _marked(self, chat: Conversation) -> tuple[str, NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
-        """Return a conversation's text, its ids, where each stands in the text, and whether it is trained on."""
+    def _marked(
+        self, chat: Conversation, most: int | None = None
+    ) -> tuple[str, NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
+        """Return a conversation's text, its ids, where each stands in the text, and whether it is trained on.
+
+        Turns that begin behind the first `most` ids are not looked at.
+        """
         template = self._template
         if template is None:
             raise BadChat("needs a chat template, and the tokenizer has none", "data.chat_template", fix=_NAME_ONE)
@@ -96,8 +106,14 @@ class Encoder:
         everything = self._train_on == "all"
         turns = chat.excluded if everything else self._turns(chat)
         marked = np.zeros(len(ids), bool)
-        for start, end in (span for turn in turns for span in _said(template, chat, whole, turn)):
-            marked |= (places[:, 0] < end) & (places[:, 1] > start)
+        until = len(whole.text) if most is None or len(ids) <= most else int(places[most, 0])
+        for turn in turns:
+            stop_if_asked()
+            spans = _said(template, chat, whole, turn)
+            for start, end in spans:
+                marked |= (places[:, 0] < end) & (places[:, 1] > start)
+            if spans and spans[0][0] >= until:
+                break
         return whole.text, ids, places, ~marked if everything else marked
 
     def _turns(self, chat: Conversation) -> list[int]:

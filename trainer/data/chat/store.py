@@ -9,9 +9,11 @@ the others wait; see `get_or_build`.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,8 +27,11 @@ from trainer.data.chat.conversation import BadChat, Pair, Sample
 from trainer.data.chat.formats import Format
 from trainer.data.chat.masking import Encoded, Encoder
 from trainer.data.chat.records import read_records
+from trainer.data.ingest.progress import Counting
 from trainer.data.shards import Shard, ShardWriter
 from trainer.errors import UserError, say, setting_error
+from trainer.files import replacing
+from trainer.stopping import StopRequested, stop_if_asked
 
 _VERSION = 2
 """Another one where the same files become other tokens."""
@@ -84,6 +89,11 @@ class Report:
             "truncated_share": self.truncated_tokens / everything,
         }
 
+    @property
+    def kind(self) -> str:
+        """What is counted."""
+        return "pairs" if self.pairs else "conversations"
+
     def sentence(self) -> str:
         """Return what became of them, in one line or two."""
         lost = [
@@ -94,8 +104,7 @@ class Report:
             )
             if count
         ]
-        kind = "pairs" if self.pairs else "conversations"
-        facts = [f"{self.chats} {kind}", f"{self.shares['trained_share']:.1%} of the tokens are targets", *lost]
+        facts = [f"{self.chats} {self.kind}", f"{self.shares['trained_share']:.1%} of the tokens are targets", *lost]
         unused = f"\n  no targets in {_listed(self.unused)}" if self.unused else ""
         return ", ".join(facts) + unused
 
@@ -120,7 +129,9 @@ def find_or_make(order: Order, encoder: Encoder, cache_dir: str | None) -> Kept:
     """
     name = f"chat-{_digest(order, encoder)}"
     size = sum(path.stat().st_size for path in order.files)
-    return get_or_build(cache_dir, name, "conversations", lambda folder: _make(folder, order, encoder), _load, size)
+    return get_or_build(
+        cache_dir, name, "conversations", lambda folder: _make(folder, name, order, encoder), _load, size
+    )
 
 
 def _digest(order: Order, encoder: Encoder) -> str:
@@ -145,6 +156,89 @@ def _load(folder: Path) -> Kept:
 
 # ---------------------------------------------------------------------------------------------------------------
 # Making
+
+
+_PART_S = 5.0
+"""Seconds of work after which what is done is kept."""
+
+
+class Parts:
+    """What is done of the conversations of some files before all of them are: files NAME.part-00000 and so on.
+
+    A part has the documents of consecutive records and the account up to there.  It is a zip file, which checks its
+    content; from the first that is damaged on, parts are not used.
+    """
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self._folder, self._name = folder, name
+        self.num_records = 0
+        """Records that the parts have, those without documents included."""
+        self._num_parts = 0
+        self._new: list[Sequence[Encoded]] = []
+        self._kept_at = time.monotonic()
+        self._seen = 0
+
+    def _path(self, number: int) -> Path:
+        return self._folder / f"{self._name}.part-{number:05d}"
+
+    def read(self) -> Iterator[tuple[list[list[Encoded]], dict[str, Any]]]:
+        """Yield for each part its conversations and the account up to its end."""
+        while (content := self._content_of(self._path(self._num_parts))) is not None:
+            tokens, counts, sizes, about = content
+            found = np.split(tokens, np.cumsum(counts)[:-1]) if len(counts) else []
+            documents = [decoded(each) for each in found]
+            ends = np.cumsum(sizes)
+            self.num_records = self._seen = about["num_records"]
+            self._num_parts += 1
+            yield [documents[end - size : end] for end, size in zip(ends, sizes, strict=True)], about["report"]
+        self._remove_from(self._num_parts)  # they follow one that is damaged
+
+    def _content_of(self, path: Path) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any], dict[str, Any]] | None:
+        try:
+            with np.load(path, allow_pickle=False) as file:
+                about = json.loads(file["about"].tobytes())
+                return file["tokens"], file["counts"], file["sizes"], about
+        except Exception:  # there is none, or it is damaged: what that raises depends on where
+            return None
+
+    def add(self, documents: Sequence[Encoded], report: Report) -> None:
+        """Add what one record has given."""
+        self._seen += 1
+        if documents:
+            self._new.append(documents)
+        if time.monotonic() - self._kept_at > _PART_S:
+            self.keep(report)
+
+    def keep(self, report: Report) -> None:
+        """Write what was added since the last time."""
+        if self._seen == self.num_records:
+            return
+        about = json.dumps({"num_records": self._seen, "report": dataclasses.asdict(report)})
+        documents = [document for some in self._new for document in some]
+        with contextlib.suppress(OSError):  # such as a full disk: the rest may fit all the same
+            with replacing(self._path(self._num_parts)) as partial, open(partial, "wb") as file:
+                np.savez(
+                    file,
+                    tokens=np.concatenate(
+                        [np.zeros(0, np.int64), *(2 * each.ids + each.trained for each in documents)]
+                    ),
+                    counts=np.array([len(each.ids) for each in documents], np.int64),
+                    sizes=np.array([len(some) for some in self._new], np.int64),
+                    about=np.frombuffer(about.encode(), np.uint8),
+                )
+            self._num_parts += 1
+            self.num_records, self._new = self._seen, []
+        self._kept_at = time.monotonic()
+
+    def remove(self) -> None:
+        """Remove all parts: the whole is there."""
+        self._remove_from(0)
+
+    def _remove_from(self, number: int) -> None:
+        for path in self._folder.glob(f"{self._name}.part-*"):
+            if path >= self._path(number):
+                with contextlib.suppress(OSError):
+                    path.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)
@@ -186,23 +280,26 @@ class _Split:
             self._writer.discard()
 
 
-def _make(folder: Path, order: Order, encoder: Encoder) -> None:
+def _make(folder: Path, name: str, order: Order, encoder: Encoder) -> None:
     if sum(path.stat().st_size for path in order.files) > _LARGE:
         say(f"tokenizing {order.key}, once: the conversations are stored in {folder.parent}")
     tokenizer = encoder.tokenizer
     doubled = _Doubled(tokenizer.name, 2 * tokenizer.vocab_size, 2 * tokenizer.plain.end_id)
     train, held_out = (_Split(folder / f"{split}.bin", doubled) for split in ("train", "eval"))
-    report = Report()
+    report, parts = Report(), Parts(folder.parent, name)
+    reading = _Reading(order, encoder, report, parts)
     try:
-        _write(_Reading(order, encoder, report).conversations(), order.holdout, train, held_out, report)
+        with Counting(lambda: f"tokenizing {order.key}: {report.chats:,} {report.kind}"):
+            _write(reading.conversations(), order.holdout, train, held_out, report)
         _check(order, report, is_empty=train.is_empty)
         train.publish()
         held_out.publish()
     finally:
         train.discard()
         held_out.discard()
-    splits = [name for name, split in (("train", train), ("eval", held_out)) if not split.is_empty]
+    splits = [split for split, shard in (("train", train), ("eval", held_out)) if not shard.is_empty]
     write_value(folder / "report.json", {"splits": splits, "report": dataclasses.asdict(report)})
+    parts.remove()
 
 
 def _write(
@@ -233,26 +330,56 @@ def _write(
 
 
 class _Reading:
-    """Reads conversations one by one, and keeps account of what becomes of them."""
+    """Reads conversations one by one, and keeps account of what becomes of them.
 
-    def __init__(self, order: Order, encoder: Encoder, report: Report) -> None:
-        self._order, self._encoder, self._report = order, encoder, report
+    What is done is kept in parts every few seconds, and when this process is asked to stop: the next start continues.
+    """
+
+    def __init__(self, order: Order, encoder: Encoder, report: Report, parts: Parts) -> None:
+        self._order, self._encoder, self._report, self._parts = order, encoder, report, parts
         self._format: Format | None = None
 
     def conversations(self) -> Iterator[Sequence[Encoded]]:
         """Yield the tokens of each conversation, or of both answers of a pair.  Raises UserError for a bad one."""
-        for path in self._order.files:
-            for place, record in read_records(path, self._order.key):
-                try:
-                    documents = [self._encoder.encode(sample) for sample in self._samples(record)]
-                    self._report.chats += 1
-                    documents = self._fitted(documents)
-                    if documents and self._is_used(documents, place):
-                        self._report.tokens += sum(len(document.ids) for document in documents)
-                        self._report.trained += sum(int(document.trained[1:].sum()) for document in documents)
-                        yield documents
-                except BadChat as error:
-                    raise self._named(error, place) from error
+        yield from self._kept()
+        num_kept = self._parts.num_records
+        records = (record for path in self._order.files for record in read_records(path, self._order.key))
+        try:
+            for number, (place, record) in enumerate(records):
+                stop_if_asked()
+                if number < num_kept:
+                    if not number:
+                        self._samples(record)  # decides about the format
+                    continue
+                if documents := self._encoded(place, record):
+                    yield documents
+                self._parts.add(documents, self._report)
+        except StopRequested as request:
+            self._parts.keep(self._report)
+            done = f"{self._report.chats:,} {self._report.kind} are tokenized, and the next run continues from there"
+            raise StopRequested(request.name, done if self._report.chats else "") from request
+
+    def _kept(self) -> Iterator[Sequence[Encoded]]:
+        """Yield the conversations that an attempt before has kept, and restore its account."""
+        for documents, account in self._parts.read():
+            for name, value in account.items():
+                setattr(self._report, name, value)
+            yield from documents
+
+    def _encoded(self, place: str, record: Mapping[str, Any]) -> list[Encoded]:
+        """Return the documents of a record: none if it is too long, or has nothing to train on."""
+        most = self._order.seq_len + 1
+        try:
+            documents = [self._encoder.encode(sample, most) for sample in self._samples(record)]
+            self._report.chats += 1
+            documents = self._fitted(documents)
+        except BadChat as error:
+            raise self._named(error, place) from error
+        if not documents or not self._is_used(documents, place):
+            return []
+        self._report.tokens += sum(len(document.ids) for document in documents)
+        self._report.trained += sum(int(document.trained[1:].sum()) for document in documents)
+        return documents
 
     def _samples(self, record: Mapping[str, Any]) -> Sequence[Sample]:
         if self._format is None:

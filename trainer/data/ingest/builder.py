@@ -24,8 +24,8 @@ from trainer.data.manifest import Manifest, rows_of
 from trainer.data.shards import Shard, ShardError
 from trainer.data.source import sample_content
 from trainer.distributed.environment import LAUNCHER, find_environment, follow_parent
-from trainer.distributed.stop import was_asked_early
-from trainer.errors import EXIT_STOPPED, UserError, say, setting_error
+from trainer.errors import UserError, setting_error
+from trainer.stopping import StopRequested, stop_if_asked
 
 _FINISHING = 2**40
 """The place in the lock that is held by the one that writes the manifest: beyond all units."""
@@ -51,6 +51,8 @@ def build(job: Job, path: Path, procs: int = 1) -> Manifest:
             with BuildFolder(path) as folder:
                 folder.discard(lambda: _damage_of(folder))
             return _build(job, path, procs)
+    except StopRequested as request:
+        raise StopRequested(request.name, _KEPT) from request
     except (UserError, OSError):
         if not any(path.glob("*.bin")):
             shutil.rmtree(path, ignore_errors=True)
@@ -116,11 +118,7 @@ def _take_all(job: Job, units: Sequence[Unit], folder: BuildFolder, done: _Done,
                     break
 
 
-def stop_if_asked() -> None:
-    """End this process if a signal has asked for it, before a run has begun."""
-    if was_asked_early():
-        say("stopped while tokenizing; the next run continues from here")
-        raise SystemExit(EXIT_STOPPED)
+_KEPT = "the next run continues tokenizing from here"
 
 
 def _build_unit(job: Job, unit: Unit, number: int, folder: BuildFolder, done: _Done) -> None:

@@ -12,17 +12,17 @@ _EVERY_S = {True: 0.5, False: 30.0}
 """Seconds between two lines: on a terminal, where each line replaces the one before, and in a log."""
 
 
-class Progress:
-    """Shows, until it is left, what `done` says of `total` bytes.  Nothing in a log that would have one line."""
+class Counting:
+    """Shows, until the block ends, the line that `line` returns: how far something is.  Nothing in a log that would
+    have one line.
+    """
 
-    def __init__(self, total: int, done: Callable[[], int], stream: TextIO | None = None) -> None:
-        self._total, self._done = max(1, total), done
-        self._stream = stream or sys.stderr
+    def __init__(self, line: Callable[[], str], stream: TextIO | None = None) -> None:
+        self._line, self._stream = line, stream or sys.stderr
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._show, daemon=True, name="progress")
 
-    def __enter__(self) -> Progress:
-        self._began, self._before = time.monotonic(), self._done()
+    def __enter__(self) -> Counting:
         self._thread.start()
         return self
 
@@ -35,11 +35,23 @@ class Progress:
     def _show(self) -> None:
         is_terminal = self._stream.isatty()
         while not self._ended.wait(_EVERY_S[is_terminal]):
-            line = self.line(self._done(), time.monotonic() - self._began)
             if is_terminal:
-                print(f"\r{line}", end="\x1b[K", file=self._stream, flush=True)
+                print(f"\r{self._line()}", end="\x1b[K", file=self._stream, flush=True)
             else:
-                print(line, file=self._stream, flush=True)
+                print(self._line(), file=self._stream, flush=True)
+
+
+class Progress(Counting):
+    """Shows what `done` says of `total` bytes, the speed, and the time that is left."""
+
+    def __init__(self, total: int, done: Callable[[], int], stream: TextIO | None = None) -> None:
+        super().__init__(lambda: self.line(self._done(), time.monotonic() - self._began), stream)
+        self._total, self._done = max(1, total), done
+
+    def __enter__(self) -> Progress:
+        self._began, self._before = time.monotonic(), self._done()
+        super().__enter__()
+        return self
 
     def line(self, done: int, seconds: float) -> str:
         """Return what to show once `done` bytes are done, `seconds` after the beginning."""

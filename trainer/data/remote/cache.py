@@ -31,6 +31,7 @@ from trainer.data.descriptors import SHARD_FILES, Version
 from trainer.data.remote.transport import MANY, Broken, Changed, again, download
 from trainer.errors import say
 from trainer.files import crc32
+from trainer.stopping import add_partial, drop_partial, stop_if_asked
 
 _PART = ".part"
 _BLOCK = 1 << 20
@@ -215,6 +216,7 @@ def _size_and_crc(path: Path) -> tuple[int, int]:
     size, found = 0, 0
     with open(path, "rb") as file:
         while block := file.read(_BLOCK):
+            stop_if_asked()
             size, found = size + len(block), crc32(block, found)
     return size, found
 
@@ -233,11 +235,13 @@ def _held(path: Path) -> Iterator[Path]:
         if is_at(descriptor, path):
             break
         os.close(descriptor)  # it was renamed, or removed, before it could be locked
+    add_partial(path)
     try:
         yield path
     finally:
         if is_at(descriptor, path):
             path.unlink()
+        drop_partial(path)
         os.close(descriptor)
 
 

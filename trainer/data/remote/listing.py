@@ -5,21 +5,17 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.data.cache import find_cache_folders, read_value, write_value
 from trainer.data.manifest import Manifest
 from trainer.data.remote.shard import Keep, RemoteShard
-from trainer.data.remote.transport import Unreachable, find, has_pattern, read
+from trainer.data.remote.transport import Unreachable, find, has_pattern, looked_up, read
 from trainer.data.shards import Shard, ShardError, parse_info
 from trainer.data.source import sample_content
 from trainer.distributed.environment import find_environment
 from trainer.errors import setting_error
-
-_AT_ONCE = 16
-"""Metadata that are asked for at a time."""
 
 
 class NoShards(Exception):
@@ -87,8 +83,7 @@ def _by_name(url: str, keep: Keep) -> Listed:
     urls = [url] if is_one else [found for found in find(url) if found.endswith(".bin")]
     if not urls:
         raise NoShards
-    with ThreadPoolExecutor(_AT_ONCE) as pool:
-        told = list(pool.map(read, [f"{url.removesuffix('.bin')}.json" for url in urls]))
+    told = looked_up(read, [f"{url.removesuffix('.bin')}.json" for url in urls])
     shards: list[Shard] = [
         RemoteShard(url, parse_info(content, url), keep, hashlib.blake2b(content, digest_size=12).hexdigest())
         for url, content in zip(urls, told, strict=True)

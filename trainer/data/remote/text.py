@@ -6,24 +6,20 @@ import fcntl
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
 from trainer.data.cache import is_at, open_lock, read_value, write_value
-from trainer.data.ingest.builder import stop_if_asked
 from trainer.data.ingest.inputs import NAMES, Input, find_inputs, kind_of
 from trainer.data.remote.cache import Item, ShardCache, sum_file
 from trainer.data.remote.listing import find_folder_of
-from trainer.data.remote.transport import Unreachable, find, has_pattern, look_up, unusable_url
+from trainer.data.remote.transport import Unreachable, find, has_pattern, look_up, looked_up, unusable_url
 from trainer.data.shards import ShardError
 from trainer.errors import say, setting_error
 from trainer.files import find_folder
-
-_AT_ONCE = 16
-"""Files that are looked up at a time."""
+from trainer.stopping import stop_if_asked
 
 
 @dataclass(frozen=True)
@@ -112,8 +108,7 @@ _Facts: TypeAlias = "list[tuple[str, int, str]]"
 def _look_up_all(setting: str) -> _Facts:
     is_one = is_text(setting) and not has_pattern(setting)
     urls = [setting] if is_one else [url for url in find(setting) if is_text(url)]
-    with ThreadPoolExecutor(_AT_ONCE) as pool:
-        return [(url, *told) for url, told in zip(urls, pool.map(look_up, urls), strict=True)]
+    return [(url, *told) for url, told in zip(urls, looked_up(look_up, urls), strict=True)]
 
 
 def _remember(known: Path, facts: _Facts) -> None:

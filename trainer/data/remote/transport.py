@@ -13,25 +13,33 @@ import string
 import time
 import urllib.error
 import urllib.parse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from trainer.data.shards import ShardError
 from trainer.errors import UserError, say, setting_error
+from trainer.stopping import stop_if_asked
 
 if TYPE_CHECKING:
     import http.client
 
 STALL_S = 60.0
-"""Seconds without a byte from a web server after which a connection counts as lost."""
+"""Seconds without a byte from a web server after which a connection counts as lost; its speed is averaged over them."""
+
+LEAST_BYTES = 1 << 10
+"""Bytes a second that a web server must send on average, over STALL_S."""
 
 LONGEST_PAUSE_S = 60.0
 """Pauses between tries double up to this, from one second on."""
 
 FEW, MANY = 3, 12
 """Tries while the data are opened, where a mistake is likely, and in a run: some seven minutes."""
+
+_AT_ONCE = 16
+"""Files that are looked up at a time."""
 
 _BLOCK = 1 << 20
 _ASK_AGAIN = (408, 425, 429)
@@ -60,6 +68,10 @@ def unusable_url(key: str, url: str, error: ShardError) -> UserError:
     if isinstance(error, Unreachable):
         fix = "check the URL" if error.is_absent else "check the URL, and whether this machine can reach it"
     return setting_error(key, url, str(error).removeprefix(f"{url} "), fix=fix)
+
+
+class TooSlow(OSError):
+    """A server sends so slowly that a file would take days."""
 
 
 class Broken(OSError):
@@ -156,11 +168,12 @@ def _linked(url: str) -> list[str]:
 
 
 def again(url: str, tries: int, act: Callable[[], Result]) -> Result:
-    """Return what `act` does, which is tried up to `tries` times.  Raises Unreachable, with the last reason.
+    """Return what `act` does, which is tried up to `tries` times, or FEW times if the server is too slow.
 
-    A full disk is no fault of the URL's: that OSError is raised as it is.
+    Raises Unreachable, with the last reason.  A full disk is no fault of the URL's: that OSError is raised as it is.
     """
     for left in range(tries - 1, -1, -1):
+        stop_if_asked()
         try:
             return act()
         except ShardError:
@@ -168,13 +181,32 @@ def again(url: str, tries: int, act: Callable[[], Result]) -> Result:
         except Exception as error:  # each file system raises errors of its own
             if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise
+            if isinstance(error, TooSlow) and tries - left >= FEW:
+                left = 0
             if not left or _is_final(error):
                 message = f"{url} cannot be read ({_reason(error)})"
                 raise Unreachable(message, _is_absent(error), not _is_final(error)) from error
             pause = min(LONGEST_PAUSE_S, 2.0 ** (tries - 1 - left))
             say(f"{url}: {_reason(error)}; trying again ({left} more {'try' if left == 1 else 'tries'})")
-            time.sleep(pause)
+            _sleep(pause)
     raise AssertionError(tries)
+
+
+def _sleep(seconds: float) -> None:
+    """Sleep, unless this process is asked to stop."""
+    until = time.monotonic() + seconds
+    while (left := until - time.monotonic()) > 0:
+        time.sleep(min(left, 0.2))
+        stop_if_asked()
+
+
+def looked_up(look: Callable[[str], Result], urls: Sequence[str]) -> list[Result]:
+    """Return what `look` finds of each URL, several at a time.  Does not wait for the others if one fails."""
+    pool = ThreadPoolExecutor(_AT_ONCE)
+    try:
+        return list(pool.map(look, urls))
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _is_final(error: Exception) -> bool:
@@ -243,8 +275,14 @@ def _opened(url: str, **headers: str) -> Iterator[http.client.HTTPResponse]:
 def _whole(answer: http.client.HTTPResponse) -> Iterator[bytes]:
     """Yield what an answer holds.  Raises Broken if the connection ends before it does."""
     expected, count = answer.length, 0
-    while block := answer.read(_BLOCK):
+    since, count_then = time.monotonic(), 0
+    while block := answer.read1(_BLOCK):  # what is there, where `read` would wait for all of it
+        stop_if_asked()
         count += len(block)
         yield block
+        if (waited := time.monotonic() - since) > STALL_S:
+            if count - count_then < LEAST_BYTES * waited:
+                raise TooSlow(f"the server sends only {(count - count_then) / waited:,.0f} bytes/s")
+            since, count_then = time.monotonic(), count
     if expected is not None and count != expected:
         raise Broken(f"the connection was lost after {count} of {expected} bytes")
