@@ -107,7 +107,7 @@ def tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
 
 def interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
     """Tokens of which all parts are built, and no manifest is there yet."""
-    monkeypatch.setattr("trainer.data.ingest.units.SMALLEST", 500)
+    monkeypatch.setattr("trainer.data.ingest.units.SMALLEST", 1300)
     monkeypatch.setattr("trainer.data.ingest.builder.usual_procs", lambda: 1)
     monkeypatch.setattr("trainer.data.tokenized.usual_procs", lambda: 1)
     data = of_text(tmp_path)
@@ -230,7 +230,7 @@ def text_from_afar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
 
 def prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
     """What `trainer.prepare` leaves if it is interrupted."""
-    monkeypatch.setattr("trainer.data.ingest.units.SMALLEST", 500)
+    monkeypatch.setattr("trainer.data.ingest.units.SMALLEST", 1300)
     lines = write_lines(tmp_path / "a.jsonl")
     out = tmp_path / "out"
 
