@@ -54,6 +54,27 @@ DEFECTS: list[Defect] = [
         "named not in (None, manifest.step)",
         "False",
     ),
+    Defect(
+        "flipped-bits-trained-on",
+        "caches-heal",
+        "trainer/data/shards.py",
+        "if found != recorded:",
+        "if False:",
+    ),
+    Defect(
+        "pages-taken-unchecked",
+        "shard-pages",
+        "trainer/data/shards.py",
+        "if crc32(content[place : place + _PAGE]) != own:",
+        "if False:",
+    ),
+    Defect(
+        "lock-of-a-removed-file",
+        "caches-heal",
+        "trainer/data/cache.py",
+        "if not is_locked or is_at(descriptor, path):",
+        "if True:",
+    ),
     # -- saving as it pays ---------------------------------------------------------------------------------------
     Defect(
         "each-rank-decides-when-to-save",

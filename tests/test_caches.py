@@ -6,7 +6,9 @@ this one, which forgets what it has verified.
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import json
 import os
 import random
@@ -108,7 +110,7 @@ def tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
 
 def interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
     """Tokens of which all parts are built, and no manifest is there yet."""
-    monkeypatch.setattr("trainer.data.ingest.units.SMALLEST", 500)
+    monkeypatch.setattr("trainer.data.ingest.units.SMALLEST", 1300)
     monkeypatch.setattr("trainer.data.ingest.builder.usual_procs", lambda: 1)
     monkeypatch.setattr("trainer.data.tokenized.usual_procs", lambda: 1)
     data = of_text(tmp_path)
@@ -231,7 +233,7 @@ def text_from_afar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
 
 def prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
     """What `trainer.prepare` leaves if it is interrupted."""
-    monkeypatch.setattr("trainer.data.ingest.units.SMALLEST", 500)
+    monkeypatch.setattr("trainer.data.ingest.units.SMALLEST", 1300)
     lines = write_lines(tmp_path / "a.jsonl")
     out = tmp_path / "out"
 
@@ -573,26 +575,24 @@ def test_without_locks_each_builds_and_the_first_one_counts(tmp_path: Path, monk
     assert not list(tmp_path.glob(".*.tmp"))
 
 
-def test_a_lock_whose_file_is_removed_still_excludes(tmp_path: Path) -> None:
+def test_a_lock_whose_file_is_removed_still_excludes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each holder removes the file: one that had opened it before must not take it for the one that others lock."""
-    inside: list[int] = []
-    most: list[int] = []
+    path, real = tmp_path / "lock", cache.open_lock
+    with contextlib.ExitStack() as first:
+        first.enter_context(locked(path))
 
-    def enter() -> None:
-        for _ in range(100):
-            with locked(tmp_path / "lock"):
-                inside.append(1)
-                most.append(len(inside))
-                inside.pop()
+        def open_just_before_it_is_removed(path: Path) -> int:
+            descriptor = real(path)
+            first.close()
+            return descriptor
 
-    threads = [threading.Thread(target=enter) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(most) == 400
-    assert max(most) == 1
-    assert not (tmp_path / "lock").exists()
+        monkeypatch.setattr(cache, "open_lock", open_just_before_it_is_removed)
+        with locked(path):
+            other = real(path)
+            with pytest.raises(BlockingIOError):
+                fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.close(other)
+    assert not path.exists()
 
 
 def test_a_stop_request_ends_the_wait_for_a_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

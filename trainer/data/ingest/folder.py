@@ -120,9 +120,14 @@ class BuildFolder:
             partial.write_text(json.dumps(with_checksum(dataclasses.asdict(record))))
 
     def clear(self, unit: int) -> None:
-        """Remove what builders that were killed have left of a unit.  The caller holds it."""
-        for pattern in (f".{unit:05d}[.-]*", f"{unit:05d}[.-]*"):
-            for path in self.path.glob(pattern):
+        """Remove what builders that were killed have left of a unit, and folders in place of its files.
+
+        The caller holds it.  Its shards stay until others replace them: other runs may be reading them.
+        """
+        for path in self.path.glob(f".{unit:05d}[.-]*"):
+            remove(path)
+        for path in self.path.glob(f"{unit:05d}[.-]*"):
+            if path.is_dir():
                 remove(path)
 
     def forget_damaged(self, num_units: int) -> None:
@@ -142,17 +147,17 @@ class BuildFolder:
                     remove(self._record_path(unit))
 
     def discard(self, is_damaged: Callable[[], Exception | None]) -> None:
-        """Remove everything in the folder if it is complete and still damaged: it is built again.
+        """Have everything in the folder built again, if it is complete and still damaged.
 
+        Shards stay until others replace them: other runs may be reading those that are not damaged.
         is_damaged: looks again, as another process may have done this already.  Returns what is wrong, or None.
         """
         with self.taken(_REPAIRING):
             if self.is_complete and (error := is_damaged()) is not None:
                 say(f"{error}; building {self.path} again")
-                remove(self.manifest_path)  # first: without it nothing else counts
-                for path in self.path.iterdir():
-                    if path.name != _LOCK:
-                        remove(path)
+                remove(self.manifest_path)
+                for path in self.path.glob("*.damaged"):
+                    remove(path)
 
     def complete(self, manifest: Manifest) -> None:
         """Write the manifest, and remove all that was needed to build."""
