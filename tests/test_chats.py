@@ -76,8 +76,20 @@ def test_what_a_template_leaves_out_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_turn_that_nothing_ends_is_refused(tmp_path: Path) -> None:
-    endless = "{% for m in messages %}{{ m.role + ' ' + m.content }}{% endfor %}"
-    assert "does not end this turn with a token" in str(refused(tmp_path, endless, said("Hi", "Yes")))
+    """Nor one that white space alone ends, which an answer may contain: generation would never stop."""
+    for end in ("", "\n", "\n\n", " ", "\t"):
+        endless = f"{{% for m in messages %}}{{{{ m.role + ' ' + m.content + {end!r} }}}}{{% endfor %}}"
+        for chat in (said("Hi", "Yes"), said("Hi", "Yes", "Bye", "No")):
+            assert "does not end this turn with a token" in str(refused(tmp_path, endless, chat)), repr(end)
+
+
+def test_an_answer_that_looks_like_an_end_of_turn_is_none(tmp_path: Path) -> None:
+    """`>` is the last character of `<|im_end|>`, too."""
+    for template in (CHATML, FAMILIES["llama3"].template):
+        family = Family(template, [], "")
+        tokens = marked(encoder_of(tmp_path, family), said("Hi", ">", "Bye", "|>"))
+        end = "<|im_end|>" if template == CHATML else "<|eot_id|>"
+        assert [text for text, is_trained in tokens if is_trained] == [">", end, "|", ">", end]
 
 
 def test_a_template_refuses_in_its_own_words(tmp_path: Path) -> None:

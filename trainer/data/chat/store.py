@@ -31,7 +31,7 @@ from trainer.data.shards import Shard, ShardError, ShardWriter
 from trainer.errors import UserError, say, setting_error
 from trainer.files import write_atomically
 
-_VERSION = 2
+_VERSION = 3
 """Another one where the same files become other tokens."""
 
 _MOST_UNUSED = 0.01
