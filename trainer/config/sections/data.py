@@ -68,7 +68,7 @@ class DataSection:
     )
     chat_template: str = declare(
         "model",
-        "with source=chat: model (the tokenizer's own template), or a Jinja file",
+        "with source=chat: model (the tokenizer's own template), chatml, or a Jinja file",
     )
     train_on: Literal["assistant", "last", "all", "completion"] = declare(
         "assistant",

@@ -124,7 +124,7 @@ def _check_support(chat: Conversation, template: ChatTemplate) -> None:
         raise BadChat(rule, "data.chat_template", fix=_OTHER)
 
 
-_NAME_ONE = "give a .jinja file that has one"
+_NAME_ONE = "data.chat_template=chatml, or a .jinja file"
 _OTHER = "give a .jinja file that has one"
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from trainer.config.chats import CHATML
 from trainer.data.chat.formats import check_columns
 from trainer.data.chat.masking import Encoded, Encoder
 from trainer.data.chat.records import find_files
@@ -49,8 +50,13 @@ def open_chats(data: DataSection, vocab_size: int | None, split: Split) -> Sourc
 
 def encoder_of(data: DataSection) -> Encoder:
     """Return what makes tokens of conversations as the settings say.  Raises UserError."""
-    template = find_template(data.chat_template, data.tokenizer)
-    return Encoder(ChatTokenizer(data.tokenizer), template, data.train_on, data.chat_template)
+    template, tokenizer = find_template(data.chat_template, data.tokenizer), ChatTokenizer(data.tokenizer)
+    missing = [token for token in ("<|im_start|>", "<|im_end|>") if not tokenizer.has(token)]
+    if data.chat_template == CHATML and missing:
+        rule = f"the tokenizer has no token {missing[-1]}, so the model could not learn to stop"
+        fix = "give a .jinja file that ends turns with a token that the tokenizer has, such as {{ eos_token }}"
+        raise setting_error("data.chat_template", CHATML, rule, fix=fix)
+    return Encoder(tokenizer, template, data.train_on, data.chat_template)
 
 
 def _keep(data: DataSection, key: str, path: str, holdout: float, encoder: Encoder) -> Kept:

@@ -60,6 +60,10 @@ class ChatTokenizer:
         """Return whether an id is that of a token of its own, such as an end of turn, and not of a piece of text."""
         return any(token["id"] == number for token in self._content.get("added_tokens", ()))
 
+    def has(self, text: str) -> bool:
+        """Return whether a text is a token of its own."""
+        return any(token["content"] == text for token in self._content.get("added_tokens", ()))
+
     def text_of(self, number: int) -> str:
         """Return the text of one id; that of a special token too."""
         return self.plain.decode([number]) if not self._content else str(self._reads_special.id_to_token(number))
