@@ -1,4 +1,4 @@
-"""Chat templates that are broken or malicious: one message, exit 2, in bounded time and memory; what ordinary ones cost."""
+"""Chat templates that are broken or malicious: one message and exit 2, in bounded time and memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ pytest.importorskip("tokenizers", reason="a chat model's tokenizer is read with 
 import torch
 
 from tests.chats import CHATML, FAMILIES, said, write_tokenizer
-from tests.ranks import run_python_module
 from tests.test_sft import write_chats
 from tests.tiny import fit
 from trainer import UserError, generate, run
@@ -27,7 +26,7 @@ from trainer.data.prompts import ends_of_chats, tokens_of_chat
 from trainer.export import export_checkpoint
 from trainer.generate import open_writer
 
-LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor %}{% endfor %}"
+LOOP = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
 ALSO = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
 """What a template may do besides."""
 
@@ -91,7 +90,8 @@ COSTLY = {
     ),
     "nested filters": ("{{ range(99999) | map('string') | join('-' * 99999) }}", "takes "),
     "replacements": (
-        "{% set ns = namespace(t='a') %}{% for i in range(9) %}{% set ns.t = ns.t | replace('a', 'a' * 999) %}{% endfor %}",
+        "{% set ns = namespace(t='a') %}"
+        "{% for i in range(9) %}{% set ns.t = ns.t | replace('a', 'a' * 999) %}{% endfor %}",
         "takes ",
     ),
     "lorem ipsum": ("{{ lipsum(n=10000000) }}", "takes "),
@@ -225,7 +225,7 @@ def test_a_trial_says_how_a_child_ended() -> None:
 def test_a_prompt_that_the_template_fails_on_is_one_message(tmp_path: Path) -> None:
     """For `trainer.generate` and `log.prompts`, as for training."""
     write_tokenizer(tmp_path, "{{ 1/0 }}")
-    with pytest.raises(UserError, match="--chat=Hi: the chat template fails on it .ZeroDivisionError"):
+    with pytest.raises(UserError, match=r"--chat=Hi: the chat template fails on it \(ZeroDivisionError"):
         tokens_of_chat("Hi", str(tmp_path), "--chat")
     assert len(ends_of_chats(str(tmp_path))) == 1
 

@@ -21,7 +21,7 @@ _OF_CHATS: dict[str, object] = {
     "columns": None,
     "chat_template": MODEL,
     "train_on": "assistant",
-    "too_long": "drop",
+    "too_long": "auto",
 }
 _OF_CHATS |= {"trim_rows": False}
 """Keys that say something of chats alone, and their defaults."""
@@ -32,7 +32,8 @@ def check_chats(config: RunConfig) -> None:
     data = config.data
     if data.source != "chat":
         for name, default in _OF_CHATS.items():
-            if getattr(data, name) != default:
+            was_default = (name, getattr(data, name)) == ("too_long", "drop")  # in runs from before `auto`
+            if getattr(data, name) != default and not was_default:
                 rule = f"only applies to data.source=chat, not {data.source}"
                 raise setting_error(f"data.{name}", getattr(data, name), rule, default)
         return

@@ -115,8 +115,8 @@ def read_folder(folder: str | Path) -> dict[str, bytes]:
 def read_tokenizer(setting: str, template: str = "model") -> dict[str, bytes]:
     """Return the files of the tokenizer that `data.tokenizer` names: what stands beside a tokenizer.json goes along.
 
-    None for `bytes`.  `template`: what `data.chat_template` names; a file, or `chatml`, takes the place of the tokenizer's
-    own templates.  Raises UserError if one cannot be read.
+    None for `bytes`.  `template`: what `data.chat_template` names; a file, or `chatml`, takes the place of the
+    tokenizer's own templates.  Raises UserError if one cannot be read.
     """
     files = _read_tokenizer(setting)
     if template == "model":

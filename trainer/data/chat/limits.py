@@ -1,10 +1,10 @@
 """Limits on the time and memory that a chat template takes.
 
-A template comes with a model, which may come from anywhere.  Jinja's sandbox keeps it away from what it should not read,
-but lets it compute for days or fill the memory.  There are two limits:
+A template comes with a model, which may come from anywhere.  Jinja's sandbox keeps it away from what it should not
+read, but lets it compute for days or fill the memory.  There are two limits:
 
-- `trial`: a forked child compiles and renders a template before this process does, under the kernel's limits on CPU time
-  and address space.  Nothing inside a process can interrupt a single long call into C; the kernel can.
+- `trial`: a forked child compiles and renders a template before this process does, under the kernel's limits on CPU
+  time and address space.  Nothing inside a process can interrupt a single long call into C; the kernel can.
 - `limited`: a template may behave in the trial and misbehave on some conversation of a file.  So each rendering has a
   limit, too: on memory by the kernel, on CPU time by a thread that raises an exception in the one that renders.
 
@@ -97,7 +97,7 @@ def _answer(work: Callable[[], str], writer: int) -> None:
 # In this process
 
 
-class limited:  # noqa: N801 - used as a function is
+class limited:
     """Limits what the block takes, in which TooSlow or MemoryError is raised.  One block at a time in a process.
 
     Written out as a class, and with what it measures kept for a while: it is entered for each rendering.

@@ -6,8 +6,9 @@ both are the beginning of the whole text, what lies between is what the model wo
 not, the template shows a turn in one way while it is written and in another when it is past: the model would be taught
 what it will not see, and no mask mends that.
 
-Some templates ignore `add_generation_prompt`.  Whoever asks such a model for an answer, this project or any other client,
-then stops the prompt before the header of the assistant's turn, so the model has to write the header too: it is a target.
+Some templates ignore `add_generation_prompt`.  Whoever asks such a model for an answer, this project or any other
+client, then ends the prompt before the header of the assistant's turn.  So the model has to write the header
+as well: it is a target.
 """
 
 from __future__ import annotations
@@ -26,10 +27,14 @@ from trainer.data.chat.tokens import QUOTE, ChatTokenizer
 
 @dataclass(frozen=True)
 class Encoded:
-    """A conversation's tokens, and for each whether it is trained on: both of shape (number,)."""
+    """A conversation's tokens, and for each whether it is trained on: both of shape (number,).
+
+    spelled: a special token that its text spells, as text of a file does that a template has been applied to already.
+    """
 
     ids: NDArray[np.int64]
     trained: NDArray[np.bool_]
+    spelled: str = ""
 
 
 class Encoder:
@@ -62,11 +67,45 @@ class Encoder:
         prompt = np.array([*plain.start_ids, *plain.encode(sample.prompt)], np.int64)
         completion = np.array([*plain.encode(sample.completion), *plain.end_ids], np.int64)
         trained = np.arange(len(prompt) + len(completion)) >= (0 if self._train_on == "all" else len(prompt))
-        return Encoded(np.concatenate([prompt, completion]), trained)
+        spelled = self.tokenizer.spelled_in(sample.prompt + sample.completion)
+        return Encoded(np.concatenate([prompt, completion]), trained, spelled)
 
     def _encode_chat(self, chat: Conversation) -> Encoded:
-        _, ids, _, trained = self._marked(chat)
-        return Encoded(ids, trained)
+        text, ids, _, trained = self._marked(chat)
+        return Encoded(ids, trained, self.tokenizer.spelled_by_content(text))
+
+    @property
+    def has_template(self) -> bool:
+        """True if there is a chat template."""
+        return self._template is not None
+
+    def notes(self) -> list[str]:
+        """Return what people should know about the chat template: a line for each peculiarity."""
+        template = self._template
+        system, asked = {"role": "system", "content": "Hi"}, {"role": "user", "content": "Hi"}
+        answer = {"role": "assistant", "content": "Hello"}
+        for before in ([asked], [system, asked]) if template is not None else ():
+            try:
+                prompt = template.render(before, prompts=True).text
+                whole = template.render([*before, answer]).text
+                encoded = Encoder(self.tokenizer, template, "last").encode(Conversation([*before, answer]))
+            except BadChat:  # a template may refuse to be without a system message, or with one
+                continue
+            notes = []
+            header = whole[len(prompt) : max(len(prompt), whole.rfind("Hello"))]
+            if prompt == template.render(before).text and header.strip():
+                notes.append(
+                    f"the chat template ignores add_generation_prompt: the model learns to write {header!r} itself, as "
+                    "every client will make it do"
+                )
+            if self._train_on != "all" and not self.tokenizer.is_added(int(encoded.ids[encoded.trained][-1])):
+                end = whole[whole.rfind("Hello") + 5 :].strip()
+                notes.append(
+                    f"warning: the chat template ends turns with {end!r}, which is not a token of its own: generation "
+                    "does not stop there"
+                )
+            return notes
+        return []
 
     def pieces(self, sample: Sample) -> list[tuple[str, bool]]:
         """Return the text that the tokens stand for, cut where what is trained on begins and ends.  Raises BadChat."""
@@ -158,9 +197,9 @@ def _said(template: ChatTemplate, chat: Conversation, whole: Rendered, number: i
 def _written(template: ChatTemplate, chat: Conversation, whole: Rendered, turn: int) -> list[tuple[int, int]]:
     """Return what the assistant writes in a turn, end of turn included: (start, end) in characters of the whole text.
 
-    It starts where the prompt ends that a client would render (`add_generation_prompt`), so that training and generation
-    see the same context.  Raises BadChat if the template renders the turn, or what precedes it, differently once other
-    turns follow.
+    It starts where the prompt ends that a client would render (`add_generation_prompt`), so that training and
+    generation see the same context.  Raises BadChat if the template renders the turn, or what precedes it, differently
+    once other turns follow.
     """
     before = template.render(chat.messages[:turn], chat.tools).text
     until = whole.text
@@ -188,8 +227,8 @@ def _written(template: ChatTemplate, chat: Conversation, whole: Rendered, turn: 
 def _end_of_turn(template: ChatTemplate, chat: Conversation, text: str, turn: int) -> int:
     """Return where the turn at the end of a text ends: after the token that ends it, before any white space.
 
-    Raises BadChat if nothing but white space follows the message: an answer may contain white space, so generation could
-    not stop there.
+    Raises BadChat if nothing but white space follows the message: an answer may contain white space, so generation
+    could not stop there.
     """
     end = len(text.rstrip())
     content = (chat.messages[turn].get("content") or "").rstrip()
@@ -198,8 +237,8 @@ def _end_of_turn(template: ChatTemplate, chat: Conversation, text: str, turn: in
         message = {**chat.messages[turn], "content": _MARK}
         if template.render([*chat.messages[:turn], message], chat.tools).text.rstrip().endswith(_MARK):
             rule = (
-                f"messages[{turn}]: the chat template does not end this turn with a token (only white space, or nothing, "
-                "follows the message), so the model cannot learn to stop"
+                f"messages[{turn}]: the chat template does not end this turn with a token (only white space, or "
+                "nothing, follows the message), so the model cannot learn to stop"
             )
             raise BadChat(rule, "data.chat_template", fix="end it with a token, such as {{ eos_token }}")
     return end

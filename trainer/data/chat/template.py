@@ -331,7 +331,7 @@ class _Namespace(jinja2.utils.Namespace):
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, in which numbers stay small: Python computes a large power in one call that nothing interrupts."""
+    """Jinja's sandbox, in which numbers stay small: a large power is computed in one call that nothing interrupts."""
 
     intercepted_binops = frozenset(("*", "**"))
 
