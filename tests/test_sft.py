@@ -24,6 +24,7 @@ from trainer.config import RunConfig
 from trainer.data.chat.tokens import ChatTokenizer
 from trainer.data.epochs import settled_by_data
 from trainer.data.loader import Batch
+from trainer.data.opening import open_source
 from trainer.data.prompts import tokens_of_chat
 from trainer.data.source import IGNORE
 from trainer.data.tokenizer import find_tokenizer
@@ -181,6 +182,36 @@ def test_the_start_says_what_is_trained_on(tmp_path: Path) -> None:
     assert 0.2 < start["trained_share"] < 0.6
     assert (start["dropped_share"], start["truncated_share"]) == (0, 0)
     assert f"{NUM_CHATS} conversations, {start['trained_share']:.1%} of the tokens are targets" in ran.stdout
+
+
+@pytest.mark.parametrize("train_on", ["assistant", "all"])
+def test_a_sample_at_the_end_answers_a_held_out_chat(
+    train_on: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = [*write_chats(tmp_path), f"data.train_on={train_on}", "train.steps=1", "log.sample_tokens=3"]
+    fit(tmp_path / "run", *settings, "data.holdout=0.1", "eval.every=1")
+    stdout = capsys.readouterr().out
+    asked = stdout.partition("sample answer from the model, to:")[2].partition("its answer:")[0].split()
+    assert (asked[0], asked[-1]) == ("user", "assistant")
+    assert 3 <= len(asked) <= 7, "one turn of the user's"
+    assert "def" not in stdout
+    held_out = open_source(tiny_config(tmp_path / "run", *settings, "data.holdout=0.1").data, None, "eval")
+    assert f"{NUM_CHATS} conversations" in stdout
+    assert f"{held_out.report.held_out} held out for evaluation" in stdout
+
+
+@pytest.mark.parametrize("kind", ["a chat", "a sample of text"])
+def test_an_evaluation_of_nothing_is_said(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = write_chats(tmp_path)
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": said("Hi", "Yes")}) + "\n")
+    if kind == "a sample of text":
+        (tmp_path / "text.txt").write_text("Hello there. " * 5)
+        settings = [f"data.path={tmp_path / 'text.txt'}", f"data.cache_dir={tmp_path / 'cache'}"]
+        settings += ["data.source=tokens", "model.vocab_size=512", "data.seq_len=65"]
+    fit(tmp_path / "run", *settings, "train.steps=1", "eval.every=1")
+    assert "warning: eval.every=1, but nothing is held out for evaluation" in capsys.readouterr().out
+    fit(tmp_path / "other", *settings, "train.steps=1", "eval.every=0")
+    assert "nothing is held out" not in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -116,8 +116,11 @@ class _Conversations(Source):
         return "\n".join([self.report.sentence(self._encoder.has_template), *notes])
 
     def first_prompt(self) -> list[int] | None:
-        """Return the tokens of a conversation up to its first target: what the model answers; None without any."""
-        for number in range(len(self._offsets) - 1):
+        """Return the tokens of a conversation up to its first target: what the model answers.
+
+        None if none of the first ones has a token before it.
+        """
+        for number in range(min(len(self._offsets) - 1, 100)):
             found = self._read(number)
             start = int(np.argmax(found.trained))
             if start:
