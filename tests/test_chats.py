@@ -259,6 +259,19 @@ MISTAKES = {
     "template that is not there": (["data.path={chats}", "data.chat_template=a.jinja"], ["data.chat_template=a.jinja"]),
     "template that is none": (["data.path={chats}", "data.chat_template={broken}"], ["data.chat_template=", "line 1"]),
     "tokenizer of no model": (["data.path={chats}", "data.tokenizer=model"], ["data.tokenizer=model", "model.path"]),
+    "columns without spaces": (
+        ["data.path={chats}", "data.columns={prompt:question, completion:answer}"],
+        ["data.columns=", "did you mean 'data.columns={prompt: question, completion: answer}'?"],
+    ),
+    "columns that are a name": (
+        ["data.path={chats}", "data.columns=question"],
+        ["for example: 'data.columns={messages: dialog}'"],
+    ),
+    "keys of no format": (
+        ["data.path={asked}"],
+        ["data.format=auto", "its keys: question, answer", "data.columns='{prompt: question, completion: answer}'"],
+    ),
+    "columns of too few keys": (["data.path={asked}", "data.columns={prompt: question}"], ["data.columns=", "formats"]),
     "unknown column": (["data.path={chats}", "data.columns={message: a}"], ["data.columns=", "messages"]),
     "key without chats": (["data.source=stdlib", "data.train_on=last"], ["data.train_on=last", "data.source=chat"]),
     "steps and epochs": (["data.path={chats}", "train.steps=2", "train.epochs=1"], ["train.epochs=1", "train.steps=2"]),
@@ -270,6 +283,7 @@ MISTAKES = {
 def test_a_mistake_about_chats(mistake: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     places = {
         "chats": write_lines(tmp_path / "chats.jsonl", [{"messages": ANSWERED}]),
+        "asked": write_lines(tmp_path / "asked.jsonl", [{"question": "Hi", "answer": "Yes"}]),
         "bare": write_tokenizer(tmp_path / "bare", None),
         "broken": write_lines(tmp_path / "broken.jinja", ["{% for %}"]),
     }

@@ -214,11 +214,21 @@ def test_an_evaluation_of_nothing_is_said(kind: str, tmp_path: Path, capsys: pyt
     assert "nothing is held out" not in capsys.readouterr().out
 
 
+NO_PROMPT = CHATML.partition("\n{% if add_generation_prompt")[0]
+"""A template that ignores add_generation_prompt."""
+
+
 @pytest.mark.slow
-def test_one_command_trains_a_folder_and_another_asks_it(tmp_path: Path) -> None:
-    """A model of random weights, whose texts end otherwise than turns, learns what 60 conversations say."""
+@pytest.mark.parametrize(
+    ("template", "header"), [(CHATML, []), pytest.param(NO_PROMPT, ["assistant"], marks=pytest.mark.campaign)]
+)
+def test_one_command_trains_a_folder_and_another_asks_it(template: str, header: list[str], tmp_path: Path) -> None:
+    """A model of random weights, whose texts end otherwise than turns, learns what 60 conversations say.
+
+    Without a generation prompt it learns to write the header of its turn, which no client writes for it.
+    """
     transformers = pytest.importorskip("transformers")
-    folder = write_tokenizer(tmp_path / "model", CHATML)
+    folder = write_tokenizer(tmp_path / "model", template)
     end = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]["</s>"]
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = transformers.LlamaConfig(vocab_size=128, eos_token_id=end, bos_token_id=None, **shape)
@@ -233,7 +243,7 @@ def test_one_command_trains_a_folder_and_another_asks_it(tmp_path: Path) -> None
         "train.micro_batch_size=8",
         "data.seq_len=64",
         "optim.lr=1e-2",
-        "train.epochs=40",
+        f"train.epochs={120 if header else 40}",
         "run.threads=1",
         "log.every=20",
     ]
@@ -241,7 +251,15 @@ def test_one_command_trains_a_folder_and_another_asks_it(tmp_path: Path) -> None
     for asked, answer in (("Bye", "No"), ("two and two", "four")):
         ran = run_python_module("trainer.generate", tmp_path / "run", "--chat", asked, "--greedy", "--max-tokens", 20)
         assert ran.exit_code == 0, ran.stderr
-        assert ran.stdout.split() == ["It", "is", answer], "the answer, and its end"
+        assert ran.stdout.split() == [*header, "It", "is", answer], "the answer, and its end"
+    export_checkpoint(tmp_path / "run", tmp_path / "out")
+    exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    given = tokenizer.apply_chat_template(
+        said("Bye"), add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    written = exported.generate(**given, max_new_tokens=20, do_sample=False)[0, given["input_ids"].shape[1] :]
+    assert tokenizer.decode(written, skip_special_tokens=True).split() == [*header, "It", "is", "No"]
 
 
 @pytest.mark.parametrize("train_on", ["assistant", "all"])

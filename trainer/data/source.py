@@ -131,6 +131,11 @@ class Part(Source):
         self.waits_for_storage, self.is_here, self.shards = whole.waits_for_storage, whole.is_here, whole.shards
         self.whole, self._start, self._length = whole, start, stop - start
 
+    @property
+    def sentence(self) -> str:
+        """Says what the whole source says."""
+        return self.whole.sentence
+
     def __len__(self) -> int:
         return self._length
 
@@ -210,6 +215,8 @@ class TokenSource(Source):
     checks_ids = waits_for_storage = True
     known_content = ""
     """The shards' `sample_content`, where that is known already."""
+    sentence = ""
+    """What became of the documents of the text, where that is worth a word."""
 
     def __init__(self, shards: Sequence[Shard], seq_len: int) -> None:
         info = shards[0].info

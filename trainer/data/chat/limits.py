@@ -65,13 +65,24 @@ def trial(work: Callable[[], str]) -> str:
     if child == 0:
         _answer(work, writer)
     os.close(writer)
-    with open(reader, "rb") as pipe:
-        answer = pipe.read()
-    _, status = os.waitpid(child, 0)
+    try:
+        with open(reader, "rb") as pipe:
+            answer = pipe.read()
+    except BaseException:  # a stop request, say: the child would go on for up to a second
+        os.kill(child, signal.SIGKILL)
+        raise
+    finally:
+        _, status = os.waitpid(child, 0)
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
         return TOO_MUCH_TIME if number in (signal.SIGXCPU, signal.SIGKILL) else f"crashes (signal {number})"
-    return answer.decode() if os.WEXITSTATUS(status) == 0 else TOO_MUCH_MEMORY
+    if os.WEXITSTATUS(status) == _OUT_OF_MEMORY:
+        return TOO_MUCH_MEMORY
+    return answer.decode() if os.WEXITSTATUS(status) == 0 else "crashes"
+
+
+_OUT_OF_MEMORY = 3
+"""The exit code of such a child."""
 
 
 def _answer(work: Callable[[], str], writer: int) -> None:
@@ -82,6 +93,8 @@ def _answer(work: Callable[[], str], writer: int) -> None:
         faulthandler.disable()
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the parent says what is wrong
         signal.signal(signal.SIGXCPU, signal.SIG_DFL)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+            signal.signal(number, signal.SIG_IGN)  # sent to the whole group, they are for the parent, which ends this
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         resource.setrlimit(resource.RLIMIT_CPU, (TRIAL_S, TRIAL_S + 1))
         limits = _lowered()
@@ -89,8 +102,10 @@ def _answer(work: Callable[[], str], writer: int) -> None:
             resource.setrlimit(resource.RLIMIT_AS, limits[1])
         os.write(writer, work().encode(errors="replace"))
         code = 0
+    except MemoryError:
+        code = _OUT_OF_MEMORY
     finally:
-        os._exit(code)  # MemoryError, which may come anywhere, leaves by this door as well
+        os._exit(code)
 
 
 # ---------------------------------------------------------------------------------------------------------------

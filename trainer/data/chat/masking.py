@@ -82,9 +82,11 @@ class Encoder:
     def notes(self) -> list[str]:
         """Return what people should know about the chat template: a line for each peculiarity."""
         template = self._template
+        if template is None:
+            return []
         system, asked = {"role": "system", "content": "Hi"}, {"role": "user", "content": "Hi"}
         answer = {"role": "assistant", "content": "Hello"}
-        for before in ([asked], [system, asked]) if template is not None else ():
+        for before in ([asked], [system, asked]):
             try:
                 prompt = template.render(before, prompts=True).text
                 whole = template.render([*before, answer]).text
