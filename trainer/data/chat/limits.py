@@ -13,6 +13,7 @@ Both cost ordinary chats next to nothing: a fork for each template, and some mic
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import faulthandler
 import gc
@@ -119,12 +120,17 @@ def _answer(work: Callable[[], str], writer: int) -> None:
 
 
 class limited:
-    """Limits what the block takes, in which TooSlow or MemoryError is raised.  One block at a time in a process.
+    """Limits what the block takes, in which TooSlow or MemoryError is raised.  One thread at a time in a process.
 
-    Written out as a class, and with what it measures kept for a while: it is entered for each rendering.
+    Blocks may be nested: each has its own limit on time, and the outermost sets the one on memory.  So that an ordinary
+    rendering costs nothing in a nested block, this is written out as a class.
     """
 
     def __enter__(self) -> None:
+        self._is_inner = _WATCH.renderer == threading.get_ident()
+        if self._is_inner:
+            _WATCH.number += 1
+            return
         _ONE_AT_A_TIME.acquire()
         limits = _SPACE.limits()
         if limits is not None:
@@ -133,6 +139,8 @@ class limited:
         _WATCH.begin()
 
     def __exit__(self, *raised: object) -> None:
+        if self._is_inner:
+            return
         try:
             _WATCH.end()
         finally:
@@ -189,22 +197,26 @@ class _Watch:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._number = 0
-        self._renderer: int | None = None
+        self.number = 0
+        """Counts renderings: when it has changed, another one has begun."""
+        self.renderer: int | None = None
+        """The thread that renders."""
         self._is_late = False
         self._thread: threading.Thread | None = None
 
     def begin(self) -> None:
         with self._lock:
-            self._number += 1
-            self._renderer, self._is_late = threading.get_ident(), False
+            self.number += 1
+            self.renderer, self._is_late = threading.get_ident(), False
             if self._thread is None:
-                self._thread = threading.Thread(target=self._look, name="template-limits", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._look, name="template-limits", daemon=True)
+                with contextlib.suppress(RuntimeError):  # no more threads are allowed: the trial has to do
+                    thread.start()
+                    self._thread = thread
 
     def end(self) -> None:
         with self._lock:
-            renderer, self._renderer = self._renderer, None
+            renderer, self.renderer = self.renderer, None
             if self._is_late and renderer is not None:  # it may not have been raised yet, and must not be later
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(renderer), None)
 
@@ -213,20 +225,20 @@ class _Watch:
         while True:
             time.sleep(self._EVERY_S)
             with self._lock:
-                if self._renderer is None:
-                    if self._number == seen and time.monotonic() - idle_since > self._IDLE_S:
+                if self.renderer is None:
+                    if self.number == seen and time.monotonic() - idle_since > self._IDLE_S:
                         self._thread = None
                         return
-                    if self._number != seen:
-                        seen, idle_since = self._number, time.monotonic()
+                    if self.number != seen:
+                        seen, idle_since = self.number, time.monotonic()
                     continue
-                now = _cpu_s(self._renderer)
-                if self._number != seen:
-                    seen, began, idle_since = self._number, now, time.monotonic()
+                now = _cpu_s(self.renderer)
+                if self.number != seen:
+                    seen, began, idle_since = self.number, now, time.monotonic()
                 elif now - began > CPU_S and not self._is_late:
                     self._is_late = True
                     error = ctypes.py_object(TooSlow)
-                    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._renderer), error)
+                    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.renderer), error)
 
 
 def _cpu_s(thread: int) -> float:

@@ -140,8 +140,9 @@ class Encoder:
         everything = self._train_on == "all"
         turns = chat.excluded if everything else self._turns(chat)
         marked = np.zeros(len(ids), bool)
-        for start, end in (span for turn in turns for span in _said(template, chat, whole, turn)):
-            marked |= (places[:, 0] < end) & (places[:, 1] > start)
+        with template.several():
+            for start, end in (span for turn in turns for span in _said(template, chat, whole, turn)):
+                marked |= (places[:, 0] < end) & (places[:, 1] > start)
         return whole.text, ids, places, ~marked if everything else marked
 
     def _turns(self, chat: Conversation) -> list[int]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cache, cached_property
@@ -84,10 +85,17 @@ class ChatTemplate:
         try:
             with limited():
                 return self.render_unlimited(messages, tools, prompts)
-        except TooSlow as error:
-            raise BadChat(f"the chat template {TOO_MUCH_TIME}", "data.chat_template", fix=_OTHER) from error
-        except MemoryError as error:
-            raise BadChat(f"the chat template {TOO_MUCH_MEMORY}", "data.chat_template", fix=_OTHER) from error
+        except (TooSlow, MemoryError) as error:
+            raise _too_costly(error) from error
+
+    @contextmanager
+    def several(self) -> Iterator[None]:
+        """Make renderings inside the block cheaper: limits are set up once for all, and the time of each is limited."""
+        try:
+            with limited():
+                yield
+        except (TooSlow, MemoryError) as error:
+            raise _too_costly(error) from error
 
     def render_unlimited(self, messages: Sequence[Message], tools: Sequence[Any], prompts: bool) -> Rendered:
         """Do what `render` does, however long that takes and however much memory.
@@ -119,6 +127,11 @@ class ChatTemplate:
             rule = "the chat template has {% generation %} in an unsupported place: in a macro, or in {% set %}"
             raise BadChat(rule, "data.chat_template")
         return Rendered(text, tuple((start, start + len(part)) for start, part in marked))
+
+
+def _too_costly(error: BaseException) -> BadChat:
+    what = TOO_MUCH_TIME if isinstance(error, TooSlow) else TOO_MUCH_MEMORY
+    return BadChat(f"the chat template {what}", "data.chat_template", fix=_OTHER)
 
 
 _LONE = re.compile("[\ud800-\udfff]")
