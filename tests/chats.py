@@ -189,10 +189,22 @@ FAMILIES = {
         "<|im_start|> assistant ~ *Hello *_ *there *<|im_end|> ~ <|im_start|> user ~ Bye <|im_end|> ~ "
         "<|im_start|> assistant ~ *Bye *<|im_end|> ~",
     ),
+    "generation without its prompt": Family(
+        GENERATION.partition("\n{% if add_generation_prompt")[0],
+        said("Hi", "Hello there", "Bye", "Bye"),
+        "<|im_start|> user ~ Hi <|im_end|> ~ *<|im_start|> *assistant *~ *Hello *_ *there *<|im_end|> ~ "
+        "<|im_start|> user ~ Bye <|im_end|> ~ *<|im_start|> *assistant *~ *Bye *<|im_end|> ~",
+    ),
+    "chatml without a generation prompt": Family(
+        CHATML.partition("\n{% if add_generation_prompt")[0],
+        said("Hi", "Hello there", "Bye", "Bye"),
+        "<|im_start|> user ~ Hi <|im_end|> ~ *<|im_start|> *assistant *~ *Hello *_ *there *<|im_end|> ~ "
+        "<|im_start|> user ~ Bye <|im_end|> ~ *<|im_start|> *assistant *~ *Bye *<|im_end|> ~",
+    ),
     "no generation prompt": Family(
         PLAIN,
         said("Hi", "Hello Answer", "Bye", "No"),
-        "Question : _ Hi </s> Answer : _ *Hello *_ *Answer *</s> Question : _ Bye </s> Answer : _ *No *</s>",
+        "Question : _ Hi </s> *Answer *: *_ *Hello *_ *Answer *</s> Question : _ Bye </s> *Answer *: *_ *No *</s>",
     ),
 }
-"""The eight kinds that there are, and what is particular about some."""
+"""The kinds that there are, and what is particular about some.  Without a generation prompt the header is a target."""

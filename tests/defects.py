@@ -335,11 +335,18 @@ DEFECTS: list[Defect] = [
         "(places[:, 0] < end) & (places[:, 1] >= start)",
     ),
     Defect(
+        "header-never-trained-on",
+        "chat-masks",
+        "trainer/data/chat/masking.py",
+        "return [(len(prompt), end)]",
+        "return [(max(len(prompt), whole.text.find('assistant') + 10), end)]",
+    ),
+    Defect(
         "end-of-turn-not-trained-on",
         "chat-masks",
         "trainer/data/chat/masking.py",
-        "return [*spans[:-1], (spans[-1][0], end)] if spans else []",
-        "return spans",
+        "spans[-1] = (spans[-1][0], end)",
+        "spans[-1] = spans[-1]",
     ),
     Defect(
         "pairs-of-neighbours",

@@ -76,8 +76,20 @@ def test_what_a_template_leaves_out_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_turn_that_nothing_ends_is_refused(tmp_path: Path) -> None:
-    endless = "{% for m in messages %}{{ m.role + ' ' + m.content }}{% endfor %}"
-    assert "does not end this turn with a token" in str(refused(tmp_path, endless, said("Hi", "Yes")))
+    """Nor one that white space alone ends, which an answer may contain: generation would never stop."""
+    for end in ("", "\n", "\n\n", " ", "\t"):
+        endless = f"{{% for m in messages %}}{{{{ m.role + ' ' + m.content + {end!r} }}}}{{% endfor %}}"
+        for chat in (said("Hi", "Yes"), said("Hi", "Yes", "Bye", "No")):
+            assert "does not end this turn with a token" in str(refused(tmp_path, endless, chat)), repr(end)
+
+
+def test_an_answer_that_looks_like_an_end_of_turn_is_none(tmp_path: Path) -> None:
+    """`>` is the last character of `<|im_end|>`, too."""
+    for template in (CHATML, FAMILIES["llama3"].template):
+        family = Family(template, [], "")
+        tokens = marked(encoder_of(tmp_path, family), said("Hi", ">", "Bye", "|>"))
+        end = "<|im_end|>" if template == CHATML else "<|eot_id|>"
+        assert [text for text, is_trained in tokens if is_trained] == [">", end, "|", ">", end]
 
 
 def test_a_template_refuses_in_its_own_words(tmp_path: Path) -> None:
@@ -247,6 +259,19 @@ MISTAKES = {
     "template that is not there": (["data.path={chats}", "data.chat_template=a.jinja"], ["data.chat_template=a.jinja"]),
     "template that is none": (["data.path={chats}", "data.chat_template={broken}"], ["data.chat_template=", "line 1"]),
     "tokenizer of no model": (["data.path={chats}", "data.tokenizer=model"], ["data.tokenizer=model", "model.path"]),
+    "columns without spaces": (
+        ["data.path={chats}", "data.columns={prompt:question, completion:answer}"],
+        ["data.columns=", "did you mean 'data.columns={prompt: question, completion: answer}'?"],
+    ),
+    "columns that are a name": (
+        ["data.path={chats}", "data.columns=question"],
+        ["for example: 'data.columns={messages: dialog}'"],
+    ),
+    "keys of no format": (
+        ["data.path={asked}"],
+        ["data.format=auto", "its keys: question, answer", "data.columns='{prompt: question, completion: answer}'"],
+    ),
+    "columns of too few keys": (["data.path={asked}", "data.columns={prompt: question}"], ["data.columns=", "formats"]),
     "unknown column": (["data.path={chats}", "data.columns={message: a}"], ["data.columns=", "messages"]),
     "key without chats": (["data.source=stdlib", "data.train_on=last"], ["data.train_on=last", "data.source=chat"]),
     "steps and epochs": (["data.path={chats}", "train.steps=2", "train.epochs=1"], ["train.epochs=1", "train.steps=2"]),
@@ -258,6 +283,7 @@ MISTAKES = {
 def test_a_mistake_about_chats(mistake: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     places = {
         "chats": write_lines(tmp_path / "chats.jsonl", [{"messages": ANSWERED}]),
+        "asked": write_lines(tmp_path / "asked.jsonl", [{"question": "Hi", "answer": "Yes"}]),
         "bare": write_tokenizer(tmp_path / "bare", None),
         "broken": write_lines(tmp_path / "broken.jinja", ["{% for %}"]),
     }
@@ -395,9 +421,88 @@ def test_what_is_too_long_is_dropped_or_cut_and_what_holds_nothing_is_named(tmp_
         assert isinstance(source, ChatSource)
         assert len(source) == samples
         assert source.report.unused == ["chats.jsonl:150"]
-        everything, shares = 148 * 12 + 91, source.report.shares
+        everything, kept, shares = 148 * 12 + 91, 148 * 12 + 91 - lost, source.report.shares
         assert shares["dropped_share" if too_long == "drop" else "truncated_share"] == lost / everything
-        assert shares["trained_share"] == trained / everything
+        assert shares["trained_share"] == trained / kept, "of what is trained on"
+
+
+def test_a_run_that_would_drop_most_of_the_data_does_not_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Unless the user asks for that, or cuts them; the message says which length would keep them."""
+    path = write_lines(tmp_path / "chats.jsonl", [{"messages": ANSWERED}] * 4 + [{"messages": TOO_LONG}] * 6)
+    folder = write_tokenizer(tmp_path / "model", CHATML)
+    settings = chat_settings(tmp_path, f"data.path={path}", f"data.tokenizer={folder}")
+    assert run.main(settings) == 2
+    stderr = capsys.readouterr().err
+    assert "data.seq_len=32: 6 of 10 conversations (91.9% of the tokens) are longer than a sequence" in stderr
+    assert all(text in stderr for text in ("data.seq_len=128 keeps them all", "data.too_long=drop", "=truncate"))
+    config = load_config(settings[0].partition("=")[2], settings[1:])
+    for too_long in ("drop", "truncate"):
+        data = dataclasses.replace(config.data, too_long=too_long)
+        assert open_source(data, None, "train").facts["trained_share"] == pytest.approx(
+            2 / 12 if too_long == "drop" else 0.7, abs=0.1
+        )
+    assert len(open_source(dataclasses.replace(config.data, seq_len=128), None, "train")) > 0
+
+
+def test_a_run_that_drops_some_of_the_data_warns(tmp_path: Path) -> None:
+    """As many as are no exceptions; of the lengths that would keep them, one keeps most."""
+    longer = [{"messages": [ANSWERED[0], {"role": "assistant", "content": "Yes " * number}]} for number in (40, 400)]
+    data = data_of(tmp_path, [{"messages": ANSWERED}] * 160 + longer[:1] * 4 + longer[1:])
+    source = open_source(data, None, "train")
+    first, warning = source.sentence.splitlines()
+    assert first.startswith("165 conversations, 16.7% of the tokens are targets, 5 dropped as too long (")
+    assert warning.startswith("warning: 5 of 165 conversations (")
+    assert warning.endswith("are not trained on; data.seq_len=128 keeps 95% of them, and data.seq_len=832 all")
+    few = dataclasses.replace(data_of(tmp_path, [{"messages": ANSWERED}] * 999 + longer[:1]))
+    assert "warning" not in open_source(few, None, "train").sentence
+
+
+def test_pairs_and_held_out_chats_are_dropped_as_chats_are(tmp_path: Path) -> None:
+    answers = [{"chosen": "Yes", "rejected": "No"}] * 4 + [{"chosen": "Yes " * 40, "rejected": "No"}] * 6
+    data = data_of(tmp_path, [{"prompt": "Hi", **answer} for answer in answers])
+    with pytest.raises(UserError, match=r"data\.seq_len=64: 6 of 10 pairs"):
+        open_source(data, None, "train")
+    short = data_of(tmp_path, [{"messages": ANSWERED}] * 4)
+    chats = write_lines(tmp_path / "held_out.jsonl", [{"messages": TOO_LONG}] * 2 + [{"messages": ANSWERED}])
+    with pytest.raises(UserError, match=r"2 of 3 conversations .* of data\.eval_path are longer"):
+        open_source(dataclasses.replace(short, eval_path=str(chats)), None, "eval")
+
+
+def test_peculiarities_of_chats_are_said(tmp_path: Path) -> None:
+    """Plain text that no template is applied to, or twice; a header that the model writes; ends that are text."""
+
+    def lines_of(template: str | None, *records: dict[str, Any], **settings: Any) -> list[str]:
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        folder.mkdir()
+        model = write_tokenizer(folder / "own", template)
+        return open_source(
+            data_of(folder, list(records), tokenizer=str(model), **settings), None, "train"
+        ).sentence.splitlines()[1:]
+
+    chat, plain = {"messages": ANSWERED}, {"prompt": "Hi", "completion": " Yes"}
+    assert lines_of(CHATML, chat) == []
+    assert lines_of(None, plain) == []
+    (line,) = lines_of(CHATML, plain, plain)
+    assert line.startswith("note: 2 conversations are plain text, used as they are, without the chat template")
+    twice = {"messages": said("<|im_start|>user\nHi<|im_end|>", "Yes")}
+    (line,) = lines_of(CHATML, chat, twice, chat, twice)
+    assert line.startswith("warning: 2 conversations spell <|im_")
+    assert "(chats.jsonl:2, chats.jsonl:4)" in line
+    assert lines_of(CHATML, {"messages": said("What is [INST]?", "Yes")}) == [], (
+        "a token that the template never writes"
+    )
+    (line,) = lines_of(None, {"prompt": "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n", "completion": "Yes"})
+    assert "1 conversations spell <|im_start|>" in line
+    (line,) = lines_of(CHATML.partition("\n{% if add_generation_prompt")[0], chat)
+    assert line.startswith(
+        "the chat template ignores add_generation_prompt: the model learns to write '<|im_start|>assi"
+    )
+    (line,) = lines_of(CHATML.replace("<|im_end|>", " now"), chat)
+    assert line.startswith("warning: the chat template ends turns with 'now', which is not a token of its own")
+    (line,) = lines_of("{% for m in messages %}{{ m.role + ':' + m.content + '</s>' }}{% endfor %}", chat)
+    assert "'assistant:'" in line
 
 
 def test_each_conversation_is_packed_once_and_held_out_by_what_it_says(tmp_path: Path) -> None:

@@ -79,6 +79,28 @@ def without_checksums(folder: Path) -> None:
         path.write_text(json.dumps({name: value for name, value in content.items() if name != CHECKSUM}))
 
 
+def test_a_run_says_which_documents_of_a_text_are_left_out(tmp_path: Path) -> None:
+    """Those that cannot be read, and the empty ones where they are more than a few."""
+
+    def said_of(name: str, *lines: str, bad: str = "skip") -> list[str]:
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text("".join(f"{line}\n" for line in lines))
+        data = DataSection(
+            source="tokens", path=str(path), bad=bad, seq_len=8, cache_dir=str(tmp_path / "cache"), holdout=0.2
+        )
+        return [
+            source.sentence for source in (open_source(data, None, "train"), open_source(data, None, "eval")) if source
+        ]
+
+    text = [json.dumps({"text": f"a text of some length, number {number}"}) for number in range(20)]
+    for said in said_of("good", *text, bad="error"):
+        assert "left out" not in said
+    for said in said_of("bad", *text, '{"no": 1}', '{"text": ""}', '{"text": ""}'):
+        assert "warning: 1 of 23 documents cannot be read and were left out:\n" in said
+        assert "bad.jsonl:21 has no such key" in said
+        assert said.endswith("\nwarning: 2 of 23 documents are empty, and left out")
+
+
 def read_all(source: Source) -> tuple[np.ndarray, np.ndarray]:
     return source.batch(np.arange(len(source)))
 

@@ -24,6 +24,7 @@ from trainer.config import RunConfig
 from trainer.data.chat.tokens import ChatTokenizer
 from trainer.data.epochs import settled_by_data
 from trainer.data.loader import Batch
+from trainer.data.opening import open_source
 from trainer.data.prompts import tokens_of_chat
 from trainer.data.source import IGNORE
 from trainer.data.tokenizer import find_tokenizer
@@ -183,11 +184,51 @@ def test_the_start_says_what_is_trained_on(tmp_path: Path) -> None:
     assert f"{NUM_CHATS} conversations, {start['trained_share']:.1%} of the tokens are targets" in ran.stdout
 
 
+@pytest.mark.parametrize("train_on", ["assistant", "all"])
+def test_a_sample_at_the_end_answers_a_held_out_chat(
+    train_on: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = [*write_chats(tmp_path), f"data.train_on={train_on}", "train.steps=1", "log.sample_tokens=3"]
+    fit(tmp_path / "run", *settings, "data.holdout=0.1", "eval.every=1")
+    stdout = capsys.readouterr().out
+    asked = stdout.partition("sample answer from the model, to:")[2].partition("its answer:")[0].split()
+    assert (asked[0], asked[-1]) == ("user", "assistant")
+    assert 3 <= len(asked) <= 7, "one turn of the user's"
+    assert "def" not in stdout
+    held_out = open_source(tiny_config(tmp_path / "run", *settings, "data.holdout=0.1").data, None, "eval")
+    assert f"{NUM_CHATS} conversations" in stdout
+    assert f"{held_out.report.held_out} held out for evaluation" in stdout
+
+
+@pytest.mark.parametrize("kind", ["a chat", "a sample of text"])
+def test_an_evaluation_of_nothing_is_said(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = write_chats(tmp_path)
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": said("Hi", "Yes")}) + "\n")
+    if kind == "a sample of text":
+        (tmp_path / "text.txt").write_text("Hello there. " * 5)
+        settings = [f"data.path={tmp_path / 'text.txt'}", f"data.cache_dir={tmp_path / 'cache'}"]
+        settings += ["data.source=tokens", "model.vocab_size=512", "data.seq_len=65"]
+    fit(tmp_path / "run", *settings, "train.steps=1", "eval.every=1")
+    assert "warning: eval.every=1, but nothing is held out for evaluation" in capsys.readouterr().out
+    fit(tmp_path / "other", *settings, "train.steps=1", "eval.every=0")
+    assert "nothing is held out" not in capsys.readouterr().out
+
+
+NO_PROMPT = CHATML.partition("\n{% if add_generation_prompt")[0]
+"""A template that ignores add_generation_prompt."""
+
+
 @pytest.mark.slow
-def test_one_command_trains_a_folder_and_another_asks_it(tmp_path: Path) -> None:
-    """A model of random weights, whose texts end otherwise than turns, learns what 60 conversations say."""
+@pytest.mark.parametrize(
+    ("template", "header"), [(CHATML, []), pytest.param(NO_PROMPT, ["assistant"], marks=pytest.mark.campaign)]
+)
+def test_one_command_trains_a_folder_and_another_asks_it(template: str, header: list[str], tmp_path: Path) -> None:
+    """A model of random weights, whose texts end otherwise than turns, learns what 60 conversations say.
+
+    Without a generation prompt it learns to write the header of its turn, which no client writes for it.
+    """
     transformers = pytest.importorskip("transformers")
-    folder = write_tokenizer(tmp_path / "model", CHATML)
+    folder = write_tokenizer(tmp_path / "model", template)
     end = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]["</s>"]
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = transformers.LlamaConfig(vocab_size=128, eos_token_id=end, bos_token_id=None, **shape)
@@ -202,7 +243,7 @@ def test_one_command_trains_a_folder_and_another_asks_it(tmp_path: Path) -> None
         "train.micro_batch_size=8",
         "data.seq_len=64",
         "optim.lr=1e-2",
-        "train.epochs=40",
+        f"train.epochs={120 if header else 40}",
         "run.threads=1",
         "log.every=20",
     ]
@@ -210,7 +251,15 @@ def test_one_command_trains_a_folder_and_another_asks_it(tmp_path: Path) -> None
     for asked, answer in (("Bye", "No"), ("two and two", "four")):
         ran = run_python_module("trainer.generate", tmp_path / "run", "--chat", asked, "--greedy", "--max-tokens", 20)
         assert ran.exit_code == 0, ran.stderr
-        assert ran.stdout.split() == ["It", "is", answer], "the answer, and its end"
+        assert ran.stdout.split() == [*header, "It", "is", answer], "the answer, and its end"
+    export_checkpoint(tmp_path / "run", tmp_path / "out")
+    exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    given = tokenizer.apply_chat_template(
+        said("Bye"), add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    written = exported.generate(**given, max_new_tokens=20, do_sample=False)[0, given["input_ids"].shape[1] :]
+    assert tokenizer.decode(written, skip_special_tokens=True).split() == [*header, "It", "is", "No"]
 
 
 @pytest.mark.parametrize("train_on", ["assistant", "all"])

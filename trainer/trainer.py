@@ -39,7 +39,15 @@ from trainer.lifecycle.samples import Samples
 from trainer.lifecycle.saves import RunSaves
 from trainer.lifecycle.selfcheck import check_same_run, check_shape, check_start
 from trainer.lifecycle.state import TrainState
-from trainer.lifecycle.summary import mesh_sizes, show_result, start_facts, start_notes, start_record, weights_facts
+from trainer.lifecycle.summary import (
+    mesh_sizes,
+    show_result,
+    start_facts,
+    start_notes,
+    start_record,
+    weights_facts,
+    why_unevaluated,
+)
 from trainer.lifecycle.watchdog import Watchdog
 from trainer.loss import count_targets, find_loss
 from trainer.metrics.accounts import Accounts, Update
@@ -351,7 +359,9 @@ class Trainer:
         weights = weights_facts(self.config, self.begun_from, self.resume, self.state.parts)
         shown = (self.config, self.world, self.mesh, self.model, self.loader, sizes, self.resume.step, plan, weights)
         record = start_record(self.config, self.world, self.mesh, self.model, self.resume, self.skips, self.loader)
-        notes = start_notes(self.plan_choice, self.profile.advice(self.state.step), self.resume.changed)
+        is_evaluated = self.eval_loader is not None or type(self).evaluate is not Trainer.evaluate
+        unevaluated = why_unevaluated(self.config, is_evaluated)
+        notes = start_notes(self.plan_choice, self.profile.advice(self.state.step), self.resume.changed, unevaluated)
         self.lifecycle.begin(start_facts(*shown), record, notes)
         self.ballot.cast()  # a stop requested during the start gets no step, which may compile for minutes
 

@@ -87,9 +87,23 @@ def advice_of_type(value: Any, hint: Any, key: dataclasses.Field[Any]) -> dict[s
             return {"example": example_of(key)}
         return {"meant": int(number) if number.is_integer() else number}
     for values in (typing.get_args(option)[1] for option in options if typing.get_origin(option) is dict):
+        if (meant := _with_spaces(value)) is not None and values is str:
+            return {"meant": meant}
         form = {"a": "a.jsonl", "b": "b/*.bin"} if values is str else {"a": 0.7, "b": 0.3}
         return {"example": _FORMS.get(key.name, form) if default is None else default}
     return {"example": example_of(key)}
+
+
+def _with_spaces(value: Any) -> dict[str, str] | None:
+    """Return what is meant by {a:b, c:d}, which lacks the space after the colon that YAML needs."""
+    if isinstance(value, dict):
+        items = [str(name) for name, own in value.items() if own is None]
+        if len(items) < len(value):
+            return None
+    else:
+        items = [item.strip() for item in str(value).strip().strip("{}").split(",")]
+    found = [re.fullmatch(r"([^:\s]+):\s*([^:\s]+)", item) for item in items]
+    return {item[1]: item[2] for item in found if item} if found and all(found) else None
 
 
 _FORMS = {

@@ -62,7 +62,7 @@ def compare_stored(before_yaml: str, after_yaml: str) -> list[str]:
             other = new.get(name, old.get(name))
             default = _default_of(getattr(defaults, section.name), name, other)
             was, now = old.get(name, default), new.get(name, default)
-            if was != now:
+            if not _means_the_same(f"{section.name}.{name}", was, now):
                 lines.append(f"{section.name}.{name}: {was} -> {now}")
     return lines
 
@@ -97,13 +97,18 @@ def compare_configs(config: RunConfig, stored_yaml: str) -> tuple[list[str], lis
             key = f"{section}.{name}"
             # A checkpoint of before there was such a key: it meant what is the default now.
             before = _stored_section(stored, section).get(name, _default_of(getattr(config, section), name, value))
-            if before == value or key.startswith(_OF_THE_ATTEMPT):
+            if _means_the_same(key, before, value) or key.startswith(_OF_THE_ATTEMPT):
                 continue
             fixed = key.startswith(_FIXED_ON_RESUME) and key not in _FREE_ON_RESUME
             line = f"{key}: {before} in the checkpoint, {value} now"
             is_allowed = not {key, section}.isdisjoint(config.checkpoint.allow_changes)
             (refused if fixed and not is_allowed else free).append(line)
     return refused, free
+
+
+def _means_the_same(key: str, before: Any, now: Any) -> bool:
+    """Return whether two values of a key train alike: `data.too_long=auto` drops what `drop` does, or refuses."""
+    return bool(before == now) or (key == "data.too_long" and {before, now} == {"auto", "drop"})
 
 
 def _check_kind(config: RunConfig, stored: Mapping[str, Any]) -> None:

@@ -6,14 +6,22 @@ from pathlib import Path
 
 from trainer.config.auto import MODEL
 from trainer.config.schema import RunConfig
-from trainer.errors import setting_error
+from trainer.errors import nearest, setting_error
+
+CHATML = "chatml"
+CHATML_TEMPLATE = """\
+{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
+"""
+"""The chat template that is built in, for base models that come without one."""
 
 _OF_CHATS: dict[str, object] = {
     "format": "auto",
     "columns": None,
     "chat_template": MODEL,
     "train_on": "assistant",
-    "too_long": "drop",
+    "too_long": "auto",
 }
 _OF_CHATS |= {"trim_rows": False}
 """Keys that say something of chats alone, and their defaults."""
@@ -24,7 +32,8 @@ def check_chats(config: RunConfig) -> None:
     data = config.data
     if data.source != "chat":
         for name, default in _OF_CHATS.items():
-            if getattr(data, name) != default:
+            was_default = (name, getattr(data, name)) == ("too_long", "drop")  # in runs from before `auto`
+            if getattr(data, name) != default and not was_default:
                 rule = f"only applies to data.source=chat, not {data.source}"
                 raise setting_error(f"data.{name}", getattr(data, name), rule, default)
         return
@@ -34,7 +43,15 @@ def check_chats(config: RunConfig) -> None:
     if data.tokenizer == MODEL:
         rule = "neither model.path nor train.init_from is a folder"
         raise setting_error("data.tokenizer", MODEL, rule, fix="give model.path=<Hugging Face folder>")
-    if data.chat_template != MODEL and not Path(data.chat_template).expanduser().is_file():
-        rule = "must be model, or a Jinja file"
-        meant = MODEL if data.chat_template in ("auto", "tokenizer", "default") else None
-        raise setting_error("data.chat_template", data.chat_template, rule, meant=meant)
+    _check_template(data.chat_template)
+
+
+def _check_template(setting: str) -> None:
+    path = Path(setting).expanduser()
+    if setting in (MODEL, CHATML) or path.is_file():
+        return
+    found = "is a folder" if path.is_dir() else "no such file" if path.suffix or "/" in setting else "unknown name"
+    rule = f"{found}; must be model, chatml, or a Jinja file"
+    meant = MODEL if setting in ("auto", "tokenizer", "default") else nearest(setting, (CHATML, MODEL))
+    example = None if meant else "chat_template.jinja"
+    raise setting_error("data.chat_template", setting, rule, meant=meant, example=example)

@@ -22,6 +22,7 @@ from trainer.data.catalogue import read_shards
 from trainer.data.documents import open_shards
 from trainer.data.ingest.folder import MANIFEST
 from trainer.data.ingest.inputs import NAMES, Input, find_inputs, is_of_others
+from trainer.data.ingest.report import Tally, describe
 from trainer.data.manifest import Manifest
 from trainer.data.shards import Shard, ShardError, verify_at_start
 from trainer.data.source import Part, Source, TokenSource
@@ -72,9 +73,31 @@ def open_path(
         source = open_shards(shards, data, content)
     except ShardError as error:
         raise unusable(key, setting, error) from error
+    source.left_out = _account_of(shards)
     _check_begin(source, data, setting)
     check_size(source, data, vocab_size, split, key, setting)
     return source if is_divided or key == "data.eval_path" else _part_of(source, holdout, split)
+
+
+def _account_of(shards: Sequence[Shard]) -> str:
+    """Return what to say of the documents that were left out when shards were made of text; of most of them, nothing.
+
+    Few without text are usual, and not worth a word.
+    """
+    folders = {Path(shard.path).parent for shard in shards if not shard.is_elsewhere}
+    tally = Tally()
+    for folder in folders:
+        with contextlib.suppress(ShardError, OSError):
+            tally.add(Tally.of(Manifest.read(folder / MANIFEST)))
+    total = tally.documents + tally.bad
+    lines = [f"warning: {describe(tally)}"] if tally.bad else []
+    if tally.empty > _USUAL * total:
+        lines.append(f"warning: {tally.empty:,} of {total:,} documents are empty, and left out")
+    return "\n".join(lines)
+
+
+_USUAL = 0.01
+"""Share of the documents of a text that may be empty."""
 
 
 def _check_begin(source: TokenSource, data: DataSection, setting: str) -> None:

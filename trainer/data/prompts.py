@@ -43,11 +43,16 @@ def tokens_of_chat(text: str, tokenizer: str, key: str, template: str = "model")
         from trainer.data.chat.template import find_template
     except ImportError as error:
         raise setting_error(key, text, f"needs the library {error.name}: pip install {error.name}") from error
+    from trainer.data.chat.conversation import BadChat
     from trainer.data.chat.tokens import ChatTokenizer
 
     found, of_chats = find_template(template, tokenizer, key=key), ChatTokenizer(tokenizer)
     if found is None:
         raise setting_error(key, text, f"data.tokenizer={tokenizer} has no chat template", fix="--prompt TEXT")
     message = {"role": "user", "content": of_chats.quoted(text)}
-    ids, _ = of_chats.encode(found.render([message], prompts=True).text)
+    try:
+        rendered = found.render([message], prompts=True).text
+    except BadChat as error:
+        raise setting_error(key, text, str(error), fix=error.fix) from error
+    ids, _ = of_chats.encode(rendered)
     return [int(number) for number in ids]

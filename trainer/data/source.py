@@ -158,7 +158,8 @@ class Part(Source):
         """That of the whole, and which of its samples these are."""
         kind = "held out" if self._start else "trained on, the others held out"
         share = f"{len(self):,} of the {len(self.whole):,} samples are {kind}"
-        return f"{self.whole.sentence}; {share}" if self.whole.sentence else share
+        first, newline, rest = self.whole.sentence.partition("\n")
+        return f"{first}; {share}{newline}{rest}" if first else share
 
     @property
     def attended(self) -> float | None:  # type: ignore[override]
@@ -218,6 +219,8 @@ class TokenSource(Source):
     checks_ids = waits_for_storage = True
     known_content = ""
     """The shards' `sample_content`, where that is known already."""
+    left_out = ""
+    """Which documents of the text were left out, a line for each reason; empty if all are here."""
 
     def __init__(self, shards: Sequence[Shard], seq_len: int) -> None:
         info = shards[0].info
@@ -233,10 +236,11 @@ class TokenSource(Source):
 
     @property
     def sentence(self) -> str:
-        """Says how many tokens there are, and how many of them are targets."""
+        """Says how many tokens there are, how many of them are targets, and what was left out."""
         num_tokens = self._shard_starts[-1]
         share = self.num_targets / max(1, num_tokens)
-        return f"{num_tokens:,} tokens, {share:.1%} of them are targets"
+        counts = f"{num_tokens:,} tokens, {share:.1%} of them are targets"
+        return f"{counts}\n{self.left_out}" if self.left_out else counts
 
     def _count_targets(self) -> int:
         return self._shard_starts[-1] - 1

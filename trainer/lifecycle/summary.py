@@ -15,9 +15,12 @@ from trainer.config import RunConfig
 from trainer.config.auto import MODEL
 from trainer.config.needs import compiles_blocks
 from trainer.data.loader import TrainLoader
+from trainer.data.mixed import MixedSource
+from trainer.data.opening import open_source
 from trainer.data.portions import sentences
+from trainer.data.prompts import ends_of_chats, tokens_of_chat
 from trainer.data.source import Part
-from trainer.data.stdlib import gzip_bits_per_byte, held_out_text
+from trainer.data.stdlib import Split, gzip_bits_per_byte, held_out_text
 from trainer.data.tokenizer import tokenizer_of
 from trainer.distributed.world import CONTEXT, REPLICATE, SHARD, World
 from trainer.lifecycle.resume import Resume
@@ -157,10 +160,24 @@ def _data_facts(config: RunConfig, loader: object) -> str:
     return "\n".join([first, *([made] if made else []), *sentences(loader.portions(config.train.steps))])
 
 
-def start_notes(choice: Choice | None, advice: str, changed: Sequence[str]) -> list[str]:
-    """Return what else there is to say at the start: the plan's choice, the profile's advice, changed settings."""
+def start_notes(choice: Choice | None, advice: str, changed: Sequence[str], unevaluated: str) -> list[str]:
+    """Return what else there is to say at the start: the plan's choice, the profile's advice, changed settings, and why
+    there is no evaluation where one was asked for.
+    """
     lines = ["configuration changed since:", *(f"  {line}" for line in changed)]
-    return [note for note in (describe_choice(choice), advice, "\n".join(lines) if changed else "") if note]
+    notes = (describe_choice(choice), advice, "\n".join(lines) if changed else "", unevaluated)
+    return [note for note in notes if note]
+
+
+def why_unevaluated(config: RunConfig, is_evaluated: bool) -> str:
+    """Return a warning if the user asked for evaluations and there is nothing to evaluate on."""
+    if not config.eval.every or is_evaluated:
+        return ""
+    too_few = "data.holdout=0" if config.data.holdout == 0 else "there is too little data to divide"
+    return (
+        f"warning: eval.every={config.eval.every}, but nothing is held out for evaluation ({too_few}): there will be "
+        "none; give data.eval_path, or set eval.every=0"
+    )
 
 
 def start_record(
@@ -223,11 +240,32 @@ def show_result(config: RunConfig, world: World, model: nn.Module, metrics: Metr
     text = held_out_text(config.data) if world.is_main else None
     if text:
         metrics.say(f"gzip -9 on the same held-out text: {gzip_bits_per_byte(text):.4f} bits/byte", "green")
-    tokenizer = tokenizer_of(config.data)
-    prompt = [*tokenizer.start_ids, *tokenizer.encode("def ").tolist()]
+    tokenizer, is_chat = tokenizer_of(config.data), config.data.source == "chat"
+    prompt = _prompt_of_chat(config) if is_chat else [*tokenizer.start_ids, *tokenizer.encode("def ").tolist()]
+    ends = ends_of_chats(config.data.tokenizer, config.data.chat_template) if is_chat else set()
     sizes = config.log.sample_tokens, config.data.seq_len
     compiles = compiles_blocks(config.train.compile, world.device.type)
     with evaluating(model):
-        tokens = write_sample(model, world, prompt, *sizes, compiles)
-    metrics.say("\nsample text from the model:\n", "bold")
-    metrics.say(tokenizer.decode(tokens))
+        tokens = write_sample(model, world, prompt, *sizes, compiles, ends)
+    if is_chat:
+        metrics.say("\nsample answer from the model, to:\n", "bold")
+        metrics.say(tokenizer.decode(prompt))
+        metrics.say("\nits answer:\n", "bold")
+        metrics.say(tokenizer.decode(tokens[len(prompt) :]))
+    else:
+        metrics.say("\nsample text from the model:\n", "bold")
+        metrics.say(tokenizer.decode(tokens))
+
+
+def _prompt_of_chat(config: RunConfig) -> list[int]:
+    """Return the tokens of a conversation up to the assistant's turn: a held-out one if there is any."""
+    from trainer.data.chat.source import ChatSource, PairSource  # with the library that renders templates
+
+    splits: tuple[Split, ...] = ("eval", "train")
+    for split in splits:
+        source = open_source(config.data, config.vocab_size, split)
+        for each in source.sources.values() if isinstance(source, MixedSource) else [source]:
+            if isinstance(each, (ChatSource, PairSource)) and (prompt := each.first_prompt()):
+                return prompt
+    data = config.data  # with data.train_on=all, every token is a target
+    return tokens_of_chat("Hi", data.tokenizer, "log.sample_tokens", data.chat_template)

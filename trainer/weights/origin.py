@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from trainer.config.chats import CHATML, CHATML_TEMPLATE
 from trainer.config.pretrained import CONFIG
 from trainer.errors import setting_error
 
@@ -114,12 +115,14 @@ def read_folder(folder: str | Path) -> dict[str, bytes]:
 def read_tokenizer(setting: str, template: str = "model") -> dict[str, bytes]:
     """Return the files of the tokenizer that `data.tokenizer` names: what stands beside a tokenizer.json goes along.
 
-    None for `bytes`.  `template`: what `data.chat_template` names; a file takes the place of the tokenizer's own
-    templates.  Raises UserError if one cannot be read.
+    None for `bytes`.  `template`: what `data.chat_template` names; a file, or `chatml`, takes the place of the
+    tokenizer's own templates.  Raises UserError if one cannot be read.
     """
     files = _read_tokenizer(setting)
     if template == "model":
         return files
+    if template == CHATML:
+        return with_template(files, CHATML_TEMPLATE.encode())
     path = Path(template).expanduser()
     try:
         return with_template(files, path.read_bytes())

@@ -69,15 +69,17 @@ class DataSection:
     )
     chat_template: str = declare(
         "model",
-        "with source=chat: model (the tokenizer's own template), or a Jinja file",
+        "with source=chat: model (the tokenizer's own template), chatml, or a Jinja file",
     )
     train_on: Literal["assistant", "last", "all", "completion"] = declare(
         "assistant",
         "with source=chat: target tokens: assistant (all assistant turns), last (the last assistant turn), all "
         "(every token), or completion (the assistant turns after the last user message)",
     )
-    too_long: Literal["drop", "truncate", "error"] = declare(
-        "drop", "with source=chat: how to treat conversations longer than a sequence"
+    too_long: Literal["auto", "drop", "truncate", "error"] = declare(
+        "auto",
+        "with source=chat: how to treat conversations longer than a sequence; auto: drop them, but do not start a run "
+        "that would drop most",
     )
     trim_rows: bool = declare(
         False, "with source=chat: shorten sequences to the longest conversation, rounded up to 64 tokens"

@@ -56,7 +56,8 @@ class Format:
         found = [name for name, needed in _NEEDED.items() if all(names.get(key, key) in record for key in needed)]
         if not found:
             rule = f"matches none of the formats {', '.join(_NEEDED)}; its keys: {', '.join(record) or 'none'}"
-            raise BadChat(rule, "data.format", fix="map the file's keys with data.columns")
+            fix = f"map the file's keys to those of a format, for example data.columns={_mapping_for(record)!r}"
+            raise BadChat(rule, "data.columns" if names else "data.format", fix=fix)
         return cls(found[0], names)
 
     @property
@@ -71,7 +72,8 @@ class Format:
             if missing[0] in record:
                 raise BadChat(f"{missing[0]!r} is null", fix="remove the record, or set its value")
             rule = f"has no key {missing[0]!r}; its keys: {', '.join(record) or 'none'}"
-            raise BadChat(rule, "data.columns", fix="map the file's key, or set data.format")
+            fix = f"map the file's keys, for example data.columns={_mapping_for(record)!r}, or set data.format"
+            raise BadChat(rule, "data.columns", fix=fix)
         readers: dict[str, Callable[[Mapping[str, Any]], Sample | Pair]] = {
             "messages": _read_messages,
             "sharegpt": _read_sharegpt,
@@ -80,6 +82,25 @@ class Format:
             "preference": _read_preference,
         }
         return readers[self.name](values)
+
+
+_CALLED_ELSEWHERE = {
+    "messages": ("dialog", "dialogue", "conversation", "chat", "turns"),
+    "prompt": ("question", "query", "instruction", "problem", "input", "context"),
+    "completion": ("answer", "response", "output", "solution", "target", "reply"),
+}
+"""What files call the columns of a format that have other names."""
+
+
+def _mapping_for(record: Mapping[str, Any]) -> str:
+    """Return what `data.columns` looks like, for the keys of a record where it is clear what they hold."""
+    found = {
+        column: next((name for name in names if name in record and column not in record), None)
+        for column, names in _CALLED_ELSEWHERE.items()
+    }
+    if found["prompt"] and found["completion"]:
+        return f"{{prompt: {found['prompt']}, completion: {found['completion']}}}"
+    return f"{{messages: {found['messages'] or 'dialog'}}}"
 
 
 def _read_messages(values: Mapping[str, Any]) -> Sample:

@@ -5,6 +5,10 @@ for the text up to where the assistant begins to write (`add_generation_prompt`)
 both are the beginning of the whole text, what lies between is what the model would have to write there.  Where they are
 not, the template shows a turn in one way while it is written and in another when it is past: the model would be taught
 what it will not see, and no mask mends that.
+
+Some templates ignore `add_generation_prompt`.  Whoever asks such a model for an answer, this project or any other
+client, then ends the prompt before the header of the assistant's turn.  So the model has to write the header
+as well: it is a target.
 """
 
 from __future__ import annotations
@@ -24,10 +28,14 @@ from trainer.stopping import stop_if_asked
 
 @dataclass(frozen=True)
 class Encoded:
-    """A conversation's tokens, and for each whether it is trained on: both of shape (number,)."""
+    """A conversation's tokens, and for each whether it is trained on: both of shape (number,).
+
+    spelled: a special token that its text spells, as text of a file does that a template has been applied to already.
+    """
 
     ids: NDArray[np.int64]
     trained: NDArray[np.bool_]
+    spelled: str = ""
 
 
 class Encoder:
@@ -64,11 +72,47 @@ class Encoder:
         prompt = np.array([*plain.start_ids, *plain.encode(sample.prompt)], np.int64)
         completion = np.array([*plain.encode(sample.completion), *plain.end_ids], np.int64)
         trained = np.arange(len(prompt) + len(completion)) >= (0 if self._train_on == "all" else len(prompt))
-        return Encoded(np.concatenate([prompt, completion]), trained)
+        spelled = self.tokenizer.spelled_in(sample.prompt + sample.completion)
+        return Encoded(np.concatenate([prompt, completion]), trained, spelled)
 
     def _encode_chat(self, chat: Conversation, most: int | None) -> Encoded:
-        _, ids, _, trained = self._marked(chat, most)
-        return Encoded(ids, trained)
+        text, ids, _, trained = self._marked(chat, most)
+        return Encoded(ids, trained, self.tokenizer.spelled_by_content(text))
+
+    @property
+    def has_template(self) -> bool:
+        """True if there is a chat template."""
+        return self._template is not None
+
+    def notes(self) -> list[str]:
+        """Return what people should know about the chat template: a line for each peculiarity."""
+        template = self._template
+        if template is None:
+            return []
+        system, asked = {"role": "system", "content": "Hi"}, {"role": "user", "content": "Hi"}
+        answer = {"role": "assistant", "content": "Hello"}
+        for before in ([asked], [system, asked]):
+            try:
+                prompt = template.render(before, prompts=True).text
+                whole = template.render([*before, answer]).text
+                encoded = Encoder(self.tokenizer, template, "last").encode(Conversation([*before, answer]))
+            except BadChat:  # a template may refuse to be without a system message, or with one
+                continue
+            notes = []
+            header = whole[len(prompt) : max(len(prompt), whole.rfind("Hello"))]
+            if prompt == template.render(before).text and header.strip():
+                notes.append(
+                    f"the chat template ignores add_generation_prompt: the model learns to write {header!r} itself, as "
+                    "every client will make it do"
+                )
+            if self._train_on != "all" and not self.tokenizer.is_added(int(encoded.ids[encoded.trained][-1])):
+                end = whole[whole.rfind("Hello") + 5 :].strip()
+                notes.append(
+                    f"warning: the chat template ends turns with {end!r}, which is not a token of its own: generation "
+                    "does not stop there"
+                )
+            return notes
+        return []
 
     def pieces(self, sample: Sample) -> list[tuple[str, bool]]:
         """Return the text that the tokens stand for, cut where what is trained on begins and ends.  Raises BadChat."""
@@ -107,13 +151,14 @@ class Encoder:
         turns = chat.excluded if everything else self._turns(chat)
         marked = np.zeros(len(ids), bool)
         until = len(whole.text) if most is None or len(ids) <= most else int(places[most, 0])
-        for turn in turns:
-            stop_if_asked()
-            spans = _said(template, chat, whole, turn)
-            for start, end in spans:
-                marked |= (places[:, 0] < end) & (places[:, 1] > start)
-            if spans and spans[0][0] >= until:
-                break
+        with template.several():
+            for turn in turns:
+                stop_if_asked()
+                spans = _said(template, chat, whole, turn)
+                for start, end in spans:
+                    marked |= (places[:, 0] < end) & (places[:, 1] > start)
+                if spans and spans[0][0] >= until:
+                    break
         return whole.text, ids, places, ~marked if everything else marked
 
     def _turns(self, chat: Conversation) -> list[int]:
@@ -137,7 +182,7 @@ def _check_support(chat: Conversation, template: ChatTemplate) -> None:
         raise BadChat(rule, "data.chat_template", fix=_OTHER)
 
 
-_NAME_ONE = "give a .jinja file that has one"
+_NAME_ONE = "data.chat_template=chatml, or a .jinja file"
 _OTHER = "give a .jinja file that has one"
 
 
@@ -169,51 +214,53 @@ def _said(template: ChatTemplate, chat: Conversation, whole: Rendered, number: i
 
 
 def _written(template: ChatTemplate, chat: Conversation, whole: Rendered, turn: int) -> list[tuple[int, int]]:
-    """Return what the assistant has written in a turn, its end of turn included: from, to, in characters of the whole.
+    """Return what the assistant writes in a turn, end of turn included: (start, end) in characters of the whole text.
 
-    Raises BadChat where the template shows the turn, or what comes before it, otherwise once others follow.
+    It starts where the prompt ends that a client would render (`add_generation_prompt`), so that training and
+    generation see the same context.  Raises BadChat if the template renders the turn, or what precedes it, differently
+    once other turns follow.
     """
     before = template.render(chat.messages[:turn], chat.tools).text
     until = whole.text
     if turn + 1 < len(chat.messages):
         until = template.render(chat.messages[: turn + 1], chat.tools).text
-    end = _end_of_turn(until, chat.messages[turn].get("content") or "", turn)
+    end = _end_of_turn(template, chat, until, turn)
     if not whole.text.startswith(until[:end]):
         raise _differs_later(turn)
+    prompt = template.render(chat.messages[:turn], chat.tools, prompts=True).text
     if template.has_generation:
         if not whole.text.startswith(before.rstrip()):
             raise _differs_later(turn)
         spans = [(start, min(stop, end)) for start, stop in whole.generated if len(before.rstrip()) <= start < end]
-        return [*spans[:-1], (spans[-1][0], end)] if spans else []
-    prompt = template.render(chat.messages[:turn], chat.tools, prompts=True).text
+        if not spans:
+            return []
+        spans[-1] = (spans[-1][0], end)
+        if prompt == before:  # no generation prompt: the header outside of the tag is the model's to write
+            spans[0] = (len(before), spans[0][1])
+        return spans
     if not whole.text.startswith(prompt):
         raise _begins_otherwise(turn) if whole.text.startswith(before) else _differs_later(turn)
-    return [(len(prompt) + (_header(template, chat, turn, before) if prompt == before else 0), end)]
+    return [(len(prompt), end)]
 
 
-def _end_of_turn(text: str, content: str, turn: int) -> int:
-    """Return where a turn ends that is the last of a text: behind the token that ends it, before white space."""
+def _end_of_turn(template: ChatTemplate, chat: Conversation, text: str, turn: int) -> int:
+    """Return where the turn at the end of a text ends: after the token that ends it, before any white space.
+
+    Raises BadChat if nothing but white space follows the message: an answer may contain white space, so generation
+    could not stop there.
+    """
     end = len(text.rstrip())
-    if content.strip() and text[:end].endswith(content.rstrip()):
-        end = len(text)  # nothing but white space ends a turn
-        if text.endswith(content):
+    content = (chat.messages[turn].get("content") or "").rstrip()
+    if content and text[:end].endswith(content):
+        # An answer such as ">" also looks like the end of "<|im_end|>": a marker in its place tells them apart.
+        message = {**chat.messages[turn], "content": _MARK}
+        if template.render([*chat.messages[:turn], message], chat.tools).text.rstrip().endswith(_MARK):
             rule = (
-                f"messages[{turn}]: the chat template does not end this turn with a token, so the model cannot "
-                "learn to stop"
+                f"messages[{turn}]: the chat template does not end this turn with a token (only white space, or "
+                "nothing, follows the message), so the model cannot learn to stop"
             )
             raise BadChat(rule, "data.chat_template", fix="end it with a token, such as {{ eos_token }}")
     return end
-
-
-def _header(template: ChatTemplate, chat: Conversation, turn: int, before: str) -> int:
-    """Return the characters with which a template without a generation prompt begins the assistant's turn.
-
-    White space is no header: it is the assistant's to write.
-    """
-    message = {**chat.messages[turn], "content": _MARK}
-    text = template.render([*chat.messages[:turn], message], chat.tools).text
-    header = text[len(before) : max(len(before), text.find(_MARK))]
-    return len(header) if header.strip() else 0
 
 
 _MARK = "\U000f5151"

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from trainer.config.chats import CHATML
 from trainer.data.chat.formats import check_columns
 from trainer.data.chat.masking import Encoded, Encoder
 from trainer.data.chat.records import find_files
-from trainer.data.chat.store import Kept, Order, Report, decoded, find_or_make
+from trainer.data.chat.store import Kept, Order, Report, check_dropped, decoded, find_or_make
 from trainer.data.chat.template import find_template
 from trainer.data.chat.tokens import ChatTokenizer
 from trainer.data.fingerprint import Fingerprint
@@ -49,8 +50,13 @@ def open_chats(data: DataSection, vocab_size: int | None, split: Split) -> Sourc
 
 def encoder_of(data: DataSection) -> Encoder:
     """Return what makes tokens of conversations as the settings say.  Raises UserError."""
-    template = find_template(data.chat_template, data.tokenizer)
-    return Encoder(ChatTokenizer(data.tokenizer), template, data.train_on, data.chat_template)
+    template, tokenizer = find_template(data.chat_template, data.tokenizer), ChatTokenizer(data.tokenizer)
+    missing = [token for token in ("<|im_start|>", "<|im_end|>") if not tokenizer.has(token)]
+    if data.chat_template == CHATML and missing:
+        rule = f"the tokenizer has no token {missing[-1]}, so the model could not learn to stop"
+        fix = "give a .jinja file that ends turns with a token that the tokenizer has, such as {{ eos_token }}"
+        raise setting_error("data.chat_template", CHATML, rule, fix=fix)
+    return Encoder(tokenizer, template, data.train_on, data.chat_template)
 
 
 def _keep(data: DataSection, key: str, path: str, holdout: float, encoder: Encoder) -> Kept:
@@ -61,18 +67,21 @@ def _keep(data: DataSection, key: str, path: str, holdout: float, encoder: Encod
         columns=data.columns or {},
         train_on=data.train_on,
         seq_len=data.seq_len,
-        too_long=data.too_long,
+        too_long="drop" if data.too_long == "auto" else data.too_long,
         holdout=holdout,
     )
-    return find_or_make(order, encoder, data.cache_dir)
+    kept = find_or_make(order, encoder, data.cache_dir)
+    if data.too_long == "auto":
+        check_dropped(kept.report, key, data.seq_len)
+    return kept
 
 
 def _samples(shard: Shard | None, kept: Kept, data: DataSection, encoder: Encoder) -> Source | None:
     if shard is None:
         return None
     if kept.report.pairs:
-        return PairSource(shard, kept.report, data.seq_len, encoder.tokenizer)
-    return ChatSource(shard, kept.report, data.seq_len, data.arrangement != "apart", encoder.tokenizer)
+        return PairSource(shard, kept.report, data.seq_len, encoder)
+    return ChatSource(shard, kept.report, data.seq_len, data.arrangement != "apart", encoder)
 
 
 class _Conversations(Source):
@@ -82,9 +91,10 @@ class _Conversations(Source):
     longest: tokens of a row that has room for any of them.
     """
 
-    def __init__(self, shard: Shard, report: Report, seq_len: int, tokenizer: ChatTokenizer) -> None:
+    def __init__(self, shard: Shard, report: Report, seq_len: int, encoder: Encoder) -> None:
+        tokenizer = encoder.tokenizer
         self.seq_len, self.vocab_size, self.tokenizer = seq_len, tokenizer.vocab_size, tokenizer.plain.name
-        self.report = report
+        self.report, self._encoder = report, encoder
         self._shard, self.shards, self._offsets = shard, [shard], shard.read_offsets()
         self.longest = int(np.diff(self._offsets).max(initial=1)) - 1
         self._padding = shard.info.end_id // 2
@@ -96,13 +106,27 @@ class _Conversations(Source):
 
     @property
     def facts(self) -> Mapping[str, float]:
-        """Shares of trained, dropped and truncated tokens."""
+        """Share of targets among the tokens to train on; shares of all tokens that were dropped or cut off."""
         return self.report.shares
 
     @property
     def sentence(self) -> str:
-        """Tells what became of the conversations."""
-        return self.report.sentence()
+        """Says what became of the conversations, and what is particular about the chat template."""
+        notes = [] if self.report.plain == self.report.chats else self._encoder.notes()
+        return "\n".join([self.report.sentence(self._encoder.has_template), *notes])
+
+    def first_prompt(self) -> list[int] | None:
+        """Return the tokens of a conversation up to its first target: what the model answers.
+
+        None if none of the first ones has a token before it.
+        """
+        for number in range(min(len(self._offsets) - 1, 100)):
+            found = self._read(number)
+            start = int(np.argmax(found.trained))
+            if start:
+                prompt: list[int] = found.ids[:start].tolist()
+                return prompt
+        return None
 
     def _blank(self, num_rows: int) -> dict[str, NDArray[Any]]:
         shape = (num_rows, self.seq_len)
@@ -127,8 +151,8 @@ class _Conversations(Source):
 class ChatSource(_Conversations):
     """Rows of conversations, each seeing itself alone: as many in a row as fit, or with `pack=False` one."""
 
-    def __init__(self, shard: Shard, report: Report, seq_len: int, pack: bool, tokenizer: ChatTokenizer) -> None:
-        super().__init__(shard, report, seq_len, tokenizer)
+    def __init__(self, shard: Shard, report: Report, seq_len: int, pack: bool, encoder: Encoder) -> None:
+        super().__init__(shard, report, seq_len, encoder)
         lengths = np.diff(self._offsets) - 1
         alone = np.arange(len(lengths)), np.arange(len(lengths) + 1)
         self._order, self._starts = best_fit(lengths, seq_len) if pack else alone

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer.data.cache import get_or_build, read_value, write_value
-from trainer.data.chat.conversation import BadChat, Pair, Sample
+from trainer.data.chat.conversation import BadChat, Completion, Pair, Sample
 from trainer.data.chat.formats import Format
 from trainer.data.chat.masking import Encoded, Encoder
 from trainer.data.chat.records import read_records
@@ -33,7 +33,7 @@ from trainer.errors import UserError, say, setting_error
 from trainer.files import replacing
 from trainer.stopping import StopRequested, stop_if_asked
 
-_VERSION = 2
+_VERSION = 3
 """Another one where the same files become other tokens."""
 
 _MOST_UNUSED = 0.01
@@ -62,55 +62,133 @@ class Order:
 
 @dataclass
 class Report:
-    """Account of the conversations of some files, those held out included; tokens are those of the texts.
+    """Account of the conversations of some files.
 
-    dropped, truncated: those that were longer than a sequence.  unused: where conversations stand that hold nothing to
-    train on.  content: a digest of all tokens.
+    chats: all that were read; the rest is of those that are left.  trained of the `tokens` to train on are targets.
+    held_out, held_out_tokens: those for evaluation.  dropped, truncated: those longer than a sequence.
+    longer: for the dropped ones, how many need a sequence of which length, in multiples of 64.
+    unused: where the conversations are that have no targets.  plain: prompts and completions that are plain text.
+    spelling, spelled, token: how many conversations spell a special token as text, where the first are, and one token.
+    content: a digest of all tokens.
     """
 
     pairs: bool = False
     chats: int = 0
     tokens: int = 0
     trained: int = 0
+    held_out: int = 0
+    held_out_tokens: int = 0
     dropped: int = 0
     dropped_tokens: int = 0
     truncated: int = 0
     truncated_tokens: int = 0
+    longer: dict[str, int] = dataclasses.field(default_factory=dict)
     unused: list[str] = dataclasses.field(default_factory=list)
+    plain: int = 0
+    spelling: int = 0
+    spelled: list[str] = dataclasses.field(default_factory=list)
+    token: str = ""
     content: str = ""
 
     @property
+    def kind(self) -> str:
+        """What a record is."""
+        return "pairs" if self.pairs else "conversations"
+
+    @property
     def shares(self) -> dict[str, float]:
-        """Shares of all tokens: those that are trained on, and those that were left out."""
-        everything = max(1, self.tokens + self.dropped_tokens + self.truncated_tokens)
+        """Share of targets among the tokens to train on; shares of all tokens that were dropped or cut off."""
+        kept = self.tokens + self.held_out_tokens
+        everything = max(1, kept + self.dropped_tokens + self.truncated_tokens)
         return {
-            "trained_share": self.trained / everything,
+            "trained_share": self.trained / max(1, self.tokens),
             "dropped_share": self.dropped_tokens / everything,
             "truncated_share": self.truncated_tokens / everything,
         }
 
     @property
-    def kind(self) -> str:
-        """What is counted."""
-        return "pairs" if self.pairs else "conversations"
+    def most_dropped(self) -> float:
+        """The share that was dropped, of the conversations or of the tokens, whichever is larger."""
+        return max(self.dropped / max(1, self.chats), self.shares["dropped_share"])
 
-    def sentence(self) -> str:
-        """Return what became of them, in one line or two."""
-        lost = [
-            f"{count} {word} as too long ({share:.1%} of the tokens)"
-            for count, word, share in (
-                (self.dropped, "dropped", self.shares["dropped_share"]),
-                (self.truncated, "truncated", self.shares["truncated_share"]),
-            )
-            if count
+    def dropped_facts(self) -> str:
+        """Return how much was dropped: `50 of 60 conversations (99.8% of the tokens)`."""
+        share = self.shares["dropped_share"]
+        return f"{self.dropped:,} of {self.chats:,} {self.kind} ({share:.1%} of the tokens)"
+
+    def lengths_that_keep(self) -> str:
+        """Return which `data.seq_len` would keep all conversations, and which one most of them if that is much less."""
+        lengths = sorted((int(length), count) for length, count in self.longer.items())
+        if not lengths:
+            return ""
+        longest, left = lengths[-1][0], self.dropped
+        for length, count in lengths:
+            left -= count
+            if left <= 0.05 * self.chats:
+                if 2 * length < longest:
+                    return f"data.seq_len={length} keeps 95% of them, and data.seq_len={longest} all"
+                break
+        return f"data.seq_len={longest} keeps them all"
+
+    def sentence(self, has_template: bool = False) -> str:
+        """Return what became of the conversations: a line with the counts, and one for whatever is worth a look.
+
+        has_template: whether there is a chat template that plain text could have been written with.
+        """
+        facts = [
+            f"{self.chats:,} {self.kind}, {self.shares['trained_share']:.1%} of the tokens are targets",
+            *([f"{self.held_out:,} held out for evaluation"] if self.held_out else []),
+            *(
+                f"{count:,} {word} as too long ({self.shares[f'{word}_share']:.1%} of the tokens)"
+                for count, word in ((self.dropped, "dropped"), (self.truncated, "truncated"))
+                if count
+            ),
         ]
-        facts = [f"{self.chats} {self.kind}", f"{self.shares['trained_share']:.1%} of the tokens are targets", *lost]
-        unused = f"\n  no targets in {_listed(self.unused)}" if self.unused else ""
-        return ", ".join(facts) + unused
+        lines = [", ".join(facts)]
+        if self.unused:
+            lines.append(f"  no targets in {_listed(self.unused)}")
+        if self.most_dropped > _FEW:
+            lines.append(f"warning: {self.dropped_facts()} are not trained on; {self.lengths_that_keep()}")
+        if self.plain and has_template:
+            lines.append(
+                f"note: {self.plain:,} {self.kind} are plain text, used as they are, without the chat template; with "
+                "messages in place of text, the template is used"
+            )
+        if self.spelling:
+            lines.append(
+                f"warning: {self.spelling:,} {self.kind} spell {self.token} in their text, where it is text, not the "
+                f"token ({_listed(self.spelled, self.spelling)}): has a chat template been applied to them before?"
+            )
+        return "\n".join(lines)
 
 
-def _listed(places: Sequence[str]) -> str:
-    return ", ".join(places[:5]) + (f" and {len(places) - 5} more" if len(places) > 5 else "")
+_FEW = 0.01
+"""Share of dropped conversations, or of their tokens, from which there is a warning."""
+
+_MOST = 0.5
+"""The same above which a run does not start, unless `data.too_long=drop` asks for it."""
+
+
+def check_dropped(report: Report, key: str, seq_len: int) -> None:
+    """Raise UserError if most of the conversations, or of their tokens, would be dropped.
+
+    key: the setting that names the files.
+    """
+    if report.most_dropped <= _MOST:
+        return
+    files = "" if key == "data.path" else f" of {key}"
+    rule = f"{report.dropped_facts()}{files} are longer than a sequence, and would be dropped"
+    fix = (
+        f"{report.lengths_that_keep()}, if the model has that many positions; data.too_long=truncate cuts them, and "
+        "data.too_long=drop drops them all the same"
+    )
+    raise setting_error("data.seq_len", seq_len, rule, fix=fix)
+
+
+def _listed(places: Sequence[str], count: int | None = None) -> str:
+    """Return the first few of `count` places."""
+    more = (len(places) if count is None else count) - len(places[:5])
+    return ", ".join(places[:5]) + (f" and {more:,} more" if more > 0 else "")
 
 
 @dataclass(frozen=True)
@@ -258,11 +336,15 @@ class _Split:
     def __init__(self, path: Path, tokenizer: _Doubled) -> None:
         self._path, self._tokenizer = path, tokenizer
         self._writer: ShardWriter | None = None
+        self.samples = self.tokens = self.trained = 0
 
     def write(self, documents: Sequence[Encoded]) -> None:
         if self._writer is None:
             self._writer = ShardWriter(self._path, self._tokenizer)  # type: ignore[arg-type]
+        self.samples += 1
         for document in documents:
+            self.tokens += len(document.ids)
+            self.trained += int(document.trained[1:].sum())
             self._writer.write(2 * document.ids + document.trained, num_bytes=0)
             self._writer.end_document()
 
@@ -291,6 +373,8 @@ def _make(folder: Path, name: str, order: Order, encoder: Encoder) -> None:
     try:
         with Counting(lambda: f"tokenizing {order.key}: {report.chats:,} {report.kind}"):
             _write(reading.conversations(), order.holdout, train, held_out, report)
+        report.tokens, report.trained = train.tokens, train.trained
+        report.held_out, report.held_out_tokens = held_out.samples, held_out.tokens
         _check(order, report, is_empty=train.is_empty)
         train.publish()
         held_out.publish()
@@ -351,7 +435,8 @@ class _Reading:
                     if not number:
                         self._samples(record)  # decides about the format
                     continue
-                if documents := self._encoded(place, record):
+                documents = self._encoded(place, record)
+                if documents:
                     yield documents
                 self._parts.add(documents, self._report)
         except StopRequested as request:
@@ -370,16 +455,13 @@ class _Reading:
         """Return the documents of a record: none if it is too long, or has nothing to train on."""
         most = self._order.seq_len + 1
         try:
-            documents = [self._encoder.encode(sample, most) for sample in self._samples(record)]
-            self._report.chats += 1
+            samples = self._samples(record)
+            documents = [self._encoder.encode(sample, most) for sample in samples]
+            self._count(samples, documents, place)
             documents = self._fitted(documents)
         except BadChat as error:
             raise self._named(error, place) from error
-        if not documents or not self._is_used(documents, place):
-            return []
-        self._report.tokens += sum(len(document.ids) for document in documents)
-        self._report.trained += sum(int(document.trained[1:].sum()) for document in documents)
-        return documents
+        return documents if documents and self._is_used(documents, place) else []
 
     def _samples(self, record: Mapping[str, Any]) -> Sequence[Sample]:
         if self._format is None:
@@ -387,6 +469,16 @@ class _Reading:
             self._report.pairs = self._format.has_pairs
         found = self._format.read(record)
         return [found.chosen, found.rejected] if isinstance(found, Pair) else [found]
+
+    def _count(self, samples: Sequence[Sample], documents: Sequence[Encoded], place: str) -> None:
+        report = self._report
+        report.chats += 1
+        report.plain += any(isinstance(sample, Completion) for sample in samples)
+        token = next((document.spelled for document in documents if document.spelled), "")
+        if token:
+            report.spelling += 1
+            report.token = report.token or token
+            report.spelled += [place] if report.spelling <= 5 else []
 
     def _fitted(self, documents: list[Encoded]) -> list[Encoded]:
         """Return what is left of documents of which one may be too long: they, their beginnings, or nothing."""
@@ -397,6 +489,8 @@ class _Reading:
             raise BadChat(f"has {longest} tokens, but a sequence fits only {most}", "data.seq_len", legal=longest - 1)
         if self._order.too_long == "drop":
             self._report.dropped += 1
+            needed = str(-(-(longest - 1) // 64) * 64)
+            self._report.longer[needed] = self._report.longer.get(needed, 0) + 1
             self._report.dropped_tokens += sum(len(document.ids) for document in documents)
             return []
         self._report.truncated += 1
@@ -428,11 +522,12 @@ def _check(order: Order, report: Report, is_empty: bool) -> None:
         raise setting_error(order.key, files, "it contains no conversations")
     if len(report.unused) > _MOST_UNUSED * report.chats:
         share = len(report.unused) / report.chats
-        rule = f"{share:.1%} of {report.chats} conversations have no targets, more than {_MOST_UNUSED:.0%}"
+        rule = f"{share:.1%} of {report.chats} {report.kind} have no targets, more than {_MOST_UNUSED:.0%}"
         raise setting_error(order.key, files, f"{rule}: {_listed(report.unused)} (data.train_on={order.train_on})")
     if is_empty:
-        rule = f"all {report.chats} conversations are longer than a sequence"
-        raise setting_error("data.seq_len", order.seq_len, rule, fix="increase it, or set data.too_long=truncate")
+        rule = f"all {report.chats} {report.kind} are longer than a sequence"
+        fix = f"{report.lengths_that_keep()}, if the model has that many positions; data.too_long=truncate cuts them"
+        raise setting_error("data.seq_len", order.seq_len, rule, fix=fix)
 
 
 def decoded(found: NDArray[np.unsignedinteger[Any]]) -> Encoded:

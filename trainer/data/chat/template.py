@@ -2,16 +2,18 @@
 
 A template is Jinja, written by the makers of the model, and runs in Jinja's sandbox: it reads plain JSON and nothing
 else.  What it finds there (filters, functions, the `generation` tag, the tokenizer's special tokens) is what
-transformers gives it, so that it renders the same.
+transformers gives it, so that it renders the same.  Its time and memory have limits (`limits.py`).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,9 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from trainer.config.chats import CHATML, CHATML_TEMPLATE
 from trainer.data.chat.conversation import BadChat, Message
+from trainer.data.chat.limits import TOO_MUCH_MEMORY, TOO_MUCH_TIME, TooSlow, limited, trial
 from trainer.errors import setting_error
 
 _TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -76,7 +80,27 @@ class ChatTemplate:
     def render(self, messages: Sequence[Message], tools: Sequence[Any] = (), prompts: bool = False) -> Rendered:
         """Return the text of `messages`; with `prompts`, up to where the assistant begins to write its next one.
 
-        Raises BadChat with the template's own words if it refuses them.
+        Raises BadChat, with the template's own words if it refuses them.
+        """
+        try:
+            with limited():
+                return self.render_unlimited(messages, tools, prompts)
+        except (TooSlow, MemoryError) as error:
+            raise _too_costly(error) from error
+
+    @contextmanager
+    def several(self) -> Iterator[None]:
+        """Make renderings inside the block cheaper: limits are set up once for all, and the time of each is limited."""
+        try:
+            with limited():
+                yield
+        except (TooSlow, MemoryError) as error:
+            raise _too_costly(error) from error
+
+    def render_unlimited(self, messages: Sequence[Message], tools: Sequence[Any], prompts: bool) -> Rendered:
+        """Do what `render` does, however long that takes and however much memory.
+
+        Raises RecursionError for messages that are nested too deeply, or a template that calls itself without end.
         """
         template = self._compiled.get("tool_use" if tools else "default", self._compiled["default"])
         plain = [_aliased({key: value for key, value in message.items() if value is not None}) for message in messages]
@@ -89,16 +113,31 @@ class ChatTemplate:
                 pieces.append(piece)
         except jinja2.TemplateError as error:
             raise BadChat(f"the chat template rejects it ({error})", "data.chat_template") from error
-        except (TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
+        except (MemoryError, RecursionError):
+            raise
+        except Exception as error:  # a template can divide by zero, and do whatever else Python has an error for
             rule = f"the chat template fails on it ({type(error).__name__}: {error})"
             raise BadChat(rule, "data.chat_template") from error
         finally:
             marked = tracker.end()
         text = "".join(pieces)
+        if not text.isascii() and _LONE.search(text):
+            raise BadChat("the chat template writes text that is not valid Unicode", "data.chat_template")
         if any(not text.startswith(part, start) for start, part in marked):
             rule = "the chat template has {% generation %} in an unsupported place: in a macro, or in {% set %}"
             raise BadChat(rule, "data.chat_template")
         return Rendered(text, tuple((start, start + len(part)) for start, part in marked))
+
+
+def _too_costly(error: BaseException) -> BadChat:
+    what = TOO_MUCH_TIME if isinstance(error, TooSlow) else TOO_MUCH_MEMORY
+    return BadChat(f"the chat template {what}", "data.chat_template", fix=_OTHER)
+
+
+_LONE = re.compile("[\ud800-\udfff]")
+"""Halves of surrogate pairs, which are no characters."""
+
+_OTHER = "give another template, in a .jinja file"
 
 
 def _aliased(message: dict[str, Any]) -> dict[str, Any]:
@@ -112,30 +151,99 @@ def _aliased(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def find_template(setting: str, tokenizer: str, key: str = "data.chat_template") -> ChatTemplate | None:
-    """Return the template that the settings name: `model`, that of the tokenizer's folder, or a file of Jinja.
+    """Return the template that the settings name: `model`, that of the tokenizer's folder, `chatml`, or a Jinja file.
 
     tokenizer: `data.tokenizer`, a tokenizer.json or the folder of one.  None if there is no template in that folder.
-    Raises UserError that names `key` for one that cannot be read.
+    Raises UserError that names `key` for one that cannot be read, or that takes too much time or memory.
     """
     folder = _folder_of(tokenizer)
     config = _read_json(folder / "tokenizer_config.json", key) if folder else {}
     tokens = _special_tokens(config)
-    if setting != "model":
-        path = Path(setting).expanduser()
-        try:
-            templates = {"default": path.read_text(encoding="utf-8")}
-        except (OSError, UnicodeDecodeError) as error:
-            rule = f"must be model, or a Jinja file ({getattr(error, 'strerror', None) or error})"
-            raise setting_error(key, setting, rule, example="model") from error
+    if setting == CHATML:
+        templates = {"default": CHATML_TEMPLATE}
+    elif setting != "model":
+        templates = {"default": _read_template(Path(setting).expanduser(), key, setting)}
     else:
         templates = _templates_of(folder, config, key) if folder else {}
         if "default" not in templates:
             return None
+    for text in templates.values():
+        _check_size(len(text), key, setting)
+    if not templates["default"].strip():
+        raise setting_error(key, setting, "the template is empty", fix=_OTHER)
+    problem = _problem_of(tuple(templates.items()), tuple(tokens.items()))
+    if problem:
+        raise setting_error(key, setting, f"the template {problem}", fix=_OTHER)
     try:
         return ChatTemplate(templates, tokens)
     except jinja2.TemplateSyntaxError as error:
         rule = f"is not valid Jinja (line {error.lineno}: {error.message})"
-        raise setting_error(key, setting, rule) from error
+        raise setting_error(key, setting, rule, fix="correct it, or give another .jinja file") from error
+
+
+_LARGEST = 1 << 20
+"""Bytes of a template that is taken for one: those of models have some thousand."""
+
+
+def _check_size(size: int, key: str, setting: str) -> None:
+    if size > _LARGEST:
+        rule = f"the template has {size:,} bytes; at most {_LARGEST:,} are supported"
+        raise setting_error(key, setting, rule, fix=_OTHER)
+
+
+def _read_template(path: Path, key: str, setting: str) -> str:
+    """Return the text of a template file.  Raises UserError."""
+    try:
+        if path.is_file():  # others say below what they are
+            _check_size(path.stat().st_size, key, setting)
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        rule = f"{path.name} is not UTF-8 ({error.reason})"
+        raise setting_error(key, setting, rule, fix="save it as UTF-8") from error
+    except OSError as error:
+        rule = f"must be model, chatml, or a Jinja file ({path.name}: {error.strerror})"
+        raise setting_error(key, setting, rule, example="chat.jinja") from error
+
+
+@cache
+def _problem_of(templates: tuple[tuple[str, str], ...], tokens: tuple[tuple[str, str], ...]) -> str:
+    """Return what is wrong with templates that cannot be compiled, or take too much time or memory, else nothing.
+
+    Tried on short conversations, in a child.  What they refuse, or fail on, is left to the conversations of the run:
+    their messages name the line.
+    """
+
+    def attempt() -> str:
+        try:
+            template = ChatTemplate(dict(templates), dict(tokens))
+            for messages, tools, prompts in _TRIALS:
+                try:
+                    template.render_unlimited(messages, tools, prompts)
+                except BadChat:
+                    continue
+        except jinja2.TemplateSyntaxError:
+            return ""  # it is compiled again outside, with a message of its own
+        except MemoryError:
+            return TOO_MUCH_MEMORY
+        except RecursionError:
+            return "is nested too deeply, or calls itself without end"
+        except Exception as error:
+            return f"cannot be compiled ({type(error).__name__}: {str(error)[:200]})"
+        return ""
+
+    return trial(attempt)
+
+
+_ASKED: list[Message] = [{"role": "user", "content": "Hi"}]
+_ANSWERED: list[Message] = [*_ASKED, {"role": "assistant", "content": "Hello"}]
+_CALL = {"type": "function", "function": {"name": "time", "arguments": {}}}
+_TRIALS: list[tuple[list[Message], list[Any], bool]] = [
+    (_ASKED, [], True),
+    (_ANSWERED, [], False),
+    ([{"role": "system", "content": "Be brief"}, *_ANSWERED, *_ANSWERED], [], False),
+    ([*_ASKED, {"role": "assistant", "content": "", "tool_calls": [_CALL]}], [_CALL], False),
+]
+"""Conversations that a template is tried on, with the tools, and whether it is asked for the generation prompt."""
 
 
 def place_of_template(tokenizer: str) -> Path | None:
@@ -157,17 +265,18 @@ def _folder_of(tokenizer: str) -> Path | None:
 def _templates_of(folder: Path, config: Mapping[str, Any], key: str) -> dict[str, str]:
     """Return the templates of a tokenizer's folder by name: its .jinja files come before its configuration."""
     stated = config.get("chat_template")
+    found: dict[str, str] = {}
     if isinstance(stated, list):
-        found = {str(each["name"]): str(each["template"]) for each in stated}
-    else:
-        found = {"default": stated} if isinstance(stated, str) else {}
+        found = {str(each.get("name")): each.get("template") for each in stated if isinstance(each, dict)}  # type: ignore[misc]
+    elif stated is not None:
+        found = {"default": stated}
+    if not all(isinstance(text, str) for text in found.values()) or (stated and not found):
+        rule = f"chat_template in {folder / 'tokenizer_config.json'} must be text, or a list of names and templates"
+        raise setting_error(key, "model", rule, fix=_OTHER)
     files = {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
     if (folder / "chat_template.jinja").is_file():
         files["default"] = folder / "chat_template.jinja"
-    try:
-        return {**found, **{name: path.read_text(encoding="utf-8") for name, path in files.items()}}
-    except (OSError, UnicodeDecodeError) as error:
-        raise setting_error(key, "model", f"a template in {folder} cannot be read ({error})") from error
+    return {**found, **{name: _read_template(path, key, "model") for name, path in files.items()}}
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
@@ -183,7 +292,7 @@ def _read_json(path: Path, key: str) -> dict[str, Any]:
         return content if isinstance(content, dict) else {}
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise setting_error(key, "model", f"{path} cannot be read ({error})") from error
 
 
@@ -245,9 +354,27 @@ class _Namespace(jinja2.utils.Namespace):
         super().__setitem__(name, value)
 
 
+class _Environment(ImmutableSandboxedEnvironment):
+    """Jinja's sandbox, in which numbers stay small: a large power is computed in one call that nothing interrupts."""
+
+    intercepted_binops = frozenset(("*", "**"))
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """Return left * right, or left ** right."""
+        if isinstance(left, int) and isinstance(right, int):
+            bits = left.bit_length() * max(right, 0) if operator == "**" else left.bit_length() + right.bit_length()
+            if bits > _MOST_BITS:
+                raise SecurityError("a number is too large")
+        return super().call_binop(context, operator, left, right)
+
+
+_MOST_BITS = 1 << 16
+"""Of a number that a template computes."""
+
+
 def _environment(now: Callable[[], datetime]) -> ImmutableSandboxedEnvironment:
     extensions = [_Generation, "jinja2.ext.loopcontrols"]
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+    environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     environment.filters["tojson"] = _to_json
     environment.globals.update(raise_exception=_refuse, namespace=_Namespace)
     environment.globals["strftime_now"] = lambda form: now().strftime(form)

@@ -36,6 +36,7 @@ class ChatTokenizer:
             self._content["post_processor"] = None
         special = [token["content"] for token in self._content.get("added_tokens", ()) if token.get("special")]
         longest_first = sorted(filter(None, special), key=len, reverse=True)
+        self._special = longest_first
         self._spelled = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
     @property
@@ -56,9 +57,25 @@ class ChatTokenizer:
             return {key: self.quoted(item) for key, item in value.items()}
         return [self.quoted(item) for item in value] if isinstance(value, (list, tuple)) else value
 
+    def spelled_in(self, text: str) -> str:
+        """Return the first special token that a text spells, or nothing."""
+        found = self._spelled.search(text)
+        return found[0] if found else ""
+
+    def spelled_by_content(self, text: str) -> str:
+        """Return a special token that a rendered text has from its template, and that a message spells as well."""
+        if QUOTE not in text:
+            return ""
+        rendered = (token for token in self._special if token in text)
+        return next((token for token in rendered if f"{token[:1]}{QUOTE}{token[1:]}" in text), "")
+
     def is_added(self, number: int) -> bool:
         """Return whether an id is that of a token of its own, such as an end of turn, and not of a piece of text."""
         return any(token["id"] == number for token in self._content.get("added_tokens", ()))
+
+    def has(self, text: str) -> bool:
+        """Return whether a text is a token of its own."""
+        return any(token["content"] == text for token in self._content.get("added_tokens", ()))
 
     def text_of(self, number: int) -> str:
         """Return the text of one id; that of a special token too."""
