@@ -61,6 +61,15 @@ def append_and_sync(path: Path, text: str) -> None:
         os.fsync(file.fileno())
 
 
+def content_of(descriptor: int) -> bytes:
+    """Return all that an open file holds.  It can be read even after its name was deleted."""
+    pieces, start = [], 0
+    while piece := os.pread(descriptor, 1 << 20, start):
+        pieces.append(piece)
+        start += len(piece)
+    return b"".join(pieces)
+
+
 def sync_folder(path: Path) -> None:
     """Flush a folder's entries to disk: what makes new names and renames in it last."""
     descriptor = os.open(path, os.O_RDONLY)

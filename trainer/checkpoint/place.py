@@ -160,7 +160,8 @@ class LocalPlace:
 
     def create(self, name: str) -> Sink:
         path = self.path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.parent != self.path:  # not this folder itself: if somebody has deleted it, it stays away
+            path.parent.mkdir(exist_ok=True)
         return _SyncedFile(path)
 
     def free_bytes(self) -> int | None:
@@ -169,7 +170,8 @@ class LocalPlace:
 
     def begin(self, name: str) -> str:
         unpublished = f"{_WRITING}{name}-{uuid.uuid4().hex[:8]}"
-        (self.path / unpublished).mkdir(parents=True)
+        self.path.mkdir(exist_ok=True)  # not its parents: a run's folder that was deleted meanwhile stays away
+        (self.path / unpublished).mkdir()
         return unpublished
 
     def publish(self, unpublished: str, name: str) -> None:

@@ -221,6 +221,15 @@ class Saver:
         self._saved = self._mark(state) if is_own else None
 
     @property
+    def place(self) -> str:
+        """The folder or URL that checkpoints go to."""
+        return str(self._checkpoints.place)
+
+    def forget(self) -> None:
+        """What was saved is lost: the next save is needed even if it is of the same step.  Not collective."""
+        self._saved = None
+
+    @property
     def expected_s(self) -> float:
         """Seconds that a save takes: the longest so far; before the first, a guess."""
         return self.longest_s or guessed_s(self._expected_bytes)

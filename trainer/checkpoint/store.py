@@ -106,7 +106,7 @@ class Checkpoints:
         self._staging = Staging(world.device)
         self.reader = Reader(place, world, settings.checksums)
         """What is there already."""
-        self._keeping = Keeping(place, settings.keep_last, settings.keep_every, settings.keep_best, settings.metric)
+        self._keeping = self._keeping_in(place)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=_step_back)
         self._in_flight: Future[SaveResult] | None = None
         self.makes_way = False
@@ -119,6 +119,17 @@ class Checkpoints:
         self._sent_chunks: Any = None
         self._chunks_by_rank: dict[int, Placed] = {}
         self._layout_files: dict[str, bytes] = {}
+
+    def _keeping_in(self, place: Place) -> Keeping:
+        kept = self.settings
+        return Keeping(place, kept.keep_last, kept.keep_every, kept.keep_best, kept.metric)
+
+    def move_to(self, place: Place) -> None:
+        """Save to another place from the next save on.  No save may be in flight."""
+        assert self._in_flight is None, "its files are in the earlier place"
+        self.place = place
+        self.reader = Reader(place, self.world, self.settings.checksums)
+        self._keeping = self._keeping_in(place)
 
     def begin_step(self, step: int) -> None:
         """A step begins: on the CPU, writing in the background would take its memory bandwidth."""
