@@ -23,11 +23,11 @@ AT = 5
 """The step after which it happens: saves fall on even ones."""
 
 
-def lose(base: Path, command: str, *overrides: str, ranks: int = 1) -> Started:
+def lose(base: Path, command: str, *overrides: str, ranks: int = 1, logs_in: Path | None = None) -> Started:
     """Return a run of some seconds in `base/run`, which has ended; after step 5 it runs the command."""
     arguments = with_(f"train.steps={STEPS}", "checkpoint.keep_last=0", *overrides)
     fault = Fault(step_s=0.1, commands={str(AT): command})
-    run = start(base / "run", *arguments, ranks=ranks, fault=fault)
+    run = start(base / "run", *arguments, ranks=ranks, fault=fault, logs_in=logs_in)
     assert run.wait() == [1] * ranks, run.stderr
     assert "Traceback" not in run.stderr
     return run
@@ -108,7 +108,9 @@ def test_a_lost_folder_with_checkpoints_in_a_place_of_their_own(inside: bool, tm
 def test_both_folders_are_lost_with_what_they_were_in(tmp_path: Path) -> None:
     base = tmp_path / "base"
     base.mkdir()
-    run = lose(base, f"mv {base} {tmp_path / 'moved'}; mkdir {base}", f"checkpoint.dir={base / 'saved'}")
+    run = lose(
+        base, f"mv {base} {tmp_path / 'moved'}; mkdir {base}", f"checkpoint.dir={base / 'saved'}", logs_in=tmp_path
+    )
     assert advice(run) == [f"run.dir={tmp_path}/moved/run", f"checkpoint.dir={tmp_path}/moved/saved"]
     goes_on(run, advice(run), f"checkpoint.dir={base / 'saved'}")
 

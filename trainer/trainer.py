@@ -40,7 +40,7 @@ from trainer.lifecycle.samples import Samples
 from trainer.lifecycle.saves import RunSaves
 from trainer.lifecycle.selfcheck import check_same_run, check_shape, check_start
 from trainer.lifecycle.state import TrainState
-from trainer.lifecycle.summary import mesh_sizes, show_result, start_facts, start_notes, start_record
+from trainer.lifecycle.summary import mesh_sizes, room_notes, show_result, start_facts, start_notes, start_record
 from trainer.lifecycle.watchdog import Watchdog
 from trainer.loss import count_targets, find_loss
 from trainer.metrics.accounts import Accounts, Update
@@ -128,6 +128,8 @@ class Trainer:
         place = world.agreed(lambda: find_place(config.checkpoint.dir or self.folder.path / "checkpoints"))
         sizes = mesh_sizes(self.mesh, config)
         facts = Facts(config.on_record().to_yaml(), sizes, world.env.job, world.env.num_restarts)
+        self.room_in = place
+        """The place whose disk is checked for room; a dry run checks that of the run itself."""
         self.checkpoints = Checkpoints(place, world, Settings.of(config.checkpoint, config.eval.metric), facts)
 
         self.ballot = Ballot(world)
@@ -348,6 +350,8 @@ class Trainer:
         shown = (self.config, self.world, self.mesh, self.model, self.loader, sizes, self.resume.step, plan)
         record = start_record(self.config, self.world, self.mesh, self.model, self.resume, self.skips, self.loader)
         notes = start_notes(self.plan_choice, self.profile.advice(self.state.step), self.resume.changed)
+        if self.world.is_main:
+            notes += room_notes(self.config, self.world, self.mesh, self.model, self.state, self.room_in)
         self.lifecycle.begin(start_facts(*shown), record, notes)
         self.ballot.cast()  # a stop requested during the start gets no step, which may compile for minutes
 

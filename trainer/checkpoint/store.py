@@ -26,7 +26,7 @@ import torch
 
 from trainer.checkpoint.blocks import checksum_of
 from trainer.checkpoint.contents import Facts, Savable, Snapshot, collect, keep_own, unlike_parts
-from trainer.checkpoint.failures import describe, joined
+from trainer.checkpoint.failures import TO_FIX, describe, joined
 from trainer.checkpoint.keeping import Keeping
 from trainer.checkpoint.layout import Placed, layout_of, layout_to_json
 from trainer.checkpoint.manifest import (
@@ -279,7 +279,8 @@ class Checkpoints:
         outcome, lost_ranks, folder = ("", 0), False, self.place / final
         try:
             (all_bytes,) = self._channel.sum([self._plans.num_bytes])
-            begun = self._at(f"making {folder}", lambda: self._begin(final, int(all_bytes)))
+            is_good = snapshot.num_skipped == 0 and state.num_skipped == 0
+            begun = self._at(f"making {folder}", lambda: self._begin(final, int(all_bytes), may_prune=is_good))
             unpublished, failed = self._channel.broadcast(begun)
             if not failed:
                 written = None
@@ -319,15 +320,23 @@ class Checkpoints:
         path = f"{self.place}/{name_of(step)}"
         return SaveResult(step, path, 0, elapsed, elapsed, f"{path}: {error}")
 
-    def _begin(self, final: str, all_bytes: int) -> tuple[str, str]:
-        """Rank 0: see that there is room, and make the folder.  Returns its name for the time being, or an error."""
+    def _begin(self, final: str, all_bytes: int, may_prune: bool) -> tuple[str, str]:
+        """Rank 0: see that there is room, and make the folder.  Returns its name for the time being, or an error.
+
+        With `may_prune`, what will not be kept once this checkpoint is published is deleted now if there is no room.
+        """
         if not self.world.is_main:
             return "", ""
         try:
             self.wait_for_deleting()
             free = self.place.free_bytes()
+            if free is not None and free < all_bytes * _FREE_MARGIN and may_prune:
+                for name in self._keeping.spare():
+                    self.place.delete(self.place.retire(name))
+                free = self.place.free_bytes()
             if free is not None and free < all_bytes * _FREE_MARGIN:
-                return "", f"rank 0: {self.place} has {_gib(free)} free, the checkpoint needs {_gib(all_bytes)}"
+                lack = f"{self.place} has {_gib(free)} free, the checkpoint needs {_gib(all_bytes)}"
+                return "", f"rank 0: {lack}; {TO_FIX}"
             return self.place.begin(final), ""
         except Exception as error:
             return "", f"rank 0: {describe(error)}"

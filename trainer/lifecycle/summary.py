@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from trainer.checkpoint.place import Place
+from trainer.checkpoint.room import lack_of_room
 from trainer.config import RunConfig
 from trainer.config.needs import compiles_blocks
 from trainer.data.loader import TrainLoader
@@ -18,6 +20,7 @@ from trainer.data.stdlib import gzip_bits_per_byte, held_out_text
 from trainer.data.tokenizer import tokenizer_of
 from trainer.distributed.world import CONTEXT, REPLICATE, SHARD, World
 from trainer.lifecycle.resume import Resume
+from trainer.lifecycle.state import TrainState
 from trainer.metrics.console import readable_bytes, readable_count, readable_duration
 from trainer.metrics.fanout import Metrics
 from trainer.metrics.horizon import Horizon
@@ -98,6 +101,19 @@ def start_notes(choice: Choice | None, advice: str, changed: Sequence[str]) -> l
     """Return what else there is to say at the start: the plan's choice, the profile's advice, changed settings."""
     lines = ["configuration changed since:", *(f"  {line}" for line in changed)]
     return [note for note in (describe_choice(choice), advice, "\n".join(lines) if changed else "") if note]
+
+
+def room_notes(
+    config: RunConfig, world: World, mesh: DeviceMesh, model: nn.Module, state: TrainState, place: Place
+) -> list[str]:
+    """Return a warning if the checkpoints to come do not fit on the disk of `place`, nothing if they do."""
+    stored = state.parts["model"].state_dict()
+    weights = sum(t.numel() * t.element_size() for t in stored.values() if isinstance(t, torch.Tensor))
+    _, _, kept = bytes_of_training(model, config.optim, config.train.ema > 0)
+    num_shards = world.size // mesh_sizes(mesh, config)[REPLICATE]
+    steps_left = config.train.steps - state.step
+    lack = lack_of_room(place, config.checkpoint, weights + kept * num_shards, steps_left)
+    return [lack] if lack else []
 
 
 def start_record(
