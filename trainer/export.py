@@ -19,7 +19,7 @@ from pathlib import Path
 import safetensors.torch
 import torch
 
-from trainer.checkpoint.source import StoredWeights, find_checkpoint
+from trainer.checkpoint.source import open_checkpoint
 from trainer.config import RunConfig, config_from_yaml
 from trainer.data.prompts import ends_of_chats
 from trainer.data.tokenizer import find_tokenizer
@@ -55,7 +55,7 @@ def export_checkpoint(
     now, if they have moved.  `ema`: the average of the weights, which a run with `train.ema` keeps.  Raises UserError,
     TrainingFailed if they are damaged.
     """
-    stored = StoredWeights(find_checkpoint(checkpoint), ema)
+    stored = open_checkpoint(checkpoint, ema)
     config = config_from_yaml(stored.config_yaml, allow_import=allow_import)
     path, origin = Path(target), origin_of(stored)
     is_file, has_adapters = path.suffix in (".pt", ".safetensors"), config.lora.rank > 0
