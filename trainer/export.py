@@ -24,7 +24,7 @@ from trainer.config import RunConfig, config_from_yaml
 from trainer.data.prompts import ends_of_chats
 from trainer.data.tokenizer import find_tokenizer
 from trainer.errors import EXIT_FINISHED, CommandParser, UserError, run_command, tell
-from trainer.files import replacing
+from trainer.files import making, replacing
 from trainer.recipe import WeightSource, look_in_working_folder
 from trainer.weights.adapters import BASE
 from trainer.weights.exporting import export
@@ -122,7 +122,13 @@ def _export_file(
 
 
 def _write_plain(model: torch.nn.Module, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
+    num_bytes = sum(weight.numel() * weight.element_size() for weight in model.parameters())
+    with making("target", path, num_bytes):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _write_partial(model, path)
+
+
+def _write_partial(model: torch.nn.Module, path: Path) -> None:
     with replacing(path) as partial:
         if path.suffix == ".pt":
             torch.save(model.state_dict(), partial)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from trainer.errors import UserError, is_full, setting_error
 
 try:
     from isal.isal_zlib import crc32 as crc32  # the same sum: 26 GB/s, where this machine's zlib does 6
@@ -43,6 +46,44 @@ def replacing(path: Path) -> Iterator[Path]:
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def making(setting: str, path: Path, num_bytes: int = 0) -> Iterator[None]:
+    """Write what is asked for at `path`, a file or a folder, inside the block; `num_bytes` is how much at least.
+
+    Raises UserError, named `setting`, if the disk has no room for it, at once or in the middle.  If the block raises,
+    folders that were made on the way to `path` are removed again, unless there is something in them.
+    """
+    missing = [folder for folder in (path, *path.absolute().parents) if not folder.exists()]
+    free = free_bytes(path)
+    if free < num_bytes:
+        raise _no_room(setting, path, num_bytes, free)
+    try:
+        yield
+    except BaseException as error:
+        for folder in missing:
+            with suppress(OSError):
+                folder.rmdir()
+        if is_full(error):
+            raise _no_room(setting, path, num_bytes, free) from error
+        raise
+
+
+def free_bytes(path: Path) -> int:
+    """Return how much room there is on the disk of `path`, which need not exist."""
+    return shutil.disk_usage(next(folder for folder in (path, *path.absolute().parents) if folder.exists())).free
+
+
+def readable_size(num_bytes: int) -> str:
+    """Return a size in GiB, or in MiB where it is small."""
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**28 else f"{num_bytes / 2**20:.1f} MiB"
+
+
+def _no_room(setting: str, path: Path, num_bytes: int, free: int) -> UserError:
+    needs = f"needs {readable_size(num_bytes)}, " if num_bytes else ""
+    rule = f"there is no room on the disk: {needs}{readable_size(free)} were free"
+    return setting_error(setting, path, rule, fix="free some space there, or give a path on another disk")
 
 
 def write_and_sync(path: Path, text: str) -> None:

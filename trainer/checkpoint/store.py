@@ -45,6 +45,7 @@ from trainer.config import CheckpointSection
 from trainer.distributed.channel import Channel
 from trainer.distributed.world import World
 from trainer.errors import UserError
+from trainer.files import readable_size
 
 Result = TypeVar("Result")
 
@@ -335,7 +336,7 @@ class Checkpoints:
                     self.place.delete(self.place.retire(name))
                 free = self.place.free_bytes()
             if free is not None and free < all_bytes * _FREE_MARGIN:
-                lack = f"{self.place} has {_gib(free)} free, the checkpoint needs {_gib(all_bytes)}"
+                lack = f"{self.place} has {readable_size(free)} free, the checkpoint needs {readable_size(all_bytes)}"
                 return "", f"rank 0: {lack}; {TO_FIX}"
             return self.place.begin(final), ""
         except Exception as error:
@@ -498,7 +499,3 @@ def _raise_first_mistake(mistakes: list[str | None]) -> None:
     for rank, mistake in enumerate(mistakes):
         if mistake is not None:
             raise UserError(f"rank {rank}: {mistake}")
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**28 else f"{num_bytes / 2**20:.1f} MiB"
