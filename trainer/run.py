@@ -265,6 +265,9 @@ def with_trainer(config: RunConfig, own: type[Trainer] | None, act: Callable[[Tr
         trainer.close()
         return exit_code
     except UserError as error:
+        from trainer.distributed.world import part
+
+        part()
         return report(error, find_environment())
     except TrainingFailed as error:
         return report(error, find_environment(), EXIT_FAILED)

@@ -19,8 +19,11 @@ from trainer.data.remote.cache import Item, ShardCache, is_at
 from trainer.data.remote.listing import find_folder_of
 from trainer.data.remote.transport import Unreachable, find, has_pattern, look_up, unusable_url
 from trainer.data.shards import ShardError
-from trainer.errors import say, setting_error
+from trainer.errors import UserError, say, setting_error
 from trainer.files import find_folder, replacing
+
+_PAGES = (".html", ".htm", ".xml")
+"""Ends of names of files that may be web pages."""
 
 _AT_ONCE = 16
 """Files that are looked up at a time."""
@@ -49,21 +52,46 @@ class RemoteText:
         for item in missing:
             stop_if_asked()
             cache.fetch(item)
+            self._refuse_a_page(item)
+
+    def _refuse_a_page(self, item: Item) -> None:
+        """Raise Unreachable, and keep nothing, if a server has sent a web page in place of another file: one to log in,
+        or one that says what went wrong.
+        """
+        path = self.folder / item.name
+        with open(path, "rb") as file:
+            start = file.read(1024).lstrip(b"\xef\xbb\xbf \t\r\n").lower()
+        if start.startswith((b"<!doctype html", b"<html")) and not _path_of(item.url).lower().endswith(_PAGES):
+            path.unlink(missing_ok=True)
+            raise Unreachable(f"{item.url} is a web page (HTML), not what its name says; does the server want a login?")
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Keep the files for the time of a block.  After that they are removed, unless another process needs them."""
+        """Keep the files for the time of a block.  After that they are removed, unless another process needs them.
+
+        A UserError about one of them names its URL, not the file here.
+        """
         names = " ".join(item.name for item in self.items)
         lock = self.folder / f".{hashlib.blake2b(names.encode(), digest_size=12).hexdigest()}.lock"
         descriptor = _shared(lock)
         try:
             yield
-            with suppress(BlockingIOError):
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                for path in (*(self.folder / item.name for item in self.items), lock):
-                    path.unlink(missing_ok=True)
+            self._remove(descriptor, lock)
+        except UserError as error:
+            self._remove(descriptor, lock)  # what is wrong with them will be so again
+            text = str(error)
+            for item in self.items:
+                text = text.replace(str(self.folder / item.name), item.url)
+            raise UserError(text) from error
         finally:
             os.close(descriptor)
+
+    def _remove(self, descriptor: int, lock: Path) -> None:
+        """Remove the files, unless another process holds the lock as well."""
+        with suppress(BlockingIOError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for path in (*(self.folder / item.name for item in self.items), lock):
+                path.unlink(missing_ok=True)
 
 
 def _shared(lock: Path) -> int:
