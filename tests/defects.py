@@ -590,6 +590,27 @@ DEFECTS: list[Defect] = [
         '(run_dir / "status.json").write_text(text)',
     ),
     Defect(
+        "lost-folder-not-followed",
+        "lost-folders",
+        "trainer/lifecycle/refuge.py",
+        "self._checkpoints.move_to(find_place(place))",
+        "pass",
+    ),
+    Defect(
+        "room-for-fewer",
+        "room",
+        "trainer/checkpoint/room.py",
+        "still = (demand.at_once - len(existing)) * num_bytes",
+        "still = (demand.at_once - len(existing) - 1) * num_bytes",
+    ),
+    Defect(
+        "checkpoint-not-held",
+        "beside-training",
+        "trainer/checkpoint/source.py",
+        "place = HeldPlace(place.path, [COMMIT, *self.manifest.files])",
+        "place = HeldPlace(place.path, [])",
+    ),
+    Defect(
         "stopped-with-0",
         "signals",
         "trainer/lifecycle/lifecycle.py",
@@ -708,8 +729,8 @@ DEFECTS: list[Defect] = [
         "lines-held-back",
         "metrics-file",
         "trainer/metrics/sinks.py",
-        'open(self._path, "ab", buffering=0)',
-        'open(self._path, "ab")',
+        'open(self._path, "a+b", buffering=0)',
+        'open(self._path, "a+b")',
     ),
     Defect(
         "steps-twice",

@@ -835,8 +835,11 @@ def test_a_file_stands_where_the_folder_was(tmp_path: Path) -> None:
     arguments = with_(f"checkpoint.dir={saved}", "train.steps=12", "checkpoint.max_failures=2")
     run = start(tmp_path / "run", *arguments, fault=fault)
     assert run.wait() == [1], run.stderr
-    assert str(saved) in failures_of(run)[0][1]
-    assert "rank 0" in failures_of(run)[0][1]
+    away = f"{saved}.away"
+    assert f"checkpoint.dir={saved}: was renamed to {away}" in run.stderr
+    assert f"to continue: the same command with checkpoint.dir={away}" in run.stderr
+    assert saved.read_bytes() == b""
+    assert_all_good(Path(away))
     assert "Traceback" not in run.stderr
 
 

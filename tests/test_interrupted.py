@@ -68,7 +68,7 @@ def test_a_page_of_a_report_is_there_or_is_not(tmp_path: Path, monkeypatch: pyte
     (tmp_path / "report.html").write_text("the page of before")
     monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(OSError, match="No space"):
-        report._write(tmp_path / "report.html", b"page")
+        report._write({tmp_path / "report.html": b"page"})
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("report.html", "the page of before")]
 
 

@@ -73,6 +73,7 @@ class Run:
         )
         kept = SimpleNamespace(
             path=folder,
+            loss=None,
             metrics=folder / "metrics.jsonl",
             using=lambda work: work(),
             begin=lambda: self.say("config.yaml"),
@@ -99,7 +100,8 @@ class Run:
             doubt=lambda step: None,
         )
         forecast = SimpleNamespace(result=dict, misses=list, explain=lambda error: None)
-        collaborators: list[Any] = [kept, metrics, watchdog, accounts, saver, forecast]
+        refuge = SimpleNamespace(has_moved=False, check=lambda: False)
+        collaborators: list[Any] = [kept, refuge, metrics, watchdog, accounts, saver, forecast]
         world: Any = self.world
         self.life = Lifecycle(config, world, self.progress, self.ballot, *collaborators, None, None, started=0.0)
 

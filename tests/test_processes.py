@@ -38,6 +38,18 @@ def processes_of(folder: Path) -> list[str]:
     return found
 
 
+@pytest.mark.parametrize(
+    "setting", ["fsdp.wrap=foo.bar:baz", pytest.param("train.init_from=missing", marks=pytest.mark.campaign)]
+)
+def test_a_mistake_on_ranks_without_a_launcher_is_one_message(setting: str, tmp_path: Path) -> None:
+    """Nobody ends the other ranks, which asked a store that rank 0 had taken along: a page of C++ frames on each."""
+    given = [*MLP, f"{OWN}mlp", "run.threads=1", "train.micro_batch_size=2", "train.global_batch_size=6", setting]
+    run = start(tmp_path / "run", *given, ranks=3)
+    assert run.wait() == [2, 2, 2], run.stderr
+    assert run.stderr_of(0).startswith(f"error: {setting}")
+    assert run.stderr_of(1) + run.stderr_of(2) == ""
+
+
 @pytest.mark.parametrize("times", [1, pytest.param(6, marks=pytest.mark.campaign)])
 def test_plain_runs_end_cleanly(times: int, tmp_path: Path) -> None:
     """Finished runs with a mesh still alive used to abort at interpreter exit, 13 of 16 times."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import email.message
 import itertools
 import math
 import os
 import signal
 import threading
 import time
+import urllib.error
+import urllib.request
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
@@ -275,6 +278,43 @@ def test_mistakes(tmp_path: Path, folder: Path, server: Server) -> None:
     port = server.url.rpartition(":")[2]
     server.close()
     refused(f"http://127.0.0.1:{port}/{name}", "refused")
+
+
+PAGE = "<!DOCTYPE html><html><body>Please log in</body></html>"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("a.jsonl", PAGE, r"is a web page \(HTML\), not what its name says; does the server want a login\?"),
+        ("a.txt", f"\n  {PAGE}", r"is a web page \(HTML\)"),
+        ("a.jsonl", '{"text": "one"}\n{"text": \n', r"a\.jsonl:2: is not JSON"),
+    ],
+)
+def test_text_that_is_not_what_it_should_be_is_told_by_its_url_and_not_kept(
+    name: str, content: str, words: str, tmp_path: Path, folder: Path, server: Server
+) -> None:
+    (folder / name).write_text(content)
+    with pytest.raises(UserError, match=words) as raised:
+        opened(tmp_path, f"{server.url}/{name}")
+    assert f"{server.url}/{name}" in str(raised.value)
+    assert str(tmp_path / "cache") not in str(raised.value)
+    assert not list((tmp_path / "cache" / "text").glob(f"*{name}*"))
+
+
+def test_a_page_is_text_where_its_name_says_so(tmp_path: Path, folder: Path, server: Server) -> None:
+    (folder / "a.html").write_text(PAGE * 20)
+    assert len(opened(tmp_path, f"{server.url}/a.html"))
+
+
+def test_a_loop_of_redirects_is_told_in_one_line() -> None:
+    reason = urllib.request.HTTPRedirectHandler.inf_msg + "Found"
+    assert "\n" in reason
+    error = urllib.error.HTTPError("http://x", 302, reason, email.message.Message(), None)
+    assert transport._reason(error).startswith(
+        "the server says 302 The HTTP server returned a redirect error that would lead"
+    )
+    assert "\n" not in transport._reason(error)
 
 
 def test_text_is_fetched_and_made_into_the_shards_of_the_same_files_here(

@@ -39,6 +39,9 @@ from trainer.errors import (
     tell,
 )
 
+_ROUNDS = 10
+"""How often a folder is looked through again while a run saves to it."""
+
 ROWS_BYTES = 64 << 20
 """How much of a tensor is in memory at a time while two are compared."""
 
@@ -73,10 +76,20 @@ _IN_A_STREAK = (
 
 
 def list_checkpoints(place: Place, verify: bool = False) -> list[Entry]:
-    """Return every checkpoint in a folder, oldest first, the set aside ones at the end."""
-    names = [name_of(step) for step in list_steps(place)]
+    """Return every checkpoint in a folder, oldest first, the set aside ones at the end.
+
+    A run that is training may prune some meanwhile, and save others: those that are gone are left out, not damaged.
+    """
+    found: dict[int, Entry] = {}
+    for _ in range(_ROUNDS):
+        steps = list_steps(place)
+        new = [step for step in steps if step not in found]
+        found |= {step: _entry(place, name_of(step), verify) for step in new}
+        if not new or not found:
+            break
     aside = [Entry(name, state="set aside") for name in place.names_aside()]
-    entries, best = [_entry(place, name, verify) for name in names], best_step(place)
+    still = [step for step in sorted(found) if not found[step].damage or place.is_published(name_of(step))]
+    entries, best = [found[step] for step in still], best_step(place)
     for entry in entries:
         entry.is_best = entry.step is not None and entry.step == best
     return [*entries, *aside]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
+import errno
 import os
 import re
 import shlex
@@ -116,8 +117,21 @@ def run_command(work: Callable[[], int]) -> int:
         say(f"error: {error}")
         return EXIT_USER_ERROR
     except (TrainingFailed, OSError) as error:
-        say(f"error: {error}")
-        return EXIT_FAILED
+        if not is_full(error):
+            say(f"error: {error}")
+            return EXIT_FAILED
+        discard_stream(sys.stdout)  # where that goes to the full disk, it cannot be flushed when the process ends
+        where = getattr(error, "filename", None) or "standard output"
+        say(f"error: {where}: cannot be written: the disk is full\n  to fix: free some space there")
+        return EXIT_USER_ERROR
+
+
+def is_full(error: BaseException) -> bool:
+    """Return whether an error says that a disk, or a quota, is full.  Libraries wrap that in errors of their own."""
+    if isinstance(error, OSError):
+        return error.errno in (errno.ENOSPC, errno.EDQUOT)
+    words = ("No space left on device", "failed writing file", "unexpected pos")  # of safetensors; of torch.save
+    return any(word in str(error) for word in words)
 
 
 def code_of_signal(name: str) -> int:

@@ -17,7 +17,8 @@ import json
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -64,6 +65,10 @@ _OWN = {
 """Settings that an evaluation does not share with its run: it may be on other ranks, and keeps nothing."""
 
 
+_SHOWN_AS = "--shown-as"
+"""For ranks that are started here: the path of the weights, which they read by another one."""
+
+
 @dataclass(frozen=True)
 class Subject:
     """The model that is evaluated: where its weights are, the step of the run that they are of, and on what."""
@@ -71,16 +76,22 @@ class Subject:
     config: RunConfig
     weights: str
     step: int | None
+    stored: StoredWeights | None = None
+    """The checkpoint, open, so that it can be read even if it is pruned meanwhile; None for a Hugging Face folder."""
 
 
-def find_subject(path: str, overrides: Sequence[str]) -> Subject:
+def find_subject(path: str, overrides: Sequence[str], stack: ExitStack | None = None) -> Subject:
     """Return what is to be evaluated: a run's newest checkpoint, a checkpoint, or a Hugging Face folder.
+
+    With `stack`, a checkpoint can be read until that is closed, even if the run that wrote it prunes it meanwhile.
 
     A folder has no settings of its own: there they are the defaults, and the overrides; data to train on need not be
     named.  Raises UserError, TrainingFailed for a damaged checkpoint.
     """
-    from trainer.checkpoint.source import StoredWeights, find_checkpoint, is_checkpoint
+    from trainer.checkpoint.place import HeldPlace
+    from trainer.checkpoint.source import is_checkpoint, open_checkpoint
 
+    source = None
     check_no_gguf(path, "path")
     given = {override.partition("=")[0] for override in overrides}
     if is_folder_of_weights(path) and not is_checkpoint(path):
@@ -94,9 +105,11 @@ def find_subject(path: str, overrides: Sequence[str]) -> Subject:
         held_out = dict(override.split("=", 1) for override in overrides if "=" in override).get("data.eval_path")
         first |= {} if held_out is None else {"data.path": held_out}  # never opened
     else:
-        source = StoredWeights(find_checkpoint(path))
+        source = open_checkpoint(path)
         text, weights, step = source.config_yaml, str(source.place), source.manifest.step
-        first = {"train.init_from": _first_weights(source)}
+        place = source.place
+        where = stack.enter_context(place.lasting()) if stack and isinstance(place, HeldPlace) else str(place)
+        first = {"train.init_from": _first_weights(source, where)}
         if "data.tokenizer" not in given:  # the run has chosen it, whatever the weights under its own came with
             stored = stored_value(text, "checkpoint.allow_changes")
             allowed = [*(stored if isinstance(stored, list) else []), "data.tokenizer"]
@@ -108,11 +121,11 @@ def find_subject(path: str, overrides: Sequence[str]) -> Subject:
         config = load_config(str(file), [*own, *overrides])
         if not config.eval.every:  # a run that does not evaluate itself
             config = load_config(str(file), [*own, *overrides, "eval.every=1"])
-    return Subject(config, weights, step)
+    return Subject(config, weights, step, source)
 
 
-def _first_weights(source: StoredWeights) -> str:
-    """Return `train.init_from` for an evaluation of a checkpoint.
+def _first_weights(source: StoredWeights, path: str) -> str:
+    """Return `train.init_from` for an evaluation of a checkpoint, which can be read at `path`.
 
     Where that names weights beside its own, those under its adapters or of its reference model, they are these; null if
     they come with the model, or are drawn.
@@ -121,7 +134,7 @@ def _first_weights(source: StoredWeights) -> str:
 
     beside = next((source.parts[name] for name in (BASE, REFERENCE) if name in source.parts), None)
     if beside is None:
-        return str(source.place)
+        return path
     return str(beside["path"] or "null") if stored_value(source.config_yaml, "train.init_from") else "null"
 
 
@@ -144,7 +157,7 @@ def evaluate(trainer: Trainer, subject: Subject) -> Record | None:
     Writes nothing of a run.  Raises UserError where nothing is held out, or if the weights under adapters or of a
     reference model are not those that the run had.  Collective.
     """
-    from trainer.checkpoint.source import StoredWeights, find_checkpoint
+    from trainer.checkpoint.source import StoredWeights
     from trainer.weights.inference import begin_from
 
     if trainer.eval_loader is None:
@@ -152,12 +165,12 @@ def evaluate(trainer: Trainer, subject: Subject) -> Record | None:
         rule = f"data.source={data.source} has no held-out data"
         raise setting_error("data.eval_path", data.eval_path, rule, fix="set the data to evaluate on")
     with trainer.lifecycle.looking():
-        if subject.step is None:
+        stored = subject.stored
+        if stored is None:
             begin_from(trainer.model, trainer.origin, trainer.config, trainer.world)
         else:
             averaged = trainer.config.train.ema > 0 and trainer.config.eval.ema
-            place = trainer.world.agreed(lambda: find_checkpoint(subject.weights))
-            trainer.world.agreed(lambda: _fill(trainer, StoredWeights(place, averaged)))
+            trainer.world.agreed(lambda: _fill(trainer, StoredWeights(stored.place, averaged)))
         return trainer.evaluate()
 
 
@@ -268,13 +281,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     more_tasks, words = _option(words, "--tasks")
     if tasks is not None:
         return run_command(lambda: _show_lm_eval(_only_path(words), tasks.split(","), more_tasks, "--json" in words))
+    shown, words = _option(words, _SHOWN_AS)
     try:
-        return _main(words)
+        with ExitStack() as stack:
+            return _evaluate(words, shown, stack)
     except StopRequested as request:
         return run.report_stop(request, find_environment())
 
 
-def _main(words: list[str]) -> int:
+def _evaluate(words: Sequence[str], shown: str | None, stack: ExitStack) -> int:
+    """Evaluate on as many ranks as asked.  Returns the exit code.  `shown`: how the result names the weights."""
     stop.catch_signals_early()
     stop.interrupt_from_here()
     limit_spinning()
@@ -286,7 +302,9 @@ def _main(words: list[str]) -> int:
             follow_parent(True)
         path, rest = _split(words)
         arguments = parse(rest)
-        subject = find_subject(path, arguments.overrides)
+        # Ranks of a launcher must agree on the path; those that are started here read what their parent holds open.
+        subject = find_subject(path, arguments.overrides, None if env.is_distributed else stack)
+        subject = subject if shown is None else replace(subject, weights=shown)
         is_spawning = run.spawns(arguments.nproc, env)
         sizes = (arguments.nproc,) * 2 if is_spawning else (env.world_size, env.local_world_size)
         check_config(subject.config, *(size or 1 for size in sizes))
@@ -302,6 +320,11 @@ def _main(words: list[str]) -> int:
         if not evaluates:
             stop.let_go()
     if is_spawning:
+        from trainer.checkpoint.place import HeldPlace
+
+        if subject.stored is not None and isinstance(subject.stored.place, HeldPlace):  # the same one on all ranks
+            held = stack.enter_context(subject.stored.place.lasting())
+            words = [held if word == path else word for word in words] + [f"{_SHOWN_AS}={subject.weights}"]
         return spawn(arguments.nproc or 1, ["-m", "trainer.evaluate", *words], subject.config)
     from trainer.trainer import Trainer
 

@@ -19,13 +19,13 @@ from pathlib import Path
 import safetensors.torch
 import torch
 
-from trainer.checkpoint.source import StoredWeights, find_checkpoint
+from trainer.checkpoint.source import open_checkpoint
 from trainer.config import RunConfig, config_from_yaml
 from trainer.config.first_weights import allows_another
 from trainer.data.prompts import ends_of_chats
 from trainer.data.tokenizer import find_tokenizer
 from trainer.errors import EXIT_FINISHED, CommandParser, UserError, run_command, say, tell
-from trainer.files import replacing
+from trainer.files import making, replacing
 from trainer.recipe import WeightSource, look_in_working_folder
 from trainer.weights.adapters import BASE
 from trainer.weights.exporting import export
@@ -56,7 +56,7 @@ def export_checkpoint(
     now, if they have moved.  `ema`: the average of the weights, which a run with `train.ema` keeps.  Raises UserError,
     TrainingFailed if they are damaged.
     """
-    stored = StoredWeights(find_checkpoint(checkpoint), ema)
+    stored = open_checkpoint(checkpoint, ema)
     config = config_from_yaml(stored.config_yaml, allow_import=allow_import)
     path, origin = Path(target), origin_of(stored)
     if TOKENIZER in origin.files and _reads_bytes(config):
@@ -133,7 +133,13 @@ def _export_file(
 
 
 def _write_plain(model: torch.nn.Module, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
+    num_bytes = sum(weight.numel() * weight.element_size() for weight in model.parameters())
+    with making("target", path, num_bytes):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _write_partial(model, path)
+
+
+def _write_partial(model: torch.nn.Module, path: Path) -> None:
     with replacing(path) as partial:
         if path.suffix == ".pt":
             torch.save(model.state_dict(), partial)

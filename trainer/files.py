@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from trainer.errors import UserError, is_full, setting_error
 from trainer.stopping import partial_file
 
 try:
@@ -41,6 +43,44 @@ def replacing(path: Path) -> Iterator[Path]:
         with open(partial, "rb") as file:
             os.fsync(file.fileno())
         os.replace(partial, path)
+
+
+@contextmanager
+def making(setting: str, path: Path, num_bytes: int = 0) -> Iterator[None]:
+    """Write what is asked for at `path`, a file or a folder, inside the block; `num_bytes` is how much at least.
+
+    Raises UserError, named `setting`, if the disk has no room for it, at once or in the middle.  If the block raises,
+    folders that were made on the way to `path` are removed again, unless there is something in them.
+    """
+    missing = [folder for folder in (path, *path.absolute().parents) if not folder.exists()]
+    free = free_bytes(path)
+    if free < num_bytes:
+        raise _no_room(setting, path, num_bytes, free)
+    try:
+        yield
+    except BaseException as error:
+        for folder in missing:
+            with suppress(OSError):
+                folder.rmdir()
+        if is_full(error):
+            raise _no_room(setting, path, num_bytes, free) from error
+        raise
+
+
+def free_bytes(path: Path) -> int:
+    """Return how much room there is on the disk of `path`, which need not exist."""
+    return shutil.disk_usage(next(folder for folder in (path, *path.absolute().parents) if folder.exists())).free
+
+
+def readable_size(num_bytes: int) -> str:
+    """Return a size in GiB, or in MiB where it is small."""
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**28 else f"{num_bytes / 2**20:.1f} MiB"
+
+
+def _no_room(setting: str, path: Path, num_bytes: int, free: int) -> UserError:
+    needs = f"needs {readable_size(num_bytes)}, " if num_bytes else ""
+    rule = f"there is no room on the disk: {needs}{readable_size(free)} were free"
+    return setting_error(setting, path, rule, fix="free some space there, or give a path on another disk")
 
 
 def write_and_sync(path: Path, text: str) -> None:
@@ -83,6 +123,15 @@ def checked(content: Any) -> dict[str, Any]:
 
 def _checksum_of(content: Mapping[str, Any]) -> str:
     return f"{crc32(json.dumps(content, sort_keys=True, separators=(',', ':')).encode()):08x}"
+
+
+def content_of(descriptor: int) -> bytes:
+    """Return all that an open file holds.  It can be read even after its name was deleted."""
+    pieces, start = [], 0
+    while piece := os.pread(descriptor, 1 << 20, start):
+        pieces.append(piece)
+        start += len(piece)
+    return b"".join(pieces)
 
 
 def sync_folder(path: Path) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.checkpoint.source import StoredWeights, find_checkpoint, is_checkpoint
+from trainer.checkpoint.source import is_checkpoint, open_checkpoint
 from trainer.config import config_from_yaml
 from trainer.config.pretrained import (
     CONFIG,
@@ -54,7 +54,7 @@ from trainer.model.sample import (
     write,
 )
 from trainer.recipe import all_recipes, look_in_working_folder
-from trainer.weights.inference import load_weights, origin_of
+from trainer.weights.inference import load_weights, model_of, origin_of
 from trainer.weights.origin import GENERATION, named_in, own_tokenizer, read_folder
 
 _SHOWN = 60
@@ -127,12 +127,12 @@ def open_writer(
         if is_only_described(folder):
             check_weights(folder, "path")
         return Writer(_load_folder(folder, device), device, *named_in(folder), _settings(read_folder(folder)))
-    source = StoredWeights(find_checkpoint(path))
+    source = open_checkpoint(path, ema)
     config = config_from_yaml(source.config_yaml, allow_import=allow_import)
     origin = origin_of(source)
     named = stack.enter_context(own_tokenizer(origin, config.data.tokenizer))
     turn_ends = ends_of_chats(*named) if config.data.source == "chat" else ()
-    model = load_weights(path, device, allow_import, ema)
+    model = model_of(source, device, allow_import)
     return Writer(model, device, *named, _settings(origin.files), config.data.bos, frozenset(turn_ends))
 
 

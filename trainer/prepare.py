@@ -41,7 +41,8 @@ from trainer.data.ingest.writing import Job
 from trainer.data.manifest import Manifest
 from trainer.data.shards import ShardError
 from trainer.data.tokenizer import Tokenizer, find_tokenizer
-from trainer.errors import EXIT_FINISHED, CommandParser, printable, run_command, setting_error, tell
+from trainer.errors import EXIT_FINISHED, CommandParser, is_full, printable, run_command, setting_error, tell
+from trainer.files import making
 
 _CHAT_KEYS = ("format", "chat_template", "train_on")
 """Settings of `data` that are options here."""
@@ -124,14 +125,14 @@ def prepare(
     with text_files(inputs, "INPUT") as (files, fetch):
         job = _make_job(files, made_by, text_key, holdout, shard_tokens, bad, bos)
         stem = _find_stem(out)
-        with _folder_of(stem, out):
+        with making("--out", stem, _least_bytes(job, stem)), _folder_of(stem, out):
             manifest = _build(job, stem, out, overwrite, procs or usual_procs(), fetch)
     return _describe(stem, manifest, tokenizer, bos)
 
 
 def _build(job: Job, stem: Path, out: str, overwrite: bool, procs: int, fetch: Callable[[], None]) -> Manifest:
     """Build the shards of a job, whose paths begin with `stem`, publish them, and return what they are."""
-    work = stem.with_name(f".{stem.name}.{_digest(job)}.building")
+    work = _work_folder(job, stem)
     is_resumed = is_under_way(work)  # looked at first: another process may publish it meanwhile
     existing = find_published(stem)
     if existing and not overwrite and not is_resumed:
@@ -145,6 +146,8 @@ def _build(job: Job, stem: Path, out: str, overwrite: bool, procs: int, fetch: C
             publish(manifest, work, stem)
             return manifest
     except (OSError, ShardError) as error:
+        if is_full(error):
+            raise
         is_gone = isinstance(error, (FileNotFoundError, FileExistsError, ShardError))
         if not (is_gone and was_published(work, stem)):  # by another process meanwhile
             raise setting_error("--out", out, f"cannot be written ({getattr(error, 'strerror', error)})") from error
@@ -169,6 +172,18 @@ def _make_job(
     if holdout and any(each.kind == "tokens" for each in files):
         raise setting_error("--holdout", holdout, "tokens are used unchanged: hold out with data.holdout", 0)
     return Job(tuple(files), tokenizer, text_key, bad, holdout, shard_tokens, _KEYS)
+
+
+def _least_bytes(job: Job, stem: Path) -> int:
+    """Return how much room the shards take at least, as far as that is known: two bytes for each byte of plain text."""
+    is_plain = all(each.kind == "text" and not each.packing for each in job.inputs)
+    if job.tokenizer.name != "bytes" or not is_plain or is_under_way(_work_folder(job, stem)):
+        return 0
+    return 2 * sum(each.size for each in job.inputs)
+
+
+def _work_folder(job: Job, stem: Path) -> Path:
+    return stem.with_name(f".{stem.name}.{_digest(job)}.building")
 
 
 def _check_sides(manifest: Manifest, holdout: float, work: Path) -> None:

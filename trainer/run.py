@@ -20,6 +20,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 from trainer.distributed import stop
@@ -112,10 +113,11 @@ def _main(argv: Sequence[str] | None, trainer: type[Trainer] | None) -> int:
             stop.let_go()
     note_start(began)
     is_dry = arguments.asks_for("--dry-run")
+    act = partial(_rehearse, config) if is_dry else _fit
     with rehearsing(config, env) if is_dry else contextlib.nullcontext(config) as config:
         if is_spawning:
             return spawn(arguments.nproc or 1, _command(arguments, trainer), config)
-        return with_trainer(config, trainer, _rehearse if is_dry else _fit)
+        return with_trainer(config, trainer, act)
 
 
 def unusable(error: OSError, argv: Sequence[str]) -> UserError:
@@ -290,6 +292,9 @@ def with_trainer(config: RunConfig, own: type[Trainer] | None, act: Callable[[Tr
         trainer.close()
         return exit_code
     except UserError as error:
+        from trainer.distributed.world import part
+
+        part()
         return report(error, find_environment())
     except TrainingFailed as error:
         return report(error, find_environment(), EXIT_FAILED)
@@ -313,9 +318,12 @@ def _fit(trainer: Trainer) -> int:
     return trainer.fit()
 
 
-def _rehearse(trainer: Trainer) -> int:
-    """Do what a start does short of the first step, and show the plan."""
+def _rehearse(config: RunConfig, trainer: Trainer) -> int:
+    """Do what a start does short of the first step, and show the plan.  `config`: that of the run itself."""
+    from trainer.checkpoint.place import find_place
     from trainer.plan.show import print_plan
+
+    trainer.room_in = find_place(config.checkpoint.dir or config.run_dir / "checkpoints")
 
     with trainer.lifecycle.running():
         trainer.start()

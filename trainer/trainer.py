@@ -34,6 +34,7 @@ from trainer.lifecycle.folder import RunFolder
 from trainer.lifecycle.garbage import GarbageCollection
 from trainer.lifecycle.lifecycle import Lifecycle
 from trainer.lifecycle.phases import watch_phases
+from trainer.lifecycle.refuge import Refuge
 from trainer.lifecycle.resume import Resume
 from trainer.lifecycle.samples import Samples
 from trainer.lifecycle.saves import RunSaves
@@ -41,6 +42,7 @@ from trainer.lifecycle.selfcheck import check_same_run, check_shape, check_start
 from trainer.lifecycle.state import TrainState
 from trainer.lifecycle.summary import (
     mesh_sizes,
+    room_notes,
     show_result,
     start_facts,
     start_notes,
@@ -138,6 +140,8 @@ class Trainer:
         place = world.agreed(lambda: find_place(config.checkpoint.dir or self.folder.path / "checkpoints"))
         sizes = mesh_sizes(self.mesh, config)
         facts = Facts(config.on_record().to_yaml(), sizes, world.env.job, world.env.num_restarts)
+        self.room_in = place
+        """The place whose disk is checked for room; a dry run checks that of the run itself."""
         self.checkpoints = Checkpoints(place, world, Settings.of(config.checkpoint, config.eval.metric), facts)
 
         self.ballot = Ballot(world)
@@ -147,13 +151,14 @@ class Trainer:
         counted = (self.metrics, self.skips, self.horizon)
         self.accounts = Accounts(config, world, *counted, self.watchdog, observers, self.loader, self.forecast.count)
         self.resume = Resume(config, world, self.checkpoints, self.folder, self.metrics)
-        saves = RunSaves(world, self.folder, self.resume, self.accounts, self.watchdog, self.metrics)
+        refuge = Refuge(world, self.folder, self.checkpoints, self.metrics)
+        saves = RunSaves(world, self.folder, refuge, self.resume, self.accounts, self.watchdog, self.metrics)
         weights, _, kept = bytes_of_training(self.model, config.optim, config.train.ema > 0)
         self.saver = Saver(self.checkpoints, config, self.ballot, saves, weights + kept)
         samples = Samples(config, world, self.model, self.average, self.metrics)
         world.agreed(samples.check)
         self.evaluations = Evaluations(self.state, self.watchdog, self.horizon, self.saver, samples)
-        others = (self.folder, self.metrics, self.watchdog, self.accounts, self.saver, self.forecast)
+        others = (self.folder, refuge, self.metrics, self.watchdog, self.accounts, self.saver, self.forecast)
         loaders = (self.loader, self.eval_loader)
         self.lifecycle = Lifecycle(config, world, self.state, self.ballot, *others, *loaders, started)
 
@@ -362,6 +367,8 @@ class Trainer:
         is_evaluated = self.eval_loader is not None or type(self).evaluate is not Trainer.evaluate
         unevaluated = why_unevaluated(self.config, is_evaluated)
         notes = start_notes(self.plan_choice, self.profile.advice(self.state.step), self.resume.changed, unevaluated)
+        if self.world.is_main:
+            notes += room_notes(self.config, self.world, self.mesh, self.model, self.state, self.room_in)
         self.lifecycle.begin(start_facts(*shown), record, notes)
         self.ballot.cast()  # a stop requested during the start gets no step, which may compile for minutes
 

@@ -94,9 +94,20 @@ class Keeping:
 
     def obsolete(self) -> list[str]:
         """Return the names of the checkpoints that are no longer kept.  Raises what the storage raises."""
+        return self._older_than_the_last(self._keep_last)
+
+    def spare(self) -> list[str]:
+        """Return the names of those that will no longer be kept once another good one is published.
+
+        For a disk without room for that one.  At least one good checkpoint is never among them.
+        """
+        return self._older_than_the_last(self._keep_last - 1) if self._keep_last > 1 else []
+
+    def _older_than_the_last(self, number: int) -> list[str]:
+        """Return those that are older than the newest `number` good ones, and kept for no other reason."""
         steps = list_steps(self._place)
-        last = list(islice((step for step in reversed(steps) if self._is_good(step)), self._keep_last))
-        if not last or len(last) < self._keep_last:
+        last = list(islice((step for step in reversed(steps) if self._is_good(step)), number))
+        if not last or len(last) < number:
             return []
         best = self._best(steps)
         return [

@@ -8,14 +8,19 @@ there is nothing.  Names are relative, with slashes.  Knows bytes, and nothing o
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import resource
 import shutil
+import tempfile
 import uuid
+import weakref
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
 from trainer.errors import UserError, mask_credentials, masked
-from trainer.files import find_folder, sync_folder
+from trainer.files import content_of, find_folder, sync_folder
 
 COMMIT = "manifest.json"
 """The file without which a folder holds no checkpoint."""
@@ -160,7 +165,8 @@ class LocalPlace:
 
     def create(self, name: str) -> Sink:
         path = self.path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.parent != self.path:  # not this folder itself: if somebody has deleted it, it stays away
+            path.parent.mkdir(exist_ok=True)
         return _SyncedFile(path)
 
     def free_bytes(self) -> int | None:
@@ -169,7 +175,8 @@ class LocalPlace:
 
     def begin(self, name: str) -> str:
         unpublished = f"{_WRITING}{name}-{uuid.uuid4().hex[:8]}"
-        (self.path / unpublished).mkdir(parents=True)
+        self.path.mkdir(exist_ok=True)  # not its parents: a run's folder that was deleted meanwhile stays away
+        (self.path / unpublished).mkdir()
         return unpublished
 
     def publish(self, unpublished: str, name: str) -> None:
@@ -212,6 +219,64 @@ class LocalPlace:
         return leftovers
 
 
+class HeldPlace(LocalPlace):
+    """A folder whose files are all open: they can be read to the end even if the folder is deleted meanwhile.
+
+    For reading a checkpoint of a run that is training, and prunes it.
+    """
+
+    def __init__(self, path: Path, names: Collection[str]) -> None:
+        """Raises FileNotFoundError if one of the files is missing."""
+        super().__init__(path)
+        self._descriptors: dict[str, int] = {}
+        weakref.finalize(self, _close_all, self._descriptors)
+        _allow_open_files(len(names))
+        for name in names:
+            try:
+                self._descriptors[name] = os.open(path / name, os.O_RDONLY | os.O_CLOEXEC)
+            except OSError as error:
+                if error.errno not in (errno.EMFILE, errno.ENFILE):
+                    raise
+                break  # more files than may be open: the rest is opened when it is read
+
+    @contextlib.contextmanager
+    def lasting(self) -> Iterator[str]:
+        """Yield a folder of links to the open files: for code, and processes on this machine, that want a path."""
+        with tempfile.TemporaryDirectory(prefix="meshtrainer-") as folder:
+            path = Path(folder) / self.path.name
+            for name, descriptor in self._descriptors.items():
+                (path / name).parent.mkdir(parents=True, exist_ok=True)
+                (path / name).symlink_to(f"/proc/{os.getpid()}/fd/{descriptor}")
+            is_whole = all((path / name).exists() for name in self._descriptors)  # not every system has /proc
+            yield str(path if self._descriptors and is_whole else self.path)
+
+    def size(self, name: str) -> int:
+        return os.fstat(self._descriptors[name]).st_size if name in self._descriptors else super().size(name)
+
+    def read(self, name: str) -> bytes:
+        return content_of(self._descriptors[name]) if name in self._descriptors else super().read(name)
+
+    def open(self, name: str) -> Source:
+        if name not in self._descriptors:
+            return super().open(name)
+        return _LocalFile(self.path / name, os.dup(self._descriptors[name]))
+
+
+def _close_all(descriptors: dict[str, int]) -> None:
+    for descriptor in descriptors.values():
+        os.close(descriptor)
+
+
+def _allow_open_files(number: int) -> None:
+    """Raise this process's limit of open files, as far as it may, so that `number` more fit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = number + 512
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(ValueError, OSError):
+            allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+
+
 def _free_name(name: str, taken: list[str]) -> str:
     number, free = 1, name
     while free in taken:
@@ -221,8 +286,9 @@ def _free_name(name: str, taken: list[str]) -> str:
 
 
 class _LocalFile:
-    def __init__(self, path: Path) -> None:
-        self._path, self._descriptor = path, os.open(path, os.O_RDONLY)
+    def __init__(self, path: Path, descriptor: int | None = None) -> None:
+        self._path = path
+        self._descriptor = os.open(path, os.O_RDONLY) if descriptor is None else descriptor
 
     def read_into(self, buffer: memoryview, start: int) -> None:
         done = 0

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from trainer.checkpoint.contents import Savable
+from trainer.checkpoint.failures import TO_FIX
 from trainer.checkpoint.interval import guessed_s
 from trainer.checkpoint.keeping import find_best
 from trainer.checkpoint.manifest import name_of
@@ -19,6 +20,11 @@ from trainer.distributed.ballot import Ballot
 from trainer.errors import TrainingFailed
 from trainer.files import find_folder
 from trainer.metrics.goodput import Experience
+
+_FINAL_PAUSES_S = (0.0, 1.0, 3.0)
+"""Before each try of the final save."""
+_PAUSES_FOR_ROOM_S = (5.0, 10.0, 20.0, 25.0)
+"""Before the further ones if the disk is full."""
 
 
 class Resumable(Savable, Protocol):
@@ -198,16 +204,25 @@ class Saver:
         return self._collect() if self._checkpoints.in_flight else None
 
     def save_at_the_end(self, state: Resumable) -> None:
-        """Save for good: wait for the save in flight, and try again a few times if necessary."""
+        """Save for good: wait for the save in flight, and try again a few times if necessary.
+
+        Where the disk is full, wait about a minute for somebody to free some space: nothing else is left to do.
+        """
         self.finish()
-        for pause_s in (0.0, 1.0, 3.0):
-            if self._is_saved(state):
-                return
+        error = ""
+        for number, pause_s in enumerate((*_FINAL_PAUSES_S, *_PAUSES_FOR_ROOM_S)):
+            if self._is_saved(state) or (number >= len(_FINAL_PAUSES_S) and TO_FIX not in error):
+                break
+            if number == len(_FINAL_PAUSES_S):
+                left_s = sum(_PAUSES_FOR_ROOM_S)
+                self._listener.warn(f"the final save waits up to {left_s:.0f} s for room on the disk: {error}")
             time.sleep(pause_s)
             self._start(state, background=False)
-            error = self._collect(warns=False).error
+            error = self._collect(warns=False, is_last=True).error
         if not self._is_saved(state):
-            raise TrainingFailed(f"the final save failed: {error}")
+            raise TrainingFailed(
+                f"the final save failed: {error}{'; then run the same command again' * (TO_FIX in error)}"
+            )
 
     def begin(self) -> list[str]:
         """The run begins: take into account what it has seen in earlier attempts; returns what there is to say."""
@@ -219,6 +234,15 @@ class Saver:
     def loaded(self, state: Resumable, is_own: bool) -> None:
         """A checkpoint was loaded, of this run if `is_own`: it need not be saved again.  Not collective."""
         self._saved = self._mark(state) if is_own else None
+
+    @property
+    def place(self) -> str:
+        """The folder or URL that checkpoints go to."""
+        return str(self._checkpoints.place)
+
+    def forget(self) -> None:
+        """What was saved is lost: the next save is needed even if it is of the same step.  Not collective."""
+        self._saved = None
 
     @property
     def expected_s(self) -> float:
@@ -252,10 +276,10 @@ class Saver:
         with self._listener.waiting():
             self._checkpoints.start(state, background, self.schedule.begin(state.step))
 
-    def _collect(self, warns: bool = True, has_ended: bool = False) -> SaveResult:
+    def _collect(self, warns: bool = True, has_ended: bool = False, is_last: bool = False) -> SaveResult:
         """Take the result of the save in flight, the same on all ranks, and report it.
 
-        Raises TrainingFailed after too many failures in a row, and where the storage does not answer.
+        Raises TrainingFailed after too many failures in a row, unless `is_last`, and where the storage does not answer.
         """
         with self._listener.waiting():
             result = self._checkpoints.take(has_ended)
@@ -266,7 +290,7 @@ class Saver:
             self.schedule.failed()
             limit = self._config.max_failures
             count = f"failure {self.schedule.num_failures} of {limit} in a row"
-            if self.schedule.num_failures >= limit:
+            if self.schedule.num_failures >= limit and not is_last:
                 raise TrainingFailed(f"cannot save: {result.error} ({count})")
             if warns:
                 self._listener.warn(f"checkpoint not saved, training continues: {result.error} ({count})")

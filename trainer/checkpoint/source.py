@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 
 import torch
 
@@ -12,13 +13,15 @@ from trainer.checkpoint.blocks import Damaged
 from trainer.checkpoint.keeping import best_step, newest_step
 from trainer.checkpoint.layout import layout_from_json
 from trainer.checkpoint.manifest import PREFIX, StoredBlocks, find_damage, name_of, read_file, read_manifest
-from trainer.checkpoint.place import COMMIT, Place, find_place
+from trainer.checkpoint.place import COMMIT, HeldPlace, LocalPlace, Place, find_place, is_same_place
 from trainer.checkpoint.tensors import read_rows
 from trainer.config import stored_value
 from trainer.config.relocate import CONFIG, moved_along, run_of_best
 from trainer.errors import TrainingFailed, UserError, is_masked
 from trainer.files import find_folder
 
+_TRIES = 50
+"""How often the newest checkpoint of a run is looked for, if each is pruned before it can be opened."""
 _AVERAGE = "ema.weights."
 """What the keys of averaged weights begin with."""
 
@@ -29,11 +32,17 @@ class StoredWeights:
     def __init__(self, place: Place, averaged: bool = False) -> None:
         """With `averaged` the average of those that were trained (`train.ema`) is read in their place, in their dtype.
 
+        All files stay open, so that they can be read even if a run that is training prunes the checkpoint meanwhile.
+
         Raises UserError if there is no checkpoint, or no average in it; TrainingFailed if it is damaged.
         """
-        self.place, self.description = place, str(place)
+        self.description = str(place)
         try:
             self.manifest = read_manifest(place)
+            if isinstance(place, LocalPlace) and not isinstance(place, HeldPlace):
+                with suppress(FileNotFoundError):  # which one is missing is found out below
+                    place = HeldPlace(place.path, [COMMIT, *self.manifest.files])
+            self.place = place
             damage = find_damage(place, self.manifest, "frames")
             if damage:
                 raise Damaged("\n  ".join(damage))
@@ -76,6 +85,23 @@ class StoredWeights:
             return read_rows(self.place, self.layout[key], self._blocks, start, stop)
         except (Damaged, OSError) as error:
             raise TrainingFailed(f"the checkpoint {self.place} is damaged:\n  {error}") from error
+
+
+def open_checkpoint(path: str | os.PathLike[str], averaged: bool = False) -> StoredWeights:
+    """Return the weights of the checkpoint that `path` means (see `find_checkpoint`), opened for reading.
+
+    If a run that is training prunes the newest one before it is open, the next one is taken.  Raises what
+    `find_checkpoint` and `StoredWeights` raise.
+    """
+    for _ in range(_TRIES):
+        place = find_checkpoint(path)
+        try:
+            return StoredWeights(place, averaged)
+        except (UserError, TrainingFailed):
+            if COMMIT in place.names() or is_same_place(str(place), os.fspath(path)):
+                raise
+    fix = "set checkpoint.keep_last of that run higher"
+    raise UserError(f"{path}: its checkpoints are deleted faster than they can be opened\n  to fix: {fix}")
 
 
 def is_checkpoint(path: str | os.PathLike[str]) -> bool:

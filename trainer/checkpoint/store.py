@@ -26,7 +26,7 @@ import torch
 
 from trainer.checkpoint.blocks import checksum_of
 from trainer.checkpoint.contents import Facts, Savable, Snapshot, collect, keep_own, unlike_parts
-from trainer.checkpoint.failures import describe, joined
+from trainer.checkpoint.failures import TO_FIX, describe, joined
 from trainer.checkpoint.keeping import Keeping
 from trainer.checkpoint.layout import Placed, layout_of, layout_to_json
 from trainer.checkpoint.manifest import (
@@ -45,6 +45,7 @@ from trainer.config import CheckpointSection
 from trainer.distributed.channel import Channel
 from trainer.distributed.world import World
 from trainer.errors import UserError
+from trainer.files import readable_size
 
 Result = TypeVar("Result")
 
@@ -106,7 +107,7 @@ class Checkpoints:
         self._staging = Staging(world.device)
         self.reader = Reader(place, world, settings.checksums)
         """What is there already."""
-        self._keeping = Keeping(place, settings.keep_last, settings.keep_every, settings.keep_best, settings.metric)
+        self._keeping = self._keeping_in(place)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=_step_back)
         self._in_flight: Future[SaveResult] | None = None
         self.makes_way = False
@@ -119,6 +120,17 @@ class Checkpoints:
         self._sent_chunks: Any = None
         self._chunks_by_rank: dict[int, Placed] = {}
         self._layout_files: dict[str, bytes] = {}
+
+    def _keeping_in(self, place: Place) -> Keeping:
+        kept = self.settings
+        return Keeping(place, kept.keep_last, kept.keep_every, kept.keep_best, kept.metric)
+
+    def move_to(self, place: Place) -> None:
+        """Save to another place from the next save on.  No save may be in flight."""
+        assert self._in_flight is None, "its files are in the earlier place"
+        self.place = place
+        self.reader = Reader(place, self.world, self.settings.checksums)
+        self._keeping = self._keeping_in(place)
 
     def begin_step(self, step: int) -> None:
         """A step begins: on the CPU, writing in the background would take its memory bandwidth."""
@@ -268,7 +280,8 @@ class Checkpoints:
         outcome, lost_ranks, folder = ("", 0), False, self.place / final
         try:
             (all_bytes,) = self._channel.sum([self._plans.num_bytes])
-            begun = self._at(f"making {folder}", lambda: self._begin(final, int(all_bytes)))
+            is_good = snapshot.num_skipped == 0 and state.num_skipped == 0
+            begun = self._at(f"making {folder}", lambda: self._begin(final, int(all_bytes), may_prune=is_good))
             unpublished, failed = self._channel.broadcast(begun)
             if not failed:
                 written = None
@@ -308,15 +321,23 @@ class Checkpoints:
         path = f"{self.place}/{name_of(step)}"
         return SaveResult(step, path, 0, elapsed, elapsed, f"{path}: {error}")
 
-    def _begin(self, final: str, all_bytes: int) -> tuple[str, str]:
-        """Rank 0: see that there is room, and make the folder.  Returns its name for the time being, or an error."""
+    def _begin(self, final: str, all_bytes: int, may_prune: bool) -> tuple[str, str]:
+        """Rank 0: see that there is room, and make the folder.  Returns its name for the time being, or an error.
+
+        With `may_prune`, what will not be kept once this checkpoint is published is deleted now if there is no room.
+        """
         if not self.world.is_main:
             return "", ""
         try:
             self.wait_for_deleting()
             free = self.place.free_bytes()
+            if free is not None and free < all_bytes * _FREE_MARGIN and may_prune:
+                for name in self._keeping.spare():
+                    self.place.delete(self.place.retire(name))
+                free = self.place.free_bytes()
             if free is not None and free < all_bytes * _FREE_MARGIN:
-                return "", f"rank 0: {self.place} has {_gib(free)} free, the checkpoint needs {_gib(all_bytes)}"
+                lack = f"{self.place} has {readable_size(free)} free, the checkpoint needs {readable_size(all_bytes)}"
+                return "", f"rank 0: {lack}; {TO_FIX}"
             return self.place.begin(final), ""
         except Exception as error:
             return "", f"rank 0: {describe(error)}"
@@ -478,7 +499,3 @@ def _raise_first_mistake(mistakes: list[str | None]) -> None:
     for rank, mistake in enumerate(mistakes):
         if mistake is not None:
             raise UserError(f"rank {rank}: {mistake}")
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**28 else f"{num_bytes / 2**20:.1f} MiB"

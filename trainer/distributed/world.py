@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -94,6 +95,7 @@ class World(Channel):
             parent = os.getppid() if self.env.has_a_parent else None
             self._watch = FailureWatch(self.rank, messages, parent, self.failures)
             follow_parent(False)  # from here on the watch does, which leaves word of it
+            _worlds.append(self)
 
     @property
     def messages(self) -> Messages | None:
@@ -221,6 +223,23 @@ class World(Channel):
             with contextlib.suppress(RuntimeError):
                 self.first_failure = Messages(self._store, _ANSWER_S).get(FAILURE)
 
+    def part(self) -> None:
+        """Stop using the store, before leaving because of a user's mistake that all ranks have heard of.
+
+        Rank 0, whose process keeps the store, waits a moment until all have: torch prints a page of C++ frames on
+        every rank that asks a store which is gone.
+        """
+        if self._watch is not None:
+            self._watch.stop()
+        if self._store is None:
+            return
+        until = time.monotonic() + _PART_S
+        with contextlib.suppress(RuntimeError):
+            num_parted = self._store.add("meshtrainer/parted", 1)
+            while self.rank == 0 and num_parted < self.size and time.monotonic() < until:
+                time.sleep(0.02)
+                num_parted = self._store.add("meshtrainer/parted", 0)
+
     def close(self) -> None:
         """Leave together: wait for all ranks, then end the process group if this opened it."""
         if self._watch is not None:
@@ -229,6 +248,18 @@ class World(Channel):
             self.barrier()
             dist.destroy_process_group()
 
+
+def part() -> None:
+    """`World.part` of the world that this process opened last, if there is one: its Trainer may not have been built."""
+    if _worlds:
+        _worlds.pop().part()
+
+
+_worlds: list[World] = []
+"""Those that were opened in this process, with other ranks."""
+
+_PART_S = 2.0
+"""How long rank 0 waits for the others, at most."""
 
 _openings = itertools.count()
 """Numbers the process groups that this process opens, one after another: each has its own names in the store."""

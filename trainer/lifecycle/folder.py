@@ -6,6 +6,8 @@ Written by rank 0 alone.  Nothing here is written before the run is known to be 
 from __future__ import annotations
 
 import contextlib
+import errno
+import itertools
 import json
 import os
 import shutil
@@ -14,16 +16,32 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from trainer.config import RunConfig
 from trainer.config.relocate import CONFIG
-from trainer.errors import EXIT_FAILED, UserError, mask_credentials, say, setting_error
+from trainer.errors import EXIT_FAILED, UserError, mask_credentials, masked, say, setting_error, typed
 from trainer.files import find_folder, write_and_sync, write_atomically
 
 RECORD = ("metrics.jsonl", "metrics_superseded.jsonl", "console.log", "samples.txt", "tensorboard", "wandb", "profile")
 """What a run that begins anew leaves behind, beside its checkpoints."""
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A folder of the run that is no longer where the run was told to put it."""
+
+    setting: str
+    folder: Path
+    what: str
+    """What happened to it: "was deleted", say."""
+    moved_to: Path | None = None
+    """Where the same folder is now, if it was renamed."""
+
+    def __str__(self) -> str:
+        return f"{self.setting}={self.folder}: {self.what} while the run was training in it"
 
 
 class RunFolder:
@@ -35,9 +53,17 @@ class RunFolder:
         self._comment = comment
         self._owners = [Owner(self.path, "run.dir")]
         self._is_owned = False
+        self.loss: Loss | None = None
+        """The first folder of this run that was deleted, renamed or replaced.  On rank 0 alone."""
+        self.has_moved = False
+        """True once the run writes elsewhere because of that."""
+        self.checkpoint_dir = config.checkpoint.dir
+        """Where checkpoints go; None: to a folder in this one."""
         elsewhere = find_folder(config.checkpoint.dir) if config.checkpoint.dir else None
         if elsewhere is not None and self.path not in (elsewhere, *elsewhere.parents):
             self._owners.append(Owner(elsewhere, "checkpoint.dir"))
+        for owner in self._owners:
+            owner.on_loss = self._note_loss
 
     @property
     def metrics(self) -> Path:
@@ -68,6 +94,52 @@ class RunFolder:
             for owner in reversed(self._owners):
                 owner.release()
 
+    def look(self) -> Loss | None:
+        """Look whether the folders of the run are still there; return the first one that is not, and say so once.
+
+        None on all ranks but the first.
+        """
+        for owner in self._owners if self._is_owned else ():
+            if self.loss is None and (loss := owner.look()) is not None:
+                self._note_loss(loss)
+        return self.loss
+
+    def _note_loss(self, loss: Loss) -> None:
+        """Remember the first loss and say so.  On rank 0, by the main thread or the thread of the heartbeat."""
+        if self.loss is None:
+            self.loss = loss
+            say(f"warning: {loss}; the run stops after this step and saves its state elsewhere")
+
+    def move(self) -> None:
+        """Have the run write elsewhere, now that a folder of it is lost: to where the folder was renamed to, or to a
+        new one beside where it was.  On rank 0.  Raises OSError if that cannot be.
+        """
+        for number, owner in enumerate(self._owners):
+            loss = owner.look()
+            if loss is None:
+                continue
+            if loss.moved_to is not None:
+                owner.follow(loss.moved_to)
+            else:
+                owner.release()
+                owner = self._owners[number] = Owner(_free_name(loss.folder), loss.setting)
+                owner.acquire()
+            kept = find_folder(self.checkpoint_dir) if self.checkpoint_dir else None
+            if kept is not None and loss.folder.absolute() in (kept, *kept.parents):
+                self.checkpoint_dir = str(owner.folder / kept.relative_to(loss.folder.absolute()))
+            if loss.setting == "run.dir":
+                self.path = owner.folder
+                if loss.moved_to is None:
+                    self.begin()
+        self.has_moved = True
+
+    @property
+    def moved_settings(self) -> str:
+        """The settings that name where the run has moved to, as they are typed; empty if it has not moved."""
+        before = {"run.dir": self.config.run_dir, "checkpoint.dir": self.config.checkpoint.dir}
+        now = {"run.dir": self.path, "checkpoint.dir": self.checkpoint_dir}
+        return " ".join(typed(key, now[key]) for key in now if now[key] != before[key])
+
     def using(self, work: Callable[[], object]) -> None:
         """Do something of the start in this folder.  Raises UserError if it cannot be used: its disk is full, say."""
         with _usable("run.dir", self.path, f"runs/{self.config.run.name}"):
@@ -77,7 +149,14 @@ class RunFolder:
         """Write `config.yaml`."""
         if self.is_main:
             comment = "".join(f"# {line}\n" for line in self._comment.splitlines())
-            write_atomically(self.path / CONFIG, comment + self.config.on_record().to_yaml())
+            config = self.config.on_record()
+            if self.path != self.config.run_dir:
+                config = replace(
+                    config,
+                    run=replace(config.run, dir=str(self.path)),
+                    checkpoint=replace(config.checkpoint, dir=self.checkpoint_dir and masked(self.checkpoint_dir)),
+                )
+            write_atomically(self.path / CONFIG, comment + config.to_yaml())
 
     def set_aside(self, *names: str) -> Path | None:
         """Move what the new attempt leaves behind into a folder `previous_NNN`: never deleted.  Returns the folder.
@@ -98,11 +177,12 @@ class RunFolder:
         return aside
 
     def write_status(self, state: str, exit_code: int | None, step: int, reason: str) -> None:
-        """Say how the run stands: `state` is running, finished, stopped or failed.
+        """Write `status.json`: `state` is running, finished, stopped or failed.
 
-        Only of a run that owns the folder: another's word stays as it is.
+        Nothing is written unless this run owns the folder: the file of another run is left as it is.
         """
-        if self._is_owned:
+        self.look()
+        if self._is_owned and (self.loss is None or self.loss.setting != "run.dir" or self.has_moved):
             write_status(self.path, {"state": state, "exit_code": exit_code, "step": step, "reason": reason})
 
     def has_finished(self) -> bool:
@@ -127,6 +207,12 @@ def _usable(setting: str, folder: Path, legal: str | None) -> Iterator[None]:
     except OSError as error:
         where = f": {error.filename}" if error.filename not in (None, str(folder)) else ""
         raise setting_error(setting, folder, f"cannot be used ({error.strerror or error}{where})", legal) from error
+
+
+def _free_name(folder: Path) -> Path:
+    """Return a name beside `folder` that is not taken, for what is saved of a run that has lost it."""
+    names = (f"{folder.name}-rescued{'' if number == 1 else f'-{number}'}" for number in itertools.count(1))
+    return next(path for name in names if not (path := folder.with_name(name)).exists())
 
 
 _PAUSES_S = (0.2, 1.0)
@@ -179,6 +265,10 @@ class Owner:
 
     NAME = ".owner.json"
     BEAT_S, STALE_S = 5.0, 30.0
+    LOOK_S = 1.0
+    """How often the owner looks whether the folder is still there."""
+    _AGAIN_S = 0.2
+    """A folder that is gone is looked for again after this: it may be in the middle of being exchanged."""
 
     def __init__(self, folder: Path, setting: str) -> None:
         self.folder, self.path, self.setting = folder, folder / self.NAME, setting
@@ -186,6 +276,10 @@ class Owner:
         self._made: list[Path] = []
         self._stopped = threading.Event()
         self._beat: threading.Thread | None = None
+        self._descriptor = -1
+        """The folder itself, whatever its name is by now."""
+        self.on_loss: Callable[[Loss], None] = lambda loss: None
+        """Called, on another thread, when the folder is found to be deleted, renamed or replaced."""
 
     def acquire(self) -> None:
         """Take the folder.  Waits up to `STALE_S` for the heartbeat of a process on another node.
@@ -205,6 +299,7 @@ class Owner:
         finally:
             mine.unlink(missing_ok=True)
         self._clean()
+        self._descriptor = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._beat = threading.Thread(target=self._keep_alive, name="owner", daemon=True)
         self._beat.start()
 
@@ -212,13 +307,60 @@ class Owner:
         if self._beat is None:
             return
         self._stopped.set()
-        self._beat.join()
+        if self._beat is not threading.current_thread():
+            self._beat.join()
         self._beat = None
         with contextlib.suppress(OSError):  # a folder that can no longer be written: the next run finds us gone
             if self._read() == self._own:
                 self.path.unlink(missing_ok=True)
-            for folder in self._made:
-                folder.rmdir()  # unless it was of use
+                for folder in self._made:
+                    folder.rmdir()  # unless it was of use
+        os.close(self._descriptor)
+        self._descriptor = -1
+
+    def look(self) -> Loss | None:
+        """Return what happened to the folder, None if it is where it was.
+
+        Storage that does not answer is not a loss: it may come back.
+        """
+        if self._descriptor < 0 or self._read() == self._own:
+            return None
+        if self._is_in_place():
+            return None
+        time.sleep(self._AGAIN_S)
+        if self._is_in_place():
+            return None
+        try:
+            is_deleted = os.fstat(self._descriptor).st_nlink == 0
+        except OSError:  # deleted on another node
+            is_deleted = True
+        moved_to = None if is_deleted else self._find()
+        what = "was deleted" if is_deleted else "is no longer there (was its disk unmounted?)"
+        if moved_to is not None:
+            what = f"was renamed to {moved_to}"
+        elif os.path.lexists(self.folder):
+            what += ", and something else has its name"
+        return Loss(self.setting, self.folder, what, moved_to)
+
+    def _is_in_place(self) -> bool:
+        """Return whether the folder that was taken still has its name."""
+        try:
+            there, own = os.stat(self.folder), os.fstat(self._descriptor)
+        except OSError as error:
+            return error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
+        return os.path.samestat(there, own)
+
+    def _find(self) -> Path | None:
+        """Return the present path of the folder, None if the system does not tell."""
+        with contextlib.suppress(OSError):
+            path = Path(os.readlink(f"/proc/self/fd/{self._descriptor}"))
+            if os.path.samestat(path.stat(), os.fstat(self._descriptor)):
+                return path
+        return None
+
+    def follow(self, folder: Path) -> None:
+        """The folder was renamed to `folder`, and is still this run's."""
+        self.folder, self.path, self._made = folder, folder / self.NAME, []
 
     def _clean(self) -> None:
         """Remove what claimants that were killed have left, but nothing of one that is alive."""
@@ -233,11 +375,8 @@ class Owner:
         while not self._is_dead(owner, mine):
             is_remote = owner is None or _where(owner) != _where(self._own)
             if not is_remote or self._last_beat() != first_beat:
-                who = "a process" if owner is None else f"process {owner.get('pid')} on {owner.get('host')}"
-                job = f", Slurm job {owner['job']}" if owner and owner.get("job") else ""
-                since = f" since {owner['since']}" if owner and owner.get("since") else ""
                 raise UserError(
-                    f"{self.setting}={self.folder}: another run owns it: {who}{job}{since}\n  wait for it, stop "
+                    f"{self.setting}={self.folder}: another run owns it: {_name(owner)}\n  wait for it, stop "
                     f"it, or choose another {self.setting}"
                 )
             time.sleep(0.5)
@@ -273,16 +412,52 @@ class Owner:
         return _parse(self.path)
 
     def _keep_alive(self) -> None:
-        while not self._stopped.wait(self.BEAT_S):
+        has_told, beat_at = False, time.monotonic() + self.BEAT_S
+        while not self._stopped.wait(self.LOOK_S):
             try:
                 owner = self._read()
-                if owner is not None and owner != self._own and owner.get("pid") != self._own["pid"]:
-                    # This process stood still for so long that it was taken for dead.  Two must not write here.
-                    say(f"error: {self.folder} was taken over by {owner}; this run ends")
-                    os._exit(EXIT_FAILED)
-                os.utime(self.path)
+                if owner != self._own and not has_told:
+                    loss = self.look()
+                    if loss is not None:
+                        has_told = True
+                        self.on_loss(loss)
+                    elif owner is None:
+                        self._claim_again()
+                    elif owner.get("pid") != self._own["pid"]:
+                        self._give_way(owner)
+                elif owner == self._own and time.monotonic() >= beat_at:
+                    beat_at = time.monotonic() + self.BEAT_S
+                    os.utime(self.path)
             except OSError:  # the file system is away; it may come back
                 continue
+
+    def _claim_again(self) -> None:
+        """Somebody has deleted the file that names the owner.  The folder is still there: put the file back."""
+        if not self.path.exists():
+            mine = self.folder / f"{self.NAME}.{self._own['token']}"
+            try:
+                write_and_sync(mine, json.dumps(self._own))
+                _link(mine, self.path)
+            finally:
+                mine.unlink(missing_ok=True)
+
+    def _give_way(self, owner: dict[str, Any]) -> NoReturn:
+        """End this process: it stood still for so long that another run took it for dead.  Two must not write here."""
+        say(
+            f"error: {self.setting}={self.folder}: another run has taken it over ({_name(owner)}), because this one "
+            f"gave no sign of life for {self.STALE_S:.0f} s\n  this run ends here, without saving; the other one "
+            "continues from the newest checkpoint"
+        )
+        os._exit(EXIT_FAILED)
+
+
+def _name(owner: Mapping[str, Any] | None) -> str:
+    """Return in words which process an owner's file names."""
+    if owner is None:
+        return "a process"
+    job = f", Slurm job {owner['job']}" if owner.get("job") else ""
+    since = f" since {owner['since']}" if owner.get("since") else ""
+    return f"process {owner.get('pid')} on {owner.get('host')}{job}{since}"
 
 
 def is_owned(folder: Path) -> bool:

@@ -15,9 +15,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
-from trainer.checkpoint.saver import Saver
+from trainer.checkpoint.saver import Resumable, Saver
 from trainer.config import RunConfig, find_deadline
 from trainer.distributed.ballot import Ballot
 from trainer.distributed.environment import take_start
@@ -37,6 +37,7 @@ from trainer.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_USER_E
 from trainer.lifecycle.folder import RunFolder
 from trainer.lifecycle.leaving import Leaving
 from trainer.lifecycle.on_end import tell_of_the_end
+from trainer.lifecycle.refuge import Refuge
 from trainer.lifecycle.summary import closing
 from trainer.lifecycle.watchdog import Watchdog
 from trainer.metrics.accounts import Accounts
@@ -64,12 +65,6 @@ TRANSITIONS: Mapping[tuple[Phase, Event], Phase] = {
 """The phase after each event.  An event that is not listed for a phase is a mistake in the program."""
 
 
-class Progress(Protocol):
-    """The counters of a run."""
-
-    step: int
-
-
 class Lifecycle:
     """One run of this process: its phase, its folder, requests to stop, and how it ends.
 
@@ -81,9 +76,10 @@ class Lifecycle:
         self,
         config: RunConfig,
         world: World,
-        progress: Progress,
+        progress: Resumable,
         ballot: Ballot,
         folder: RunFolder,
+        refuge: Refuge,
         metrics: Metrics,
         watchdog: Watchdog,
         accounts: Accounts,
@@ -94,7 +90,7 @@ class Lifecycle:
         started: float,
     ) -> None:
         self._config, self._world, self._progress = config, world, progress
-        self._folder, self._metrics, self._watchdog = folder, metrics, watchdog
+        self._folder, self._refuge, self._metrics, self._watchdog = folder, refuge, metrics, watchdog
         self._accounts, self._saver, self._forecast = accounts, saver, forecast
         self._loader, self._started = loader, started
         self._earlier_error = sys.exc_info()[1]  # one that is being handled already
@@ -109,6 +105,7 @@ class Lifecycle:
         if self.stop.prompt is not None:
             self.stop.prompt.before_exit = self._record_prompt_stop
         ballot.ask(self._is_asked_to_stop, self._begin_to_stop)
+        ballot.ask(lambda: folder.loss is not None, self._stop_for_good)
         self.leaving = Leaving(ballot, loader, eval_loader, self._is_asked_to_stop)
         world.failures.append(self)
 
@@ -159,7 +156,11 @@ class Lifecycle:
         return clock.now() - (time.monotonic() - self._started) if command is None else clock.at(command)
 
     def end(self) -> int:
-        """End in order: stopped on request, or finished.  Returns the exit code.  Collective."""
+        """End in order: stopped on request, or finished.  Returns the exit code.  Collective.
+
+        Raises TrainingFailed if a folder of the run was lost; its state is saved elsewhere by then.
+        """
+        self._end_if_lost(saves=True)
         if self.stopping:
             reasons = self._world.gather(self.stop.reason(self._stopping_s()))
             reason = next((reason for reason in reasons if reason), "asked to stop")
@@ -179,6 +180,22 @@ class Lifecycle:
             self._metrics.say(line, "bold")
         self._end("finished", EXIT_FINISHED, reason)
         return EXIT_FINISHED
+
+    def _end_if_lost(self, saves: bool) -> None:
+        """Raise TrainingFailed, on all ranks alike, if a folder of the run was deleted, renamed or replaced.
+
+        With `saves` the state is saved elsewhere first, unless it has been.
+        """
+        had_moved, step = self._refuge.has_moved, self._progress.step
+        if not self._refuge.check():
+            return
+        saved = "its state is not saved"
+        if saves and step:
+            if not had_moved:  # the last save went where nothing is any more
+                self._saver.forget()
+            self._saver.save_at_the_end(self._progress)
+            saved = f"the state of step {step} is in {self._saver.place}"
+        raise self._refuge.farewell(saved)
 
     def end_without_work(self, resumed_step: int | None, clean: Callable[[], None]) -> int:
         """There is nothing left to train.  Returns the exit code.  `clean` removes what a killed attempt left."""
@@ -324,6 +341,7 @@ class Lifecycle:
         """Finish what is still on its way: a save, and the numbers of the last step."""
         self._saver.finish()
         if self.is_running:
+            self._end_if_lost(saves=False)
             self._accounts.settle()
             if self._accounts.horizon.is_reached(self._progress.step):
                 self._accounts.check_end(self._progress.step)
@@ -338,6 +356,10 @@ class Lifecycle:
             self.stopping = True
             if not self.stop.is_answered:
                 self._metrics.say(STOPPING, "yellow")
+
+    def _stop_for_good(self) -> None:
+        """A folder of the run is lost: the current step is the last.  The message is rank 0's, which has noticed it."""
+        self.stopping = True
 
     def _stopping_s(self) -> float:
         """Return how long stopping takes: two steps and a save as long as the longest so far, with room to spare."""

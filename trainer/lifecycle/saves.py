@@ -9,6 +9,7 @@ from trainer.checkpoint.saver import Resumable
 from trainer.checkpoint.store import SaveResult
 from trainer.distributed.world import World
 from trainer.lifecycle.folder import RunFolder
+from trainer.lifecycle.refuge import Refuge
 from trainer.lifecycle.resume import Resume
 from trainer.lifecycle.watchdog import Watchdog
 from trainer.metrics.accounts import Accounts
@@ -22,9 +23,16 @@ class RunSaves:
     """The SaveListener of a run: owns the folder, settles the accounts, watches the save and writes its record."""
 
     def __init__(
-        self, world: World, folder: RunFolder, resume: Resume, accounts: Accounts, watchdog: Watchdog, metrics: Metrics
+        self,
+        world: World,
+        folder: RunFolder,
+        refuge: Refuge,
+        resume: Resume,
+        accounts: Accounts,
+        watchdog: Watchdog,
+        metrics: Metrics,
     ) -> None:
-        self._world, self._folder, self._resume = world, folder, resume
+        self._world, self._folder, self._refuge, self._resume = world, folder, refuge, resume
         self._accounts, self._watchdog, self._metrics = accounts, watchdog, metrics
 
     @property
@@ -42,6 +50,7 @@ class RunSaves:
 
     def prepare(self, state: Resumable) -> None:
         self._world.agreed(self._folder.own)
+        self._refuge.check()
         self._resume.confirm(state.step)
         self._accounts.settle()
 

@@ -11,6 +11,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from trainer.checkpoint.place import Place
+from trainer.checkpoint.room import lack_of_room
 from trainer.config import RunConfig
 from trainer.config.auto import MODEL
 from trainer.config.needs import compiles_blocks
@@ -24,6 +26,7 @@ from trainer.data.stdlib import Split, gzip_bits_per_byte, held_out_text
 from trainer.data.tokenizer import tokenizer_of
 from trainer.distributed.world import CONTEXT, REPLICATE, SHARD, World
 from trainer.lifecycle.resume import Resume
+from trainer.lifecycle.state import TrainState
 from trainer.metrics.console import readable_bytes, readable_count, readable_duration
 from trainer.metrics.fanout import Metrics
 from trainer.metrics.horizon import Horizon
@@ -178,6 +181,19 @@ def why_unevaluated(config: RunConfig, is_evaluated: bool) -> str:
         f"warning: eval.every={config.eval.every}, but nothing is held out for evaluation ({too_few}): there will be "
         "none; give data.eval_path, or set eval.every=0"
     )
+
+
+def room_notes(
+    config: RunConfig, world: World, mesh: DeviceMesh, model: nn.Module, state: TrainState, place: Place
+) -> list[str]:
+    """Return a warning if the checkpoints to come do not fit on the disk of `place`, nothing if they do."""
+    stored = state.parts["model"].state_dict()
+    weights = sum(t.numel() * t.element_size() for t in stored.values() if isinstance(t, torch.Tensor))
+    _, _, kept = bytes_of_training(model, config.optim, config.train.ema > 0)
+    num_shards = world.size // mesh_sizes(mesh, config)[REPLICATE]
+    steps_left = config.train.steps - state.step
+    lack = lack_of_room(place, config.checkpoint, weights + kept * num_shards, steps_left)
+    return [lack] if lack else []
 
 
 def start_record(

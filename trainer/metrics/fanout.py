@@ -37,6 +37,7 @@ class Metrics:
             outlet = cast(TextIO, Outlet(sys.stdout))
             self.console = ConsoleSink(config.train.steps, find_screen(outlet), outlet.close)
         self._log: ConsoleSink | None = None
+        self._log_file: KeptText | None = None
         self._sinks: list[Sink] = []
         self._ledger = Ledger()
         self.before: dict[str, Any] = {}
@@ -62,8 +63,8 @@ class Metrics:
         clock = {"boot": self.clock.boot, "booted": self.clock.booted}
         self.before = {"lost_steps": file.lost_steps, "before": before, **clock}
         self._ledger.remember(file.ledger)
-        kept = cast(TextIO, KeptText(path.parent / LOG))
-        self._log = ConsoleSink(self._config.train.steps, PlainScreen(kept), kept.close)
+        kept = self._log_file = KeptText(path.parent / LOG)
+        self._log = ConsoleSink(self._config.train.steps, PlainScreen(cast(TextIO, kept)), kept.close)
         self._log.say(f"-- {time.strftime('%Y-%m-%d %H:%M:%S')}")
         self._sinks = [file, self.console, self._log]
         if self._config.log.prompts:
@@ -86,6 +87,17 @@ class Metrics:
         for sink in self._sinks:
             if isinstance(sink, JsonLines):
                 sink.go_back(step)
+
+    def move_to(self, folder: Path) -> None:
+        """Continue the files in another folder: the one that they were in was renamed or deleted.
+
+        What they held goes along.  Event files of TensorBoard, and W&B's own files, do not.
+        """
+        for sink in self._sinks:
+            if isinstance(sink, (JsonLines, SampleFile)):
+                sink.move_to(folder)
+        if self._log_file is not None:
+            self._log_file.move_to(folder / LOG)
 
     def write(self, record: Record) -> Record:
         """Hand the record to all sinks, with the `time` (seconds since 1970); returns it without."""
@@ -123,4 +135,4 @@ class Metrics:
     def close(self) -> None:
         for sink in self._sinks:
             sink.close()
-        self._sinks, self._log = [], None
+        self._sinks, self._log, self._log_file = [], None, None

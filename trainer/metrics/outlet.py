@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TextIO
 
 from trainer.errors import discard_stream, say
+from trainer.files import content_of
 
 
 class Outlet(io.TextIOBase):
@@ -100,9 +101,19 @@ class KeptText(io.TextIOBase):
     def write(self, text: str) -> int:
         with contextlib.suppress(OSError):
             if self._fd is None:
-                self._fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+                self._fd = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
             os.write(self._fd, text.encode("utf-8", "replace"))
         return len(text)
+
+    def move_to(self, path: Path) -> None:
+        """Continue in another file.  Unless it is the same one, renamed, what was written goes along."""
+        before, self._path = b"", path
+        with contextlib.suppress(OSError):
+            if self._fd is not None and not (path.exists() and os.path.samestat(path.stat(), os.fstat(self._fd))):
+                before = content_of(self._fd)
+        self.close()
+        if before:
+            self.write(before.decode("utf-8", "replace"))
 
     def close(self) -> None:
         fd, self._fd = self._fd, None

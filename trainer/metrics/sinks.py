@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from trainer.config import RunConfig
 from trainer.errors import mask_credentials, say, setting_error
-from trainer.files import append_and_sync, write_atomically
+from trainer.files import append_and_sync, content_of, write_atomically
 from trainer.metrics.goodput import Ledger
 from trainer.metrics.outlet import KeptText
 from trainer.metrics.record import Record, read_lines
@@ -41,9 +41,11 @@ class JsonLines:
     def __init__(self, path: Path, resumed_step: int) -> None:
         self._path = path
         self._unwritten = b""
+        self._folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        """The folder that the file is in, whatever its name is by now: another one in its place is left alone."""
         self._file = self._open_past(resumed_step)
 
-    def _open_past(self, step: int) -> io.RawIOBase:
+    def _open_past(self, step: int) -> io.FileIO:
         ledger = Ledger(step)
         if self._path.exists():
             kept: list[str] = []
@@ -57,7 +59,7 @@ class JsonLines:
             write_atomically(self._path, "".join(kept))
         self.ledger = ledger
         self.lost_steps, self.before = ledger.lost_steps, ledger.total()
-        return open(self._path, "ab", buffering=0)
+        return open(self._path, "a+b", buffering=0)
 
     def go_back(self, step: int) -> None:
         """Drop the lines past `step`, in mid-run.  Raises OSError if they cannot be; then all is as it was."""
@@ -81,16 +83,55 @@ class JsonLines:
         had_failed = bool(self._unwritten)
         self._unwritten += json.dumps(_finite(record)).encode() + b"\n"
         try:
-            while self._unwritten:
-                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+            self._put_back()
+            self._flush()
         except OSError as error:
             if not had_failed:
                 warn(f"{self._path} cannot be written; lines are kept in memory until it can: {error}")
+
+    def _flush(self) -> None:
+        while self._unwritten:
+            self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+
+    def _put_back(self) -> None:
+        """If somebody has deleted the file, write it again: its content can still be read.  If it was replaced,
+        continue in the one that is there.
+        """
+        own = os.fstat(self._file.fileno())
+        try:
+            there = os.stat(self._path.name, dir_fd=self._folder)
+        except FileNotFoundError:
+            there = None
+        if there is not None and (own.st_nlink or os.path.samestat(there, own)):
+            return
+        try:
+            self._continue_in_folder(with_content=there is None)
+        except FileNotFoundError:  # the folder itself was deleted: its owner says so, and calls `move_to`
+            return
+        warn(f"{self._path} was {'deleted: it was written again' if there is None else 'replaced: it is continued'}")
+
+    def move_to(self, folder: Path) -> None:
+        """Continue the file in another folder.  Unless it is there already, what it held goes along."""
+        before, self._path = self._folder, folder / self._path.name
+        self._folder = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        os.close(before)
+        self._continue_in_folder(with_content=not self._path.exists())
+        self._flush()
+
+    def _continue_in_folder(self, with_content: bool) -> None:
+        """Open the file of this name in the folder; `with_content`: what the file held until now is written to it."""
+        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+        descriptor = os.open(self._path.name, flags, 0o666, dir_fd=self._folder)
+        before, self._file = self._file, io.FileIO(descriptor, "a+b")
+        if with_content:
+            self._unwritten = content_of(before.fileno()) + self._unwritten
+        before.close()
 
     def close(self) -> None:
         if self._unwritten:
             warn(f"{self._path}: {self._unwritten.count(b'}')} lines could not be written")
         self._file.close()
+        os.close(self._folder)
 
 
 SUPERSEDED = "metrics_superseded.jsonl"
@@ -112,11 +153,14 @@ class SampleFile:
     """`samples.txt`: what the model has made of the prompts, for people; appended, over all attempts."""
 
     def __init__(self, path: Path) -> None:
-        self._text = KeptText(path)
+        self._name, self._text = path.name, KeptText(path)
 
     def write(self, record: Record) -> None:
         if record.kind == "sample":
             self._text.write(f"-- step {record.step}: {record.prompt}\n{record.text}\n\n")
+
+    def move_to(self, folder: Path) -> None:
+        self._text.move_to(folder / self._name)
 
     def close(self) -> None:
         self._text.close()

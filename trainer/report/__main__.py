@@ -13,11 +13,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from trainer.errors import EXIT_FINISHED, CommandParser, run_command, setting_error, tell
-from trainer.files import replacing
+from trainer.files import making, replacing
 from trainer.report.charts import draw_png
 from trainer.report.live import PORT, serve, watch
 from trainer.report.page import facts_of, write_comparison, write_page
@@ -65,19 +65,21 @@ def write_report(folders: Sequence[Path], out: Path | None = None) -> tuple[Path
     title = f"{one.name}: {one.state} at step {one.reached}" if one else f"{len(runs)} runs compared"
     html = write_page(one, page.absolute().parent) if one else write_comparison(runs)
     picture = page.with_suffix(".png")
+    contents = {page: html.encode(), picture: draw_png(runs, title, facts_of(one) if one else "")}
     try:
-        _write(page, html.encode())
-        _write(picture, draw_png(runs, title, facts_of(one) if one else ""))
+        with making("--out", page, sum(map(len, contents.values()))):
+            _write(contents)
     except OSError as error:
         rule = f"cannot be written ({error.strerror})"
         raise setting_error("--out", page, rule, fix="give a writable path") from error
     return page, picture
 
 
-def _write(path: Path, content: bytes) -> None:
-    """Write so that a browser which reloads the page meanwhile sees the old one or the new one."""
-    with replacing(path) as partial:
-        partial.write_bytes(content)
+def _write(contents: Mapping[Path, bytes]) -> None:
+    """Write all files or none, so that a browser which reloads a page meanwhile sees the old one or the new one."""
+    with contextlib.ExitStack() as stack:
+        for path, content in contents.items():
+            stack.enter_context(replacing(path)).write_bytes(content)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from trainer.config.pretrained import CONFIG, INDEX, WEIGHTS, fields_of, find_huggingface
 from trainer.errors import UserError, setting_error
-from trainer.files import sync_folder
+from trainer.files import making, sync_folder
 from trainer.model.names import Names
 from trainer.recipe import Recipe, Stacked, Transposed
 from trainer.weights.access import WeightSource, find_weights, named_weights, row_blocks
@@ -128,9 +128,23 @@ def write_folder(
 
     `mark` goes into the headers of the tensors' files.
 
-    Raises UserError, named `setting`, if the folder holds anything but an earlier export that may be replaced.
+    Raises UserError, named `setting`, if the folder holds anything but an earlier export that may be replaced, or if
+    there is no room for the files.
     """
-    _make_room(path, overwrite, setting)
+    num_bytes = sum(map(len, texts.values())) + sum(tensor.num_bytes for shard in shards.values() for tensor in shard)
+    with making(setting, path, num_bytes):
+        _make_room(path, overwrite, setting)
+        return _write_files(path, texts, shards, source, mark)
+
+
+def _write_files(
+    path: Path,
+    texts: Mapping[str, bytes],
+    shards: Mapping[str, Sequence[Tensor]],
+    source: WeightSource,
+    mark: Mapping[str, str],
+) -> list[Path]:
+    """Write the files of an export into a folder that is ready for them, and take away those of an earlier one."""
     names = (*(name for name in texts if name != INDEX), *shards, *(name for name in texts if name == INDEX))
     partial = {name: path / f".{name.replace('/', '-')}{PARTIAL}" for name in names}
     try:

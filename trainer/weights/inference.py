@@ -13,7 +13,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from trainer.checkpoint.source import StoredWeights, find_checkpoint, is_checkpoint
+from trainer.checkpoint.source import StoredWeights, find_checkpoint, is_checkpoint, open_checkpoint
 from trainer.checkpoint.tree import join
 from trainer.config import RunConfig, config_from_yaml, stored_value, told_by_yaml
 from trainer.config.pretrained import (
@@ -118,7 +118,7 @@ def open_weights(path: str | os.PathLike[str], config: RunConfig) -> WeightSourc
         told = told_by_folder(os.fspath(path), config.recipe, "train.init_from")
         source = SafetensorsFolder(Path(path), config.recipe, config.model, setting="train.init_from")
     else:
-        stored = StoredWeights(find_checkpoint(path))
+        stored = open_checkpoint(path)
         told = told_by_yaml(stored.config_yaml, config.recipe.name, f"{stored.place}/config.yaml")
         source = merged(stored, config.recipe, config.model)
     if told is not None:
@@ -171,7 +171,7 @@ def _open_base(path: str, recipe: Recipe, model_config: Any) -> WeightSource:
     if _is_hugging_face(path):
         own = recipe.first_weights(replace(model_config, path=path)) if recipe.weights is not None else None
         return own or SafetensorsFolder(Path(path), recipe, model_config, setting="base")
-    return merged(StoredWeights(find_checkpoint(path)), recipe, model_config)
+    return merged(open_checkpoint(path), recipe, model_config)
 
 
 def joined(stored: StoredWeights, recipe: Recipe, model_config: Any) -> WeightSource:
@@ -298,7 +298,13 @@ def load_weights(
         recipe, model_config = _model_in(Path(path))
         read = recipe.first_weights(model_config) or SafetensorsFolder(Path(path), recipe, model_config)
         return fill_plain(plain_network(recipe, model_config), recipe, read, torch.device(device))
-    stored = StoredWeights(find_checkpoint(path), ema)
+    return model_of(open_checkpoint(path, ema), device, allow_import)
+
+
+def model_of(
+    stored: StoredWeights, device: torch.device | str = "cpu", allow_import: Collection[str] = ()
+) -> nn.Module:
+    """Return the model of a checkpoint that is open, as `load_weights` does."""
     config = config_from_yaml(stored.config_yaml, allow_import=allow_import)
     source = joined(stored, config.recipe, config.model)
     return fill_plain(build_network(config), config.recipe, source, torch.device(device))

@@ -17,9 +17,12 @@ from trainer.data.remote.cache import Item, ShardCache, sum_file
 from trainer.data.remote.listing import find_folder_of
 from trainer.data.remote.transport import Unreachable, find, has_pattern, look_up, looked_up, unusable_url
 from trainer.data.shards import ShardError
-from trainer.errors import say, setting_error
+from trainer.errors import UserError, say, setting_error
 from trainer.files import find_folder
 from trainer.stopping import stop_if_asked
+
+_PAGES = (".html", ".htm", ".xml")
+"""Ends of names of files that may be web pages."""
 
 
 @dataclass(frozen=True)
@@ -45,18 +48,41 @@ class RemoteText:
         for item in self.items:  # those that are here as well: they are verified
             stop_if_asked()
             cache.fetch(item)
+            self._refuse_a_page(item)
+
+    def _refuse_a_page(self, item: Item) -> None:
+        """Raise Unreachable, and keep nothing, if a server has sent a web page in place of another file: one to log in,
+        or one that says what went wrong.
+        """
+        path = self.folder / item.name
+        with open(path, "rb") as file:
+            start = file.read(1024).lstrip(b"\xef\xbb\xbf \t\r\n").lower()
+        if start.startswith((b"<!doctype html", b"<html")) and not _path_of(item.url).lower().endswith(_PAGES):
+            path.unlink(missing_ok=True)
+            sum_file(path).unlink(missing_ok=True)
+            raise Unreachable(f"{item.url} is a web page (HTML), not what its name says; does the server want a login?")
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Keep the files for the time of a block.  After that they are removed, unless another process needs them."""
+        """Keep the files for the time of a block.  After that they are removed, unless another process needs them.
+
+        A UserError about one of them names its URL, not the file here.
+        """
         names = " ".join(item.name for item in self.items)
         lock = self.folder / f".{hashlib.blake2b(names.encode(), digest_size=12).hexdigest()}.lock"
         descriptor = _shared(lock)
+        here = [self.folder / item.name for item in self.items]
         files: list[Path] = []
         try:
             yield
-            files = [self.folder / item.name for item in self.items]
-        finally:  # after a failure the files stay, for the next start
+            files = here
+        except UserError as error:
+            files = here  # what is wrong with them will be so again
+            text = str(error)
+            for item, path in zip(self.items, here, strict=True):
+                text = text.replace(str(path), item.url)
+            raise UserError(text) from error
+        finally:  # after any other failure the files stay, for the next start
             with suppress(BlockingIOError):
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 for path in (*files, *map(sum_file, files), lock):

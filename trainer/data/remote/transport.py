@@ -228,7 +228,8 @@ def _reason(error: Exception) -> str:
     if isinstance(cause, TimeoutError):
         return "the connection has stalled"
     if isinstance(error, urllib.error.HTTPError):
-        return f"the server says {error.code} {error.reason}"
+        reason = " ".join(str(error.reason).split())  # that of a loop of redirects has several lines
+        return f"the server says {error.code} {reason}"
     return str(getattr(cause, "strerror", None) or cause) or type(error).__name__
 
 

@@ -1,0 +1,78 @@
+"""Room: how much a run's checkpoints take up on their disk, and what to do where that is more than is free."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from trainer.checkpoint.blocks import Damaged
+from trainer.checkpoint.keeping import list_steps
+from trainer.checkpoint.manifest import name_of, read_manifest
+from trainer.checkpoint.place import Place
+from trainer.config import CheckpointSection
+from trainer.errors import UserError
+from trainer.metrics.console import readable_bytes
+
+
+@dataclass(frozen=True)
+class Demand:
+    """How many checkpoints a run will have on disk at the same time."""
+
+    kept: int
+    """Those that are kept once it has saved all."""
+    at_once: int
+    """With the one that is being written before the oldest is deleted."""
+    least: int
+    """If the oldest is deleted before the next one is written, which is done only where there is no room."""
+
+
+def demand_of(section: CheckpointSection, steps_left: int, num_existing: int) -> Demand:
+    """Return the demand of a run that has `num_existing` checkpoints and is going to train so many more steps."""
+    every = section.every if isinstance(section.every, int) else 1
+    num_saves = 1 if every == 0 else max(1, -(-steps_left // every))
+    permanent = section.keep_best + (steps_left // section.keep_every if section.keep_every else 0)
+    everything = num_existing + num_saves
+    if section.keep_last == 0:
+        if not isinstance(section.every, int):  # nobody knows how many
+            everything = num_existing + 1
+        return Demand(everything, everything, everything)
+    kept = min(section.keep_last + permanent, everything)
+    at_once = min(section.keep_last + permanent + 1, everything)
+    return Demand(kept, at_once, min(max(section.keep_last, 2) + permanent, everything))
+
+
+def lack_of_room(place: Place, section: CheckpointSection, num_bytes: int, steps_left: int) -> str:
+    """Return a warning if the checkpoints of a run do not fit on the disk of `place`; empty if they do, or if the
+    storage does not tell.
+
+    num_bytes: about how large one will be.  If there is one, that tells better.
+    """
+    free, existing = None, list[int]()
+    with suppress(OSError, Damaged, UserError):
+        free, existing = place.free_bytes(), list_steps(place)
+        if existing:
+            num_bytes = read_manifest(place / name_of(existing[-1])).num_bytes
+    if free is None:
+        return ""
+    demand = demand_of(section, steps_left, len(existing))
+    still = (demand.at_once - len(existing)) * num_bytes
+    if still <= free:
+        return ""
+    number = demand.at_once
+    parts = f"{demand.kept} kept" + (", 1 being written" if number > demand.kept else "")
+    need = f"{number} checkpoint{'s' * (number > 1)} of {readable_bytes(num_bytes)} ({parts})"
+    there = f", {len(existing)} of them there already" if existing else ""
+    lines = [
+        f"warning: checkpoint.keep_last={section.keep_last}: {need} need {readable_bytes(number * num_bytes)}{there}, "
+        f"but {place} has {readable_bytes(free)} free"
+    ]
+    if section.keep_last > 1 and (demand.least - len(existing)) * num_bytes <= free:
+        lines.append("the oldest one will be deleted before the next is written")
+    else:
+        lines.append("saves will fail once the disk is full")
+    fixes = ["free some space there", "set checkpoint.dir to a folder on another disk"]
+    with_one = demand_of(replace(section, keep_last=1), steps_left, len(existing)).at_once
+    if with_one < number:
+        fixes.append(f"set checkpoint.keep_last=1 (needs {readable_bytes(with_one * num_bytes)})")
+    lines.append(f"to fix: {', or '.join(fixes)}")
+    return "\n  ".join(lines)
