@@ -55,6 +55,7 @@ def apply_sharding(model: nn.Module, recipe: Recipe, config: RunConfig, mesh: De
             for block in blocks:
                 block.compile(fullgraph=True)
 
+    own_outputs((*(module for unit in units for module in unit.modules), model))
     if stays_whole(config, mesh.size(mesh.ndim - 1)):
         _cast_at_borders(model, units, config)
     else:
@@ -78,7 +79,6 @@ def _shard(
     model: nn.Module, units: Sequence[ShardUnit], reshard: Sequence[bool | int], config: RunConfig, mesh: DeviceMesh
 ) -> None:
     """Call `fully_shard` on the units, the innermost first, and on the model."""
-    own_outputs((*(module for unit in units for module in unit.modules), model))
     policy = _precision(config)
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if config.fsdp.cpu_offload else OffloadPolicy()
     shard = partial(fully_shard, mesh=mesh, offload_policy=offload)
@@ -242,7 +242,8 @@ def own_outputs(modules: Iterable[nn.Module]) -> None:
     """Have units hand on no view.  To be called before they are sharded, so that these hooks run before FSDP's.
 
     FSDP hangs the gather of the backward pass on a unit's output.  Code that writes into that output in place would
-    take the hook off it if it is a view, as the output of `nn.Linear` with a bias is.
+    take the hook off it if it is a view, as the output of `nn.Linear` with a bias is.  A model that is not sharded has
+    its outputs treated alike, so that whatever trains on several ranks trains on one.
     """
     hook: Callable[..., Any] = torch._dynamo.disable(_own_output)  # as FSDP's own are
     for module in modules:
@@ -260,6 +261,8 @@ def _own_output(module: nn.Module, inputs: Any, output: Any) -> Any:
             return tensor
         return torch.ops.aten._unsafe_view(tensor, tensor.shape) if is_plain else tensor.clone()
 
+    if isinstance(output, torch.Tensor):  # without a walk over a tree, in every forward pass of every unit
+        return own(output)
     return tree_map_only(torch.Tensor, own, output)
 
 
