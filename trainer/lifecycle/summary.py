@@ -79,7 +79,7 @@ def start_facts(
         "mesh": " x ".join(f"{name} {size}" for name, size in axes) + f"{shared} on {device_name(world.device)}{talks}",
         "memory": f"{readable_bytes(held)} per rank for weights{reference}, gradients and optimizer",
         "plan": plan,
-        "step": f"{readable_count(config.step_tokens)} tokens: {num_rows} x {config.data.seq_len}, "
+        "step": f"{readable_count(config.step_tokens)} token positions: {num_rows} x {config.data.seq_len}, "
         f"{num_micro_batches} micro-batch{'es' * (num_micro_batches != 1)} of {micro_batch}"
         + (f" on each of {world.size} ranks" if world.size > 1 else ""),
         "data": _data_facts(config, loader),
