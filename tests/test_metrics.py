@@ -459,7 +459,9 @@ def test_plain_lines_without_a_terminal() -> None:
     assert printed[6] == "[bold]as it stands[/bold]", "what looks like markup is none"
 
 
-@pytest.mark.parametrize(("columns", "left_out"), [(140, ""), (80, "lr GiB grad"), (40, "lr grad GiB mfu tok/s"), (20, "")])
+@pytest.mark.parametrize(
+    ("columns", "left_out"), [(140, ""), (80, "lr GiB grad"), (40, "lr grad GiB mfu tok/s"), (20, "")]
+)
 def test_a_progress_line_fits_its_terminal(columns: int, left_out: str) -> None:
     """What matters least goes first; step, loss and the time left always stay."""
     file = StringIO()
@@ -471,7 +473,9 @@ def test_a_progress_line_fits_its_terminal(columns: int, left_out: str) -> None:
         assert word in line
     assert not [word for word in left_out.split() if word in line]
     if columns == 140:
-        assert all(word in line for word in ("grad 0.750", "lr 1.00e-03", "43.1 k target tok/s", "mfu 41.3%", "0.50 GiB"))
+        assert all(
+            word in line for word in ("grad 0.750", "lr 1.00e-03", "43.1 k target tok/s", "mfu 41.3%", "0.50 GiB")
+        )
 
 
 @pytest.mark.parametrize("columns", [140, 80, 40])

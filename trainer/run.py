@@ -305,7 +305,8 @@ def _out_of_memory(error: BaseException, config: RunConfig, is_built: bool) -> s
         return "\n".join(getattr(error, "__notes__", []))
     return (
         f"{traceback.format_exc().rstrip()}\nout of memory while the model was built\n"
-        f"  python -m trainer.plan shows what each rank needs, and what would fit (run.name={config.run.name})"
+        f"  python -m trainer.plan recipe=RECIPE shows what each rank needs, and what would fit "
+        f"(run.name={config.run.name})"
     )
 
 

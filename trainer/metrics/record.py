@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-
 TRAIN_FIELDS = (
     *("kind", "step", "loss", "epoch", "time", "mean_loss", "grad_norm", "lr", "tokens", "tokens_per_s", "step_s"),
     *("data_s", "mfu", "peak_memory_gib", "skipped", "profiled"),
