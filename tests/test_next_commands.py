@@ -47,7 +47,7 @@ class Model(nn.Module):
 register(Recipe("tiny", Config, Model, units=["embedding", "head"]))
 
 if __name__ == "__main__":
-    sys.exit(trainer.main())
+    sys.exit(trainer.main(trainer.Trainer))
 """
 
 QUICK = merged([item for item in TINY if not item.startswith("model.")], ["train.steps=1"])

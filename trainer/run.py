@@ -57,6 +57,7 @@ from trainer.lifecycle.launch import spawn
 from trainer.lifecycle.rehearsal import rehearsing
 from trainer.metrics.clock import uptime
 from trainer.recipe import look_in_working_folder
+from trainer.tables import fitted
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
@@ -122,7 +123,7 @@ def _read(arguments: Arguments, env: Environment) -> RunConfig | None:
         return None
     if arguments.asks_for("--help"):
         text = usage.full_help(arguments.sections, load_config(recipe, overrides) if recipe else None)
-        tell(usage.fitted(text, shutil.get_terminal_size().columns if sys.stdout.isatty() else 0))
+        tell(fitted(text, shutil.get_terminal_size().columns if sys.stdout.isatty() else 0))
         return None
     if recipe is None:
         if overrides or arguments.options:

@@ -1,7 +1,8 @@
-"""Tables as plain text that fits a terminal: aligned columns or, where these do not fit, one short block per row."""
+"""Plain text that fits a terminal: tables, which become one short block per row where they are too wide, and usage."""
 
 from __future__ import annotations
 
+import re
 import shutil
 import textwrap
 from collections.abc import Sequence
@@ -50,3 +51,18 @@ def _block(heads: Sequence[str], row: Sequence[str], width: int) -> list[str]:
     others = [f"{head}: {cell}" if head else cell for head, cell in zip(heads[1:], row[1:], strict=True) if cell]
     indents = {"initial_indent": _GAP, "subsequent_indent": _GAP}
     return [*first, *textwrap.wrap(", ".join(others), width, break_on_hyphens=False, **indents)]
+
+
+def fitted(text: str, columns: int) -> str:
+    """Return the text with lines of at most `columns` characters, where words allow it; 0: unchanged.
+
+    Text after a wide gap, such as the meaning of an option, is continued below where it began.
+    """
+    return "\n".join(_folded(line, columns) if 0 < columns < len(line) else line for line in text.split("\n"))
+
+
+def _folded(line: str, columns: int) -> str:
+    indent = len(line) - len(line.lstrip())
+    gap = re.match(r" *\S+(?: \S+)* {2,}", line)
+    below = gap.end() if gap and gap.end() <= columns // 2 else indent
+    return textwrap.fill(line, columns, subsequent_indent=" " * below, break_long_words=False, break_on_hyphens=False)
