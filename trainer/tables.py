@@ -49,8 +49,8 @@ def _block(heads: Sequence[str], row: Sequence[str], width: int) -> list[str]:
     """Return the lines of one row where its columns do not fit side by side."""
     first = textwrap.wrap(f"{heads[0]} {row[0]}".strip() or "-", width)
     others = [f"{head}: {cell}" if head else cell for head, cell in zip(heads[1:], row[1:], strict=True) if cell]
-    indents = {"initial_indent": _GAP, "subsequent_indent": _GAP}
-    return [*first, *textwrap.wrap(", ".join(others), width, break_on_hyphens=False, **indents)]
+    below = textwrap.wrap(", ".join(others), width, initial_indent=_GAP, subsequent_indent=_GAP, break_on_hyphens=False)
+    return [*first, *below]
 
 
 def fitted(text: str, columns: int) -> str:

@@ -58,18 +58,7 @@ def write_comparison(runs: Sequence[Run]) -> str:
     """Return the page that compares runs: what differs between them, and their curves in the same charts."""
     names = names_of(runs)
     rows = [[_name(number, name), *_summary(run)] for number, (name, run) in enumerate(zip(names, runs, strict=True))]
-    heads = (
-        "run",
-        "state",
-        "model",
-        "parameters",
-        "steps",
-        "target tokens",
-        "loss",
-        "eval loss",
-        "target tokens/s",
-        "wall time",
-    )
+    heads = ("run", "state", "model", "parameters", "steps", "target tokens", "loss", "eval loss", "target tokens/s")
     parts = [
         f'<header><h1>{len(runs)} runs compared</h1></header><section class="card">',
         _table((*heads, "wall time", "goodput"), rows, num_text=3),
