@@ -19,6 +19,7 @@ from trainer.config import usage
 from trainer.config.completion import completion
 from trainer.config.naming import free_name
 from trainer.errors import UserError
+from trainer.tables import fitted
 
 # ---------------------------------------------------------------------------------------------------------------
 # Options
@@ -28,12 +29,12 @@ def test_help_is_folded_to_the_terminal() -> None:
     text = usage.full_help()
     assert max(map(len, text.split("\n"))) > 140
     for columns in (60, 80, 140):
-        folded = usage.fitted(text, columns)
+        folded = fitted(text, columns)
         assert max(map(len, folded.split("\n"))) <= columns
         assert folded.split() == text.split()
     shown = "  sft              Fine-tunes a Hugging Face model on chats (a\n                   1B on 1 x H100); "
-    assert shown in usage.fitted(text, 64)
-    assert usage.fitted(text, 0) == text
+    assert shown in fitted(text, 64)
+    assert fitted(text, 0) == text
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

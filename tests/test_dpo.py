@@ -249,6 +249,9 @@ def test_one_command_trains_a_folder_on_a_file_of_pairs(tmp_path: Path) -> None:
         check_fields(ran, kind)
     assert ran.train("accuracy")[-1] == 1.0 > ran.train("accuracy")[0]
     assert ran.train("loss")[-1] < 0.5 * ran.train("loss")[0] == pytest.approx(0.5 * float(np.log(2)))
+    lines_of_steps = [line for line in ran.stdout.splitlines() if line.startswith("step ")]
+    for name in ("accuracy", "margin", "reward_chosen", "reward_rejected"):
+        assert all(f"  {name} " in line for line in lines_of_steps)
     evaluated = run_python_module("trainer.evaluate", tmp_path / "run", f"data.eval_path={pairs}", "--json")
     assert evaluated.exit_code == 0, evaluated.stderr
     assert json.loads(evaluated.stdout)["accuracy"] == 1.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+import itertools
 import json
 import math
 import os
@@ -450,7 +451,7 @@ def test_plain_lines_without_a_terminal() -> None:
     printed = text.splitlines()
     assert len(printed) == 2 + 4 + 1
     assert printed[0].split() == ["run", "mine"]
-    assert printed[2] == "step      3/10  loss 2.5000  grad 0.750  lr 1.00e-03  43.1 k tok/s  0.50 GiB  eta 10s"
+    assert printed[2] == "step      3/10  loss 2.5000  grad 0.750  lr 1.00e-03  43.1 k target tok/s  0.50 GiB  eta 10s"
     assert "loss not finite" in printed[3]
     assert "mfu 41.3%" in printed[3]
     assert printed[4] == "eval  step      3  loss 2.2500  1.9000 bits/byte"
@@ -458,7 +459,9 @@ def test_plain_lines_without_a_terminal() -> None:
     assert printed[6] == "[bold]as it stands[/bold]", "what looks like markup is none"
 
 
-@pytest.mark.parametrize(("columns", "left_out"), [(140, ""), (80, "lr GiB"), (40, "lr grad GiB mfu tok/s"), (20, "")])
+@pytest.mark.parametrize(
+    ("columns", "left_out"), [(140, ""), (80, "lr GiB grad"), (40, "lr grad GiB mfu tok/s"), (20, "")]
+)
 def test_a_progress_line_fits_its_terminal(columns: int, left_out: str) -> None:
     """What matters least goes first; step, loss and the time left always stay."""
     file = StringIO()
@@ -470,7 +473,9 @@ def test_a_progress_line_fits_its_terminal(columns: int, left_out: str) -> None:
         assert word in line
     assert not [word for word in left_out.split() if word in line]
     if columns == 140:
-        assert all(word in line for word in ("grad 0.750", "lr 1.00e-03", "43.1 k tok/s", "mfu 41.3%", "0.50 GiB"))
+        assert all(
+            word in line for word in ("grad 0.750", "lr 1.00e-03", "43.1 k target tok/s", "mfu 41.3%", "0.50 GiB")
+        )
 
 
 @pytest.mark.parametrize("columns", [140, 80, 40])
@@ -486,6 +491,30 @@ def test_other_lines_fit_too(columns: int) -> None:
     assert max(map(len, lines)) <= columns
     assert ("loss 2.2500" in lines[0], "1.23 to 33.4" in lines[1], "114.98 GiB" in lines[2]) == (True, True, True)
     assert ("largest: tok_embeddings.weight" in lines[1]) == (columns >= 80)
+
+
+LOGGED = {"accuracy": 0.625, "margin": 0.0123456, "reward_chosen": -1.5, "reward_rejected": -12345.678, "empty": None}
+"""What `Trainer.log` adds to a record, such as those of DPO."""
+
+
+@pytest.mark.parametrize("columns", [None, 140, 80, 60, 40])
+def test_everything_that_a_trainer_logs_is_on_the_console(columns: int | None) -> None:
+    """Also in evaluations; on a terminal in lines that fit it.  What is logged by source has its own place."""
+    file = StringIO()
+    sink = ConsoleSink(10, PlainScreen(file) if columns is None else terminal_of(file, columns))
+    by_source = {"loss_web": 2.0, "epoch_web": 0.5}
+    sink.write(Record(**TRAIN, **LOGGED, **by_source))
+    sink.write(Record(kind="eval", step=3, loss=2.25, eval_s=1.0, **LOGGED, **by_source))
+    lines = file.getvalue().splitlines()
+    for kind in ("step ", "eval "):
+        (first,) = (number for number, line in enumerate(lines) if line.startswith(kind))
+        found = "  ".join([lines[first], *itertools.takewhile(lambda line: line[0] == " ", lines[first + 1 :])])
+        for text in ("accuracy 0.625", "margin 0.01235", "reward_chosen -1.5", "reward_rejected -1.235e+04", "empty -"):
+            assert text in found
+        assert "web" not in found
+        assert "eval_s" not in found
+    assert columns is None or max(map(len, lines)) <= columns
+    assert columns is not None or len(lines) == 2
 
 
 def test_the_time_left_moves_slowly() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import http.client
 import json
 import math
@@ -23,9 +24,9 @@ from trainer.metrics.goodput import Goodput, Ledger, find_goodput
 from trainer.metrics.record import Record
 from trainer.metrics.sinks import JsonLines
 from trainer.report.__main__ import command_line
-from trainer.report.charts import NUM_COLUMNS, columns
+from trainer.report.charts import NUM_COLUMNS, columns, draw_png
 from trainer.report.live import Server, watch
-from trainer.report.page import write_page
+from trainer.report.page import write_comparison, write_page
 from trainer.report.series import NUM_POINTS, PANELS, thinned
 from trainer.report.story import read_run
 
@@ -285,6 +286,42 @@ def test_what_the_page_draws(tmp_path: Path) -> None:
     assert run["train"]["hours"] == pytest.approx([11 / 3600, 12 / 3600, 13 / 3600, 14 / 3600, 20 / 3600], rel=1e-4)
     assert (run["evals"]["loss"], run["evals"]["tokens"], run["saved"]) == ([2.0], [256], [4])
     assert data["refresh_s"] == 0, "it is finished"
+
+
+def test_what_a_trainer_logs_has_charts_and_a_table(tmp_path: Path) -> None:
+    """In training and in evaluations, also where it begins later; and in a comparison with a run that lacks it."""
+    lines = [
+        start_line(0.0),
+        train_line(1, mean_loss=2.0, skipped=0),
+        train_line(2, accuracy=0.5, margin=None),
+        train_line(3, accuracy=0.75, margin=0.125),
+        {"kind": "eval", "step": 3, "loss": 2.0, "accuracy": 0.25, "eval_s": 1.0},
+    ]
+    run = read_run(write(tmp_path / "a", lines, "finished"))
+    assert run.logged == ["accuracy", "margin"]
+    page = write_page(run)
+    assert "accuracy0.750.25margin0.125" in Page(page).text
+    data = data_in(page)
+    panel = next(panel for panel in data["panels"] if panel["title"] == "accuracy")
+    assert [(line["column"], line["of"]) for line in panel["lines"]] == [("accuracy", "train"), ("accuracy", "evals")]
+    assert data["runs"][0]["train"]["accuracy"] == [None, 0.5, 0.75]
+    assert data["runs"][0]["evals"]["accuracy"] == [0.25]
+    plain = read_run(write(tmp_path / "b", ONE_ATTEMPT, "finished"))
+    compared = data_in(write_comparison([plain, run]))
+    assert [panel["title"] for panel in compared["panels"]][1:3] == ["accuracy", "margin"]
+    assert draw_png([plain, run], "two", "")[:4] == draw_png([run], "one", "")[:4] == b"\x89PNG"
+
+
+def test_a_long_setting_is_collapsed_where_runs_are_compared(tmp_path: Path) -> None:
+    """Such as the whole config.json of a model of transformers: its column would push the others off the page."""
+    short = "model:\n  name: llama\n"
+    long = "model:\n  name: hf\n  config: {" + ", ".join(f"key_{n}: {n}" for n in range(200)) + "}\n"
+    runs = [write(tmp_path / str(n), ONE_ATTEMPT, "finished", text) for n, text in enumerate([short, long, short])]
+    page = write_comparison([read_run(folder) for folder in runs])
+    (cell,) = [part for part in page.split("<td") if "<details>" in part]
+    summary = cell.partition("<summary>")[2].partition("</summary>")[0]
+    assert len(html.unescape(summary)) < 140
+    assert "key_199" in cell.partition("</summary>")[2]
 
 
 EVIL = "<script>alert(1)</script> & \"$x_1$ '"

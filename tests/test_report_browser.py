@@ -153,6 +153,26 @@ def test_five_runs_are_compared(tmp_path: Path, browser: Any) -> None:
     tab.close()
 
 
+@pytest.mark.parametrize("width", [1280, 800])
+def test_a_long_setting_leaves_room_for_the_columns_of_other_runs(width: int, tmp_path: Path, browser: Any) -> None:
+    """Such as the config.json of a model of transformers; on a click it is there in full."""
+    settings = ", ".join(f"a_long_name_of_a_setting_{number}: {number}" for number in range(200))
+    configs = ["  dim: 64\n", f"  name: hf\n  config: {{{settings}}}\n", "  dim: 128\n"]
+    folders = [
+        write(tmp_path / str(number), ONE_ATTEMPT, "finished", f"model:\n{config}")
+        for number, config in enumerate(configs)
+    ]
+    (tmp_path / "page.html").write_text(write_comparison([read_run(folder) for folder in folders]))
+    tab = Tab(browser, tmp_path / "page.html", width)
+    fits = "() => { const box = document.querySelector('.wraps .scroll'); return box.scrollWidth <= box.clientWidth; }"
+    assert tab.page.evaluate(fits), "the third run's column is on the page"
+    tab.page.locator(".wraps summary").click()
+    assert tab.page.evaluate(fits)
+    assert "a_long_name_of_a_setting_199" in tab.page.locator(".wraps details").inner_text()
+    tab.shot(f"long-setting-{width}")
+    tab.close()
+
+
 def test_a_refresh_keeps_scroll_and_choices(tmp_path: Path, browser: Any) -> None:
     folder = long_run(tmp_path / "run", 1, 3000, "running")
     (folder / ".owner.json").write_text("{}")

@@ -18,7 +18,6 @@ from datetime import datetime, timezone
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from trainer.checkpoint.blocks import Damaged
@@ -38,6 +37,7 @@ from trainer.errors import (
     setting_error,
     tell,
 )
+from trainer.tables import table_lines, terminal_width
 
 _ROUNDS = 10
 """How often a folder is looked through again while a run saves to it."""
@@ -203,24 +203,17 @@ def _show(chosen: argparse.Namespace) -> int:
 
 def _show_list(place: Place, entries: Sequence[Entry]) -> None:
     console = Console(highlight=False)
-    table = Table(
-        title=Text(printable(str(place))), title_justify="left", box=None, pad_edge=False, header_style="bold"
-    )
-    table.add_column("checkpoint", min_width=max((len(entry.name) for entry in entries), default=0))
-    table.add_column("size", justify="right")
-    table.add_column("age", justify="right")
-    table.add_column("mesh")
-    table.add_column("torch")
-    table.add_column("loss on held-out data" if any(entry.evaluation for entry in entries) else "")
-    table.add_column("state")
-    styles = {"verified": "green", "whole": "", "damaged": "bold red", "set aside": "dim"}
+    has_loss = any(entry.evaluation for entry in entries)
+    heads = ["checkpoint", "size", "age", "mesh", "torch", *(["held-out loss"] if has_loss else []), "state"]
+    rows = []
     for entry in entries:
         size = "" if entry.bytes is None else _size(entry.bytes)
-        state = Text(entry.state, styles[entry.state])
-        words = (entry.name, size, _age(entry.created), entry.mesh, entry.torch)
         loss = f"{entry.evaluation['loss']:.4f}{' best' * entry.is_best}" if "loss" in entry.evaluation else ""
-        table.add_row(*(Text(printable(word)) for word in words), loss, state)
-    console.print(table)
+        words = [entry.name, size, _age(entry.created), entry.mesh, entry.torch, *([loss] if has_loss else [])]
+        rows.append([*map(printable, words), entry.state])
+    console.print(Text(printable(str(place)), style="bold"), soft_wrap=True)
+    for line in table_lines(heads, rows, text_columns=(0, *range(3, len(heads)))):
+        console.print(Text(line), soft_wrap=True)
     for entry in entries:
         for note in entry.notes:
             console.print(f"  {note}", style="yellow", soft_wrap=True)
@@ -251,14 +244,16 @@ def _show_diff(place: Place, names: Sequence[str], as_json: bool, everything: bo
 
 
 def _rows(changes: Sequence[Change]) -> Iterator[str]:
-    """Yield aligned lines; they are never cut short, however narrow the terminal."""
-    width = max(len(change.key) for change in changes)
-    yield f"  {'tensor':{width}}  {'norm before':>12}  {'after':>12}  {'change':>10}  shape"
+    """Yield the lines of a table; none of it is cut short, however narrow the terminal."""
+    rows = []
     for change in changes:
         numbers = (change.norm_before, change.norm_after, change.relative)
         before, after, relative = ("" if n is None else f"{n:.4g}" for n in numbers)
         shape = change.before if change.after == change.before else f"{change.before} -> {change.after}"
-        yield f"  {change.key:{width}}  {before:>12}  {after:>12}  {relative:>10}  {shape}"
+        rows.append([change.key, before, after, relative, shape])
+    heads = ["tensor", "norm before", "after", "change", "shape"]
+    for line in table_lines(heads, rows, terminal_width() - 2, text_columns=(0, 4)):
+        yield f"  {line}"
 
 
 def _find_one(place: Place, name: str) -> Place:

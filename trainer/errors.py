@@ -15,6 +15,7 @@ import errno
 import os
 import re
 import shlex
+import shutil
 import signal
 import sys
 import threading
@@ -22,6 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn, TextIO
 
 from trainer.stopping import PromptStop, StopRequested, stopped
+from trainer.tables import fitted
 
 EXIT_FINISHED = 0
 EXIT_FAILED = 1
@@ -90,6 +92,10 @@ class CommandParser(argparse.ArgumentParser):
         """Say what is wrong and leave with the exit code of a user's mistake."""
         say(f"error: {message}\n  to fix: see {self.prog} --help")
         raise SystemExit(EXIT_USER_ERROR)
+
+    def format_help(self) -> str:
+        """Return the help; on a terminal its lines fit that."""
+        return fitted(super().format_help(), shutil.get_terminal_size().columns if sys.stdout.isatty() else 0)
 
     def add_allow_import(self) -> None:
         """Add the option that lets a checkpoint's own module be imported, which runs its code."""

@@ -42,9 +42,10 @@ from trainer.errors import (
     tell,
 )
 from trainer.lifecycle.launch import spawn
-from trainer.metrics.record import Record
+from trainer.metrics.record import Record, logged_names
 from trainer.recipe import look_in_working_folder
 from trainer.stopping import StopRequested
+from trainer.tables import table_lines
 
 if TYPE_CHECKING:
     from trainer.checkpoint.source import StoredWeights
@@ -196,12 +197,13 @@ def _fill(trainer: Trainer, stored: StoredWeights) -> None:
 def table(subject: Subject, record: Record) -> str:
     """Return the evaluation for people: a line for each source, if there are several, and one for all."""
     bits = record.get("bits_per_byte")
-    rows = [("", "loss", "" if bits is None else "bits per byte")]
+    heads = ("", "loss", *(["bits per byte"] if bits is not None else []))
     of_sources = {name.removeprefix("loss_"): value for name, value in record.items() if name.startswith("loss_")}
-    rows += [(name, _number(value), "") for name, value in of_sources.items()]
-    rows.append(("all" if of_sources else "", _number(record["loss"]), "" if bits is None else _number(bits)))
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    rows = [(name, _number(value), *([""] if bits is not None else [])) for name, value in of_sources.items()]
+    of_all = ("all" if of_sources else "", _number(record["loss"]), *([_number(bits)] if bits is not None else []))
+    lines = table_lines(heads, [*rows, of_all])
+    figures = [(name, _number(record[name])) for name in logged_names(record) if not name.startswith("loss_")]
+    lines += table_lines(("", ""), figures) if figures else []
     step = "" if subject.step is None else f" (step {subject.step})"
     return "\n".join([f"{subject.weights}{step}", *lines])
 

@@ -232,12 +232,27 @@ def check_number(key: str, value: Any, number: float, limits: Mapping[str, Any],
 
 
 _registry: dict[str, Recipe] = {}
+_registered_by: dict[str, str] = {}
+"""The module that registered each recipe."""
 
 
 def register(recipe: Recipe) -> Recipe:
     """Make `recipe` known under its name; a later one of the same name replaces it."""
     _registry[recipe.name] = recipe
+    _registered_by[recipe.name] = sys._getframe(1).f_globals.get("__name__", "")
     return recipe
+
+
+def module_to_allow(name: str) -> str | None:
+    """Return the module that another process has to import before it can find this recipe; None for recipes that every
+    process finds.
+    """
+    module, colon, _ = name.partition(":")
+    if colon:
+        return module
+    module = _registered_by.get(name, "")
+    found_by_all = ["trainer.recipes", *(entry.module for entry in entry_points(group=ENTRY_POINTS))]
+    return None if any(f"{module}.".startswith(f"{known}.") for known in found_by_all) else module
 
 
 def find_recipe(name: str, may_import: Collection[str] | None = None) -> Recipe:
@@ -253,6 +268,8 @@ def find_recipe(name: str, may_import: Collection[str] | None = None) -> Recipe:
         return _find_in_module(name, module_name, registered)
     if name not in _registry:
         load_recipes()
+    for module in may_import or () if name not in _registry else ():  # one of them may register it
+        _import_module(module, "--allow-import", module)
     if name not in _registry:
         if name.endswith(".py"):
             module = name.rpartition("/")[2].removesuffix(".py")

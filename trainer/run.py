@@ -64,6 +64,7 @@ from trainer.lifecycle.rehearsal import rehearsing
 from trainer.metrics.clock import uptime
 from trainer.recipe import look_in_working_folder
 from trainer.stopping import StopRequested, stopped
+from trainer.tables import fitted
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
@@ -141,7 +142,7 @@ def _read(arguments: Arguments, env: Environment) -> RunConfig | None:
         text = usage.full_help(
             arguments.sections, load_config(recipe, overrides, needs_weights=False) if recipe else None
         )
-        tell(usage.fitted(text, shutil.get_terminal_size().columns if sys.stdout.isatty() else 0))
+        tell(fitted(text, shutil.get_terminal_size().columns if sys.stdout.isatty() else 0))
         return None
     if recipe is None:
         if overrides or arguments.options:
@@ -344,7 +345,8 @@ def _out_of_memory(error: BaseException, config: RunConfig, is_built: bool) -> s
         return "\n".join(getattr(error, "__notes__", []))
     return (
         f"{traceback.format_exc().rstrip()}\nout of memory while the model was built\n"
-        f"  python -m trainer.plan shows what each rank needs, and what would fit (run.name={config.run.name})"
+        f"  python -m trainer.plan recipe=RECIPE shows what each rank needs, and what would fit "
+        f"(run.name={config.run.name})"
     )
 
 

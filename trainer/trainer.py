@@ -359,6 +359,7 @@ class Trainer:
             check_context(self.world, self.model, self.loader, self.config)
         check_documents(self.world, self.model, self.loader, self.config)
         self.resume.supersede()
+        self.forecast.begin(self.model, self.optimizer)
         plan = self.forecast.sentence() if self.world.is_main else ""
         sizes = (len(self.units), self.num_micro_batches)
         weights = weights_facts(self.config, self.begun_from, self.resume, self.state.parts)

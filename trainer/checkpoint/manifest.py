@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -128,7 +129,7 @@ def check_format(place: Place, version: object) -> None:
     else:
         advice = (
             "its index is a pickle without a checksum, which is not read here.  To train from its weights:\n"
-            f"  python -m torch.distributed.checkpoint.format_utils dcp_to_torch {place} weights.pt\n"
+            f"  python -m torch.distributed.checkpoint.format_utils dcp_to_torch {shlex.quote(str(place))} weights.pt\n"
             "  and train.init_from=weights.pt"
         )
     raise UserError(

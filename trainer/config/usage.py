@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
-import textwrap
 from collections.abc import Sequence
 
 from trainer.config import RunConfig, declared_keys, description, recipe_files, type_name
@@ -68,21 +66,6 @@ def full_help(sections: Sequence[str] = (), config: RunConfig | None = None) -> 
 def _section_of(name: str) -> str | None:
     """Return the section of a key, given with or without it; None if there is no such key."""
     return next((key.partition(".")[0] for key in declared_keys() if name in (key, key.partition(".")[2])), None)
-
-
-def fitted(text: str, columns: int) -> str:
-    """Return the text with lines of at most `columns` characters, where words allow it; 0: as it is.
-
-    What follows a wide gap, as a meaning does its option, goes on below its own beginning.
-    """
-    return "\n".join(_folded(line, columns) if 0 < columns < len(line) else line for line in text.split("\n"))
-
-
-def _folded(line: str, columns: int) -> str:
-    indent = len(line) - len(line.lstrip())
-    gap = re.match(r" *\S+(?: \S+)* {2,}", line)
-    below = gap.end() if gap and gap.end() <= columns // 2 else indent
-    return textwrap.fill(line, columns, subsequent_indent=" " * below, break_long_words=False, break_on_hyphens=False)
 
 
 def _order(section: str) -> int:

@@ -38,6 +38,7 @@ from trainer.errors import (
     tell,
 )
 from trainer.recipe import look_in_working_folder
+from trainer.tables import table_lines
 
 _COMMANDS = ("show", "check", "plan")
 
@@ -128,9 +129,7 @@ def _table(config: RunConfig, found: Sequence[Portion]) -> list[str]:
         )
         for portion in found
     ]
-    widths = [max(len(row[column]) for row in (heads, *rows)) for column in range(len(heads))]
-    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in (heads, *rows)]
-    return [*lines, "epochs: passes over the source by the end of the phase", *_said_of(found)]
+    return [*table_lines(heads, rows), "epochs: passes over the source by the end of the phase", *_said_of(found)]
 
 
 def _said_of(found: Sequence[Portion]) -> list[str]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +27,7 @@ from trainer.data.source import Part
 from trainer.data.stdlib import Split, gzip_bits_per_byte, held_out_text
 from trainer.data.tokenizer import tokenizer_of
 from trainer.distributed.world import CONTEXT, REPLICATE, SHARD, World
+from trainer.errors import UserError
 from trainer.lifecycle.resume import Resume
 from trainer.lifecycle.state import TrainState
 from trainer.metrics.console import readable_bytes, readable_count, readable_duration
@@ -37,6 +40,7 @@ from trainer.model.sample import write_sample
 from trainer.optim.optimizer import bytes_of_training
 from trainer.plan.forecast import describe_choice
 from trainer.plan.search import Choice
+from trainer.recipe import module_to_allow
 from trainer.weights.adapters import BASE, REFERENCE, Base
 
 
@@ -94,7 +98,7 @@ def start_facts(
         "mesh": " x ".join(f"{name} {size}" for name, size in axes) + f"{shared} on {device_name(world.device)}{talks}",
         "memory": f"{readable_bytes(held)} per rank for weights{reference}, gradients and optimizer",
         "plan": plan,
-        "step": f"{readable_count(config.step_tokens)} tokens: {num_rows} x {config.data.seq_len}, "
+        "step": f"{readable_count(config.step_tokens)} token positions: {num_rows} x {config.data.seq_len}, "
         f"{num_micro_batches} micro-batch{'es' * (num_micro_batches != 1)} of {micro_batch}"
         + (f" on each of {world.size} ranks" if world.size > 1 else ""),
         "data": _data_facts(config, loader),
@@ -231,19 +235,55 @@ def closing(
     if trained is None:
         return []
     folder, is_early = config.run.dir, trained.step < config.train.steps
-    text = "--chat" if config.data.source == "chat" else "--prompt"
-    shown = shlex.quote(folder)
-    uses = [f"python -m trainer.generate {shown} {text} TEXT", f"python -m trainer.export {shown} OUT"]
-    is_test = config.schedule.name == "range"  # whose weights have diverged
+    first, *others = next_commands(config)
     held_out = "" if evaluated is None else f", {evaluated.loss:.4f} on held-out data"
     return [
         f"finished {trained.step} steps in {readable_duration(seconds)}: loss {trained.loss:.4f}{held_out}",
         *([f"  earlier than train.steps={config.train.steps}: {horizon.reason(trained.step)}"] if is_early else []),
         *([] if best is None else [f"  best: step {best[1]}, {best[0]:.4f}: {folder}/best"]),
         f"  in {folder}: metrics.jsonl, console.log, checkpoints",
-        f"  next: python -m trainer.report {shown}",
-        *(f"        {use}" for use in uses if not is_test),
+        f"  next: {first}",
+        *(f"        {command}" for command in others),
     ]
+
+
+def next_commands(config: RunConfig) -> list[str]:
+    """Return what to do with a run that has finished, as commands that work when they are pasted into the same shell.
+
+    Weights can be used only where another process finds the model: a model of the user's own is named with
+    `--allow-import`, and one in a script that would train again when imported is left out.
+    """
+    folder = shlex.quote(config.run.dir)
+    report = f"python -m trainer.report {folder}"
+    if config.schedule.name == "range":  # its weights have diverged
+        return [report]
+    module, python = module_to_allow(config.model.name), "python"
+    if module == "__main__":
+        script = Path(getattr(sys.modules["__main__"], "__file__", None) or "")
+        spec = getattr(sys.modules["__main__"], "__spec__", None)
+        if spec is None and (not script.is_file() or "__name__" not in script.read_text(errors="replace")):
+            return [report]
+        module = script.stem if spec is None else spec.name.removesuffix(".__main__")
+        if spec is None and script.resolve().parent != Path.cwd():
+            python = f"PYTHONPATH={shlex.quote(str(script.resolve().parent))} python"
+    allow = f" --allow-import {shlex.quote(module)}" if module else ""
+    is_folder = config.recipe.hf is not None or config.lora.rank > 0
+    target = "OUT" if is_folder else "OUT.safetensors"  # whose format needs no mapping to Hugging Face's names
+    commands = [report, f"{python} -m trainer.generate {folder} {_text_option(config)} TEXT{allow}"]
+    if config.data.source == "synthetic":  # its tokens are no text
+        commands.pop()
+    return [*commands, f"{python} -m trainer.export {folder} {target}{allow}"]
+
+
+def _text_option(config: RunConfig) -> str:
+    """Return the option of `trainer.generate` that fits the data: a chat needs a template, which pairs may lack."""
+    if config.data.source != "chat":
+        return "--prompt"
+    try:
+        tokens_of_chat("", config.data.tokenizer, "--chat", config.data.chat_template)
+    except UserError:
+        return "--prompt"
+    return "--chat"
 
 
 def show_result(config: RunConfig, world: World, model: nn.Module, metrics: Metrics) -> None:

@@ -26,7 +26,7 @@ from trainer.metrics.fanout import Metrics
 from trainer.metrics.horizon import Horizon
 from trainer.metrics.meter import Means, Meter, peak_flops, peak_memory_gib
 from trainer.metrics.observer import Phases, StepObserver
-from trainer.metrics.record import Record
+from trainer.metrics.record import EVAL_FIELDS, TRAIN_FIELDS, Record
 from trainer.metrics.skips import SkipCounter
 from trainer.metrics.tally import Amount, Fields, Tally
 
@@ -64,26 +64,6 @@ class Update:
     def skipped(self) -> bool:
         """True if loss or gradient was not finite, and the weights were left alone."""
         return not all(map(math.isfinite, self._numbers.read()))
-
-
-_FIELDS = ("kind", "step", "loss", "epoch", "time")
-_TRAIN_FIELDS = (
-    *_FIELDS,
-    *(
-        "mean_loss",
-        "grad_norm",
-        "lr",
-        "tokens",
-        "tokens_per_s",
-        "step_s",
-        "data_s",
-        "mfu",
-        "peak_memory_gib",
-        "skipped",
-        "profiled",
-    ),
-)
-_EVAL_FIELDS = (*_FIELDS, "bits_per_byte", "eval_s")
 
 
 @dataclass
@@ -147,7 +127,7 @@ class Accounts:
         """The last step that has been measured, and when it had ended."""
         self.pending: _Queued | None = None
         """The step that has not been counted yet."""
-        self._logged, self._logged_aside = Tally(world, _TRAIN_FIELDS), Tally(world, _EVAL_FIELDS)
+        self._logged, self._logged_aside = Tally(world, TRAIN_FIELDS), Tally(world, EVAL_FIELDS)
         self.restart()
 
     def restart(self) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from trainer.errors import printable
 from trainer.metrics.breakdown import KINDS
-from trainer.metrics.record import Record
+from trainer.metrics.record import Record, logged_names
 from trainer.metrics.screen import Screen
 
 _SMOOTHING = 0.7
@@ -39,7 +40,8 @@ class ConsoleSink:
             self._train(record)
         elif record.kind == "eval":
             bits = [(1, f"{record['bits_per_byte']:.4f} bits/byte")] if "bits_per_byte" in record else []
-            self._print_fitted([(0, f"eval  step {record.step:>6}"), (0, f"loss {record.loss:.4f}"), *bits], "green")
+            fields = [(0, f"eval  step {record.step:>6}"), (0, f"loss {record.loss:.4f}"), *bits]
+            self._print_with_logged(fields, record, "green")
         elif record.kind == "sample":
             self._print(f"sample step {record.step:>5}  {record.prompt}", "bold")
             self._print(record.text)
@@ -77,12 +79,33 @@ class ConsoleSink:
             *([(2, f"mean {_number(mean, '.4f')}")] if mean != record.loss else []),
             (3, f"grad {_number(record.grad_norm, '.3f')}"),
             (5, f"lr {record.lr:.2e}"),
-            (1, f"{readable_count(record.tokens_per_s)} tok/s"),
+            (1, f"{readable_count(record.tokens_per_s)} target tok/s"),
             *([] if record.mfu is None else [(2, f"mfu {100 * record.mfu:.1f}%")]),
             (4, f"{record.peak_memory_gib:.2f} GiB"),
             (0, f"eta {left}"),
         ]
-        self._print_fitted(fields)
+        self._print_with_logged(fields, record)
+
+    def _print_with_logged(self, fields: Sequence[tuple[int, str]], record: Record, style: str = "") -> None:
+        """Print a line of fields, and everything that `Trainer.log` added to the record.
+
+        On a terminal where it does not fit on the same line, that takes further lines: none of it is left out.
+        """
+        logged = [f"{name} {_figure(record[name])}" for name in logged_names(record)]
+        width = self._screen.width
+        whole = "  ".join([*(text for _, text in fields), *logged])
+        if width is None or len(whole) <= width:
+            self._print(whole, style)
+            return
+        self._print_fitted(fields, style)
+        line = ""
+        for text in logged:
+            if line and len(f"{line}  {text}") > width:
+                self._print(line, style)
+                line = ""
+            line = f"{line}  {text}" if line else f"    {text}"
+        if line:
+            self._print(line, style)
 
     def progress(self, step: int) -> None:
         """Move the status bar; called every step, drawn a few times a second."""
@@ -135,6 +158,13 @@ def _shares(record: Record) -> str:
         return f"{update}; {record.trace}"
     shares = ", ".join(f"{kind.replace('_', ' ')} {100 * record[kind]:.1f} %" for kind in KINDS)
     return f"{update}: {shares}; {record.trace}"
+
+
+def _figure(value: Any) -> str:
+    """Return a figure of the user's own in few characters; a mean over nothing is a dash."""
+    if value is None:
+        return "-"
+    return f"{value:.4g}" if isinstance(value, (int, float)) else str(value)
 
 
 def _number(value: float, form: str) -> str:

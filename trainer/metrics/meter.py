@@ -28,14 +28,26 @@ def peak_memory_gib(device: torch.device) -> float:
     return _peak_resident() / 2**30
 
 
+def resident_gib() -> float:
+    """Return the host memory that this process holds now; where the system does not say, the most it has held."""
+    return (_read_status("VmRSS") or _peak_resident()) / 2**30
+
+
 def _peak_resident() -> int:
     """Return bytes.  What getrusage says may be what another program held: the one that has started this one."""
-    with suppress(OSError), open("/proc/self/status") as status:
-        for line in status:
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
+    if (most := _read_status("VmHWM")) is not None:
+        return most
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else most * 1024
+
+
+def _read_status(name: str) -> int | None:
+    """Return bytes from a line of Linux's /proc/self/status."""
+    with suppress(OSError), open("/proc/self/status") as status:
+        for line in status:
+            if line.startswith(f"{name}:"):
+                return int(line.split()[1]) * 1024
+    return None
 
 
 @dataclass

@@ -3,9 +3,29 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+TRAIN_FIELDS = (
+    *("kind", "step", "loss", "epoch", "time", "mean_loss", "grad_norm", "lr", "tokens", "tokens_per_s", "step_s"),
+    *("data_s", "mfu", "peak_memory_gib", "skipped", "profiled"),
+)
+"""The fields that every `train` record may have; `Trainer.log` adds others."""
+EVAL_FIELDS = ("kind", "step", "loss", "epoch", "time", "bits_per_byte", "eval_s")
+"""The same of an `eval` record."""
+
+
+def logged_names(names: Iterable[str]) -> list[str]:
+    """Return which fields of `train` or `eval` records come from `Trainer.log`, in their order.
+
+    `loss_<source>` and `epoch_<source>` do not count: a source is known by its epoch, which `Trainer.log` never writes
+    for it.
+    """
+    names = list(names)
+    sources = {name.removeprefix("epoch_") for name in names if name.startswith("epoch_")}
+    by_source = {f"{prefix}_{source}" for source in sources for prefix in ("loss", "epoch")}
+    return [name for name in names if name not in by_source and name not in TRAIN_FIELDS and name not in EVAL_FIELDS]
 
 
 class Record(Mapping[str, Any]):

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import io
-import sys
+import textwrap
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
 from trainer.checkpoint.interval import sentences
+from trainer.errors import tell
 from trainer.metrics.console import readable_bytes, readable_duration
 from trainer.plan.machine import GIB
 from trainer.plan.memory import Moment, memory_of
 from trainer.plan.plan import Plan
 from trainer.plan.search import Choice, chosen_settings, remedies, short
 from trainer.plan.step import Kind
+from trainer.tables import table_lines, terminal_width
 
 _COLOURS: dict[Kind, str] = {
     "parameters": "#0072b2",
@@ -36,23 +32,31 @@ _COLOURS: dict[Kind, str] = {
 }
 """Hues of Okabe and Ito, https://jfly.uni-koeln.de/color/, which the colour-blind can tell apart."""
 
-_LEAST_WIDTH = 76
-"""Columns below which tables would lose their values; a terminal that is narrower wraps them."""
 
-
-def print_plan(plan: Plan, choice: Choice | None = None, console: Console | None = None) -> None:
-    """Print the plan as tables."""
-    width = max(_LEAST_WIDTH, Console().width)
-    console = console or Console(highlight=False, soft_wrap=not sys.stdout.isatty(), width=width)
+def print_plan(plan: Plan, choice: Choice | None = None) -> None:
+    """Print the plan as tables that fit the terminal."""
+    width = terminal_width()
     for line in _heading(plan):
-        console.print(Text(line))
-    tables = [_memory_table(plan), *([_communication_table(plan)] if plan.collectives else []), _time_table(plan)]
-    for title, table in [*([_choice_table(choice)] if choice else []), *tables, _saving_table(plan)]:
-        console.print()
-        console.print(Text(title, style="bold"))
-        console.print(table)
+        tell(textwrap.fill(line, width, subsequent_indent="  ", break_on_hyphens=False))
+    if choice is not None:
+        tell(f"\n{choice_text(choice)}")
+    fits = "fits" if plan.fits else "DOES NOT FIT"
+    _print_table(f"{_peak_text(plan)}, {fits}", ("kind", "GiB"), _memory_rows(plan), text_columns=(0,))
+    if plan.collectives:
+        heads = ("collective", "axis", "ranks", "count", "size", "s")
+        _print_table("communication per rank in one step", heads, _communication_rows(plan), text_columns=(0, 1))
+    source = "" if plan.machine.is_measured else f" (estimated from {plan.machine.source})"
+    _print_table(f"time of one step{source}", ("", ""), _time_rows(plan), text_columns=(0, 1))
+    saving = list(sentences(plan.costs, plan.save_every_s, plan.num_nodes).items())
+    title = "saves and failures (guesses, until a run has seen them)"
+    _print_table(title, ("", ""), saving, text_columns=(0, 1))
     for line in _left_out(plan):
-        console.print(Text(line))
+        tell(textwrap.fill(line, width))
+
+
+def _print_table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]], text_columns: Sequence[int]) -> None:
+    lines = table_lines(heads, rows, text_columns=text_columns)
+    tell("\n".join(["", textwrap.fill(title, terminal_width()), *lines]))
 
 
 def remedies_text(plan: Plan) -> str:
@@ -75,18 +79,15 @@ def _left_out(plan: Plan) -> list[str]:
 
 def memory_text(plan: Plan) -> str:
     """Return what a rank needs at the peak, by kind, as plain text; whether that fits is not said."""
-    return _as_text(f"{_peak_text(plan)}, as planned", _memory_table(plan)[1])
+    lines = table_lines(("kind", "GiB"), _memory_rows(plan), text_columns=(0,))
+    return "\n".join([f"{_peak_text(plan)}, as planned", *lines])
 
 
-def choice_text(choice: Choice) -> str:
-    """Return what `auto` has settled, and the runners-up, as plain text."""
-    return _as_text(*_choice_table(choice))
-
-
-def _as_text(title: str, table: Table) -> str:
-    text = io.StringIO()
-    Console(file=text, width=140).print(table)
-    return "\n".join([title, *(line.rstrip() for line in text.getvalue().splitlines() if line.strip())])
+def choice_text(choice: Choice, width: int | None = None) -> str:
+    """Return what `auto` has settled, and the runners-up, as plain text; width: as for `table_lines`."""
+    heads, rows = _choice_rows(choice)
+    lines = table_lines(heads, rows, width, text_columns=range(5))
+    return "\n".join([f"auto: {choice.num_candidates} candidates", *lines])
 
 
 def _heading(plan: Plan) -> list[str]:
@@ -97,87 +98,67 @@ def _heading(plan: Plan) -> list[str]:
         f"{config.run.name}: {config.model.name}, {_count(plan.num_parameters)} parameters in {plan.trace.root} units",
         f"{ranks} ranks of {machine.name} ({machine.memory_gib:.0f} GiB each, {machine.rates.ranks_per_node} to a "
         f"node; {machine.source})",
-        f"{settings}; {plan.num_micro_batches} micro-batches per step, {_count(plan.tokens)} tokens",
+        f"{settings}; {plan.num_micro_batches} micro-batches per step, {_count(plan.tokens)} token positions",
     ]
 
 
-def _choice_table(choice: Choice) -> tuple[str, Table]:
-    table = _table("", "resharding", "checkpointing", "micro-batch", "context")
-    for name in ("GiB", "s per step"):
-        table.add_column(name, justify="right")
+def _choice_rows(choice: Choice) -> tuple[list[str], list[list[str]]]:
+    """Return the heads and the rows of the table of choices; five columns are text, two are numbers."""
+    heads = ["", "resharding", "checkpointing", "micro-batch", "context", "GiB", "s per step"]
+    rows = []
     for number, plan in enumerate((choice.plan, *choice.runners_up)):
         values = [short(value) for value in chosen_settings(plan.config).values()]
         figures = [f"{plan.needed_gib:.4g}", f"{plan.time.total_s:.4g}"]
-        table.add_row("chosen" if number == 0 else str(number + 1), *map(Text, values), *figures)
-    return f"auto: {choice.num_candidates} candidates", table
+        rows.append(["chosen" if number == 0 else str(number + 1), *values, *figures])
+    return heads, rows
 
 
 def _peak_text(plan: Plan) -> str:
     return f"peak memory per rank, in the {plan.memory.peak.place}: {plan.needed_gib:.2f} GiB"
 
 
-def _memory_table(plan: Plan) -> tuple[str, Table]:
-    title = f"{_peak_text(plan)}, {'fits' if plan.fits else 'DOES NOT FIT'}"
-    table = _table("kind")
-    table.add_column("GiB", justify="right")
-    for kind, gib in memory_by_kind(plan).items():
-        if gib >= 0.001 * plan.needed_gib:
-            table.add_row(kind, f"{gib:.2f}" if gib >= 1 else f"{gib:.4f}", style="bold" if kind == "total" else "")
-    return title, table
+def _memory_rows(plan: Plan) -> list[tuple[str, str]]:
+    return [
+        (kind, f"{gib:.2f}" if gib >= 1 else f"{gib:.4f}")
+        for kind, gib in memory_by_kind(plan).items()
+        if gib >= 0.001 * plan.needed_gib
+    ]
 
 
-def _communication_table(plan: Plan) -> tuple[str, Table]:
-    table = _table("collective", "axis")
-    for name in ("ranks", "count", "size", "s"):
-        table.add_column(name, justify="right")
-    for row in communication_rows(plan):
-        amount = readable_bytes(row["bytes"])
-        table.add_row(
-            row["operation"], row["axis"], str(row["num_ranks"]), str(row["count"]), amount, f"{row['seconds']:.3f}"
-        )
-    return "communication per rank in one step", table
+def _communication_rows(plan: Plan) -> list[list[str]]:
+    return [
+        [
+            row["operation"],
+            row["axis"],
+            str(row["num_ranks"]),
+            str(row["count"]),
+            readable_bytes(row["bytes"]),
+            f"{row['seconds']:.3f}",
+        ]
+        for row in communication_rows(plan)
+    ]
 
 
-def _time_table(plan: Plan) -> tuple[str, Table]:
+def _time_rows(plan: Plan) -> list[tuple[str, str]]:
     time, train = plan.time, plan.config.train
-    tokens_per_s = plan.tokens / time.total_s
+    positions_per_s = plan.tokens / time.total_s
     hidden = 1 - time.exposed_s / time.communication_s if time.communication_s else 1.0
-    table = _table("")
-    table.add_column("", justify="right")
-    rows = {
-        "step": f"{time.total_s:.3f} s",
-        "kernels": f"{time.compute_s:.3f} s",
-        "communication": f"{time.communication_s:.3f} s, {100 * hidden:.0f} % hidden behind kernels",
-        "copies into and out of buffers": f"{time.copy_s:.3f} s",
-        "optimizer": f"{time.optimizer_s:.3f} s",
-        "host": f"{time.host_s:.3f} s",
-        "tokens/s": f"{tokens_per_s:,.0f} ({tokens_per_s / plan.mesh.num_ranks:,.0f} per rank)",
-        "model FLOPs per step": f"{plan.flops:.3g}",
-        "MFU": "unknown" if plan.mfu is None else f"{100 * plan.mfu:.1f} %",
-        "whole run": "depends on the data"
-        if train.epochs is not None
-        else f"{train.steps} steps, {readable_duration(plan.run_s)}, "
-        f"{plan.run_s * plan.mesh.num_ranks / 3600:,.1f} device hours",
-        "checkpoint": f"{readable_bytes(plan.checkpoint_bytes)}, "
-        f"{readable_bytes(plan.checkpoint_bytes / plan.mesh.num_ranks)} per rank",
-    }
-    for name, value in rows.items():
-        table.add_row(name, value)
-    return "time of one step" + ("" if plan.machine.is_measured else f" (estimated from {plan.machine.source})"), table
-
-
-def _saving_table(plan: Plan) -> tuple[str, Table]:
-    table = _table("", "")
-    for topic, text in sentences(plan.costs, plan.save_every_s, plan.num_nodes).items():
-        table.add_row(topic, text)
-    return "saves and failures (guesses, until a run has seen them)", table
-
-
-def _table(*columns: str) -> Table:
-    table = Table(header_style="dim", box=SIMPLE_HEAD, show_header=any(columns), show_edge=False)
-    for name in columns:
-        table.add_column(name)
-    return table
+    device_hours = plan.run_s * plan.mesh.num_ranks / 3600
+    run = f"{train.steps} steps, {readable_duration(plan.run_s)}, {device_hours:,.1f} device hours"
+    per_rank = readable_bytes(plan.checkpoint_bytes / plan.mesh.num_ranks)
+    return [
+        ("step", f"{time.total_s:.3f} s"),
+        ("kernels", f"{time.compute_s:.3f} s"),
+        ("communication", f"{time.communication_s:.3f} s, {100 * hidden:.0f} % hidden behind kernels"),
+        ("copies into and out of buffers", f"{time.copy_s:.3f} s"),
+        ("optimizer", f"{time.optimizer_s:.3f} s"),
+        ("host", f"{time.host_s:.3f} s"),
+        ("token positions/s", f"{positions_per_s:,.0f} ({positions_per_s / plan.mesh.num_ranks:,.0f} per rank)"),
+        ("model FLOPs per step", f"{plan.flops:.3g}"),
+        ("MFU", "unknown" if plan.mfu is None else f"{100 * plan.mfu:.1f} %"),
+        ("whole run", "depends on the data" if train.epochs is not None else run),
+        ("checkpoint", f"{readable_bytes(plan.checkpoint_bytes)}, {per_rank} per rank"),
+    ]
 
 
 def memory_by_kind(plan: Plan) -> dict[str, float]:

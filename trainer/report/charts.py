@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -150,6 +151,18 @@ PANELS: dict[str, Callable[[Any, Sequence[Run]], None]] = {
 """What is drawn, by title."""
 
 
+def _draw_logged(name: str, axes: Any, runs: Sequence[Run]) -> None:
+    """Draw a figure of `Trainer.log`: training as a line, evaluations as dots."""
+    for run, colour in _coloured(runs):
+        if name in run.train:
+            _draw_line(axes, run.train["step"], run.train[name], colour, "training")
+        if name in run.evals:
+            points = columns(run.evals["step"], run.evals[name])
+            eval_colour = COLOURS["red"] if len(runs) == 1 else colour
+            axes.plot(points.x, points.mean, "o--", color=eval_colour, markersize=3, linewidth=1.0, label="evaluation")
+    _legend(axes, runs)
+
+
 def _coloured(runs: Sequence[Run]) -> Iterator[tuple[Run, str]]:
     for number, run in enumerate(runs):
         yield run, COLOURS[SERIES[number % len(SERIES)]]
@@ -235,10 +248,9 @@ def _mark_attempts(axes: Any, run: Run) -> None:
     axes.plot(saved, np.full(saved.size, 0.012), "|", **style, **place)
 
 
-def _panel(axes: Any, title: str, runs: Sequence[Run]) -> None:
+def _panel(axes: Any, title: str, draw: Callable[[Any, Sequence[Run]], None], runs: Sequence[Run]) -> None:
     from matplotlib import ticker
 
-    draw = PANELS[title]
     if any(run.train["step"].size for run in runs):
         draw(axes, runs)
         if len(runs) == 1:
@@ -316,14 +328,20 @@ def draw_png(runs: Sequence[Run], title: str, facts: str) -> bytes:
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
+    logged = dict.fromkeys(name for run in runs for name in run.logged)
+    panels = {**{name: partial(_draw_logged, name) for name in logged}, **PANELS}
+    num_rows = -(-len(panels) // 2)
     with _house_style():
-        figure = Figure(figsize=(11.5, 10.2), dpi=130, facecolor="white", layout="constrained")
+        figure = Figure(figsize=(11.5, 1.2 + 3 * num_rows), dpi=130, facecolor="white", layout="constrained")
         figure.get_layout_engine().set(w_pad=0.12, h_pad=0.1)
-        top, middle, bottom = figure.subfigures(3, 1, height_ratios=(0.62, 9, 1.0))
+        top, middle, bottom = figure.subfigures(3, 1, height_ratios=(0.62, 3 * num_rows, 1.0))
         top.text(0.012, 0.66, title, fontsize=15, fontweight="bold", va="center")
         top.text(0.012, 0.1, facts, fontsize=9.5, color=COLOURS["muted"], va="center")
-        for axes, name in zip(middle.subplots(3, 2).flat, PANELS, strict=True):
-            _panel(axes, name, runs)
+        every_axes = middle.subplots(num_rows, 2).flat
+        for axes, (name, draw) in zip(every_axes, panels.items(), strict=False):
+            _panel(axes, name, draw, runs)
+        for axes in every_axes[len(panels) :]:  # an odd number leaves one over
+            axes.set_axis_off()
         if len(runs) == 1:
             _draw_parts(bottom, runs[0])
         else:

@@ -44,6 +44,7 @@ def write_page(run: Run, beside: Path | None = None, is_served: bool = False) ->
         _charts([run]),
         _key(run),
         _sources(run),
+        _logged(run),
         _samples(run),
         _files(run, beside, is_served),
         _attempts(run),
@@ -57,10 +58,10 @@ def write_comparison(runs: Sequence[Run]) -> str:
     """Return the page that compares runs: what differs between them, and their curves in the same charts."""
     names = names_of(runs)
     rows = [[_name(number, name), *_summary(run)] for number, (name, run) in enumerate(zip(names, runs, strict=True))]
-    heads = ("run", "state", "model", "parameters", "steps", "tokens", "loss", "eval loss", "tokens/s", "wall time")
+    heads = ("run", "state", "model", "parameters", "steps", "target tokens", "loss", "eval loss", "target tokens/s")
     parts = [
         f'<header><h1>{len(runs)} runs compared</h1></header><section class="card">',
-        _table((*heads, "goodput"), rows, num_text=3),
+        _table((*heads, "wall time", "goodput"), rows, num_text=3),
         "</section>",
         _differences(runs, names),
         _charts(runs),
@@ -113,10 +114,10 @@ def _tiles(run: Run) -> str:
     of = f"of {run.num_steps:,}" if isinstance(run.num_steps, int) else ""
     tiles = [
         ("steps", f"{run.reached:,}", ", ".join(text for text in (of, skipped) if text)),
-        ("tokens", readable_count(tokens or 0), ""),
+        ("target tokens", readable_count(tokens or 0), ""),
         ("training loss", _number(loss), "last recorded value"),
         ("evaluation loss", _number(eval_loss), "" if bits is None else f"{bits:.4f} bits per byte"),
-        ("tokens per second", readable_count(speed) if speed else NONE, f"median{with_mfu}"),
+        ("target tokens per second", readable_count(speed) if speed else NONE, f"median{with_mfu}"),
         ("peak memory", NONE if memory is None else f"{memory:.2f} GiB", "per rank"),
         ("wall time", readable_duration(goodput.wall_s) if goodput.wall_s else NONE, ""),
         ("goodput", _percent(goodput.share), "of wall time"),
@@ -174,9 +175,20 @@ def _differences(runs: Sequence[Run], names: Sequence[str]) -> str:
     ]
     if not differing:
         return '<section class="card"><h2>What differs</h2><p class="muted">No setting.</p></section>'
-    rows = [[escape(key), *(escape(_setting(values, key)) for values in settings)] for key in differing]
+    rows = [[escape(key), *(_collapsed(_setting(values, key)) for values in settings)] for key in differing]
     table = _table(("", *map(escape, names)), rows, num_text=len(names) + 1)
-    return f'<section class="card"><h2>What differs</h2>{table}</section>'
+    return f'<section class="card wraps"><h2>What differs</h2>{table}</section>'
+
+
+_LONG_SETTING = 120
+"""Characters of a setting that a table shows; the whole `config.json` of a model has thousands."""
+
+
+def _collapsed(text: str) -> str:
+    """Return the cell for a setting's value: what is long shows its beginning, and opens on a click."""
+    if len(text) <= _LONG_SETTING:
+        return escape(text)
+    return f"<details><summary>{escape(text[:_LONG_SETTING])}&hellip;</summary>{escape(text)}</details>"
 
 
 def _flat(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -248,6 +260,15 @@ def _sources(run: Run) -> str:
     ]
     table = _table(("", "training loss", "evaluation loss", "epochs"), rows, num_text=1)
     return f'<section class="card"><h2>Sources</h2>{table}</section>'
+
+
+def _logged(run: Run) -> str:
+    """Return the last values of what the run recorded with `Trainer.log`."""
+    if not run.logged:
+        return ""
+    rows = [[escape(name), _figure(run.last(name)), _figure(run.last(name, "eval"))] for name in run.logged]
+    table = _table(("", "training", "evaluation"), rows, num_text=1)
+    return f'<section class="card"><h2>Figures</h2>{table}</section>'
 
 
 def _attempts(run: Run) -> str:
@@ -332,6 +353,10 @@ def _class(state: str) -> str:
 
 def _number(value: float | None) -> str:
     return NONE if value is None else f"{value:.4f}"
+
+
+def _figure(value: float | None) -> str:
+    return NONE if value is None else f"{value:.4g}"
 
 
 def _percent(share: float | None) -> str:

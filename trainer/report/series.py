@@ -54,12 +54,14 @@ PANELS = (
 
 
 def panels_of(runs: Sequence[Run]) -> list[Panel]:
-    """Return the charts of a page: of one run whose data have several sources, their losses too."""
+    """Return the charts of a page: the standard ones, one for each figure of `Trainer.log` and, of a single run whose
+    data has several sources, the loss by source.
+    """
+    logged = dict.fromkeys(name for run in runs for name in run.logged)
+    own = [Panel(name, (Line(name, "training"), Line(name, "evaluation", "evals"))) for name in logged]
     sources = runs[0].sources if len(runs) == 1 else []
-    if not sources:
-        return list(PANELS)
     lines = [Line(f"loss_{source}", source, of) for source in sources for of in ("train", "evals")]
-    return [PANELS[0], Panel("loss by source", tuple(lines)), *PANELS[1:]]
+    return [PANELS[0], *([Panel("loss by source", tuple(lines))] if lines else []), *own, *PANELS[1:]]
 
 
 def data_of(runs: Sequence[Run], names: Sequence[str], refresh_s: float) -> str:

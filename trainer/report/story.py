@@ -21,15 +21,14 @@ from trainer.config import read_yaml
 from trainer.errors import UserError, mask_credentials, setting_error
 from trainer.lifecycle.folder import is_owned
 from trainer.metrics.goodput import Experience, Goodput, Ledger
-from trainer.metrics.record import read_records
+from trainer.metrics.record import EVAL_FIELDS, TRAIN_FIELDS, logged_names, read_records
 
 Column = NDArray[np.float64]
 
 _RATES = ("tokens_per_s", "step_s", "data_s", "mfu", "peak_memory_gib")
 TRAIN = ("step", "loss", "grad_norm", "lr", "tokens", *_RATES, "time")
 EVAL = ("step", "loss", "bits_per_byte", "time")
-_BY_SOURCE = ("loss_", "epoch_")
-"""How the fields of one source begin; what follows is its name."""
+_STANDARD = frozenset((*TRAIN_FIELDS, *EVAL_FIELDS))
 
 
 @dataclass
@@ -100,6 +99,11 @@ class Run:
     def sources(self) -> list[str]:
         """The sources of the data, where there are several."""
         return [name.removeprefix("epoch_") for name in self.train if name.startswith("epoch_")]
+
+    @property
+    def logged(self) -> list[str]:
+        """What the run recorded with `Trainer.log`, in training or in evaluations."""
+        return logged_names(dict.fromkeys((*self.train, *self.evals)))
 
     def last(self, column: str, of: str = "train") -> float | None:
         """Return the last finite value of a column, None if there is none."""
@@ -229,17 +233,21 @@ def _find(values: Mapping[str, Any], section: str, key: str) -> Any:
 
 
 class _Table:
-    """Columns that grow by a record at a time; those of sources are known once a record has them."""
+    """Columns that grow by one record at a time.
+
+    Columns beyond `names` (figures of one source, and those of `Trainer.log`) begin with the first record that has
+    them.
+    """
 
     def __init__(self, names: Sequence[str]) -> None:
         self.columns = {name: array("d") for name in names}
-        self._seen = set(names)
+        self._seen = {*names, *_STANDARD}
 
     def append(self, record: Mapping[str, Any]) -> None:
         if not record.keys() <= self._seen:
-            new = [name for name in record if name.startswith(_BY_SOURCE) and name not in self._seen]
+            new = [name for name in record if name not in self._seen and isinstance(record[name], (int, float))]
             self.columns |= {name: array("d", [math.nan]) * len(self.columns["step"]) for name in new}
-            self._seen |= record.keys()
+            self._seen.update(new)
         for name, column in self.columns.items():
             column.append(_value(record.get(name)))
 

@@ -1,0 +1,68 @@
+"""Plain text that fits a terminal: tables, which become one short block per row where they are too wide, and usage."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import textwrap
+from collections.abc import Sequence
+
+_GAP = "  "
+_LEAST_WIDTH = 20
+
+
+def terminal_width() -> int:
+    """Return how many columns a table may have: those of the terminal, or of COLUMNS; 80 where neither is known."""
+    return shutil.get_terminal_size().columns
+
+
+def table_lines(
+    heads: Sequence[str], rows: Sequence[Sequence[str]], width: int | None = None, text_columns: Sequence[int] = ()
+) -> list[str]:
+    """Return the lines of a table that is at most `width` characters wide (default: as wide as the terminal).
+
+    Columns are aligned to the right, those numbered in `text_columns` to the left.  No value is ever cut short.  If the
+    columns do not fit side by side, the last one is wrapped if it is text, and otherwise each row becomes its first
+    cell with `head: value` for the others below it.  Without any heads there is no line for them.
+    """
+    width = max(_LEAST_WIDTH, terminal_width() if width is None else width)
+    shown = [heads, *rows] if any(heads) else list(rows)
+    *sizes, last = [max(len(row[column]) for row in shown) for column in range(len(heads))]
+    room = width - sum(sizes) - len(_GAP) * len(sizes)
+    has_text_last = len(heads) - 1 in text_columns
+    if room < min(last, _LEAST_WIDTH if has_text_last else last):
+        return [line for row in rows for line in _block(heads, row, width)]
+    lines = []
+    for *cells, final in shown:
+        placed = [
+            cell.ljust(size) if column in text_columns else cell.rjust(size)
+            for column, (cell, size) in enumerate(zip(cells, sizes, strict=True))
+        ]
+        first, *more = textwrap.wrap(final, room, break_on_hyphens=False) or [""]
+        lines.append(_GAP.join([*placed, first if has_text_last else first.rjust(last)]).rstrip())
+        indent = " " * (width - room)
+        lines += [indent + line for line in more]
+    return lines
+
+
+def _block(heads: Sequence[str], row: Sequence[str], width: int) -> list[str]:
+    """Return the lines of one row where its columns do not fit side by side."""
+    first = textwrap.wrap(f"{heads[0]} {row[0]}".strip() or "-", width)
+    others = [f"{head}: {cell}" if head else cell for head, cell in zip(heads[1:], row[1:], strict=True) if cell]
+    below = textwrap.wrap(", ".join(others), width, initial_indent=_GAP, subsequent_indent=_GAP, break_on_hyphens=False)
+    return [*first, *below]
+
+
+def fitted(text: str, columns: int) -> str:
+    """Return the text with lines of at most `columns` characters, where words allow it; 0: unchanged.
+
+    Text after a wide gap, such as the meaning of an option, is continued below where it began.
+    """
+    return "\n".join(_folded(line, columns) if 0 < columns < len(line) else line for line in text.split("\n"))
+
+
+def _folded(line: str, columns: int) -> str:
+    indent = len(line) - len(line.lstrip())
+    gap = re.match(r" *\S+(?: \S+)* {2,}", line)
+    below = gap.end() if gap and gap.end() <= columns // 2 else indent
+    return textwrap.fill(line, columns, subsequent_indent=" " * below, break_long_words=False, break_on_hyphens=False)
