@@ -154,7 +154,7 @@ class BuildFolder:
         """
         with self.taken(_REPAIRING):
             if self.is_complete and (error := is_damaged()) is not None:
-                say(f"{error}; building {self.path} again")
+                say(f"{str(error).partition('; ')[0]}; building {self.path} again")
                 remove(self.manifest_path)
                 for path in self.path.glob("*.damaged"):
                     remove(path)
