@@ -135,6 +135,20 @@ def test_people_see_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert f"{found(capsys, tmp_path / 'run')['loss']:.6f}" in content_after(capsys, tmp_path / "run")
 
 
+def test_the_length_of_sequences_and_the_number_of_tokens_are_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = folder_of(tmp_path / "folder")
+    (tmp_path / "text.txt").write_text("abcdefgh" * 40)
+    own = [str(folder), f"data.eval_path={tmp_path / 'text.txt'}", f"data.cache_dir={tmp_path / 'cache'}"]
+    for more, length in (([], 256), (["data.seq_len=16"], 16)):
+        assert evaluate.main([*own, *more, "--json"]) == 0
+        content = json.loads(capsys.readouterr().out)
+        assert (content["seq_len"], content["tokens"]) == (length, 320)
+        assert evaluate.main([*own, *more]) == 0
+        assert f"sequences of {length} tokens (data.seq_len; the model has room for " in capsys.readouterr().out
+
+
 def content_after(capsys: pytest.CaptureFixture[str], folder: Path) -> str:
     assert evaluate.main([str(folder)]) == 0
     return capsys.readouterr().out

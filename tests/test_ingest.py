@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import itertools
 import json
 import multiprocessing
 import os
 import random
+import shlex
 import signal
 import subprocess
 import sys
@@ -280,6 +282,51 @@ def test_a_text_that_is_null_is_no_reason_to_train_on_another_key(tmp_path: Path
 
 
 # -- held out -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("record", "more"),
+    [
+        ({"messages": [{"role": "user", "content": "Hi"}]}, {}),
+        ({"messages": [{"role": "user", "content": "Hi"}]}, {"text_key": "messages"}),
+        ({"conversations": [{"from": "human", "value": "Hi"}]}, {}),
+        ({"instruction": "Hi", "output": "Yes"}, {}),
+        ({"prompt": "Hi", "chosen": "Yes", "rejected": "No"}, {}),
+    ],
+)
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_chats_that_are_given_as_text_are_told_by_their_keys(
+    kind: str, record: dict[str, Any], more: dict[str, str], tmp_path: Path
+) -> None:
+    path = tmp_path / f"chats.{kind}"
+    path.write_text(json.dumps(record) + "\n")
+    if kind == "parquet":
+        pyarrow = pytest.importorskip("pyarrow")
+        pytest.importorskip("pyarrow.parquet").write_table(pyarrow.Table.from_pylist([record]), path)
+    with pytest.raises(UserError, match=r"these records are chats, not text: set data\.source=chat") as error:
+        texts_in(tmp_path, path, **more)
+    assert "nearest legal value" not in str(error.value)
+
+
+@pytest.mark.slow
+def test_json_that_is_no_jsonl_is_told_how_to_become_it(tmp_path: Path) -> None:
+    """As text and as chats, by itself and in a folder; the command that is advised is one that works."""
+    (tmp_path / "folder").mkdir()
+    path, lines = tmp_path / "folder" / "it's.json", [{"text": "zwölf"}, {"text": "two"}]
+    path.write_text(json.dumps(lines))
+    chats = {"source": "chat", "tokenizer": "bytes"}
+    for named, more in ((path, {}), (path.parent, {}), (path, chats), (path.parent, chats)):
+        data = dataclasses.replace(settings(tmp_path, named), **more)  # type: ignore[arg-type]
+        with pytest.raises(UserError, match="is a JSON array; what is read is JSONL, one object per line") as error:
+            open_source(data, None, "train")
+        command = str(error.value).partition("to fix: ")[2]
+        subprocess.run(["bash", "-c", command.replace("python", shlex.quote(sys.executable), 1)], check=True)
+        made = path.with_suffix(".jsonl")
+        assert texts_in(tmp_path, made) == ["zwölf", "two"]
+        made.unlink()
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(UserError, match=r"has one object per line, but its name must end in \.jsonl\n  to fix: mv "):
+        texts_in(tmp_path, path)
 
 
 def test_what_is_held_out_depends_on_the_text_alone(tmp_path: Path) -> None:

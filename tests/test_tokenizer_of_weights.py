@@ -17,6 +17,7 @@ from trainer import Trainer, UserError, evaluate, load_config, run
 from trainer.config import RunConfig
 from trainer.data.tokenizer import find_tokenizer
 from trainer.export import export_checkpoint
+from trainer.generate import command_line as generate
 
 ALLOWED = "checkpoint.allow_changes=[data.tokenizer]"
 ANOTHER = r"^data\.tokenizer=\S+: is another tokenizer than the one that the weights were trained with, "
@@ -81,9 +82,10 @@ def test_a_tokenizer_in_another_form_is_not_taken_for_none(model: Path) -> None:
         UserError, match=r"^data\.tokenizer=bytes: the weights in \S+ have their own tokenizer \(tok"
     ) as e:
         config_of(model)
-    assert f"save_pretrained(sys.argv[1])' {model}; or name a tokenizer" in str(e.value)
+    assert f"save_pretrained(sys.argv[1])' {model}; in a run also data.tokenizer=FILE" in str(e.value)
     assert config_of(model, "data.tokenizer=bytes").data.tokenizer == "bytes", "it is named"
     assert evaluate.main([str(model), f"data.eval_path={model.parent / 'text.txt'}"]) == 2
+    assert generate([str(model), "--prompt", "Hi"]) == 2
 
 
 def test_shards_of_another_tokenizer_are_refused(model: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -48,6 +48,8 @@ from trainer.stopping import StopRequested
 from trainer.tables import table_lines
 
 if TYPE_CHECKING:
+    import torch
+
     from trainer.checkpoint.source import StoredWeights
     from trainer.trainer import Trainer
 
@@ -140,8 +142,10 @@ def _first_weights(source: StoredWeights, path: str) -> str:
 
 
 def looking(kind: type[Trainer]) -> type[Trainer]:
-    """Return a kind of Trainer that opens no data to train on, and keeps nothing for an optimizer."""
+    """Return a kind of Trainer that opens no data to train on, keeps nothing for an optimizer, and counts targets."""
     import torch
+
+    from trainer.loss import count_targets
 
     def build_loader(self: Trainer) -> tuple[()]:
         return ()
@@ -149,7 +153,12 @@ def looking(kind: type[Trainer]) -> type[Trainer]:
     def build_optimizer(self: Trainer) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.model.parameters(), lr=0.0)
 
-    return type(kind.__name__, (kind,), {"build_loader": build_loader, "build_optimizer": build_optimizer})
+    def count(self: Trainer, batch: Any) -> float:
+        self.num_targets_seen = getattr(self, "num_targets_seen", 0) + count_targets(batch["targets"])  # type: ignore[attr-defined]
+        return kind.count(self, batch)
+
+    own = {"build_loader": build_loader, "build_optimizer": build_optimizer, "count": count}
+    return type(kind.__name__, (kind,), own)
 
 
 def evaluate(trainer: Trainer, subject: Subject) -> Record | None:
@@ -194,7 +203,32 @@ def _fill(trainer: Trainer, stored: StoredWeights) -> None:
 # What is shown
 
 
-def table(subject: Subject, record: Record) -> str:
+@dataclass(frozen=True)
+class Read:
+    """What an evaluation has read: the length of its sequences, and how many tokens the loss is the mean over."""
+
+    seq_len: int
+    tokens: int
+    data: str = ""
+    """What became of the data before it: conversations that were dropped, say."""
+
+    @classmethod
+    def of(cls, trainer: Trainer) -> Read:
+        """Return what the evaluation of `trainer` has read, on all ranks.  Collective."""
+        (tokens,) = trainer.world.sum([float(getattr(trainer, "num_targets_seen", 0))])
+        source = getattr(trainer.eval_loader, "source", None)
+        chats = trainer.config.data.source == "chat" and source is not None
+        return cls(trainer.config.data.seq_len, round(tokens), source.sentence if chats and source else "")
+
+    def sentence(self, config: RunConfig) -> str:
+        """Return a line for people, with what the model has room for where that is more."""
+        room = getattr(config.model, "max_seq_len", None)
+        most = f"; the model has room for {room:,}" if room and room > self.seq_len else ""
+        line = f"sequences of {self.seq_len:,} tokens (data.seq_len{most}), {self.tokens:,} tokens evaluated"
+        return f"{line}\n{self.data}" if self.data else line
+
+
+def table(subject: Subject, record: Record, read: Read | None = None) -> str:
     """Return the evaluation for people: a line for each source, if there are several, and one for all."""
     bits = record.get("bits_per_byte")
     heads = ("", "loss", *(["bits per byte"] if bits is not None else []))
@@ -205,25 +239,30 @@ def table(subject: Subject, record: Record) -> str:
     figures = [(name, _number(record[name])) for name in logged_names(record) if not name.startswith("loss_")]
     lines += table_lines(("", ""), figures) if figures else []
     step = "" if subject.step is None else f" (step {subject.step})"
-    return "\n".join([f"{subject.weights}{step}", *lines])
+    shown = [] if read is None else [read.sentence(subject.config)]
+    return "\n".join([f"{subject.weights}{step}", *shown, *lines])
 
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.6f}"
 
 
-def as_json(subject: Subject, record: Record) -> str:
-    """Return the evaluation as one JSON object: the fields of the run's `eval` lines, and where the weights are."""
+def as_json(subject: Subject, record: Record, read: Read) -> str:
+    """Return the evaluation as one JSON object: the fields of the run's `eval` lines, where the weights are, and the
+    sequence length and number of tokens.
+    """
     content: dict[str, Any] = {key: value for key, value in record.items() if key != "kind"}
-    return json.dumps({"weights": subject.weights, **content, "step": subject.step})
+    sizes = {"seq_len": read.seq_len, "tokens": read.tokens}
+    return json.dumps({"weights": subject.weights, **content, "step": subject.step, **sizes})
 
 
 def _show(subject: Subject, as_object: bool, trainer: Trainer) -> int:
     record = evaluate(trainer, subject)
     if record is None:
         return EXIT_STOPPED
+    read = Read.of(trainer)
     if trainer.world.is_main:
-        tell(as_json(subject, record) if as_object else table(subject, record))
+        tell(as_json(subject, record, read) if as_object else table(subject, record, read))
     return EXIT_FINISHED
 
 

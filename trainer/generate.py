@@ -22,6 +22,7 @@ from torch import nn
 
 from trainer.checkpoint.source import is_checkpoint, open_checkpoint
 from trainer.config import config_from_yaml
+from trainer.config.first_weights import check_tokenizer_of_folder
 from trainer.config.pretrained import (
     CONFIG,
     check_no_gguf,
@@ -126,6 +127,7 @@ def open_writer(
         folder = Path(path)
         if is_only_described(folder):
             check_weights(folder, "path")
+        check_tokenizer_of_folder(folder)
         return Writer(_load_folder(folder, device), device, *named_in(folder), _settings(read_folder(folder)))
     source = open_checkpoint(path, ema)
     config = config_from_yaml(source.config_yaml, allow_import=allow_import)

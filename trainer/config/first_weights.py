@@ -180,17 +180,21 @@ def _check_readable_tokenizer(config: RunConfig, of_run: str | None) -> None:
         rule = f"the weights of {config.train.init_from} were trained with {of_run}, which is missing"
         raise setting_error(_KEY, config.data.tokenizer, rule, fix=f"give its new place, {_KEY}=FILE")
     folder = folder_of_weights(config)
-    place = Path(folder.removeprefix("file://")).expanduser() if folder is not None else None
-    there = [name for name in _NOT_READ if place is not None and (place / name).is_file()]
-    if place is None or not there or allows_another(config):
+    if folder is not None and not allows_another(config):
+        check_tokenizer_of_folder(folder)
+
+
+def check_tokenizer_of_folder(folder: str | Path) -> None:
+    """Raise UserError if a Hugging Face folder has its tokenizer in a form that is not read here, and in no other."""
+    place = Path(str(folder).removeprefix("file://")).expanduser()
+    there = [name for name in _NOT_READ if (place / name).is_file()]
+    if not there or (place / _TOKENIZER).is_file():
         return
     script = "import sys; from transformers import AutoTokenizer as T; "
     script += "T.from_pretrained(sys.argv[1]).save_pretrained(sys.argv[1])"
     command = f"python -c {shlex.quote(script)} {shlex.quote(str(place))}"
-    rule = (
-        f"the weights in {folder} have their own tokenizer ({', '.join(there)}), but no {_TOKENIZER} that can be read"
-    )
-    raise setting_error(_KEY, config.data.tokenizer, rule, fix=f"{command}; or name a tokenizer with {_KEY}=")
+    rule = f"the weights in {folder} have their own tokenizer ({', '.join(there)}), but not as {_TOKENIZER}"
+    raise setting_error(_KEY, "bytes", rule, fix=f"{command}; in a run also {_KEY}=FILE")
 
 
 def _section(stored: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -23,6 +23,7 @@ from trainer.data.documents import open_shards
 from trainer.data.ingest.folder import MANIFEST
 from trainer.data.ingest.inputs import NAMES, Input, find_inputs, is_of_others
 from trainer.data.ingest.report import Tally, describe
+from trainer.data.json_files import json_advice
 from trainer.data.manifest import Manifest
 from trainer.data.shards import Shard, ShardError, verify_at_start
 from trainer.data.source import Part, Source, TokenSource
@@ -223,6 +224,8 @@ def _find_shard_files(setting: str, key: str) -> tuple[Path | None, list[str]]:
     shard = f"{pattern.removesuffix('.json')}.bin"
     if not is_folder and pattern.endswith(".json") and os.path.isfile(shard):
         raise setting_error(key, setting, "belongs to a token shard, whose name ends in .bin", meant=shard)
+    if not is_folder and (advice := json_advice(pattern)) is not None:
+        raise setting_error(key, setting, advice[0], fix=advice[1])
     if manifest.endswith(".json") and os.path.isfile(manifest):
         return Path(manifest), []
     found = _bins(pattern)

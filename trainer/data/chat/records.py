@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from trainer.data.chat.conversation import kind_of
+from trainer.data.json_files import json_advice
 from trainer.errors import nearest, setting_error
 from trainer.files import find_folder
 
@@ -32,6 +33,8 @@ def find_files(key: str, setting: str) -> list[Path]:
     paths = sorted(Path(name) for name in names if name.endswith(SUFFIXES) and os.path.isfile(name))
     if paths:
         return paths
+    if (advice := next(filter(None, map(json_advice, sorted(names))), None)) is not None:
+        raise setting_error(key, setting, advice[0], fix=advice[1])
     if names:
         raise setting_error(key, setting, f"data.source=chat reads files that end in {', '.join(SUFFIXES)}")
     there = [name for name in glob.glob(os.path.join(os.path.dirname(pattern), "*")) if name.endswith(SUFFIXES)]

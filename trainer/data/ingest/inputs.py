@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
 
+from trainer.data.json_files import json_advice
 from trainer.errors import setting_error
 
 Kind: TypeAlias = Literal["text", "jsonl", "parquet", "arrow", "tokens"]
@@ -94,6 +95,11 @@ def find_inputs(settings: Iterable[str], key: str) -> list[Input]:
         for match in _match(setting, key):
             inside = list(_look_into(match, key))
             if not inside:
+                files = _walk(match) if os.path.isdir(match) else [match]
+                if (advice := next(filter(None, map(json_advice, files)), None)) is not None:
+                    raise setting_error(
+                        key, match, f"a file in it {advice[0]}" if os.path.isdir(match) else advice[0], fix=advice[1]
+                    )
                 rule = f"has no file that ends in {NAMES}" if os.path.isdir(match) else _refusal(match)
                 raise setting_error(key, match, rule, fix=f"write each document as one line of .jsonl: {_LINE}")
             found.update((os.path.realpath(each.path), each) for each in inside)

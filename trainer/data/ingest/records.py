@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from trainer.data.ingest.inputs import Input
-from trainer.data.ingest.report import BadPlaces
+from trainer.data.ingest.report import BadPlaces, chat_advice
 from trainer.errors import nearest, setting_error
 
 ROWS = 128
@@ -41,7 +41,8 @@ def read_records(each: Input, start: int, stop: int | None, text_key: str, bad: 
             found = _as_bytes(arrow, column)
             if found is None:
                 rule = f"in {each.path} it is not text but {column.type}"
-                raise setting_error(bad.keys.text_key, text_key, rule, fix="give a text column")
+                fix = chat_advice([text_key], bad.keys) or "give a text column"
+                raise setting_error(bad.keys.text_key, text_key, rule, fix=fix)
             yield _texts(arrow, found, each, first, bad)
     except (OSError, arrow.ArrowException) as error:
         bad.refuse_file(each.path, f"cannot be read to its end ({error})")
@@ -125,6 +126,8 @@ def _check_column(each: Input, names: list[str], text_key: str, bad: BadPlaces) 
     """Raise UserError unless a table has the column: it then has it in no row."""
     if text_key not in names:
         rule = f"{each.path} has no such column; its columns: {', '.join(names) or 'none'}"
+        if fix := chat_advice(names, bad.keys):
+            raise setting_error(bad.keys.text_key, text_key, rule, fix=fix)
         raise setting_error(bad.keys.text_key, text_key, rule, nearest(text_key, names) or (*names, None)[0])
 
 

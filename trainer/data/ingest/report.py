@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -63,7 +63,7 @@ class BadPlaces:
     def refuse(self, key: str, value: object, rule: str, **advice: Any) -> None:
         """Count a bad document, or raise the UserError that these words make."""
         if self._limit == "error":
-            given = {name: what for name, what in advice.items() if what is not None}
+            given = {name: what for name, what in advice.items() if what not in (None, "")}
             fix = f"{self.keys.bad}=skip leaves out unreadable documents and counts them"
             raise setting_error(key, value, rule, **(given or {"fix": fix}))
         self.tally.bad += 1
@@ -76,6 +76,25 @@ class BadPlaces:
             fix = f"{self.keys.bad}=skip leaves out the whole file; a share counts documents"
             raise setting_error(self.keys.inputs, value, rule, fix=fix)
         self.refuse(self.keys.inputs, value, rule, **advice)
+
+
+_CHATS = (
+    {"messages"},
+    {"conversations"},
+    {"instruction", "output"},
+    {"prompt", "completion"},
+    {"prompt", "chosen", "rejected"},
+)
+"""Keys of records that are conversations."""
+
+
+def chat_advice(names: Iterable[str], keys: Keys) -> str:
+    """Return what to do about records with these keys if they are chats, which are no text; empty if they are not."""
+    if not any(chat <= {*names} for chat in _CHATS):
+        return ""
+    if keys.inputs.startswith("data."):
+        return "these records are chats, not text: set data.source=chat, or use recipe=sft model.path=FOLDER"
+    return "these records are chats, which need no preparation: give the file to a run with data.source=chat"
 
 
 def parse_limit(setting: str, key: str) -> float:

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, Protocol, TypeAlias
 from trainer.data.ingest.fast_json import loads
 from trainer.data.ingest.inputs import Input
 from trainer.data.ingest.json_stream import BadLine, read_value
-from trainer.data.ingest.report import BadPlaces
+from trainer.data.ingest.report import BadPlaces, chat_advice
 from trainer.data.ingest.streams import BLOCK, UNREADABLE, move_to, open_stream, whole_characters
 from trainer.errors import nearest
 
@@ -221,13 +221,16 @@ def _refuse_line(line: str, place: str, text_key: str, bad: BadPlaces) -> None:
         bad.refuse(keys.inputs, place, f"must be a JSON object, not {type(record).__name__}")
     elif text_key not in record:
         rule = f"{place} has no such key; its keys: {', '.join(record) or 'none'}"
-        bad.refuse(keys.text_key, text_key, rule, legal=nearest(text_key, record) or (*record, None)[0])
+        fix = chat_advice(record, keys)
+        legal = None if fix else nearest(text_key, record) or (*record, None)[0]
+        bad.refuse(keys.text_key, text_key, rule, legal=legal, fix=fix)
     elif record[text_key] is None:
         bad.refuse(keys.inputs, place, f"has no text: its {text_key!r} is null")
     elif not isinstance(record[text_key], str):
         strings = [key for key, value in record.items() if isinstance(value, str)]
         rule = f"at {place} it is not text but {type(record[text_key]).__name__}"
-        bad.refuse(keys.text_key, text_key, rule, legal=next(iter(strings), None))
+        fix = chat_advice(record, keys)
+        bad.refuse(keys.text_key, text_key, rule, legal=None if fix else next(iter(strings), None), fix=fix)
     else:
         bad.refuse(keys.inputs, place, "is not valid Unicode (surrogates not allowed)")
 

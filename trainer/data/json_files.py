@@ -1,0 +1,32 @@
+"""Files of JSON that hold documents or chats in another form than one object a line."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+_LOOKED_AT = 4096
+"""Bytes at the beginning of a file that say what it holds."""
+
+
+def json_advice(path: str | Path) -> tuple[str, str] | None:
+    """Return the rule that a .json file breaks, and how to make JSONL of it; None for another file.
+
+    An array is what most public instruction sets are; a file of one object a line needs another name alone.
+    """
+    file = Path(path)
+    if file.suffix.lower() != ".json" or not file.is_file():
+        return None
+    try:
+        with open(file, "rb") as opened:
+            begin = opened.read(_LOOKED_AT).removeprefix(b"\xef\xbb\xbf").lstrip()
+    except OSError:
+        return None
+    target = shlex.quote(str(file.with_suffix(".jsonl")))
+    if begin.startswith(b"["):
+        script = 'import json, sys; [print(json.dumps(record)) for record in json.load(open(sys.argv[1], "rb"))]'
+        command = f"python -c {shlex.quote(script)} {shlex.quote(str(file))} > {target}"
+        return "is a JSON array; what is read is JSONL, one object per line", command
+    if begin.startswith(b"{") and b"}\n{" in begin:
+        return "has one object per line, but its name must end in .jsonl", f"mv {shlex.quote(str(file))} {target}"
+    return None
