@@ -269,7 +269,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(words: list[str]) -> int:
     stop.catch_signals_early()
-    stop.interrupt_from_here()
     limit_spinning()
     env, evaluates = Environment(), False
     try:
