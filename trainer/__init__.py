@@ -6,9 +6,17 @@
 from __future__ import annotations
 
 import importlib
+import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from trainer.stopping import leave_on_signals
+
+if sys.argv[:1] == ["-m"] and (_found := re.search(r"\0-m\0trainer\.(\w+)", "\0".join(sys.orig_argv))):
+    # `python -m trainer.run`: a signal is answered from the first of our lines on, before the slow imports.
+    leave_on_signals(_found[1])
 
 from trainer.distributed.environment import without_collecting
 

@@ -22,7 +22,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn, TextIO
 
-from trainer.stopping import PromptStop, StopRequested, stopped
+from trainer.stopping import PromptStop, StopRequested, leave_at_once, stopped
 from trainer.tables import fitted
 
 EXIT_FINISHED = 0
@@ -158,7 +158,8 @@ def _unwinding() -> Iterator[None]:
         signal.SIGINT: signal.default_int_handler,
     }
     is_main = threading.current_thread() is threading.main_thread()
-    caught = {number: before for number, before in defaults.items() if is_main and signal.getsignal(number) is before}
+    found = {number: signal.getsignal(number) for number in defaults} if is_main else {}
+    caught = {number: before for number, before in found.items() if before in (defaults[number], leave_at_once)}
     prompt = PromptStop(caught, code_of_signal)
 
     def end(number: int, frame: object) -> NoReturn:

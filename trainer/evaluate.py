@@ -333,7 +333,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _evaluate(words: Sequence[str], shown: str | None, stack: ExitStack) -> int:
     """Evaluate on as many ranks as asked.  Returns the exit code.  `shown`: how the result names the weights."""
     stop.catch_signals_early()
-    stop.interrupt_from_here()
     limit_spinning()
     env, evaluates = Environment(), False
     try:

@@ -23,17 +23,13 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
-from trainer.distributed import stop
-
-if __name__ == "__main__":
-    stop.catch_signals_early()  # before the imports below, which can take seconds on a busy machine
-
 from trainer import __version__
 from trainer.config import RunConfig, check_config, least_mesh, load_config, usage
 from trainer.config.arguments import Arguments, no_recipe, parse
 from trainer.config.completion import completion
 from trainer.config.naming import free_name
 from trainer.config.needs import check_needs, likely_device
+from trainer.distributed import stop
 from trainer.distributed.environment import (
     Environment,
     allocate_in_segments,
@@ -63,7 +59,7 @@ from trainer.lifecycle.launch import spawn
 from trainer.lifecycle.rehearsal import rehearsing
 from trainer.metrics.clock import uptime
 from trainer.recipe import look_in_working_folder
-from trainer.stopping import StopRequested, stopped
+from trainer.stopping import StopRequested, interruptible, stopped
 from trainer.tables import fitted
 
 if TYPE_CHECKING:
@@ -87,7 +83,6 @@ def main(argv: Sequence[str] | None = None, trainer: type[Trainer] | None = None
 def _main(argv: Sequence[str] | None, trainer: type[Trainer] | None) -> int:
     began = uptime()
     stop.catch_signals_early()
-    stop.interrupt_from_here()
     look_in_working_folder()
     limit_spinning()
     allocate_in_segments()
@@ -277,11 +272,14 @@ def ignore_termination() -> None:
 
 def with_trainer(config: RunConfig, own: type[Trainer] | None, act: Callable[[Trainer], int]) -> int:
     """Build a Trainer in this process, one rank of however many there are, and let it `act`.  Returns the exit code."""
-    with without_collecting():
-        from trainer.plan.forecast import is_out_of_memory
-        from trainer.trainer import Trainer
+    try:
+        with without_collecting(), interruptible():
+            from trainer.plan.forecast import is_out_of_memory
+            from trainer.trainer import Trainer
 
-        gc.freeze()  # what has been imported is not looked through again: a full collection took 0.3 s
+            gc.freeze()  # what has been imported is not looked through again: a full collection took 0.3 s
+    except StopRequested as request:
+        return report_stop(request, find_environment())
     trainer = None
     if find_environment().rank != 0:
         warnings.simplefilter("ignore")  # the first rank warns for all

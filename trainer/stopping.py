@@ -28,6 +28,28 @@ _HOOK_S = 1.0
 """Seconds that the third stage gives to `before_exit`, which may hang on a disk."""
 
 
+def leave_on_signals(command: str) -> None:
+    """Have a signal end this process at once, for the time of its imports: there is nothing to clean up yet.
+
+    command: the name of what is run, such as `run` or `export`, which replaces the handlers as it begins.
+    """
+    _command[:] = [command]
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+        if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
+            signal.signal(number, leave_at_once)
+
+
+_command: list[str] = []
+
+
+def leave_at_once(number: int, frame: object) -> NoReturn:
+    """End this process: the handler that `leave_on_signals` installs."""
+    if os.environ.get("RANK", "0") == "0":
+        with contextlib.suppress(OSError):
+            os.write(2, f"{stopped(signal.Signals(number).name)}\n".encode())
+    os._exit(75 if _command[0] in ("run", "evaluate") else 128 + number)  # as `trainer.errors` has them
+
+
 class StopRequested(BaseException):
     """A signal has asked this process to stop.  Not an Exception, so that nothing retries or swallows it.
 
@@ -52,8 +74,8 @@ class PromptStop:
         """The signal that has come, such as SIGTERM; empty before that."""
         self.before_exit: Callable[[], None] | None = None
         """Called in the third stage, in another thread than the main one."""
-        self.interrupts = True
-        """False while nothing would catch StopRequested; then there is no second stage."""
+        self.raises_at_once = False
+        """True for the time of work that can be interrupted anywhere, such as an import: there is no first stage."""
         self._is_overdue = False
         self._is_over = threading.Event()
         self._lock = threading.Lock()
@@ -83,6 +105,9 @@ class PromptStop:
 
     def hear(self, name: str) -> bool:
         """Note a signal, in its handler.  Returns True if this is the second stage, and no new signal."""
+        if self.raises_at_once and not self._is_over.is_set():
+            self.name = self.name or name
+            raise StopRequested(self.name)
         if self._is_overdue:
             self._is_overdue = False
             if not self._is_over.is_set():
@@ -97,7 +122,7 @@ class PromptStop:
             number = os.read(self._reader, 1)[0]
         if not self._is_over.wait(RAISE_S):
             with self._lock:
-                if self.interrupts and not self._is_over.is_set():
+                if not self._is_over.is_set():
                     self._is_overdue = True
                     signal.pthread_kill(self._main, number)  # interrupts a system call, too
         if not self._is_over.wait(END_S - RAISE_S):
@@ -139,6 +164,19 @@ def stop_if_asked() -> None:
     """
     if name := asked_promptly():
         raise StopRequested(name)
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """Raise StopRequested as soon as a signal comes, for the time of a block that can be interrupted anywhere."""
+    stop_if_asked()
+    for prompt in _active:
+        prompt.raises_at_once = True
+    try:
+        yield
+    finally:
+        for prompt in _active:
+            prompt.raises_at_once = False
 
 
 def asked_promptly() -> str:

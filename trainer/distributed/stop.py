@@ -20,7 +20,7 @@ from typing import Any
 
 from trainer.distributed.deaths import is_lost_connection
 from trainer.errors import EXIT_FAILED, EXIT_STOPPED, PeerFailed
-from trainer.stopping import PromptStop, StopRequested, asked_promptly, stop_if_asked
+from trainer.stopping import PromptStop, StopRequested, asked_promptly
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
 """A launcher, Ctrl-C, Slurm, a terminal that is closed, Ctrl-\\ (which also prints where all threads are)."""
@@ -194,23 +194,11 @@ _installed: list[StopRequest] = []
 
 def catch_signals_early() -> StopRequest:
     """Catch the signals from now on, for the Trainer that is to come; until its first step, they end the process."""
-    if _installed and signal.getsignal(signal.SIGTERM) == _installed[0]._on_signal:
-        return _installed[0]
     request = StopRequest()
     request.install()
     request.stop_promptly()
-    if request.prompt is not None:
-        request.prompt.interrupts = False
     _installed[:] = [request]
     return request
-
-
-def interrupt_from_here() -> None:
-    """Raise StopRequested from now on: there is somebody to catch it."""
-    for request in _installed:
-        if request.prompt is not None:
-            request.prompt.interrupts = True
-    stop_if_asked()
 
 
 def announce_early(is_main: bool) -> None:
