@@ -15,7 +15,8 @@ pytest.importorskip("tokenizers", reason="a chat model's tokenizer is read with 
 from tests.chats import CHATML, FAMILIES, GENERATION, QWEN3, Family, said, write_tokenizer
 from tests.ranks import merged
 from trainer import UserError, load_config, prepare, run
-from trainer.config import DataSection
+from trainer.config import DataSection, check_config
+from trainer.config.changes import compare_configs
 from trainer.data.chat.conversation import BadChat, Conversation
 from trainer.data.chat.masking import Encoder
 from trainer.data.chat.source import ChatSource
@@ -444,6 +445,18 @@ def test_a_run_that_would_drop_most_of_the_data_does_not_start(
             2 / 12 if too_long == "drop" else 0.7, abs=0.1
         )
     assert len(open_source(dataclasses.replace(config.data, seq_len=128), None, "train")) > 0
+
+
+def test_a_run_from_before_auto_is_resumed(tmp_path: Path) -> None:
+    """It stored data.too_long=drop, the default then, also where there were no chats."""
+    chats = load_config("llama_small", chat_settings(tmp_path, "data.path=chats.jsonl")[1:])
+    text = load_config("llama_small", [f"run.dir={tmp_path / 'run'}"])
+    for config in (chats, text):
+        stored = config.to_yaml().replace("too_long: auto", "too_long: drop")
+        assert stored != config.to_yaml()
+        assert compare_configs(config, stored) == ([], [])
+        assert compare_configs(config, stored.replace("too_long: drop", "too_long: truncate"))[0]
+    check_config(dataclasses.replace(text, data=dataclasses.replace(text.data, too_long="drop")), 1, 1)
 
 
 def test_a_run_that_drops_some_of_the_data_warns(tmp_path: Path) -> None:
