@@ -154,13 +154,15 @@ def closing(
     text = "--chat" if config.data.source == "chat" else "--prompt"
     shown = shlex.quote(folder)
     uses = [f"python -m trainer.generate {shown} {text} TEXT", f"python -m trainer.export {shown} OUT"]
+    names = ("metrics.jsonl", "console.log", "checkpoints")
+    kept = [name for name in names if (config.run_dir / name).exists()]  # checkpoint.dir may be elsewhere
     is_test = config.schedule.name == "range"  # whose weights have diverged
     held_out = "" if evaluated is None else f", {evaluated.loss:.4f} on held-out data"
     return [
         f"finished {trained.step} steps in {readable_duration(seconds)}: loss {trained.loss:.4f}{held_out}",
         *([f"  earlier than train.steps={config.train.steps}: {horizon.reason(trained.step)}"] if is_early else []),
         *([] if best is None else [f"  best: step {best[1]}, {best[0]:.4f}: {folder}/best"]),
-        f"  in {folder}: metrics.jsonl, console.log, checkpoints",
+        *([f"  in {folder}: {', '.join(kept)}"] if kept else []),
         f"  next: python -m trainer.report {shown}",
         *(f"        {use}" for use in uses if not is_test),
     ]
