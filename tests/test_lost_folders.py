@@ -17,6 +17,8 @@ from tests.faults import Fault, Started, start
 from tests.gate import wait_until
 from tests.test_faults import lines_of, of, slow, steps_in, with_
 from trainer.lifecycle.folder import Owner
+from trainer.metrics.record import Record
+from trainer.metrics.sinks import JsonLines
 
 STEPS = 40
 AT = 5
@@ -210,3 +212,20 @@ def test_an_owner_who_was_taken_for_dead_says_who_is_there_now(
         f"run.dir={tmp_path / 'a'}: another run has taken it over (process 4711 on elsewhere since yesterday)" in said
     )
     assert "{" not in said
+
+
+def test_whoever_deletes_the_folder_finds_it_empty(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Files that are deleted one after another are not put back at once."""
+    folder = tmp_path / "a"
+    folder.mkdir()
+    lines = JsonLines(folder / "metrics.jsonl", 0)
+    lines.write(Record(kind="eval", step=1, loss=1.0))
+    (folder / "metrics.jsonl").unlink()
+    lines.write(Record(kind="eval", step=2, loss=1.0))
+    folder.rmdir()
+    lines.write(Record(kind="eval", step=3, loss=1.0))
+    (tmp_path / "b").mkdir()
+    lines.move_to(tmp_path / "b")
+    lines.close()
+    assert of("eval", tmp_path / "b", "step") == [1, 2, 3]
+    assert capsys.readouterr().err == ""

@@ -412,7 +412,7 @@ class Owner:
         return _parse(self.path)
 
     def _keep_alive(self) -> None:
-        has_told, beat_at = False, time.monotonic() + self.BEAT_S
+        has_told, num_missed, beat_at = False, 0, time.monotonic() + self.BEAT_S
         while not self._stopped.wait(self.LOOK_S):
             try:
                 owner = self._read()
@@ -422,7 +422,9 @@ class Owner:
                         has_told = True
                         self.on_loss(loss)
                     elif owner is None:
-                        self._claim_again()
+                        num_missed += 1
+                        if num_missed % 2 == 0:  # not at once: whoever deletes the whole folder has just begun
+                            self._claim_again()
                     elif owner.get("pid") != self._own["pid"]:
                         self._give_way(owner)
                 elif owner == self._own and time.monotonic() >= beat_at:

@@ -236,12 +236,14 @@ def closing(
         return []
     folder, is_early = config.run.dir, trained.step < config.train.steps
     first, *others = next_commands(config)
+    names = ("metrics.jsonl", "console.log", "checkpoints")
+    kept = [name for name in names if (config.run_dir / name).exists()]  # checkpoint.dir may be elsewhere
     held_out = "" if evaluated is None else f", {evaluated.loss:.4f} on held-out data"
     return [
         f"finished {trained.step} steps in {readable_duration(seconds)}: loss {trained.loss:.4f}{held_out}",
         *([f"  earlier than train.steps={config.train.steps}: {horizon.reason(trained.step)}"] if is_early else []),
         *([] if best is None else [f"  best: step {best[1]}, {best[0]:.4f}: {folder}/best"]),
-        f"  in {folder}: metrics.jsonl, console.log, checkpoints",
+        *([f"  in {folder}: {', '.join(kept)}"] if kept else []),
         f"  next: {first}",
         *(f"        {command}" for command in others),
     ]

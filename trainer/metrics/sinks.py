@@ -11,6 +11,7 @@ import queue
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -41,6 +42,8 @@ class JsonLines:
     def __init__(self, path: Path, resumed_step: int) -> None:
         self._path = path
         self._unwritten = b""
+        self._missed_at: float | None = None
+        """When the file was first found to be deleted or replaced."""
         self._folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         """The folder that the file is in, whatever its name is by now: another one in its place is left alone."""
         self._file = self._open_past(resumed_step)
@@ -83,7 +86,7 @@ class JsonLines:
         had_failed = bool(self._unwritten)
         self._unwritten += json.dumps(_finite(record)).encode() + b"\n"
         try:
-            self._put_back()
+            self._put_back(_DELETED_FOR_S)
             self._flush()
         except OSError as error:
             if not had_failed:
@@ -93,9 +96,11 @@ class JsonLines:
         while self._unwritten:
             self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
 
-    def _put_back(self) -> None:
-        """If somebody has deleted the file, write it again: its content can still be read.  If it was replaced,
-        continue in the one that is there.
+    def _put_back(self, after_s: float) -> None:
+        """If somebody deleted the file, write it again: its content can still be read.  If it was replaced, continue in
+        the one that is there.
+
+        Only `after_s` seconds after it was missed first: whoever is deleting the whole folder would find it not empty.
         """
         own = os.fstat(self._file.fileno())
         try:
@@ -103,6 +108,10 @@ class JsonLines:
         except FileNotFoundError:
             there = None
         if there is not None and (own.st_nlink or os.path.samestat(there, own)):
+            self._missed_at = None
+            return
+        self._missed_at = time.monotonic() if self._missed_at is None else self._missed_at
+        if time.monotonic() - self._missed_at < after_s:
             return
         try:
             self._continue_in_folder(with_content=there is None)
@@ -128,11 +137,17 @@ class JsonLines:
         before.close()
 
     def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._put_back(0.0)
+            self._flush()
         if self._unwritten:
             warn(f"{self._path}: {self._unwritten.count(b'}')} lines could not be written")
         self._file.close()
         os.close(self._folder)
 
+
+_DELETED_FOR_S = 1.0
+"""How long a file of metrics is missing before it is written again."""
 
 SUPERSEDED = "metrics_superseded.jsonl"
 """What a resume has taken out of the metrics, because it was going to be written again: nothing is lost."""
