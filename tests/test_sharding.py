@@ -440,6 +440,7 @@ def test_one_rank_trains_a_plain_module_and_comes_to_the_same(
     trainer = Trainer(load_config("llama_small", [*overrides, f"run.dir={tmp_path / 'built'}"]))
     assert not any(isinstance(module, FSDPModule) for module in trainer.model.modules())
     assert not any(isinstance(parameter, DTensor) for parameter in trainer.model.parameters())
+    assert trainer.world.group is dist.group.WORLD, "each gloo group has a thread that wakes up all the time"
     trainer.close()
     losses = losses_of("llama_small", [*overrides, f"run.dir={tmp_path / 'whole'}"], 5)
     for module in ("trainer.model.shard", "trainer.plan.plan"):
