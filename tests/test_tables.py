@@ -102,8 +102,9 @@ def test_help_of_a_command_fits_its_terminal(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def forecast_of(monkeypatch: pytest.MonkeyPatch, peaks: list[float], device: str = "cpu", **checkpoint: Any) -> Any:
-    """Return the forecast of a run with 2 GiB of tensors, a quarter of it weights, and checkpoints of 1 GiB, in a process of 0.5 GiB.
+    """Return the forecast of a run with 2 GiB of tensors, a quarter of them weights, in a process of 0.5 GiB.
 
+    Its checkpoints have 1 GiB.
     peaks: what is measured, one after the other.
     """
     monkeypatch.setattr(forecast, "peak_memory_gib", lambda device: peaks.pop(0) if len(peaks) > 1 else peaks[0])

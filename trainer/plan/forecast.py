@@ -35,9 +35,9 @@ _MOST_HEAP_GIB = 0.3
 latter is the lesser of the first share alone, for small runs, and of the second one and the constant.
 
 Tensors below glibc's mmap threshold of 32 MiB come from its heap, which fragments, and differently in each run of the
-same command.  In eleven kinds of runs (30M and 135M parameters, one thread) the share was 0.03 to 0.93, and 1.3 on two
-ranks.  With a threshold of 64 KiB nothing is kept, and the plan is within 1.5 %, but a step takes 1.4 times the CPU time
-(see `keep_freed_memory`)."""
+same command.  In runs of twelve kinds (30M and 135M parameters, one thread) the share was 0.03 to 0.93, and 1.3 on two
+ranks.  With a threshold of 64 KiB nothing is kept, and the plan is within 1.5 %, but a step takes 1.4 times the CPU
+time (see `keep_freed_memory`)."""
 _DEVICE_MISS_GIB = 0.25
 """On a GPU libraries take memory of their own from the allocator, cuBLAS 32 MiB for each of its handles."""
 
