@@ -329,7 +329,8 @@ def draw_png(runs: Sequence[Run], title: str, facts: str) -> bytes:
     from matplotlib.lines import Line2D
 
     logged = dict.fromkeys(name for run in runs for name in run.logged)
-    panels = {**{name: partial(_draw_logged, name) for name in logged}, **PANELS}
+    panels: dict[str, Callable[[Any, Sequence[Run]], None]] = {name: partial(_draw_logged, name) for name in logged}
+    panels |= PANELS
     num_rows = -(-len(panels) // 2)
     with _house_style():
         figure = Figure(figsize=(11.5, 1.2 + 3 * num_rows), dpi=130, facecolor="white", layout="constrained")
