@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from trainer.errors import UserError, mask_credentials, masked
 from trainer.files import find_folder, sync_folder
+from trainer.urls import open_filesystem
 
 COMMIT = "manifest.json"
 """The file without which a folder holds no checkpoint."""
@@ -109,10 +110,8 @@ def find_place(path: str | os.PathLike[str]) -> Place:
     folder, text = find_folder(path), os.fspath(path)
     if folder is not None:
         return LocalPlace(folder)
-    import fsspec
-
     try:
-        system, root = fsspec.core.url_to_fs(text)
+        system, root = open_filesystem(text)
     except (ImportError, ValueError) as error:
         scheme = text.partition("://")[0]
         fix = f"install the fsspec library for {scheme}://, or use a folder or another URL"

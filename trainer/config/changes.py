@@ -11,6 +11,7 @@ from trainer.config.load import (
 )
 from trainer.config.schema import RunConfig, plain_lists
 from trainer.errors import UserError, setting_error
+from trainer.urls import without_credentials
 
 _FIXED_ON_RESUME = (
     "model.",
@@ -97,13 +98,22 @@ def compare_configs(config: RunConfig, stored_yaml: str) -> tuple[list[str], lis
             key = f"{section}.{name}"
             # A checkpoint of before there was such a key: it meant what is the default now.
             before = _stored_section(stored, section).get(name, _default_of(getattr(config, section), name, value))
-            if before == value or key.startswith(_OF_THE_ATTEMPT):
+            if _same_data(before) == _same_data(value) or key.startswith(_OF_THE_ATTEMPT):
                 continue
             fixed = key.startswith(_FIXED_ON_RESUME) and key not in _FREE_ON_RESUME
             line = f"{key}: {before} in the checkpoint, {value} now"
             is_allowed = not {key, section}.isdisjoint(config.checkpoint.allow_changes)
             (refused if fixed and not is_allowed else free).append(line)
     return refused, free
+
+
+def _same_data(value: Any) -> Any:
+    """Return a value with URLs for what they name: with a renewed token or signature it is still the same data."""
+    if isinstance(value, dict):
+        return {name: _same_data(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_same_data(item) for item in value]
+    return without_credentials(value) if isinstance(value, str) else value
 
 
 def _check_kind(config: RunConfig, stored: Mapping[str, Any]) -> None:

@@ -26,7 +26,17 @@ from trainer.config.schema import RunConfig
 from trainer.config.sections import DataSection, RunSection
 from trainer.config.settled import range_test_apart, settled, with_one_horizon
 from trainer.config.spelling import stray_word, unknown_key
-from trainer.errors import UserError, choice_error, is_masked, masked, nearest, setting_error, typed
+from trainer.errors import (
+    UserError,
+    choice_error,
+    is_masked,
+    masked,
+    masked_command,
+    nearest,
+    remember_secrets,
+    setting_error,
+    typed,
+)
 from trainer.recipe import Recipe, check_number, find_recipe, load_recipes
 
 
@@ -47,9 +57,13 @@ def load_config(recipe: str, overrides: Sequence[str] = ()) -> RunConfig:
     path, assignments = find_recipe_file(recipe), _split_overrides(overrides)
     tree = inherited(read_yaml(path), path, find_recipe_file, read_yaml)
     values = settle(tree, path, assignments)
+    remember_secrets([tree, *assignments.values()])
     for key, value in _leaves(values, path):
         if key not in assignments and any(map(is_masked, _items(value))):
             rule = f"its credentials are not stored (in {path}); give the complete URL on the command line"
+            if key == "run.on_end":
+                rule = f"is not stored (in {path}), as it may hold secrets; give the command on the command line again"
+                raise setting_error(key, value, rule, fix="run.on_end=COMMAND, or run.on_end=null to do without")
             raise setting_error(key, value, rule)
     return range_test_apart(_build(values, assignments, path, follows=True), _stored_in)
 
@@ -86,7 +100,11 @@ def read_stored(text: str, origin: str = "config.yaml") -> dict[str, Any]:
         raise UserError(f"{origin}: not a configuration ({error})") from error
     if not isinstance(tree, dict):
         raise UserError(f"{origin}: not a configuration")
-    return {str(key): masked(value) for key, value in tree.items()}
+    stored = {str(key): masked(value) for key, value in tree.items()}
+    run = stored.get("run")
+    if isinstance(run, dict) and isinstance(run.get("on_end"), str):
+        run["on_end"] = masked_command(run["on_end"])
+    return stored
 
 
 def _build(
@@ -129,6 +147,7 @@ def _build(
         fix = "write the value itself, or refer to an existing key, such as ${run.seed}"
         raise setting_error(key, assignments.get(key, values.get(key)), rule, fix=fix) from error
     assert isinstance(config, RunConfig)
+    remember_secrets(dataclasses.asdict(config))
     _check_limits(config)
     if told is not None:
         told.check(config.model, config.checkpoint.allow_changes)

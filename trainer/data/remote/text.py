@@ -17,10 +17,11 @@ from trainer.data.ingest.builder import stop_if_asked
 from trainer.data.ingest.inputs import NAMES, Input, find_inputs, kind_of
 from trainer.data.remote.cache import Item, ShardCache, is_at
 from trainer.data.remote.listing import find_folder_of
-from trainer.data.remote.transport import Unreachable, find, has_pattern, look_up, unusable_url
+from trainer.data.remote.transport import Unreachable, find, look_up, unusable_url
 from trainer.data.shards import ShardError
 from trainer.errors import say, setting_error
 from trainer.files import find_folder, replacing
+from trainer.urls import has_pattern, split_query, with_credentials_of, without_credentials
 
 _AT_ONCE = 16
 """Files that are looked up at a time."""
@@ -78,7 +79,7 @@ def _shared(lock: Path) -> int:
 
 def is_text(url: str) -> bool:
     """Return whether a URL, or a glob of some, names text by how it ends."""
-    kind = kind_of(_path_of(url))
+    kind = kind_of(split_query(url)[0])
     return kind is not None and kind[0] != "tokens"
 
 
@@ -90,11 +91,13 @@ def find_text(setting: str, cache_dir: str | None) -> RemoteText:
     no folder to fetch them into.
     """
     folder = find_folder_of(cache_dir, "text")
-    known = folder.with_name(f"listed-{hashlib.blake2b(setting.encode(), digest_size=12).hexdigest()}.json")
+    known = folder.with_name(
+        f"listed-{hashlib.blake2b(without_credentials(setting).encode(), digest_size=12).hexdigest()}.json"
+    )
     try:
         facts = _look_up_all(setting)
     except Unreachable as error:
-        facts = _recall(known) if error.is_away else []
+        facts = _recall(known, setting) if error.is_away else []
         if not facts:
             raise
         say(f"{error}; assuming that it has not changed since the last check")
@@ -115,14 +118,18 @@ def _look_up_all(setting: str) -> _Facts:
 
 
 def _remember(known: Path, facts: _Facts) -> None:
-    if facts and _recall(known) != facts:
+    """Store what was looked up: URLs without their credentials."""
+    stored = json.dumps([(without_credentials(url), size, version) for url, size, version in facts])
+    if facts and not (known.is_file() and known.read_text(errors="replace") == stored):
         with suppress(OSError), replacing(known) as partial:
-            partial.write_text(json.dumps(facts))
+            partial.write_text(stored)
 
 
-def _recall(known: Path) -> _Facts:
+def _recall(known: Path, setting: str) -> _Facts:
+    """Return what was stored, with the credentials of `setting`, by which the files are asked for now."""
     with suppress(OSError, ValueError, TypeError):
-        return [(str(url), int(size), str(version)) for url, size, version in json.loads(known.read_text())]
+        stored = [(str(url), int(size), str(version)) for url, size, version in json.loads(known.read_text())]
+        return [(with_credentials_of(url, setting), size, version) for url, size, version in stored]
     return []
 
 
@@ -165,10 +172,5 @@ def _named(key: str, setting: str) -> Iterator[None]:
 
 
 def _item_of(url: str, size: int, version: str) -> Item:
-    name = hashlib.blake2b(f"{url} {size} {version}".encode(), digest_size=12).hexdigest()
-    return Item(f"{name}-{_path_of(url).rpartition('/')[2]}", url, size, lambda: None)
-
-
-def _path_of(url: str) -> str:
-    """Return a URL without what is asked of the server there, such as a token: `?token=...`."""
-    return url.partition("?")[0] if url.startswith(("http://", "https://")) else url
+    name = hashlib.blake2b(f"{without_credentials(url)} {size} {version}".encode(), digest_size=12).hexdigest()
+    return Item(f"{name}-{split_query(url)[0].rpartition('/')[2]}", url, size, lambda: None)
