@@ -100,6 +100,7 @@ class CommandParser(argparse.ArgumentParser):
 
 def run_command(work: Callable[[], int]) -> int:
     """Return the exit code of what a command line asks for; what a user should know is printed without a traceback."""
+    redact_everything()
     try:
         with _unwinding():
             code = work()
@@ -322,7 +323,7 @@ class _RedactedRecord(logging.LogRecord):
 
 def mask_credentials(text: str) -> str:
     """Return the text with what looks like a secret masked: passwords and keys in URLs
-    (scheme://user:***@host/path?token=***), headers (`Authorization: Bearer ***`), options of commands (--password ***),
+    (scheme://user:***@host/path?token=***), headers (`Authorization: Bearer ***`), command options (--password ***),
     and tokens that common services issue (hf_...).
     """
     return _masked_text(text, [])
@@ -391,7 +392,8 @@ _IN_TEXT = tuple(
     for pattern in (
         # a header, on a command line or in a library's message
         r"(?i)(\b(?:(?:proxy-)?authorization|cookie|api-?key|[\w-]{1,40}-(?:key|token|secret))['\"]?[ \t]*:[ \t]*"
-        r"['\"]?(?:(?:bearer|basic|token|digest|apikey)[ \t]+)?)([^\s'\",}*]{4,})",
+        r"['\"]?(?:(?:bearer|basic|token|digest|apikey)[ \t]+)?)(?!(?:bearer|basic|token|digest|apikey)[ \t])"
+        r"([^\s'\",}*$][^\s'\",}*]{3,})",
         r"(?i)(\bbearer[ \t]+)([\w.~+/=-]{8,})",
         # an entry of JSON, or of a mapping that a message quotes
         r"(?i)(['\"][\w-]{0,40}(?:password|passwd|secret|api_?key|access_?key|access_token)['\"]: ?['\"])([^'\"*]{4,})",

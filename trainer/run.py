@@ -48,6 +48,7 @@ from trainer.errors import (
     TrainingFailed,
     UserError,
     nearest,
+    redact_everything,
     run_command,
     say,
     setting_error,
@@ -71,6 +72,7 @@ def main(argv: Sequence[str] | None = None, trainer: type[Trainer] | None = None
     trainer: your own Trainer class, in place of the recipe's.
     """
     began = uptime()
+    redact_everything()
     look_in_working_folder()
     limit_spinning()
     allocate_in_segments()

@@ -91,9 +91,8 @@ def find_text(setting: str, cache_dir: str | None) -> RemoteText:
     no folder to fetch them into.
     """
     folder = find_folder_of(cache_dir, "text")
-    known = folder.with_name(
-        f"listed-{hashlib.blake2b(without_credentials(setting).encode(), digest_size=12).hexdigest()}.json"
-    )
+    named = hashlib.blake2b(without_credentials(setting).encode(), digest_size=12).hexdigest()
+    known = folder.with_name(f"listed-{named}.json")
     try:
         facts = _look_up_all(setting)
     except Unreachable as error:
