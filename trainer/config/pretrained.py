@@ -7,7 +7,6 @@ tensor and imports no torch; how an entry is called, and which are possible, is 
 from __future__ import annotations
 
 import dataclasses
-import json
 import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.errors import UserError, setting_error
+from trainer.files import link_outside, read_json
 from trainer.recipe import HuggingFace, Recipe, all_recipes, check_number, find_recipe
 
 CONFIG = "config.json"
@@ -48,7 +48,7 @@ def is_folder_of_weights(path: str | Path) -> bool:
 def stored_dtype(path: str | Path) -> str | None:
     """Return the dtype of the weights by the folder's config.json; None if it says none, or this is not a folder."""
     try:
-        content = json.loads((Path(str(path).removeprefix("file://")) / CONFIG).read_text(encoding="utf-8"))
+        content = read_json(Path(str(path).removeprefix("file://")) / CONFIG)
         return str(content.get("dtype") or content.get("torch_dtype") or "") or None
     except (OSError, ValueError, AttributeError):
         return None
@@ -187,17 +187,99 @@ def _fetch(folder: Path) -> str:
 
 
 def read_config(folder: Path, setting: str) -> dict[str, Any]:
-    """Return what the folder's config.json says.  Raises UserError that begins with `setting` if that is no model."""
+    """Return what the folder's config.json says.
+
+    Raises UserError that begins with `setting` if that is no model, or one of a size that nobody can have meant, and
+    for a folder whose small files are links that lead out of it.
+    """
+    check_links(folder, setting)
     try:
-        content = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-        content["model_type"]
+        content = read_json(folder / CONFIG)
+        if not isinstance(content, dict):
+            raise ValueError(f"it must be a JSON object, not {type(content).__name__}")
+        if not isinstance(content["model_type"], str):
+            raise ValueError(f"model_type={content['model_type']!r} must be text")
+        check_sizes(content)
+    except UserError as error:
+        raise setting_error(setting, folder, f"{CONFIG}: {error}") from error
+    except KeyError as error:
+        raise setting_error(setting, folder, f"{CONFIG}: does not describe a model: it has no model_type") from error
     except OSError as error:
         rule = f"{CONFIG}: cannot be read ({error.strerror})"
         fix = "give the folder that contains it" if folder.is_file() else _fetch(folder)
         raise setting_error(setting, folder, rule, fix=fix) from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise setting_error(setting, folder, f"{CONFIG}: does not describe a model ({error!r})") from error
+    except ValueError as error:
+        raise setting_error(setting, folder, f"{CONFIG}: does not describe a model: {error}") from error
     return dict(content)
+
+
+_SMALL_FILES = ("*.json", "*.jinja", "merges.txt", "vocab.txt", "*.model", "additional_chat_templates/*")
+
+
+def check_links(folder: Path, setting: str, patterns: Sequence[str] = _SMALL_FILES) -> None:
+    """Raise UserError if a small file of a model's folder is a link that leads out of the folder.
+
+    Such files are copied into checkpoints and exports, so that a link to somebody's private file would publish it.
+    """
+    for pattern in patterns:
+        for path in sorted(folder.glob(pattern)):
+            outside = link_outside(folder, str(path.relative_to(folder)))
+            if outside is not None:
+                rule = f"{path.relative_to(folder)} is a link to {outside}, outside of the folder, and is not read"
+                raise setting_error(setting, folder, rule, fix="put the file itself there, or remove the link")
+
+
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_WIDTHS = ("hidden_size", "n_embd", "d_model", "dim")
+_INNER = ("intermediate_size", "n_inner", "ffn_dim", "moe_intermediate_size")
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+_HEADS = ("num_attention_heads", "n_head", "num_heads")
+_POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx")
+_OTHERS = ("vocab_size", "num_key_value_heads", "head_dim")
+_MOST_LAYERS, _MOST_EXPERTS = 1_000, 100_000
+_MOST_PARAMETERS = 1e13
+"""Several times the largest models that there are."""
+
+
+def check_sizes(content: Mapping[str, Any]) -> None:
+    """Raise UserError, naming the entry, for sizes of config.json that are no whole numbers above 0, or that together
+    make a model that no machine can hold: by arithmetic, before anything of that size is built.
+    """
+    for part in (content, content.get("text_config")):
+        if isinstance(part, Mapping):
+            _check_sizes_of(part)
+
+
+def _check_sizes_of(part: Mapping[str, Any]) -> None:
+    names = (*_LAYERS, *_WIDTHS, *_INNER, *_EXPERTS, *_HEADS, *_POSITIONS, *_OTHERS)
+    sizes = {name: part[name] for name in names if part.get(name) is not None}
+    for name, value in sizes.items():
+        per_layer = value if isinstance(value, list) else [value]  # some models have one for each layer
+        least = 0 if name in _EXPERTS or name in _INNER else 1
+        if not all(isinstance(each, int) and not isinstance(each, bool) and each >= least for each in per_layer):
+            raise UserError(f"{name}={_short(value)}: must be a whole number of at least {least}")
+
+    def largest(group: Iterable[str], otherwise: int) -> int:
+        found = [sizes[name] for name in group if name in sizes]
+        return max([max(each, default=0) if isinstance(each, list) else each for each in found], default=otherwise)
+
+    layers, experts, width = largest(_LAYERS, 1), largest(_EXPERTS, 1), largest(_WIDTHS, 1)
+    for what, number, most in (("layers", layers, _MOST_LAYERS), ("experts", experts, _MOST_EXPERTS)):
+        if number > most:
+            raise UserError(f"{number:,} {what}: no model has more than {most:,}")
+    heads = largest(_HEADS, 1) * largest(("head_dim",), 1)
+    of_layer = 2 * width * max(width, heads) + 2 * width * largest(_INNER, width) * max(1, experts)
+    parameters = layers * of_layer + largest(("vocab_size",), 1) * width
+    if max(parameters, *(largest((name,), 1) for name in _POSITIONS)) > _MOST_PARAMETERS:
+        shown = ", ".join(f"{name}={_short(value)}" for name, value in sizes.items() if name not in _POSITIONS)
+        shown = shown or ", ".join(f"{name}={_short(value)}" for name, value in sizes.items())
+        needed = f"about {parameters:.2g} parameters, {parameters * 4 / 2**40:,.0f} TiB in float32"
+        raise UserError(f"{shown}: that is a model of {needed}, more than any machine can hold; correct config.json")
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."
 
 
 def _fields_of(content: Mapping[str, Any], recipe: Recipe, folder: Path, setting: str) -> dict[str, Any]:

@@ -6,7 +6,6 @@ Format: https://github.com/huggingface/safetensors#format.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,9 +16,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from trainer.errors import UserError, setting_error
+from trainer.files import read_json
 from trainer.model.names import Names, Place
 from trainer.recipe import Recipe
 
+LARGEST_INDEX = 256 << 20
+"""Bytes of an index, which has a line for each tensor."""
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -189,7 +191,11 @@ def _find_files(path: str | os.PathLike[str], setting: str) -> dict[Path, set[st
             rule += f"; it has {', '.join(there[:8])}" + (", ..." if len(there) > 8 else "")
         raise setting_error(setting, path, rule)
     try:
-        weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
+        weight_map = read_json(folder / INDEX, LARGEST_INDEX)["weight_map"]
+        for name in weight_map.values():
+            if Path(name).is_absolute() or ".." in Path(name).parts or not name.endswith(".safetensors"):
+                rule = f"{INDEX} names {name!r}: an index may only name .safetensors files inside of its folder"
+                raise setting_error(setting, path, rule, fix="correct the index, or download the model again")
         files = {
             folder / name: {key for key, file in weight_map.items() if file == name}
             for name in sorted(set(weight_map.values()))

@@ -24,6 +24,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from trainer.data.chat.conversation import BadChat, Message
 from trainer.errors import setting_error
+from trainer.files import read_json
 
 _TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -168,7 +169,7 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 def _read_json(path: Path, key: str) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_bytes())
+        content = read_json(path)
         return content if isinstance(content, dict) else {}
     except FileNotFoundError:
         return {}
