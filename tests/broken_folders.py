@@ -33,7 +33,11 @@ def write_good(folder: Path) -> Path:
     }
     (folder / "config.json").write_text(json.dumps(entries))
     generator = torch.Generator().manual_seed(0)
-    shapes = {"model.embed_tokens.weight": (vocab, width), "lm_head.weight": (vocab, width), "model.norm.weight": (width,)}
+    shapes = {
+        "model.embed_tokens.weight": (vocab, width),
+        "lm_head.weight": (vocab, width),
+        "model.norm.weight": (width,),
+    }
     for layer in ("model.layers.0.", "model.layers.1."):
         shapes |= {f"{layer}{norm}_layernorm.weight": (width,) for norm in ("input", "post_attention")}
         shapes |= {f"{layer}self_attn.{name}_proj.weight": (width, width) for name in "qkvo"}
@@ -86,7 +90,9 @@ def header(change: Callable[[dict[str, Any]], Any], length: int | None = None) -
         content = json.loads(data[8 : 8 + size])
         change(content)
         new = json.dumps(content).encode()
-        (folder / WEIGHTS).write_bytes(struct.pack("<Q", len(new) if length is None else length) + new + data[8 + size :])
+        (folder / WEIGHTS).write_bytes(
+            struct.pack("<Q", len(new) if length is None else length) + new + data[8 + size :]
+        )
 
     return write
 
@@ -130,6 +136,20 @@ def link(name: str) -> Callable[[Path], None]:
 class _Evil:
     def __reduce__(self) -> tuple[Any, ...]:
         return (Path.touch, (Path("ran"),))
+
+
+def truncated(folder: Path) -> None:
+    (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:-999])
+
+
+def list_for_index(folder: Path) -> None:
+    (folder / WEIGHTS).unlink()
+    (folder / INDEX).write_text("[]")
+
+
+def adapter(folder: Path) -> None:
+    (folder / "config.json").unlink()
+    (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "/etc", "r": -1}')
 
 
 def pickled(folder: Path) -> None:
@@ -195,7 +215,7 @@ CASES: dict[str, Callable[[Path], None]] = {
     "weights: pickle": pickled,
     "weights: empty": text(WEIGHTS, b""),
     "weights: garbage": text(WEIGHTS, b"\x00garbage" * 100),
-    "weights: truncated": lambda folder: (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:-999]) and None,
+    "weights: truncated": truncated,
     "weights: header too long": header(lambda content: None, length=2**62),
     "weights: header shorter than said": header(lambda content: None, length=50),
     "weights: offsets overlap": header(lambda content: content[EMBEDDING].update(data_offsets=[0, 64])),
@@ -212,15 +232,11 @@ CASES: dict[str, Callable[[Path], None]] = {
     "index: shard missing": index(lambda names: names.update({EMBEDDING: "model-00002-of-00002.safetensors"})),
     "index: a tensor that is not there": index(lambda names: names.update(more="model-00001-of-00001.safetensors")),
     "index: a number for a name": index(lambda names: names.update({EMBEDDING: 7})),  # type: ignore[dict-item]
-    "index: a list": lambda folder: [(folder / WEIGHTS).unlink(), (folder / INDEX).write_text("[]")] and None,
+    "index: a list": list_for_index,
     "link: merges.txt": link("merges.txt"),
     "link: tokenizer_config.json": link("tokenizer_config.json"),
     "link: config.json": link("config.json"),
-    "adapter without a model": lambda folder: [
-        (folder / "config.json").unlink(),
-        (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "/etc", "r": -1}'),
-    ]
-    and None,
+    "adapter without a model": adapter,
     "tokenizer: regex that is none": tokenizer(lambda content: content.update(pre_tokenizer=_split("(((("))),
     "tokenizer: catastrophic regex": tokenizer(lambda content: content.update(pre_tokenizer=_split("(\\w+\\s?)+$!"))),
     "tokenizer: nested": text("tokenizer.json", "[" * 100_000 + "]" * 100_000),

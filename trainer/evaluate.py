@@ -16,7 +16,7 @@ import importlib.util
 import json
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from trainer import run
 from trainer.config import RunConfig, check_config, load_config, stored_value
-from trainer.config.arguments import parse
+from trainer.config.arguments import parse, take_allowed
+from trainer.config.load import check_imports, read_stored
 from trainer.config.needs import check_needs, likely_device
 from trainer.config.pretrained import find_native, is_folder_of_weights
 from trainer.distributed.environment import Environment, find_environment, follow_parent, limit_spinning
@@ -71,7 +72,7 @@ class Subject:
     step: int | None
 
 
-def find_subject(path: str, overrides: Sequence[str]) -> Subject:
+def find_subject(path: str, overrides: Sequence[str], allow_import: Collection[str] = ()) -> Subject:
     """Return what is to be evaluated: a run's newest checkpoint, a checkpoint, or a Hugging Face folder.
 
     A folder has no settings of its own: there they are the defaults, and the overrides; data to train on need not be
@@ -92,6 +93,7 @@ def find_subject(path: str, overrides: Sequence[str]) -> Subject:
         text, weights, step = source.config_yaml, str(source.place), source.manifest.step
         first = {"train.init_from": _first_weights(source)}
     given = {override.partition("=")[0] for override in overrides}
+    check_imports(read_stored(text), given, allow_import)
     own = [f"{key}={value}" for key, value in (_OWN | first).items() if key not in given]
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "evaluation.yaml"
@@ -265,9 +267,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         env = find_environment()
         if env.launcher in ("nproc", "torchrun") and env.has_a_parent:
             follow_parent(True)
-        path, rest = _split(words)
+        own, allow_import = take_allowed(words)
+        path, rest = _split(own)
         arguments = parse(rest)
-        subject = find_subject(path, arguments.overrides)
+        subject = find_subject(path, arguments.overrides, allow_import)
         is_spawning = run.spawns(arguments.nproc, env)
         sizes = (arguments.nproc,) * 2 if is_spawning else (env.world_size, env.local_world_size)
         check_config(subject.config, *(size or 1 for size in sizes))

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from trainer import __version__
 from trainer.config import RunConfig, check_config, least_mesh, load_config, usage
-from trainer.config.arguments import Arguments, no_recipe, parse
+from trainer.config.arguments import ALLOW_IMPORT, Arguments, no_recipe, parse
 from trainer.config.completion import completion
 from trainer.config.naming import free_name
 from trainer.config.needs import check_needs, likely_device
@@ -123,14 +123,16 @@ def _read(arguments: Arguments, env: Environment) -> RunConfig | None:
         tell(f"meshtrainer {__version__}")
         return None
     if arguments.asks_for("--help"):
-        text = usage.full_help(arguments.sections, load_config(recipe, overrides) if recipe else None)
+        text = usage.full_help(
+            arguments.sections, load_config(recipe, overrides, arguments.allow_import) if recipe else None
+        )
         tell(usage.fitted(text, shutil.get_terminal_size().columns if sys.stdout.isatty() else 0))
         return None
     if recipe is None:
         if overrides or arguments.options:
             raise no_recipe(usage.USAGE.partition("\n")[0], overrides)
         raise UserError(f"{usage.USAGE}\n{usage.recipe_list()}")
-    config = load_config(recipe, overrides)
+    config = load_config(recipe, overrides, arguments.allow_import)
     if arguments.asks_for("--print-config"):
         _check_as_printed(config, arguments.nproc, env)
         tell(_with_steps(config).to_yaml(), end="")
@@ -149,7 +151,7 @@ def _command(arguments: Arguments, trainer: type[Trainer] | None) -> list[str]:
     if trainer is not None:
         spec = getattr(sys.modules["__main__"], "__spec__", None)
         program = ["-m", spec.name.removesuffix(".__main__")] if spec else [os.path.abspath(sys.argv[0])]
-    options = sorted(arguments.options)
+    options = sorted(arguments.options) + [word for module in arguments.allow_import for word in (ALLOW_IMPORT, module)]
     return [*program, f"recipe={arguments.recipe}", *arguments.overrides, *options]
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from trainer.config.pretrained import CONFIG, check_readable, has_weights, read_config
+from trainer.config.pretrained import CONFIG, check_readable, check_weights, has_weights, read_config
 from trainer.errors import setting_error
 from trainer.recipe import declare
 
@@ -80,6 +80,7 @@ def resolve(config: HfConfig) -> HfConfig:
 
 def _has_weights(folder: Path, path: str) -> bool:
     if has_weights(folder):
+        check_weights(folder, "model.path")
         return True
     pickles = sorted(file.name for file in folder.iterdir() if file.suffix in _PICKLES)
     if pickles:

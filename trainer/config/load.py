@@ -21,7 +21,7 @@ from trainer.config.advice import advice_of_type, example_of, options_of, type_n
 from trainer.config.auto import settle_auto
 from trainer.config.inherit import inherited
 from trainer.config.pretrained import Told, free_fields, is_folder_of_weights, told_by_folder
-from trainer.config.relocate import CONFIG, run_of_best, settle
+from trainer.config.relocate import CONFIG, is_written_by_run, run_of_best, settle
 from trainer.config.schema import RunConfig
 from trainer.config.sections import DataSection, RunSection
 from trainer.config.settled import range_test_apart, settled, with_one_horizon
@@ -37,16 +37,19 @@ from trainer.errors import (
     setting_error,
     typed,
 )
-from trainer.recipe import Recipe, check_number, find_recipe, load_recipes
+from trainer.recipe import Recipe, check_import, check_number, find_recipe, load_recipes
 
 
-def load_config(recipe: str, overrides: Sequence[str] = ()) -> RunConfig:
+def load_config(recipe: str, overrides: Sequence[str] = (), allow_import: Collection[str] = ()) -> RunConfig:
     """Return the configuration of `recipe` with `key=value` overrides.
 
     `recipe` is a name in conf/, a path ending in .yaml, or a run folder (its `config.yaml`).  A recipe file may inherit
     with `recipe: PARENT`.  If a key is given twice, the last value applies.  The configuration of a run refers to that
     run in its current folder, unless `overrides` contain `run.dir` or `run.name`.  A range test gets a
     folder of its own.
+
+    Modules that the command line or a recipe file of the user's own names are imported.  What a run or a checkpoint
+    has written is data: a module that it names is imported only if it is among `allow_import`, or in the overrides.
 
     If `train.init_from` describes its model, its fields replace those of the recipe, and the fields in `overrides` must
     agree with them.
@@ -57,6 +60,8 @@ def load_config(recipe: str, overrides: Sequence[str] = ()) -> RunConfig:
     path, assignments = find_recipe_file(recipe), _split_overrides(overrides)
     tree = inherited(read_yaml(path), path, find_recipe_file, read_yaml)
     values = settle(tree, path, assignments)
+    if is_written_by_run(path):
+        check_imports(values, assignments, allow_import)
     remember_secrets([tree, *assignments.values()])
     for key, value in _leaves(values, path):
         if key not in assignments and any(map(is_masked, _items(value))):
@@ -66,6 +71,18 @@ def load_config(recipe: str, overrides: Sequence[str] = ()) -> RunConfig:
                 raise setting_error(key, value, rule, fix="run.on_end=COMMAND, or run.on_end=null to do without")
             raise setting_error(key, value, rule)
     return range_test_apart(_build(values, assignments, path, follows=True), _stored_in)
+
+
+def check_imports(values: Mapping[str, Any], assignments: Collection[str], allow_import: Collection[str]) -> None:
+    """Raise UserError if what a run has written names a module that nobody has allowed to import.
+
+    A key that the command line gives (`assignments`) is the user's own.
+    """
+    for section, name in (("model", "name"), ("fsdp", "wrap")):
+        key, settings = f"{section}.{name}", values.get(section)
+        value = settings.get(name) if isinstance(settings, Mapping) else None
+        if isinstance(value, str) and ":" in value and not value.startswith("size:") and key not in assignments:
+            check_import(key, value, allow_import)
 
 
 def _stored_in(folder: Path) -> Mapping[str, Any]:

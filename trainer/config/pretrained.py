@@ -7,6 +7,8 @@ tensor and imports no torch; how an entry is called, and which are possible, is 
 from __future__ import annotations
 
 import dataclasses
+import math
+import struct
 import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.errors import UserError, setting_error
-from trainer.files import link_outside, read_json
+from trainer.files import link_outside, parse_json, read_json
 from trainer.recipe import HuggingFace, Recipe, all_recipes, check_number, find_recipe
 
 CONFIG = "config.json"
@@ -105,6 +107,7 @@ def told_by_folder(folder: str | Path, recipe: Recipe, setting: str) -> Told | N
     if not (path / CONFIG).exists():
         return None
     content = read_config(path, setting)
+    check_weights(path, setting)
     hf = find_huggingface(recipe)
     if callable(hf.model_type):
         rule = f"model.name={recipe.name} takes its weights from model.path"
@@ -143,6 +146,45 @@ def has_weights(folder: str | Path) -> bool:
     """Return whether there are safetensors in a folder, or an index of them."""
     path = Path(folder).expanduser()
     return any(path.glob("*.safetensors")) or any(path.glob("*.safetensors.index.json"))
+
+
+_WIDTHS_OF_DTYPES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+_LARGEST_HEADER = 100_000_000
+"""Bytes; the limit of the format."""
+
+
+def check_weights(folder: str | Path, setting: str) -> None:
+    """Raise UserError, beginning with `setting`, for a safetensors file whose header does not agree with the file.
+
+    Found without torch, so that a download that broke off is named within a second.
+    """
+    for path in sorted(Path(str(folder).removeprefix("file://")).expanduser().glob("*.safetensors")):
+        try:
+            _check_header(path)
+        except (ValueError, TypeError, KeyError, AttributeError, OSError) as error:
+            rule = f"{path.name}: is not a complete safetensors file ({error}); download it again"
+            raise setting_error(setting, folder, rule) from error
+
+
+def _check_header(path: Path) -> None:
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        length = struct.unpack("<Q", file.read(8))[0] if size >= 8 else 0
+        if not 2 <= length <= min(size - 8, _LARGEST_HEADER):
+            raise ValueError("it is empty, or its header is longer than the file")
+        header = parse_json(file.read(length))
+    header.pop("__metadata__", None)
+    end = 0
+    for name, told in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        start, stop = told["data_offsets"]
+        width = _WIDTHS_OF_DTYPES.get(told["dtype"])
+        if start != end or stop < start or (width and math.prod(told["shape"]) * width != stop - start):
+            raise ValueError(f"the place of {name} does not fit its shape, or what is before it")
+        end = stop
+        if math.prod(told["shape"]) and name.endswith(".weight") and told["dtype"] in ("I64", "I32", "I16", "BOOL"):
+            raise ValueError(f"{name} is stored as {told['dtype']}, not as floating-point numbers")
+    if end != size - 8 - length:
+        raise ValueError(f"its header tells of {end} bytes, and it has {size - 8 - length}")
 
 
 def find_native(folder: str | Path, setting: str = "path") -> tuple[Recipe, Any] | None:
@@ -254,7 +296,8 @@ def _check_sizes_of(part: Mapping[str, Any]) -> None:
     names = (*_LAYERS, *_WIDTHS, *_INNER, *_EXPERTS, *_HEADS, *_POSITIONS, *_OTHERS)
     sizes = {name: part[name] for name in names if part.get(name) is not None}
     for name, value in sizes.items():
-        per_layer = value if isinstance(value, list) else [value]  # some models have one for each layer
+        is_per_layer = isinstance(value, list) and name in (*_INNER, *_EXPERTS, *_HEADS, "num_key_value_heads")
+        per_layer = value if is_per_layer else [value]  # some models have one for each layer
         least = 0 if name in _EXPERTS or name in _INNER else 1
         if not all(isinstance(each, int) and not isinstance(each, bool) and each >= least for each in per_layer):
             raise UserError(f"{name}={_short(value)}: must be a whole number of at least {least}")
@@ -267,7 +310,15 @@ def _check_sizes_of(part: Mapping[str, Any]) -> None:
     for what, number, most in (("layers", layers, _MOST_LAYERS), ("experts", experts, _MOST_EXPERTS)):
         if number > most:
             raise UserError(f"{number:,} {what}: no model has more than {most:,}")
-    heads = largest(_HEADS, 1) * largest(("head_dim",), 1)
+    for name, value in part.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UserError(f"{name}={value}: must be finite")
+    num_heads, num_kv_heads = largest(_HEADS, 1), largest(("num_key_value_heads",), 1)
+    if "head_dim" not in sizes and width % num_heads and width > 1:
+        raise UserError(f"{num_heads} heads do not divide the width, {width}, and there is no head_dim")
+    if num_heads % num_kv_heads and not any(isinstance(value, list) for value in sizes.values()):
+        raise UserError(f"num_key_value_heads={num_kv_heads} does not divide the {num_heads} heads")
+    heads = num_heads * largest(("head_dim",), 1)
     of_layer = 2 * width * max(width, heads) + 2 * width * largest(_INNER, width) * max(1, experts)
     parameters = layers * of_layer + largest(("vocab_size",), 1) * width
     if max(parameters, *(largest((name,), 1) for name in _POSITIONS)) > _MOST_PARAMETERS:
