@@ -58,7 +58,14 @@ def load_config(recipe: str, overrides: Sequence[str] = (), allow_import: Collec
     the number of ranks are checked by `check_config`.
     """
     path, assignments = find_recipe_file(recipe), _split_overrides(overrides)
-    tree = inherited(read_yaml(path), path, find_recipe_file, read_yaml)
+
+    def read(parent: Path) -> dict[str, Any]:
+        found = read_yaml(parent)
+        if is_written_by_run(parent):
+            check_imports(found, assignments, allow_import)
+        return found
+
+    tree = inherited(read_yaml(path), path, find_recipe_file, read)
     values = settle(tree, path, assignments)
     if is_written_by_run(path):
         check_imports(values, assignments, allow_import)
