@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import base64
+import os
+import subprocess
 import sys
+import threading
 import uuid
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import fsspec
+import numpy as np
 import pytest
 from rich.console import Console
 
+from tests.fake_s3 import FakeS3
+from tests.test_data import write_shards
 from tests.tiny import fit, lines, tiny_config
 from trainer import Trainer, UserError, checkpoints, export, load_config, run
-from trainer.config import check_config, compare_configs
+from trainer.config import DataSection, check_config, compare_configs
+from trainer.data.opening import open_source
 from trainer.errors import is_masked, mask_credentials, masked, printable, say, setting_error, tell
 from trainer.lifecycle.folder import RunFolder
 from trainer.metrics.console import ConsoleSink
@@ -291,3 +303,242 @@ def test_the_listing_of_checkpoints_shows_names_as_text(
     assert "manifest.json: is missing" in said
     assert printable(said) == said
     assert "PWNED" not in said
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Keys of an object store, tokens of a web server
+
+KEY, SECRET = "K3YID", "S3KRET/777+x"
+LINES = "".join(f'{{"text": "document number {number} with some words"}}\n' for number in range(300))
+
+
+@pytest.fixture
+def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeS3]:
+    pytest.importorskip("s3fs")
+    with FakeS3(KEY, SECRET) as server:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
+        monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
+            monkeypatch.delenv(name, raising=False)
+        yield server
+
+
+def without(secret: str, *folders: Path) -> bool:
+    """Return whether a secret is in no file of some folders, and no file's name."""
+    return not any(
+        secret in str(path) or (path.is_file() and secret.encode() in path.read_bytes())
+        for folder in folders
+        for path in folder.rglob("*")
+    )
+
+
+@pytest.mark.slow
+def test_keys_in_a_url_sign_and_are_kept_nowhere(
+    s3: FakeS3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Of checkpoint.dir, checkpoint.resume, train.init_from and data.path."""
+    bucket = f"s3://{KEY}:{SECRET}@bucket"
+    s3.objects["bucket/text.jsonl"] = LINES.encode()
+    one = f"checkpoint.dir={bucket}/ck"
+    fit(tmp_path / "one", "train.steps=2", one)
+    first = f"{bucket}/ck/step_00000002"
+    fit(tmp_path / "two", "train.steps=3", f"checkpoint.resume={first}")
+    assert [line["resumed_step"] for line in lines(tmp_path / "two") if line["kind"] == "start"] == [2]
+    fit(tmp_path / "three", "train.steps=1", f"train.init_from={first}")
+    data = [
+        "data.source=tokens",
+        "data.tokenizer=bytes",
+        "model.vocab_size=257",
+        f"data.cache_dir={tmp_path / 'cache'}",
+    ]
+    fit(tmp_path / "four", "train.steps=1", f"data.path={{a: '{bucket}/text.jsonl', b: '{bucket}/*.jsonl'}}", *data)
+    wrong = bucket.replace(SECRET, "WR0NGS3KRET")
+    for setting in ("checkpoint.dir={}/ck", "train.init_from={}/ck/step_00000003", "data.path={}/x.txt"):
+        with pytest.raises(UserError, match=r"SignatureDoesNotMatch|Forbidden|403") as refused:
+            fit(
+                tmp_path / "six", "train.steps=1", setting.format(wrong), *(data if setting.startswith("data.") else ())
+            )
+        say(str(refused.value))
+        assert "WR0NGS3KRET" not in str(refused.value)
+    said = "".join(capfd.readouterr())
+    assert "Traceback" not in said
+    for secret in (SECRET, "WR0NGS3KRET"):
+        assert secret not in said
+        assert without(secret, tmp_path)
+        assert not any(secret.encode() in content for content in s3.objects.values())
+
+
+class Guarded(SimpleHTTPRequestHandler):
+    """A web server that asks for a token, or for user and password."""
+
+    accepted: list[str]
+
+    def do_GET(self) -> None:
+        login = base64.b64encode(b"me:pw-0f-the-web").decode()
+        if self.headers.get("Authorization") != f"Basic {login}" and not any(
+            f"{t}" in self.path for t in self.accepted
+        ):
+            return self.send_error(403, f"no such right: {self.path}")
+        return super().do_GET()
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def guarded(tmp_path: Path) -> Iterator[str]:
+    folder = tmp_path / "web"
+    folder.mkdir()
+    (folder / "a.jsonl").write_text(LINES)
+    write_shards(folder, [b"some text of a shard " * 40] * 3)
+    handler = partial(type("Handler", (Guarded,), {"accepted": Guarded.accepted}), directory=str(folder))
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    yield f"127.0.0.1:{server.server_address[1]}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+Guarded.accepted = ["token=t0ken-0ne", "token=t0ken-tw0", "Signature=s1gn-0ne", "Signature=s1gn-tw0"]
+SIGNED = "?X-Amz-Date={0}&X-Amz-Expires={1}&X-Amz-Credential=AK/{0}&X-Amz-Signature={2}"
+
+
+@pytest.mark.parametrize("path", ["a.jsonl", "*.jsonl", "text-00000.bin", "*.bin", ""])
+def test_a_token_in_a_query_is_used_and_not_kept(path: str, guarded: str, tmp_path: Path) -> None:
+    """Nor is a signature; a renewed one finds what was cached, and is no change of the data."""
+    cache = tmp_path / "cache"
+    sources, configs, cached = [], [], []
+    for query in (
+        "?token=t0ken-0ne",
+        "?token=t0ken-tw0",
+        SIGNED.format(1, 2, "s1gn-0ne"),
+        SIGNED.format(3, 4, "s1gn-tw0"),
+    ):
+        url = f"http://{guarded}/{path}{query}"
+        data = DataSection(source="tokens", path=url, seq_len=16, cache_dir=str(cache), tokenizer="bytes")
+        source = open_source(data, None, "train")
+        assert source is not None
+        source.batch(np.arange(2))  # type: ignore[attr-defined]
+        sources.append(source.fingerprint)
+        configs.append(load_config("llama_small", [f"data.path={url}"]))
+        kept = sorted(path.name for path in cache.rglob("*") if path.is_file() and ".lock" not in path.name)
+        cached.append(kept)
+    assert cached == cached[:1] * 4, "the same files, not fetched again"
+    assert sources == sources[:1] * 4
+    assert compare_configs(configs[1], configs[0].to_yaml())[0] == []
+    assert compare_configs(configs[3], configs[2].to_yaml())[0] == []
+    assert compare_configs(configs[0], configs[0].to_yaml().replace("http://", "http://other."))[0] != []
+    for secret in ("t0ken", "s1gn"):
+        assert without(secret, cache)
+        assert secret not in configs[0].to_yaml() + configs[2].to_yaml()
+
+
+def test_user_and_password_in_a_web_url_are_sent(guarded: str, tmp_path: Path) -> None:
+    def opened(user: str) -> object:
+        url = f"http://{user}@{guarded}/a.jsonl"
+        data = DataSection(source="tokens", path=url, seq_len=16, cache_dir=str(tmp_path / "cache"), tokenizer="bytes")
+        return open_source(data, None, "train")
+
+    assert opened("me:pw-0f-the-web") is not None
+    for wrong in ("me:wr0ng-passw0rd", "wr0ng-passw0rd"):
+        with pytest.raises(UserError) as refused:
+            opened(wrong)
+        assert "403" in str(refused.value)
+        assert "wr0ng-passw0rd" not in str(refused.value)
+    assert without("pw-0f-the-web", tmp_path)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Commands and messages
+
+COMMANDS = [
+    ("curl -H 'Authorization: Bearer B34r3r-t0ken' https://host", True),
+    ("curl -u me:B34r3r https://host", True),
+    ("curl -d done https://hooks.example.com/services/T00/B00/xyz", True),
+    ("notify --token B34r3r", True),
+    ("API_KEY=B34r3r notify", True),
+    ("notify a1b2c3d4e5f6a7b8c9d0", True),
+    ("touch /some/folder/llama3_70b_ended", False),
+    ('echo "$RUN_DIR: $STATE at step $STEP" >> ended.txt', False),
+    ('curl -H "Authorization: Bearer $TOKEN" "$HOOK"', False),
+]
+
+
+@pytest.mark.parametrize(("command", "is_secret"), COMMANDS, ids=[command for command, _ in COMMANDS])
+def test_a_command_that_may_hold_a_secret_is_not_stored(command: str, is_secret: bool, tmp_path: Path) -> None:
+    config = load_config("llama_small", [f"run.on_end={command}"])
+    assert config.run.on_end == command, "it is run as it was given"
+    stored = config.to_yaml()
+    assert (command.split()[-1] not in stored) == is_secret
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "config.yaml").write_text(stored)
+    (folder / "status.json").write_text("{}")
+    if not is_secret:
+        assert load_config(str(folder)).run.on_end == command
+        return
+    with pytest.raises(UserError, match=r"run.on_end=\*\*\*: is not stored .*command line again"):
+        load_config(str(folder))
+    assert load_config(str(folder), [f"run.on_end={command}"]).run.on_end == command
+    assert load_config(str(folder), ["run.on_end=null"]).run.on_end is None
+
+
+SAID = [
+    "Authorization: Bearer {}",
+    "{{'authorization': 'Basic {}'}}",
+    "x-api-key: {}",
+    "curl --password {} -x",
+    "--hf-token={}",
+    "WANDB_API_KEY={}",
+    '{{"password": "{}"}}',
+    "http://user:{}@proxy:3128",
+]
+
+
+@pytest.mark.parametrize("text", SAID)
+def test_secrets_in_messages_are_masked(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    say(text.format("B34r3r-t0ken"))
+    assert "B34r3r" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "unexpected token: '}' in the template",
+        "eos_token: <|im_end|>, pad_token_id=151643",
+        "tokenizer: models/Qwen3-8B",
+        "python -m trainer.run --token-limit 5 data.tokenizer=bytes",
+        "Basic information about a bearer of news",
+    ],
+)
+def test_messages_without_secrets_stay(text: str) -> None:
+    assert printable(text) == text
+
+
+@pytest.mark.slow
+def test_what_is_printed_past_us_is_redacted(tmp_path: Path) -> None:
+    """Uncaught exceptions, of threads too, warnings and log records: with secrets of settings and the environment."""
+    program = f"""
+import logging, os, sys, threading, warnings
+from trainer.errors import redact_everything, remember_secrets
+redact_everything()
+remember_secrets({{"path": "s3://key:{SECRET}@bucket/x"}})
+def fail():
+    raise ValueError("the key {SECRET} of " + os.environ["MY_API_KEY"])
+thread = threading.Thread(target=fail); thread.start(); thread.join()
+warnings.warn("{SECRET}")
+logging.getLogger("x").error("of %s", "{SECRET}")
+try:
+    fail()
+except ValueError:
+    logging.getLogger("x").exception("failed")
+fail()
+"""
+    env = os.environ | {"MY_API_KEY": "env-S3KRET-key", "HTTPS_PROXY": "http://me:pr0xy-pw@host:1"}
+    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.count("ValueError: the key *** of ***") == 3, done.stderr
+    assert SECRET not in done.stderr
+    assert "env-S3KRET-key" not in done.stderr

@@ -6,6 +6,7 @@ import dataclasses
 import shutil
 import sys
 import textwrap
+from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 
@@ -17,7 +18,10 @@ from trainer.checkpoint.manifest import COMMIT, read_manifest
 from trainer.checkpoint.place import LocalPlace
 from trainer.checkpoint.source import find_checkpoint, find_checkpoints
 from trainer.config import compare_configs, stored_value
+from trainer.data import __main__ as data_command
+from trainer.evaluate import find_subject
 from trainer.files import crc32
+from trainer.plan import __main__ as plan_command
 
 SECRET = "hunter2-of-the-environment"
 
@@ -207,3 +211,74 @@ def test_a_runs_configuration_that_is_none(text: str, tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(text)
     with pytest.raises(UserError, match="has no checkpoints"):
         find_checkpoints(tmp_path)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Runs as recipes
+
+
+def names_evil(run_dir: Path, evil: str, key: str) -> None:
+    """Have the configuration in a run's folder name a module, as somebody's does who sends the folder."""
+    path = run_dir / "config.yaml"
+    old, new = {"model": ("name: llama", f"name: {evil}:x"), "wrap": ("wrap: block", f"wrap: {evil}:wrap")}[key]
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(f"  {old}\n", f"  {new}\n"))
+
+
+@pytest.mark.parametrize("key", ["model", "wrap"])
+@pytest.mark.parametrize("command", ["print-config", "help", "show", "plan", "load"])
+def test_a_run_as_recipe_imports_nothing_that_nobody_has_allowed(
+    command: str, key: str, run_dir: Path, evil: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whichever command reads it; with leave, given in the same words everywhere, it is imported."""
+    names_evil(run_dir, evil, key)
+    recipe = f"recipe={run_dir}"
+
+    def ask(*allowed: str) -> int:
+        if command == "load":
+            return 2 if refused(lambda: load_config(str(run_dir), allow_import=allowed[1:])) else 0
+        if command == "show":
+            return data_command.command_line(["show", recipe, *allowed])
+        if command == "plan":
+            return plan_command.command_line([recipe, *allowed])
+        return run.main([recipe, f"--{command}", *allowed])
+
+    assert ask() == 2
+    assert evil not in sys.modules
+    if command != "load":
+        assert f"--allow-import {evil}" in capsys.readouterr().err
+    if key == "model":
+        assert ask("--allow-import", evil) == 0
+        assert evil in sys.modules
+
+
+def refused(act: Callable[[], object]) -> bool:
+    try:
+        act()
+    except UserError:
+        return True
+    return False
+
+
+def test_an_evaluation_imports_nothing_that_nobody_has_allowed(run_dir: Path, evil: str) -> None:
+    checkpoint = name_module(run_dir, evil)
+    with pytest.raises(UserError, match=f"--allow-import {evil}"):
+        find_subject(str(checkpoint), [])
+    assert evil not in sys.modules
+    assert find_subject(str(checkpoint), [], [evil]).config.model.name == f"{evil}:x"
+
+
+def test_a_recipe_file_of_ones_own_imports_what_it_names(evil: str, tmp_path: Path) -> None:
+    """It is the user's own, given by its path, like a script: of a run or a checkpoint is what these have written."""
+    (tmp_path / "mine.yaml").write_text(f"recipe: llama_small\nmodel:\n  name: {evil}:x\n")
+    assert load_config(str(tmp_path / "mine.yaml")).model.name == f"{evil}:x"
+
+
+def test_a_recipe_file_that_inherits_from_a_run_is_no_leave(run_dir: Path, evil: str, tmp_path: Path) -> None:
+    names_evil(run_dir, evil, "model")
+    (tmp_path / "mine.yaml").write_text(f"recipe: {run_dir}\ntrain:\n  steps: 3\n")
+    with pytest.raises(UserError, match=f"--allow-import {evil}"):
+        load_config(str(tmp_path / "mine.yaml"))
+    assert evil not in sys.modules
+    assert load_config(str(tmp_path / "mine.yaml"), ["model.name=llama"]).train.steps == 3

@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import difflib
 import errno
+import logging
 import os
 import re
 import shlex
@@ -19,6 +20,9 @@ import shutil
 import signal
 import sys
 import threading
+import traceback
+import urllib.parse
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn, TextIO
 
@@ -105,6 +109,7 @@ class CommandParser(argparse.ArgumentParser):
 
 def run_command(work: Callable[[], int]) -> int:
     """Return the exit code of what a command line asks for; what a user should know is printed without a traceback."""
+    redact_everything()
     try:
         with _unwinding():
             code = work()
@@ -214,14 +219,19 @@ def setting_error(
         *([] if example is None else [f"for example: {typed(key, example)}"]),
         *([f"to fix: {fix}"] if fix else []),
     ]
-    return UserError("\n  ".join([f"{key}={_show(value)}: {rule}", *advice]))
+    return UserError("\n  ".join([f"{key}={_shown_value(key, value)}: {rule}", *advice]))
 
 
 def typed(key: str, value: object) -> str:
     """Return `key=value` as it is typed in a shell: in quotes where that would read something else into the value."""
-    shown = _show(value)
+    shown = _shown_value(key, value)
     text = f"{key}={shown}"
     return text if shlex.quote(shown) in (shown, "''") else shlex.quote(text)
+
+
+def _shown_value(key: str, value: object) -> str:
+    """Return a setting's value as messages show it: not of a setting whose name says that it is a secret."""
+    return MASK if _SECRET_NAME.search(key) else _show(value)
 
 
 def choice_error(
@@ -262,8 +272,8 @@ MASK = "***"
 
 
 def printable(text: str) -> str:
-    """Return the text as it may reach a terminal or a log: without control sequences, credentials in URLs masked."""
-    return mask_credentials(_CONTROL.sub("", _LONE.sub("\ufffd", _SEQUENCE.sub("", text))))
+    """Return the text as it may reach a terminal or a log: without control sequences and without secrets."""
+    return redact(_CONTROL.sub("", _LONE.sub("\ufffd", _SEQUENCE.sub("", text))))
 
 
 _STRING = r"(?:\x1b[\]PX^_]|[\x90\x98\x9d-\x9f])[^\x07\x1b\x80-\x9f\n]*(?:\x07|\x1b\\|\x9c)"
@@ -276,46 +286,205 @@ _LONE = re.compile("[\ud800-\udfff]")
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# Credentials
+# Secrets
+
+_known: set[str] = set()
+"""Secrets that this process was given.  See `remember_secrets`."""
+
+_SHORTEST = 6
+"""A shorter secret is not looked for by itself: it would be found inside of ordinary words."""
+
+
+def redact(text: str) -> str:
+    """Return a text that is about to be printed or stored, with every secret in it masked.
+
+    Beside what looks like a secret this finds those that the process was given, wherever a library quotes them.
+    """
+    text = mask_credentials(text)
+    for secret in sorted(_known, key=len, reverse=True):
+        if secret in text:
+            text = text.replace(secret, MASK)
+    return text
+
+
+def remember_secrets(tree: Any) -> None:
+    """Have `redact` mask the secrets in a configuration's values (or in one text) wherever they occur by themselves."""
+    if isinstance(tree, dict):
+        for value in tree.values():
+            remember_secrets(value)
+    elif isinstance(tree, (list, tuple)):
+        for value in tree:
+            remember_secrets(value)
+    elif isinstance(tree, str):
+        found: list[str] = []
+        _masked_text(tree, found)
+        for secret in found:
+            for spelled in (secret, urllib.parse.unquote(secret), urllib.parse.quote(secret, safe="")):
+                if len(spelled) >= _SHORTEST:
+                    _known.add(spelled)
+
+
+def redact_everything() -> None:
+    """Redact what this process prints without `say` and `tell`: uncaught exceptions, warnings, log records.
+
+    Secrets in environment variables, such as WANDB_API_KEY or the password of a proxy, are masked from here on, too.
+    """
+    for name, value in os.environ.items():
+        if _SECRET_NAME.search(name) and len(value) >= 8 and not os.path.exists(value):
+            _known.add(value)
+        elif "://" in value:
+            remember_secrets(value)
+    if sys.excepthook is not _say_exception:
+        sys.excepthook = _say_exception
+        threading.excepthook = _say_exception_of_thread
+        warnings.formatwarning = _redacted(warnings.formatwarning)
+        logging.setLogRecordFactory(_RedactedRecord)
+
+
+def _say_exception(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    say("".join(traceback.format_exception(kind, error, trace)).rstrip())
+
+
+def _say_exception_of_thread(failed: threading.ExceptHookArgs) -> None:
+    if failed.exc_type is not SystemExit:
+        text = "".join(traceback.format_exception(failed.exc_type, failed.exc_value, failed.exc_traceback))
+        say(f"Exception in thread {failed.thread.name if failed.thread else '?'}:\n{text.rstrip()}")
+
+
+def _redacted(function: Callable[..., str]) -> Callable[..., str]:
+    return lambda *args, **kwargs: redact(function(*args, **kwargs))
+
+
+class _RedactedRecord(logging.LogRecord):
+    """A log record whose message and traceback are redacted, whichever handler formats it."""
+
+    def getMessage(self) -> str:  # noqa: N802 - the library's name
+        return redact(super().getMessage())
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.exc_info and self.exc_info[0] is not None:  # a formatter uses the text that it finds here
+            self.exc_text = redact("".join(traceback.format_exception(*self.exc_info)).rstrip())
 
 
 def mask_credentials(text: str) -> str:
-    """Return the text with the passwords and keys of all URLs in it masked: scheme://user:***@host/path?token=***."""
-    return _URL.sub(_mask_url, text)
+    """Return the text with what looks like a secret masked: passwords and keys in URLs
+    (scheme://user:***@host/path?token=***), headers (`Authorization: Bearer ***`), command options (--password ***),
+    and tokens that common services issue (hf_...).
+    """
+    return _masked_text(text, [])
 
 
 def masked(tree: Any) -> Any:
-    """Return a configuration's tree with the credentials of the URLs in it masked."""
+    """Return a configuration's tree with the credentials in it masked."""
     if isinstance(tree, dict):
         return {key: masked(value) for key, value in tree.items()}
     if isinstance(tree, (list, tuple)):
         return type(tree)(masked(item) for item in tree)
+    if not isinstance(tree, str):
+        return tree
     # A value is one URL up to its end, whatever the password has in it.
-    return _WHOLE.sub(_mask_url, mask_credentials(tree)) if isinstance(tree, str) else tree
+    return _WHOLE.sub(lambda found: _mask_url(found[0], []), mask_credentials(tree))
 
 
 def is_masked(value: object) -> bool:
-    """Return whether a value is a URL whose credentials were masked: it cannot be used."""
-    return isinstance(value, str) and _MASKED.search(value) is not None
+    """Return whether a value lacks secrets that were masked when it was stored: it cannot be used."""
+    return isinstance(value, str) and (value == MASK or _MASKED.search(value) is not None)
+
+
+def is_masked_query(part: str) -> bool:
+    """Return whether a part of a query, `name=value`, is one that is masked, or would be."""
+    return _NAMED.match(f"?{part}") is not None
+
+
+def masked_command(command: str) -> str:
+    """Return a shell command as it may be stored: whole, or `***` if it may hold a secret.
+
+    In a command a secret can be anywhere, so not a part is masked but all of it.  Harmless are commands without
+    anything that looks like one: credentials, a URL with a path (a webhook's path is its secret), a long random word.
+    """
+    words = re.split(r"[\s'\"=:/,;|&<>()]+", command)
+    is_suspicious = mask_credentials(command) != command or _SUSPICIOUS.search(command) is not None
+    return MASK if is_suspicious or any(map(_looks_random, words)) else command
+
+
+def masked_argument(word: str) -> str:
+    """Return one word of a command line of ours as it may be stored."""
+    key, _, value = word.partition("=")
+    return f"{key}={masked_command(value)}" if key == "run.on_end" else redact(str(masked(word)))
+
+
+def _looks_random(word: str) -> bool:
+    return len(word) >= 16 and word[0] != "$" and len(_LETTER_BY_DIGIT.findall(word)) >= 3
 
 
 # The name of a scheme is short: a long word is not looked through again from each of its letters.
 _URL = re.compile(r"[A-Za-z][\w+.-]{0,30}://(?:[^\s/?#<>]*@)?[^\s'\"<>]*")
 _WHOLE = re.compile(r"[A-Za-z][\w+.-]{0,30}://.*", re.DOTALL)
 
-_PASSWORD = re.compile(r"(://[^\s/:@?#\[]*:)(?!\d*(?:[/?#]|$))(?:[^/?#]*@|[^@]*@)")
+PASSWORD_IN_URL = re.compile(r"(://[^\s/:@?#\[]*:)(?!\d*(?:[/?#]|$))((?:[^/?#]*(?=@)|[^@]*(?=@)))@")
 """In scheme://user:password@host; what is a port has digits alone.  A password may hold a slash that is not encoded."""
-_USER = re.compile(r"(https?://)[^\s/:@?#]+@", re.IGNORECASE)
+_USER = re.compile(r"(https?://)([^\s/:@?#]+)@", re.IGNORECASE)
 """Of the web, a user without a password is a token."""
+_SECRET_WORD = r"token|secret|signature|passw(?:or)?d|passphrase|credential|api[-_]?key|access[-_]?key(?:[-_]?id)?"
 _NAMED = re.compile(
-    r"([?&;#](?:[\w.-]*(?:token|secret|signature|passw(?:or)?d|passphrase|credential|api-?key|access[-_]?key(?:[-_]?id)?)"
-    r"|(?:[\w.-]*[-_.])?(?:key|sig|pwd|pass|auth|authorization|jwt|sas))=)[^&;#]*",
+    rf"([?&;#](?:[\w.-]*(?:{_SECRET_WORD})"
+    r"|(?:[\w.-]*[-_.])?(?:key|sig|pwd|pass|auth|authorization|jwt|sas|code|hmac|session|sessionid))=)([^&;#]*)",
     re.IGNORECASE,
 )
 _MASKED = re.compile(r"://[^/\s]*\*\*\*@|://\S*[?&;#][\w.-]+=\*\*\*(?:[&;#]|$)")
+_IN_TEXT = tuple(
+    re.compile(pattern)
+    for pattern in (
+        # a header, on a command line or in a library's message
+        r"(?i)(\b(?:(?:proxy-)?authorization|cookie|api-?key|[\w-]{1,40}-(?:key|token|secret))['\"]?[ \t]*:[ \t]*"
+        r"['\"]?(?:(?:bearer|basic|token|digest|apikey)[ \t]+)?)(?!(?:bearer|basic|token|digest|apikey)[ \t])"
+        r"([^\s'\",}*$][^\s'\",}*]{3,})",
+        r"(?i)(\bbearer[ \t]+)([\w.~+/=-]{8,})",
+        # an entry of JSON, or of a mapping that a message quotes
+        r"(?i)(['\"][\w-]{0,40}(?:password|passwd|secret|api_?key|access_?key|access_token)['\"]: ?['\"])([^'\"*]{4,})",
+        # an option of a command, or a variable that is set for it
+        rf"(?i)((?:^|[\s'\"])--?[\w-]{{0,40}}(?:{_SECRET_WORD})(?:=|[ \t]+))([^\s'\"$*]+)",
+        r"(\b\w{0,40}(?:TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_KEY)=)([^\s'\"$*&;]{4,})",
+        r"((?:^|[\s'\"])(?:-u|--user|--proxy-user)[ \t]*['\"]?[^\s:'\"]+:)([^\s'\"$*]+)",
+    )
+)
+_ISSUED = re.compile(
+    r"\b(?:hf_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}|sk-[A-Za-z0-9_-]{20,}"
+    r"|AKIA[0-9A-Z]{12,}|xox[abprs]-[\w-]{10,}|eyJ[\w-]{10,}\.eyJ[\w-]{10,}\.[\w-]+)"
+)
+"""Tokens of Hugging Face, GitHub, GitLab, OpenAI, AWS, Slack; signed JSON tokens."""
+_SECRET_NAME = re.compile(
+    r"(?:^|[._-])(?:token|secret|passw(?:or)?d|passphrase|credentials?|(?:api|access|secret)[-_]?key)$", re.IGNORECASE
+)
+"""Names of settings and environment variables whose values are secrets."""
+_SUSPICIOUS = re.compile(r"://[^\s/'\"]+/[^\s'\"]|sshpass|\b(?:mysql|mariadb)\S*\s.*-p\S", re.IGNORECASE)
+_LETTER_BY_DIGIT = re.compile(r"(?<=[A-Za-z])(?=\d)|(?<=\d)(?=[A-Za-z])")
 
 
-def _mask_url(found: re.Match[str]) -> str:
-    url = _PASSWORD.sub(rf"\g<1>{MASK}@", found[0], count=1)
-    url = _USER.sub(rf"\g<1>{MASK}@", url, count=1)
-    return _NAMED.sub(rf"\g<1>{MASK}", url)
+def _masked_text(text: str, found: list[str]) -> str:
+    """Return the text with what looks like a secret masked; the secrets are appended to `found`."""
+
+    def mask(match: re.Match[str]) -> str:
+        found.append(match[2])
+        return f"{match[1]}{MASK}"
+
+    def mask_all(match: re.Match[str]) -> str:
+        found.append(match[0])
+        return MASK
+
+    text = _URL.sub(lambda match: _mask_url(match[0], found), text)
+    for pattern in _IN_TEXT:
+        text = pattern.sub(mask, text)
+    return _ISSUED.sub(mask_all, text)
+
+
+def _mask_url(url: str, found: list[str]) -> str:
+    def mask(match: re.Match[str]) -> str:
+        if match[2] != MASK:
+            found.append(match[2])
+        return f"{match[1]}{MASK}{'@' if match[0].endswith('@') else ''}"
+
+    url = PASSWORD_IN_URL.sub(mask, url, count=1)
+    url = _USER.sub(mask, url, count=1)
+    return _NAMED.sub(mask, url)

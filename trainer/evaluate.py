@@ -16,7 +16,7 @@ import importlib.util
 import json
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from trainer import run
 from trainer.config import RunConfig, check_config, load_config, stored_value
-from trainer.config.arguments import parse
+from trainer.config.arguments import parse, take_allowed
+from trainer.config.load import check_imports, read_stored
 from trainer.config.needs import check_needs, likely_device
 from trainer.config.pretrained import check_no_gguf, check_weights, find_native, is_folder_of_weights
 from trainer.distributed import stop
@@ -83,7 +84,9 @@ class Subject:
     """The checkpoint, open, so that it can be read even if it is pruned meanwhile; None for a Hugging Face folder."""
 
 
-def find_subject(path: str, overrides: Sequence[str], stack: ExitStack | None = None) -> Subject:
+def find_subject(
+    path: str, overrides: Sequence[str], allow_import: Collection[str] = (), stack: ExitStack | None = None
+) -> Subject:
     """Return what is to be evaluated: a run's newest checkpoint, a checkpoint, or a Hugging Face folder.
 
     With `stack`, a checkpoint can be read until that is closed, even if the run that wrote it prunes it meanwhile.
@@ -117,6 +120,7 @@ def find_subject(path: str, overrides: Sequence[str], stack: ExitStack | None = 
             stored = stored_value(text, "checkpoint.allow_changes")
             allowed = [*(stored if isinstance(stored, list) else []), "data.tokenizer"]
             first["checkpoint.allow_changes"] = f"[{','.join(map(str, allowed))}]"
+    check_imports(read_stored(text), given, allow_import)
     own = [f"{key}={value}" for key, value in (_OWN | first).items() if key not in given]
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "evaluation.yaml"
@@ -340,10 +344,12 @@ def _evaluate(words: Sequence[str], shown: str | None, stack: ExitStack) -> int:
         stop.announce_early(env.rank == 0)
         if env.launcher in ("nproc", "torchrun") and env.has_a_parent:
             follow_parent(True)
-        path, rest = _split(words)
+        own, allow_import = take_allowed(words)
+        path, rest = _split(own)
         arguments = parse(rest)
         # Ranks of a launcher must agree on the path; those that are started here read what their parent holds open.
-        subject = find_subject(path, arguments.overrides, None if env.is_distributed else stack)
+        lasting = None if env.is_distributed else stack
+        subject = find_subject(path, arguments.overrides, allow_import, lasting)
         subject = subject if shown is None else replace(subject, weights=shown)
         is_spawning = run.spawns(arguments.nproc, env)
         sizes = (arguments.nproc,) * 2 if is_spawning else (env.world_size, env.local_world_size)

@@ -25,6 +25,51 @@ def find_folder(path: str | os.PathLike[str]) -> Path | None:
     return None if "://" in text else Path(text).absolute()
 
 
+LARGEST_JSON = 16 << 20
+"""Bytes of a JSON file that comes with a model, its tokenizer apart.  Real ones have a few megabytes at most."""
+
+
+def read_json(path: Path, largest: int = LARGEST_JSON) -> Any:
+    """Return what a JSON file from elsewhere holds.
+
+    Raises OSError, and ValueError for what is not JSON, or is JSON that two readers would understand differently or
+    that takes too much to read: a key given twice, a file of more than `largest` bytes, a hundred thousand brackets.
+    """
+    if (size := path.stat().st_size) > largest:
+        raise ValueError(f"it has {size / 2**20:.0f} MiB, more than the {largest / 2**20:.0f} that are read")
+    return parse_json(path.read_bytes())
+
+
+def parse_json(content: bytes) -> Any:
+    """Return what JSON from elsewhere holds; see `read_json`.  Raises ValueError."""
+    try:
+        return json.loads(content.decode("utf-8"), object_pairs_hook=_without_repetition)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"it is not UTF-8: {error.reason} at byte {error.start}") from error
+
+
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"it has {twice!r} twice")
+    return found
+
+
+def link_outside(folder: Path, name: str) -> Path | None:
+    """Return where a file of a folder really is, if a link leads out of the folder; None if it stays inside.
+
+    In a hub's cache (models--*/snapshots/*/file -> ../../blobs/*) the links into its own blobs are inside.
+    """
+    real, inside = Path(os.path.realpath(folder / name)), [Path(os.path.realpath(folder))]
+    if inside[0].parent.name == "snapshots":
+        inside.append(inside[0].parent.parent / "blobs")
+    return None if any(real.is_relative_to(each) for each in inside) else real
+
+
 def write_atomically(path: Path, text: str) -> None:
     """Write `text` under another name, flush it to disk, and rename it to `path`; if that fails, nothing is left."""
     with partial_file(path.with_name(f".{path.name}.{os.getpid()}")) as partial:

@@ -264,7 +264,8 @@ def find_recipe(name: str, may_import: Collection[str] | None = None) -> Recipe:
     """
     module_name, colon, registered = name.partition(":")
     if colon:
-        _check_allowed(name, module_name, may_import)
+        if may_import is not None:
+            check_import("model.name", name, may_import)
         return _find_in_module(name, module_name, registered)
     if name not in _registry:
         load_recipes()
@@ -303,15 +304,20 @@ def _find_in_module(name: str, module_name: str, registered: str) -> Recipe:
     return _registry[registered]
 
 
-def _check_allowed(name: str, module: str, may_import: Collection[str] | None) -> None:
-    if may_import is None or module in sys.modules:
+def check_import(key: str, name: str, may_import: Collection[str]) -> None:
+    """Raise UserError if the module in `name`, package.module:name, may not be imported for a setting from elsewhere.
+
+    May be: what has been imported already, this package's own modules, and those of `may_import` with all in them.
+    """
+    module = name.partition(":")[0]
+    if module in sys.modules or module.startswith("trainer."):
         return
     if not any(module == allowed or module.startswith(f"{allowed}.") for allowed in may_import):
         rule = (
-            f"a checkpoint names it, and importing {module!r} runs its code, which needs your permission\n"
+            f"a run or checkpoint names it, and importing {module!r} runs its code, which needs your permission\n"
             f"  if you trust it: --allow-import {module}, or in Python allow_import=[{module!r}]"
         )
-        raise setting_error("model.name", name, rule)
+        raise setting_error(key, name, rule)
 
 
 def all_recipes() -> list[Recipe]:

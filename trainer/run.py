@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from trainer import __version__
 from trainer.config import RunConfig, check_config, least_mesh, load_config, usage
-from trainer.config.arguments import Arguments, no_recipe, parse
+from trainer.config.arguments import ALLOW_IMPORT, Arguments, no_recipe, parse
 from trainer.config.completion import completion
 from trainer.config.naming import free_name
 from trainer.config.needs import check_needs, likely_device
@@ -50,6 +50,7 @@ from trainer.errors import (
     TrainingFailed,
     UserError,
     nearest,
+    redact_everything,
     run_command,
     say,
     setting_error,
@@ -83,6 +84,7 @@ def main(argv: Sequence[str] | None = None, trainer: type[Trainer] | None = None
 def _main(argv: Sequence[str] | None, trainer: type[Trainer] | None) -> int:
     began = uptime()
     stop.catch_signals_early()
+    redact_everything()
     look_in_working_folder()
     limit_spinning()
     allocate_in_segments()
@@ -135,7 +137,8 @@ def _read(arguments: Arguments, env: Environment) -> RunConfig | None:
         return None
     if arguments.asks_for("--help"):
         text = usage.full_help(
-            arguments.sections, load_config(recipe, overrides, needs_weights=False) if recipe else None
+            arguments.sections,
+            load_config(recipe, overrides, arguments.allow_import, needs_weights=False) if recipe else None,
         )
         tell(fitted(text, shutil.get_terminal_size().columns if sys.stdout.isatty() else 0))
         return None
@@ -143,7 +146,7 @@ def _read(arguments: Arguments, env: Environment) -> RunConfig | None:
         if overrides or arguments.options:
             raise no_recipe(usage.USAGE.partition("\n")[0], overrides)
         raise UserError(f"{usage.USAGE}\n{usage.recipe_list()}")
-    config = load_config(recipe, overrides)
+    config = load_config(recipe, overrides, arguments.allow_import)
     if arguments.asks_for("--print-config"):
         _check_as_printed(config, arguments.nproc, env)
         tell(_with_steps(config).to_yaml(), end="")
@@ -162,7 +165,7 @@ def _command(arguments: Arguments, trainer: type[Trainer] | None) -> list[str]:
     if trainer is not None:
         spec = getattr(sys.modules["__main__"], "__spec__", None)
         program = ["-m", spec.name.removesuffix(".__main__")] if spec else [os.path.abspath(sys.argv[0])]
-    options = sorted(arguments.options)
+    options = sorted(arguments.options) + [word for module in arguments.allow_import for word in (ALLOW_IMPORT, module)]
     return [*program, f"recipe={arguments.recipe}", *arguments.overrides, *options]
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from trainer.config.pretrained import CONFIG, check_readable, is_only_described, read_config
+from trainer.config.pretrained import CONFIG, check_headers, check_readable, is_only_described, read_config
 from trainer.errors import setting_error
 from trainer.recipe import declare
 
@@ -78,6 +78,8 @@ def resolve(config: HfConfig) -> HfConfig:
         rule = f"{folder / CONFIG} has other entries than model.config: {', '.join(differ)}"
         raise setting_error("model.path", config.path, rule, fix="model.config={} takes those of the folder")
     fresh = config.fresh or is_only_described(folder)
+    if not fresh:
+        check_headers(folder, "model.path")
     return replace(config, path=str(folder), fresh=fresh, config=content)
 
 

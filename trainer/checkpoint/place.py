@@ -19,8 +19,9 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-from trainer.errors import UserError, mask_credentials, masked
+from trainer.errors import UserError, masked, redact
 from trainer.files import content_of, find_folder, sync_folder
+from trainer.urls import open_filesystem
 
 COMMIT = "manifest.json"
 """The file without which a folder holds no checkpoint."""
@@ -114,15 +115,28 @@ def find_place(path: str | os.PathLike[str]) -> Place:
     folder, text = find_folder(path), os.fspath(path)
     if folder is not None:
         return LocalPlace(folder)
-    import fsspec
-
     try:
-        system, root = fsspec.core.url_to_fs(text)
+        system, root = open_filesystem(text)
     except (ImportError, ValueError) as error:
         scheme = text.partition("://")[0]
         fix = f"install the fsspec library for {scheme}://, or use a folder or another URL"
-        raise UserError(mask_credentials(f"{masked(text)}: {error}\n  to fix: {fix}")) from error
+        raise UserError(redact(f"{masked(text)}: {error}\n  to fix: {fix}")) from error
     return RemotePlace(system, root.rstrip("/"), text.rstrip("/"))
+
+
+def names_at_first(place: Place) -> list[str]:
+    """Return what is in a folder that a setting names, when it is first looked at.
+
+    Raises UserError where an object store cannot be reached, or refuses: what is wrong then is most likely the URL, or
+    the credentials in it.
+    """
+    try:
+        return place.names()
+    except Exception as error:  # each library raises errors of its own
+        if isinstance(place, LocalPlace):
+            raise
+        fix = "check the URL, its credentials, and whether this machine can reach it"
+        raise UserError(redact(f"{masked(str(place))}: cannot be read ({error})\n  to fix: {fix}")) from error
 
 
 def is_same_place(one: str, other: str) -> bool:

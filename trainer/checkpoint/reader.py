@@ -30,7 +30,7 @@ from trainer.checkpoint.manifest import (
     read_file,
     read_manifest,
 )
-from trainer.checkpoint.place import COMMIT, DAMAGED, Place
+from trainer.checkpoint.place import COMMIT, DAMAGED, Place, names_at_first
 from trainer.checkpoint.tensors import read_tensors
 from trainer.distributed.world import World
 from trainer.errors import TrainingFailed, UserError
@@ -85,7 +85,7 @@ class Reader:
     @property
     def is_empty(self) -> bool:
         """True if there is nothing at all, as this rank sees it.  Not collective."""
-        return not self.place.names()
+        return not names_at_first(self.place)
 
     def restore(self, state: Savable, compare: Compare, allowed: frozenset[str], careful: bool) -> Found | None:
         """Restore `state` from the newest good checkpoint; None if there is none at all.

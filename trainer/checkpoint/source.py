@@ -13,7 +13,15 @@ from trainer.checkpoint.blocks import Damaged
 from trainer.checkpoint.keeping import best_step, newest_step
 from trainer.checkpoint.layout import layout_from_json
 from trainer.checkpoint.manifest import PREFIX, StoredBlocks, find_damage, name_of, read_file, read_manifest
-from trainer.checkpoint.place import COMMIT, HeldPlace, LocalPlace, Place, find_place, is_same_place
+from trainer.checkpoint.place import (
+    COMMIT,
+    HeldPlace,
+    LocalPlace,
+    Place,
+    find_place,
+    is_same_place,
+    names_at_first,
+)
 from trainer.checkpoint.tensors import read_rows
 from trainer.config import stored_value
 from trainer.config.relocate import CONFIG, moved_along, run_of_best
@@ -106,7 +114,7 @@ def open_checkpoint(path: str | os.PathLike[str], averaged: bool = False) -> Sto
 
 def is_checkpoint(path: str | os.PathLike[str]) -> bool:
     """Return whether `path`, a folder or URL, is one checkpoint.  It may be damaged, its manifest even missing."""
-    return bool({COMMIT, "state.json", "layout.json"} & set(find_place(path).names()))
+    return bool({COMMIT, "state.json", "layout.json"} & set(names_at_first(find_place(path))))
 
 
 def find_checkpoints(path: str | os.PathLike[str]) -> Place:

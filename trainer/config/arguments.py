@@ -11,6 +11,7 @@ from trainer.errors import UserError, nearest, setting_error
 
 _MAX_PROCESSES = 1024
 """More than any machine has room for."""
+ALLOW_IMPORT = "--allow-import"
 _OPTIONS = ("--help", "--version", "--print-config", "--dry-run")
 
 
@@ -22,6 +23,8 @@ class Arguments:
     overrides: list[str] = field(default_factory=list)
     nproc: int | None = None
     options: frozenset[str] = frozenset()
+    allow_import: list[str] = field(default_factory=list)
+    """Modules that may be imported because the run in `recipe` names them."""
     sections: list[str] = field(default_factory=list)
     """Sections that `--help` is asked about; empty for all."""
 
@@ -37,6 +40,7 @@ def parse(argv: Sequence[str]) -> Arguments:
     """
     argv, named = list(argv), dict[str, str]()
     options, overrides, sections = set(), [], []
+    argv, allow_import = take_allowed(argv)
     wants_help = "--help" in argv or "-h" in argv
     for place, argument in enumerate(argv):
         key, equals, value = argument.partition("=")
@@ -54,7 +58,22 @@ def parse(argv: Sequence[str]) -> Arguments:
         else:
             overrides.append(argument)
     nproc = _parse_nproc(named["nproc"]) if "nproc" in named else None
-    return Arguments(named.get("recipe"), overrides, nproc, frozenset(options), sections)
+    return Arguments(named.get("recipe"), overrides, nproc, frozenset(options), allow_import, sections)
+
+
+def take_allowed(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the arguments without `--allow-import MODULE`, which may be repeated, and the modules."""
+    rest, modules, words = list[str](), list[str](), iter(argv)
+    for word in words:
+        name, equals, value = word.partition("=")
+        if name != ALLOW_IMPORT:
+            rest.append(word)
+            continue
+        module = value if equals else next(words, "")
+        if not module or module.startswith("-") or "=" in module:
+            raise UserError(f"{ALLOW_IMPORT}: needs the name of a module\n  for example: {ALLOW_IMPORT} my_models")
+        modules.append(module)
+    return rest, modules
 
 
 def no_recipe(usage: str, overrides: Collection[str]) -> UserError:

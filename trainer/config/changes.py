@@ -11,6 +11,7 @@ from trainer.config.load import (
 )
 from trainer.config.schema import RunConfig, plain_lists
 from trainer.errors import UserError, setting_error
+from trainer.urls import without_credentials
 
 _FIXED_ON_RESUME = (
     "model.",
@@ -108,7 +109,17 @@ def compare_configs(config: RunConfig, stored_yaml: str) -> tuple[list[str], lis
 
 def _means_the_same(key: str, before: Any, now: Any) -> bool:
     """Return whether two values of a key train alike: `data.too_long=auto` drops what `drop` does, or refuses."""
-    return bool(before == now) or (key == "data.too_long" and {before, now} == {"auto", "drop"})
+    is_same = bool(_same_data(before) == _same_data(now))
+    return is_same or (key == "data.too_long" and {before, now} == {"auto", "drop"})
+
+
+def _same_data(value: Any) -> Any:
+    """Return a value with URLs for what they name: with a renewed token or signature it is still the same data."""
+    if isinstance(value, dict):
+        return {name: _same_data(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_same_data(item) for item in value]
+    return without_credentials(value) if isinstance(value, str) else value
 
 
 def _check_kind(config: RunConfig, stored: Mapping[str, Any]) -> None:

@@ -22,22 +22,37 @@ from trainer.config.auto import settle_auto
 from trainer.config.first_weights import check_first_weights, with_tokenizer_of_weights
 from trainer.config.inherit import inherited
 from trainer.config.pretrained import Told, free_fields, is_folder_of_weights, told_by_folder
-from trainer.config.relocate import CONFIG, run_of_best, settle
+from trainer.config.relocate import CONFIG, is_written_by_run, run_of_best, settle
 from trainer.config.schema import RunConfig
 from trainer.config.sections import DataSection, RunSection
 from trainer.config.settled import range_test_apart, settled, with_one_horizon
 from trainer.config.spelling import stray_word, unknown_key
-from trainer.errors import UserError, choice_error, is_masked, masked, nearest, setting_error, typed
-from trainer.recipe import Recipe, check_number, find_recipe, load_recipes
+from trainer.errors import (
+    UserError,
+    choice_error,
+    is_masked,
+    masked,
+    masked_command,
+    nearest,
+    remember_secrets,
+    setting_error,
+    typed,
+)
+from trainer.recipe import Recipe, check_import, check_number, find_recipe, load_recipes
 
 
-def load_config(recipe: str, overrides: Sequence[str] = (), needs_weights: bool = True) -> RunConfig:
+def load_config(
+    recipe: str, overrides: Sequence[str] = (), allow_import: Collection[str] = (), needs_weights: bool = True
+) -> RunConfig:
     """Return the configuration of `recipe` with `key=value` overrides.
 
     `recipe` is a name in conf/, a path ending in .yaml, or a run folder (its `config.yaml`).  A recipe file may inherit
     with `recipe: PARENT`.  If a key is given twice, the last value applies.  The configuration of a run refers to that
     run in its current folder, unless `overrides` contain `run.dir` or `run.name`.  A range test gets a
     folder of its own.
+
+    Modules that the command line or a recipe file of the user's own names are imported.  What a run or a checkpoint
+    has written is data: a module that it names is imported only if it is among `allow_import`, or in the overrides.
 
     If `train.init_from` describes its model, its fields replace those of the recipe, and the fields in `overrides` must
     agree with them.
@@ -49,11 +64,24 @@ def load_config(recipe: str, overrides: Sequence[str] = (), needs_weights: bool 
     the number of ranks are checked by `check_config`.
     """
     path, assignments = find_recipe_file(recipe), _split_overrides(overrides)
-    tree = inherited(read_yaml(path), path, find_recipe_file, read_yaml)
+
+    def read(parent: Path) -> dict[str, Any]:
+        found = read_yaml(parent)
+        if is_written_by_run(parent):
+            check_imports(found, assignments, allow_import)
+        return found
+
+    tree = inherited(read_yaml(path), path, find_recipe_file, read)
     values = settle(tree, path, assignments)
+    if is_written_by_run(path):
+        check_imports(values, assignments, allow_import)
+    remember_secrets([tree, *assignments.values()])
     for key, value in _leaves(values, path):
         if key not in assignments and any(map(is_masked, _items(value))):
             rule = f"its credentials are not stored (in {path}); give the complete URL on the command line"
+            if key == "run.on_end":
+                rule = f"is not stored (in {path}), as it may hold secrets; give the command on the command line again"
+                raise setting_error(key, value, rule, fix="run.on_end=COMMAND, or run.on_end=null to do without")
             raise setting_error(key, value, rule)
     config = _build(values, assignments, path, follows=True)
     given = {**dict(_leaves(values, path)), **assignments}
@@ -61,6 +89,18 @@ def load_config(recipe: str, overrides: Sequence[str] = (), needs_weights: bool 
         check_first_weights(config, given)
     config = with_tokenizer_of_weights(config, given, stored_in)
     return range_test_apart(config, stored_in)
+
+
+def check_imports(values: Mapping[str, Any], assignments: Collection[str], allow_import: Collection[str]) -> None:
+    """Raise UserError if what a run has written names a module that nobody has allowed to import.
+
+    A key that the command line gives (`assignments`) is the user's own.
+    """
+    for section, name in (("model", "name"), ("fsdp", "wrap")):
+        key, settings = f"{section}.{name}", values.get(section)
+        value = settings.get(name) if isinstance(settings, Mapping) else None
+        if isinstance(value, str) and ":" in value and not value.startswith("size:") and key not in assignments:
+            check_import(key, value, allow_import)
 
 
 def stored_in(folder: Path) -> Mapping[str, Any]:
@@ -95,7 +135,11 @@ def read_stored(text: str, origin: str = "config.yaml") -> dict[str, Any]:
         raise UserError(f"{origin}: not a configuration ({error})") from error
     if not isinstance(tree, dict):
         raise UserError(f"{origin}: not a configuration")
-    return {str(key): masked(value) for key, value in tree.items()}
+    stored = {str(key): masked(value) for key, value in tree.items()}
+    run = stored.get("run")
+    if isinstance(run, dict) and isinstance(run.get("on_end"), str):
+        run["on_end"] = masked_command(run["on_end"])
+    return stored
 
 
 def _build(
@@ -138,6 +182,7 @@ def _build(
         fix = "write the value itself, or refer to an existing key, such as ${run.seed}"
         raise setting_error(key, assignments.get(key, values.get(key)), rule, fix=fix) from error
     assert isinstance(config, RunConfig)
+    remember_secrets(dataclasses.asdict(config))
     _check_limits(config)
     if told is not None:
         told.check(config.model, config.checkpoint.allow_changes)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
+import math
 import shlex
+import struct
 import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.errors import UserError, setting_error
+from trainer.files import link_outside, parse_json, read_json
 from trainer.recipe import HuggingFace, Recipe, all_recipes, check_number, find_recipe
 
 CONFIG = "config.json"
@@ -50,7 +52,7 @@ def is_folder_of_weights(path: str | Path) -> bool:
 def stored_dtype(path: str | Path) -> str | None:
     """Return the dtype of the weights by the folder's config.json; None if it says none, or this is not a folder."""
     try:
-        content = json.loads((Path(str(path).removeprefix("file://")) / CONFIG).read_text(encoding="utf-8"))
+        content = read_json(Path(str(path).removeprefix("file://")) / CONFIG)
         return str(content.get("dtype") or content.get("torch_dtype") or "") or None
     except (OSError, ValueError, AttributeError):
         return None
@@ -107,6 +109,7 @@ def told_by_folder(folder: str | Path, recipe: Recipe, setting: str) -> Told | N
     if not (path / CONFIG).exists():
         return None
     content = read_config(path, setting)
+    check_weights(path, setting)
     hf = find_huggingface(recipe)
     if callable(hf.model_type):
         rule = f"model.name={recipe.name} takes its weights from model.path"
@@ -143,6 +146,9 @@ def model_config_of(folder: str | Path, recipes: Sequence[Recipe], setting: str 
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
+LARGEST_INDEX = 256 << 20
+"""Bytes of an index, which has a line for each tensor."""
+
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _GGUF = ".gguf"
 
@@ -166,10 +172,11 @@ def is_only_described(folder: str | Path) -> bool:
 def check_weights(folder: str | Path, setting: str) -> None:
     """Raise UserError that begins with `setting` if no weights can be read from a Hugging Face folder.
 
-    Looks at the names of files alone, so that it is quick and needs no torch.
+    Looks at names and headers of files alone, so that it is quick and needs no torch.
     """
     path = Path(str(folder).removeprefix("file://")).expanduser()
     if (path / WEIGHTS).is_file():
+        check_headers(path, setting)
         return
     fresh = "; for random weights: model.fresh=true" if setting == "model.path" else ""
     if not (path / INDEX).is_file():
@@ -181,10 +188,11 @@ def check_weights(folder: str | Path, setting: str) -> None:
             fix = f"python -c {shlex.quote(script)} {shlex.quote(str(path))}, if you trust the files{fresh}"
         raise setting_error(setting, folder, no_weights(path), fix=fix)
     with contextlib.suppress(ValueError, LookupError, TypeError, AttributeError, OSError):  # whoever reads it says so
-        names = sorted(set(json.loads((path / INDEX).read_text())["weight_map"].values()))
+        names = sorted(set(read_json(path / INDEX, LARGEST_INDEX)["weight_map"].values()))
         if absent := [name for name in names if not (path / name).is_file()]:
             rule = f"{INDEX} names {', '.join(absent)}, which is missing; download it again"
             raise setting_error(setting, folder, rule)
+    check_headers(path, setting)
 
 
 def no_weights(folder: Path) -> str:
@@ -222,6 +230,45 @@ def check_no_gguf(path: str | Path, setting: str) -> None:
     rule = f"GGUF files are not read here ({', '.join(file.name for file in files)})"
     fix = f"pip install transformers gguf, convert it, and give the folder {files[0].stem}:\n    {command}"
     raise setting_error(setting, path, rule, fix=fix)
+
+
+_WIDTHS_OF_DTYPES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+_LARGEST_HEADER = 100_000_000
+"""Bytes; the limit of the format."""
+
+
+def check_headers(folder: str | Path, setting: str) -> None:
+    """Raise UserError, beginning with `setting`, for a safetensors file whose header does not agree with the file.
+
+    Found without torch, so that a download that broke off is named within a second.
+    """
+    for path in sorted(Path(str(folder).removeprefix("file://")).expanduser().glob("*.safetensors")):
+        try:
+            _check_header(path)
+        except (ValueError, TypeError, KeyError, AttributeError, OSError) as error:
+            rule = f"{path.name}: is not a complete safetensors file ({error}); download it again"
+            raise setting_error(setting, folder, rule) from error
+
+
+def _check_header(path: Path) -> None:
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        length = struct.unpack("<Q", file.read(8))[0] if size >= 8 else 0
+        if not 2 <= length <= min(size - 8, _LARGEST_HEADER):
+            raise ValueError("it is empty, or its header is longer than the file")
+        header = parse_json(file.read(length))
+    header.pop("__metadata__", None)
+    end = 0
+    for name, told in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        start, stop = told["data_offsets"]
+        width = _WIDTHS_OF_DTYPES.get(told["dtype"])
+        if start != end or stop < start or (width and math.prod(told["shape"]) * width != stop - start):
+            raise ValueError(f"the place of {name} does not fit its shape, or what is before it")
+        end = stop
+        if math.prod(told["shape"]) and name.endswith(".weight") and told["dtype"] in ("I64", "I32", "I16", "BOOL"):
+            raise ValueError(f"{name} is stored as {told['dtype']}, not as floating-point numbers")
+    if end != size - 8 - length:
+        raise ValueError(f"its header tells of {end} bytes, and it has {size - 8 - length}")
 
 
 def find_native(folder: str | Path, setting: str = "path") -> tuple[Recipe, Any] | None:
@@ -266,19 +313,110 @@ def _fetch(folder: Path) -> str:
 
 
 def read_config(folder: Path, setting: str) -> dict[str, Any]:
-    """Return what the folder's config.json says.  Raises UserError that begins with `setting` if that is no model."""
+    """Return what the folder's config.json says.
+
+    Raises UserError that begins with `setting` if that is no model, or one of a size that nobody can have meant, and
+    for a folder whose small files are links that lead out of it.
+    """
     if not (folder / CONFIG).is_file():
         check_no_gguf(folder, setting)
+    check_links(folder, setting)
     try:
-        content = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-        content["model_type"]
+        content = read_json(folder / CONFIG)
+        if not isinstance(content, dict):
+            raise ValueError(f"it must be a JSON object, not {type(content).__name__}")
+        if not isinstance(content["model_type"], str):
+            raise ValueError(f"model_type={content['model_type']!r} must be text")
+        check_sizes(content)
+    except UserError as error:
+        raise setting_error(setting, folder, f"{CONFIG}: {error}") from error
+    except KeyError as error:
+        raise setting_error(setting, folder, f"{CONFIG}: does not describe a model: it has no model_type") from error
     except OSError as error:
         rule = f"{CONFIG}: cannot be read ({error.strerror})"
         fix = "give the folder that contains it" if folder.is_file() else _fetch(folder)
         raise setting_error(setting, folder, rule, fix=fix) from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise setting_error(setting, folder, f"{CONFIG}: does not describe a model ({error!r})") from error
+    except ValueError as error:
+        raise setting_error(setting, folder, f"{CONFIG}: does not describe a model: {error}") from error
     return dict(content)
+
+
+_SMALL_FILES = ("*.json", "*.jinja", "merges.txt", "vocab.txt", "*.model", "additional_chat_templates/*")
+
+
+def check_links(folder: Path, setting: str, patterns: Sequence[str] = _SMALL_FILES) -> None:
+    """Raise UserError if a small file of a model's folder is a link that leads out of the folder.
+
+    Such files are copied into checkpoints and exports, so that a link to somebody's private file would publish it.
+    """
+    for pattern in patterns:
+        for path in sorted(folder.glob(pattern)):
+            outside = link_outside(folder, str(path.relative_to(folder)))
+            if outside is not None:
+                rule = f"{path.relative_to(folder)} is a link to {outside}, outside of the folder, and is not read"
+                raise setting_error(setting, folder, rule, fix="put the file itself there, or remove the link")
+
+
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_WIDTHS = ("hidden_size", "n_embd", "d_model", "dim")
+_INNER = ("intermediate_size", "n_inner", "ffn_dim", "moe_intermediate_size")
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+_HEADS = ("num_attention_heads", "n_head", "num_heads")
+_POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx")
+_OTHERS = ("vocab_size", "num_key_value_heads", "head_dim")
+_MOST_LAYERS, _MOST_EXPERTS = 1_000, 100_000
+_MOST_PARAMETERS = 1e13
+"""Several times the largest models that there are."""
+
+
+def check_sizes(content: Mapping[str, Any]) -> None:
+    """Raise UserError, naming the entry, for sizes of config.json that are no whole numbers above 0, or that together
+    make a model that no machine can hold: by arithmetic, before anything of that size is built.
+    """
+    for part in (content, content.get("text_config")):
+        if isinstance(part, Mapping):
+            _check_sizes_of(part)
+
+
+def _check_sizes_of(part: Mapping[str, Any]) -> None:
+    names = (*_LAYERS, *_WIDTHS, *_INNER, *_EXPERTS, *_HEADS, *_POSITIONS, *_OTHERS)
+    sizes = {name: part[name] for name in names if part.get(name) is not None}
+    for name, value in sizes.items():
+        is_per_layer = isinstance(value, list) and name in (*_INNER, *_EXPERTS, *_HEADS, "num_key_value_heads")
+        per_layer = value if is_per_layer else [value]  # some models have one for each layer
+        least = 0 if name in _EXPERTS or name in _INNER else 1
+        if not all(isinstance(each, int) and not isinstance(each, bool) and each >= least for each in per_layer):
+            raise UserError(f"{name}={_short(value)}: must be a whole number of at least {least}")
+
+    def largest(group: Iterable[str], otherwise: int) -> int:
+        found = [sizes[name] for name in group if name in sizes]
+        return max([max(each, default=0) if isinstance(each, list) else each for each in found], default=otherwise)
+
+    layers, experts, width = largest(_LAYERS, 1), largest(_EXPERTS, 1), largest(_WIDTHS, 1)
+    for what, number, most in (("layers", layers, _MOST_LAYERS), ("experts", experts, _MOST_EXPERTS)):
+        if number > most:
+            raise UserError(f"{number:,} {what}: no model has more than {most:,}")
+    for name, value in part.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UserError(f"{name}={value}: must be finite")
+    num_heads, num_kv_heads = largest(_HEADS, 1), largest(("num_key_value_heads",), 1)
+    if "head_dim" not in sizes and width % num_heads and width > 1:
+        raise UserError(f"{num_heads} heads do not divide the width, {width}, and there is no head_dim")
+    if num_heads % num_kv_heads and not any(isinstance(value, list) for value in sizes.values()):
+        raise UserError(f"num_key_value_heads={num_kv_heads} does not divide the {num_heads} heads")
+    heads = num_heads * largest(("head_dim",), 1)
+    of_layer = 2 * width * max(width, heads) + 2 * width * largest(_INNER, width) * max(1, experts)
+    parameters = layers * of_layer + largest(("vocab_size",), 1) * width
+    if max(parameters, *(largest((name,), 1) for name in _POSITIONS)) > _MOST_PARAMETERS:
+        shown = ", ".join(f"{name}={_short(value)}" for name, value in sizes.items() if name not in _POSITIONS)
+        shown = shown or ", ".join(f"{name}={_short(value)}" for name, value in sizes.items())
+        needed = f"about {parameters:.2g} parameters, {parameters * 4 / 2**40:,.0f} TiB in float32"
+        raise UserError(f"{shown}: that is a model of {needed}, more than any machine can hold; correct config.json")
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."
 
 
 def _fields_of(content: Mapping[str, Any], recipe: Recipe, folder: Path, setting: str) -> dict[str, Any]:

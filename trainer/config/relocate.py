@@ -25,6 +25,11 @@ def is_run(folder: Path) -> bool:
     return any((folder / name).is_file() for name in _RECORD)
 
 
+def is_written_by_run(path: Path) -> bool:
+    """Return whether a recipe file is the configuration of a run or of a checkpoint, not one that a person has made."""
+    return path.name == CONFIG and (is_run(path.parent) or (path.parent / _MANIFEST).is_file())
+
+
 def run_of_best(path: str) -> str | None:
     """Return the folder or URL of the run of which `path` means the best checkpoint: RUN of RUN/best; None for others.
 

@@ -23,7 +23,7 @@ from trainer.config.sections import (
     ScheduleSection,
     TrainSection,
 )
-from trainer.errors import masked
+from trainer.errors import masked, masked_command
 from trainer.recipe import Recipe, TrainerType, find_recipe, resolve
 
 OBJECTIVES = {"dpo": "trainer.recipes.dpo.trainer:PreferenceTrainer"}
@@ -109,14 +109,19 @@ class RunConfig:
         return dataclasses.replace(self, run=run, checkpoint=dataclasses.replace(self.checkpoint, dir=kept))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the tree as plain dictionaries, lists and scalars, to be kept: credentials in URLs are masked."""
+        """Return the tree as plain dictionaries, lists and scalars, as a run stores it: secrets are masked.
+
+        `run.on_end` may hold them anywhere: unless it looks harmless it is masked as a whole.
+        """
         plain: dict[str, Any] = masked(plain_lists(dataclasses.asdict(self)))
+        if self.run.on_end is not None:
+            plain["run"]["on_end"] = masked_command(self.run.on_end)
         if self.train.epochs is not None:  # which decides about the steps
             del plain["train"]["steps"]
         return plain
 
     def to_yaml(self) -> str:
-        """Return the tree as YAML: a valid recipe file, but for credentials in URLs, which are masked."""
+        """Return the tree as YAML: a valid recipe file, but for secrets, which are masked."""
         plain = self.to_dict()
         plain["model"] = {"name": self.model.name, **plain["model"]}
         return OmegaConf.to_yaml(OmegaConf.create(plain))

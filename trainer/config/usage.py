@@ -17,6 +17,7 @@ usage: python -m trainer.run recipe=NAME [section.key=value ...] [nproc=N]
   nproc=N              starts N local processes; default: one, or those started by torchrun or srun
   --print-config       checks the resolved configuration, prints it as YAML and exits
   --dry-run            starts up, but does not train: builds the model, opens the data, plans; leaves no files behind
+  --allow-import M     lets a run in recipe= import its own module M; may be repeated
   --help [SECTION]     prints this, or one section, and exits; with recipe=NAME also shows the recipe's values
   --version            prints the version and exits
 

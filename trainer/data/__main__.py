@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from trainer.config import RunConfig, check_config, declared_keys, least_mesh, load_config, recipe_files
+from trainer.config.arguments import take_allowed
 from trainer.config.spelling import stray_word, unknown_option
 from trainer.data.check import check_data
 from trainer.data.epochs import settled_by_data
@@ -53,6 +54,7 @@ class _Asked:
     numbers: dict[str, int] = field(default_factory=lambda: {"--step": 1, "--samples": 2})
     """Options that take one."""
     is_full: bool = False
+    allow_import: list[str] = field(default_factory=list)
 
 
 def command_line(argv: Sequence[str] | None = None) -> int:
@@ -66,7 +68,8 @@ def command_line(argv: Sequence[str] | None = None) -> int:
 
 
 def _read(arguments: Sequence[str]) -> _Asked:
-    asked, rest = _Asked(), iter(arguments)
+    arguments, allow_import = take_allowed(arguments)
+    asked, rest = _Asked(allow_import=allow_import), iter(arguments)
     for argument in rest:
         key, _, value = argument.partition("=")
         if key in asked.numbers:
@@ -98,7 +101,7 @@ def _number(option: str, text: str) -> int:
 
 
 def _answer(asked: _Asked) -> int:
-    config = load_config(asked.recipe or "llama_small", asked.overrides, needs_weights=False)
+    config = load_config(asked.recipe or "llama_small", asked.overrides, asked.allow_import, needs_weights=False)
     least = least_mesh(config)
     check_config(config, least.num_ranks, least.shard)
     vocab_size = config.vocab_size if asked.recipe else None

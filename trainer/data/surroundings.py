@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.errors import setting_error
+from trainer.files import read_json
 
 if TYPE_CHECKING:
     import tokenizers
@@ -77,7 +78,7 @@ def _first(value: Any) -> Any:
 
 def _read(path: Path, name: str, key: str) -> dict[str, Any]:
     try:
-        content = json.loads(path.with_name(name).read_bytes())
+        content = read_json(path.with_name(name))
         if not isinstance(content, dict):
             raise ValueError("it is not a JSON object")
         return content

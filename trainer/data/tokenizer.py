@@ -107,7 +107,9 @@ class FileTokenizer:
             raise setting_error(key, path, rule, "bytes") from error
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
-        except Exception as error:  # `tokenizers` raises bare Exception for a file that it does not understand
+        except BaseException as error:  # of a file that `tokenizers` does not understand: bare Exception, or a panic
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
             rule = f"is not a Hugging Face tokenizer.json ({error})"
             raise setting_error(key, path, rule, "bytes") from error
         self._tokenizer.encode_special_tokens = True

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 from trainer.config import RunConfig
 from trainer.config.relocate import CONFIG
-from trainer.errors import EXIT_FAILED, UserError, mask_credentials, masked, say, setting_error, typed
+from trainer.errors import EXIT_FAILED, UserError, masked, redact, say, setting_error, typed
 from trainer.files import find_folder, write_and_sync, write_atomically
 
 RECORD = ("metrics.jsonl", "metrics_superseded.jsonl", "console.log", "samples.txt", "tensorboard", "wandb", "profile")
@@ -221,7 +221,7 @@ _PAUSES_S = (0.2, 1.0)
 
 def write_status(run_dir: Path, status: Mapping[str, Any]) -> None:
     """Write `status.json`.  Where that cannot be it is said: a full disk must not hide what the run has to say."""
-    text = json.dumps({**status, "reason": mask_credentials(str(status["reason"]))}) + "\n"
+    text = json.dumps({**status, "reason": redact(str(status["reason"]))}) + "\n"
     for pause_s in (*_PAUSES_S, None):
         try:
             write_atomically(run_dir / "status.json", text)

@@ -82,7 +82,7 @@ class Resume:
         if resume == "none":
             return None
         if resume == "auto":
-            is_empty = self._world.broadcast(self._checkpoints.reader.is_empty)
+            is_empty = self._world.broadcast(self._world.agreed(lambda: self._checkpoints.reader.is_empty))
             with self._listing():
                 found = None if is_empty else self._checkpoints.reader.restore(*how)
             if self.step is None and not is_running:

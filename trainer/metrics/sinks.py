@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from trainer.config import RunConfig
-from trainer.errors import mask_credentials, say, setting_error
+from trainer.errors import masked_argument, redact, say, setting_error
 from trainer.files import append_and_sync, content_of, write_atomically
 from trainer.metrics.goodput import Ledger
 from trainer.metrics.outlet import KeptText
@@ -160,8 +160,9 @@ def _stays(record: Mapping[str, Any], resumed_step: int) -> bool:
 
 
 def _finite(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the record with null for numbers that JSON cannot hold."""
-    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+    """Return the record with null for numbers that JSON cannot hold, and without secrets in its texts."""
+    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+    return {k: redact(v) if isinstance(v, str) and k != "kind" else v for k, v in finite.items()}
 
 
 class SampleFile:
@@ -280,7 +281,7 @@ class WandB:
             finish_timeout=self.FINISH_S,
             console="off",
             silent=True,
-            x_disable_meta=any(mask_credentials(word) != word for word in sys.argv),  # the command line is part of it
+            x_disable_meta=any(masked_argument(word) != word for word in sys.argv),  # the command line is part of it
         )
         run = wandb.init(
             project=self._config.log.wandb_project,

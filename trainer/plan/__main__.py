@@ -36,7 +36,7 @@ from trainer.config import (
     recipe_files,
     with_method,
 )
-from trainer.config.arguments import no_recipe
+from trainer.config.arguments import no_recipe, take_allowed
 from trainer.config.spelling import stray_word, unknown_option
 from trainer.data.epochs import settled_by_data
 from trainer.distributed.environment import find_environment
@@ -78,10 +78,11 @@ def command_line(argv: Sequence[str] | None = None) -> int:
 
 
 def _plan(arguments: list[str]) -> int:
+    arguments, allow_import = take_allowed(arguments)
     asked, overrides = _read(arguments)
     if asked.recipe is None and not asked.calibrates:
         raise no_recipe(_USAGE, overrides)
-    config = load_config(asked.recipe or "llama_small", overrides, needs_weights=False)
+    config = load_config(asked.recipe or "llama_small", overrides, allow_import, needs_weights=False)
     if config.data.path is not None:
         config = settled_by_data(config)
     if asked.calibrates:

@@ -14,7 +14,7 @@ from torch import nn
 
 from trainer.config import MeshShape, RunConfig, with_method
 from trainer.distributed.world import World
-from trainer.errors import UserError, say
+from trainer.errors import UserError, redact, say
 from trainer.metrics.console import readable_bytes
 from trainer.metrics.meter import peak_memory_gib, resident_gib
 from trainer.model.parameters import local
@@ -223,7 +223,7 @@ class Forecast:
     def _keep_traceback(self, error: BaseException) -> str:
         path = self._config.run_dir / f"traceback_rank{self._world.rank}.txt"
         try:
-            path.write_text("".join(traceback.format_exception(error)))
+            path.write_text(redact("".join(traceback.format_exception(error))))
         except OSError:  # no folder yet, or a full disk: then it is printed
             say("".join(traceback.format_exception(error)).rstrip())
             return "above"

@@ -10,6 +10,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from trainer.errors import UserError, setting_error
+from trainer.files import link_outside
 from trainer.report.page import REFRESH_S, write_comparison, write_page
 from trainer.report.story import read_run
 
@@ -65,7 +66,10 @@ class Pages:
         parts = path.strip("/").split("/")
         if len(self._folders) != 1 or len(parts) != 2 or parts[0] != "profile":
             return None
-        inside = {each.name: each for each in (self._folders[0] / "profile").glob("*") if each.is_file()}
+        folder = self._folders[0] / "profile"
+        is_inside = link_outside(self._folders[0], "profile") is None  # a link may lead anywhere on this machine
+        names = [each.name for each in folder.glob("*") if each.is_file()] if is_inside else []
+        inside = {name: folder / name for name in names if link_outside(folder, name) is None}
         return inside.get(parts[1])
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer.config import read_yaml
-from trainer.errors import UserError, mask_credentials, setting_error
+from trainer.errors import UserError, redact, setting_error
 from trainer.lifecycle.folder import is_owned
 from trainer.metrics.goodput import Experience, Goodput, Ledger
 from trainer.metrics.record import EVAL_FIELDS, TRAIN_FIELDS, logged_names, read_records
@@ -207,7 +207,7 @@ def _close_attempt(attempts: Sequence[Attempt], ledger: Ledger, start: Mapping[s
 def _state(folder: Path, attempts: Sequence[Attempt]) -> tuple[str, str]:
     try:
         status = json.loads((folder / "status.json").read_text())
-        state, reason = str(status["state"]), mask_credentials(str(status.get("reason") or ""))
+        state, reason = str(status["state"]), redact(str(status.get("reason") or ""))
     except (OSError, ValueError, KeyError, TypeError):
         return (attempts[-1].ended if attempts else "") or "unknown", ""
     if state == "running" and not is_owned(folder):
@@ -218,7 +218,7 @@ def _state(folder: Path, attempts: Sequence[Attempt]) -> tuple[str, str]:
 def _read_config(path: Path) -> tuple[str, Mapping[str, Any]]:
     """Return the text of `config.yaml` and its values, as far as they can be read."""
     try:
-        text = mask_credentials(path.read_text(errors="replace"))  # of runs that still kept them
+        text = redact(path.read_text(errors="replace"))  # of runs that still kept them
     except OSError:
         return "", {}
     try:

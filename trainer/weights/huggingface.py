@@ -6,7 +6,6 @@ Format: https://github.com/huggingface/safetensors#format.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,8 +15,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from trainer.config.pretrained import INDEX, WEIGHTS, check_no_gguf, no_weights
+from trainer.config.pretrained import INDEX, LARGEST_INDEX, WEIGHTS, check_no_gguf, no_weights
 from trainer.errors import UserError, setting_error
+from trainer.files import read_json
 from trainer.model.names import Names, Place
 from trainer.recipe import Recipe
 
@@ -177,7 +177,11 @@ def _find_files(path: str | os.PathLike[str], setting: str) -> dict[Path, set[st
         check_no_gguf(folder, setting)
         raise setting_error(setting, path, no_weights(folder))
     try:
-        weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
+        weight_map = read_json(folder / INDEX, LARGEST_INDEX)["weight_map"]
+        for name in weight_map.values():
+            if Path(name).is_absolute() or ".." in Path(name).parts or not name.endswith(".safetensors"):
+                rule = f"{INDEX} names {name!r}: an index may only name .safetensors files inside of its folder"
+                raise setting_error(setting, path, rule, fix="correct the index, or download the model again")
         files = {
             folder / name: {key for key, file in weight_map.items() if file == name}
             for name in sorted(set(weight_map.values()))

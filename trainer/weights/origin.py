@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 
 from trainer.config.chats import CHATML, CHATML_TEMPLATE
-from trainer.config.pretrained import CONFIG
+from trainer.config.pretrained import CONFIG, check_links
 from trainer.errors import setting_error
+from trainer.files import parse_json
 
 GENERATION = "generation_config.json"
 TOKENIZER = "tokenizer.json"
@@ -152,7 +153,7 @@ def with_template(files: Mapping[str, bytes], template: bytes) -> dict[str, byte
 
 def _settings_of(files: Mapping[str, bytes]) -> dict[str, Any]:
     with suppress(ValueError):
-        content = json.loads(files.get(_TOKENIZER_CONFIG, b"{}"))
+        content = parse_json(files.get(_TOKENIZER_CONFIG, b"{}"))
         return content if isinstance(content, dict) else {}
     return {}
 
@@ -172,12 +173,15 @@ def _read_tokenizer(setting: str) -> dict[str, bytes]:
         rule = "must be bytes, or the path of a Hugging Face tokenizer.json"
         raise setting_error("data.tokenizer", setting, rule, fix="give an existing file")
     if path.name == TOKENIZER:
-        return _read(path.parent, TOKENIZER_FILES, "data.tokenizer")
-    (data,) = _read(path.parent, (glob.escape(path.name),), "data.tokenizer").values()
+        return _read(path.parent, TOKENIZER_FILES, "data.tokenizer", own=TOKENIZER)
+    own = glob.escape(path.name)
+    (data,) = _read(path.parent, (own,), "data.tokenizer", own=own).values()
     return {TOKENIZER: data}
 
 
-def _read(folder: Path, patterns: tuple[str, ...], setting: str) -> dict[str, bytes]:
+def _read(folder: Path, patterns: tuple[str, ...], setting: str, own: str = "") -> dict[str, bytes]:
+    """Return files of a folder, by name.  `own`: the pattern of the one that the user named, which may be a link."""
+    check_links(folder, setting, [pattern for pattern in patterns if pattern != own])
     found = [path for pattern in patterns for path in sorted(folder.glob(pattern)) if path.is_file()]
     try:
         return {path.relative_to(folder).as_posix(): path.read_bytes() for path in found}

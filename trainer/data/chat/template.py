@@ -28,6 +28,7 @@ from trainer.config.chats import CHATML, CHATML_TEMPLATE
 from trainer.data.chat.conversation import BadChat, Message
 from trainer.data.chat.limits import TOO_MUCH_MEMORY, TOO_MUCH_TIME, TooSlow, limited, trial
 from trainer.errors import setting_error
+from trainer.files import read_json
 
 _TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -288,7 +289,7 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 def _read_json(path: Path, key: str) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_bytes())
+        content = read_json(path)
         return content if isinstance(content, dict) else {}
     except FileNotFoundError:
         return {}

@@ -11,11 +11,12 @@ from pathlib import Path
 from trainer.data.cache import find_cache_folders, read_value, write_value
 from trainer.data.manifest import Manifest
 from trainer.data.remote.shard import Keep, RemoteShard
-from trainer.data.remote.transport import Unreachable, find, has_pattern, looked_up, read
+from trainer.data.remote.transport import Unreachable, find, looked_up, read
 from trainer.data.shards import Shard, ShardError, parse_info
 from trainer.data.source import sample_content
 from trainer.distributed.environment import find_environment
-from trainer.errors import setting_error
+from trainer.errors import masked, setting_error
+from trainer.urls import has_pattern, join, parent, split_query, with_suffix
 
 
 class NoShards(Exception):
@@ -38,14 +39,15 @@ def open_remote(setting: str, key: str, cache_dir: str | None, cache_gib: float 
     Raises NoShards if it names none, ShardError, and UserError if they cannot be kept.
     """
     keep = Keep(find_folder_of(cache_dir, "shards"), None if cache_gib is None else int(cache_gib * 2**30))
-    url = setting.rstrip("/")
+    location, query = split_query(setting)
+    url = location.rstrip("/") + query
     content = None
-    if url.endswith(".json"):
+    if location.endswith(".json"):
         content = _read_manifest(setting, url, key)
-    elif not url.endswith(".bin") and not has_pattern(url):
+    elif not location.endswith(".bin") and not has_pattern(url):
         with contextlib.suppress(Unreachable):  # then its shards are looked for
-            content = read(f"{url}/manifest.json")
-            url = f"{url}/manifest.json"
+            content = read(join(url, "manifest.json"))
+            url = join(url, "manifest.json")
     found = _by_manifest(url, content, keep) if content is not None else _by_name(url, keep)
     if cache_gib is not None:
         _check_room([*found.train, *found.held_out], cache_gib)
@@ -56,14 +58,14 @@ def _read_manifest(setting: str, url: str, key: str) -> bytes:
     content = read(url)
     with contextlib.suppress(ShardError):
         parse_info(content, url)
-        meant = f"{url.removesuffix('.json')}.bin"
+        meant = with_suffix(url, ".json", ".bin")
         raise setting_error(key, setting, "belongs to a token shard, whose name ends in .bin", meant=meant)
     return content
 
 
 def _by_manifest(url: str, content: bytes, keep: Keep) -> Listed:
     manifest = Manifest.parse(content, url)
-    base, version = url.rpartition("/")[0], hashlib.blake2b(content, digest_size=12).hexdigest()
+    base, version = parent(url), hashlib.blake2b(content, digest_size=12).hexdigest()
 
     def shards(is_held_out: bool) -> list[Shard]:
         return [RemoteShard(_inside(base, name), info, keep, version) for name, info in manifest.infos(is_held_out)]
@@ -74,16 +76,16 @@ def _by_manifest(url: str, content: bytes, keep: Keep) -> Listed:
 
 def _inside(base: str, name: str) -> str:
     if name.startswith("/"):
-        raise ShardError(f"the manifest {base}/ lists {name}, which is on a file system of another machine")
-    return name if "://" in name else f"{base}/{name}"
+        raise ShardError(f"the manifest {masked(base)} lists {name}, which is on a file system of another machine")
+    return name if "://" in name else join(base, name)
 
 
 def _by_name(url: str, keep: Keep) -> Listed:
-    is_one = url.endswith(".bin") and not has_pattern(url)
-    urls = [url] if is_one else [found for found in find(url) if found.endswith(".bin")]
+    is_one = split_query(url)[0].endswith(".bin") and not has_pattern(url)
+    urls = [url] if is_one else [found for found in find(url) if split_query(found)[0].endswith(".bin")]
     if not urls:
         raise NoShards
-    told = looked_up(read, [f"{url.removesuffix('.bin')}.json" for url in urls])
+    told = looked_up(read, [with_suffix(url, ".bin", ".json") for url in urls])
     shards: list[Shard] = [
         RemoteShard(url, parse_info(content, url), keep, hashlib.blake2b(content, digest_size=12).hexdigest())
         for url, content in zip(urls, told, strict=True)

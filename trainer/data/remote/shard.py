@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from trainer.data.remote.cache import Item, ShardCache
 from trainer.data.remote.transport import MANY, read, read_range
 from trainer.data.shards import Shard, ShardError, ShardInfo, parse_info
+from trainer.urls import with_suffix, without_credentials
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class RemoteShard(Shard):
     is_elsewhere = True
 
     def __init__(self, url: str, info: ShardInfo, keep: Keep, version: str) -> None:
-        self.name, self.info = url, info
+        self._url, self.name, self.info = url, without_credentials(url), info
         self.keep, self._listed_as = keep, version
 
     @functools.cached_property
@@ -61,7 +62,7 @@ class RemoteShard(Shard):
         """Return a few tokens, which alone are fetched where the server does so."""
         if not self.keep.cache.has(self.tokens.name):
             size = self.dtype.itemsize
-            found = read_range(self.name, start * size, (start + count) * size)
+            found = read_range(self._url, start * size, (start + count) * size)
             if found is not None and len(found) == count * size:
                 return np.frombuffer(found, self.dtype)
         return self.read(start, count)
@@ -73,8 +74,9 @@ class RemoteShard(Shard):
         return self.keep.cache.read_into(buffer, self.index if is_index else self.tokens, offset)
 
     def _item(self, suffix: str, size: int, digits: slice) -> Item:
-        url = f"{self.name.removesuffix('.bin')}{suffix}"
-        name = hashlib.blake2b(f"{url} {self._listed_as}".encode(), digest_size=12).hexdigest()
+        url = with_suffix(self._url, ".bin", suffix)
+        what = f"{without_credentials(url)} {self._listed_as}"
+        name = hashlib.blake2b(what.encode(), digest_size=12).hexdigest()
         return Item(f"{name}-{size}{suffix}", url, size, lambda: self._checksum(digits))
 
     def _checksum(self, digits: slice) -> int | None:
@@ -84,8 +86,8 @@ class RemoteShard(Shard):
     @functools.cached_property
     def _told(self) -> ShardInfo:
         """Its own metadata.  Raises ShardError if that is not what lists it says."""
-        url = f"{self.name.removesuffix('.bin')}.json"
-        found = parse_info(read(url, MANY), url)
+        url = with_suffix(self._url, ".bin", ".json")
+        found = parse_info(read(url, MANY), without_credentials(url))
         if replace(found, checksum="") != replace(self.info, checksum=""):
             raise ShardError(f"{self.name} has changed: its metadata does not match the manifest")
         return found

@@ -15,11 +15,12 @@ from trainer.data.cache import is_at, open_lock, read_value, write_value
 from trainer.data.ingest.inputs import NAMES, Input, find_inputs, kind_of
 from trainer.data.remote.cache import Item, ShardCache, sum_file
 from trainer.data.remote.listing import find_folder_of
-from trainer.data.remote.transport import Unreachable, find, has_pattern, look_up, looked_up, unusable_url
+from trainer.data.remote.transport import Unreachable, find, look_up, looked_up, unusable_url
 from trainer.data.shards import ShardError
-from trainer.errors import UserError, say, setting_error
+from trainer.errors import UserError, masked, say, setting_error
 from trainer.files import find_folder
 from trainer.stopping import stop_if_asked
+from trainer.urls import has_pattern, split_query, with_credentials_of, without_credentials
 
 _PAGES = (".html", ".htm", ".xml")
 """Ends of names of files that may be web pages."""
@@ -60,7 +61,8 @@ class RemoteText:
         if start.startswith((b"<!doctype html", b"<html")) and not _path_of(item.url).lower().endswith(_PAGES):
             path.unlink(missing_ok=True)
             sum_file(path).unlink(missing_ok=True)
-            raise Unreachable(f"{item.url} is a web page (HTML), not what its name says; does the server want a login?")
+            rule = "is a web page (HTML), not what its name says; does the server want a login?"
+            raise Unreachable(f"{masked(item.url)} {rule}")
 
     @contextmanager
     def kept(self) -> Iterator[None]:
@@ -80,7 +82,7 @@ class RemoteText:
             files = here  # what is wrong with them will be so again
             text = str(error)
             for item, path in zip(self.items, here, strict=True):
-                text = text.replace(str(path), item.url)
+                text = text.replace(str(path), masked(item.url))
             raise UserError(text) from error
         finally:  # after any other failure the files stay, for the next start
             with suppress(BlockingIOError):
@@ -102,7 +104,7 @@ def _shared(lock: Path) -> int:
 
 def is_text(url: str) -> bool:
     """Return whether a URL, or a glob of some, names text by how it ends."""
-    kind = kind_of(_path_of(url))
+    kind = kind_of(split_query(url)[0])
     return kind is not None and kind[0] != "tokens"
 
 
@@ -114,11 +116,12 @@ def find_text(setting: str, cache_dir: str | None) -> RemoteText:
     no folder to fetch them into.
     """
     folder = find_folder_of(cache_dir, "text")
-    known = folder.with_name(f"listed-{hashlib.blake2b(setting.encode(), digest_size=12).hexdigest()}.json")
+    named = hashlib.blake2b(without_credentials(setting).encode(), digest_size=12).hexdigest()
+    known = folder.with_name(f"listed-{named}.json")
     try:
         facts = _look_up_all(setting)
     except Unreachable as error:
-        facts = _recall(known) if error.is_away else []
+        facts = _recall(known, setting) if error.is_away else []
         if not facts:
             raise
         say(f"{error}; assuming that it has not changed since the last check")
@@ -138,13 +141,16 @@ def _look_up_all(setting: str) -> _Facts:
 
 
 def _remember(known: Path, facts: _Facts) -> None:
-    if facts and _recall(known) != facts:
+    """Store what was looked up: URLs without their credentials."""
+    stored = [[without_credentials(url), size, version] for url, size, version in facts]
+    if stored and read_value(known) != stored:
         with suppress(OSError):
-            write_value(known, facts)
+            write_value(known, stored)
 
 
-def _recall(known: Path) -> _Facts:
-    return [(url, size, version) for url, size, version in read_value(known) or []]
+def _recall(known: Path, setting: str) -> _Facts:
+    """Return what was stored, with the credentials of `setting`, by which the files are asked for now."""
+    return [(with_credentials_of(url, setting), size, version) for url, size, version in read_value(known) or []]
 
 
 @contextmanager
@@ -186,10 +192,10 @@ def _named(key: str, setting: str) -> Iterator[None]:
 
 
 def _item_of(url: str, size: int, version: str) -> Item:
-    name = hashlib.blake2b(f"{url} {size} {version}".encode(), digest_size=12).hexdigest()
+    name = hashlib.blake2b(f"{without_credentials(url)} {size} {version}".encode(), digest_size=12).hexdigest()
     return Item(f"{name}-{_path_of(url).rpartition('/')[2]}", url, size, lambda: None, version)
 
 
 def _path_of(url: str) -> str:
     """Return a URL without what is asked of the server there, such as a token: `?token=...`."""
-    return url.partition("?")[0] if url.startswith(("http://", "https://")) else url
+    return split_query(url)[0]

@@ -17,11 +17,21 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from trainer.data.shards import ShardError
-from trainer.errors import UserError, say, setting_error
+from trainer.errors import UserError, masked, redact, say, setting_error
 from trainer.stopping import stop_if_asked
+from trainer.urls import (
+    has_pattern,
+    is_http,
+    join,
+    open_filesystem,
+    parent,
+    split_login,
+    split_query,
+    with_credentials_of,
+)
 
 if TYPE_CHECKING:
     import http.client
@@ -67,7 +77,7 @@ def unusable_url(key: str, url: str, error: ShardError) -> UserError:
     fix = "start again" if isinstance(error, Changed) else ""
     if isinstance(error, Unreachable):
         fix = "check the URL" if error.is_absent else "check the URL, and whether this machine can reach it"
-    return setting_error(key, url, str(error).removeprefix(f"{url} "), fix=fix)
+    return setting_error(key, url, str(error).removeprefix(f"{masked(url)} "), fix=fix)
 
 
 class TooSlow(OSError):
@@ -93,7 +103,7 @@ def look_up(url: str, tries: int = FEW) -> tuple[int, str]:
 
     Raises Unreachable.
     """
-    return again(url, tries, lambda: _headers(url) if _is_http(url) else _facts(url))
+    return again(url, tries, lambda: _headers(url) if is_http(url) else _facts(url))
 
 
 def download(url: str, path: Path, with_version: bool = False) -> str | None:
@@ -101,8 +111,8 @@ def download(url: str, path: Path, with_version: bool = False) -> str | None:
 
     Returns the version of what was written, as `look_up` does, if that is asked for.
     """
-    if not _is_http(url):
-        system, name = _system(url)
+    if not is_http(url):
+        system, name = open_filesystem(url)
         system.get_file(name, str(path))
         if not with_version:
             return None
@@ -118,12 +128,7 @@ def find(url: str) -> list[str]:
     """Return the URLs of the files that a glob or a folder names, sorted: of a web server, those that the folder's page
     links to.  Raises Unreachable.
     """
-    return sorted(again(url, FEW, lambda: _linked(url) if _is_http(url) else _listed(url)))
-
-
-def has_pattern(url: str) -> bool:
-    """Return whether a URL is a glob."""
-    return bool(re.search(r"[*?\[]", url))
+    return sorted(again(url, FEW, lambda: _linked(url) if is_http(url) else _listed(url)))
 
 
 def _headers(url: str) -> tuple[int, str]:
@@ -146,25 +151,25 @@ _VERSIONS = ("ETag", "etag", "md5Hash", "content_md5", "mtime", "LastModified", 
 
 
 def _facts(url: str) -> tuple[int, str]:
-    system, path = _system(url)
+    system, path = open_filesystem(url)
     facts = system.info(path)
     return int(facts["size"]), " ".join(str(facts[name]) for name in _VERSIONS if name in facts)
 
 
 def _listed(url: str) -> list[str]:
-    system, path = _system(url)
-    found = system.glob(path) if has_pattern(path) else system.ls(path, detail=False)
-    return [str(system.unstrip_protocol(name)) for name in found]
+    system, path = open_filesystem(url)
+    found = system.glob(path) if has_pattern(url) else system.ls(path, detail=False)
+    return [with_credentials_of(str(system.unstrip_protocol(name)), url) for name in found]
 
 
 def _linked(url: str) -> list[str]:
-    folder, _, pattern = url.rpartition("/") if has_pattern(url) else (url.rstrip("/"), "", "*")
-    page = b"".join(_content(f"{folder}/")).decode(errors="replace")
+    folder, pattern = (parent(url), split_query(url)[0].rpartition("/")[2]) if has_pattern(url) else (url, "*")
+    page = b"".join(_content(join(folder, ""))).decode(errors="replace")
     links = [
         urllib.parse.unquote(link) for link in re.findall(r"""<a\s[^>]*?href=["']([^"'?#]+)""", page, re.IGNORECASE)
     ]
     names = {link.rpartition("/")[2] for link in links}
-    return [f"{folder}/{urllib.parse.quote(name)}" for name in names if name and fnmatch.fnmatchcase(name, pattern)]
+    return [join(folder, urllib.parse.quote(name)) for name in names if name and fnmatch.fnmatchcase(name, pattern)]
 
 
 def again(url: str, tries: int, act: Callable[[], Result]) -> Result:
@@ -184,10 +189,10 @@ def again(url: str, tries: int, act: Callable[[], Result]) -> Result:
             if isinstance(error, TooSlow) and tries - left >= FEW:
                 left = 0
             if not left or _is_final(error):
-                message = f"{url} cannot be read ({_reason(error)})"
+                message = redact(f"{masked(url)} cannot be read ({_reason(error)})")
                 raise Unreachable(message, _is_absent(error), not _is_final(error)) from error
             pause = min(LONGEST_PAUSE_S, 2.0 ** (tries - 1 - left))
-            say(f"{url}: {_reason(error)}; trying again ({left} more {'try' if left == 1 else 'tries'})")
+            say(f"{masked(url)}: {_reason(error)}; trying again ({left} more {'try' if left == 1 else 'tries'})")
             _sleep(pause)
     raise AssertionError(tries)
 
@@ -233,21 +238,10 @@ def _reason(error: Exception) -> str:
     return str(getattr(cause, "strerror", None) or cause) or type(error).__name__
 
 
-def _is_http(url: str) -> bool:
-    return url.startswith(("http://", "https://"))
-
-
-def _system(url: str) -> tuple[Any, str]:
-    """Return the file system of a URL, and the path there.  One for each process: fsspec keeps them."""
-    import fsspec
-
-    return fsspec.core.url_to_fs(url)  # type: ignore[no-any-return]
-
-
 def _content(url: str) -> Iterator[bytes]:
     """Yield the content of a file in blocks."""
-    if not _is_http(url):
-        system, name = _system(url)
+    if not is_http(url):
+        system, name = open_filesystem(url)
         yield system.cat_file(name)
         return
     with _opened(url) as answer:
@@ -255,8 +249,8 @@ def _content(url: str) -> Iterator[bytes]:
 
 
 def _range(url: str, start: int, stop: int) -> bytes | None:
-    if not _is_http(url):
-        system, name = _system(url)
+    if not is_http(url):
+        system, name = open_filesystem(url)
         return bytes(system.cat_file(name, start=start, end=stop))
     with _opened(url, Range=f"bytes={start}-{stop - 1}") as answer:
         return b"".join(_whole(answer)) if answer.status == 206 else None
@@ -266,9 +260,12 @@ def _range(url: str, start: int, stop: int) -> bytes | None:
 def _opened(url: str, **headers: str) -> Iterator[http.client.HTTPResponse]:
     import urllib.request  # with http.client and ssl, which local data need not wait for
 
+    bare, login = split_login(url)
     request = urllib.request.Request(
-        urllib.parse.quote(url, safe=_MEANT), headers={"Accept-Encoding": "identity", **headers}
+        urllib.parse.quote(bare, safe=_MEANT), headers={"Accept-Encoding": "identity", **headers}
     )
+    for name, value in login.items():
+        request.add_unredirected_header(name, value)  # another server is not told the password
     with urllib.request.urlopen(request, timeout=STALL_S) as answer:
         yield answer
 
