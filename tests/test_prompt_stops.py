@@ -124,8 +124,8 @@ def materials(folder: Path) -> Iterator[Material]:
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "model").exists():
         rng = np.random.default_rng(0)
-        write_chats(folder / "chats.jsonl", 8000)
-        write_pairs(folder / "pairs.jsonl", 4000)
+        write_chats(folder / "chats.jsonl", 4000)
+        write_pairs(folder / "pairs.jsonl", 2000)
         words = [b"one ", b"two ", b"three\n\n"]
         for name, count in (("raw.txt", 3_000_000), ("short.txt", 400_000)):
             (folder / name).write_bytes(b"".join(words[n] for n in rng.integers(0, 3, count)))
