@@ -124,7 +124,7 @@ def readable_size(num_bytes: int) -> str:
 
 def _no_room(setting: str, path: Path, num_bytes: int, free: int) -> UserError:
     needs = f"needs {readable_size(num_bytes)}, " if num_bytes else ""
-    rule = f"there is no room on the disk: {needs}{readable_size(free)} were free"
+    rule = f"cannot be written (No space left on device): {needs}{readable_size(free)} were free"
     return setting_error(setting, path, rule, fix="free some space there, or give a path on another disk")
 
 
