@@ -268,3 +268,29 @@ def test_replicas_share_the_writing_of_a_checkpoint(tmp_path: Path) -> None:
     sizes = [file.stat().st_size for file in files]
     assert len(sizes) == 2
     assert max(sizes) < 2 * min(sizes)
+
+
+BFLOAT16 = ["train.weights_dtype=bfloat16", "fsdp.param_dtype=bfloat16", "fsdp.reduce_dtype=bfloat16"]
+WAYS = {
+    "adapters": ["lora.rank=4"],
+    "sgd": ["optim.name=sgd", "optim.lr=0.1"],
+    "tied, recomputed": ["model.tie_embeddings=true", "train.activation_checkpoint=full"],
+    "frozen, norms": ["train.freeze=[layers.0]", "log.norms_every=2"],
+    "accumulated in shards": ["fsdp.accumulate=sharded", "train.micro_batch_size=1"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["adapters", *(pytest.param(way, marks=pytest.mark.campaign) for way in [*WAYS][1:])])
+def test_replicas_train_as_one_rank_does(way: str, tmp_path: Path) -> None:
+    one, replicas = (trained(tmp_path / mesh, mesh, *WAYS[way]) for mesh in ("one", "replicas"))
+    for found, expected in zip(replicas, one, strict=True):
+        assert abs(found - expected) <= 1e-5 * expected
+
+
+@pytest.mark.slow
+@pytest.mark.campaign
+@pytest.mark.parametrize("own", [[*BFLOAT16, "optim.state_dtype=bfloat16"], ["optim.name=muon"]])
+def test_replicas_train_as_those_of_fsdp(own: list[str], tmp_path: Path) -> None:
+    """Bit for bit.  One rank is no reference here: rounding to bfloat16 magnifies another order of summation."""
+    assert trained(tmp_path / "replicas", "replicas", *own) == trained(tmp_path / "fsdp", "replicas-fsdp", *own)
