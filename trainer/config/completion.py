@@ -34,5 +34,6 @@ def completion(shell: str, commands: Iterable[str]) -> str:
     if shell not in scripts:
         raise choice_error("completion", shell, sorted(scripts))
     words = [*commands, *(f"recipe={name}" for name in recipe_files()), "nproc="]
-    words += [f"{key}=" for key in declared_keys()] + ["--help", "--version", "--print-config", "--dry-run", "--allow-import"]
+    words += [f"{key}=" for key in declared_keys()]
+    words += ["--help", "--version", "--print-config", "--dry-run", "--allow-import"]
     return scripts[shell].format(words=" ".join(words), recipes=" ".join(recipe_files()))
