@@ -648,10 +648,10 @@ DEFECTS: list[Defect] = [
         by_campaign=True,
     ),
     Defect(
-        "never-interrupted",
+        "never-ended",
         "prompt-stops",
         "trainer/stopping.py",
-        "signal.pthread_kill(self._main, number)  # interrupts a system call, too",
+        "self._end(signal.Signals(number).name)",
         "pass",
     ),
     Defect(

@@ -325,7 +325,7 @@ def read_config(folder: Path, setting: str) -> dict[str, Any]:
         content = read_json(folder / CONFIG)
         if not isinstance(content, dict):
             raise ValueError(f"it must be a JSON object, not {type(content).__name__}")
-        if not isinstance(content["model_type"], str):
+        if not isinstance(content["model_type"], str | None):
             raise ValueError(f"model_type={content['model_type']!r} must be text")
         check_sizes(content)
     except UserError as error:
@@ -401,7 +401,7 @@ def _check_sizes_of(part: Mapping[str, Any]) -> None:
             raise UserError(f"{name}={value}: must be finite")
     num_heads, num_kv_heads = largest(_HEADS, 1), largest(("num_key_value_heads",), 1)
     if "head_dim" not in sizes and width % num_heads and width > 1:
-        raise UserError(f"{num_heads} heads do not divide the width, {width}, and there is no head_dim")
+        raise UserError(f"num_attention_heads={num_heads}: must divide the width, {width}, as there is no head_dim")
     if num_heads % num_kv_heads and not any(isinstance(value, list) for value in sizes.values()):
         raise UserError(f"num_key_value_heads={num_kv_heads} does not divide the {num_heads} heads")
     heads = num_heads * largest(("head_dim",), 1)
