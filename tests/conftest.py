@@ -16,6 +16,7 @@ import pytest
 from tests.budget import TIERS, Budget, seconds_on_record, tier_of
 from tests.forked import fork_server, kill_what_is_left
 from tests.runs import four, one, two
+from trainer import stopping
 from trainer.data.chat.limits import trial
 from trainer.distributed.environment import limit_spinning
 
@@ -73,6 +74,8 @@ def signals_as_before() -> Iterator[None]:
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
     before = {number: signal.getsignal(number) for number in numbers}
     yield
+    for prompt in list(stopping._active):  # of a Trainer that was not closed: it would end whoever hears a signal next
+        prompt.cancel()
     for number, handler in before.items():
         signal.signal(number, handler)
 

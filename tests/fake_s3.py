@@ -104,11 +104,11 @@ class _Handler(BaseHTTPRequestHandler):
                 folders.add(prefix + rest.partition(delimiter)[0] + delimiter)
             else:
                 files.append(key)
-        entries = "".join(
-            f"<Contents><Key>{escape(key)}</Key><Size>{len(self.s3.objects[f'{bucket}/{key}'])}</Size>"
-            "<LastModified>2025-01-01T00:00:00.000Z</LastModified><ETag>x</ETag><StorageClass>STANDARD</StorageClass></Contents>"
-            for key in files
-        )
+        entries = ""
+        for key in files:
+            data = self.s3.objects[f"{bucket}/{key}"]
+            entries += f"<Contents><Key>{escape(key)}</Key><Size>{len(data)}</Size><ETag>{_etag(data)}</ETag>"
+            entries += "<LastModified>2025-01-01T00:00:00.000Z</LastModified><StorageClass>STANDARD</StorageClass></Contents>"
         entries += "".join(
             f"<CommonPrefixes><Prefix>{escape(each)}</Prefix></CommonPrefixes>" for each in sorted(folders)
         )

@@ -27,7 +27,7 @@ DOORS = {
     "tokenizers": ["trainer/data/", "trainer/prepare.py"],
     "jinja2": ["trainer/data/chat/template.py"],
     "pyarrow": ["trainer/data/"],
-    "fsspec": ["trainer/checkpoint/place.py", "trainer/data/remote/transport.py"],
+    "fsspec": ["trainer/urls.py"],
     "urllib.request": ["trainer/data/remote/transport.py"],
 }
 """What enters, as a module or as a function's name, and where."""

@@ -371,7 +371,7 @@ def fits(recipe: str, ranks: int, machine: Machine, *overrides: str) -> bool:
 @pytest.mark.parametrize("recipe", sorted(recipe_files()))
 def test_a_recipe_fits_the_machine_that_its_first_line_names(recipe: str, tmp_path: Path) -> None:
     of_a_folder = "name: auto" in recipe_files()[recipe].read_text()
-    assert fits(recipe, *machine_of_recipe(recipe), *([write_1b(tmp_path)] if of_a_folder else []))
+    assert fits(recipe, *machine_of_recipe(recipe), *([write_1b(tmp_path), "model.fresh=true"] if of_a_folder else []))
 
 
 def write_1b(folder: Path) -> str:

@@ -128,7 +128,7 @@ def test_an_export_of_a_checkpoint_that_goes(one: Shared, tmp_path: Path, monkey
 def test_an_evaluation_of_a_checkpoint_that_goes(one: Shared, tmp_path: Path) -> None:
     run = one.copied(tmp_path / "run")
     with ExitStack() as stack:
-        subject = evaluate.find_subject(str(run), [], stack)
+        subject = evaluate.find_subject(str(run), [], stack=stack)
         prune(run, 20)
         assert subject.weights == str(run / "checkpoints" / "step_00000020")
         first = subject.config.train.init_from

@@ -92,7 +92,7 @@ PRIVATE: dict[str, Callable[[], object]] = {
 }
 """Each private name, and a check of what is relied upon."""
 
-NOT_TORCH = {"_exit", "_current_frames", "_replace", "_means", "_worker", "_backward", "_low", "_high"}
+NOT_TORCH = {"_exit", "_getframe", "_current_frames", "_replace", "_means", "_worker", "_backward", "_low", "_high"}
 """Of Python itself, or names of our own that stand in texts."""
 
 OF_TRANSFORMERS = {

@@ -83,13 +83,18 @@ class PromptStop:
         self._reader, self._writer, self._wakeup_before = -1, -1, -1
 
     def start(self) -> None:
-        """Start to watch for signals."""
+        """Start to watch for signals, in place of one that is active already.
+
+        Such a one may be left by a Trainer that was never closed: it must not end the process while this one saves.
+        """
+        for earlier in list(_active):
+            earlier.cancel()
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
         # The interpreter writes each signal's number there at once, also while the main thread runs no Python code.
         self._wakeup_before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         threading.Thread(target=self._watch, name="prompt-stop", daemon=True).start()
-        _active[:] = [self]
+        _active.append(self)
 
     def cancel(self) -> None:
         """Leave signals to their handlers from now on: there is something to lose, or the command is over."""
@@ -98,6 +103,7 @@ class PromptStop:
                 return
             _active.remove(self)
             self._is_over.set()
+            self.before_exit = None  # it may hold a whole run, and the thread takes a moment to end
         signal.set_wakeup_fd(self._wakeup_before)
         with contextlib.suppress(OSError):
             os.write(self._writer, b"\0")  # wakes the thread

@@ -56,7 +56,7 @@ class _CollectiveCounter:
     def finish_backward(self) -> None: ...
 
 
-_NORM_BYTES, _LOSS_BYTES, _MESSAGE_BYTES = 4, 8, 7 * 8
+_NORM_BYTES, _LOSS_BYTES, _MESSAGE_BYTES = 4, 8, 8 * 8
 
 
 def collectives_of(trace: Trace, layout: Layout, num_micro_batches: int) -> Counter[Collective]:

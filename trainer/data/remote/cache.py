@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from trainer.data.cache import is_at, open_lock, read_value, remove, write_value
 from trainer.data.descriptors import SHARD_FILES, Version
 from trainer.data.remote.transport import MANY, Broken, Changed, again, download
-from trainer.errors import say
+from trainer.errors import masked, say
 from trainer.files import crc32
 from trainer.stopping import add_partial, drop_partial, stop_if_asked
 
@@ -189,7 +189,7 @@ def _get(item: Item, path: Path) -> None:
     checksum = item.checksum()
     version = download(item.url, path, with_version=item.version is not None)
     if version != item.version and (version or "").strip() and (item.version or "").strip():  # else it is not told
-        raise Changed(f"{item.url} has changed since it was looked up, a moment ago")
+        raise Changed(f"{masked(item.url)} has changed since it was looked up, a moment ago")
     size, found = _size_and_crc(path)
     with open(path, "rb") as file:
         os.fsync(file.fileno())

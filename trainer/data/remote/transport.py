@@ -147,13 +147,14 @@ _MEANT = string.punctuation
 """Characters of a URL that stand as they are; spaces and letters beyond ASCII are sent as %20 and the like."""
 
 _VERSIONS = ("ETag", "etag", "md5Hash", "content_md5", "mtime", "LastModified", "last_modified", "updated", "created")
-"""Facts of which file systems tell some, and which change with a file's content."""
+"""Facts that change with a file's content, the most reliable first; file systems tell some of them.  Times are told
+differently in a listing and of one file, so that only one fact is compared."""
 
 
 def _facts(url: str) -> tuple[int, str]:
     system, path = open_filesystem(url)
     facts = system.info(path)
-    return int(facts["size"]), " ".join(str(facts[name]) for name in _VERSIONS if name in facts)
+    return int(facts["size"]), next((str(facts[name]) for name in _VERSIONS if name in facts), "")
 
 
 def _listed(url: str) -> list[str]:
