@@ -461,6 +461,9 @@ COMMANDS = [
     ("API_KEY=B34r3r notify", True),
     ("notify a1b2c3d4e5f6a7b8c9d0", True),
     ("touch /some/folder/llama3_70b_ended", False),
+    ("python notify.py llama3b-8k-v2-chat", False),
+    ("cp -r runs/exp2b_lr3e4_bs64k /some/folder", False),
+    ("notify 550e8400-e29b-41d4-a716-446655440000", True),
     ('echo "$RUN_DIR: $STATE at step $STEP" >> ended.txt', False),
     ('curl -H "Authorization: Bearer $TOKEN" "$HOOK"', False),
 ]

@@ -163,6 +163,17 @@ def test_it_begins_to_stop_early_enough(tmp_path: Path) -> None:
     assert request.reason() == "notice"
 
 
+def test_the_launcher_waits_for_a_step_and_a_save_that_take_long(tmp_path: Path) -> None:
+    """Before the first step a process ends within seconds of a signal; a launcher whose ranks train must not."""
+    process = start(tmp_path / "run", "nproc=2", *SLOW, env={"MESHTRAINER_TEST_REST_S": "5"})
+    wait_for_step(tmp_path / "run")
+    process.send_signal(signal.SIGTERM)
+    ran = ended(process, tmp_path / "run")
+    assert ran.exit_code == 75, ran.stderr
+    assert (ran.status["state"], ran.status["exit_code"]) == ("stopped", 75)
+    assert (tmp_path / "run" / "checkpoints" / f"step_{ran.status['step']:08d}").is_dir()
+
+
 def test_the_ranks_end_when_their_launcher_is_killed(tmp_path: Path) -> None:
     process = start(tmp_path / "run", "nproc=2")
     wait_for_step(tmp_path / "run")

@@ -415,7 +415,12 @@ def masked_argument(word: str) -> str:
 
 
 def _looks_random(word: str) -> bool:
-    return len(word) >= 16 and word[0] != "$" and len(_LETTER_BY_DIGIT.findall(word)) >= 3
+    """Return whether a word may be a key: long, with letters and digits mixed.
+
+    Names made of short parts, such as llama3b-8k-v2-chat or exp2b_lr3e4_bs64k, are not.
+    """
+    longest = max(map(len, re.split(r"[-_.]", word)))
+    return len(word) >= 16 and longest >= 12 and word[0] != "$" and len(_LETTER_BY_DIGIT.findall(word)) >= 3
 
 
 # The name of a scheme is short: a long word is not looked through again from each of its letters.

@@ -44,10 +44,12 @@ def spawn(nproc: int, command: Sequence[str], config: RunConfig) -> int:
     def interrupt(number: int, frame: object) -> NoReturn:
         raise SignalException(f"asked to stop by {signal.Signals(number).name}", signal.Signals(number))
 
+    request = stop.find_stop_request()
+    request.stop_in_order()  # the ranks may have steps to save, however long that takes: this process waits for them
     try:
         for number in stop.caught_signals():  # until the launcher installs its own, which do the same
             signal.signal(number, interrupt)
-        if stop.find_stop_request().reason() is not None:
+        if request.reason() is not None:
             return EXIT_STOPPED  # while torch was being imported
         elastic_launch(launch, sys.executable)(*command)
     except ChildFailedError as error:

@@ -99,13 +99,15 @@ class Encoder:
             except BadChat:  # a template may refuse to be without a system message, or with one
                 continue
             notes = []
-            header = whole[len(prompt) : max(len(prompt), whole.rfind("Hello"))]
+            header = whole[len(prompt) : whole.rfind("Hello")] if "Hello" in whole[len(prompt) :] else ""
             if prompt == template.render(before).text and header.strip():
                 notes.append(
                     f"the chat template ignores add_generation_prompt: the model learns to write {header!r} itself, as "
                     "every client will make it do"
                 )
-            if self._train_on != "all" and not self.tokenizer.is_added(int(encoded.ids[encoded.trained][-1])):
+            targets = encoded.ids[encoded.trained]
+            is_shown = len(targets) and "Hello" in whole  # a template may train on marked turns alone, or change texts
+            if is_shown and self._train_on != "all" and not self.tokenizer.is_added(int(targets[-1])):
                 end = whole[whole.rfind("Hello") + 5 :].strip()
                 notes.append(
                     f"warning: the chat template ends turns with {end!r}, which is not a token of its own: generation "
