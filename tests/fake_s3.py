@@ -108,7 +108,7 @@ class _Handler(BaseHTTPRequestHandler):
         for key in files:
             data = self.s3.objects[f"{bucket}/{key}"]
             entries += f"<Contents><Key>{escape(key)}</Key><Size>{len(data)}</Size><ETag>{_etag(data)}</ETag>"
-            entries += "<LastModified>2025-01-01T00:00:00.000Z</LastModified><StorageClass>STANDARD</StorageClass></Contents>"
+            entries += "<LastModified>2025-01-01T00:00:00.000Z</LastModified></Contents>"
         entries += "".join(
             f"<CommonPrefixes><Prefix>{escape(each)}</Prefix></CommonPrefixes>" for each in sorted(folders)
         )

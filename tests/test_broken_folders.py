@@ -76,6 +76,10 @@ def test_small_files_that_are_links_out_of_a_folder_are_not_copied(name: str, tm
     (folder / "own").write_text("{}")
     (folder / name).symlink_to("own")
     assert read_folder(folder)[name] == b"{}"
+    (folder / name).unlink()
+    (tmp_path / name).write_text("{}")
+    (folder / name).symlink_to(tmp_path / name)  # as `cp -s` and `ln -s` make a copy of a model's folder
+    assert read_folder(folder)[name] == b"{}"
 
 
 def test_the_links_of_a_hubs_cache_are_followed(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,20 @@ def test_a_decay_to_zero_lets_the_last_step_train(name: str, warmup: int, steps:
             assert lr(steps + 1) == 0
             assert rates[-1] < 0.95 * PEAK
     assert schedule("linear", 0, 1, floor=0.0)(1) == PEAK / 2
+
+
+def test_a_run_that_began_with_a_last_rate_of_zero_keeps_its_rates(tmp_path: Path) -> None:
+    """Its checkpoints say nothing of where the decay ends."""
+    settings = ["train.steps=6", "schedule.min_lr_ratio=0", "schedule.warmup_steps=0", "checkpoint.every=3"]
+    trainer = Trainer(tiny_config(tmp_path, *settings))
+    counters = trainer.state.parts["counters"]
+    counters.load_state_dict({"tokens": 0})  # as of a checkpoint from before
+    assert trainer.fit() == 0
+    trainer.close()
+    again = Trainer(tiny_config(tmp_path, *settings, "train.steps=9"))
+    assert again.load_checkpoint() == 6
+    assert [again.schedule.lr(step) for step in (1, 9)] == [again.schedule.peak * 0.5 * (1 + math.cos(math.pi / 9)), 0]
+    again.close()
 
 
 @pytest.mark.parametrize("name", SHAPES)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import safetensors.torch
@@ -22,6 +22,7 @@ import torch
 from trainer.checkpoint.source import open_checkpoint
 from trainer.config import RunConfig, config_from_yaml
 from trainer.config.first_weights import allows_another
+from trainer.data.ingest.inputs import kind_of
 from trainer.data.prompts import ends_of_chats
 from trainer.data.tokenizer import find_tokenizer
 from trainer.errors import EXIT_FINISHED, CommandParser, UserError, run_command, say, tell
@@ -100,7 +101,11 @@ def _reads_bytes(config: RunConfig) -> bool:
     """Return whether a run has read bytes as its tokens; with token shards `data.tokenizer` says nothing of that."""
     if config.data.tokenizer != "bytes" or config.data.source == "synthetic":
         return False
-    return config.data.source != "tokens" or allows_another(config)
+    path = config.data.path
+    places = [*path.values()] if isinstance(path, Mapping) else [path]
+    kinds = [kind_of(str(place)) for place in places if place]
+    is_text = any(kind is not None and kind[0] != "tokens" for kind in kinds)
+    return config.data.source != "tokens" or is_text or allows_another(config)
 
 
 def _end_id(tokenizer: str, origin: Origin) -> int:

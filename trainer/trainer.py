@@ -393,6 +393,7 @@ class Trainer:
         with self.resume.timed():
             found = self.resume.load(self.state, path, self.lifecycle.is_running)
             if found is not None:
+                self.schedule.zero_after_end = self.state.zero_after_end
                 self.accounts.discard()
                 self.saver.loaded(self.state, self.resume.is_own)
                 self.horizon.loaded(self.resume.is_own)

@@ -348,12 +348,13 @@ _SMALL_FILES = ("*.json", "*.jinja", "merges.txt", "vocab.txt", "*.model", "addi
 def check_links(folder: Path, setting: str, patterns: Sequence[str] = _SMALL_FILES) -> None:
     """Raise UserError if a small file of a model's folder is a link that leads out of the folder.
 
-    Such files are copied into checkpoints and exports, so that a link to somebody's private file would publish it.
+    Such files are copied into checkpoints and exports, so that a link to somebody's private file would publish it.  A
+    link to a file of the same name is what `ln -s`, `cp -s` and annexes make of a model's folder: it is followed.
     """
     for pattern in patterns:
         for path in sorted(folder.glob(pattern)):
             outside = link_outside(folder, str(path.relative_to(folder)))
-            if outside is not None:
+            if outside is not None and outside.name != path.name:
                 rule = f"{path.relative_to(folder)} is a link to {outside}, outside of the folder, and is not read"
                 raise setting_error(setting, folder, rule, fix="put the file itself there, or remove the link")
 

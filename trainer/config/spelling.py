@@ -121,6 +121,10 @@ def unknown_key(key: str, value: Any, legal: Collection[str], where: str = "", m
         fix = f"use plain quotes, or none: {plain}={str(value).translate(_PLAIN)}"
         return setting_error(key, value, rule, fix=fix)
     best, instead = _meant(key, legal)
+    if best == key:  # a setting of other models alone
+        best = None
+        if key == "model.path":
+            instead = f"train.init_from={value} starts from a folder's weights; model.name=auto also takes its model"
     if instead:
         return setting_error(key, value, rule, fix=instead)
     if best is None:

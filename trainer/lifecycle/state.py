@@ -50,6 +50,8 @@ class TrainState:
         self._owner = owner
         self.step = 0
         self.tokens = 0
+        self.zero_after_end = True
+        """Whether a decay to zero reaches it a step after the last one: not in runs from when the last had rate 0."""
         self.eval_pending = False
         """True if the evaluation of this step was abandoned: `fit` repeats it after the next start."""
         self.evaluation: dict[str, float] = {}
@@ -404,9 +406,15 @@ class _Counters:
 
     def state_dict(self) -> dict[str, Any]:
         state = self.state
-        return {"tokens": state.tokens, "owes_evaluation": state.eval_pending, "evaluation": dict(state.evaluation)}
+        return {
+            "tokens": state.tokens,
+            "owes_evaluation": state.eval_pending,
+            "evaluation": dict(state.evaluation),
+            "zero_after_end": state.zero_after_end,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.state.tokens = state["tokens"]
         self.state.eval_pending = state.get("owes_evaluation", False)
         self.state.evaluation = state.get("evaluation", {})
+        self.state.zero_after_end = state.get("zero_after_end", False)

@@ -239,6 +239,8 @@ class Schedule:
         self.peak = config.optim.lr
         self.num_steps = config.train.steps
         self.shape: ScheduleSection = config.schedule
+        self.zero_after_end = True
+        """Whether a decay to zero reaches it a step after the last one.  A resumed run keeps what it began with."""
 
     def lr(self, step: int) -> float:
         """Return the learning rate of step `step`, the first being 1."""
@@ -259,7 +261,7 @@ class Schedule:
         wsd (warmup, stable, decay): Hu et al. 2024, arXiv:2404.06395; its decay is linear, over a share of the run.
         """
         name, warmup = self.shape.name, self.shape.warmup(self.num_steps)
-        extra = int(self.shape.min_lr_ratio == 0)
+        extra = int(self.shape.min_lr_ratio == 0 and self.zero_after_end)
         left = max(0, self.num_steps + extra - step)
         share_left = left / max(1, self.num_steps + extra - warmup)
         if name == "cosine":
