@@ -295,9 +295,7 @@ def to_gguf(folder: Path, original: Path, to: Path) -> Path:
     return to
 
 
-def test_llama_cpp_answers_with_a_fine_tuned_model_as_it_does_here(
-    gguf_file: Path, tuned: Ran, tmp_path: Path
-) -> None:
+def test_llama_cpp_answers_with_a_fine_tuned_model_as_it_does_here(gguf_file: Path, tuned: Ran, tmp_path: Path) -> None:
     need("xllamacpp", "pip install -e '.[real-model]'")
     exported = export(tuned.folder, tmp_path / "exported")
     written = to_gguf(exported, gguf_file, tmp_path / "model.gguf")
