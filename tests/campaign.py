@@ -46,6 +46,7 @@ class Part:
 
 _ALONE = [
     Part("faults", ("test_faults.py",), 9.0),
+    Part("real", ("test_real_model.py",), 3.0, workers=1),  # one at a time: each holds a model or two
     Part("slurm", ("test_slurm.py",), 6.0, workers=1),
     Part("network", ("test_network.py",), 0.7, workers=1),
     Part("preemptions", ("test_preemptions.py",), 9.0, workers=1),
@@ -73,11 +74,11 @@ def _others() -> tuple[str, ...]:
 
 REST = Part("meshes, and all others", _others(), 28.0)
 PARTS = [
-    _ALONE[0],
+    *_ALONE[:2],
     REST,
-    *_ALONE[1:3],
+    *_ALONE[2:4],
     Part("defects", (), 20.0, command=("-m", "tests.defects")),
-    *_ALONE[3:],
+    *_ALONE[4:],
 ]
 
 
