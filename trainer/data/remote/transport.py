@@ -211,8 +211,8 @@ def _sleep(seconds: float) -> None:
 def looked_up(look: Callable[[str], Result], urls: Sequence[str]) -> list[Result]:
     """Return what `look` finds of each URL, several at a time.
 
-    Raises the first error that occurs, and StopRequested, at once: threads that wait for a server are left behind.  They
-    are daemons, for which the process does not wait when it exits, as it would for those of an executor.
+    Raises the first error that occurs, and StopRequested, at once: threads that wait for a server are left behind.
+    They are daemons, for which the process does not wait when it exits, as it would for those of an executor.
     """
     left = deque(enumerate(urls))
     answers: queue.SimpleQueue[tuple[int, Result] | BaseException] = queue.SimpleQueue()
