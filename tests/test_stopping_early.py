@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -187,6 +189,18 @@ def test_tokenized_chats_are_continued(damage: str, tmp_path: Path, monkeypatch:
     assert not list((tmp_path / "cache").glob("*.part-*"))
 
 
+def test_parts_of_tokenized_chats_that_nobody_continues_are_removed(tmp_path: Path) -> None:
+    """After a change of the file or of a setting no start asks for them again."""
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    old, recent = cache / "chat-0123.part-00000", cache / "chat-4567.part-00000"
+    for path, days in ((old, 31), (recent, 29)):
+        path.touch()
+        os.utime(path, (time.time() - days * 86400,) * 2)
+    open_chats(chats(tmp_path, 3), None, "train")
+    assert list(cache.glob("*.part-*")) == [recent]
+
+
 def test_turns_behind_the_end_of_a_sequence_are_not_rendered(tmp_path: Path) -> None:
     """A conversation of 4,000 turns is cut to 24 tokens: in a second, where it took minutes."""
     data = chats(tmp_path, 1)
@@ -234,6 +248,54 @@ def test_a_server_that_drips_is_given_up(dripping: str, monkeypatch: pytest.Monk
     monkeypatch.setattr(transport, "LONGEST_PAUSE_S", 0.0)
     with pytest.raises(Unreachable, match=r"sends only \d+ bytes/s"):
         transport.read(dripping, transport.MANY)
+
+
+@pytest.mark.slow
+def test_a_command_does_not_outlive_its_last_line_while_a_server_hangs(tmp_path: Path) -> None:
+    """A server that accepts and never answers: its threads are not joined when the process exits."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        settings = [f"data.path=http://127.0.0.1:{server.getsockname()[1]}/a.jsonl", f"data.cache_dir={tmp_path}"]
+        process = popen([sys.executable, "-m", "trainer.data", "show", "recipe=llama_small", *settings])
+        server.settimeout(60)
+        connection, _ = server.accept()
+        process.send_signal(signal.SIGTERM)
+        began = time.monotonic()
+        try:
+            _, stderr = process.communicate(timeout=20)  # transport.STALL_S is 60
+        finally:
+            process.kill()
+            connection.close()
+    assert process.returncode == 143, stderr
+    assert stderr.splitlines()[-1] == "stopped (SIGTERM)"
+    assert time.monotonic() - began < 15
+
+
+def test_a_url_that_fails_does_not_wait_for_one_that_hangs() -> None:
+    hang = threading.Event()
+
+    def look(url: str) -> str:
+        if url == "fails":
+            raise Unreachable(url)
+        assert hang.wait(60), "waited for the URL that hangs"
+        return url
+
+    try:
+        with pytest.raises(Unreachable, match="fails"):
+            transport.looked_up(look, ["hangs", "fails"])
+        assert not hang.is_set()
+    finally:
+        hang.set()
+    assert transport.looked_up(str.upper, list("abc") * 20) == list("ABC") * 20
+    assert transport.looked_up(str.upper, []) == []
+
+
+def test_looking_up_ends_when_asked_to_stop(asked: PromptStop) -> None:
+    hang = threading.Event()
+    try:
+        with pytest.raises(StopRequested):
+            transport.looked_up(lambda _: hang.wait(60), ["hangs"])
+    finally:
+        hang.set()
 
 
 def test_a_stop_is_heard_between_two_tries(asked: PromptStop, monkeypatch: pytest.MonkeyPatch) -> None:

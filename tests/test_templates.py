@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import resource
+import threading
 import time
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -20,11 +23,12 @@ from tests.tiny import fit
 from trainer import UserError, generate, run
 from trainer.data.chat import limits
 from trainer.data.chat.conversation import BadChat
-from trainer.data.chat.limits import trial
+from trainer.data.chat.limits import limited, trial
 from trainer.data.chat.template import ChatTemplate, find_template
 from trainer.data.prompts import ends_of_chats, tokens_of_chat
 from trainer.export import export_checkpoint
 from trainer.generate import open_writer
+from trainer.stopping import StopRequested
 
 LOOP = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
 ALSO = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
@@ -205,6 +209,81 @@ def test_a_template_that_is_costly_on_some_conversation_alone_is_ended_there(
     assert template.render(said("Hi", "Yes")).text == rendered
     assert resource.getrlimit(resource.RLIMIT_AS) == before
     time.sleep(0)  # a bytecode at which an exception that was left behind would be raised
+
+
+@pytest.mark.parametrize("where", ["setrlimit", "lock", "begin"])
+def test_a_block_that_cannot_be_entered_leaves_no_limit_behind(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stop request may come between any two instructions."""
+    before, real = resource.getrlimit(resource.RLIMIT_AS), resource.setrlimit
+    watch, lock = limits._Watch(), limits._ONE_AT_A_TIME
+
+    def set_and_raise(*arguments: Any) -> None:
+        real(*arguments)
+        monkeypatch.setattr(resource, "setrlimit", real)
+        raise StopRequested("SIGTERM")
+
+    def acquire_and_raise() -> None:
+        lock.acquire()
+        raise StopRequested("SIGTERM")
+
+    def begin_and_raise() -> None:
+        limits._Watch.begin(watch)
+        raise StopRequested("SIGTERM")
+
+    monkeypatch.setattr(limits, "_WATCH", watch)
+    if where == "setrlimit":
+        monkeypatch.setattr(resource, "setrlimit", set_and_raise)
+    elif where == "lock":
+        monkeypatch.setattr(limits, "_ONE_AT_A_TIME", SimpleNamespace(acquire=acquire_and_raise, release=lock.release))
+    else:
+        monkeypatch.setattr(watch, "begin", begin_and_raise)
+    with pytest.raises(StopRequested), limited():
+        pytest.fail("not entered")
+    assert resource.getrlimit(resource.RLIMIT_AS) == before
+    assert watch.renderer is None
+    monkeypatch.undo()
+    assert is_free(lock)
+
+
+def test_a_block_that_is_late_at_its_very_end_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The exception that ends a rendering may be raised where the watch is about to be told of its end."""
+    watch = limits._Watch()
+    monkeypatch.setattr(limits, "_WATCH", watch)
+    with pytest.raises(limits.TooSlow), limited():
+        watch._lock = LateLock()  # type: ignore[assignment]
+    assert watch.renderer is None
+    assert is_free(limits._ONE_AT_A_TIME)
+
+
+class LateLock:
+    """Raises TooSlow where it is taken for the first time."""
+
+    def __init__(self) -> None:
+        self._lock, self._is_first = threading.Lock(), True
+
+    def __enter__(self) -> None:
+        if self._is_first:
+            self._is_first = False
+            raise limits.TooSlow
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+def is_free(lock: Any) -> bool:
+    """Return whether another thread can take a lock."""
+    found: list[bool] = []
+
+    def look() -> None:
+        found.append(lock.acquire(blocking=False))
+        if found[0]:
+            lock.release()
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    return found[0]
 
 
 @pytest.mark.slow

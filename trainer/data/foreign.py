@@ -15,7 +15,7 @@ from trainer.errors import UserError, setting_error
 def check_tokenizer(source: Source, config: RunConfig) -> None:
     """Raise UserError if token shards were made with another tokenizer than the first weights were trained with.
 
-    Text is no matter: it is tokenized by `data.tokenizer`, which has been compared when the configuration was loaded.
+    Text needs no check: it is tokenized with `data.tokenizer`, which was checked when the configuration was loaded.
     """
     if config.data.source != "tokens" or source.tokenizer is None or allows_another(config) or resumes(config):
         return

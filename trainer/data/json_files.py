@@ -12,7 +12,7 @@ _LOOKED_AT = 4096
 def json_advice(path: str | Path) -> tuple[str, str] | None:
     """Return the rule that a .json file breaks, and how to make JSONL of it; None for another file.
 
-    An array is what most public instruction sets are; a file of one object a line needs another name alone.
+    An array is what most public instruction sets are; a file with one object per line only needs renaming.
     """
     file = Path(path)
     if file.suffix.lower() != ".json" or not file.is_file():

@@ -97,7 +97,7 @@ def _check_types(manifest: Manifest) -> None:
     """Raise ValueError for entries of other types than a manifest has."""
     texts = (manifest.dtype, manifest.tokenizer, manifest.train_content, manifest.held_out_content, *manifest.checksums)
     if not all(isinstance(text, str) for text in texts):
-        raise ValueError("a text is something else")
+        raise ValueError("a field that must be text is not")
     if manifest.checksums and len(manifest.checksums) != len(manifest.train) + len(manifest.held_out):
         raise ValueError("it has a checksum too few or too many")
     for checksum in filter(None, manifest.checksums):

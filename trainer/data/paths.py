@@ -81,7 +81,7 @@ def open_path(
 
 
 def _account_of(shards: Sequence[Shard]) -> str:
-    """Return what to say of the documents that were left out when shards were made of text; of most of them, nothing.
+    """Return what to say of the documents that were left out when shards were made of text; usually empty.
 
     Few without text are usual, and not worth a word.
     """

@@ -220,7 +220,7 @@ class Shard:
         metadata = f"{self.name.removesuffix('.bin')}.json"
         if self.info.checksum or not os.path.lexists(metadata):
             return self.info.checksum
-        return read_info(metadata).checksum  # a manifest of before it listed checksums
+        return read_info(metadata).checksum  # a manifest from before checksums were listed
 
     @functools.cached_property
     def _page_sums(self) -> Version | None:
@@ -265,7 +265,7 @@ class Shard:
 class ShardWriter:
     """Writes one token shard, in constant memory.
 
-    Until `publish` nothing stands under the shard's names.  Processes that write the same shard do not disturb each
+    Until `publish` no file has the shard's final name.  Processes that write the same shard do not disturb each
     other.
     """
 

@@ -50,7 +50,7 @@ class TooSlow(BaseException):
 
 
 def trial(work: Callable[[], str]) -> str:
-    """Return what `work` returns, called in a forked child; or what was wrong if it did not come to its end.
+    """Return what `work` returns, called in a forked child; or what was wrong if it did not finish.
 
     Where the system does not allow another process, nothing is tried, and the answer is empty.
     """
@@ -131,26 +131,36 @@ class limited:
         if self._is_inner:
             _WATCH.number += 1
             return
-        _ONE_AT_A_TIME.acquire()
-        limits = _SPACE.limits()
-        if limits is not None:
-            resource.setrlimit(resource.RLIMIT_AS, limits[1])
-        self._before = limits
-        _WATCH.begin()
+        self._before: tuple[Limits, Limits] | None = None
+        try:  # a stop request may be raised anywhere in it
+            _ONE_AT_A_TIME.acquire()
+            limits = self._before = _SPACE.limits()
+            if limits is not None:
+                resource.setrlimit(resource.RLIMIT_AS, limits[1])
+            _WATCH.begin()
+        except BaseException:
+            self._leave()
+            raise
 
     def __exit__(self, *raised: object) -> None:
-        if self._is_inner:
-            return
+        if not self._is_inner:
+            self._leave()
+
+    def _leave(self) -> None:
+        """Undo what `__enter__` has done, however far it came."""
         try:
             _WATCH.end()
         finally:
-            if self._before is not None:
-                resource.setrlimit(resource.RLIMIT_AS, self._before[0])
-            _ONE_AT_A_TIME.release()
+            try:
+                if self._before is not None:
+                    resource.setrlimit(resource.RLIMIT_AS, self._before[0])
+            finally:
+                with contextlib.suppress(RuntimeError):  # this thread does not hold it
+                    _ONE_AT_A_TIME.release()
 
 
-_ONE_AT_A_TIME = threading.Lock()
-"""The memory limit is the whole process's."""
+_ONE_AT_A_TIME = threading.RLock()
+"""The memory limit is the whole process's.  An RLock, as it can be released only by the thread that holds it."""
 
 Limits: TypeAlias = "tuple[int, int]"
 """As `resource.getrlimit` has them: soft and hard."""
@@ -215,10 +225,20 @@ class _Watch:
                     self._thread = thread
 
     def end(self) -> None:
+        """Stop watching the thread that calls this, if it is the one that renders."""
+        try:
+            self._end()
+        except BaseException:  # TooSlow itself, or a stop request, before it was done
+            self._end()
+            raise
+
+    def _end(self) -> None:
         with self._lock:
-            renderer, self.renderer = self.renderer, None
-            if self._is_late and renderer is not None:  # it may not have been raised yet, and must not be later
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(renderer), None)
+            if self.renderer != threading.get_ident():
+                return
+            if self._is_late:  # TooSlow may not have been raised yet, and must not be later
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.renderer), None)
+            self.renderer = None
 
     def _look(self) -> None:
         seen, began, idle_since = 0, 0.0, time.monotonic()
@@ -253,7 +273,7 @@ _SPACE, _WATCH = _Space(), _Watch()
 def _renew() -> None:
     """In a forked child there is no watching thread, and whoever held a lock is not there to release it."""
     global _ONE_AT_A_TIME, _WATCH
-    _ONE_AT_A_TIME, _WATCH = threading.Lock(), _Watch()
+    _ONE_AT_A_TIME, _WATCH = threading.RLock(), _Watch()
 
 
 os.register_at_fork(after_in_child=_renew)

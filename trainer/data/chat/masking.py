@@ -62,7 +62,7 @@ class Encoder:
         """Return the tokens of a conversation, or of a completion.  Raises BadChat.
 
         Tokens from `most` on may not be marked as trained on.  To mark a turn, all that comes before it is rendered
-        again, so that a conversation of 20,000 turns would take minutes of which most are for nothing.
+        again, so that a conversation of 20,000 turns would take minutes, mostly wasted.
         """
         return self._encode_completion(sample) if isinstance(sample, Completion) else self._encode_chat(sample, most)
 
@@ -135,7 +135,7 @@ class Encoder:
     ) -> tuple[str, NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
         """Return a conversation's text, its ids, where each stands in the text, and whether it is trained on.
 
-        Turns that begin behind the first `most` ids are not looked at.
+        Turns that start after the first `most` ids are skipped.
         """
         template = self._template
         if template is None:

@@ -118,7 +118,7 @@ class _Conversations(Source):
     def first_prompt(self) -> list[int] | None:
         """Return the tokens of a conversation up to its first target: what the model answers.
 
-        None if none of the first ones has a token before it.
+        None if the first 100 conversations start with a target.
         """
         for number in range(min(len(self._offsets) - 1, 100)):
             found = self._read(number)

@@ -62,7 +62,7 @@ class Order:
 
 @dataclass
 class Report:
-    """Account of the conversations of some files.
+    """Statistics of the conversations in some files.
 
     chats: all that were read; the rest is of those that are left.  trained of the `tokens` to train on are targets.
     held_out, held_out_tokens: those for evaluation.  dropped, truncated: those longer than a sequence.
@@ -239,12 +239,16 @@ def _load(folder: Path) -> Kept:
 _PART_S = 5.0
 """Seconds of work after which what is done is kept."""
 
+_OLD_S = 30 * 86400.0
+"""Age from which parts are removed, whatever they are of: if the file or a setting has changed since they were written,
+no start will continue them."""
+
 
 class Parts:
     """What is done of the conversations of some files before all of them are: files NAME.part-00000 and so on.
 
     A part has the documents of consecutive records and the account up to there.  It is a zip file, which checks its
-    content; from the first that is damaged on, parts are not used.
+    content; parts after a damaged one are ignored.
     """
 
     def __init__(self, folder: Path, name: str) -> None:
@@ -280,7 +284,7 @@ class Parts:
             return None
 
     def add(self, documents: Sequence[Encoded], report: Report) -> None:
-        """Add what one record has given."""
+        """Add the documents of one record."""
         self._seen += 1
         if documents:
             self._new.append(documents)
@@ -293,7 +297,7 @@ class Parts:
             return
         about = json.dumps({"num_records": self._seen, "report": dataclasses.asdict(report)})
         documents = [document for some in self._new for document in some]
-        with contextlib.suppress(OSError):  # such as a full disk: the rest may fit all the same
+        with contextlib.suppress(OSError):  # such as a full disk: the final shards may still fit
             with replacing(self._path(self._num_parts)) as partial, open(partial, "wb") as file:
                 np.savez(
                     file,
@@ -307,6 +311,13 @@ class Parts:
             self._num_parts += 1
             self.num_records, self._new = self._seen, []
         self._kept_at = time.monotonic()
+
+    def remove_old(self) -> None:
+        """Remove the parts in this folder, of any files, that nobody has continued for a long time."""
+        for path in self._folder.glob("chat-*.part-*"):
+            with contextlib.suppress(OSError):
+                if time.time() - path.stat().st_mtime > _OLD_S:
+                    path.unlink()
 
     def remove(self) -> None:
         """Remove all parts: the whole is there."""
@@ -369,6 +380,7 @@ def _make(folder: Path, name: str, order: Order, encoder: Encoder) -> None:
     doubled = _Doubled(tokenizer.name, 2 * tokenizer.vocab_size, 2 * tokenizer.plain.end_id)
     train, held_out = (_Split(folder / f"{split}.bin", doubled) for split in ("train", "eval"))
     report, parts = Report(), Parts(folder.parent, name)
+    parts.remove_old()
     reading = _Reading(order, encoder, report, parts)
     try:
         with Counting(lambda: f"tokenizing {order.key}: {report.chats:,} {report.kind}"):
@@ -433,7 +445,7 @@ class _Reading:
                 stop_if_asked()
                 if number < num_kept:
                     if not number:
-                        self._samples(record)  # decides about the format
+                        self._samples(record)  # detects the format
                     continue
                 documents = self._encoded(place, record)
                 if documents:

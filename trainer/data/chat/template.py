@@ -183,7 +183,7 @@ def find_template(setting: str, tokenizer: str, key: str = "data.chat_template")
 
 
 _LARGEST = 1 << 20
-"""Bytes of a template that is taken for one: those of models have some thousand."""
+"""Largest template accepted, in bytes; real ones have a few thousand."""
 
 
 def _check_size(size: int, key: str, setting: str) -> None:
@@ -370,7 +370,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 
 _MOST_BITS = 1 << 16
-"""Of a number that a template computes."""
+"""Most bits of a number that a template may compute."""
 
 
 def _environment(now: Callable[[], datetime]) -> ImmutableSandboxedEnvironment:

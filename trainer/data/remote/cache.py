@@ -46,7 +46,7 @@ class Item:
     """A file that is elsewhere.
 
     checksum: returns its CRC-32, or None where that is not known; it may have to be asked.
-    version: what its server said when it was looked up that changes with its content; None if it was not looked up.
+    version: the server's version of it (ETag, modification time) at look-up; None if it was not looked up.
     """
 
     name: str
@@ -188,7 +188,8 @@ def _get(item: Item, path: Path) -> None:
     """Fetch a file and flush it to disk.  Raises Broken if it is not what it should be."""
     checksum = item.checksum()
     version = download(item.url, path, with_version=item.version is not None)
-    if version != item.version and (version or "").strip() and (item.version or "").strip():  # else it is not told
+    are_reported = (version or "").strip() and (item.version or "").strip()  # otherwise the server reports none
+    if are_reported and version != item.version:
         raise Changed(f"{masked(item.url)} has changed since it was looked up, a moment ago")
     size, found = _size_and_crc(path)
     with open(path, "rb") as file:

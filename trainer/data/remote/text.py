@@ -52,13 +52,13 @@ class RemoteText:
             self._refuse_a_page(item)
 
     def _refuse_a_page(self, item: Item) -> None:
-        """Raise Unreachable, and keep nothing, if a server has sent a web page in place of another file: one to log in,
-        or one that says what went wrong.
+        """Raise Unreachable, and keep nothing, if a server has sent a web page in place of another file: a login or
+        error page.
         """
         path = self.folder / item.name
         with open(path, "rb") as file:
             start = file.read(1024).lstrip(b"\xef\xbb\xbf \t\r\n").lower()
-        if start.startswith((b"<!doctype html", b"<html")) and not _path_of(item.url).lower().endswith(_PAGES):
+        if start.startswith((b"<!doctype html", b"<html")) and not split_query(item.url)[0].lower().endswith(_PAGES):
             path.unlink(missing_ok=True)
             sum_file(path).unlink(missing_ok=True)
             rule = "is a web page (HTML), not what its name says; does the server want a login?"
@@ -193,9 +193,4 @@ def _named(key: str, setting: str) -> Iterator[None]:
 
 def _item_of(url: str, size: int, version: str) -> Item:
     name = hashlib.blake2b(f"{without_credentials(url)} {size} {version}".encode(), digest_size=12).hexdigest()
-    return Item(f"{name}-{_path_of(url).rpartition('/')[2]}", url, size, lambda: None, version)
-
-
-def _path_of(url: str) -> str:
-    """Return a URL without what is asked of the server there, such as a token: `?token=...`."""
-    return split_query(url)[0]
+    return Item(f"{name}-{split_query(url)[0].rpartition('/')[2]}", url, size, lambda: None, version)

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import errno
 import fnmatch
+import queue
 import re
 import string
+import threading
 import time
 import urllib.error
 import urllib.parse
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -80,7 +82,7 @@ def unusable_url(key: str, url: str, error: ShardError) -> UserError:
     return setting_error(key, url, str(error).removeprefix(f"{masked(url)} "), fix=fix)
 
 
-class TooSlow(OSError):
+class SlowServer(OSError):
     """A server sends so slowly that a file would take days."""
 
 
@@ -187,7 +189,7 @@ def again(url: str, tries: int, act: Callable[[], Result]) -> Result:
         except Exception as error:  # each file system raises errors of its own
             if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise
-            if isinstance(error, TooSlow) and tries - left >= FEW:
+            if isinstance(error, SlowServer) and tries - left >= FEW:
                 left = 0
             if not left or _is_final(error):
                 message = redact(f"{masked(url)} cannot be read ({_reason(error)})")
@@ -207,12 +209,37 @@ def _sleep(seconds: float) -> None:
 
 
 def looked_up(look: Callable[[str], Result], urls: Sequence[str]) -> list[Result]:
-    """Return what `look` finds of each URL, several at a time.  Does not wait for the others if one fails."""
-    pool = ThreadPoolExecutor(_AT_ONCE)
+    """Return what `look` finds of each URL, several at a time.
+
+    Raises the first error that occurs, and StopRequested, at once: threads that wait for a server are left behind.
+    They are daemons, for which the process does not wait when it exits, as it would for those of an executor.
+    """
+    left = deque(enumerate(urls))
+    answers: queue.SimpleQueue[tuple[int, Result] | BaseException] = queue.SimpleQueue()
+
+    def work() -> None:
+        with suppress(IndexError):  # of `popleft`: there is nothing left to do
+            while True:
+                number, url = left.popleft()
+                try:
+                    answers.put((number, look(url)))
+                except BaseException as error:
+                    answers.put(error)
+
+    for _ in range(min(_AT_ONCE, len(urls))):
+        threading.Thread(target=work, name="look-up", daemon=True).start()
+    found: dict[int, Result] = {}
     try:
-        return list(pool.map(look, urls))
+        while len(found) < len(urls):
+            stop_if_asked()
+            with suppress(queue.Empty):
+                answer = answers.get(timeout=0.2)
+                if isinstance(answer, BaseException):
+                    raise answer
+                found[answer[0]] = answer[1]
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+        left.clear()
+    return [found[number] for number in range(len(urls))]
 
 
 def _is_final(error: Exception) -> bool:
@@ -281,7 +308,7 @@ def _whole(answer: http.client.HTTPResponse) -> Iterator[bytes]:
         yield block
         if (waited := time.monotonic() - since) > STALL_S:
             if count - count_then < LEAST_BYTES * waited:
-                raise TooSlow(f"the server sends only {(count - count_then) / waited:,.0f} bytes/s")
+                raise SlowServer(f"the server sends only {(count - count_then) / waited:,.0f} bytes/s")
             since, count_then = time.monotonic(), count
     if expected is not None and count != expected:
         raise Broken(f"the connection was lost after {count} of {expected} bytes")
