@@ -343,8 +343,8 @@ def compare(model: str, against: str, nproc: int, num_pairs: int, steps: int | N
 
 
 def report(runs: dict[str, list[dict[str, Any]]], title: str) -> None:
-    """Print the medians of both sides, the median of the pairs' ratios, the trainer's over the other's, and the ratio of
-    the least figures of the two sides, which other work on the machine disturbs the least.
+    """Print the medians of both sides, and of the ratios of the pairs, the trainer's over the other's; and the ratio of
+    each side's least, which other work on the machine disturbs the least.
     """
     import torch
 

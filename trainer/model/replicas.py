@@ -8,6 +8,7 @@ Training", arXiv:2006.15704; the sizes of buckets are DistributedDataParallel's.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import cast
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -82,17 +83,18 @@ class _Bucket:
         parameter says whether any rank has one.
         """
         buffer = self.parameters[0].new_empty(self._numel)
-        self._flags = buffer[-len(self.parameters) :].fill_(self._share)
+        self._flags = buffer[-len(self.parameters) :].fill_(1)
         self._absent = []
-        for index, (p, (start, size, stride)) in enumerate(zip(self.parameters, self._places, strict=True)):
-            view = buffer.as_strided(size, stride, start)
+        views = [buffer.as_strided(size, stride, start) for start, size, stride in self._places]
+        for index, (p, view) in enumerate(zip(self.parameters, views, strict=True)):
             if p.grad is None:
                 self._absent.append(p)
                 self._flags[index] = 0
-                view.zero_()
-            else:
-                torch.mul(p.grad, self._share, out=view)  # copied and divided at once
+                p.grad = torch.zeros_like(view)
+        torch._foreach_copy_(views, [cast(torch.Tensor, p.grad) for p in self.parameters])
+        for p, view in zip(self.parameters, views, strict=True):
             p.grad = view
+        buffer.mul_(self._share)
         self._work = dist.all_reduce(buffer, group=self._group, async_op=True)
 
     @torch.no_grad()
