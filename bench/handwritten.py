@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -80,13 +81,13 @@ def build_model(settings: Settings, device: torch.device) -> nn.Module:
     config = load_config(settings.recipe, settings.overrides)
     whole = torch.load(settings.weights, mmap=True)
     if settings.parallel != "fsdp":
-        model = config.recipe.build_model(config.model).to(device)
+        plain = config.recipe.build_model(config.model).to(device)
         with torch.no_grad():
-            for name, parameter in model.named_parameters():
+            for name, parameter in plain.named_parameters():
                 parameter.copy_(whole[name])
-        return model if settings.parallel == "none" else DistributedDataParallel(model, gradient_as_bucket_view=True)
+        return plain if settings.parallel == "none" else DistributedDataParallel(plain, gradient_as_bucket_view=True)
     with torch.device("meta"):
-        model = config.recipe.build_model(config.model)
+        model: Any = config.recipe.build_model(config.model)  # a Llama
     mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("shard",))
     for module in (model.tok_embeddings, *model.layers, model.head, model):
         fully_shard(module, mesh=mesh)

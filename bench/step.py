@@ -216,6 +216,8 @@ def check_side(side: str, model: str, nproc: int) -> None:
         raise setting_error("--against", side, rule, meant=nearest(side, known))
     if side == "plain" and nproc > 1:
         raise setting_error("--against", side, f"is one process, not --nproc {nproc}", HANDWRITTEN)
+    if side == HANDWRITTEN and RECIPES[model] != "llama_small":
+        raise setting_error("--against", side, f"shards a llama, and --model {model} is none", "ddp")
     if key in FIXED:
         raise setting_error("--against", side, f"{key} is set by the bench itself")
     if key.startswith(WORK):

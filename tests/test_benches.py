@@ -326,6 +326,8 @@ def test_step_sides_that_there_are_not() -> None:
     for side in (bench.step.HANDWRITTEN, "ddp", *bench.step.VARIANTS, "train.micro_batch_size=1"):
         bench.step.check_side(side, "small", 2)
     bench.step.check_side("plain", "tiny", 1)
+    with pytest.raises(UserError, match="shards a llama"):
+        bench.step.check_side(bench.step.HANDWRITTEN, "tiny", 2)
 
 
 @pytest.mark.campaign
