@@ -35,7 +35,8 @@ class Settings:
     """Threads of each rank; 0: the cores of this machine, shared by its ranks."""
     parallel: str
     """fsdp, ddp, or none: one process without a process group."""
-    model: dict[str, Any]
+    recipe: str
+    overrides: list[str]
     weights: Path
     tokens: Path
     tokens_dtype: str
@@ -75,20 +76,18 @@ def sample_indices(settings: Settings, rank: int, world_size: int) -> Iterator[i
 
 
 def build_model(settings: Settings, device: torch.device) -> nn.Module:
-    from trainer.recipes.llama import LlamaConfig
-    from trainer.recipes.llama.model import Llama
+    from trainer import load_config
 
-    with torch.device("meta"):
-        model = Llama(LlamaConfig(**settings.model))
+    config = load_config(settings.recipe, settings.overrides)
     whole = torch.load(settings.weights, mmap=True)
     if settings.parallel != "fsdp":
-        model.to_empty(device=device)
-        for layer in model.layers:
-            layer.attention.rope.reset_parameters()
+        plain = config.recipe.build_model(config.model).to(device)
         with torch.no_grad():
-            for name, parameter in model.named_parameters():
+            for name, parameter in plain.named_parameters():
                 parameter.copy_(whole[name])
-        return model if settings.parallel == "none" else DistributedDataParallel(model, gradient_as_bucket_view=True)
+        return plain if settings.parallel == "none" else DistributedDataParallel(plain, gradient_as_bucket_view=True)
+    with torch.device("meta"):
+        model: Any = config.recipe.build_model(config.model)  # a Llama
     mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("shard",))
     for module in (model.tok_embeddings, *model.layers, model.head, model):
         fully_shard(module, mesh=mesh)
@@ -113,7 +112,9 @@ def accumulating(model: nn.Module, reduces: bool) -> Iterator[None]:
 
 
 def build_optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
-    decays = {name: p.ndim >= 2 and "embeddings" not in name for name, p in model.named_parameters()}
+    tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    embedded = {id(p) for table in tables for p in table.parameters(recurse=False)}
+    decays = {name: p.ndim >= 2 and id(p) not in embedded for name, p in model.named_parameters()}
     groups = [
         {"params": [p for name, p in model.named_parameters() if decays[name]], "weight_decay": settings.weight_decay},
         {"params": [p for name, p in model.named_parameters() if not decays[name]], "weight_decay": 0.0},

@@ -2,7 +2,7 @@
 
     python -m bench.step --nproc 2 --pairs 5 --model small  # with FSDP2
     python -m bench.step --nproc 2 --against ddp            # mesh.shard=1 with DistributedDataParallel
-    python -m bench.step --nproc 1 --against plain          # one rank with a loop without any process group
+    python -m bench.step --against plain --model tiny       # one rank with a loop without any process group
     python -m bench.step --against loss-whole               # with itself, one thing done another way: is it a gain?
     python -m bench.step --against train.compile=true
 
@@ -14,7 +14,6 @@ change the losses: by how much is said.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import math
 import os
@@ -30,6 +29,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from bench.record import emit, show
 from trainer.distributed.environment import limit_spinning
@@ -38,7 +38,7 @@ from trainer.errors import nearest, run_command, setting_error
 TRAINER, HANDWRITTEN = "trainer", "handwritten"
 BY_HAND = {HANDWRITTEN: "fsdp", "ddp": "ddp", "plain": "none"}
 """The hand-written loops, and what each is built around."""
-ALIKE = {"ddp": ["mesh.shard=1", "mesh.replicate=-1"], "plain": ["run.threads=1"]}
+ALIKE = {"ddp": ["mesh.shard=1", "mesh.replicate=-1", "run.threads=1"], "plain": ["run.threads=1"]}
 """Settings of the trainer beside a hand-written loop.  One thread: two that wait for a core measure the machine."""
 VARIANTS = {
     "loss-whole": "WholeLoss",
@@ -71,7 +71,20 @@ COMMON = [
     "log.every=10",
     "log.sample_tokens=0",
 ]
+RECIPES = {"tiny": "gpt2", "small": "llama_small", "30m": "llama_small"}
 MODELS = {
+    "tiny": [
+        "model.vocab_size=257",
+        "model.dim=128",
+        "model.num_layers=4",
+        "model.num_heads=4",
+        "model.max_seq_len=64",
+        "data.source=stdlib",
+        "data.seq_len=64",
+        "fsdp.param_dtype=float32",
+        "schedule.warmup_steps=10",
+        "train.micro_batch_size=12",
+    ],
     "small": [],
     "30m": [
         "model.dim=512",
@@ -86,9 +99,12 @@ MODELS = {
         "train.micro_batch_size=1",
     ],
 }
-"""Overrides of the recipe llama_small."""
+"""Overrides of the recipe in RECIPES."""
 
-WINDOWS = {"small": (10, 60), "30m": (3, 10)}
+BATCH_OF_A_RANK = {"tiny": 12}
+"""Samples of a rank in each update, for models whose global batch grows with the ranks."""
+
+WINDOWS = {"tiny": (20, 300), "small": (10, 60), "30m": (3, 10)}
 """Steps before the measured ones, and measured steps."""
 
 
@@ -159,18 +175,16 @@ def _train_with_trainer(side: str, job: dict[str, Any], watch: Watch, folder: Pa
     """Of each step; a loss is read after the last: to read it is to wait for the device."""
 
     class Measured(base):
-        """Is measured; leaves out the checkpoint at the end, which the hand-written side has not."""
+        """Is measured."""
 
         def on_step(self, record: Record) -> None:
             records.append(record)
             watch.after_step(record["step"])
 
-        def _save_at_the_end(self) -> None:
-            """Write nothing: the other side's first steps would share the disk with it."""
-
     overrides = overrides_of(side, [*job["overrides"], f"run.dir={folder / 'run'}"])
-    measured = Measured(load_config("llama_small", overrides))
-    measured.fit()
+    measured = Measured(load_config(job["recipe"], overrides))
+    with mock.patch.object(measured.saver, "save_at_the_end"):  # the other side's first steps would share the disk
+        measured.fit()
     losses = [float(record.loss) for record in records]
     measured.close()
     return losses
@@ -185,6 +199,12 @@ def overrides_of(side: str, common: Sequence[str]) -> list[str]:
     return list({item.partition("=")[0]: item for item in (*common, *([side] if "=" in side else []))}.values())
 
 
+def overrides_of_model(model: str, nproc: int) -> list[str]:
+    """Return the settings of a model and of its batch on `nproc` ranks."""
+    own = BATCH_OF_A_RANK.get(model)
+    return [*MODELS[model], *([f"train.global_batch_size={own * nproc}"] if own else [])]
+
+
 def check_side(side: str, model: str, nproc: int) -> None:
     """Raise UserError unless `side` is something to compare with, on `nproc` ranks."""
     from trainer.config import check_config, load_config
@@ -196,14 +216,17 @@ def check_side(side: str, model: str, nproc: int) -> None:
         raise setting_error("--against", side, rule, meant=nearest(side, known))
     if side == "plain" and nproc > 1:
         raise setting_error("--against", side, f"is one process, not --nproc {nproc}", HANDWRITTEN)
+    if side == HANDWRITTEN and RECIPES[model] != "llama_small":
+        raise setting_error("--against", side, f"shards a llama, and --model {model} is none", "ddp")
     if key in FIXED:
         raise setting_error("--against", side, f"{key} is set by the bench itself")
     if key.startswith(WORK):
         raise setting_error("--against", side, "another amount of work: the two sides could not be compared")
-    check_config(load_config("llama_small", overrides_of(side, [*COMMON, *MODELS[model]])), nproc, nproc)
+    overrides = overrides_of(side, [*COMMON, *overrides_of_model(model, nproc)])
+    check_config(load_config(RECIPES[model], overrides), nproc, nproc)
 
 
-def prepare(folder: Path, overrides: Sequence[str], warmup: int, steps: int) -> dict[str, Any]:
+def prepare(folder: Path, recipe: str, overrides: Sequence[str], warmup: int, steps: int) -> dict[str, Any]:
     """Return what both sides are told; write the initial weights and the order of the samples to `folder`."""
     import numpy as np
     import torch
@@ -216,7 +239,7 @@ def prepare(folder: Path, overrides: Sequence[str], warmup: int, steps: int) -> 
     from trainer.model.materialize import materialize
 
     overrides = [*COMMON, *overrides, f"train.steps={warmup + steps}", "run.name=bench"]
-    config = load_config("llama_small", overrides)
+    config = load_config(recipe, overrides)
     with torch.device("meta"):
         model = config.recipe.build_model(config.model)
     materialize(model, config.run.seed, torch.device("cpu"))
@@ -227,10 +250,9 @@ def prepare(folder: Path, overrides: Sequence[str], warmup: int, steps: int) -> 
     positions = np.arange(config.train.steps * config.train.global_batch_size)
     np.save(folder / "order.npy", sample_at(positions, num_samples, config.data.seed))
 
-    model_fields = dataclasses.asdict(config.model)
-    del model_fields["name"]
     settings = {
-        "model": model_fields,
+        "recipe": recipe,
+        "overrides": overrides,
         "weights": str(folder / "weights.pt"),
         "tokens": str(shard.path),
         "tokens_dtype": shard.info.dtype,
@@ -249,7 +271,8 @@ def prepare(folder: Path, overrides: Sequence[str], warmup: int, steps: int) -> 
         "log_every": config.log.every,
     }
     parameters = sum(p.numel() for p in model.parameters())
-    return {"overrides": overrides, "settings": settings, "warmup": warmup, "steps": steps, "parameters": parameters}
+    told = {"recipe": recipe, "overrides": overrides, "settings": settings}
+    return {**told, "warmup": warmup, "steps": steps, "parameters": parameters}
 
 
 def run_side(side: str, job: Path, folder: Path, nproc: int) -> dict[str, Any]:
@@ -302,10 +325,12 @@ def compare(model: str, against: str, nproc: int, num_pairs: int, steps: int | N
     differences: list[float] = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        job = prepare(folder, [*MODELS[model], *ALIKE.get(against, [])], warmup, steps or default_steps)
+        overrides = [*overrides_of_model(model, nproc), *ALIKE.get(against, [])]
+        job = prepare(folder, RECIPES[model], overrides, warmup, steps or default_steps)
         (folder / "job.json").write_text(json.dumps(job))
         for pair in range(num_pairs):
-            for number, side in enumerate(runs):
+            order = [*enumerate(runs)]
+            for number, side in order if pair % 2 == 0 else order[::-1]:
                 run = run_side(side, folder / "job.json", folder / f"{pair}-{number}", nproc)
                 shown = {name: run[name] for name in (*ROWS, "first_loss")}
                 emit("step", model=model, pair=pair, side=side, **shown)
@@ -320,7 +345,9 @@ def compare(model: str, against: str, nproc: int, num_pairs: int, steps: int | N
 
 
 def report(runs: dict[str, list[dict[str, Any]]], title: str) -> None:
-    """Print the medians of both sides, and the median of the pairs' ratios, the trainer's over the other's."""
+    """Print the medians of both sides, and of the ratios of the pairs, the trainer's over the other's; and the ratio of
+    each side's least, which other work on the machine disturbs the least.
+    """
     import torch
 
     rows: list[list[object]] = []
@@ -328,15 +355,17 @@ def report(runs: dict[str, list[dict[str, Any]]], title: str) -> None:
         medians = [statistics.median(run[name] for run in own) for own in runs.values()]
         ratios = [ours[name] / theirs[name] for ours, theirs in zip(*runs.values(), strict=True)]
         spread = f"{min(ratios):.3f} - {max(ratios):.3f}"
+        least = [min(run[name] for run in own) for own in runs.values()]
         bar = f"{BARS[name]:.2f}" if name in BARS and BY_HAND.keys() & runs else ""
-        rows.append([meaning, *(f"{m:.4g}" for m in medians), f"{statistics.median(ratios):.3f}", spread, bar])
+        figures = (f"{statistics.median(ratios):.3f}", f"{least[0] / least[1]:.3f}", spread)
+        rows.append([meaning, *(f"{m:.4g}" for m in medians), *figures, bar])
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    show(f"bench.step: {title}", ["measure", *runs, "ratio", "from - to", "bar"], rows, device)
+    show(f"bench.step: {title}", ["measure", *runs, "ratio", "min/min", "from - to", "bar"], rows, device)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.step", description=__doc__.partition("\n")[0])
-    parser.add_argument("--nproc", type=int, default=2, help="ranks of each run")
+    parser.add_argument("--nproc", type=int, help="ranks of each run; 2, or 1 with --against plain")
     parser.add_argument("--pairs", type=int, default=5, help="runs of each side")
     parser.add_argument("--steps", type=int, help="measured steps of each run")
     parser.add_argument("--warmup", type=int, help="steps before these")
@@ -350,7 +379,8 @@ def main() -> int:
     given = parser.parse_args()
     if given.side:
         run_rank(json.loads(Path(given.job).read_text()), given.side, Path(given.folder))
-    own = (given.model, given.against, given.nproc, given.pairs, given.steps, given.warmup)
+    nproc = given.nproc or (1 if given.against == "plain" else 2)
+    own = (given.model, given.against, nproc, given.pairs, given.steps, given.warmup)
     return run_command(lambda: compare(*own))
 
 

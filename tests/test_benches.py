@@ -251,6 +251,16 @@ def test_step() -> None:
     assert "| CPU s a step, mean of ranks |" in printed
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("side", [pytest.param("ddp", marks=pytest.mark.campaign), "plain"])
+def test_step_without_fsdp(side: str) -> None:
+    """Both sides train the same thing, and neither leaves a checkpoint at the end of what is measured."""
+    runs, printed = run_bench("step", *SMALL_STEP, "--against", side, "--model", "tiny")
+    assert [run["side"] for run in runs] == ["trainer", side]
+    assert runs[0]["first_loss"] == pytest.approx(runs[1]["first_loss"], rel=1e-4)
+    assert "| ratio | min/min |" in printed
+
+
 DONE_BY = {
     "loss-whole": "bench.variants.cross_entropy",
     "adamw-foreach": "torch._foreach_lerp_",
@@ -261,7 +271,10 @@ DONE_BY = {
 
 def train_as(side: str, folder: Path, after_step: Callable[[int], None] = lambda step: None) -> list[float]:
     """Train a few steps as a side of bench.step does, on this process alone; returns the losses."""
-    job = {"overrides": tiny_overrides("train.steps=3", "data.source=synthetic", "run.threads=1")}
+    job = {
+        "recipe": "llama_small",
+        "overrides": tiny_overrides("train.steps=3", "data.source=synthetic", "run.threads=1"),
+    }
     return bench.step._train_with_trainer(side, job, SimpleNamespace(after_step=after_step), folder / side)
 
 
@@ -310,8 +323,11 @@ def test_step_sides_that_there_are_not() -> None:
     assert refused("train.steps=4") == "--against=train.steps=4: train.steps is set by the bench itself"
     assert refused("train.compil=true").endswith("did you mean train.compile=true?")
     assert refused("train.micro_batch_size=3").startswith("train.")
-    for side in (bench.step.HANDWRITTEN, *bench.step.VARIANTS, "train.micro_batch_size=1"):
+    for side in (bench.step.HANDWRITTEN, "ddp", *bench.step.VARIANTS, "train.micro_batch_size=1"):
         bench.step.check_side(side, "small", 2)
+    bench.step.check_side("plain", "tiny", 1)
+    with pytest.raises(UserError, match="shards a llama"):
+        bench.step.check_side(bench.step.HANDWRITTEN, "tiny", 2)
 
 
 @pytest.mark.campaign

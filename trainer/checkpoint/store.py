@@ -102,7 +102,7 @@ class Checkpoints:
 
     def __init__(self, place: Place, world: World, settings: Settings, facts: Facts) -> None:
         self.place, self.world, self.settings, self.facts = place, world, settings, facts
-        self._channel, self._results = self._open_channel(), self._open_channel()
+        self._has_channels = False
         self._plans = SavePlans(world)
         self._staging = Staging(world.device)
         self.reader = Reader(place, world, settings.checksums)
@@ -155,6 +155,15 @@ class Checkpoints:
         """True if the save in flight has exceeded its time limit on this rank."""
         return self.in_flight and not self.is_written and time.monotonic() > self._overdue_at
 
+    def _open_channels(self) -> None:
+        """Open one channel for the thread that writes and one to say how it went, before the first save.  Collective.
+
+        Not earlier: a run pays for each of them in every step (see `Channel`).
+        """
+        if not self._has_channels:
+            self._channel, self._results = self._open_channel(), self._open_channel()
+            self._has_channels = True
+
     def _open_channel(self) -> Channel:
         # This waits for storage: longer than for anything else that ranks say to each other.
         return self.world.open_channel(timedelta(seconds=2 * self.settings.timeout_s))
@@ -183,10 +192,11 @@ class Checkpoints:
         state must not change before `take`, which has the result.  `due`: the steps whose saves it makes up for.
 
         No save may be in flight.  Raises UserError for state that cannot be saved at all.
-        Collectives: one gather of small messages; the first time, those of planning.
+        Collectives: one gather of small messages; the first time, those of planning and of opening process groups.
         """
         assert self._in_flight is None, "one save at a time: take() the result of the previous one first"
         started = time.perf_counter()
+        self._open_channels()
         self._overdue_at = time.monotonic() + self.settings.timeout_s
         snapshot, mistake, failure = None, None, ""
         try:

@@ -22,10 +22,15 @@ class Channel:
     Every method is a collective of the group's ranks; two threads need two channels.
     """
 
-    def __init__(self, rank: int, size: int, timeout: timedelta) -> None:
+    def __init__(self, rank: int, size: int, timeout: timedelta, uses_default_group: bool = False) -> None:
+        """With `uses_default_group` the messages go through the default group, which must be gloo's.
+
+        Otherwise, and if there is more than one rank, a group is opened.  Each costs CPU time whether it is used or
+        not: gloo has a thread for it that wakes up a hundred times a second.
+        """
         self.rank, self.size = rank, size
-        # One rank sends nothing, and each gloo group has a thread of its own that wakes up a hundred times a second.
-        self.group = dist.new_group(backend="gloo", timeout=timeout) if size > 1 else cast(Any, dist.group.WORLD)
+        opens_group = size > 1 and not uses_default_group
+        self.group = dist.new_group(backend="gloo", timeout=timeout) if opens_group else cast(Any, dist.group.WORLD)
 
     @property
     def is_main(self) -> bool:

@@ -82,7 +82,9 @@ class World(Channel):
             if self.device.type == "cuda":
                 _record_collectives(config.run_dir)
             self._open_group(timedelta(seconds=config.run.timeout_s), problem)
-        super().__init__(dist.get_rank(), dist.get_world_size(), self.timeout)
+        # On a CPU the default group is gloo's already.  It is the main thread that uses both.
+        uses_default_group = self.owns_group and self.device.type == "cpu"
+        super().__init__(dist.get_rank(), dist.get_world_size(), self.timeout, uses_default_group)
         self._groups: list[dist.ProcessGroup] = [self.group]
         self._with_own_timeout: set[dist.ProcessGroup] = set()
         self.first_failure: str | None = None

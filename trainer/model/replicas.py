@@ -8,6 +8,7 @@ Training", arXiv:2006.15704; the sizes of buckets are DistributedDataParallel's.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import cast
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -59,6 +60,15 @@ class _Bucket:
 
     def __init__(self, parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
         self.parameters, self._group = parameters, group
+        self._share = 1 / group.size()
+        """What gradients are multiplied by before they are summed."""
+        self._places: list[tuple[int, torch.Size, tuple[int, ...]]] = []
+        """Where each gradient begins in the buffer, its size and its strides."""
+        start = 0
+        for p in parameters:
+            self._places.append((start, p.size(), p.stride()))
+            start += _padded(p.numel(), p.element_size())
+        self._numel = bucket_numel((p.numel() for p in parameters), parameters[0].element_size())
         self.num_awaited = 0
         """Gradients that this backward pass has not produced yet."""
         self._work: dist.Work | None = None
@@ -72,22 +82,19 @@ class _Bucket:
         A parameter without a gradient here may have one on another rank: it takes part with zeros, and a flag for each
         parameter says whether any rank has one.
         """
-        first, count = self.parameters[0], len(self.parameters)
-        buffer = first.new_empty(bucket_numel((p.numel() for p in self.parameters), first.element_size()))
-        self._flags = buffer[-count:].fill_(1)
+        buffer = self.parameters[0].new_empty(self._numel)
+        self._flags = buffer[-len(self.parameters) :].fill_(1)
         self._absent = []
-        start = 0
-        for index, p in enumerate(self.parameters):
-            view = buffer.as_strided(p.size(), p.stride(), start)
-            start += _padded(p.numel(), p.element_size())
+        views = [buffer.as_strided(size, stride, start) for start, size, stride in self._places]
+        for index, (p, view) in enumerate(zip(self.parameters, views, strict=True)):
             if p.grad is None:
                 self._absent.append(p)
                 self._flags[index] = 0
-                view.zero_()
-            else:
-                view.copy_(p.grad)
+                p.grad = torch.zeros_like(view)
+        torch._foreach_copy_(views, [cast(torch.Tensor, p.grad) for p in self.parameters])
+        for p, view in zip(self.parameters, views, strict=True):
             p.grad = view
-        buffer.mul_(1 / self._group.size())
+        buffer.mul_(self._share)
         self._work = dist.all_reduce(buffer, group=self._group, async_op=True)
 
     @torch.no_grad()

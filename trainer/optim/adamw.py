@@ -16,6 +16,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from trainer.errors import setting_error
 from trainer.model.parameters import local, own_rows, seed_of
@@ -40,8 +41,9 @@ class FusedAdamW(torch.optim.AdamW):
 
     def _init_group(self, group: dict[str, Any], *lists: list[torch.Tensor]) -> bool:
         has_complex: bool = super()._init_group(group, *lists)  # type: ignore[misc]
-        for tensors in lists:
-            tensors[:] = map(local, tensors)
+        if any(isinstance(p, DTensor) for p in group["params"]):
+            for tensors in lists:
+                tensors[:] = map(local, tensors)
         return has_complex
 
 
