@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -25,6 +26,10 @@ LIMIT_S, LIMIT_GIB = 10.0, 2.0
 AT_ONCE = [name for name in CASES if name.startswith(("config: ", "link: "))]
 """What is found in config.json and in the names of files, before torch is needed."""
 LEFT = ("config: NaN", "config: model_type unknown", "config: code of its own", "weights: pickle", "weights: NaN")
+"""What only reading more than configuration files and headers shows."""
+TRAINED = ("weights: NaN", "tokenizer: catastrophic regex")
+"""Not broken by what can be seen: the loss of the first is not a number, which ends the run; short chats do not meet the
+regular expression's worst case, and a stop request is heard in it."""
 HEADERS = [
     "weights: empty",
     "weights: garbage",
@@ -115,7 +120,7 @@ def test_a_report_serves_no_file_outside_of_the_run(tmp_path: Path) -> None:
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("model", ["auto", "hf"])
-@pytest.mark.parametrize("name", [name for name in CASES if name not in LEFT])
+@pytest.mark.parametrize("name", [name for name in CASES if name not in TRAINED])
 def test_a_broken_folder_costs_little(name: str, model: str, tmp_path: Path) -> None:
     """The whole command, in a process of its own: one message, exit code 2, in bounded time and memory."""
     if model == "hf":
