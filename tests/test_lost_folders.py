@@ -20,7 +20,7 @@ from tests.ranks import run_ranks
 from tests.test_faults import lines_of, of, slow, steps_in, with_
 from tests.tiny import tiny_config
 from trainer.distributed.world import World
-from trainer.errors import TrainingFailed, UserError
+from trainer.errors import PeerFailed, TrainingFailed, UserError
 from trainer.lifecycle.folder import Owner, RunFolder
 from trainer.lifecycle.relocation import Relocation
 from trainer.metrics.record import Record
@@ -140,7 +140,7 @@ def test_another_run_takes_the_name_of_a_deleted_folder(tmp_path: Path) -> None:
     assert of("start", folder, "resumed_step") == [None]
     assert of("train", folder, "step") == list(range(1, 9))
     assert json.loads((folder / "status.json").read_text())["state"] == "finished"
-    assert json.loads((tmp_path / "gone" / "status.json").read_text())["state"] == "failed"
+    assert json.loads((tmp_path / "gone" / "status.json").read_text())["state"] == "failed", first.stderr
     assert max(steps_in(folder)) == 8
     assert max(steps_in(tmp_path / "gone")) == max(of("train", tmp_path / "gone", "step"))
 
@@ -256,7 +256,7 @@ def relocate(base: Path, is_refused: bool) -> tuple[str, list[Path]]:
     said = ""
     try:
         assert Relocation(world, folder, checkpoints, metrics).check()
-    except TrainingFailed as error:
+    except (TrainingFailed, PeerFailed) as error:
         said = str(error)
     folder.release()
     world.close()
