@@ -592,8 +592,8 @@ DEFECTS: list[Defect] = [
     Defect(
         "lost-folder-not-followed",
         "lost-folders",
-        "trainer/lifecycle/refuge.py",
-        "self._checkpoints.move_to(find_place(place))",
+        "trainer/lifecycle/relocation.py",
+        "self._checkpoints.move_to(place)",
         "pass",
     ),
     Defect(

@@ -100,8 +100,8 @@ class Run:
             doubt=lambda step: None,
         )
         forecast = SimpleNamespace(result=dict, misses=list, explain=lambda error: None)
-        refuge = SimpleNamespace(has_moved=False, check=lambda: False)
-        collaborators: list[Any] = [kept, refuge, metrics, watchdog, accounts, saver, forecast]
+        relocation = SimpleNamespace(has_moved=False, check=lambda: False)
+        collaborators: list[Any] = [kept, relocation, metrics, watchdog, accounts, saver, forecast]
         world: Any = self.world
         self.life = Lifecycle(config, world, self.progress, self.ballot, *collaborators, None, None, started=0.0)
 

@@ -9,14 +9,20 @@ import json
 import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.faults import Fault, Started, start
 from tests.gate import wait_until
+from tests.ranks import run_ranks
 from tests.test_faults import lines_of, of, slow, steps_in, with_
-from trainer.lifecycle.folder import Owner
+from tests.tiny import tiny_config
+from trainer.distributed.world import World
+from trainer.errors import PeerFailed, TrainingFailed, UserError
+from trainer.lifecycle.folder import Owner, RunFolder
+from trainer.lifecycle.relocation import Relocation
 from trainer.metrics.record import Record
 from trainer.metrics.sinks import JsonLines
 
@@ -134,7 +140,7 @@ def test_another_run_takes_the_name_of_a_deleted_folder(tmp_path: Path) -> None:
     assert of("start", folder, "resumed_step") == [None]
     assert of("train", folder, "step") == list(range(1, 9))
     assert json.loads((folder / "status.json").read_text())["state"] == "finished"
-    assert json.loads((tmp_path / "gone" / "status.json").read_text())["state"] == "failed"
+    assert json.loads((tmp_path / "gone" / "status.json").read_text())["state"] == "failed", first.stderr
     assert max(steps_in(folder)) == 8
     assert max(steps_in(tmp_path / "gone")) == max(of("train", tmp_path / "gone", "step"))
 
@@ -229,3 +235,58 @@ def test_whoever_deletes_the_folder_finds_it_empty(tmp_path: Path, capsys: pytes
     lines.close()
     assert of("eval", tmp_path / "b", "step") == [1, 2, 3]
     assert capsys.readouterr().err == ""
+
+
+def relocate(base: Path, is_refused: bool) -> tuple[str, list[Path]]:
+    """Lose the folder of a run on rank 0; return with what error relocation ends, and where this rank then writes."""
+    config = tiny_config(base / "run", f"checkpoint.dir={base / 'run' / 'a' / 'b'}")
+    world = World(config)
+    folder, places = RunFolder(config, world.is_main), list[Path]()
+    world.agreed(folder.own)
+    if world.is_main:
+        (base / "run").rename(base / "renamed")
+
+    def refuse() -> None:
+        raise UserError("another run owns it")
+
+    if is_refused:
+        folder.move = refuse  # type: ignore[method-assign]
+    checkpoints: Any = SimpleNamespace(move_to=lambda place: places.append(place.path))
+    metrics: Any = SimpleNamespace(move_to=lambda path: None)
+    said = ""
+    try:
+        assert Relocation(world, folder, checkpoints, metrics).check()
+    except (TrainingFailed, PeerFailed) as error:
+        said = str(error)
+    folder.release()
+    world.close()
+    return said, [folder.path, *places]
+
+
+@pytest.mark.slow
+def test_all_ranks_move_or_none_does(tmp_path: Path) -> None:
+    for base in (tmp_path / "moves", tmp_path / "fails"):
+        base.mkdir()
+    moved = tmp_path / "moves" / "renamed"
+    assert run_ranks(2, relocate, tmp_path / "moves", False, timeout_s=60) == [("", [moved, moved / "a" / "b"])] * 2
+    for said, _ in run_ranks(2, relocate, tmp_path / "fails", True, timeout_s=60):
+        assert "its state cannot be saved elsewhere: another run owns it" in said
+
+
+@pytest.mark.slow
+def test_checkpoints_deep_inside_the_folder_of_the_run(tmp_path: Path) -> None:
+    """Their parents are made once: not again after the folder was deleted, but in the one that takes its place."""
+    saved = tmp_path / "run" / "a" / "b" / "saved"
+    run = lose(tmp_path, f"rm -rf {tmp_path / 'run'}", f"checkpoint.dir={saved}")
+    assert not run.folder.exists()
+    rescued = tmp_path / "run-rescued"
+    assert advice(run) == [f"run.dir={rescued}", f"checkpoint.dir={rescued}/a/b/saved"]
+    goes_on(run, advice(run))
+
+
+def test_parents_made_for_nothing_go(tmp_path: Path) -> None:
+    folder = RunFolder(tiny_config(tmp_path / "run", f"checkpoint.dir={tmp_path / 'run' / 'a' / 'b'}"), True)
+    folder.own()
+    assert (tmp_path / "run" / "a").is_dir()
+    folder.release()
+    assert not (tmp_path / "run").exists()

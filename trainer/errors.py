@@ -24,6 +24,7 @@ import traceback
 import urllib.parse
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 from trainer.stopping import PromptStop, StopRequested, leave_at_once, stopped
@@ -137,12 +138,28 @@ def run_command(work: Callable[[], int]) -> int:
         return EXIT_USER_ERROR
 
 
-def is_full(error: BaseException) -> bool:
-    """Return whether an error says that a disk, or a quota, is full.  Libraries wrap that in errors of their own."""
+TORCH_SAVE = ("failed writing file", "unexpected pos")
+"""What torch.save says, without a reason, when it cannot write."""
+
+
+def is_full(error: BaseException, path: Path | None = None, num_bytes: int = 0) -> bool:
+    """Return whether an error says that a disk, or a quota, is full.  Libraries wrap that in errors of their own.
+
+    torch.save gives no reason when it cannot write: then the disk of `path`, where `num_bytes` were to be written, is
+    looked at.
+    """
     if isinstance(error, OSError):
         return error.errno in (errno.ENOSPC, errno.EDQUOT)
-    words = ("No space left on device", "failed writing file", "unexpected pos")  # of safetensors; of torch.save
-    return any(word in str(error) for word in words)
+    if "No space left on device" in str(error):  # safetensors
+        return True
+    if path is None or not any(words in str(error) for words in TORCH_SAVE):
+        return False
+    existing = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    return shutil.disk_usage(existing).free < max(num_bytes, _NO_ROOM)
+
+
+_NO_ROOM = 1 << 20
+"""A disk with fewer free bytes is full."""
 
 
 def code_of_signal(name: str) -> int:

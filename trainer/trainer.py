@@ -34,7 +34,7 @@ from trainer.lifecycle.folder import RunFolder
 from trainer.lifecycle.garbage import GarbageCollection
 from trainer.lifecycle.lifecycle import Lifecycle
 from trainer.lifecycle.phases import watch_phases
-from trainer.lifecycle.refuge import Refuge
+from trainer.lifecycle.relocation import Relocation
 from trainer.lifecycle.resume import Resume
 from trainer.lifecycle.samples import Samples
 from trainer.lifecycle.saves import RunSaves
@@ -151,14 +151,14 @@ class Trainer:
         counted = (self.metrics, self.skips, self.horizon)
         self.accounts = Accounts(config, world, *counted, self.watchdog, observers, self.loader, self.forecast.count)
         self.resume = Resume(config, world, self.checkpoints, self.folder, self.metrics)
-        refuge = Refuge(world, self.folder, self.checkpoints, self.metrics)
-        saves = RunSaves(world, self.folder, refuge, self.resume, self.accounts, self.watchdog, self.metrics)
+        relocation = Relocation(world, self.folder, self.checkpoints, self.metrics)
+        saves = RunSaves(world, self.folder, relocation, self.resume, self.accounts, self.watchdog, self.metrics)
         weights, _, kept = bytes_of_training(self.model, config.optim, config.train.ema > 0)
         self.saver = Saver(self.checkpoints, config, self.ballot, saves, weights + kept)
         samples = Samples(config, world, self.model, self.average, self.metrics)
         world.agreed(samples.check)
         self.evaluations = Evaluations(self.state, self.watchdog, self.horizon, self.saver, samples)
-        others = (self.folder, refuge, self.metrics, self.watchdog, self.accounts, self.saver, self.forecast)
+        others = (self.folder, relocation, self.metrics, self.watchdog, self.accounts, self.saver, self.forecast)
         loaders = (self.loader, self.eval_loader)
         self.lifecycle = Lifecycle(config, world, self.state, self.ballot, *others, *loaders, started)
 

@@ -45,7 +45,7 @@ def lack_of_room(place: Place, section: CheckpointSection, num_bytes: int, steps
     """Return a warning if the checkpoints of a run do not fit on the disk of `place`; empty if they do, or if the
     storage does not tell.
 
-    num_bytes: about how large one will be.  If there is one, that tells better.
+    num_bytes: estimated size of a checkpoint; the newest existing one is used instead if there is one.
     """
     free, existing = None, list[int]()
     with suppress(OSError, Damaged, UserError):

@@ -332,7 +332,7 @@ class Checkpoints:
         return SaveResult(step, path, 0, elapsed, elapsed, f"{path}: {error}")
 
     def _begin(self, final: str, all_bytes: int, may_prune: bool) -> tuple[str, str]:
-        """Rank 0: see that there is room, and make the folder.  Returns its name for the time being, or an error.
+        """Rank 0: see that there is room, and make the folder.  Returns its temporary name, or an error.
 
         With `may_prune`, what will not be kept once this checkpoint is published is deleted now if there is no room.
         """

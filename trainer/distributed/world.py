@@ -246,6 +246,8 @@ class World(Channel):
         """Leave together: wait for all ranks, then end the process group if this opened it."""
         if self._watch is not None:
             self._watch.stop()
+        if self in _worlds:
+            _worlds.remove(self)  # which would keep the Trainer: it listens for failures
         if dist.is_initialized() and self.owns_group:
             self.barrier()
             dist.destroy_process_group()
@@ -258,7 +260,7 @@ def part() -> None:
 
 
 _worlds: list[World] = []
-"""Those that were opened in this process, with other ranks."""
+"""Those of several ranks that this process has opened and not closed."""
 
 _PART_S = 2.0
 """How long rank 0 waits for the others, at most."""

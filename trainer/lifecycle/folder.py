@@ -85,6 +85,9 @@ class RunFolder:
         for owner in self._owners:
             with _usable(owner.setting, owner.folder, legal[owner.setting]):
                 owner.acquire()
+        if not self._is_owned:
+            with _usable("checkpoint.dir", Path(self.checkpoint_dir or self.path), None):
+                self._make_parents()
         self._is_owned = True
 
     def release(self) -> None:
@@ -112,7 +115,7 @@ class RunFolder:
 
     def move(self) -> None:
         """Have the run write elsewhere, now that a folder of it is lost: to where the folder was renamed to, or to a
-        new one beside where it was.  On rank 0.  Raises OSError if that cannot be.
+        new folder next to the old one.  On rank 0.  Raises OSError or UserError if that cannot be used.
         """
         for number, owner in enumerate(self._owners):
             loss = owner.look()
@@ -130,8 +133,22 @@ class RunFolder:
             if loss.setting == "run.dir":
                 self.path = owner.folder
                 if loss.moved_to is None:
+                    self._make_parents()
                     self.begin()
         self.has_moved = True
+
+    def adopt(self, path: Path, checkpoint_dir: str | None) -> None:
+        """Rank 0 has moved the run: use its folders on this rank too."""
+        self.path, self.checkpoint_dir, self.has_moved = path, checkpoint_dir, True
+
+    def _make_parents(self) -> None:
+        """Make the folders between `run.dir` and a `checkpoint.dir` inside it.
+
+        Once, when the run takes its folder: a save makes no parents, so that a folder that was deleted stays deleted.
+        """
+        kept = find_folder(self.checkpoint_dir) if self.checkpoint_dir else None
+        if kept is not None and self.path.absolute() in kept.parents:
+            self._owners[0].make(kept.parent)
 
     @property
     def moved_settings(self) -> str:
@@ -302,6 +319,12 @@ class Owner:
         self._descriptor = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._beat = threading.Thread(target=self._keep_alive, name="owner", daemon=True)
         self._beat.start()
+
+    def make(self, folder: Path) -> None:
+        """Make a folder inside this one, and its parents; `release` removes those that are still empty."""
+        missing = [path for path in (folder, *folder.parents) if not path.exists()]
+        folder.mkdir(parents=True, exist_ok=True)
+        self._made = [*missing, *self._made]
 
     def release(self) -> None:
         if self._beat is None:

@@ -37,7 +37,7 @@ from trainer.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_USER_E
 from trainer.lifecycle.folder import RunFolder
 from trainer.lifecycle.leaving import Leaving
 from trainer.lifecycle.on_end import tell_of_the_end
-from trainer.lifecycle.refuge import Refuge
+from trainer.lifecycle.relocation import Relocation
 from trainer.lifecycle.summary import closing
 from trainer.lifecycle.watchdog import Watchdog
 from trainer.metrics.accounts import Accounts
@@ -79,7 +79,7 @@ class Lifecycle:
         progress: Resumable,
         ballot: Ballot,
         folder: RunFolder,
-        refuge: Refuge,
+        relocation: Relocation,
         metrics: Metrics,
         watchdog: Watchdog,
         accounts: Accounts,
@@ -90,7 +90,7 @@ class Lifecycle:
         started: float,
     ) -> None:
         self._config, self._world, self._progress = config, world, progress
-        self._folder, self._refuge, self._metrics, self._watchdog = folder, refuge, metrics, watchdog
+        self._folder, self._relocation, self._metrics, self._watchdog = folder, relocation, metrics, watchdog
         self._accounts, self._saver, self._forecast = accounts, saver, forecast
         self._loader, self._started = loader, started
         self._earlier_error = sys.exc_info()[1]  # one that is being handled already
@@ -186,8 +186,8 @@ class Lifecycle:
 
         With `saves` the state is saved elsewhere first, unless it has been.
         """
-        had_moved, step = self._refuge.has_moved, self._progress.step
-        if not self._refuge.check():
+        had_moved, step = self._relocation.has_moved, self._progress.step
+        if not self._relocation.check():
             return
         saved = "its state is not saved"
         if saves and step:
@@ -195,7 +195,7 @@ class Lifecycle:
                 self._saver.forget()
             self._saver.save_at_the_end(self._progress)
             saved = f"the state of step {step} is in {self._saver.place}"
-        raise self._refuge.farewell(saved)
+        raise self._relocation.final_error(saved)
 
     def end_without_work(self, resumed_step: int | None, clean: Callable[[], None]) -> int:
         """There is nothing left to train.  Returns the exit code.  `clean` removes what a killed attempt left."""
@@ -241,7 +241,7 @@ class Lifecycle:
             self._folder.release()
 
     def _record_prompt_stop(self) -> None:
-        """Record the same if the main thread is in a call that does not return.  On another thread."""
+        """Record the stop from another thread while the main thread is blocked."""
         if self.phase == "running":
             self._folder.write_status("stopped", EXIT_STOPPED, self._progress.step, "asked to stop")
         self._folder.release()

@@ -9,7 +9,7 @@ from trainer.checkpoint.saver import Resumable
 from trainer.checkpoint.store import SaveResult
 from trainer.distributed.world import World
 from trainer.lifecycle.folder import RunFolder
-from trainer.lifecycle.refuge import Refuge
+from trainer.lifecycle.relocation import Relocation
 from trainer.lifecycle.resume import Resume
 from trainer.lifecycle.watchdog import Watchdog
 from trainer.metrics.accounts import Accounts
@@ -26,13 +26,13 @@ class RunSaves:
         self,
         world: World,
         folder: RunFolder,
-        refuge: Refuge,
+        relocation: Relocation,
         resume: Resume,
         accounts: Accounts,
         watchdog: Watchdog,
         metrics: Metrics,
     ) -> None:
-        self._world, self._folder, self._refuge, self._resume = world, folder, refuge, resume
+        self._world, self._folder, self._relocation, self._resume = world, folder, relocation, resume
         self._accounts, self._watchdog, self._metrics = accounts, watchdog, metrics
 
     @property
@@ -50,7 +50,7 @@ class RunSaves:
 
     def prepare(self, state: Resumable) -> None:
         self._world.agreed(self._folder.own)
-        self._refuge.check()
+        self._relocation.check()
         self._resume.confirm(state.step)
         self._accounts.settle()
 

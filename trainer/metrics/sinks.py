@@ -45,7 +45,7 @@ class JsonLines:
         self._missed_at: float | None = None
         """When the file was first found to be deleted or replaced."""
         self._folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        """The folder that the file is in, whatever its name is by now: another one in its place is left alone."""
+        """The folder of the file, by descriptor, so that a rename does not matter and a replacement is not touched."""
         self._file = self._open_past(resumed_step)
 
     def _open_past(self, step: int) -> io.FileIO:

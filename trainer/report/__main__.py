@@ -76,7 +76,11 @@ def write_report(folders: Sequence[Path], out: Path | None = None) -> tuple[Path
 
 
 def _write(contents: Mapping[Path, bytes]) -> None:
-    """Write all files or none, so that a browser which reloads a page meanwhile sees the old one or the new one."""
+    """Write all files, then rename them into place; if one cannot be written, none is replaced.
+
+    A browser that reloads the page meanwhile sees the old one or the new one.  If a rename fails, files
+    renamed before it stay replaced.
+    """
     with contextlib.ExitStack() as stack:
         for path, content in contents.items():
             stack.enter_context(replacing(path)).write_bytes(content)

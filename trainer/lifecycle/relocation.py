@@ -1,0 +1,75 @@
+"""Relocation: where a run saves its state once a folder of it was deleted, renamed or replaced by another one.
+
+To train on would lose the results, and to make the folder again would put files where somebody has just cleared them
+away, or where another run has begun.  So the run ends after the current step.  Its state, metrics and status go to
+where the folder was renamed to, or to a new folder next to the old one; from there the run can be continued.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from trainer.checkpoint.place import find_place
+from trainer.checkpoint.store import Checkpoints
+from trainer.distributed.world import World
+from trainer.errors import TrainingFailed, UserError
+from trainer.lifecycle.folder import Loss, RunFolder
+from trainer.metrics.fanout import Metrics
+
+Result = TypeVar("Result")
+
+
+class Relocation:
+    """Moves the files of a run once its folder is lost.  All methods are collective."""
+
+    def __init__(self, world: World, folder: RunFolder, checkpoints: Checkpoints, metrics: Metrics) -> None:
+        self._world, self._folder, self._checkpoints, self._metrics = world, folder, checkpoints, metrics
+        self.has_moved = False
+        """True on all ranks once the run writes elsewhere."""
+
+    def check(self) -> bool:
+        """Look whether the folder is still there; if not, have all that is still to be written go elsewhere.
+
+        Returns whether it is lost.  Raises on all ranks if no other folder can be made.  One broadcast as long as the
+        folder is there.
+        """
+        if self.has_moved:
+            return True
+        loss = self._world.broadcast(self._folder.look())
+        if loss is None:
+            return False
+        self._agreed(loss, self._move_files)
+        self._folder.adopt(*self._world.broadcast((self._folder.path, self._folder.checkpoint_dir)))
+        place = self._agreed(loss, lambda: find_place(self._folder.checkpoint_dir or self._folder.path / "checkpoints"))
+        self._checkpoints.move_to(place)
+        self.has_moved = True
+        return True
+
+    def _move_files(self) -> None:
+        if self._world.is_main:
+            self._folder.move()
+            self._metrics.move_to(self._folder.path)
+
+    def _agreed(self, loss: Loss, work: Callable[[], Result]) -> Result:
+        """Return what `work` returns; raise on all ranks if it fails on one, also if another run owns the folder."""
+
+        def attempt() -> Result:
+            try:
+                return work()
+            except (OSError, UserError) as error:
+                raise TrainingFailed(f"{loss}\n  its state cannot be saved elsewhere: {error}") from error
+
+        return self._world.agreed(attempt)
+
+    def final_error(self, saved: str) -> TrainingFailed:
+        """Return the error with which the run ends: what happened, what is where, and how to continue.
+
+        saved: what is known of its state, such as "the state of step 7 is in runs/a-rescued/checkpoints".
+        """
+        settings = self._folder.moved_settings
+        lines = [str(self._folder.loss), saved]
+        if "run.dir=" in settings:
+            lines.append(f"its metrics and its status are in {self._folder.path}")
+        lines.append(f"to continue: the same command with {settings}")
+        return TrainingFailed(self._world.broadcast("\n  ".join(lines)))
