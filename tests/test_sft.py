@@ -84,6 +84,14 @@ def test_packed_chats_train_as_each_conversation_alone(tmp_path: Path) -> None:
     assert packed[-1] < packed[0]
 
 
+@pytest.mark.slow
+def test_workers_of_the_loader_read_the_same_chats(tmp_path: Path) -> None:
+    """They are sent the source, chat template and all."""
+    settings = [*write_chats(tmp_path), "train.steps=3"]
+    alone, helped = (losses(tmp_path / n, *settings, f"data.num_workers={n}") for n in ("0", "1"))
+    assert alone == helped
+
+
 def test_an_evaluation_is_the_same_packed_or_not(tmp_path: Path) -> None:
     found = []
     for pack in ("true", "false"):

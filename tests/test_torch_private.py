@@ -27,7 +27,7 @@ from torchdata.stateful_dataloader import stateful_dataloader
 
 from tests.forked import REPOSITORY
 
-MOST_USES = 50
+MOST_USES = 51
 
 PRIVATE: dict[str, Callable[[], object]] = {
     # tensors, storages, operators
@@ -35,6 +35,7 @@ PRIVATE: dict[str, Callable[[], object]] = {
     "_version": lambda: torch.ones(1)._version == 0,
     "_base": lambda: torch.ones(4).view(2, 2)._base is not None,
     "_foreach_add_": lambda: _is_in_place(lambda ones: torch._foreach_add_(ones, 1), 2),
+    "_foreach_copy_": lambda: _is_in_place(lambda ones: torch._foreach_copy_(ones, [torch.zeros(())]), 0),
     "_foreach_mul_": lambda: _is_in_place(lambda ones: torch._foreach_mul_(ones, torch.full((), 3.0)), 3),
     "_foreach_norm": lambda: torch._foreach_norm([torch.ones(4)], 2.0, torch.float32)[0] == 2,
     "_foreach_sub_": lambda: _is_in_place(lambda ones: torch._foreach_sub_(ones, [torch.ones(())]), 0),

@@ -448,7 +448,9 @@ class Owner:
                         num_missed += 1
                         if num_missed % 2 == 0:  # not at once: whoever deletes the whole folder has just begun
                             self._claim_again()
-                    elif owner.get("pid") != self._own["pid"]:
+                    elif owner.get("pid") != self._own["pid"] and self._read() == owner:
+                        # Read again: since the first look this run may have moved out of a folder whose name another
+                        # one has taken.
                         self._give_way(owner)
                 elif owner == self._own and time.monotonic() >= beat_at:
                     beat_at = time.monotonic() + self.BEAT_S

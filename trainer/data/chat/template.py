@@ -57,11 +57,15 @@ class ChatTemplate:
     """
 
     def __init__(
-        self, templates: Mapping[str, str], tokens: Mapping[str, str], now: Callable[[], datetime] = lambda: A_DAY
+        self, templates: Mapping[str, str], tokens: Mapping[str, str], now: Callable[[], datetime] | None = None
     ) -> None:
-        self.sources, self.tokens = dict(templates), dict(tokens)
-        self._environment = _environment(now)
+        self.sources, self.tokens, self._now = dict(templates), dict(tokens), now
+        self._environment = _environment(now or (lambda: A_DAY))
         self._compiled = {name: self._environment.from_string(text) for name, text in self.sources.items()}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A worker of the loader compiles the template again: what Jinja makes of it cannot be pickled."""
+        return type(self), (self.sources, self.tokens, self._now)
 
     @cached_property
     def has_generation(self) -> bool:
