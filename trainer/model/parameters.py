@@ -69,7 +69,8 @@ def as_saved(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """
     mesh = _replicated_on.get(parameter)
     if mesh is None or isinstance(tensor, DTensor) or tensor.shape != parameter.shape:
-        return tensor
+        # Without what makes it a parameter, which would be stored too: in the background its copy is, which has none.
+        return tensor if isinstance(tensor, DTensor) else tensor.detach()
     return DTensor.from_local(tensor.detach(), mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
