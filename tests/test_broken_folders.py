@@ -28,8 +28,7 @@ AT_ONCE = [name for name in CASES if name.startswith(("config: ", "link: "))]
 LEFT = ("config: NaN", "config: model_type unknown", "config: code of its own", "weights: pickle", "weights: NaN")
 """What only reading more than configuration files and headers shows."""
 TRAINED = ("weights: NaN", "tokenizer: catastrophic regex")
-"""Not seen to be broken: the loss of the first is not a number, which ends the run; short chats do not meet the regular
-expression's worst case, and a stop request is heard in it."""
+"""Left out: neither is refused.  What a run on them does in the end is not tested."""
 HEADERS = [
     "weights: empty",
     "weights: garbage",
