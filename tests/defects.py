@@ -4,22 +4,26 @@
     python -m tests.defects --campaign          # against those of the campaign too
     python -m tests.defects loss-scale --keep   # one, in a copy that is left for a look
 
-Each is one line of one file, of a kind that happens: a wrong scale, a missed flush, a swapped axis.  A defect that no
-test finds means that a test is missing, or that it cannot fail.
+Each is a small mistake in one function, of a kind that happens: a wrong scale, a missed flush, a swapped axis.  It is
+found by the function's name, so that moving or reformatting code does not concern it.  A defect that no test finds
+means that a test is missing, or that it cannot fail.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from tests.forked import REPOSITORY
@@ -28,50 +32,122 @@ from tests.promises import read_promises
 
 @dataclass(frozen=True)
 class Defect:
-    """One line of `file`, `old`, becomes `new`: what `promise`, a row of README.md beside this file, says is broken."""
+    """Inside one function, the code `old` becomes `new`: this breaks `promise`, a row of README.md beside this file."""
 
     name: str
     promise: str
-    file: str
+    where: str
+    """The function, method, class or module constant, such as `Trainer.train_step`, wherever its file is.
+
+    If several modules define the name, its module comes first: `trainer.run:_read`.
+    """
     old: str
+    """A part of its code that occurs there once.  Spaces, line breaks and trailing commas do not matter."""
     new: str
     by_campaign: bool = False
     """Whether finding it takes the campaign's tests of the promise: all others are found by those of `make test`."""
 
     def plant(self, root: Path) -> None:
-        path = root / self.file
+        """Change the code below `root`."""
+        path, text = self.planted(root)
+        path.write_text(text)
+
+    def planted(self, root: Path) -> tuple[Path, str]:
+        """Return the file to change and its new text.
+
+        Raises AssertionError unless `where` and `old` name exactly one place.
+        """
+        places = definitions(root).get(self.where, [])
+        assert len(places) == 1, f"{self.name}: {self.where} is defined {len(places)} times: {places}"
+        ((path, begin, end),) = places
         text = path.read_text()
-        assert text.count(self.old) == 1, f"{self.name}: {self.file} has {text.count(self.old)} times {self.old!r}"
-        path.write_text(text.replace(self.old, self.new))
+        found = find_code(text[begin:end], self.old)
+        assert len(found) == 1, f"{self.name}: {self.where} in {path} has {len(found)} times {self.old!r}"
+        first, last = found[0]
+        return path, text[: begin + first] + self.new.strip() + text[begin + last :]
+
+
+@cache
+def definitions(root: Path) -> dict[str, list[tuple[Path, int, int]]]:
+    """Return each definition's file, and where its text begins and ends there in characters.
+
+    The keys are dotted names, `Trainer.train_step`, and the same after their modules, `trainer.trainer:Trainer.close`.
+    """
+    found: dict[str, list[tuple[Path, int, int]]] = {}
+    for top in ("trainer", "recipes"):
+        for path in sorted((root / top).rglob("*.py")):
+            module = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
+            for name, begin, end in _spans(path.read_text()):
+                for key in (name, f"{module}:{name}"):
+                    found.setdefault(key, []).append((path, begin, end))
+    return found
+
+
+def _spans(text: str) -> Iterator[tuple[str, int, int]]:
+    """Yield each function, class and assignment of a module: its dotted name, and where it begins and ends."""
+    starts = [0]
+    for line in text.splitlines(keepends=True):
+        starts.append(starts[-1] + len(line))
+
+    def visit(parent: ast.AST, prefix: str) -> Iterator[tuple[str, int, int]]:
+        for node in ast.iter_child_nodes(parent):
+            names, inner = [], prefix
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+                names, inner = [node.name], f"{prefix}{node.name}."
+            elif isinstance(node, ast.Assign):
+                names = [target.id for target in node.targets if isinstance(target, ast.Name)]
+            elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                names = [node.target.id]
+            for name in names:
+                begin = min(each.lineno for each in (node, *getattr(node, "decorator_list", [])))
+                yield prefix + name, starts[begin - 1], starts[node.end_lineno or begin]
+            yield from visit(node, inner)
+
+    yield from visit(ast.parse(text), "")
+
+
+def find_code(text: str, code: str) -> list[tuple[int, int]]:
+    """Return where `code` begins and ends in `text`, whatever the line breaks and trailing commas are."""
+    words, wanted = _words(text), [word for word, _, _ in _words(code)]
+    ends = range(len(words) - len(wanted) + 1)
+    hits = [start for start in ends if [word for word, _, _ in words[start : start + len(wanted)]] == wanted]
+    return [(words[start][1], words[start + len(wanted) - 1][2]) for start in hits]
+
+
+def _words(text: str) -> list[tuple[str, int, int]]:
+    found = [(match[0], match.start(), match.end()) for match in re.finditer(r"\w+|[^\w\s]", text)]
+    closes = [word in (")", "]", "}") for word, _, _ in found]
+    is_trailing = [word == "," and after for (word, _, _), after in zip(found, [*closes[1:], False], strict=True)]
+    return [word for word, trails in zip(found, is_trailing, strict=True) if not trails]
 
 
 DEFECTS: list[Defect] = [
-    Defect("not-looked-at-again", "cut-short", "trainer/checkpoint/small_files.py", "if kept != data:", "if not data:"),
+    Defect("not-looked-at-again", "cut-short", "write_files", "if kept != data:", "if not data:"),
     Defect(
         "name-taken-at-its-word",
         "damage",
-        "trainer/checkpoint/manifest.py",
+        "read_manifest",
         "named not in (None, manifest.step)",
         "False",
     ),
     Defect(
         "flipped-bits-trained-on",
         "caches-heal",
-        "trainer/data/shards.py",
+        "Shard._verify",
         "if found != recorded:",
         "if False:",
     ),
     Defect(
         "pages-taken-unchecked",
         "shard-pages",
-        "trainer/data/shards.py",
+        "Shard._fill_checked",
         "if crc32(content[place : place + _PAGE]) != own:",
         "if False:",
     ),
     Defect(
         "lock-of-a-removed-file",
         "caches-heal",
-        "trainer/data/cache.py",
+        "locked",
         "if not is_locked or is_at(descriptor, path):",
         "if True:",
     ),
@@ -79,21 +155,21 @@ DEFECTS: list[Defect] = [
     Defect(
         "each-rank-decides-when-to-save",
         "pays",
-        "trainer/checkpoint/pace.py",
+        "find_pace",
         "pace.is_agreed = lambda: asked.anyone",
         "pace.is_agreed = pace.is_time",
     ),
     Defect(
         "tied-table-not-gathered-back",
         "fewer-gathers",
-        "trainer/model/units.py",
+        "is_looked_up",
         "    return not any(id(parameter) in shared for module in modules for parameter in module.parameters())",
         "    return True",
     ),
     Defect(
         "fused-across-products",
         "plan-published",
-        "trainer/plan/fusion.py",
+        "trainer.plan.fusion:_groups",
         "(operator.is_fused and not is_fused)",
         "0",
     ),
@@ -101,14 +177,14 @@ DEFECTS: list[Defect] = [
     Defect(
         "save-postponed-for-good",
         "streaks",
-        "trainer/checkpoint/saver.py",
+        "SaveSchedule.is_due",
         "return falls_due or self._is_postponed",
         "return falls_due",
     ),
     Defect(
         "pruned-in-a-streak",
         "streaks",
-        "trainer/checkpoint/store.py",
+        "Checkpoints._save",
         "is_in_doubt = snapshot.num_skipped > 0 or state.num_skipped > 0",
         "is_in_doubt = snapshot.num_skipped > 0",
     ),
@@ -116,112 +192,112 @@ DEFECTS: list[Defect] = [
     Defect(
         "a-view-handed-on",
         "unit-outputs",
-        "trainer/model/shard.py",
+        "_own_output.own",
         "        if tensor._base is None or not tensor.requires_grad:",
         "        if tensor._base is None or not is_plain:",
     ),
     Defect(
         "aliases-forgotten",
         "mistakes-advice",
-        "trainer/config/load.py",
+        "_assign",
         'raise choice_error(key, value, choices, aliases=legal[key].metadata.get("aliases")) from error',
         "raise choice_error(key, value, choices) from error",
     ),
     Defect(
         "printed-unchecked",
         "print-config",
-        "trainer/run.py",
+        "trainer.run:_read",
         "        _check_as_printed(config, arguments.nproc, env)",
         "        pass",
     ),
     Defect(
         "compiler-not-looked-for",
         "needs",
-        "trainer/config/needs.py",
+        "check_needs",
         "    if config.train.compile is True:",
         '    if config.train.compile is True and device_type == "cuda":',
     ),
     Defect(
         "advice-scrolled-away",
         "out-of-memory",
-        "trainer/plan/forecast.py",
+        "Forecast._explanation",
         'return "\\n".join([*lines, *self._remedies(self.plan)])',
         'return "\\n".join([*self._remedies(self.plan), *lines])',
     ),
     Defect(
         "plan-fits-whatever",
         "plan-fits",
-        "trainer/plan/__main__.py",
+        "_plan",
         "    if plan.fits:",
         "    if plan:",
     ),
     Defect(
         "loss-scale",
         "same-losses",
-        "trainer/trainer.py",
+        "Trainer.train_step",
         "scale = self.world.size / (count or 1)",
         "scale = 1.0 / (count or 1)",
     ),
     Defect(
         "lr-one-late",
         "same-losses",
-        "trainer/trainer.py",
+        "Trainer.train_step",
         "self.optimizer.set_lr(self.schedule.lr(self.state.step + 1))",
         "self.optimizer.set_lr(self.schedule.lr(self.state.step))",
     ),
     Defect(
         "ignored-counted",
         "loss",
-        "trainer/trainer.py",
+        "Trainer.count",
         'return count_targets(batch["targets"])',
         'return batch["targets"].numel()',
     ),
     Defect(
         "not-clipped",
         "clipping",
-        "trainer/trainer.py",
+        "Trainer.train_step",
         "find_clipping(self.model, self.mesh, self.config.optim.max_grad_norm)",
         "find_clipping(self.model, self.mesh, None)",
     ),
     Defect(
         "not-clipped-where-rounded",
         "clipping",
-        "trainer/optim/adamw.py",
+        "_update",
         "g = scale * g",
         "g = 1 * g",
     ),
     Defect(
         "norm-over-replicas",
         "clipping",
-        "trainer/model/gradients.py",
+        "gradient_norm",
         "dist.all_reduce(squares, group=mesh.get_group(mesh.ndim - 1))",
         "dist.all_reduce(squares, group=mesh.get_group(0))",
     ),
     Defect(
         "reduced-each-time",
         "collectives",
-        "trainer/model/gradients.py",
+        "gradient_sync",
         'module.set_requires_gradient_sync(enabled or fsdp.accumulate == "sharded", recurse=False)',
         "module.set_requires_gradient_sync(True, recurse=False)",
     ),
     Defect(
         "reduced-as-computed",
         "mixed-precision",
-        "trainer/model/shard.py",
+        "_precision.policy",
         "reduce_dtype=None if reduce_dtype == param_dtype else reduce_dtype,",
         "reduce_dtype=None,",
     ),
     Defect(
         "step-although-not-finite",
         "skipped-updates",
-        "trainer/trainer.py",
+        "Trainer.train_step",
         "self.optimizer.step(torch.isfinite(mean_loss + grad_norm), clipping)",
         "self.optimizer.step(None, clipping)",
     ),
     Defect(
         "filling-evaluated",
         "evaluation",
-        "trainer/trainer.py",
+        "Trainer.evaluate",
         "count += self.count(batch)",
         'count += batch["targets"].numel()',
     ),
@@ -229,56 +305,56 @@ DEFECTS: list[Defect] = [
     Defect(
         "built-whole",
         "memory",
-        "trainer/model/network.py",
+        "build_network",
         'with torch.device("meta"):',
         'with torch.device("cpu"):',
     ),
     Defect(
         "same-start-everywhere",
         "initial-weights",
-        "trainer/model/materialize.py",
+        "materialize",
         "seed_of(seed, plain_name(module_name)), scratch",
         "seed, scratch",
     ),
     Defect(
         "parts-from-the-beginning",
         "initial-weights",
-        "trainer/model/drawing.py",
+        "Drawing._generators",
         "state, distance = self.state, first",
         "state, distance = self.state, 0",
     ),
     Defect(
         "ties-parted",
         "ties",
-        "trainer/model/materialize.py",
+        "materialize",
         "    _tie_again(model, ties)",
         "    _tie_again(model, ties[1:])",
     ),
     Defect(
         "turned-the-other-way",
         "to-hugging-face",
-        "recipes/_layers.py",
+        "rotate",
         "torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)",
         "torch.cat((first * cos + second * sin, second * cos - first * sin), dim=-1)",
     ),
     Defect(
         "experts-balanced-by-rank",
         "native-models",
-        "trainer/model/experts.py",
+        "balanced",
         "balance.over_batch = world.sum_on_device",
         "balance.over_batch = _as_it_is",
     ),
     Defect(
         "evaluates-what-was-drawn",
         "evaluate",
-        "trainer/evaluate.py",
+        "trainer.evaluate:_fill",
         "    fill(trainer.model, stored, stored.description, only=only)",
         "    pass",
     ),
     Defect(
         "evaluated-as-its-own-reference",
         "tuned-models",
-        "trainer/evaluate.py",
+        "trainer.evaluate:_first_weights",
         "    if beside is None:",
         "    if beside is None or True:",
         by_campaign=True,
@@ -286,21 +362,21 @@ DEFECTS: list[Defect] = [
     Defect(
         "cache-of-another-layer",
         "generate",
-        "trainer/sequence/documents.py",
+        "Cache.extend",
         "            self._layers[self._next] = (k_BKTH, v_BKTH)",
         "            self._layers[0] = (k_BKTH, v_BKTH)",
     ),
     Defect(
         "budget-by-size-alone",
         "recompute",
-        "trainer/model/recompute.py",
+        "_fill_knapsack",
         "key=lambda operator: -operator.flops / operator.num_bytes",
         "key=lambda operator: operator.num_bytes",
     ),
     Defect(
         "chunks-added-in-bf16",
         "loss",
-        "trainer/loss.py",
+        "_Gradients.add",
         "self.weight_VD = part_VD.float() if self.weight_VD is None",
         "self.weight_VD = part_VD if self.weight_VD is None",
     ),
@@ -308,21 +384,21 @@ DEFECTS: list[Defect] = [
     Defect(
         "embeddings-decay",
         "optimizers",
-        "trainer/optim/optimizer.py",
+        "trainer.optim.optimizer:_split",
         "is_matrix = parameter.ndim >= 2 and id(parameter) not in embeddings",
         "is_matrix = parameter.ndim >= 2",
     ),
     Defect(
         "floor-never-reached",
         "schedules",
-        "trainer/optim/optimizer.py",
+        "Schedule._height",
         "left = max(0, self.num_steps + extra - step)",
         "left = max(0, self.num_steps + extra - step + 1)",
     ),
     Defect(
         "shards-draw-alike",
         "rounding",
-        "trainer/optim/rounding.py",
+        "random_bits",
         "places = origin[1] + torch.arange(count",
         "places = torch.arange(count",
     ),
@@ -330,91 +406,91 @@ DEFECTS: list[Defect] = [
     Defect(
         "prompt-trained-on",
         "chat-masks",
-        "trainer/data/chat/masking.py",
+        "Encoder._marked",
         "(places[:, 0] < end) & (places[:, 1] > start)",
         "(places[:, 0] < end) & (places[:, 1] >= start)",
     ),
     Defect(
         "header-never-trained-on",
         "chat-masks",
-        "trainer/data/chat/masking.py",
+        "trainer.data.chat.masking:_written",
         "return [(len(prompt), end)]",
         "return [(max(len(prompt), whole.text.find('assistant') + 10), end)]",
     ),
     Defect(
         "end-of-turn-not-trained-on",
         "chat-masks",
-        "trainer/data/chat/masking.py",
+        "trainer.data.chat.masking:_written",
         "spans[-1] = (spans[-1][0], end)",
         "spans[-1] = spans[-1]",
     ),
     Defect(
         "pairs-of-neighbours",
         "sft",
-        "trainer/data/chat/source.py",
+        "ChatSource.batch",
         "documents[row, end:] += 1",
         "documents[row, end:] += 0",
     ),
     Defect(
         "each-epoch-alike",
         "data-order",
-        "trainer/data/order.py",
+        "sample_at",
         "^ epochs.astype(np.uint64))",
         "^ np.zeros_like(epochs).astype(np.uint64))",
     ),
     Defect(
         "seed-ignored",
         "data-order",
-        "trainer/data/mixed.py",
+        "find_order",
         "Permutation(len(source), config.data.seed)",
         "Permutation(len(source), 0)",
     ),
     Defect(
         "shares-overlap",
         "data-order",
-        "trainer/data/loader.py",
+        "TrainLoader._sample_indices",
         "own = self._dp_rank * self._share",
         "own = self._dp_rank * self._micro_batch_size",
     ),
     Defect(
         "phases-begin-anew",
         "mixtures",
-        "trainer/data/mixture.py",
+        "Mixture.at",
         "numbers[chosen] = within + self._totals[phase][sources[chosen]]",
         "numbers[chosen] = within",
     ),
     Defect(
         "grams-half-as-often",
         "data-command",
-        "trainer/data/check.py",
+        "_Hasher.some_grams",
         "return (parts[:-1] + parts[1:]) * self._inverses[: (whole - 1) * _STRIDE : _STRIDE]",
         "return ((parts[:-1] + parts[1:]) * self._inverses[: (whole - 1) * _STRIDE : _STRIDE])[:1]",
     ),
     Defect(
         "another-past",
         "mixtures",
-        "trainer/data/mixture.py",
+        "Mixture.changes",
         "if not before or before == now:",
         "if not before or len(before) == len(now):",
     ),
     Defect(
         "padding-is-a-target",
         "windows",
-        "trainer/data/source.py",
+        "TokenSource._windows",
         "tokens[row, end:], targets[row, end:] = self._padding, IGNORE",
         "tokens[row, end:], targets[row, end:] = self._padding, self._padding",
     ),
     Defect(
         "held-out-by-size",
         "prepare",
-        "trainer/data/ingest/writing.py",
+        "UnitWriter._split_of",
         "digest.update(piece)",
         "digest.update(piece[:1])",
     ),
     Defect(
         "old-shards-kept",
         "prepare-mistakes",
-        "trainer/data/ingest/publishing.py",
+        "publish",
         "path.unlink()",
         "path.touch()",
     ),
@@ -422,77 +498,77 @@ DEFECTS: list[Defect] = [
     Defect(
         "resumed-one-late",
         "resume-exact",
-        "trainer/checkpoint/reader.py",
+        "Reader._load",
         "state.step = manifest.step",
         "state.step = manifest.step + 1",
     ),
     Defect(
         "dropout-repeats",
         "resume-exact",
-        "trainer/distributed/random_state.py",
+        "RandomState.load_state_dict",
         'torch.set_rng_state(state["torch"])',
         "torch.manual_seed(self._seed)",
     ),
     Defect(
         "stored-settings-win",
         "resume-changes",
-        "trainer/lifecycle/state.py",
+        "OptimizerState.load_state_dict",
         'if k not in ("lr", "initial_lr") and v != built.get(k)',
         'if k not in ("lr", "initial_lr")',
     ),
     Defect(
         "batch-may-change",
         "resume-rules",
-        "trainer/config/changes.py",
+        "trainer.config.changes:_FIXED_ON_RESUME",
         '    "train.global_batch_size",',
         '    "train.micro_batch_size",',
     ),
     Defect(
         "not-flushed",
         "on-disk",
-        "trainer/checkpoint/place.py",
+        "_SyncedFile.close",
         "os.fsync(self._file.fileno())",
         "self._file.flush()",
     ),
     Defect(
         "checksum-not-compared",
         "damage",
-        "trainer/checkpoint/blocks.py",
+        "BlockReader._read_block",
         "if crc != self._blocks[number][1]:",
         "if len(buffer) != self._blocks[number][0]:",
     ),
     Defect(
         "damaged-left-there",
         "damage",
-        "trainer/checkpoint/reader.py",
+        "Reader.restore",
         "self.world.agreed(lambda: self._set_aside(damaged, DAMAGED))",
         "self.world.agreed(lambda: self._set_aside((), DAMAGED))",
     ),
     Defect(
         "begins-anew-without-a-word",
         "checkpoints-gone",
-        "trainer/lifecycle/history.py",
+        "History.check",
         "if found is None:",
         "if found is None and past.witness == STATUS:",
     ),
     Defect(
         "superseded-lines-erased",
         "checkpoints-gone",
-        "trainer/metrics/sinks.py",
+        "JsonLines._open_past",
         'self._keep_superseded("".join(dropped))',
         'self._keep_superseded("".join(dropped[:0]))',
     ),
     Defect(
         "copy-goes-on-in-the-original",
         "run-folders",
-        "trainer/config/relocate.py",
+        "trainer.config.relocate:settle",
         'run["dir"] = str(target)',
         'run["dir"] = stored_dir if is_itself else str(target)',
     ),
     Defect(
         "copy-appends-to-the-originals-wandb",
         "run-folders",
-        "trainer/lifecycle/history.py",
+        "History.leave_identity",
         'self._folder.set_aside("wandb")',
         "self._folder.set_aside()",
         by_campaign=True,
@@ -500,77 +576,77 @@ DEFECTS: list[Defect] = [
     Defect(
         "pruned-one-too-many",
         "pruning",
-        "trainer/checkpoint/keeping.py",
+        "Keeping._older_than_the_last",
         "if step < last[-1] and",
         "if step <= last[-1] and",
     ),
     Defect(
         "saved-while-it-changes",
         "async",
-        "trainer/checkpoint/store.py",
+        "Checkpoints.start",
         "tensors = self._staging.copy(snapshot.tensors, self._plans.boxes)",
         "tensors = {key: tensor.detach() for key, tensor in snapshot.tensors.items()}",
     ),
     Defect(
         "rows-rounded-down",
         "from-hugging-face",
-        "trainer/model/parameters.py",
+        "own_rows",
         "rows_a_rank = -(-num_rows // tensor.device_mesh.size(split[0]))",
         "rows_a_rank = num_rows // tensor.device_mesh.size(split[0])",
     ),
     Defect(
         "stored-the-wrong-way",
         "to-hugging-face",
-        "recipes/gpt2/huggingface.py",
+        "recipes.gpt2.huggingface:NAMES",
         'Transposed("transformer.h.*.attn.c_proj.weight")',
         '"transformer.h.*.attn.c_proj.weight"',
     ),
     Defect(
         "shape-of-the-recipe-kept",
         "source-says-what-it-is",
-        "trainer/config/load.py",
+        "_follow",
         "if key in legal and key not in assignments and not (name in free and key in values):",
         "if key in legal and key not in assignments and key not in values:",
     ),
     Defect(
         "other-scaling-passed",
         "source-says-what-it-is",
-        "recipes/_huggingface.py",
+        "rope_of",
         "if kind not in kinds:",
         'if kind in ("yarn", "linear"):',
     ),
     Defect(
         "what-came-forgotten",
         "source-survives",
-        "trainer/weights/inference.py",
+        "origin_of",
         "origin.files = read_folder(source.description)",
         "origin.files = {}",
     ),
     Defect(
         "reference-with-adapters",
         "preferences",
-        "recipes/dpo/trainer.py",
+        "PreferenceTrainer._expected",
         "with _evaluated(self.model), without_adapters(self.model):",
         "with _evaluated(self.model):",
     ),
     Defect(
         "any-base-will-do",
         "adapters",
-        "trainer/weights/adapters.py",
+        "Base.changes_outside",
         'plain["checksum"] == self.checksum',
         "True",
     ),
     Defect(
         "merged-with-another-scale",
         "adapters",
-        "trainer/weights/inference.py",
+        "merged",
         "stored, alpha / rank, transposed",
         "stored, alpha, transposed",
     ),
     Defect(
         "frozen-have-gradients",
         "frozen",
-        "trainer/optim/optimizer.py",
+        "bytes_of_training",
         "gradients += numel * size * parameter.requires_grad",
         "gradients += numel * size",
     ),
@@ -578,56 +654,56 @@ DEFECTS: list[Defect] = [
     Defect(
         "owner-taken-for-dead",
         "owner",
-        "trainer/lifecycle/folder.py",
+        "Owner._is_dead",
         'or _start_of(owner["pid"]) != owner["started"]',
         'or _start_of(owner["pid"]) == owner["started"]',
     ),
     Defect(
         "status-in-place",
         "status",
-        "trainer/lifecycle/folder.py",
+        "write_status",
         'write_atomically(run_dir / "status.json", text)',
         '(run_dir / "status.json").write_text(text)',
     ),
     Defect(
         "lost-folder-not-followed",
         "lost-folders",
-        "trainer/lifecycle/relocation.py",
+        "Relocation.check",
         "self._checkpoints.move_to(place)",
         "pass",
     ),
     Defect(
         "room-for-fewer",
         "room",
-        "trainer/checkpoint/room.py",
+        "lack_of_room",
         "still = (demand.at_once - len(existing)) * num_bytes",
         "still = (demand.at_once - len(existing) - 1) * num_bytes",
     ),
     Defect(
         "checkpoint-not-held",
         "beside-training",
-        "trainer/checkpoint/source.py",
+        "StoredWeights.__init__",
         "place = HeldPlace(place.path, [COMMIT, *self.manifest.files])",
         "place = HeldPlace(place.path, [])",
     ),
     Defect(
         "stopped-with-0",
         "signals",
-        "trainer/lifecycle/lifecycle.py",
+        "Lifecycle.end",
         "return EXIT_STOPPED",
         "return EXIT_FINISHED",
     ),
     Defect(
         "no-meeting",
         "meeting",
-        "trainer/distributed/world.py",
+        "World._open_group",
         "begin_together(store, rank, size, meeting_s.total_seconds(), problem)",
         "pass",
     ),
     Defect(
         "orphans-at-the-start",
         "meeting",
-        "trainer/distributed/environment.py",
+        "follow_parent",
         "prctl(_PR_SET_PDEATHSIG, signal.SIGKILL if follows else 0)",
         "prctl(_PR_SET_PDEATHSIG, 0)",
         by_campaign=True,
@@ -635,14 +711,14 @@ DEFECTS: list[Defect] = [
     Defect(
         "hup-not-caught",
         "closed-terminal",
-        "trainer/distributed/stop.py",
+        "trainer.distributed.stop:STOP_SIGNALS",
         "signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)",
         "signal.SIGUSR1, signal.SIGQUIT)",
     ),
     Defect(
         "nohup-overruled",
         "closed-terminal",
-        "trainer/distributed/stop.py",
+        "caught_signals",
         "if number not in _MAY_BE_IGNORED or",
         "if number in _MAY_BE_IGNORED or",
         by_campaign=True,
@@ -650,77 +726,77 @@ DEFECTS: list[Defect] = [
     Defect(
         "never-ended",
         "prompt-stops",
-        "trainer/stopping.py",
+        "PromptStop._watch",
         "self._end(signal.Signals(number).name)",
         "pass",
     ),
     Defect(
         "parts-from-behind-a-gap",
         "chats-continue",
-        "trainer/data/chat/store.py",
+        "Parts.read",
         "self._remove_from(self._num_parts)  # they follow one that is damaged",
         "pass",
     ),
     Defect(
         "console-waits",
         "closed-output",
-        "trainer/metrics/outlet.py",
+        "Outlet.__init__",
         "        if _may_block(stream):",
         "        if False:",
     ),
     Defect(
         "usr1-not-caught",
         "signals",
-        "trainer/distributed/stop.py",
+        "trainer.distributed.stop:STOP_SIGNALS",
         "STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP",
         "STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP",
     ),
     Defect(
         "empty-notice",
         "notice",
-        "trainer/distributed/stop.py",
+        "StopRequest.reason",
         "if self._notice.exists():",
         "if self._notice.exists() and self._notice.read_text():",
     ),
     Defect(
         "no-time-to-save",
         "deadline",
-        "trainer/distributed/stop.py",
+        "StopRequest.reason",
         "now + needs_s >= self._deadline",
         "now >= self._deadline",
     ),
     Defect(
         "evaluation-not-owed",
         "stop-evaluation",
-        "trainer/trainer.py",
+        "Trainer.evaluate",
         "self.state.eval_pending = self.stopping",
         "self.state.eval_pending = False",
     ),
     Defect(
         "said-by-every-rank",
         "mistakes-once",
-        "trainer/run.py",
+        "report",
         "    if env.rank == 0:",
         "    if env.local_rank >= 0:",
     ),
     Defect(
         "code-of-workers-lost",
         "nproc",
-        "trainer/lifecycle/launch.py",
+        "spawn",
         "for code in (EXIT_USER_ERROR, EXIT_STOPPED) if code in codes",
         "for code in (EXIT_USER_ERROR,) if code in codes",
     ),
     Defect(
         "first-limit-for-all",
         "watchdog",
-        "trainer/lifecycle/watchdog.py",
+        "Watchdog.begin_step",
         "limit = self._limits.first_step_limit_s if is_first else self._limits.step_limit_s",
         "limit = self._limits.first_step_limit_s",
     ),
     Defect(
         "pairs-not-compared",
         "self-check",
-        "trainer/lifecycle/selfcheck.py",
+        "_checksum",
         "if piece.copies == 1 or tensor.numel() == 0",
         "if piece.copies <= 2 or tensor.numel() == 0",
     ),
@@ -728,28 +804,28 @@ DEFECTS: list[Defect] = [
     Defect(
         "lines-held-back",
         "metrics-file",
-        "trainer/metrics/sinks.py",
+        "JsonLines._open_past",
         'open(self._path, "a+b", buffering=0)',
         'open(self._path, "a+b")',
     ),
     Defect(
         "steps-twice",
         "metrics-file",
-        "trainer/metrics/sinks.py",
+        "_stays",
         'not in _MADE_ANEW or record["step"] <= resumed_step',
         'not in _MADE_ANEW or record["step"] <= resumed_step + 1',
     ),
     Defect(
         "curves-twice",
         "wandb",
-        "trainer/metrics/sinks.py",
+        "TensorBoard.__init__",
         "purge_step=resumed_step + 1",
         "purge_step=None",
     ),
     Defect(
         "skipped-are-good",
         "goodput",
-        "trainer/metrics/goodput.py",
+        "Ledger._train",
         "self._total.update_s += (num_updates - num_skipped) * step_s",
         "self._total.update_s += num_updates * step_s",
     ),
@@ -757,14 +833,14 @@ DEFECTS: list[Defect] = [
     Defect(
         "kept-between-micro-batches",
         "plan-memory",
-        "trainer/plan/step.py",
+        "Step._post_backward",
         "if is_last or self.layout.reshard_after_backward:",
         "if is_last or not self.layout.reshard_after_backward:",
     ),
     Defect(
         "one-gather-for-all",
         "plan-collectives",
-        "trainer/plan/communication.py",
+        "_CollectiveCounter.gather",
         'Collective("all_gather", axis, num_ranks, num_bytes)] += self._repeats',
         'Collective("all_gather", axis, num_ranks, num_bytes)] += 1',
     ),
@@ -772,49 +848,49 @@ DEFECTS: list[Defect] = [
     Defect(
         "stored-may-import",
         "stored-is-data",
-        "trainer/config/load.py",
+        "config_from_yaml",
         "return _build(read_stored(text, origin), {}, Path(origin), may_import=allow_import)",
         "return _build(read_stored(text, origin), {}, Path(origin))",
     ),
     Defect(
         "escaped-resolver",
         "stored-is-data",
-        "trainer/config/load.py",
+        "trainer.config.load:_OTHER_KEY",
         r'_OTHER_KEY = re.compile(r"(?<!\\)\$\{[\w.\[\]]+\}")',
         r'_OTHER_KEY = re.compile(r"\$\{[^:]+\}")',
     ),
     Defect(
         "credentials-kept",
         "secrets",
-        "trainer/config/schema.py",
+        "RunConfig.to_dict",
         "masked(plain_lists(dataclasses.asdict(self)))",
         "plain_lists(dataclasses.asdict(self))",
     ),
     Defect(
         "sample-obeyed",
         "terminal",
-        "trainer/metrics/console.py",
+        "ConsoleSink._print",
         "self._screen.show_line(printable(text), style)",
         "self._screen.show_line(text, style)",
     ),
     Defect(
         "clock-of-the-wall",
         "goodput",
-        "trainer/metrics/clock.py",
+        "Clock.now",
         "return self.at(uptime())",
         "return time.time()",
     ),
     Defect(
         "killed-by-whom",
         "killed-rank",
-        "trainer/distributed/deaths.py",
+        "find_killed",
         "if end.exitcode < 0 and end.timestamp <= first + 1}",
         "if end.exitcode > 0 and end.timestamp <= first + 1}",
     ),
     Defect(
         "notice-once",
         "batch-files",
-        "trainer/slurm.py",
+        "Job._wait",
         "            if self.signals.stop_requested:",
         "            if self.signals.stop_requested and not (self.run_dir / NOTICE).exists():",
     ),
@@ -822,84 +898,84 @@ DEFECTS: list[Defect] = [
     Defect(
         "special-tokens-in-text",
         "documents",
-        "trainer/data/tokenizer.py",
+        "FileTokenizer.__init__",
         "self._tokenizer.encode_special_tokens = True",
         "self._tokenizer.encode_special_tokens = False",
     ),
     Defect(
         "fingerprint-without-content",
         "data-changes",
-        "trainer/data/source.py",
+        "sample_content",
         "digest.update(shard.look(start, count).tobytes())",
         "digest.update(shard.look(start, 0).tobytes())",
     ),
     Defect(
         "descriptor-per-shard",
         "many-shards",
-        "trainer/data/descriptors.py",
+        "Descriptors._room",
         "return max(1, min(MOST, file_limit() // 4))",
         "return 10**9",
     ),
     Defect(
         "left-step-is-counted",
         "late-data",
-        "trainer/data/loader.py",
+        "TrainLoader.__next__",
         "            self._begun_at = self._samples",
         "            self._begun_at = self._samples + 1",
     ),
     Defect(
         "next-document-is-a-target",
         "packing",
-        "trainer/data/documents.py",
+        "MaskedSource.batch",
         "targets[begins[:, 1:]] = IGNORE",
         "targets[begins[:, :-1]] = IGNORE",
     ),
     Defect(
         "documents-see-those-before",
         "documents-apart",
-        "trainer/sequence/documents.py",
+        "Documents._make_mask",
         "own_BQ[:, None, :, None] == self.numbers_BT[:, None, None, :]",
         "own_BQ[:, None, :, None] >= self.numbers_BT[:, None, None, :]",
     ),
     Defect(
         "slices-counted-from-0",
         "context",
-        "trainer/sequence/__init__.py",
+        "positions",
         "return counted if slices is None else take(slices, counted)",
         "return counted if slices is None else counted[..., : tokens_BT.shape[1]]",
     ),
     Defect(
         "gathered-keys-kept",
         "context-planned",
-        "trainer/config/context.py",
+        "find_slices",
         'config.train.activation_checkpoint == "none"',
         'config.train.activation_checkpoint == "nothing"',
     ),
     Defect(
         "prompts-try-nothing",
         "context-refused",
-        "trainer/lifecycle/context.py",
+        "_with_targets",
         'torch.where(batch["targets"] == IGNORE, batch["tokens"], batch["targets"])',
         'batch["targets"]',
     ),
     Defect(
         "tail-of-another-rank",
         "context",
-        "trainer/sequence/context.py",
+        "_in_order",
         "*reversed(tails_C2BKSH.unbind())",
         "*tails_C2BKSH.unbind()",
     ),
     Defect(
         "slices-unchecked",
         "context-refused",
-        "trainer/lifecycle/context.py",
+        "trainer.lifecycle.context:check_context",
         "if not abs(one - other) <= tolerance * abs(one):",
         "if abs(one) > 1e30:",
     ),
     Defect(
         "ids-unchecked",
         "damaged-data",
-        "trainer/data/source.py",
+        "TokenSource._is_beyond",
         "return self._may_be_beyond and bool(found.max(initial=0) >= self.vocab_size)",
         "return self._may_be_beyond and bool(found.max(initial=0) > 10**6)",
     ),
