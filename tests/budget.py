@@ -70,7 +70,7 @@ def machine_scale() -> float:
 class Budget:
     """What the tests may take, by what is on record."""
 
-    on_record: Mapping[str, Any]
+    with_absolute_paths: Mapping[str, Any]
     measure: Any = reference_s
     _scale: float = field(default=0.0, init=False)
 
@@ -79,11 +79,11 @@ class Budget:
 
         The machine's scale is measured only where it matters, and again each time: it may have become busy since.
         """
-        recorded = self.on_record["tests"].get(nodeid, 0.0)
+        recorded = self.with_absolute_paths["tests"].get(nodeid, 0.0)
         share = max(SHARE_S[tier], SEVERAL * recorded)
         if seconds <= share:
             return ""
-        self._scale = max(1.0, self._scale, self.measure() / (self.on_record["reference_s"] or 1.0))
+        self._scale = max(1.0, self._scale, self.measure() / (self.with_absolute_paths["reference_s"] or 1.0))
         if seconds <= share * self._scale + STALL_S:
             return ""
         known = f"{recorded:.1f} s are on record" if recorded else f"a new one of its tier may take {share:.0f} s"

@@ -213,7 +213,7 @@ DEFECTS: list[Defect] = [
     Defect(
         "compiler-not-looked-for",
         "needs",
-        "check_needs",
+        "check_requirements",
         "    if config.train.compile is True:",
         '    if config.train.compile is True and device_type == "cuda":',
     ),
@@ -561,7 +561,7 @@ DEFECTS: list[Defect] = [
     Defect(
         "copy-goes-on-in-the-original",
         "run-folders",
-        "trainer.config.relocate:settle",
+        "trainer.config.run_paths:resolve_paths",
         'run["dir"] = str(target)',
         'run["dir"] = stored_dir if is_itself else str(target)',
     ),
@@ -912,7 +912,7 @@ DEFECTS: list[Defect] = [
     Defect(
         "descriptor-per-shard",
         "many-shards",
-        "Descriptors._room",
+        "DescriptorCache._room",
         "return max(1, min(MOST, file_limit() // 4))",
         "return 10**9",
     ),

@@ -16,7 +16,7 @@ from tests.forked import REPOSITORY
 from tests.ranks import FRESH, run_command
 from tests.runs import Shared
 from trainer import Trainer, UserError, load_config, run
-from trainer.config.needs import check_needs
+from trainer.config.requirements import check_requirements
 
 SMALL = "recipe=llama_small"
 
@@ -361,12 +361,12 @@ def test_what_kernels_are_made_with_on_a_gpu(
     monkeypatch.setitem(sys.modules, "triton", types.ModuleType("triton") if has_triton else None)
     config = load_config("llama_small", overrides)
     with pytest.raises(UserError, match=re.escape(must_say)):
-        check_needs(config, "cuda")
+        check_requirements(config, "cuda")
     compiler = tmp_path / "gcc"
     compiler.write_text("#!/bin/sh\n")
     compiler.chmod(0o755)
     if has_triton:
-        check_needs(config, "cuda")
+        check_requirements(config, "cuda")
 
 
 @pytest.mark.slow
@@ -456,7 +456,7 @@ def test_a_folder_where_the_run_keeps_a_file(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "run" / name / "mine").mkdir(parents=True)
-    monkeypatch.setattr(run, "with_trainer", lambda *given: 0)
+    monkeypatch.setattr(run, "run_trainer", lambda *given: 0)
     assert run.main([SMALL, f"run.dir={tmp_path / 'run'}"]) == 2
     check_said_once(capsys, f"error: run.dir={tmp_path / 'run'}: {tmp_path / 'run' / name} is a folder")
     assert [path.name for path in (tmp_path / "run").rglob("*")] == [name, "mine"]
@@ -468,7 +468,7 @@ def test_a_file_where_the_run_keeps_a_folder(
 ) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / name).write_text("mine")
-    monkeypatch.setattr(run, "with_trainer", lambda *given: 0)
+    monkeypatch.setattr(run, "run_trainer", lambda *given: 0)
     assert run.main([SMALL, f"run.dir={tmp_path / 'run'}"]) == 2
     check_said_once(capsys, f"error: run.dir={tmp_path / 'run'}: {tmp_path / 'run' / name} is not a folder")
     assert (tmp_path / "run" / name).read_text() == "mine"

@@ -22,9 +22,9 @@ from trainer.data.chat.masking import Encoder
 from trainer.data.chat.source import ChatSource
 from trainer.data.chat.template import find_template
 from trainer.data.chat.tokens import ChatTokenizer
-from trainer.data.opening import open_source
 from trainer.data.packing import best_fit
 from trainer.data.source import IGNORE, Source, entries
+from trainer.data.source_factory import open_source
 
 
 def encoder_of(folder: Path, family: Family) -> Encoder:
@@ -222,7 +222,7 @@ def write_lines(path: Path, records: list[Any]) -> Path:
 @pytest.fixture(autouse=True)
 def _nothing_is_trained(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is not refused fails at once."""
-    monkeypatch.setattr(run, "with_trainer", lambda *given: pytest.fail("nothing was wrong"))
+    monkeypatch.setattr(run, "run_trainer", lambda *given: pytest.fail("nothing was wrong"))
 
 
 def chat_settings(folder: Path, *settings: str) -> list[str]:

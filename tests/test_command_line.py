@@ -17,9 +17,9 @@ from tests.ranks import run_command, tiny_overrides
 from trainer import load_config, run
 from trainer.config import usage
 from trainer.config.completion import completion
-from trainer.config.naming import free_name
+from trainer.config.run_name import find_free_name
 from trainer.errors import UserError
-from trainer.tables import fitted
+from trainer.tables import fit_to_width
 
 # ---------------------------------------------------------------------------------------------------------------
 # Options
@@ -29,12 +29,12 @@ def test_help_is_folded_to_the_terminal() -> None:
     text = usage.full_help()
     assert max(map(len, text.split("\n"))) > 140
     for columns in (60, 80, 140):
-        folded = fitted(text, columns)
+        folded = fit_to_width(text, columns)
         assert max(map(len, folded.split("\n"))) <= columns
         assert folded.split() == text.split()
     shown = "  sft              Fine-tunes a Hugging Face model on chats (a\n                   1B on 1 x H100); "
-    assert shown in fitted(text, 64)
-    assert fitted(text, 0) == text
+    assert shown in fit_to_width(text, 64)
+    assert fit_to_width(text, 0) == text
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -168,7 +168,7 @@ def test_a_finished_run_is_not_in_the_way_of_another(tmp_path: Path, monkeypatch
     monkeypatch.chdir(tmp_path)
 
     def folder_of(*overrides: str) -> tuple[str, str]:
-        config, note = free_name(load_config("llama_small", overrides), "llama_small", overrides)
+        config, note = find_free_name(load_config("llama_small", overrides), "llama_small", overrides)
         return config.run.dir, note
 
     leave("runs/llama_small", load_config("llama_small"), "finished")
@@ -190,7 +190,7 @@ def test_a_run_that_has_not_finished_keeps_its_name(
     monkeypatch.chdir(tmp_path)
     leave("runs/llama_small", load_config("llama_small"), state)
     config = load_config("llama_small", ["model.dim=48"])
-    assert free_name(config, "llama_small", ["model.dim=48"]) == (config, "")
+    assert find_free_name(config, "llama_small", ["model.dim=48"]) == (config, "")
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -18,10 +18,10 @@ from tests.runs import STEPS, Shared
 from tests.test_exactness import relative
 from tests.test_sequence import LENGTHS, TINY, alone, inputs, numbers
 from trainer import Trainer, UserError, load_config
-from trainer.config import MeshShape, Slices, check_config, find_slices, least_mesh, with_method
-from trainer.config.context import with_context
-from trainer.data.loader import EvalLoader, TrainLoader, cut
-from trainer.data.opening import open_source
+from trainer.config import MeshShape, Slices, check_config, find_slices, resolve_context_method, smallest_mesh
+from trainer.config.context_parallel import with_context
+from trainer.data.loader import EvalLoader, TrainLoader, slice_batch
+from trainer.data.source_factory import open_source
 from trainer.plan.machine import find_machine
 from trainer.plan.plan import make_plan, planned
 from trainer.plan.search import remedies, settle
@@ -110,7 +110,7 @@ def test_the_ranks_of_a_group_read_the_same_rows() -> None:
     expected = [next(whole) for _ in range(8)]
     for rank in range(4):
         loader = TrainLoader.of(source, config, rank, 4, torch.device("cpu"))
-        assert loader.micro_batches_per_update == config.num_micro_batches(4) == 4
+        assert loader.micro_batches_per_step == config.num_micro_batches(4) == 4
         slices = find_slices(config, rank)
         assert slices is not None
         for number in range(4):
@@ -128,7 +128,7 @@ def test_what_a_batch_has_once_a_row_stays_whole() -> None:
     tokens = np.arange(64).reshape(2, 32)
     batch = {"tokens": tokens, "documents": tokens // 8, "source": np.array([0, 1]), "weights": np.ones((2, 3))}
     for each in slices_of(2, "gather"):
-        found = cut(batch, each)
+        found = slice_batch(batch, each)
         assert found["tokens"].tolist() == part_of(each, torch.from_numpy(tokens), 1).tolist()
         assert all(np.array_equal(found[name], batch[name]) for name in ("documents", "source", "weights"))
 
@@ -152,17 +152,17 @@ def test_mistakes() -> None:
 
 def test_a_configuration_is_right_where_the_ranks_are_not_known() -> None:
     config = load_config("llama_small", ["mesh.context=4", "train.global_batch_size=8"])
-    least = least_mesh(config)
+    least = smallest_mesh(config)
     assert least.shard == 4
     check_config(config, least.num_ranks, least.shard)
 
 
 def test_the_method_follows_from_heads_and_nodes() -> None:
     config = load_config("llama_small", tiny_overrides("mesh.context=2", "model.num_kv_heads=2"))
-    assert with_method(config, 4).mesh.context_method == "heads"
-    assert with_method(config, 1).mesh.context_method == "gather"
+    assert resolve_context_method(config, 4).mesh.context_method == "heads"
+    assert resolve_context_method(config, 1).mesh.context_method == "gather"
     config = load_config("llama_small", tiny_overrides("mesh.context=4", "model.num_kv_heads=2"))
-    assert with_method(config, 4).mesh.context_method == "gather"
+    assert resolve_context_method(config, 4).mesh.context_method == "gather"
 
 
 @pytest.mark.slow
@@ -201,7 +201,7 @@ def test_the_planner_chooses_slices_where_a_sequence_does_not_fit() -> None:
     given = ["data.seq_len=4096", "model.max_seq_len=4096", "train.micro_batch_size=1", "train.global_batch_size=8"]
     config, mesh = planned(load_config("llama_small", tiny_overrides(*given))), MeshShape(1, 8)
     plain = make_plan(config, mesh, find_machine("h100"))
-    eighth = make_plan(with_method(with_context(config, 8), 8), mesh, plain.machine)
+    eighth = make_plan(resolve_context_method(with_context(config, 8), 8), mesh, plain.machine)
     assert eighth.memory.peak.total < 0.25 * plain.memory.peak.total
     narrow = plain.machine.with_budget(1.05 * eighth.memory.peak.total)
     assert any("mesh.context=8" in line for line in remedies(replace(plain, machine=narrow), limit=9))

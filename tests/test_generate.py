@@ -21,7 +21,7 @@ from trainer import Trainer, generate, load_weights
 from trainer.data.tokenizer import ByteTokenizer
 from trainer.errors import TrainingFailed
 from trainer.export import command_line as export
-from trainer.generate import open_writer, pieces
+from trainer.generate import open_generator, pieces
 from trainer.model.sample import GREEDY, CachedReader, Sampling, WindowReader, write, write_sample
 from trainer.sequence import Cache
 
@@ -114,7 +114,7 @@ def test_text_comes_in_whole_characters() -> None:
 
 def written_here(path: Path, num_tokens: int) -> list[int]:
     with ExitStack() as stack:
-        writer = open_writer(str(path), CPU, stack)
+        writer = open_generator(str(path), CPU, stack)
         return list(write(writer.read(), PROMPT, num_tokens, GREEDY, torch.Generator(), writer.ends(ByteTokenizer())))
 
 

@@ -18,7 +18,7 @@ from trainer.files import checked
 from trainer.metrics.sinks import _remembered_id
 from trainer.plan.machine import calibration_path, write_calibration
 from trainer.report import __main__ as report
-from trainer.run import with_trainer
+from trainer.run import run_trainer
 
 
 def interrupt() -> NoReturn:
@@ -60,7 +60,7 @@ def test_ctrl_c_before_an_evaluation_begins(
 ) -> None:
     monkeypatch.setattr("trainer.run.ignore_termination", lambda: None)  # these tests go on
     interrupted: Any = lambda _: interrupt()  # noqa: E731 - in the place of a Trainer's class
-    assert with_trainer(load_config("llama_small"), interrupted, lambda _: 0) == EXIT_INTERRUPTED
+    assert run_trainer(load_config("llama_small"), interrupted, lambda _: 0) == EXIT_INTERRUPTED
     assert capsys.readouterr().err == "error: interrupted\n"
 
 

@@ -301,7 +301,7 @@ def test_a_mistake_is_one_short_message(
     mistake = MISTAKES[name]
     monkeypatch.chdir(REPOSITORY)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path.with_name("cache")))
-    monkeypatch.setattr(run, "with_trainer", lambda *given: pytest.fail("it would train"))
+    monkeypatch.setattr(run, "run_trainer", lambda *given: pytest.fail("it would train"))
     for file, content in (mistake.files or {}).items():
         if callable(content):
             content(tmp_path / file)

@@ -148,8 +148,8 @@ def test_a_script_of_ones_own_ends_cleanly(launcher: list[str], tmp_path: Path) 
         "from trainer import Trainer, load_config\n"
         f"raise SystemExit(Trainer(load_config('llama_small', {overrides!r})).fit())\n"
     )
-    command, with_trainer = [sys.executable, *launcher, str(script)], os.environ | {"PYTHONPATH": str(REPOSITORY)}
-    done = subprocess.run(command, capture_output=True, text=True, env=with_trainer)
+    command, run_trainer = [sys.executable, *launcher, str(script)], os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(command, capture_output=True, text=True, env=run_trainer)
     assert done.returncode == 0, done.stderr
     assert "terminate called" not in done.stderr
 

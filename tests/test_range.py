@@ -66,7 +66,9 @@ def test_a_range_test_never_has_the_folder_of_the_run_it_is_for(
 
     def written(folder: str, *overrides: str) -> None:
         (tmp_path / folder).mkdir(parents=True)
-        (tmp_path / folder / "config.yaml").write_text(load_config("llama_small", overrides).on_record().to_yaml())
+        (tmp_path / folder / "config.yaml").write_text(
+            load_config("llama_small", overrides).with_absolute_paths().to_yaml()
+        )
         (tmp_path / folder / "status.json").write_text("{}")
 
     test = "schedule.name=range"

@@ -23,7 +23,7 @@ from tests.ranks import merged, tiny_overrides
 from tests.tiny import BATCH
 from trainer import Trainer, load_config
 from trainer.checkpoint.place import find_place
-from trainer.config.relocate import moved_along
+from trainer.config.run_paths import relocated
 from trainer.errors import UserError
 from trainer.lifecycle.folder import Owner, _start_of, is_owned
 
@@ -463,11 +463,11 @@ def test_folders_made_for_a_start_that_is_refused_go_again(tmp_path: Path) -> No
 
 
 def test_where_checkpoints_lie_once_a_run_has_moved() -> None:
-    assert moved_along("/a/run/saved", "/a/run", "/b/run") == "/b/run/saved"
-    assert moved_along("runs/a/saved", "runs/a", "runs/b") == "runs/b/saved"
-    assert moved_along("/a/run", "/a/run", "/b/run") == "/b/run"
+    assert relocated("/a/run/saved", "/a/run", "/b/run") == "/b/run/saved"
+    assert relocated("runs/a/saved", "runs/a", "runs/b") == "runs/b/saved"
+    assert relocated("/a/run", "/a/run", "/b/run") == "/b/run"
     for outside in ("/a/run2/saved", "/a", "s3://a/run/saved", "/a/run/../saved"):
-        assert moved_along(outside, "/a/run", "/b/run") == outside
+        assert relocated(outside, "/a/run", "/b/run") == outside
 
 
 def test_what_somebody_is_copying_to_an_object_store_is_left_alone() -> None:

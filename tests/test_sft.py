@@ -22,14 +22,14 @@ from tests.tiny import fit, tiny_config
 from trainer import Trainer, TrainLoader, load_config
 from trainer.config import RunConfig
 from trainer.data.chat.tokens import ChatTokenizer
-from trainer.data.epochs import settled_by_data
 from trainer.data.loader import Batch
-from trainer.data.opening import open_source
-from trainer.data.prompts import tokens_of_chat
+from trainer.data.prompts import chat_prompt_tokens
+from trainer.data.resolve import resolve_from_data
 from trainer.data.source import IGNORE
+from trainer.data.source_factory import open_source
 from trainer.data.tokenizer import find_tokenizer
 from trainer.export import export_checkpoint
-from trainer.generate import open_writer
+from trainer.generate import open_generator
 from trainer.lifecycle.samples import Samples
 
 NUM_CHATS = 40
@@ -109,7 +109,7 @@ def test_epochs_are_the_steps_in_which_each_conversation_is_read_as_often(tmp_pa
     trainer = Trainer(tiny_config(tmp_path / "run", *settings, "train.global_batch_size=8"))
     assert (trainer.config.train.steps, trainer.config.train.epochs) == (8, None)  # 60 samples, 8 in each step
     trainer.close()
-    more = settled_by_data(tiny_config(tmp_path / "more", *settings, "train.small_model_steps=30")).train
+    more = resolve_from_data(tiny_config(tmp_path / "more", *settings, "train.small_model_steps=30")).train
     assert (more.steps, more.epochs, more.small_model_steps) == (30, None, 0)
 
 
@@ -289,7 +289,7 @@ def test_what_ends_a_turn_of_the_template_ends_samples_texts_and_those_of_the_ex
         assert set(json.loads((tmp_path / "out" / name).read_text())["eos_token_id"]) == ends
     for path in (tmp_path / "run", tmp_path / "out"):
         with ExitStack() as stack:
-            assert open_writer(str(path), torch.device("cpu"), stack).ends(tokenizer) == ends
+            assert open_generator(str(path), torch.device("cpu"), stack).ends(tokenizer) == ends
 
 
 OWN_TEMPLATE = "{% for m in messages %}{{ '[INST]' + m.content + '[/INST]' }}{% endfor %}"
@@ -311,8 +311,8 @@ def test_a_template_of_ones_own_is_kept_and_exported(tokenizer: str, tmp_path: P
         assert stated["chat_template"] == OWN_TEMPLATE, "where readers of before look for it"
     for path in (tmp_path / "run", tmp_path / "out"):
         with ExitStack() as stack:
-            writer = open_writer(str(path), torch.device("cpu"), stack)
-            tokens = tokens_of_chat("Hi", writer.tokenizer, "--chat", writer.template)
+            writer = open_generator(str(path), torch.device("cpu"), stack)
+            tokens = chat_prompt_tokens("Hi", writer.tokenizer, "--chat", writer.template)
             text_of = ChatTokenizer(writer.tokenizer).text_of
         assert "".join(map(text_of, tokens)) == "[INST]Hi[/INST]"
 

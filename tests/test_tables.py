@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from trainer import checkpoints
-from trainer.checkpoints import Entry
+from trainer.checkpoints import CheckpointEntry
 from trainer.errors import CommandParser
 from trainer.metrics.terminal import Terminal
 from trainer.plan import forecast
@@ -63,8 +63,8 @@ def test_checkpoints_are_listed_within_the_terminal(
     monkeypatch.setenv("COLUMNS", str(columns))
     fields = {"bytes": 2**30, "created": 0.0, "mesh": "replicate 2 x shard 4", "torch": "2.13.0+cpu"}
     entries = [
-        Entry(name="step_00000100", state="verified", evaluation={"loss": 1.25}, is_best=True, **fields),
-        Entry(name="step_00000200", state="set aside", **fields),
+        CheckpointEntry(name="step_00000100", state="verified", evaluation={"loss": 1.25}, is_best=True, **fields),
+        CheckpointEntry(name="step_00000200", state="set aside", **fields),
     ]
     checkpoints._show_list("runs/mine/checkpoints", entries)  # type: ignore[arg-type]
     lines = capsys.readouterr().out.splitlines()

@@ -25,9 +25,9 @@ from trainer.data.chat import limits
 from trainer.data.chat.conversation import BadChat
 from trainer.data.chat.limits import limited, trial
 from trainer.data.chat.template import ChatTemplate, find_template
-from trainer.data.prompts import ends_of_chats, tokens_of_chat
+from trainer.data.prompts import chat_end_ids, chat_prompt_tokens
 from trainer.export import export_checkpoint
-from trainer.generate import open_writer
+from trainer.generate import open_generator
 from trainer.stopping import StopRequested
 
 LOOP = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
@@ -106,7 +106,7 @@ COSTLY = {
 @pytest.fixture(autouse=True)
 def _nothing_is_trained(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is not refused fails at once."""
-    monkeypatch.setattr(run, "with_trainer", lambda *given: pytest.fail("nothing was wrong"))
+    monkeypatch.setattr(run, "run_trainer", lambda *given: pytest.fail("nothing was wrong"))
 
 
 def write_template(path: Path, template: str | bytes) -> Path:
@@ -249,7 +249,7 @@ def test_a_block_that_is_late_at_its_very_end_is_over(monkeypatch: pytest.Monkey
     """The exception that ends a rendering may be raised where the watch is about to be told of its end."""
     watch = limits._Watch()
     monkeypatch.setattr(limits, "_WATCH", watch)
-    with pytest.raises(limits.TooSlow), limited():
+    with pytest.raises(limits.TemplateTimeout), limited():
         watch._lock = LateLock()  # type: ignore[assignment]
     assert watch.renderer is None
     assert is_free(limits._ONE_AT_A_TIME)
@@ -264,7 +264,7 @@ class LateLock:
     def __enter__(self) -> None:
         if self._is_first:
             self._is_first = False
-            raise limits.TooSlow
+            raise limits.TemplateTimeout
         self._lock.acquire()
 
     def __exit__(self, *_: object) -> None:
@@ -305,8 +305,8 @@ def test_a_prompt_that_the_template_fails_on_is_one_message(tmp_path: Path) -> N
     """For `trainer.generate` and `log.prompts`, as for training."""
     write_tokenizer(tmp_path, "{{ 1/0 }}")
     with pytest.raises(UserError, match=r"--chat=Hi: the chat template fails on it \(ZeroDivisionError"):
-        tokens_of_chat("Hi", str(tmp_path), "--chat")
-    assert len(ends_of_chats(str(tmp_path))) == 1
+        chat_prompt_tokens("Hi", str(tmp_path), "--chat")
+    assert len(chat_end_ids(str(tmp_path))) == 1
 
 
 @pytest.mark.slow
@@ -340,9 +340,9 @@ def test_chatml_is_built_in_and_goes_along(tmp_path: Path) -> None:
     assert "<|im_start|>" in (tmp_path / "out" / "chat_template.jinja").read_text()
     for path in (tmp_path / "run", tmp_path / "out"):
         with ExitStack() as stack:
-            writer = open_writer(str(path), torch.device("cpu"), stack)
-            told = tokens_of_chat("Hi", writer.tokenizer, "--chat", writer.template)
-        assert told == tokens_of_chat("Hi", str(write_tokenizer(tmp_path / "other", CHATML)), "--chat")
+            writer = open_generator(str(path), torch.device("cpu"), stack)
+            told = chat_prompt_tokens("Hi", writer.tokenizer, "--chat", writer.template)
+        assert told == chat_prompt_tokens("Hi", str(write_tokenizer(tmp_path / "other", CHATML)), "--chat")
 
 
 def test_chatml_needs_its_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -169,7 +169,7 @@ def test_preferences_are_the_formula_on_any_model(
     assert of_run["margin"] > 0
 
     subject = evaluate.find_subject(str(tmp_path / "one"), [])
-    trainer = evaluate.looking(OnPairs)(subject.config)
+    trainer = evaluate.for_evaluation(OnPairs)(subject.config)
     record = evaluate.evaluate(trainer, subject)
     trainer.close()
     assert record is not None

@@ -47,7 +47,7 @@ ROWS_BYTES = 64 << 20
 
 
 @dataclass
-class Entry:
+class CheckpointEntry:
     """One checkpoint, as it is listed."""
 
     name: str
@@ -75,19 +75,19 @@ _IN_A_STREAK = (
 )
 
 
-def list_checkpoints(place: Place, verify: bool = False) -> list[Entry]:
+def list_checkpoints(place: Place, verify: bool = False) -> list[CheckpointEntry]:
     """Return every checkpoint in a folder, oldest first, the set aside ones at the end.
 
     A run that is training may prune some meanwhile, and save others: those that are gone are left out, not damaged.
     """
-    found: dict[int, Entry] = {}
+    found: dict[int, CheckpointEntry] = {}
     for _ in range(_ROUNDS):
         steps = list_steps(place)
         new = [step for step in steps if step not in found]
         found |= {step: _entry(place, name_of(step), verify) for step in new}
         if not new or not found:
             break
-    aside = [Entry(name, state="set aside") for name in place.names_aside()]
+    aside = [CheckpointEntry(name, state="set aside") for name in place.names_aside()]
     still = [step for step in sorted(found) if not found[step].damage or place.is_published(name_of(step))]
     entries, best = [found[step] for step in still], best_step(place)
     for entry in entries:
@@ -95,8 +95,8 @@ def list_checkpoints(place: Place, verify: bool = False) -> list[Entry]:
     return [*entries, *aside]
 
 
-def _entry(place: Place, name: str, verify: bool) -> Entry:
-    folder, entry = place / name, Entry(name)
+def _entry(place: Place, name: str, verify: bool) -> CheckpointEntry:
+    folder, entry = place / name, CheckpointEntry(name)
     try:
         manifest = read_manifest(folder)
     except FileNotFoundError:
@@ -120,7 +120,7 @@ def _entry(place: Place, name: str, verify: bool) -> Entry:
 
 
 @dataclass
-class Change:
+class TensorChange:
     """The difference of one tensor between two checkpoints."""
 
     key: str
@@ -132,12 +132,12 @@ class Change:
     """Norm of the difference over the norm before."""
 
 
-def compare_tensors(a: StoredWeights, b: StoredWeights) -> Iterator[Change]:
+def compare_tensors(a: StoredWeights, b: StoredWeights) -> Iterator[TensorChange]:
     """Yield every tensor that is not bit for bit the same in both; a block of rows is in memory at a time."""
     for key in [*a.layout, *(key for key in b.layout if key not in a.layout)]:
         before, after = a.layout.get(key), b.layout.get(key)
         if before is None or after is None or (before.shape, before.dtype) != (after.shape, after.dtype):
-            yield Change(key, _shape_of(before), _shape_of(after))
+            yield TensorChange(key, _shape_of(before), _shape_of(after))
             continue
         squares = torch.zeros(3, dtype=torch.float64)
         is_same = True
@@ -149,7 +149,7 @@ def compare_tensors(a: StoredWeights, b: StoredWeights) -> Iterator[Change]:
         if not is_same:
             norms = squares.sqrt().tolist()
             relative = norms[2] / norms[0] if norms[0] else None
-            yield Change(key, _shape_of(before), _shape_of(after), norms[0], norms[1], relative)
+            yield TensorChange(key, _shape_of(before), _shape_of(after), norms[0], norms[1], relative)
 
 
 def _row_blocks(stored: Stored) -> Iterator[tuple[int, int | None]]:
@@ -201,7 +201,7 @@ def _show(chosen: argparse.Namespace) -> int:
     return EXIT_FAILED if any(entry.state == "damaged" for entry in entries) else EXIT_FINISHED
 
 
-def _show_list(place: Place, entries: Sequence[Entry]) -> None:
+def _show_list(place: Place, entries: Sequence[CheckpointEntry]) -> None:
     console = Console(highlight=False)
     has_loss = any(entry.evaluation for entry in entries)
     heads = ["checkpoint", "size", "age", "mesh", "torch", *(["held-out loss"] if has_loss else []), "state"]
@@ -243,7 +243,7 @@ def _show_diff(place: Place, names: Sequence[str], as_json: bool, everything: bo
                 console.print(Text(printable(line)), soft_wrap=True)
 
 
-def _rows(changes: Sequence[Change]) -> Iterator[str]:
+def _rows(changes: Sequence[TensorChange]) -> Iterator[str]:
     """Yield the lines of a table; none of it is cut short, however narrow the terminal."""
     rows = []
     for change in changes:

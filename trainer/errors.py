@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 from trainer.stopping import PromptStop, StopRequested, leave_at_once, stopped
-from trainer.tables import fitted
+from trainer.tables import fit_to_width
 
 EXIT_FINISHED = 0
 EXIT_FAILED = 1
@@ -100,7 +100,7 @@ class CommandParser(argparse.ArgumentParser):
 
     def format_help(self) -> str:
         """Return the help; on a terminal its lines fit that."""
-        return fitted(super().format_help(), shutil.get_terminal_size().columns if sys.stdout.isatty() else 0)
+        return fit_to_width(super().format_help(), shutil.get_terminal_size().columns if sys.stdout.isatty() else 0)
 
     def add_allow_import(self) -> None:
         """Add the option that lets a checkpoint's own module be imported, which runs its code."""
@@ -129,7 +129,7 @@ def run_command(work: Callable[[], int]) -> int:
         say(f"error: {error}")
         return EXIT_USER_ERROR
     except (TrainingFailed, OSError) as error:
-        if not is_full(error):
+        if not is_disk_full(error):
             say(f"error: {error}")
             return EXIT_FAILED
         discard_stream(sys.stdout)  # where that goes to the full disk, it cannot be flushed when the process ends
@@ -138,11 +138,11 @@ def run_command(work: Callable[[], int]) -> int:
         return EXIT_USER_ERROR
 
 
-TORCH_SAVE = ("failed writing file", "unexpected pos")
+TORCH_SAVE_ERRORS = ("failed writing file", "unexpected pos")
 """What torch.save says, without a reason, when it cannot write."""
 
 
-def is_full(error: BaseException, path: Path | None = None, num_bytes: int = 0) -> bool:
+def is_disk_full(error: BaseException, path: Path | None = None, num_bytes: int = 0) -> bool:
     """Return whether an error says that a disk, or a quota, is full.  Libraries wrap that in errors of their own.
 
     torch.save gives no reason when it cannot write: then the disk of `path`, where `num_bytes` were to be written, is
@@ -152,7 +152,7 @@ def is_full(error: BaseException, path: Path | None = None, num_bytes: int = 0) 
         return error.errno in (errno.ENOSPC, errno.EDQUOT)
     if "No space left on device" in str(error):  # safetensors
         return True
-    if path is None or not any(words in str(error) for words in TORCH_SAVE):
+    if path is None or not any(words in str(error) for words in TORCH_SAVE_ERRORS):
         return False
     existing = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
     return shutil.disk_usage(existing).free < max(num_bytes, _NO_ROOM)

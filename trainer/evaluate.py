@@ -25,10 +25,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from trainer import run
 from trainer.config import RunConfig, check_config, load_config, stored_value
-from trainer.config.arguments import parse, take_allowed
+from trainer.config.arguments import parse, split_allow_import
 from trainer.config.load import check_imports, read_stored
-from trainer.config.needs import check_needs, likely_device
 from trainer.config.pretrained import check_no_gguf, check_weights, find_native, is_folder_of_weights
+from trainer.config.requirements import check_requirements, likely_device
 from trainer.distributed import stop
 from trainer.distributed.environment import Environment, find_environment, follow_parent, limit_spinning
 from trainer.errors import (
@@ -44,7 +44,7 @@ from trainer.errors import (
 )
 from trainer.lifecycle.launch import spawn
 from trainer.metrics.record import Record, logged_names
-from trainer.recipe import look_in_working_folder
+from trainer.recipe import add_working_folder_to_path
 from trainer.stopping import StopRequested
 from trainer.tables import table_lines
 
@@ -145,7 +145,7 @@ def _first_weights(source: StoredWeights, path: str) -> str:
     return str(beside["path"] or "null") if stored_value(source.config_yaml, "train.init_from") else "null"
 
 
-def looking(kind: type[Trainer]) -> type[Trainer]:
+def for_evaluation(kind: type[Trainer]) -> type[Trainer]:
     """Return a kind of Trainer that opens no data to train on, keeps nothing for an optimizer, and counts targets."""
     import torch
 
@@ -178,7 +178,7 @@ def evaluate(trainer: Trainer, subject: Subject) -> Record | None:
         data = trainer.config.data
         rule = f"data.source={data.source} has no held-out data"
         raise setting_error("data.eval_path", data.eval_path, rule, fix="set the data to evaluate on")
-    with trainer.lifecycle.looking():
+    with trainer.lifecycle.for_evaluation():
         stored = subject.stored
         if stored is None:
             begin_from(trainer.model, trainer.origin, trainer.config, trainer.world)
@@ -208,7 +208,7 @@ def _fill(trainer: Trainer, stored: StoredWeights) -> None:
 
 
 @dataclass(frozen=True)
-class Read:
+class EvaluationStats:
     """What an evaluation has read: the length of its sequences, and how many tokens the loss is the mean over."""
 
     seq_len: int
@@ -217,7 +217,7 @@ class Read:
     """What became of the data before it: conversations that were dropped, say."""
 
     @classmethod
-    def of(cls, trainer: Trainer) -> Read:
+    def of(cls, trainer: Trainer) -> EvaluationStats:
         """Return what the evaluation of `trainer` has read, on all ranks.  Collective."""
         (tokens,) = trainer.world.sum([float(getattr(trainer, "num_targets_seen", 0))])
         source = getattr(trainer.eval_loader, "source", None)
@@ -232,7 +232,7 @@ class Read:
         return f"{line}\n{self.data}" if self.data else line
 
 
-def table(subject: Subject, record: Record, read: Read | None = None) -> str:
+def table(subject: Subject, record: Record, read: EvaluationStats | None = None) -> str:
     """Return the evaluation for people: a line for each source, if there are several, and one for all."""
     bits = record.get("bits_per_byte")
     heads = ("", "loss", *(["bits per byte"] if bits is not None else []))
@@ -251,7 +251,7 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.6f}"
 
 
-def as_json(subject: Subject, record: Record, read: Read) -> str:
+def as_json(subject: Subject, record: Record, read: EvaluationStats) -> str:
     """Return the evaluation as one JSON object: the fields of the run's `eval` lines, where the weights are, and the
     sequence length and number of tokens.
     """
@@ -264,7 +264,7 @@ def _show(subject: Subject, as_object: bool, trainer: Trainer) -> int:
     record = evaluate(trainer, subject)
     if record is None:
         return EXIT_STOPPED
-    read = Read.of(trainer)
+    read = EvaluationStats.of(trainer)
     if trainer.world.is_main:
         tell(as_json(subject, record, read) if as_object else table(subject, record, read))
     return EXIT_FINISHED
@@ -321,7 +321,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if {"-h", "--help"} & set(words):
         tell(__doc__.rstrip())
         return EXIT_FINISHED
-    look_in_working_folder()
+    add_working_folder_to_path()
     tasks, words = _option(words, "--lm-eval")
     more_tasks, words = _option(words, "--tasks")
     if tasks is not None:
@@ -344,22 +344,22 @@ def _evaluate(words: Sequence[str], shown: str | None, stack: ExitStack) -> int:
         stop.announce_early(env.rank == 0)
         if env.launcher in ("nproc", "torchrun") and env.has_a_parent:
             follow_parent(True)
-        own, allow_import = take_allowed(words)
+        own, allow_import = split_allow_import(words)
         path, rest = _split(own)
         arguments = parse(rest)
         # Ranks of a launcher must agree on the path; those that are started here read what their parent holds open.
         lasting = None if env.is_distributed else stack
         subject = find_subject(path, arguments.overrides, allow_import, lasting)
         subject = subject if shown is None else replace(subject, weights=shown)
-        is_spawning = run.spawns(arguments.nproc, env)
+        is_spawning = run.should_spawn(arguments.nproc, env)
         sizes = (arguments.nproc,) * 2 if is_spawning else (env.world_size, env.local_world_size)
         check_config(subject.config, *(size or 1 for size in sizes))
-        check_needs(subject.config, likely_device(subject.config.run.device))
+        check_requirements(subject.config, likely_device(subject.config.run.device))
         evaluates = True
     except UserError as error:
         return run.report(error, env)
     except OSError as error:
-        return run.report(run.unusable(error, words), env)
+        return run.report(run.unusable_path_error(error, words), env)
     except TrainingFailed as error:
         return run.report(error, env, EXIT_FAILED)
     finally:
@@ -374,8 +374,8 @@ def _evaluate(words: Sequence[str], shown: str | None, stack: ExitStack) -> int:
         return spawn(arguments.nproc or 1, ["-m", "trainer.evaluate", *words], subject.config)
     from trainer.trainer import Trainer
 
-    kind = looking(subject.config.trainer_class(Trainer))
-    return run.with_trainer(subject.config, kind, partial(_show, subject, "--json" in words))
+    kind = for_evaluation(subject.config.trainer_class(Trainer))
+    return run.run_trainer(subject.config, kind, partial(_show, subject, "--json" in words))
 
 
 def _option(words: Sequence[str], name: str) -> tuple[str | None, list[str]]:

@@ -21,13 +21,13 @@ import torch
 
 from trainer.checkpoint.source import open_checkpoint
 from trainer.config import RunConfig, config_from_yaml
-from trainer.config.first_weights import allows_another
+from trainer.config.initial_weights import allows_another
 from trainer.data.ingest.inputs import kind_of
-from trainer.data.prompts import ends_of_chats
+from trainer.data.prompts import chat_end_ids
 from trainer.data.tokenizer import find_tokenizer
 from trainer.errors import EXIT_FINISHED, CommandParser, UserError, run_command, say, tell
 from trainer.files import making, replacing
-from trainer.recipe import WeightSource, look_in_working_folder
+from trainer.recipe import WeightSource, add_working_folder_to_path
 from trainer.weights.adapters import BASE
 from trainer.weights.exporting import export
 from trainer.weights.inference import fill_plain, merged, origin_of, plain_network
@@ -121,7 +121,7 @@ def _turn_ends(config: RunConfig, origin: Origin) -> set[int]:
     if config.data.source != "chat":
         return set()
     with own_tokenizer(origin, config.data.tokenizer) as named:
-        return ends_of_chats(*named)
+        return chat_end_ids(*named)
 
 
 def _export_file(
@@ -173,7 +173,7 @@ def command_line(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier export")
     parser.add_allow_import()
     chosen = parser.parse_args(argv)
-    look_in_working_folder()
+    add_working_folder_to_path()
     return run_command(lambda: _export(chosen))
 
 

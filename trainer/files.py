@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from trainer.errors import TORCH_SAVE, UserError, is_full, setting_error
+from trainer.errors import TORCH_SAVE_ERRORS, UserError, is_disk_full, setting_error
 from trainer.stopping import partial_file
 
 try:
@@ -107,9 +107,9 @@ def making(setting: str, path: Path, num_bytes: int = 0) -> Iterator[None]:
         for folder in missing:
             with suppress(OSError):
                 folder.rmdir()
-        if is_full(error, path, num_bytes):
+        if is_disk_full(error, path, num_bytes):
             raise _no_room(setting, path, num_bytes, free) from error
-        if isinstance(error, RuntimeError) and any(words in str(error) for words in TORCH_SAVE):
+        if isinstance(error, RuntimeError) and any(words in str(error) for words in TORCH_SAVE_ERRORS):
             reason = str(error).partition("\n")[0]
             fix = "check that storage, or give another path"
             raise setting_error(setting, path, f"cannot be written ({reason})", fix=fix) from error

@@ -22,16 +22,16 @@ from torch import nn
 
 from trainer.checkpoint.source import is_checkpoint, open_checkpoint
 from trainer.config import config_from_yaml
-from trainer.config.first_weights import check_tokenizer_of_folder
+from trainer.config.initial_weights import check_tokenizer_of_folder
 from trainer.config.pretrained import (
     CONFIG,
     check_no_gguf,
     check_weights,
+    has_config_only,
     is_folder_of_weights,
-    is_only_described,
     model_config_of,
 )
-from trainer.data.prompts import ends_of_chats, tokens_of_chat, tokens_of_prompt
+from trainer.data.prompts import chat_end_ids, chat_prompt_tokens, prompt_tokens
 from trainer.data.tokenizer import Tokenizer, find_tokenizer
 from trainer.errors import (
     EXIT_FINISHED,
@@ -54,7 +54,7 @@ from trainer.model.sample import (
     is_of_transformers,
     write,
 )
-from trainer.recipe import all_recipes, look_in_working_folder
+from trainer.recipe import add_working_folder_to_path, all_recipes
 from trainer.weights.inference import load_weights, model_of, origin_of
 from trainer.weights.origin import GENERATION, named_in, own_tokenizer, read_folder
 
@@ -66,7 +66,7 @@ _CONTEXT_OF_DECODING = 8
 
 
 @dataclass(frozen=True)
-class Writer:
+class TextGenerator:
     """A model that can write: its network, its tokenizer, and what came with it.
 
     tokenizer: what `data.tokenizer` would name: `bytes`, or a folder.
@@ -113,9 +113,9 @@ class Writer:
         return Sampling(**stated)
 
 
-def open_writer(
+def open_generator(
     path: str, device: torch.device, stack: ExitStack, allow_import: Collection[str] = (), ema: bool = False
-) -> Writer:
+) -> TextGenerator:
     """Return the model at `path`: a checkpoint, a run's folder (its newest), or a Hugging Face folder.
 
     A folder that no recipe builds is transformers' to build.  Files that live in a checkpoint are written to a folder
@@ -125,17 +125,17 @@ def open_writer(
     check_no_gguf(path, "path")
     if is_folder_of_weights(path) and not is_checkpoint(path):
         folder = Path(path)
-        if is_only_described(folder):
+        if has_config_only(folder):
             check_weights(folder, "path")
         check_tokenizer_of_folder(folder)
-        return Writer(_load_folder(folder, device), device, *named_in(folder), _settings(read_folder(folder)))
+        return TextGenerator(_load_folder(folder, device), device, *named_in(folder), _settings(read_folder(folder)))
     source = open_checkpoint(path, ema)
     config = config_from_yaml(source.config_yaml, allow_import=allow_import)
     origin = origin_of(source)
     named = stack.enter_context(own_tokenizer(origin, config.data.tokenizer))
-    turn_ends = ends_of_chats(*named) if config.data.source == "chat" else ()
+    turn_ends = chat_end_ids(*named) if config.data.source == "chat" else ()
     model = model_of(source, device, allow_import)
-    return Writer(model, device, *named, _settings(origin.files), config.data.bos, frozenset(turn_ends))
+    return TextGenerator(model, device, *named, _settings(origin.files), config.data.bos, frozenset(turn_ends))
 
 
 def _load_folder(folder: Path, device: torch.device) -> nn.Module:
@@ -181,7 +181,7 @@ def pieces(tokens: Iterable[int], before: Sequence[int], decode: Callable[[Seque
 def command_line(argv: Sequence[str] | None = None) -> int:
     """Run what the command line asks for.  Returns the exit code."""
     chosen = _parser().parse_args(argv)
-    look_in_working_folder()
+    add_working_folder_to_path()
     return run_command(lambda: _generate(chosen))
 
 
@@ -212,12 +212,12 @@ def _generate(chosen: argparse.Namespace) -> int:
     _check(chosen)
     device = chosen.device if chosen.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     with ExitStack() as stack:
-        writer = open_writer(chosen.path, torch.device(device), stack, chosen.allow_import, chosen.ema)
+        writer = open_generator(chosen.path, torch.device(device), stack, chosen.allow_import, chosen.ema)
         tokenizer = find_tokenizer(writer.tokenizer, bos=writer.bos)
         if chosen.chat is None:
-            prompt = tokens_of_prompt(chosen.prompt, tokenizer)
+            prompt = prompt_tokens(chosen.prompt, tokenizer)
         else:
-            prompt = tokens_of_chat(chosen.chat, writer.tokenizer, "--chat", writer.template)
+            prompt = chat_prompt_tokens(chosen.chat, writer.tokenizer, "--chat", writer.template)
         num_tokens = _num_tokens(chosen, len(prompt), writer.room)
         generator = torch.Generator()
         generator.manual_seed(chosen.seed) if chosen.seed is not None else generator.seed()
@@ -264,7 +264,7 @@ def _num_tokens(chosen: argparse.Namespace, num_given: int, room: int | None) ->
     return min(chosen.max_tokens, (room or sys.maxsize) - num_given)
 
 
-def _sampling(chosen: argparse.Namespace, writer: Writer) -> Sampling:
+def _sampling(chosen: argparse.Namespace, writer: TextGenerator) -> Sampling:
     if chosen.greedy:
         return GREEDY
     given = {name: getattr(chosen, name) for name in ("temperature", "top_p") if getattr(chosen, name) is not None}

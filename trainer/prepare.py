@@ -41,7 +41,7 @@ from trainer.data.ingest.writing import Job
 from trainer.data.manifest import Manifest
 from trainer.data.shards import ShardError
 from trainer.data.tokenizer import Tokenizer, find_tokenizer
-from trainer.errors import EXIT_FINISHED, CommandParser, is_full, printable, run_command, setting_error, tell
+from trainer.errors import EXIT_FINISHED, CommandParser, is_disk_full, printable, run_command, setting_error, tell
 from trainer.files import making
 
 _CHAT_KEYS = ("format", "chat_template", "train_on")
@@ -146,7 +146,7 @@ def _build(job: Job, stem: Path, out: str, overwrite: bool, procs: int, fetch: C
             publish(manifest, work, stem)
             return manifest
     except (OSError, ShardError) as error:
-        if is_full(error):
+        if is_disk_full(error):
             raise
         is_gone = isinstance(error, (FileNotFoundError, FileExistsError, ShardError))
         if not (is_gone and was_published(work, stem)):  # by another process meanwhile

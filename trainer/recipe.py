@@ -350,7 +350,7 @@ def resolve(path: str, setting: str) -> Any:
     return getattr(module, attribute)
 
 
-def look_in_working_folder() -> None:
+def add_working_folder_to_path() -> None:
     """Have modules of a user's own found in the working folder, as `python -m` does and console scripts do not."""
     if not {"", os.getcwd()} & set(sys.path):
         sys.path.append(os.getcwd())

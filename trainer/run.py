@@ -24,11 +24,11 @@ from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 from trainer import __version__
-from trainer.config import RunConfig, check_config, least_mesh, load_config, usage
+from trainer.config import RunConfig, check_config, load_config, smallest_mesh, usage
 from trainer.config.arguments import ALLOW_IMPORT, Arguments, no_recipe, parse
 from trainer.config.completion import completion
-from trainer.config.naming import free_name
-from trainer.config.needs import check_needs, likely_device
+from trainer.config.requirements import check_requirements, likely_device
+from trainer.config.run_name import find_free_name
 from trainer.distributed import stop
 from trainer.distributed.environment import (
     Environment,
@@ -59,9 +59,9 @@ from trainer.errors import (
 from trainer.lifecycle.launch import spawn
 from trainer.lifecycle.rehearsal import rehearsing
 from trainer.metrics.clock import uptime
-from trainer.recipe import look_in_working_folder
+from trainer.recipe import add_working_folder_to_path
 from trainer.stopping import StopRequested, interruptible, stopped
-from trainer.tables import fitted
+from trainer.tables import fit_to_width
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
@@ -85,7 +85,7 @@ def _main(argv: Sequence[str] | None, trainer: type[Trainer] | None) -> int:
     began = uptime()
     stop.catch_signals_early()
     redact_everything()
-    look_in_working_folder()
+    add_working_folder_to_path()
     limit_spinning()
     allocate_in_segments()
     env, trains = Environment(), False
@@ -99,13 +99,13 @@ def _main(argv: Sequence[str] | None, trainer: type[Trainer] | None) -> int:
         config = _read(arguments, env)
         if config is None:
             return EXIT_FINISHED
-        is_spawning = spawns(arguments.nproc, env)
+        is_spawning = should_spawn(arguments.nproc, env)
         _check(config, arguments.nproc or 1, env, is_spawning, builds_own=trainer is not None)
         trains = True
     except UserError as error:
         return report(error, env)
     except OSError as error:
-        return report(unusable(error, sys.argv[1:] if argv is None else argv), env)
+        return report(unusable_path_error(error, sys.argv[1:] if argv is None else argv), env)
     finally:
         if not trains:
             stop.let_go()
@@ -115,10 +115,10 @@ def _main(argv: Sequence[str] | None, trainer: type[Trainer] | None) -> int:
     with rehearsing(config, env) if is_dry else contextlib.nullcontext(config) as config:
         if is_spawning:
             return spawn(arguments.nproc or 1, _command(arguments, trainer), config)
-        return with_trainer(config, trainer, act)
+        return run_trainer(config, trainer, act)
 
 
-def unusable(error: OSError, argv: Sequence[str]) -> UserError:
+def unusable_path_error(error: OSError, argv: Sequence[str]) -> UserError:
     """Return the error for a path that cannot even be looked for: its name is too long, or a folder is closed to us."""
     path = str(error.filename or "")
     given = (word.partition("=") for word in argv)
@@ -140,7 +140,7 @@ def _read(arguments: Arguments, env: Environment) -> RunConfig | None:
             arguments.sections,
             load_config(recipe, overrides, arguments.allow_import, needs_weights=False) if recipe else None,
         )
-        tell(fitted(text, shutil.get_terminal_size().columns if sys.stdout.isatty() else 0))
+        tell(fit_to_width(text, shutil.get_terminal_size().columns if sys.stdout.isatty() else 0))
         return None
     if recipe is None:
         if overrides or arguments.options:
@@ -151,7 +151,7 @@ def _read(arguments: Arguments, env: Environment) -> RunConfig | None:
         _check_as_printed(config, arguments.nproc, env)
         tell(_with_steps(config).to_yaml(), end="")
         return None
-    config, note = free_name(config, recipe, overrides)
+    config, note = find_free_name(config, recipe, overrides)
     if env.launcher != "nproc":  # whose parent has done so
         stop.note_stale_notice(config.run_dir)
         if note and env.rank == 0:
@@ -169,7 +169,7 @@ def _command(arguments: Arguments, trainer: type[Trainer] | None) -> list[str]:
     return [*program, f"recipe={arguments.recipe}", *arguments.overrides, *options]
 
 
-def spawns(nproc: int | None, env: Environment) -> bool:
+def should_spawn(nproc: int | None, env: Environment) -> bool:
     """Return whether this process is to start others.  Raises UserError where a launcher has started another number."""
     if nproc is not None and env.is_distributed and nproc != env.world_size:
         rule = f"{env.launcher} has already started {env.world_size} processes; leave it out, or give that number"
@@ -199,20 +199,20 @@ def _check_without_torch(
 
     Text that has not been tokenized yet is, on all ranks together, unless it is only to be looked at.
     """
-    from trainer.data.epochs import settled_by_data
-    from trainer.data.foreign import check_tokenizer
-    from trainer.data.mixed import find_order
-    from trainer.data.opening import is_untokenized, open_source, refuse_pairs
+    from trainer.data.mixed_source import find_order
+    from trainer.data.resolve import resolve_from_data
+    from trainer.data.source_factory import is_untokenized, open_source, refuse_pairs
+    from trainer.data.tokenizer_check import check_tokenizer
 
     check_config(config, world_size, local_world_size)
-    check_needs(config, likely_device(config.run.device))
+    check_requirements(config, likely_device(config.run.device))
     if config.recipe.trainer is not None or builds_own:
         return
     has_work = is_untokenized(config.data)  # for every rank, before any of them waits for another
     if tokenizes if has_work else env.rank == 0:
         source = open_source(config.data, config.vocab_size, "train")
         check_tokenizer(source, config)
-        find_order(source, settled_by_data(config))
+        find_order(source, resolve_from_data(config))
         if config.rows_per_sample == 1:
             refuse_pairs(source)
         open_source(config.data, config.vocab_size, "eval")
@@ -226,7 +226,7 @@ def _check_as_printed(config: RunConfig, nproc: int | None, env: Environment) ->
     if config.data.source in ("tokens", "chat") and not config.data.path:
         config = replace(config, data=config.data.generated())
     if nproc is None and not env.is_distributed:
-        least = least_mesh(config)
+        least = smallest_mesh(config)
         config = replace(config, log=replace(config.log, profile_ranks=(0,)))
         _check_without_torch(config, least.num_ranks, least.shard, env, tokenizes=False)
     else:
@@ -237,10 +237,10 @@ def _check_as_printed(config: RunConfig, nproc: int | None, env: Environment) ->
 
 def _with_steps(config: RunConfig) -> RunConfig:
     """Return what is printed, with the steps that its epochs take if the data are there."""
-    from trainer.data.epochs import settled_by_data
-    from trainer.data.opening import is_untokenized
+    from trainer.data.resolve import resolve_from_data
+    from trainer.data.source_factory import is_untokenized
 
-    return settled_by_data(config) if config.data.path and not is_untokenized(config.data) else config
+    return resolve_from_data(config) if config.data.path and not is_untokenized(config.data) else config
 
 
 def report(error: UserError | TrainingFailed, env: Environment, exit_code: int = EXIT_USER_ERROR) -> int:
@@ -273,7 +273,7 @@ def ignore_termination() -> None:
                 signal.signal(number, signal.SIG_IGN)
 
 
-def with_trainer(config: RunConfig, own: type[Trainer] | None, act: Callable[[Trainer], int]) -> int:
+def run_trainer(config: RunConfig, own: type[Trainer] | None, act: Callable[[Trainer], int]) -> int:
     """Build a Trainer in this process, one rank of however many there are, and let it `act`.  Returns the exit code."""
     try:
         with without_collecting(), interruptible():

@@ -53,7 +53,7 @@ def _block(heads: Sequence[str], row: Sequence[str], width: int) -> list[str]:
     return [*first, *below]
 
 
-def fitted(text: str, columns: int) -> str:
+def fit_to_width(text: str, columns: int) -> str:
     """Return the text with lines of at most `columns` characters, where words allow it; 0: unchanged.
 
     Text after a wide gap, such as the meaning of an option, is continued below where it began.

@@ -19,10 +19,10 @@ from trainer.checkpoint.place import find_place
 from trainer.checkpoint.saver import Saver
 from trainer.checkpoint.store import Checkpoints, Settings
 from trainer.config import RunConfig
-from trainer.config.needs import compiles_blocks
-from trainer.data.epochs import settled_by_data
+from trainer.config.requirements import compiles_blocks
 from trainer.data.loader import Batch, EvalLoader, TrainLoader, attended_length
-from trainer.data.opening import open_source
+from trainer.data.resolve import resolve_from_data
+from trainer.data.source_factory import open_source
 from trainer.data.transfer import ahead
 from trainer.distributed.ballot import Ballot
 from trainer.distributed.random_state import RandomState, seed_everything
@@ -96,7 +96,7 @@ class Trainer:
         self.world = World(config)
         check_same_run(self.world, config, type(self), self.exempt_from_selfcheck())
         self.shape = check_shape(self.world, config)
-        self.config, self.plan_choice = resolve_auto(settled_by_data(config), self.shape, self.world)
+        self.config, self.plan_choice = resolve_auto(resolve_from_data(config), self.shape, self.world)
         self.forecast = Forecast(self.config, self.shape, self.world)
         seed_everything(self.config.run.seed, self.world.rank)
 
@@ -139,7 +139,7 @@ class Trainer:
         self.profile = Profile(config, world.rank, world.device, self.metrics, self.watchdog)
         place = world.agreed(lambda: find_place(config.checkpoint.dir or self.folder.path / "checkpoints"))
         sizes = mesh_sizes(self.mesh, config)
-        facts = Facts(config.on_record().to_yaml(), sizes, world.env.job, world.env.num_restarts)
+        facts = Facts(config.with_absolute_paths().to_yaml(), sizes, world.env.job, world.env.num_restarts)
         self.room_in = place
         """The place whose disk is checked for room; a dry run checks that of the run itself."""
         self.checkpoints = Checkpoints(place, world, Settings.of(config.checkpoint, config.eval.metric), facts)

@@ -41,7 +41,7 @@ class PreferenceTrainer(Trainer):
 
     def build_model(self, config: RunConfig | None = None) -> nn.Module:
         """Return the sharded model; before the run's own also build the reference, if that is a second one."""
-        if config is None and self.config.holds_reference:
+        if config is None and self.config.has_reference_model:
             self.reference = super().build_model(self.config).requires_grad_(False).eval()
         return super().build_model(config)
 

@@ -27,7 +27,7 @@ def _later(module: str, name: str) -> Callable[..., Any]:
 
 def init(module: nn.Module, name: str, model: nn.Module) -> None:
     """Fill what one module owns itself as the library does."""
-    _later("facts", "init")(module, name, model)
+    _later("hooks", "init")(module, name, model)
 
 
 HUGGINGFACE = HuggingFace(
@@ -36,7 +36,7 @@ HUGGINGFACE = HuggingFace(
     names={},
     config=lambda config: config.config,
     model_fields=lambda content: {"config": dict(content)},
-    stored=f"{_PACKAGE}.stored:as_stored",
+    stored=f"{_PACKAGE}.weights:as_stored",
 )
 
 register(
@@ -44,13 +44,13 @@ register(
         name="hf",
         config=HfConfig,
         build=f"{_PACKAGE}.model:build",
-        units=_later("facts", "units"),
+        units=_later("hooks", "units"),
         init=init,
         resolve=resolve,
-        weights=f"{_PACKAGE}.stored:first_weights",
-        notes=f"{_PACKAGE}.facts:notes",
+        weights=f"{_PACKAGE}.weights:first_weights",
+        notes=f"{_PACKAGE}.hooks:notes",
         check=check,
-        flops=_later("facts", "flops"),
+        flops=_later("hooks", "flops"),
         hf=HUGGINGFACE,
     )
 )

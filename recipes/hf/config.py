@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from trainer.config.pretrained import CONFIG, check_headers, check_readable, is_only_described, read_config
+from trainer.config.pretrained import CONFIG, check_headers, check_readable, has_config_only, read_config
 from trainer.errors import setting_error
 from trainer.recipe import declare
 
@@ -77,7 +77,7 @@ def resolve(config: HfConfig) -> HfConfig:
         differ = [key for key in {**content, **config.config} if content.get(key) != config.config.get(key)]
         rule = f"{folder / CONFIG} has other entries than model.config: {', '.join(differ)}"
         raise setting_error("model.path", config.path, rule, fix="model.config={} takes those of the folder")
-    fresh = config.fresh or is_only_described(folder)
+    fresh = config.fresh or has_config_only(folder)
     if not fresh:
         check_headers(folder, "model.path")
     return replace(config, path=str(folder), fresh=fresh, config=content)

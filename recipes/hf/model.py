@@ -55,7 +55,7 @@ def _train_padding_too(model: transformers.PreTrainedModel) -> None:
 
     The library drops this row's gradient, since it expects the token in padding alone.  Our padding has no targets, and
     with many chat models the same token ends each turn, which must be learned: our own models learn it, too.  What
-    `_init_weights` does to the row of a new model is left to the library (see `facts.init`).
+    `_init_weights` does to the row of a new model is left to the library (see `hooks.init`).
     """
     table = model.get_input_embeddings()
     for module in model.modules():

@@ -1,19 +1,27 @@
-"""Checkpoints: save, publish, find, load, prune.
+"""Checkpoints: save, publish, find, load and prune.
 
-A checkpoint is a folder `step_00000100` that exists whole or not at all.  From the ground up:
+A checkpoint is a folder such as `step_00000100` that is published atomically: it is complete or it does not exist.
+The modules, from the lowest layer up:
 
-    place       where it lies: a file system or an object store; how something comes to be there at once
-    blocks      files with checksums that are taken while they are written
-    tree        state without pickle: tensors one way, the rest as JSON
-    columns     what is known of a million chunks, as integers
-    layout      which bytes of which file hold what of a tensor
-    writers     who writes what, where several ranks hold the same
-    dcp         what is on this rank and which chunks it reads, as torch.distributed.checkpoint has it
-    tensors     sharded tensors in files
-    manifest    what a checkpoint consists of, and whether that is what is there
-    store       the checkpoints of a run: save, publish, prune, find, load
-    schedule    when to save, and when again after a failure
-    source      a checkpoint to read weights from, in one process
+    storage         file systems and object stores, and how each publishes a folder atomically
+    blocks          files whose checksums are computed while they are written
+    state_tree      splits a state dict into tensors and JSON, without pickle
+    chunk_table     offsets and sizes of a million chunks, as integer columns
+    layout          which bytes of which file hold which part of a tensor
+    writers         which rank writes a box that several ranks hold
+    dcp             the uses of torch.distributed.checkpoint
+    tensors         writing and reading sharded tensors
+    manifest        lists the files of a checkpoint and verifies them
+    snapshot        the state at one moment, grouped by how it is stored
+    retention       which checkpoints to keep
+    compatibility   compares a checkpoint with the state that is to be restored from it
+    reader          finds and restores checkpoints
+    store           saves, publishes and prunes the checkpoints of a run
+    interval        the save interval that loses the least time
+    save_policy     the steps after which a save is due
+    saver           the save in flight, and retries after failures
+    stored_weights  reads weights from a checkpoint, in one process
 
-Knows `TrainState` only as what it is made of (things with state_dict and load_state_dict), and no model.
+This package sees `TrainState` only as a collection of objects with `state_dict` and `load_state_dict`, and imports no
+model.
 """

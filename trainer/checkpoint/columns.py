@@ -1,8 +1,8 @@
-"""Columns of integers: what is known of many chunks, a row for each instead of an object.
+"""Offsets and sizes of many chunks as integer columns, one row per chunk instead of one object.
 
-Of a 70B model and its moments there are 1.1 million chunks on 512 ranks.  As objects they take a gigabyte and ten
-seconds; as columns, tens of megabytes and well under a second.  Written down, a column is a few runs: equal shards have
-equal sizes, offsets that grow by one step, and lie at the same place of each rank's file.
+A 70B model and its moments have 1.1 million chunks on 512 ranks.  As objects they take a gigabyte and ten seconds; as
+columns, tens of megabytes and well under a second.  A stored column is a few runs (arithmetic progressions): equal
+shards have equal sizes, evenly spaced offsets and the same position in each rank's file.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import numpy as np
 Rows = np.ndarray[Any, Any]
 """int64 of shape (N, columns), or (N,) for one column."""
 Runs = Sequence[int]
-"""A column as arithmetic progressions: first, step and length of each, one after another."""
+"""A column as arithmetic progressions: the first value, step and length of each, flattened into one list."""
 Ints = tuple[int, ...]
 
 
 def to_runs(column: Rows) -> list[int]:
-    """Return the column as runs; `from_runs` is the inverse."""
+    """Compress a column into runs; `from_runs` is the inverse."""
     steps = np.diff(column)
-    turns = [*(np.flatnonzero(np.diff(steps)) + 1).tolist(), len(steps)]  # where a step differs from the one before
+    turns = [*(np.flatnonzero(np.diff(steps)) + 1).tolist(), len(steps)]  # where the step changes
     runs: list[int] = []
     start = turn = 0
     while start < len(column):
@@ -37,13 +37,13 @@ def to_runs(column: Rows) -> list[int]:
 
 
 def from_runs(runs: Runs) -> Rows:
-    """Return the column that `to_runs` was given."""
+    """Expand runs into the column that `to_runs` compressed."""
     parts = [first + step * np.arange(n) for first, step, n in zip(runs[::3], runs[1::3], runs[2::3], strict=True)]
     return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
 
 
 def at(runs: Runs, row: int) -> int:
-    """Return one value of a column.  Raises IndexError."""
+    """Return the value of a compressed column in one row.  Raises IndexError."""
     for first, step, count in zip(runs[::3], runs[1::3], runs[2::3], strict=True):
         if row < count:
             return first + step * row
@@ -52,16 +52,16 @@ def at(runs: Runs, row: int) -> int:
 
 
 def rows_of(tuples: Sequence[Ints], width: int, missing: int) -> Rows:
-    """Return one row for each tuple, filled up to `width` with `missing`."""
+    """Return one row per tuple, padded to `width` with `missing`."""
     flat = chain.from_iterable((*row, *(missing,) * (width - len(row))) for row in tuples)
     return np.fromiter(flat, dtype=np.int64, count=len(tuples) * width).reshape(len(tuples), width)
 
 
 @dataclass(frozen=True)
 class Boxes:
-    """Boxes of many tensors, a row each: what ranks tell each other of them.
+    """Boxes of many tensors, one row each, in the form that ranks send to each other.
 
-    All have as many dimensions as the largest; one that a tensor lacks has offset 0 and size 1.
+    All boxes are padded to the largest number of dimensions: a missing dimension has offset 0 and size 1.
     """
 
     keys: Sequence[str]
@@ -70,14 +70,14 @@ class Boxes:
 
     @classmethod
     def of(cls, boxes: Iterable[tuple[str, Ints, Ints]]) -> Boxes:
-        """Return those of (key, offsets, sizes)."""
+        """Build the table from (key, offsets, sizes) tuples."""
         keys, offsets, sizes = [list(column) for column in zip(*boxes, strict=True)] or ([], [], [])
         width = max(map(len, sizes), default=0)
         return cls(keys, rows_of(offsets, width, 0), rows_of(sizes, width, 1))
 
     @classmethod
     def joined(cls, many: Sequence[Boxes]) -> Boxes:
-        """Return all of them, one after another."""
+        """Concatenate several tables."""
         width = max((boxes.sizes.shape[1] for boxes in many), default=0)
         keys = [key for boxes in many for key in boxes.keys]
         offsets, sizes = (
@@ -90,7 +90,7 @@ class Boxes:
         return len(self.keys)
 
     def numbers(self, known: Mapping[str, int]) -> Rows:
-        """Return the number of each box's tensor.  Raises ValueError for a key that is not among the `known`."""
+        """Return the tensor number of each box, from `known`.  Raises ValueError for a key that is missing there."""
         try:
             return np.fromiter(map(known.__getitem__, self.keys), dtype=np.int64, count=len(self.keys))
         except KeyError as error:

@@ -1,4 +1,4 @@
-"""Contents of a checkpoint: the parts of a state, by how they are stored, and their values at one moment."""
+"""Collects the state at one moment, its parts grouped by how they are stored."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trainer.files import crc32
 
 
 class Stateful(Protocol):
-    """A part of the state: it can be saved and restored."""
+    """A part of the state that can be saved and restored."""
 
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
@@ -27,66 +27,64 @@ class Stateful(Protocol):
 
 @runtime_checkable
 class Strict(Protocol):
-    """A part that says what of it differs from what is stored, and makes room for what it does not hold yet."""
+    """A part that compares itself with its stored form, and allocates tensors that it does not hold yet."""
 
     def differences(self, plain: Any, stored: Mapping[str, Stored]) -> list[str]:
-        """Return a line for each difference; `stored` by key within the part."""
+        """Return one line per difference.  `stored` maps keys within the part to stored tensors."""
         ...
 
     def prepare(self, stored: Mapping[str, Stored]) -> None:
-        """Make the tensors that loading is going to fill."""
+        """Allocate the tensors that loading will fill."""
         ...
 
     def may_differ(self, key: str) -> bool:
-        """Return whether ranks may hold different values of this plain tensor; each is then given its own back."""
+        """Return whether ranks may hold different values of this plain tensor; each rank then restores its own."""
         ...
 
 
 @runtime_checkable
 class Dependent(Protocol):
-    """A part that means something only beside what no checkpoint holds, as a position does in its data."""
+    """A part that is valid only together with something outside the checkpoint, as a position is with its data."""
 
     def changes_outside(self, plain: Mapping[str, Any], allowed: Collection[str]) -> tuple[list[str], list[str]]:
-        """Return a line for each change of that since `plain` was stored: those that forbid to go on, those to tell."""
+        """Return outside changes since `plain` was stored, one line each: those that forbid resuming, and remarks."""
         ...
 
 
 @runtime_checkable
 class Restartable(Protocol):
-    """A rank's own part that can be made anew, where what is stored is for another number of ranks."""
+    """A per-rank part that can be reinitialized if the checkpoint has a different number of ranks."""
 
     def restart(self, step: int) -> None: ...
 
 
 class Savable(Protocol):
-    """A whole state, its parts grouped by how they are stored."""
+    """The complete state, its parts grouped by how they are stored."""
 
     step: int
     parts: dict[str, Stateful]
-    """The same on all ranks, or sharded (DTensors): restored on any mesh."""
+    """Parts that are the same on all ranks, or sharded (DTensors).  They can be restored on any mesh."""
     rank_parts: dict[str, Stateful]
-    """Each rank's own: restored where the number of ranks is the same, otherwise made anew if it is Restartable."""
+    """Per-rank parts.  They are restored if the number of ranks is the same, and otherwise reinitialized if they are
+    Restartable."""
 
     @property
     def weights(self) -> Mapping[str, float]:
-        """Keys of the parameters, which must be finite to be published, and magnitudes that no value may reach."""
+        """Keys of the parameters, each with a limit: values must be finite, and smaller in magnitude, to be published."""
         ...
 
     @property
     def num_skipped(self) -> int:
-        """Number of steps skipped in a row; above 0 the weights may be bad.
-
-        The same on all ranks.
-        """
+        """Number of consecutive steps skipped, the same on all ranks.  If it is above 0, the weights may be bad."""
         ...
 
     @property
     def evaluation(self) -> Mapping[str, float]:
-        """The losses of the evaluation of this very step, by field; empty if there has been none."""
+        """Losses of the evaluation at this step, by field; empty if it has not been evaluated."""
         ...
 
     def check_complete(self) -> None:
-        """Raise UserError if there is state that is not listed here."""
+        """Raise UserError if there is state that has not been registered."""
         ...
 
 
@@ -97,14 +95,14 @@ class Facts:
     config_yaml: str
     mesh: Mapping[str, int]
     job: str = ""
-    """What the launcher calls the job."""
+    """The launcher's identifier of the job."""
     restarts: int = 0
-    """How often the launcher had started it again."""
+    """How often the launcher had restarted the job."""
 
 
 @dataclass
 class Snapshot:
-    """The state at one moment.  Its tensors are live until they are staged."""
+    """The state at one moment.  Its tensors are the live ones until they are staged."""
 
     step: int
     tensors: dict[str, torch.Tensor]
@@ -112,16 +110,16 @@ class Snapshot:
     plain: dict[str, Any]
     own_plain: dict[str, Any]
     own_tensors: dict[str, torch.Tensor]
-    """Copies, on the CPU, of what is this rank's own."""
+    """CPU copies of this rank's per-rank tensors."""
     digests: dict[str, tuple[int, int]]
-    """Checksums, by part, of what must be the same on all ranks: plain values, and tensors that are not sharded."""
+    """For each part, checksums of its plain values and of its unsharded tensors, which ranks compare."""
     weights: Mapping[str, float]
     num_skipped: int
     evaluation: Mapping[str, float] = field(default_factory=dict)
     due: Sequence[int] = ()
-    """The steps whose saves this one makes up for."""
+    """Earlier steps whose due saves this save replaces."""
     unlike: list[str] = field(default_factory=list)
-    """Keys of plain tensors of which each rank stores its own values."""
+    """Keys of plain tensors whose values each rank stores separately."""
 
     @property
     def document(self) -> str:
@@ -134,7 +132,7 @@ class Snapshot:
 
 
 def collect(state: Savable, num_ranks: int) -> Snapshot:
-    """Return the state as it is now.  Raises TypeError for what cannot be stored."""
+    """Return the state as it is now.  Raises TypeError for values that cannot be stored."""
     plain: dict[str, Any] = {}
     tensors: dict[str, torch.Tensor] = {}
     paths: dict[str, tuple[str, ...]] = {}
@@ -166,7 +164,7 @@ def copy_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def checksum_of_tensors(tensors: Sequence[torch.Tensor]) -> int:
-    """Return the CRC-32 of the tensors' bytes.  Those of a GPU come over in one piece."""
+    """Return the CRC-32 of the tensors' bytes.  GPU tensors are copied to the host in one transfer."""
     crc = 0
     whole = [tensor.detach().contiguous().flatten().view(torch.uint8) for tensor in tensors if tensor.numel()]
     on_cpu = [part for part in whole if part.device.type == "cpu"]
@@ -177,7 +175,7 @@ def checksum_of_tensors(tensors: Sequence[torch.Tensor]) -> int:
 
 
 def unlike_parts(digests: list[dict[str, tuple[int, int]]]) -> list[str]:
-    """Return the parts whose plain tensors are not the same on all ranks.  Raises UserError if plain values are not."""
+    """Return the parts whose plain tensors differ between ranks.  Raises UserError if plain values differ."""
     unlike = []
     for name, (values, tensors) in digests[0].items():
         others = [rank for rank, own in enumerate(digests) if name not in own or own[name][0] != values]
@@ -189,7 +187,7 @@ def unlike_parts(digests: list[dict[str, tuple[int, int]]]) -> list[str]:
 
 
 def not_the_same(name: str, what: str, rank: int) -> str:
-    """Return the mistake of state that ranks should have alike."""
+    """Return the error message for state that should be the same on all ranks."""
     return (
         f"state {name!r}: rank {rank} does not hold the same {what} as rank 0; add state that differs between "
         f"ranks with self.state.add({name!r}, ..., per_rank=True)"
@@ -197,9 +195,9 @@ def not_the_same(name: str, what: str, rank: int) -> str:
 
 
 def keep_own(state: Savable, snapshot: Snapshot, parts: list[str], channel: Channel) -> None:
-    """Put the plain tensors that ranks hold different values of into what is stored of each rank.
+    """Move plain tensors whose values differ between ranks into each rank's own file.
 
-    Raises UserError if they must not differ.  One gather.
+    Raises UserError for a tensor that must not differ.  Collective: one gather.
     """
     loose = {key: t for key, t in snapshot.tensors.items() if not isinstance(t, DTensor)}
     loose = {key: t for key, t in loose.items() if key.startswith(tuple(f"{part}." for part in parts))}

@@ -1,4 +1,4 @@
-"""Compares a stored state with the one to restore, names every difference, and applies it."""
+"""Compares a checkpoint with the state to restore, reports every difference, and applies the checkpoint."""
 
 from __future__ import annotations
 
@@ -28,32 +28,35 @@ _OFFER = re.compile(r"allow it: checkpoint\.allow_changes=\[([^\]]+)\]")
 
 
 _NUM_LINES, _NUM_CHARACTERS = 4, 300
-"""What a refusal says of the differences: a cause such as another width is in every tensor."""
+"""Limits of the error message: one cause, such as a different width, shows up in every tensor."""
 
 
 class Unfit(UserError):
-    """A checkpoint that does not fit.  `lines` are all differences, settings first; the message has some of them."""
+    """Raised if a checkpoint cannot be restored into the state.
+
+    `lines` holds all differences, settings first; the message shows some of them.
+    """
 
     def __init__(self, place: Place, different: list[str], unfit: Mapping[str, list[str]]) -> None:
-        """different: settings.  unfit: differences by the part of the state."""
+        """different: one line per differing setting.  unfit: other differences, by part of the state."""
         of_parts = [line for lines in unfit.values() for line in lines]
         self.lines = [*different, *of_parts]
-        is_fresh = any(line.startswith("optim.name:") for line in different)  # which takes the optimizer's state along
+        is_fresh = any(line.startswith("optim.name:") for line in different)  # a new optimizer explains a different optimizer state
         advised = [line for name, lines in unfit.items() if name != "optimizer" or not is_fresh for line in lines]
         parts = [name for name, lines in unfit.items() if any(not _OFFER.search(line) for line in lines)]
         self._place, self._advice = place, advice_on(different, advised, parts)
-        most = _NUM_LINES if len(self.lines) <= _NUM_LINES else _NUM_LINES - 1  # where one says how many more
+        most = _NUM_LINES if len(self.lines) <= _NUM_LINES else _NUM_LINES - 1  # one line says how many more
         first = [lines[0] for lines in unfit.values()]
         self._shown = [*different, *first, *(line for line in of_parts if line not in first)][:most]
         super().__init__(self.told())
 
     @property
     def is_short(self) -> bool:
-        """True if the message has all there is to say."""
+        """True if the message shows all differences in full."""
         return len(self.lines) == len(self._shown) and all(len(line) <= _NUM_CHARACTERS for line in self.lines)
 
     def told(self, file: str = "") -> str:
-        """Return the message; `file` is one that has all lines."""
+        """Return the message; `file` names a file that holds all lines."""
         shown = [line if len(line) <= _NUM_CHARACTERS else f"{line[:_NUM_CHARACTERS]}..." for line in self._shown]
         if more := len(self.lines) - len(self._shown):
             shown.append(f"and {more} more differences" + f": {file}" * bool(file))
@@ -63,7 +66,7 @@ class Unfit(UserError):
 
 
 class StoredState:
-    """The plain part of a checkpoint, everything but tensors; checked as it is read."""
+    """Everything in a checkpoint but the tensors.  Each file is verified as it is read."""
 
     def __init__(self, place: Place, manifest: Manifest, world: World) -> None:
         self.document: dict[str, Any] = json.loads(read_file(place, manifest, "state.json"))
@@ -74,7 +77,7 @@ class StoredState:
 
 
 def find_targets(state: Savable, layout: Layout, left_out: set[str]) -> dict[str, torch.Tensor]:
-    """Return where each stored tensor is to be read: into the live state where it has such a tensor."""
+    """Return the tensor to read each stored tensor into: the live tensor if it exists and has the same shape."""
     targets: dict[str, torch.Tensor] = {}
     with torch.no_grad():
         for name, part in state.parts.items():
@@ -107,9 +110,9 @@ def check_fit(
     allowed: frozenset[str],
     is_same_size: bool,
 ) -> tuple[set[str], list[str]]:
-    """Return the parts that stay as they are because that is allowed, and what is to be told.
+    """Return the parts that may be left unrestored because the user allows it, and remarks to print.
 
-    Raises Unfit with what does not fit, `different` first.
+    Raises IncompatibleCheckpoint with all differences, `different` first.
     """
     unfit, left_out = find_differences(state, document, layout, allowed, is_same_size)
     told: list[str] = []
@@ -127,8 +130,8 @@ def check_fit(
 def find_differences(
     state: Savable, document: Mapping[str, Any], layout: Layout, allowed: frozenset[str], is_same_size: bool
 ) -> tuple[dict[str, list[str]], set[str]]:
-    """Return a line for each difference, by part, and the parts that stay as they are because that is allowed."""
-    # The first checkpoints of this format did not list the ranks' parts.
+    """Return one line per difference, by part, and the parts left unrestored because the user allows it."""
+    # The earliest checkpoints of this format did not list per-rank parts.
     parts, rank_parts = document["parts"], document.get("rank_parts", list(state.rank_parts))
     known = {*state.parts, *state.rank_parts, *parts, *rank_parts}
     for named in allowed:
@@ -162,14 +165,14 @@ def find_differences(
 
 
 def advice_on(different: list[str], unfit: list[str], parts: Sequence[str] = ()) -> str:
-    """Return what to do about a checkpoint that was refused.
+    """Return advice on a checkpoint that was refused.
 
-    parts: those of the state that do not fit, and of which no difference says how to allow it.
+    parts: parts of the state with differences that do not say how to allow them.
     """
     keys = [line.partition(":")[0] for line in different] + [part for line in unfit for part in _OFFER.findall(line)]
     if len(keys) < len(different) + len(unfit):
-        names = [f"state.{name}" for name in parts if name != "optimizer" or "model" not in parts]  # it goes with them
-        whole = ["model" if key == "model.name" else key for key in keys]  # another model has other settings, too
+        names = [f"state.{name}" for name in parts if name != "optimizer" or "model" not in parts]  # a new model implies it
+        whole = ["model" if key == "model.name" else key for key in keys]  # another model also changes other model settings
         allowed = shlex.quote(f"checkpoint.allow_changes=[{','.join(dict.fromkeys([*whole, *names]))}]")
         return (
             "to fix: undo the change, or train another run: run.name=NAME (train.init_from starts it from these "
@@ -198,7 +201,7 @@ def _sharded_differences(name: str, part: Stateful, layout: Layout) -> list[str]
 
 
 def tensor_differences(own: Mapping[str, torch.Tensor], stored: Mapping[str, Stored]) -> Iterator[str]:
-    """Yield a line for each difference in keys, shapes and dtypes, both ways."""
+    """Yield one line per difference in keys, shapes and dtypes, in either direction."""
     for key in [*own, *(key for key in stored if key not in own)]:
         if key not in stored:
             yield f"{key}: {_shape(own[key].shape)}, not in the checkpoint"
@@ -227,7 +230,7 @@ def apply(
     own: bytes | None,
     left_out: set[str],
 ) -> None:
-    """Hand every part what is its own.  Only now, when all has been read and checked."""
+    """Load every part's state.  Call this only after everything has been read and verified."""
     plain, tensors = ({}, {}) if own is None else read_own(own)
     unlike = {key: tensors[key] for key in document.get("unlike", []) if key in tensors}
     with torch.no_grad():
@@ -240,6 +243,6 @@ def apply(
 
 
 def read_own(own: bytes) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Return the plain values and the tensors in a file of what is a rank's own."""
+    """Return the plain values and the tensors in a per-rank file."""
     header = json.loads(own[8 : 8 + int.from_bytes(own[:8], "little")])
     return json.loads(header["__metadata__"]["state"]), safetensors.torch.load(own)

@@ -24,7 +24,7 @@ from trainer.checkpoint.place import (
 )
 from trainer.checkpoint.tensors import read_rows
 from trainer.config import stored_value
-from trainer.config.relocate import CONFIG, moved_along, run_of_best
+from trainer.config.run_paths import CONFIG, relocated, run_of_best
 from trainer.errors import TrainingFailed, UserError, is_masked
 from trainer.files import find_folder
 
@@ -165,4 +165,4 @@ def _elsewhere(run: Place) -> list[Place]:
         )
     if not (isinstance(stored, str) and stored):
         return []
-    return [find_place(moved_along(stored, str(run_dir or run), str(run)))]
+    return [find_place(relocated(stored, str(run_dir or run), str(run)))]

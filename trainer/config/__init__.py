@@ -6,19 +6,18 @@ anything is spawned.
 
 from __future__ import annotations
 
-from trainer.config.advice import type_name
 from trainer.config.changes import compare_configs, compare_stored, stored_value
-from trainer.config.context import Slices, context_choices, find_slices, with_method
+from trainer.config.context_parallel import Slices, context_choices, find_slices, resolve_context_method
 from trainer.config.load import (
     config_from_yaml,
+    declared_by_yaml,
     declared_keys,
     description,
     load_config,
     read_yaml,
     recipe_files,
-    told_by_yaml,
 )
-from trainer.config.mesh import MeshShape, find_mesh_shape, least_mesh
+from trainer.config.mesh import MeshShape, find_mesh_shape, smallest_mesh
 from trainer.config.mixture import BLOCK, Phase, find_phases, source_names
 from trainer.config.rules import budget_of, check_config, find_deadline
 from trainer.config.schema import RunConfig
@@ -33,6 +32,7 @@ from trainer.config.sections import (
     TrainSection,
 )
 from trainer.config.sections.limits import AUTO
+from trainer.config.type_errors import type_name
 
 __all__ = [
     "AUTO",
@@ -55,19 +55,19 @@ __all__ = [
     "compare_stored",
     "config_from_yaml",
     "context_choices",
+    "declared_by_yaml",
     "declared_keys",
     "description",
     "find_deadline",
     "find_mesh_shape",
     "find_phases",
     "find_slices",
-    "least_mesh",
     "load_config",
     "read_yaml",
     "recipe_files",
+    "resolve_context_method",
+    "smallest_mesh",
     "source_names",
     "stored_value",
-    "told_by_yaml",
     "type_name",
-    "with_method",
 ]

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from trainer.config.load import declared_keys, recipe_files
-from trainer.config.spelling import DASHES, stray_word, unknown_option
+from trainer.config.suggestions import DASHES, unexpected_argument, unknown_option
 from trainer.errors import UserError, nearest, setting_error
 
 _MAX_PROCESSES = 1024
@@ -40,7 +40,7 @@ def parse(argv: Sequence[str]) -> Arguments:
     """
     argv, named = list(argv), dict[str, str]()
     options, overrides, sections = set(), [], []
-    argv, allow_import = take_allowed(argv)
+    argv, allow_import = split_allow_import(argv)
     wants_help = "--help" in argv or "-h" in argv
     for place, argument in enumerate(argv):
         key, equals, value = argument.partition("=")
@@ -54,14 +54,14 @@ def parse(argv: Sequence[str]) -> Arguments:
             sections.append(argument)
         elif not equals or not key:
             has_recipe = any(word.startswith("recipe=") for word in argv)
-            raise stray_word(argv, place, recipe_files(), has_recipe, _OPTIONS)
+            raise unexpected_argument(argv, place, recipe_files(), has_recipe, _OPTIONS)
         else:
             overrides.append(argument)
     nproc = _parse_nproc(named["nproc"]) if "nproc" in named else None
     return Arguments(named.get("recipe"), overrides, nproc, frozenset(options), allow_import, sections)
 
 
-def take_allowed(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+def split_allow_import(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the arguments without `--allow-import MODULE`, which may be repeated, and the modules."""
     rest, modules, words = list[str](), list[str](), iter(argv)
     for word in words:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from trainer.config.auto import MODEL
+from trainer.config.auto_model import MODEL
 from trainer.config.schema import RunConfig
 from trainer.errors import nearest, setting_error
 

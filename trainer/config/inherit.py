@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from trainer.config.relocate import CONFIG, is_run
+from trainer.config.run_paths import CONFIG, is_run
 from trainer.errors import setting_error
 
 PARENT = "recipe"
@@ -17,7 +17,7 @@ _OF_THE_RUN = {"run": ("name", "dir"), "checkpoint": ("dir", "resume")}
 """What a run's configuration says of that run alone."""
 
 
-def inherited(
+def merge_parents(
     tree: Mapping[str, Any], path: Path, find: Callable[[str], Path], read: Callable[[Path], Mapping[str, Any]]
 ) -> dict[str, Any]:
     """Return the sections of the recipe file at `path`, those of its parents below them.

@@ -17,16 +17,16 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from trainer.config.advice import advice_of_type, example_of, options_of, type_name
-from trainer.config.auto import settle_auto
-from trainer.config.first_weights import check_first_weights, with_tokenizer_of_weights
-from trainer.config.inherit import inherited
-from trainer.config.pretrained import Told, free_fields, is_folder_of_weights, told_by_folder
-from trainer.config.relocate import CONFIG, is_written_by_run, run_of_best, settle
+from trainer.config.auto_model import resolve_auto_model
+from trainer.config.defaults import isolate_range_test, resolve_defaults, steps_or_epochs
+from trainer.config.inherit import merge_parents
+from trainer.config.initial_weights import check_initial_weights, use_weights_tokenizer
+from trainer.config.pretrained import DeclaredModel, declared_by_folder, free_fields, is_folder_of_weights
+from trainer.config.run_paths import CONFIG, is_written_by_run, resolve_paths, run_of_best
 from trainer.config.schema import RunConfig
 from trainer.config.sections import DataSection, RunSection
-from trainer.config.settled import range_test_apart, settled, with_one_horizon
-from trainer.config.spelling import stray_word, unknown_key
+from trainer.config.suggestions import unexpected_argument, unknown_key
+from trainer.config.type_errors import example_value, suggest_value, type_name, union_members
 from trainer.errors import (
     UserError,
     choice_error,
@@ -71,8 +71,8 @@ def load_config(
             check_imports(found, assignments, allow_import)
         return found
 
-    tree = inherited(read_yaml(path), path, find_recipe_file, read)
-    values = settle(tree, path, assignments)
+    tree = merge_parents(read_yaml(path), path, find_recipe_file, read)
+    values = resolve_paths(tree, path, assignments)
     if is_written_by_run(path):
         check_imports(values, assignments, allow_import)
     remember_secrets([tree, *assignments.values()])
@@ -86,9 +86,9 @@ def load_config(
     config = _build(values, assignments, path, follows=True)
     given = {**dict(_leaves(values, path)), **assignments}
     if needs_weights:
-        check_first_weights(config, given)
-    config = with_tokenizer_of_weights(config, given, stored_in)
-    return range_test_apart(config, stored_in)
+        check_initial_weights(config, given)
+    config = use_weights_tokenizer(config, given, read_run_config)
+    return isolate_range_test(config, read_run_config)
 
 
 def check_imports(values: Mapping[str, Any], assignments: Collection[str], allow_import: Collection[str]) -> None:
@@ -103,7 +103,7 @@ def check_imports(values: Mapping[str, Any], assignments: Collection[str], allow
             check_import(key, value, allow_import)
 
 
-def stored_in(folder: Path) -> Mapping[str, Any]:
+def read_run_config(folder: Path) -> Mapping[str, Any]:
     """Return the configuration that a run has written to its folder; empty where none can be read."""
     try:
         return read_stored((folder / CONFIG).read_text())
@@ -153,9 +153,9 @@ def _build(
 
     Modules that the tree names are imported, or, with `may_import`, those alone.
     """
-    values = with_one_horizon(dict(_leaves(tree_of_values, path)), assignments)
+    values = steps_or_epochs(dict(_leaves(tree_of_values, path)), assignments)
     if follows:
-        values, assignments = settle_auto(values, assignments)
+        values, assignments = resolve_auto_model(values, assignments)
 
     name = assignments.get("model.name", values.get("model.name"))
     if name != values.get("model.name"):  # another model: the fields in the recipe file are not its
@@ -172,7 +172,7 @@ def _build(
         else:
             _assign(tree, legal, key, text, "")
     try:
-        told = _told_by(tree.train.init_from, find_recipe(str(name))) if follows else None
+        told = _declared_by(tree.train.init_from, find_recipe(str(name))) if follows else None
         if told is not None:
             _follow(tree, model, legal, told, values, assignments)
         config = OmegaConf.to_object(tree)
@@ -190,7 +190,7 @@ def _build(
         config = dataclasses.replace(config, model=config.recipe.resolve(config.model))
     run = _named(config.run, path, assignments)
     config = dataclasses.replace(config, run=run, data=_imply_source(config.data, {*values, *assignments}, assignments))
-    return settled(config, assignments)
+    return resolve_defaults(config, assignments)
 
 
 def _no_model(values: Mapping[str, Any], path: Path) -> UserError:
@@ -227,20 +227,20 @@ def default_folder(name: str) -> str:
     return f"runs/{name}"
 
 
-def _told_by(source: str | None, recipe: Recipe) -> Told | None:
+def _declared_by(source: str | None, recipe: Recipe) -> DeclaredModel | None:
     """Return what the source of the first weights says of its model; None if it says nothing, or not yet."""
     if source is None:
         return None
     if is_folder_of_weights(source):
-        return told_by_folder(source, recipe, "train.init_from")
+        return declared_by_folder(source, recipe, "train.init_from")
     stored = Path((run_of_best(source) or source).removeprefix("file://")) / CONFIG  # of a run, or of one checkpoint
     try:
-        return told_by_yaml(stored.read_text(), recipe.name, str(stored)) if stored.is_file() else None
+        return declared_by_yaml(stored.read_text(), recipe.name, str(stored)) if stored.is_file() else None
     except OSError as error:
         raise setting_error("train.init_from", source, f"{stored.name} cannot be read ({error.strerror})") from error
 
 
-def told_by_yaml(text: str, name: str, where: str) -> Told | None:
+def declared_by_yaml(text: str, name: str, where: str) -> DeclaredModel | None:
     """Return what a configuration that `to_yaml` has written says of the model; None if it is not of recipe `name`.
 
     Nothing that it names is imported.
@@ -254,14 +254,14 @@ def told_by_yaml(text: str, name: str, where: str) -> Told | None:
         return None
     if "${" in str(fields):
         raise UserError(f"train.init_from: {where}: its model section refers to values outside of it")
-    return Told(where, {str(field): value for field, value in fields.items()})
+    return DeclaredModel(where, {str(field): value for field, value in fields.items()})
 
 
 def _follow(
     tree: Any,
     model: type,
     legal: Mapping[str, dataclasses.Field[Any]],
-    told: Told,
+    told: DeclaredModel,
     values: Mapping[str, Any],
     assignments: Mapping[str, str],
 ) -> None:
@@ -397,7 +397,7 @@ def _split_overrides(overrides: Sequence[str]) -> dict[str, str]:
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals or not key:
-            raise stray_word([override], 0, (), has_recipe=True)
+            raise unexpected_argument([override], 0, (), has_recipe=True)
         if text.startswith("="):
             rule = "an argument has the form section.key=value"
             raise UserError(f"{override!r}: {rule}\n  did you mean {typed(key, text.lstrip('='))}?")
@@ -410,7 +410,7 @@ def _parse(key: str, text: str, hint: Any) -> Any:
 
     Where it may also be a mapping it is one if YAML reads one.
     """
-    options = options_of(hint)
+    options = union_members(hint)
     if not text and not key.startswith("model."):
         shown = "null" if type(None) in options else None
         raise setting_error(key, text, _IS_EMPTY, example=shown, fix="" if shown else "leave it out, or give a value")
@@ -443,7 +443,9 @@ def _assign(
     if key not in legal:
         raise unknown_key(key, value, legal, where, str(OmegaConf.select(tree, "model.name") or ""))
     hint = legal[key].type
-    choices = [choice for option in options_of(hint) for choice in typing.get_args(option) if isinstance(choice, str)]
+    choices = [
+        choice for option in union_members(hint) for choice in typing.get_args(option) if isinstance(choice, str)
+    ]
     _refuse_resolvers(key, value, where)
     if isinstance(value, str) and value.startswith("~/"):  # which a shell leaves as it is behind an equals sign
         value = os.path.expanduser(value)
@@ -458,7 +460,7 @@ def _assign(
         meant = legal[key].metadata.get("aliases", {}).get(str(value).lower())
         if meant is not None:
             raise setting_error(key, value, rule, meant=meant) from error
-        raise setting_error(key, shown or value, rule, **advice_of_type(value, hint, legal[key])) from error
+        raise setting_error(key, shown or value, rule, **suggest_value(value, hint, legal[key])) from error
 
 
 _IS_EMPTY = "is empty, perhaps from an unset shell variable"
@@ -483,4 +485,4 @@ def _check_limits(config: RunConfig) -> None:
         value = getattr(getattr(config, section), name)
         for number in value if isinstance(value, tuple) else (value,):
             if isinstance(number, (int, float)) and not isinstance(number, bool):
-                check_number(key, value, number, item.metadata, example_of(item))
+                check_number(key, value, number, item.metadata, example_value(item))

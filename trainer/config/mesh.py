@@ -71,7 +71,7 @@ def find_mesh_shape(mesh: MeshSection, world_size: int, local_world_size: int) -
     return MeshShape(replicate, shard)
 
 
-def least_mesh(config: RunConfig) -> MeshShape:
+def smallest_mesh(config: RunConfig) -> MeshShape:
     """Return the smallest mesh that a configuration can mean, where the number of ranks is not known."""
     mesh, reshard = config.mesh, config.fsdp.reshard_after_forward
     asked = [*(reshard if isinstance(reshard, list) else [reshard]), mesh.context]

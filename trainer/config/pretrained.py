@@ -63,7 +63,7 @@ def stored_dtype(path: str | Path) -> str | None:
 
 
 @dataclass(frozen=True)
-class Told:
+class DeclaredModel:
     """The fields of a model's configuration that the source of its weights tells, and where it does."""
 
     where: str
@@ -99,7 +99,7 @@ def free_fields(model: type, allowed: Iterable[str]) -> set[str]:
     return {f.name for f in dataclasses.fields(model) if f.metadata.get("free") or f"model.{f.name}" in allowed}
 
 
-def told_by_folder(folder: str | Path, recipe: Recipe, setting: str) -> Told | None:
+def declared_by_folder(folder: str | Path, recipe: Recipe, setting: str) -> DeclaredModel | None:
     """Return what a folder says of the model in it, in the fields of `recipe`; None if it has no config.json.
 
     Raises UserError that begins with `setting` if config.json is broken, or says what the recipe cannot build; or,
@@ -117,7 +117,7 @@ def told_by_folder(folder: str | Path, recipe: Recipe, setting: str) -> Told | N
         able = [other.name for other in all_recipes() if other.hf and other.hf.model_type == content["model_type"]]
         rule = f"{path / CONFIG}: model_type={content['model_type']}, which does not match"
         raise setting_error("model.name", recipe.name, rule, able[0] if able else None)
-    return Told(str(path / CONFIG), _fields_of(content, recipe, path, setting))
+    return DeclaredModel(str(path / CONFIG), _fields_of(content, recipe, path, setting))
 
 
 def model_config_of(folder: str | Path, recipes: Sequence[Recipe], setting: str = "path") -> tuple[Recipe, Any]:
@@ -158,7 +158,7 @@ def has_weights(folder: str | Path) -> bool:
     return any(path.glob("*.safetensors")) or any(path.glob("*.safetensors.index.json"))
 
 
-def is_only_described(folder: str | Path) -> bool:
+def has_config_only(folder: str | Path) -> bool:
     """Return whether a folder says what a model is and has no weights of it, in no format and on no way here.
 
     A download that was interrupted leaves parts of files behind.

@@ -12,14 +12,14 @@ from datetime import datetime, timedelta
 from pathlib import Path
 
 from trainer.config.chats import check_chats
-from trainer.config.context import check_batch, check_context, context_choices, with_context
+from trainer.config.context_parallel import check_batch, check_context, context_choices, with_context
 from trainer.config.load import (
     declared_keys,
 )
 from trainer.config.mesh import MeshShape, divisor, find_mesh_shape
 from trainer.config.mixture import check_sources
 from trainer.config.pretrained import check_no_gguf
-from trainer.config.relocate import CONFIG, run_of_best
+from trainer.config.run_paths import CONFIG, run_of_best
 from trainer.config.schema import RunConfig
 from trainer.config.sections import LoraSection
 from trainer.config.sections.limits import AUTO

@@ -82,7 +82,7 @@ class RunConfig:
         return self.train.global_batch_size // (self.num_groups(num_ranks) * int(self.train.micro_batch_size))
 
     @property
-    def holds_reference(self) -> bool:
+    def has_reference_model(self) -> bool:
         """True if a second, frozen model lies beside the one that is trained."""
         return self.train.objective == "dpo" and not self.lora.rank
 
@@ -100,7 +100,7 @@ class RunConfig:
         """The Hugging Face folder that the model is from, or None for a model whose configuration has no such field."""
         return getattr(self.model, "path", None) or None
 
-    def on_record(self) -> RunConfig:
+    def with_absolute_paths(self) -> RunConfig:
         """Return it as a run writes it down: its folders mean the same from wherever it is read."""
         kept = self.checkpoint.dir
         if kept is not None and "://" not in kept:

@@ -1,12 +1,13 @@
-"""The data: text becomes tokens, tokens become samples, samples come in an order, and the order is cut into batches.
+"""Data pipeline: text -> tokens -> samples -> an order of samples -> micro-batches.
 
     tokenizer   text <-> token ids
-    source      samples by their index: the standard library's text, token shards on disk, generated patterns
-    chat        conversations with what is trained on
-    opening     settings -> source
-    order       which sample comes at which position of an endless run
-    loader      a rank's micro-batches, and the one number from which a run resumes
+    source      samples by index: token shards on disk, standard library text, synthetic patterns
+    chat        conversations and their loss masks
+    opening     data settings -> source
+    order       which sample is at each position of an endless run
+    loader      a rank's micro-batches, and the sample count that a resume needs
 
-Knows no mesh and no model: a rank is a number among others here, and the model is the size of its vocabulary.  All
-but `loader` work without torch, so that a mistake in the data settings is reported before anything is spawned.
+Nothing here depends on the mesh or the model: a rank is just an integer, and of the model only the vocabulary size
+matters.  Most modules work without torch, so that a mistake in the data settings is reported before any process is
+spawned.
 """

@@ -1,4 +1,4 @@
-"""Inspect the data that a run would train on, without training.
+"""Inspect the data that a run would train on, without training it.
 
     python -m trainer.data show [recipe=NAME] [section.key=value ...] [--step N] [--samples N] [--full]
     python -m trainer.data check [recipe=NAME] [section.key=value ...]
@@ -20,15 +20,15 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from trainer.config import RunConfig, check_config, declared_keys, least_mesh, load_config, recipe_files
-from trainer.config.arguments import take_allowed
-from trainer.config.spelling import stray_word, unknown_option
+from trainer.config import RunConfig, check_config, declared_keys, load_config, recipe_files, smallest_mesh
+from trainer.config.arguments import split_allow_import
+from trainer.config.suggestions import unexpected_argument, unknown_option
 from trainer.data.check import check_data
-from trainer.data.epochs import settled_by_data
-from trainer.data.mixed import find_order
-from trainer.data.opening import open_source
-from trainer.data.portions import Portion, portions, sentences
+from trainer.data.mixed_source import find_order
+from trainer.data.resolve import resolve_from_data
 from trainer.data.show import show_samples
+from trainer.data.source_factory import open_source
+from trainer.data.usage import SourceUsage, describe_usage, usage_by_phase
 from trainer.errors import (
     EXIT_FAILED,
     EXIT_FINISHED,
@@ -38,44 +38,44 @@ from trainer.errors import (
     setting_error,
     tell,
 )
-from trainer.recipe import look_in_working_folder
+from trainer.recipe import add_working_folder_to_path
 from trainer.tables import table_lines
 
 _COMMANDS = ("show", "check", "plan")
 
 
 @dataclass
-class _Asked:
-    """The arguments of the command line."""
+class _Arguments:
+    """Parsed command-line arguments."""
 
     command: str = ""
     recipe: str | None = None
     overrides: list[str] = field(default_factory=list)
     numbers: dict[str, int] = field(default_factory=lambda: {"--step": 1, "--samples": 2})
-    """Options that take one."""
-    is_full: bool = False
+    """Options that take an integer, with their defaults."""
+    is_disk_full: bool = False
     allow_import: list[str] = field(default_factory=list)
 
 
 def command_line(argv: Sequence[str] | None = None) -> int:
-    """Run what the command line asks for.  Returns the exit code."""
-    look_in_working_folder()
+    """Run the command given on the command line and return the exit code."""
+    add_working_folder_to_path()
     arguments = list(sys.argv[1:] if argv is None else argv)
     if "--help" in arguments or "-h" in arguments:
         tell(__doc__ or "")
         return EXIT_FINISHED
-    return run_command(lambda: _answer(_read(arguments)))
+    return run_command(lambda: _run(_parse(arguments)))
 
 
-def _read(arguments: Sequence[str]) -> _Asked:
-    arguments, allow_import = take_allowed(arguments)
-    asked, rest = _Asked(allow_import=allow_import), iter(arguments)
+def _parse(arguments: Sequence[str]) -> _Arguments:
+    arguments, allow_import = split_allow_import(arguments)
+    asked, rest = _Arguments(allow_import=allow_import), iter(arguments)
     for argument in rest:
         key, _, value = argument.partition("=")
         if key in asked.numbers:
             asked.numbers[key] = _number(key, value or next(rest, ""))
         elif argument == "--full":
-            asked.is_full = True
+            asked.is_disk_full = True
         elif argument.startswith("-"):
             raise unknown_option(argument, [*asked.numbers, "--full"], declared_keys())
         elif key == "recipe":
@@ -83,7 +83,9 @@ def _read(arguments: Sequence[str]) -> _Asked:
         elif "=" in argument:
             asked.overrides.append(argument)
         elif asked.command:
-            raise stray_word(arguments, list(arguments).index(argument), recipe_files(), asked.recipe is not None)
+            raise unexpected_argument(
+                arguments, list(arguments).index(argument), recipe_files(), asked.recipe is not None
+            )
         else:
             asked.command = argument
     if asked.command not in _COMMANDS:
@@ -100,26 +102,26 @@ def _number(option: str, text: str) -> int:
     return int(text)
 
 
-def _answer(asked: _Asked) -> int:
+def _run(asked: _Arguments) -> int:
     config = load_config(asked.recipe or "llama_small", asked.overrides, asked.allow_import, needs_weights=False)
-    least = least_mesh(config)
+    least = smallest_mesh(config)
     check_config(config, least.num_ranks, least.shard)
     vocab_size = config.vocab_size if asked.recipe else None
     if asked.command == "check":
         return EXIT_FAILED if check_data(config.data, vocab_size, tell) else EXIT_FINISHED
-    config = settled_by_data(config)
+    config = resolve_from_data(config)
     source = open_source(config.data, vocab_size, "train")
     order = find_order(source, config)
     if asked.command == "show":
-        which = (asked.numbers["--step"], asked.numbers["--samples"], asked.is_full)
+        which = (asked.numbers["--step"], asked.numbers["--samples"], asked.is_disk_full)
         show_samples(source, order, config, *which, tell)
         return EXIT_FINISHED
-    found = portions(order, config.train.global_batch_size, config.train.steps, source.seq_len)
+    found = usage_by_phase(order, config.train.global_batch_size, config.train.steps, source.seq_len)
     tell("\n".join(_table(config, found)))
     return EXIT_FINISHED
 
 
-def _table(config: RunConfig, found: Sequence[Portion]) -> list[str]:
+def _table(config: RunConfig, found: Sequence[SourceUsage]) -> list[str]:
     heads = ("steps", "source", "tokens", "share", "samples", "epochs")
     rows = [
         (
@@ -132,11 +134,11 @@ def _table(config: RunConfig, found: Sequence[Portion]) -> list[str]:
         )
         for portion in found
     ]
-    return [*table_lines(heads, rows), "epochs: passes over the source by the end of the phase", *_said_of(found)]
+    return [*table_lines(heads, rows), "epochs: passes over the source by the end of the phase", *_repeat_lines(found)]
 
 
-def _said_of(found: Sequence[Portion]) -> list[str]:
-    return [line for line in sentences(found) if line.startswith("repeats")]
+def _repeat_lines(found: Sequence[SourceUsage]) -> list[str]:
+    return [line for line in describe_usage(found) if line.startswith("repeats")]
 
 
 if __name__ == "__main__":

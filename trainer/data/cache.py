@@ -1,8 +1,8 @@
-"""The cache: what is built once from data, kept on disk, and read by every process and later run.
+"""On-disk cache of data that is built once and shared by all processes and later runs.
 
-`get_or_build` is for whatever is a folder of files, such as tokenized chats.  An entry appears under its name only once
-it is complete and on disk.  One that is found damaged is removed and built again, which is said in one line.
-`read_value` and `write_value` are for single facts, which are looked up again if their file is damaged.
+`get_or_build` handles entries that are folders of files, such as tokenized chats.  Entries are published atomically: an
+entry appears under its name only when it is complete and flushed to disk.  A corrupt entry is removed and rebuilt, and
+one line reports it.  `read_value` and `write_value` store single JSON values; a corrupt one counts as missing.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from trainer.stopping import stop_if_asked
 Entry = TypeVar("Entry")
 
 DAMAGE = (OSError, ValueError, TypeError, LookupError, AttributeError, ShardError)
-"""What reading a damaged file may raise."""
+"""Exceptions that reading a corrupt file may raise."""
 
 _PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
-"""Seconds between attempts to get a lock: twice as many each time."""
+"""First and longest pause between attempts to get a lock, in seconds; the pause doubles each time."""
 
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def find_cache_folders(setting: str | None) -> list[Path]:
-    """Return where tokenized text may be kept, best first.  What the user names is the only place."""
+    """Return the candidate cache folders, best first; `setting`, if given, is the only one."""
     if setting is not None:
         return [Path(setting).expanduser()]
     folders = []
@@ -48,7 +48,7 @@ def find_cache_folders(setting: str | None) -> list[Path]:
     user = os.getuid() if hasattr(os, "getuid") else 0
     shared = Path(tempfile.gettempdir(), f"meshtrainer-{user}")
     if not os.path.lexists(shared) or (shared.lstat().st_uid == user and not shared.is_symlink()):
-        folders.append(shared)  # unless another user has put something there
+        folders.append(shared)  # unless another user has created something at this path
     return folders
 
 
@@ -58,21 +58,22 @@ def get_or_build(
     what: str,
     build: Callable[[Path], None],
     load: Callable[[Path], Entry],
-    made_of: int = 0,
+    input_bytes: int = 0,
 ) -> Entry:
-    """Return the cache's entry `name`, which is built first if it is missing or damaged.
+    """Return the cache entry `name`, building it first if it is missing or corrupt.
 
-    load: reads an entry from its folder.  It must compare everything that is used later with a checksum, and raise one
+    load: reads an entry from its folder.  It must verify the checksum of everything that is used later, and raise one
         of DAMAGE if anything is wrong.
     build: writes the files of an entry into an empty folder.
-    what, made_of: what the entry holds, and the bytes of files that it is made of, for messages.
+    what, made_of: a description of the entry and the size of its input files in bytes, for messages.
 
-    Any number of processes may ask for the same entry: one builds it, the others wait.  On a file system without locks
-    each builds it for itself, and the first to finish provides it.  Raises UserError if no folder can be written.
+    Any number of processes may request the same entry: one builds it while the others wait.  On a file system without
+    locks each process builds its own copy, and the first to finish publishes it.  Raises UserError if no cache folder
+    is writable.
     """
     folders = find_cache_folders(cache_dir)
     for folder in folders:
-        with contextlib.suppress(*DAMAGE):  # missing, or to be built again: looked at again under the lock
+        with contextlib.suppress(*DAMAGE):  # missing or corrupt: checked again under the lock
             return load(folder / name)
     failures: list[UserError] = []
     for folder in folders:
@@ -80,7 +81,7 @@ def get_or_build(
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             return _build(folder / name, build, load)
         except OSError as error:
-            failures.append(cannot_store(cache_dir, what, folder, error, made_of))
+            failures.append(storage_error(cache_dir, what, folder, error, input_bytes))
     raise (
         failures[-1]
         if failures
@@ -88,9 +89,9 @@ def get_or_build(
     )
 
 
-def cannot_store(cache_dir: str | None, what: str, folder: Path, error: OSError, made_of: int = 0) -> UserError:
-    """Return what to raise if the cache's `folder` cannot be written; `made_of` is the size of the input, in bytes."""
-    if error.errno not in _FULL:
+def storage_error(cache_dir: str | None, what: str, folder: Path, error: OSError, input_bytes: int = 0) -> UserError:
+    """Return the error for a cache `folder` that is not writable; `input_bytes` is the size of the input in bytes."""
+    if error.errno not in _DISK_FULL:
         rule = f"{what} cannot be stored there ({error})"
         return setting_error("data.cache_dir", cache_dir, rule, fix="give a writable folder")
     room = "your quota is used up"
@@ -99,8 +100,8 @@ def cannot_store(cache_dir: str | None, what: str, folder: Path, error: OSError,
         with contextlib.suppress(OSError):
             free = shutil.disk_usage(folder).free / 1e6
         room = f"the disk is full: {free:,.1f} MB are free, and more is needed"
-    if made_of:
-        room += f" to tokenize {made_of / 1e6:,.1f} MB of files"
+    if input_bytes:
+        room += f" to tokenize {input_bytes / 1e6:,.1f} MB of files"
     rule = f"{what} cannot be stored in {folder}: {room}"
     return setting_error("data.cache_dir", cache_dir, rule, fix="free some space, or give a folder on another disk")
 
@@ -109,11 +110,11 @@ def _build(path: Path, build: Callable[[Path], None], load: Callable[[Path], Ent
     with locked(path.with_name(f".{path.name}.lock")) as is_locked:
         if os.path.lexists(path):
             try:
-                return load(path)  # another process has built it meanwhile
+                return load(path)  # another process built it in the meantime
             except DAMAGE as error:
                 say(f"{path}, in the cache, is damaged ({error}); building it again")
                 remove(path)
-        if is_locked:  # no other process is building: what there is was left by one that was killed
+        if is_locked:  # no other process is building, so temporary folders are leftovers of killed processes
             for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
                 remove(leftover)
         made = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
@@ -125,7 +126,7 @@ def _build(path: Path, build: Callable[[Path], None], load: Callable[[Path], Ent
                 os.rename(made, path)
             except OSError:
                 if not os.path.lexists(path):
-                    raise  # else, without locks, another process was first
+                    raise  # otherwise another process was first, on a file system without locks
             sync_folder(path.parent)
         finally:
             remove(made)
@@ -145,33 +146,34 @@ def _sync(folder: Path) -> None:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[bool]:
-    """Hold a lock for a block, which the kernel releases if this process dies; the file is removed after the block.
+    """Hold a file lock during a block, and remove the lock file afterwards.
 
-    Yields False, and does not wait, on a file system without locks.  A stop request ends the wait, and the process.
+    The kernel releases the lock if this process dies.  On a file system without locks, yields False without waiting.
+    A stop request ends the wait by raising StopRequested.
     """
     while True:
         descriptor = open_lock(path)
         is_locked = _lock(descriptor)
         if not is_locked or is_at(descriptor, path):
             break
-        os.close(descriptor)  # removed by its last holder, after it was opened and before it was locked
+        os.close(descriptor)  # its last holder removed the file after we opened it and before we locked it
     try:
         yield is_locked
     finally:
         if is_locked:
-            path.unlink(missing_ok=True)  # while it is held: who opens it from now on finds another file
+            path.unlink(missing_ok=True)  # while holding the lock: later openers get a new file
         os.close(descriptor)
 
 
 def open_lock(path: Path) -> int:
-    """Return the descriptor of a file to lock, which is created if it is missing."""
+    """Open the lock file at `path`, creating it if it is missing, and return its descriptor."""
     if path.is_dir():
         remove(path)
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
 
 
 def _lock(descriptor: int) -> bool:
-    """Lock an open file, once no other process does; returns False if its file system has no locks."""
+    """Wait until the open file can be locked, and lock it; return False if its file system has no locks."""
     pause = _PAUSE_S
     while True:
         try:
@@ -186,7 +188,7 @@ def _lock(descriptor: int) -> bool:
 
 
 def is_at(descriptor: int, path: Path) -> bool:
-    """Return whether an open file is still the one at `path`."""
+    """Return whether the open file is still the one at `path`."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(path))
     except FileNotFoundError:
@@ -194,7 +196,7 @@ def is_at(descriptor: int, path: Path) -> bool:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, a link, or a folder with all that is in it; nothing, if it is not there."""
+    """Remove a file, a link, or a folder with its contents; do nothing if it does not exist."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -203,7 +205,7 @@ def remove(path: Path) -> None:
 
 
 def write_value(path: Path, value: Any) -> None:
-    """Keep a JSON value, with a checksum.  Raises OSError."""
+    """Store a JSON value with a checksum.  Raises OSError."""
     if path.is_dir():
         remove(path)
     with replacing(path) as partial:
@@ -211,7 +213,7 @@ def write_value(path: Path, value: Any) -> None:
 
 
 def read_value(path: Path) -> Any:
-    """Return the JSON value that was kept; None if there is none, or its file is damaged."""
+    """Return the stored JSON value, or None if it is missing or corrupt."""
     with contextlib.suppress(*DAMAGE):
         content = json.loads(path.read_bytes())
         return checked(content)["value"] if CHECKSUM in content else None

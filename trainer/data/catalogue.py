@@ -1,8 +1,8 @@
-"""Catalogues: what is known of many shards that no manifest lists, kept in the cache, so that it is read once.
+"""Caches the metadata of large sets of shards that have no manifest.
 
-A thousand ranks that open thousands of shards each would be a storm on the file server.  A catalogue is a manifest in
-the cache, under a name made of the shards' paths and of what tells their metadata from others; ranks then open that
-one file.
+If a thousand ranks each opened the metadata of thousands of shards, they would overload the file server.  So the
+metadata are collected once in a manifest in the cache, and each rank opens that one file.  The manifest's name is a
+hash of the shards' paths and of the inode, modification time and size of their metadata files.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from trainer.data.shards import Shard, ShardError
 from trainer.data.source import sample_content
 
 MANY = 64
-"""Shards from which on a catalogue is kept."""
+"""The smallest number of shards whose metadata are cached."""
 
 
 def read_shards(paths: Sequence[str], cache_dir: str | None) -> tuple[list[Shard], str]:
-    """Return the shards at `paths`, and their `sample_content` or nothing where it is not known.  Raises ShardError."""
+    """Return the shards at `paths` and their `sample_content`, or "" if it is not known.  Raises ShardError."""
     if len(paths) < MANY:
         return [Shard(path) for path in paths], ""
     name = _name(paths)
@@ -40,7 +40,7 @@ def read_shards(paths: Sequence[str], cache_dir: str | None) -> tuple[list[Shard
     ]
     checksums = [shard.info.checksum for shard in shards]
     for folder in find_cache_folders(cache_dir):
-        with contextlib.suppress(OSError):  # the next one, or none: it is then read again
+        with contextlib.suppress(OSError):  # try the next folder; if none is writable, the next run reads them again
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             Manifest(*shards[0].info.kind, train=rows, held_out=[], train_content=content, checksums=checksums).write(
                 folder / name
@@ -50,7 +50,7 @@ def read_shards(paths: Sequence[str], cache_dir: str | None) -> tuple[list[Shard
 
 
 def _name(paths: Sequence[str]) -> str:
-    """Return a name for shards as they are now.  Raises ShardError if the metadata of one is not there."""
+    """Return the cache file's name for the shards in their current state.  Raises ShardError if metadata is missing."""
     digest = hashlib.blake2b(b"2" + os.fsencode(os.getcwd()), digest_size=12)
     for path in paths:
         metadata = f"{path.removesuffix('.bin')}.json"

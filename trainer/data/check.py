@@ -1,8 +1,8 @@
 """Checks data for broken shards, duplicate documents, and held-out text that is also trained on.
 
-Documents are compared by a hash of all their tokens.  Held-out text is looked for by stretches of 32 tokens: all of
-those that are held out, and of the training data one in every 16 tokens, so that none that is shared over 47 tokens in
-a row can be missed.  What the hashes find is compared token by token.
+Documents are compared by a hash of all their tokens.  Held-out text is searched for by 32-grams of tokens: every one
+in the held-out data, and one in every 16 positions of the training data, so that no shared run of 47 tokens or more can
+be missed.  All hash matches are verified token by token.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer.config import DataSection
-from trainer.data.opening import open_source
 from trainer.data.shards import Shard, ShardError
 from trainer.data.source import IGNORE, Source, entries
+from trainer.data.source_factory import open_source
 from trainer.data.tokenizer import tokenizer_of
 
 Tell = Callable[[str], None]
@@ -27,15 +27,15 @@ Hashes = NDArray[np.uint64]
 
 _GRAM, _STRIDE = 32, 16
 _CHUNK = 1 << 16
-"""Tokens that are hashed at a time: what they need stays in the processor's caches."""
-_LISTED = 10
-"""Places of a kind that are listed; all are counted."""
+"""Tokens hashed at a time, few enough to stay in the CPU's caches."""
+_MAX_LISTED = 10
+"""How many findings of each kind are listed; all are counted."""
 
 
 def check_data(data: DataSection, vocab_size: int | None, tell: Tell) -> int:
-    """Tell what is wrong with the data, a line for each place; returns how many there are.
+    """Report each problem in the data on one line through `tell`, and return the number of problems.
 
-    Raises UserError for settings that name no data.
+    Raises UserError if the settings do not name any data.
     """
     named = _named(data)
     shards = {name: found for name, found in named.items() if isinstance(found, Shard)}
@@ -53,7 +53,7 @@ def check_data(data: DataSection, vocab_size: int | None, tell: Tell) -> int:
     if broken or train is None:
         return len(broken)
     num_tokens = sum(shard.info.num_tokens for shard in shards.values())
-    tell(f"{_many(len(shards), 'shard')}, {num_tokens:,} tokens: none broken")
+    tell(f"{_count(len(shards), 'shard')}, {num_tokens:,} tokens: none broken")
     twice = _tell_duplicates(list(shards.values()), tell)
     if held_out is None:
         tell("nothing is held out")
@@ -61,7 +61,7 @@ def check_data(data: DataSection, vocab_size: int | None, tell: Tell) -> int:
     return twice + _tell_leaks(train, held_out, data, tell)
 
 
-def _many(number: int, what: str) -> str:
+def _count(number: int, what: str) -> str:
     return f"{number:,} {what}{'s' * (number != 1)}"
 
 
@@ -69,7 +69,7 @@ def _many(number: int, what: str) -> str:
 
 
 def _named(data: DataSection) -> dict[str, Shard | ShardError]:
-    """Return the shards of paths, globs and folders by their names; for one that cannot be opened, why."""
+    """Return the shards that the paths, globs and folders name, by file name; the error for those that do not open."""
     settings = [setting for setting in (data.path, data.eval_path) if setting is not None]
     paths = [
         path.removeprefix("file://")
@@ -90,7 +90,7 @@ def _named(data: DataSection) -> dict[str, Shard | ShardError]:
 
 
 def _damage(shard: Shard) -> str | None:
-    """Return what is wrong with what a shard holds; None if nothing is."""
+    """Return a message about the first problem in a shard's content, or None."""
     try:
         shard.verify()
         shard.read_offsets()
@@ -105,7 +105,7 @@ def _damage(shard: Shard) -> str | None:
 
 
 # -- hashes -----------------------------------------------------------------------------------------------------
-# The hash of tokens t_0 t_1 ... is the sum of mixed(t_i) * base**i, modulo 2**64.
+# A polynomial hash: that of tokens t_0 t_1 ... is the sum of mixed(t_i) * base**i, modulo 2**64.
 
 _BASE = 0x9E3779B97F4A7C15
 _INVERSE = pow(_BASE, -1, 2**64)
@@ -118,7 +118,7 @@ def _powers(base: int, count: int) -> Hashes:
 
 
 def _mixed(vocab_size: int) -> Hashes:
-    """Return a random number for each id."""
+    """Return a fixed pseudorandom number for each token id."""
     return np.random.Philox(key=vocab_size).random_raw(vocab_size)
 
 
@@ -138,19 +138,19 @@ class _Hasher:
             self._powers, self._inverses = _powers(_BASE, 2 * count), _powers(_INVERSE, 2 * count)
 
     def grams(self, tokens: NDArray[Any]) -> Hashes:
-        """Return the hashes of all stretches of 32 tokens."""
+        """Return the hashes of all 32-grams."""
         sums = np.concatenate([np.zeros(1, dtype=np.uint64), np.cumsum(self._terms(tokens))])
         found = sums[_GRAM:] - sums[:-_GRAM]
         return found * self._inverses[: len(found)]
 
     def some_grams(self, tokens: NDArray[Any]) -> Hashes:
-        """Return the hashes of the stretches that begin at every 16th token."""
+        """Return the hashes of the 32-grams that start at every 16th token."""
         whole = len(tokens) // _STRIDE
         parts = np.add.reduceat(self._terms(tokens)[: whole * _STRIDE], np.arange(0, whole * _STRIDE, _STRIDE))
         return (parts[:-1] + parts[1:]) * self._inverses[: (whole - 1) * _STRIDE : _STRIDE]
 
     def documents(self, shard: Shard, starts: NDArray[np.int64]) -> Hashes:
-        """Return the hashes of documents by where each starts; the last one ends with the shard."""
+        """Return the hash of each document, given the documents' start offsets; the last one ends with the shard."""
         found = np.zeros(len(starts), dtype=np.uint64)
         for first in range(0, shard.info.num_tokens, _CHUNK):
             terms = self._terms(shard.read(first, min(_CHUNK, shard.info.num_tokens - first)))
@@ -169,14 +169,14 @@ def _raised(base: int, exponents: NDArray[np.int64]) -> Hashes:
     return found
 
 
-# -- documents that come twice ----------------------------------------------------------------------------------
+# -- duplicate documents ----------------------------------------------------------------------------------------
 
 
 def _tell_duplicates(shards: list[Shard], tell: Tell) -> int:
-    """Tell which documents are the same, in any shards; returns how many are there already when they come again."""
+    """Report identical documents across all shards, and return how many documents repeat an earlier one."""
     starts, hashes = [], []
     for shard in shards:
-        offsets = np.unique(shard.read_offsets())  # a document without a token is none
+        offsets = np.unique(shard.read_offsets())  # ignores empty documents
         starts.append(offsets)
         hashes.append(_Hasher(shard.info.vocab_size).documents(shard, offsets[:-1]))
     if not shards:
@@ -194,10 +194,10 @@ def _tell_duplicates(shards: list[Shard], tell: Tell) -> int:
 
     pairs = ((read(int(order[place])), read(int(order[place + 1]))) for place in again)
     same = [(first, second) for (first, text), (second, other) in pairs if text == other]
-    for first, second in same[:_LISTED]:
+    for first, second in same[:_MAX_LISTED]:
         tell(f"twice: {second} is {first}")
-    more = f", of which {_LISTED} are listed" if len(same) > _LISTED else ""
-    tell(f"{_many(len(all_hashes), 'document')}: {len(same):,} duplicates{more}")
+    more = f", of which {_MAX_LISTED} are listed" if len(same) > _MAX_LISTED else ""
+    tell(f"{_count(len(all_hashes), 'document')}: {len(same):,} duplicates{more}")
     return len(same)
 
 
@@ -205,14 +205,14 @@ def _tell_duplicates(shards: list[Shard], tell: Tell) -> int:
 
 
 class _HeldOut:
-    """The stretches of the held-out samples."""
+    """Index of the 32-grams in the held-out samples."""
 
     def __init__(self, source: Source) -> None:
         self.seq_len = source.seq_len
         tokens, ignored = zip(*_samples(source), strict=True)
         self.tokens = np.concatenate(tokens)
         grams = _Hasher(source.vocab_size).grams(self.tokens)
-        # What fills up a row is the same everywhere, and counts for nothing.
+        # Ignore padding and repetitions of a single token, which are the same everywhere.
         is_told = _windows(np.concatenate(ignored), len(grams)) == 0
         is_told &= _windows(np.diff(self.tokens, append=-1) != 0, len(grams), _GRAM - 1) > 0
         places = np.flatnonzero(is_told)
@@ -222,8 +222,10 @@ class _HeldOut:
         self._may_be[self._grams >> np.uint64(40)] = True
 
     def find(self, grams: Hashes, tokens: NDArray[Any], known: Container[int]) -> Iterator[tuple[int, int]]:
-        """Yield where training data and held-out tokens are the same, for stretches of every 16th token, and but for
-        the held-out samples that are `known`, to which the caller may add.
+        """Yield (training, held-out) token positions of matching 32-grams.
+
+        grams: the hashes of the training tokens' 32-grams at every 16th token.
+        known: held-out samples to skip; the caller may add to them between items.
         """
         numbers = np.flatnonzero(self._may_be[grams >> np.uint64(40)])
         firsts, ends = (np.searchsorted(self._grams, grams[numbers], side=side) for side in ("left", "right"))
@@ -237,7 +239,7 @@ class _HeldOut:
                     yield start, place
 
     def leave_out(self, samples: Iterable[int]) -> None:
-        """Look for the stretches of some samples no more: text that stands everywhere is found millions of times."""
+        """Drop the 32-grams of some samples from the index: boilerplate would otherwise match millions of times."""
         is_out = np.zeros(len(self.tokens) // self.seq_len + 1, dtype=bool)
         is_out[list(samples)] = True
         stays = ~is_out[self._places // self.seq_len]
@@ -245,13 +247,13 @@ class _HeldOut:
 
 
 def _windows(flags: NDArray[np.bool_], count: int, width: int = _GRAM) -> NDArray[np.int64]:
-    """Return how many flags are set in each stretch of tokens."""
+    """Return the number of flags set in each window of `width` tokens, for the first `count` windows."""
     sums = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(flags)])
     return sums[width : width + count] - sums[:count]
 
 
 def _samples(source: Source) -> Iterator[tuple[NDArray[np.int64], NDArray[np.bool_]]]:
-    """Yield the tokens, and which are ignored, of samples one behind the other."""
+    """Yield the tokens of all samples in order, each with a mask of the ignored ones, in chunks."""
     step = max(1, _CHUNK // source.seq_len)
     for first in range(0, len(source), step):
         found = entries(source.batch(np.arange(first, min(len(source), first + step))))
@@ -259,7 +261,7 @@ def _samples(source: Source) -> Iterator[tuple[NDArray[np.int64], NDArray[np.boo
 
 
 def _tell_leaks(train: Source, held_out: Source, data: DataSection, tell: Tell) -> int:
-    """Tell which held-out samples hold text that is trained on; returns how many."""
+    """Report held-out samples that share text with the training data, and return their number."""
     held, found = _HeldOut(held_out), dict[int, tuple[int, int]]()
     hasher, seq_len = _Hasher(train.vocab_size), train.seq_len
     overlap, step = -(-(_GRAM + _STRIDE) // seq_len), max(1, _CHUNK // seq_len)
@@ -272,7 +274,7 @@ def _tell_leaks(train: Source, held_out: Source, data: DataSection, tell: Tell) 
             if len(found) > num_known:
                 held.leave_out(found)
     tokenizer = tokenizer_of(data) if found else None
-    for sample, (trained, place) in sorted(found.items())[:_LISTED]:
+    for sample, (trained, place) in sorted(found.items())[:_MAX_LISTED]:
         piece = held.tokens[place : place + _GRAM]
         text = (
             repr(tokenizer.decode(piece))
@@ -280,6 +282,6 @@ def _tell_leaks(train: Source, held_out: Source, data: DataSection, tell: Tell) 
             else " ".join(map(str, piece.tolist()))
         )
         tell(f"leak: held-out sample {sample} shares text with training sample {trained}: {text}")
-    more = f", of which {_LISTED} are listed" if len(found) > _LISTED else ""
-    tell(f"{_many(len(held_out), 'held-out sample')}: {len(found):,} share text with the training data{more}")
+    more = f", of which {_MAX_LISTED} are listed" if len(found) > _MAX_LISTED else ""
+    tell(f"{_count(len(held_out), 'held-out sample')}: {len(found):,} share text with the training data{more}")
     return len(found)

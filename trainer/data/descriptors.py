@@ -1,8 +1,8 @@
-"""Files that are read here and there: thousands of them through few descriptors, and nothing is mapped.
+"""Random access to thousands of files through a small cache of file descriptors, without memory mapping.
 
-A mapped file that becomes shorter, or whose storage fails, ends the process with SIGBUS; it keeps its descriptor for
-as long as it is mapped; and touching a page of it fetches its neighbours too, a hundred times what a sample needs.
-`preadv` has none of this, and no position that processes or threads would share.
+If a memory-mapped file is truncated or its storage fails, the process dies of SIGBUS.  A mapping also holds its
+descriptor open, and touching one page reads ahead its neighbours, a hundred times what a sample needs.  `preadv` has
+none of these problems, nor a file position that processes or threads would share.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from numpy.typing import NDArray
 
 from trainer.distributed.environment import file_limit
 
-Version: TypeAlias = "tuple[str, int, int]"
-"""A version of a file: its path, and what tells it from another of that name (inode, time of change)."""
+FileVersion: TypeAlias = "tuple[str, int, int]"
+"""A version of a file: path, inode and change time (ctime, ns)."""
 
-MOST = 128
-"""Descriptors that are kept open, for all files together."""
+MAX_OPEN_FILES = 128
+"""Maximum number of open descriptors, over all files."""
 
 
 class _Descriptor:
-    """An open file, closed with its last user, which may still read from it when it leaves the cache."""
+    """An open file.  It is closed with its last reference, so a reader may finish after the cache has evicted it."""
 
     number = -1
 
@@ -38,67 +38,66 @@ class _Descriptor:
             os.close(self.number)
 
 
-class Descriptors:
-    """A cache of open files, those opened last.  Safe for threads; a forked process may go on with what it inherits.
+class DescriptorCache:
+    """Cache of the most recently opened files.  Thread-safe; a forked process may keep using the cache it inherits.
 
-    A file that is open is found without a lock, and no record is kept of its use: every sample comes this way.
+    Looking up an open file takes no lock and records no use, since every sample goes through here.
     """
 
     def __init__(self) -> None:
-        self._open: dict[Version, _Descriptor] = {}
+        self._open: dict[FileVersion, _Descriptor] = {}
         self._lock = threading.Lock()
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._renew_lock)
 
-    def read_into(self, buffer: NDArray[Any], file: Version, offset: int) -> int:
-        """Fill `buffer`, in one piece, with bytes from `offset` on; returns how many there were: fewer at the end.
+    def read_into(self, buffer: NDArray[Any], file: FileVersion, offset: int) -> int:
+        """Fill the contiguous `buffer` with bytes from `offset` on, and return their number: fewer at end of file.
 
-        Who has seen another version of the file reads through another descriptor: it may have been replaced.
-        Raises OSError.
+        Each version of a file has its own descriptor, since the file may have been replaced.  Raises OSError.
         """
         descriptor = self._open.get(file) or self._take(file)
         count = os.preadv(descriptor.number, [buffer.data], offset)
-        while 0 < count < buffer.nbytes:  # a signal, or the end
+        while 0 < count < buffer.nbytes:  # interrupted by a signal, or end of file
             more = os.preadv(descriptor.number, [buffer.data.cast("B")[count:]], offset + count)
             if not more:
                 break
             count += more
         return count
 
-    def forget(self, file: Version) -> None:
-        """Close a file, unless it is being read from at the moment."""
+    def forget(self, file: FileVersion) -> None:
+        """Drop a file from the cache; it is closed once no thread reads from it."""
         with self._lock:
             self._open.pop(file, None)
 
     def close(self) -> None:
-        """Close all files that are not being read from at the moment."""
+        """Drop all files from the cache; each is closed once no thread reads from it."""
         with self._lock:
             self._open.clear()
 
-    def _take(self, file: Version) -> _Descriptor:
+    def _take(self, file: FileVersion) -> _Descriptor:
         with self._lock:
             descriptor = self._open.get(file)  # another thread may just have opened it
             if descriptor is None:
-                for other in list(self._open)[: max(0, len(self._open) + 1 - self._room())]:
+                for other in list(self._open)[: max(0, len(self._open) + 1 - self._max_open())]:
                     del self._open[other]
-                descriptor = self._open[file] = self._open_anew(file[0])
+                descriptor = self._open[file] = self._open_file(file[0])
             return descriptor
 
-    def _open_anew(self, path: str) -> _Descriptor:
+    def _open_file(self, path: str) -> _Descriptor:
         try:
             return _Descriptor(path)
         except OSError as error:
             if error.errno not in (errno.EMFILE, errno.ENFILE) or not self._open:
                 raise
-        self._open.clear()  # others have taken the rest: make do with one
+        self._open.clear()  # the rest of the process has used up the limit: make do with one descriptor
         return _Descriptor(path)
 
-    def _room(self) -> int:
-        return max(1, min(MOST, file_limit() // 4))
+    def _max_open(self) -> int:
+        return max(1, min(MAX_OPEN_FILES, file_limit() // 4))
 
     def _renew_lock(self) -> None:
-        self._lock = threading.Lock()  # another thread of the parent's may have held it
+        self._lock = threading.Lock()  # a thread of the parent may have held it during the fork
 
 
-SHARD_FILES = Descriptors()
-"""Those of all token shards that this process reads."""
+SHARD_FILES = DescriptorCache()
+"""The open files of all token shards that this process reads."""

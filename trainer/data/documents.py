@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.data.rows import DocumentIndex, find_rows
+from trainer.data.row_layout import DocumentIndex, find_rows
 from trainer.data.shards import Shard
 from trainer.data.source import IGNORE, Samples, Source, TokenSource, sample_content
 
 if TYPE_CHECKING:
     from trainer.config import DataSection
 
-_NUM_LOOKED_AT = 64
+_NUM_SAMPLED_WINDOWS = 64
 """Windows from which the mean length of what tokens attend to is estimated."""
 
 
@@ -41,7 +41,7 @@ def _open(shards: Sequence[Shard], data: DataSection, content: str) -> TokenSour
     return MaskedSource(shards, data.seq_len) if data.arrangement == "masked" else TokenSource(shards, data.seq_len)
 
 
-def _arranged(begins: NDArray[np.bool_]) -> dict[str, NDArray[Any]]:
+def _document_entries(begins: NDArray[np.bool_]) -> dict[str, NDArray[Any]]:
     """Return the entries `documents` and `positions` of rows, from where further documents begin in them, (B, T)."""
     index = np.arange(begins.shape[1])
     starts = np.maximum.accumulate(np.where(begins, index, 0), axis=1)
@@ -72,12 +72,12 @@ class MaskedSource(TokenSource):
             for start, count in self._pieces_of(index):
                 begins[row, self._index.between(start + 1, start + count + 1) - start] = True
         targets[begins[:, 1:]] = IGNORE
-        return {"tokens": tokens, "targets": targets, **_arranged(begins[:, :-1])}
+        return {"tokens": tokens, "targets": targets, **_document_entries(begins[:, :-1])}
 
     @cached_property
     def attended(self) -> float:  # type: ignore[override]
         """An estimate, from windows in regular distances."""
-        places = np.unique(np.linspace(0, len(self) - 1, _NUM_LOOKED_AT).astype(np.int64))
+        places = np.unique(np.linspace(0, len(self) - 1, _NUM_SAMPLED_WINDOWS).astype(np.int64))
         found: Any = self.batch(places)
         # A document of n tokens adds 0 + 1 + ... + n - 1.
         return float(2.0 * found["positions"].mean(dtype=np.float64) + 1.0)
@@ -121,4 +121,4 @@ class PackedSource(TokenSource):
         for row, index in enumerate(np.asarray(indices).tolist()):
             ends = np.cumsum([count for _, count in self._pieces_of(index)], dtype=np.int64)
             begins[row, ends[ends < self.seq_len]] = True
-        return {"tokens": tokens, "targets": targets, **_arranged(begins)}
+        return {"tokens": tokens, "targets": targets, **_document_entries(begins)}

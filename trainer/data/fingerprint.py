@@ -11,8 +11,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-_NAME_OTHER_DATA = frozenset({"data", "data.path", "data.source", "data.tokenizer", "data.bos"})
-_CUT_OTHERWISE = frozenset(
+_KEYS_ALLOWING_OTHER_DATA = frozenset({"data", "data.path", "data.source", "data.tokenizer", "data.bos"})
+_KEYS_ALLOWING_OTHER_WINDOWS = frozenset(
     {"data.seq_len", "data.documents", "data.fit", "data.pack", "data.holdout", "data.eval_path"}
 )
 """Keys that are allowed to change and thereby allow other data, or other samples of the same data."""
@@ -63,7 +63,7 @@ class Fingerprint:
         if before == self:
             return [], []
         is_same_data = dataclasses.replace(before, num_samples=self.num_samples) == self
-        if is_same_data and not _CUT_OTHERWISE.isdisjoint(allowed):
+        if is_same_data and not _KEYS_ALLOWING_OTHER_WINDOWS.isdisjoint(allowed):
             return [], []  # the configuration's own difference, which is told
         if is_same_data or not self.num_shards or not before.num_shards:
             mine, theirs = f"{self.num_samples} samples", f"{before.num_samples} samples"
@@ -71,7 +71,7 @@ class Fingerprint:
             mine, theirs = self._size(), before._size()
         now = "the same number now, with different content" if mine == theirs else f"{mine} now"
         line = f"{name}: {theirs} in the checkpoint, {now}; the saved position no longer refers to the same samples"
-        if not _NAME_OTHER_DATA.isdisjoint(allowed):
+        if not _KEYS_ALLOWING_OTHER_DATA.isdisjoint(allowed):
             return [], [f"{line}, as it was allowed"]
         return [f"{line} (allow it: checkpoint.allow_changes=[data])"], []
 

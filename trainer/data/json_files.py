@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-_LOOKED_AT = 4096
+_HEAD_BYTES = 4096
 """Bytes at the beginning of a file that say what it holds."""
 
 
@@ -19,7 +19,7 @@ def json_advice(path: str | Path) -> tuple[str, str] | None:
         return None
     try:
         with open(file, "rb") as opened:
-            begin = opened.read(_LOOKED_AT).removeprefix(b"\xef\xbb\xbf").lstrip()
+            begin = opened.read(_HEAD_BYTES).removeprefix(b"\xef\xbb\xbf").lstrip()
     except OSError:
         return None
     target = shlex.quote(str(file.with_suffix(".jsonl")))

@@ -26,14 +26,14 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from trainer.config import RunConfig, Slices, find_slices
-from trainer.data.ahead import Ahead, GivenUp
 from trainer.data.fingerprint import Fingerprint
-from trainer.data.foreign import check_tokenizer
-from trainer.data.mixed import find_order, spread
-from trainer.data.order import Order, Permutation, epochs
-from trainer.data.portions import Portion, portions
+from trainer.data.mixed_source import evenly_spaced_indices, find_order
+from trainer.data.prefetch import Prefetcher, WaitAbandoned
+from trainer.data.sample_order import Permutation, SampleOrder, epochs
 from trainer.data.shards import ShardError
 from trainer.data.source import Source, entries
+from trainer.data.tokenizer_check import check_tokenizer
+from trainer.data.usage import SourceUsage, usage_by_phase
 from trainer.distributed.stop import STOP_SIGNALS
 from trainer.errors import TrainingFailed, UserError, setting_error
 from trainer.sequence import find_borders
@@ -86,7 +86,7 @@ class TrainLoader:
         num_dp_ranks: int = 1,
         num_workers: int = 0,
         pin_memory: bool = False,
-        order: Order | None = None,
+        order: SampleOrder | None = None,
         slices: Slices | None = None,
     ) -> None:
         assert global_batch_size % (num_dp_ranks * micro_batch_size) == 0, "check_config refuses such a batch"
@@ -98,18 +98,18 @@ class TrainLoader:
         self._num_workers, self._pin_memory = num_workers, pin_memory
         self.slices = slices
         """The slices of its samples that this rank takes; the other ranks that share them read the same ones."""
-        self._samples = self._begun_at = 0
-        self.gives_up: Callable[[], bool] = lambda: False
-        """Asked while a micro-batch is waited for; once it is true, `GivenUp` is raised in its place."""
+        self._samples = self._step_start = 0
+        self.should_abandon: Callable[[], bool] = lambda: False
+        """Asked while a micro-batch is waited for; once it is true, `WaitAbandoned` is raised in its place."""
         self.fingerprint = _fingerprint_of(source)
         """Of the data, kept with the position; the same on all ranks."""
-        self._num_handed_out = 0
+        self._num_yielded = 0
         self._batches: Any = None
         if num_workers and not source.waits_for_storage:
             atexit.register(_close_if_alive, weakref.ref(self))
 
     @property
-    def micro_batches_per_update(self) -> int:
+    def micro_batches_per_step(self) -> int:
         """Micro-batches per step on this rank."""
         return self._share // self._micro_batch_size
 
@@ -130,23 +130,23 @@ class TrainLoader:
         """The passes of the finished steps over each source: `epoch_<source>`; `epoch` of one alone."""
         return {f"epoch_{name}" if name else "epoch": n for name, n in epochs(self._order, self._samples).items()}
 
-    def portions(self, steps: int) -> list[Portion]:
+    def usage_by_phase(self, steps: int) -> list[SourceUsage]:
         """Return what a run of `steps` steps reads, by phase and source."""
-        return portions(self._order, self._global_batch_size, steps, self.source.seq_len)
+        return usage_by_phase(self._order, self._global_batch_size, steps, self.source.seq_len)
 
     def next_samples(self, of_all_ranks: bool = False) -> NDArray[np.int64]:
         """Return the indices of the samples that this rank, or all of them in turn, will read for the next step."""
         if of_all_ranks:
             positions = self._samples + np.arange(self._global_batch_size)
             return self._order.at(positions)
-        return np.concatenate(list(islice(self._sample_indices(), self.micro_batches_per_update)))
+        return np.concatenate(list(islice(self._sample_indices(), self.micro_batches_per_step)))
 
     def beginning(self, num_tokens: int, slices: Slices | None = None) -> Batch:
         """Return the first tokens of the sample that this rank reads next, (1, num_tokens), or a slice of these."""
         whole = entries(self.source.batch(self.next_samples()[:1]))
         is_of_tokens = {name: entry.ndim > 1 and entry.shape[1] == self.source.seq_len for name, entry in whole.items()}
         first = {name: entry[:, :num_tokens] if is_of_tokens[name] else entry for name, entry in whole.items()}
-        return _whole(_tensors(first if slices is None else cut(first, slices), pins=False))
+        return _raise_if_failed(_tensors(first if slices is None else slice_batch(first, slices), pins=False))
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -154,12 +154,12 @@ class TrainLoader:
     def __next__(self) -> Batch:
         if self._batches is None:
             self._batches = self._open()
-        if not self._num_handed_out:
-            self._begun_at = self._samples
-        batch = _whole(next(self._batches))
-        self._num_handed_out += 1
-        if self._num_handed_out == self.micro_batches_per_update:
-            self._num_handed_out = 0
+        if not self._num_yielded:
+            self._step_start = self._samples
+        batch = _raise_if_failed(next(self._batches))
+        self._num_yielded += 1
+        if self._num_yielded == self.micro_batches_per_step:
+            self._num_yielded = 0
             self._samples += self._global_batch_size
         return batch
 
@@ -180,12 +180,12 @@ class TrainLoader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from the position of `state`."""
         self.close()
-        self._samples = self._begun_at = int(state["samples"])
+        self._samples = self._step_start = int(state["samples"])
 
-    def take_back(self) -> None:
+    def rewind_step(self) -> None:
         """Be where the step began whose micro-batches were taken last, all or some: it does not take place."""
         self.close()
-        self._samples = self._begun_at
+        self._samples = self._step_start
 
     def close(self) -> None:
         """End the thread or the workers, if there are any; workers that do not answer within seconds are killed.
@@ -195,24 +195,24 @@ class TrainLoader:
         if self._batches is not None:
             self._batches.close()
         self._batches = None
-        self._num_handed_out = 0
+        self._num_yielded = 0
 
     def _open(self) -> Iterator[Batch | TrainingFailed]:
         """Return the micro-batches from here on, made by a thread, by workers, or as they are asked for."""
-        made = _Batches(self.source, self.slices)
+        made = _BatchReader(self.source, self.slices)
         num_bytes = 16 * self._micro_batch_size * self.source.seq_len
         if self._num_workers and not self.source.waits_for_storage:
-            most = max(1, min(_MOST_IN_A_MESSAGE, _BYTES_IN_A_MESSAGE // num_bytes))
+            most = max(1, min(_MAX_IN_MESSAGE, _MAX_MESSAGE_BYTES // num_bytes))
             return _Workers(made, self._sample_indices(), self._num_workers, most, self._pin_memory)
-        most = max(2, min(_MOST_AHEAD, _BYTES_AHEAD // num_bytes))
+        most = max(2, min(_MAX_PREFETCHED, _MAX_PREFETCHED_BYTES // num_bytes))
         device = torch.cuda.current_device() if self._pin_memory else None
         everywhere = self._global_batch_size
         steps = _indices(self._order, self._samples, everywhere, 0, everywhere, everywhere)
         own = slice(self._dp_rank * self._share, (self._dp_rank + 1) * self._share)
-        batches = _by_itself(made, self.source.follow(self._sample_indices(), steps, own), device)
+        batches = _batches_in_process(made, self.source.follow(self._sample_indices(), steps, own), device)
         if not self.source.waits_for_storage:
             return batches
-        return Ahead(batches, most, lambda: self.gives_up(), is_quick=self.source.is_here)
+        return Prefetcher(batches, most, lambda: self.should_abandon(), is_nonblocking=self.source.is_here)
 
     def _sample_indices(self) -> Iterator[NDArray[np.int64]]:
         """Yield the indices of one micro-batch after the other."""
@@ -220,15 +220,15 @@ class TrainLoader:
         return _indices(self._order, self._samples, self._global_batch_size, own, self._share, self._micro_batch_size)
 
 
-_MOST_AHEAD, _BYTES_AHEAD = 16, 4 << 20
+_MAX_PREFETCHED, _MAX_PREFETCHED_BYTES = 16, 4 << 20
 """Micro-batches, and bytes of them, that a thread has ready at most.  What has left the processor's caches before it is
 used costs as much again."""
-_MOST_IN_A_MESSAGE, _BYTES_IN_A_MESSAGE = 32, 8 << 20
+_MAX_IN_MESSAGE, _MAX_MESSAGE_BYTES = 32, 8 << 20
 """The same for what a worker hands over at a time."""
 
 
 def _indices(
-    order: Order, start: int, global_batch: int, own: int, share: int, micro_batch: int
+    order: SampleOrder, start: int, global_batch: int, own: int, share: int, micro_batch: int
 ) -> Iterator[NDArray[np.int64]]:
     """Yield the indices of a rank's micro-batches from position `start` on: of each global batch its samples `own` to
     `own + share`.  Many steps are computed at a time, which is cheap.
@@ -240,8 +240,8 @@ def _indices(
         start += num_updates * global_batch
 
 
-def _by_itself(
-    batches: _Batches, indices: Iterator[NDArray[np.int64]], device: int | None
+def _batches_in_process(
+    batches: _BatchReader, indices: Iterator[NDArray[np.int64]], device: int | None
 ) -> Generator[Batch | TrainingFailed]:
     """Yield the micro-batches, in pinned memory if there is a device to copy them to."""
     if device is not None:
@@ -253,15 +253,17 @@ def _by_itself(
 class _Workers:
     """The micro-batches that worker processes make."""
 
-    def __init__(self, made: _Batches, indices: Iterator[NDArray[np.int64]], num_workers: int, most: int, pins: bool):
+    def __init__(
+        self, made: _BatchReader, indices: Iterator[NDArray[np.int64]], num_workers: int, most: int, pins: bool
+    ):
         from torchdata.stateful_dataloader import StatefulDataLoader
 
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # torchdata 0.11 on torch 2.13
             loader = StatefulDataLoader(
                 _Messages(made),
-                batch_sampler=_in_messages(indices, most),
-                collate_fn=_as_it_is,
+                batch_sampler=_group_into_messages(indices, most),
+                collate_fn=_identity,
                 num_workers=num_workers,
                 worker_init_fn=_ignore_signals,
                 # It draws a seed for its workers, from the global generator if it has none of its own.
@@ -278,7 +280,7 @@ class _Workers:
 
     def __next__(self) -> Batch | TrainingFailed:
         if not self._ready:
-            self._ready.extend(_unpacked(next(self._messages)))
+            self._ready.extend(_unpack(next(self._messages)))
         return _tensors(self._ready.popleft(), self._pins)
 
     def close(self) -> None:
@@ -300,7 +302,7 @@ class _Messages(Dataset["Message"]):
     which costs more than a micro-batch does.
     """
 
-    def __init__(self, batches: _Batches) -> None:
+    def __init__(self, batches: _BatchReader) -> None:
         self._batches = batches
 
     def __getitems__(self, message: list[NDArray[np.int64]]) -> Message:
@@ -311,14 +313,14 @@ class _Messages(Dataset["Message"]):
         return {name: torch.from_numpy(np.stack([batch[name] for batch in whole])) for name in whole[0]}
 
 
-def _unpacked(message: Message) -> Iterable[Arrays | TrainingFailed]:
+def _unpack(message: Message) -> Iterable[Arrays | TrainingFailed]:
     if isinstance(message, list):
         return message
     names, arrays = list(message), (tensor.numpy() for tensor in message.values())
     return [dict(zip(names, entries, strict=True)) for entries in zip(*arrays, strict=True)]
 
 
-def _in_messages(indices: Iterator[NDArray[np.int64]], most: int) -> Iterator[list[NDArray[np.int64]]]:
+def _group_into_messages(indices: Iterator[NDArray[np.int64]], most: int) -> Iterator[list[NDArray[np.int64]]]:
     """Yield what workers are asked for at a time: one micro-batch at first, so that training soon begins, then more."""
     length = 1
     while message := list(islice(indices, length)):
@@ -383,8 +385,8 @@ class EvalLoader:
         slices: Slices | None = None,
     ) -> None:
         assert 0 <= dp_rank < num_dp_ranks, (dp_rank, num_dp_ranks)
-        self.source, self._batches = source, _Batches(source, slices)
-        self.gives_up: Callable[[], bool] = lambda: False
+        self.source, self._batches = source, _BatchReader(source, slices)
+        self.should_abandon: Callable[[], bool] = lambda: False
         """Asked while data that are elsewhere are waited for; once it is true, samples that count for nothing come in
         place of the next micro-batch, and no others after them: the evaluation is to be abandoned."""
         self.num_samples = min(len(source), num_batches * global_batch_size or len(source))
@@ -397,14 +399,14 @@ class EvalLoader:
     def __iter__(self) -> Iterator[Batch]:
         made = (_tensors(self._batches.read(indices), pins=False) for indices in self._sample_indices())
         if self.source.is_here or not self.source.waits_for_storage:
-            yield from map(_whole, made)
+            yield from map(_raise_if_failed, made)
             return
-        coming = Ahead(made, 2, lambda: self.gives_up())
+        coming = Prefetcher(made, 2, lambda: self.should_abandon())
         try:
-            yield from map(_whole, coming)
-        except GivenUp:
+            yield from map(_raise_if_failed, coming)
+        except WaitAbandoned:
             nothing = np.full(self._shape[-1], -1)
-            yield _whole(_tensors(self._batches.read(nothing), pins=False))
+            yield _raise_if_failed(_tensors(self._batches.read(nothing), pins=False))
             raise TrainingFailed("held-out data do not come, and the run was asked to stop") from None
         finally:
             coming.close()
@@ -413,14 +415,14 @@ class EvalLoader:
         """Return this rank's indices, a row for each micro-batch: ranks take micro-batches in turn."""
         _, num_ranks, micro_batch_size = self._shape
         missing = -self.num_samples % (num_ranks * micro_batch_size)
-        indices = np.pad(spread(self.source, self.num_samples), (0, missing), constant_values=-1)
+        indices = np.pad(evenly_spaced_indices(self.source, self.num_samples), (0, missing), constant_values=-1)
         return indices.reshape(self._shape)[:, self._dp_rank]
 
 
 Arrays: TypeAlias = "dict[str, NDArray[Any]]"
 
 
-class _Batches:
+class _BatchReader:
     """Complete micro-batches, by the indices of their samples.
 
     In place of one that cannot be had stands why: an exception of a worker's would arrive with its traceback for text.
@@ -436,12 +438,12 @@ class _Batches:
         except ShardError as error:
             return TrainingFailed(str(error))
         ids = (batch["tokens"], batch["targets"])
-        if not self._source.checks_ids and (found := _find_beyond(self._source.vocab_size, indices, *ids)):
+        if not self._source.checks_ids and (found := _out_of_vocabulary(self._source.vocab_size, indices, *ids)):
             return TrainingFailed(found)
-        return batch if self._slices is None else cut(batch, self._slices)
+        return batch if self._slices is None else slice_batch(batch, self._slices)
 
 
-def cut(batch: Arrays, slices: Slices) -> Arrays:
+def slice_batch(batch: Arrays, slices: Slices) -> Arrays:
     """Return a slice of the entries that have a value for each token of a row, but for `documents`, which stays whole.
 
     Targets were shifted before: a slice's last one is the first token of the next.
@@ -462,13 +464,13 @@ def _tensors(batch: Arrays | TrainingFailed, pins: bool) -> Batch | TrainingFail
     return {name: tensor.pin_memory() for name, tensor in tensors.items()} if pins else tensors
 
 
-def _whole(batch: Batch | TrainingFailed) -> Batch:
+def _raise_if_failed(batch: Batch | TrainingFailed) -> Batch:
     if isinstance(batch, TrainingFailed):
         raise batch
     return batch
 
 
-def _find_beyond(limit: int, indices: NDArray[np.int64], *batch: NDArray[np.int64]) -> str:
+def _out_of_vocabulary(limit: int, indices: NDArray[np.int64], *batch: NDArray[np.int64]) -> str:
     """Return what to say of the first id that is beyond the vocabulary; nothing if none is."""
     for ids in batch:
         if ids.max(initial=0) >= limit:
@@ -478,7 +480,7 @@ def _find_beyond(limit: int, indices: NDArray[np.int64], *batch: NDArray[np.int6
     return ""
 
 
-def _as_it_is(message: Message) -> Message:
+def _identity(message: Message) -> Message:
     return message
 
 

@@ -21,10 +21,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer.config import BLOCK, Phase
-from trainer.data.order import sample_at
+from trainer.data.sample_order import sample_at
 from trainer.errors import setting_error
 
-_NAME_THE_SHARES = frozenset({"data", "data.weights", "data.phases"})
+_KEYS_ALLOWING_OTHER_SHARES = frozenset({"data", "data.weights", "data.phases"})
 """Keys that are allowed to change and thereby allow another past."""
 
 
@@ -52,7 +52,7 @@ def _shares_by_size(sizes: Mapping[str, int]) -> dict[str, int]:
     return shares
 
 
-class _Stretch:
+class _PhasePattern:
     """A phase: from sample `start` on, `shares[j]` samples of source j in every block."""
 
     def __init__(self, start: int, shares: NDArray[np.int64], seed: int) -> None:
@@ -97,7 +97,7 @@ class Mixture:
         self.phases = [
             phase for number, phase in enumerate(self.phases) if not number or phase[1] != self.phases[number - 1][1]
         ]
-        self._stretches = [_Stretch(start, np.array(list(shares.values())), seed) for start, shares in self.phases]
+        self._stretches = [_PhasePattern(start, np.array(list(shares.values())), seed) for start, shares in self.phases]
         self.starts = [start for start, _ in self.phases]
         totals = [np.zeros(len(sizes), dtype=np.int64)]
         for stretch, end in zip(self._stretches, self.starts[1:], strict=False):
@@ -137,22 +137,22 @@ class Mixture:
     def changes(
         self, stored: Mapping[str, Any], samples: int, batch: int, allowed: Collection[str]
     ) -> tuple[list[str], list[str]]:
-        """Compare the phases that have begun; see `Order.changes`."""
+        """Compare the phases that have begun; see `SampleOrder.changes`."""
         before, now = stored.get("phases"), self.past(samples)["phases"]
         if not before or before == now:
             return [], []  # what was no mixture has other data too, and that is told
         number = next(n for n in range(len(before) + 1) if before[n : n + 1] != now[n : n + 1])
         line = (
-            f"data.phases: phase {number + 1} {_begun(before[number:], batch)} in the checkpoint, "
-            f"{_begun(now[number:], batch)} now; the run is past step {samples // batch}, and samples already used "
-            f"cannot change{_kept(before[number:], self.phases[number:], batch)}"
+            f"data.phases: phase {number + 1} {_describe_phase(before[number:], batch)} in the checkpoint, "
+            f"{_describe_phase(now[number:], batch)} now; the run is past step {samples // batch}, and samples already used "
+            f"cannot change{_phase_hint(before[number:], self.phases[number:], batch)}"
         )
-        if not _NAME_THE_SHARES.isdisjoint(allowed):
+        if not _KEYS_ALLOWING_OTHER_SHARES.isdisjoint(allowed):
             return [], [f"{line}, but it was allowed"]
         return [f"{line} (allow it: checkpoint.allow_changes=[data.phases])"], []
 
 
-def _begun(phases: Sequence[Any], batch: int) -> str:
+def _describe_phase(phases: Sequence[Any], batch: int) -> str:
     if not phases:
         return "had not begun"
     start, shares = phases[0]
@@ -160,7 +160,7 @@ def _begun(phases: Sequence[Any], batch: int) -> str:
     return f"begins with step {start // batch + 1} ({parts} of {BLOCK})"
 
 
-def _kept(before: Sequence[Any], now: Sequence[Any], batch: int) -> str:
+def _phase_hint(before: Sequence[Any], now: Sequence[Any], batch: int) -> str:
     """Return how a phase stays that has moved alone: one that is named by a share of the run does so with its steps."""
     if not before or not now or before[0][0] == now[0][0] or before[0][0] % batch:
         return ""

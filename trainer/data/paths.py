@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.data.cache import cannot_store
+from trainer.data.cache import storage_error
 from trainer.data.catalogue import read_shards
 from trainer.data.documents import open_shards
 from trainer.data.ingest.folder import MANIFEST
@@ -26,7 +26,7 @@ from trainer.data.ingest.report import Tally, describe
 from trainer.data.json_files import json_advice
 from trainer.data.manifest import Manifest
 from trainer.data.shards import Shard, ShardError, verify_at_start
-from trainer.data.source import Part, Source, TokenSource
+from trainer.data.source import Source, SourceSubset, TokenSource
 from trainer.data.stdlib import Split
 from trainer.data.tokenizer import tokenizer_of
 from trainer.errors import UserError, setting_error
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Found:
+class ShardSet:
     """The shards that a path means: those to train on, those held out from them, and the files that it names.
 
     The contents are digests as of `sample_content`, empty where they are not known.
@@ -62,25 +62,25 @@ def open_path(
     `vocab_size` is the model's; None if the model has none to compare with.  Raises UserError if the data cannot be
     read, are too few for one sample, or have ids that the model has no room for.
     """
-    holdout = _share_of(data, key)
+    holdout = _holdout_share(data, key)
     found = find_shards(setting, data, key)
     is_divided = bool(holdout and found.train and found.held_out)
     shards, content = found.train, found.train_content
     if (is_divided and split == "eval") or not shards:
         shards, content = found.held_out, found.held_out_content
     try:
-        check_made_alike(shards)
+        check_same_tokenizer(shards)
         verify_at_start(shards)
         source = open_shards(shards, data, content)
     except ShardError as error:
         raise unusable(key, setting, error) from error
-    source.left_out = _account_of(shards)
-    _check_begin(source, data, setting)
+    source.left_out = _left_out_summary(shards)
+    _check_bos(source, data, setting)
     check_size(source, data, vocab_size, split, key, setting)
     return source if is_divided or key == "data.eval_path" else _part_of(source, holdout, split)
 
 
-def _account_of(shards: Sequence[Shard]) -> str:
+def _left_out_summary(shards: Sequence[Shard]) -> str:
     """Return what to say of the documents that were left out when shards were made of text; usually empty.
 
     Few without text are usual, and not worth a word.
@@ -92,16 +92,16 @@ def _account_of(shards: Sequence[Shard]) -> str:
             tally.add(Tally.of(Manifest.read(folder / MANIFEST)))
     total = tally.documents + tally.bad
     lines = [f"warning: {describe(tally)}"] if tally.bad else []
-    if tally.empty > _USUAL * total:
+    if tally.empty > _USUAL_EMPTY_SHARE * total:
         lines.append(f"warning: {tally.empty:,} of {total:,} documents are empty, and left out")
     return "\n".join(lines)
 
 
-_USUAL = 0.01
+_USUAL_EMPTY_SHARE = 0.01
 """Share of the documents of a text that may be empty."""
 
 
-def _check_begin(source: TokenSource, data: DataSection, setting: str) -> None:
+def _check_bos(source: TokenSource, data: DataSection, setting: str) -> None:
     """Raise UserError if data.bos says something of shards that were made in another way."""
     if data.bos is not None and source.tokenizer != tokenizer_of(data).name:
         rule = f"{setting} is already tokenized, with a different setting, by data.tokenizer={data.tokenizer}"
@@ -128,10 +128,10 @@ def _part_of(source: TokenSource, holdout: float, split: Split) -> Source | None
     if not num_held_out:
         return source if split == "train" else None
     first = len(source) - num_held_out
-    return Part(source, 0, first) if split == "train" else Part(source, first, len(source))
+    return SourceSubset(source, 0, first) if split == "train" else SourceSubset(source, first, len(source))
 
 
-def check_made_alike(shards: Sequence[Shard]) -> None:
+def check_same_tokenizer(shards: Sequence[Shard]) -> None:
     """Raise ShardError unless all shards were made by the same tokenizer."""
     for other in shards:
         if other.info.kind != shards[0].info.kind:
@@ -155,7 +155,7 @@ def unusable(key: str, setting: str, error: ShardError) -> UserError:
 # What a path means
 
 
-def find_shards(setting: str | None, data: DataSection, key: str) -> Found:
+def find_shards(setting: str | None, data: DataSection, key: str) -> ShardSet:
     """Return the shards that a path means; text is made into shards first, if that has not been done.
 
     Raises UserError.
@@ -167,13 +167,13 @@ def find_shards(setting: str | None, data: DataSection, key: str) -> Found:
     manifest, paths = _find_shard_files(setting, key)
     try:
         if manifest is not None:
-            return _listed(manifest)
+            return _manifest_shards(manifest)
         if paths:
             _check_none_is_missing(setting)
-            return Found(paths, *read_shards(paths, data.cache_dir))
+            return ShardSet(paths, *read_shards(paths, data.cache_dir))
     except ShardError as error:
         raise unusable(key, setting, error) from error
-    return _made_of_text(_inputs_of(setting, key), data, key)
+    return _tokenize_text(_inputs_of(setting, key), data, key)
 
 
 def named_files(setting: str, key: str) -> list[str]:
@@ -193,7 +193,7 @@ def named_files(setting: str, key: str) -> list[str]:
     return [os.path.realpath(file) for file in files or (each.path for each in _inputs_of(setting, key))]
 
 
-def is_awaited(setting: str, data: DataSection, key: str) -> bool:
+def needs_tokenizing(setting: str, data: DataSection, key: str) -> bool:
     """Return whether a path names text that has not been made into shards.  Raises UserError if it is not there."""
     if find_folder(setting) is None:
         from trainer.data.remote.text import find_text, is_text
@@ -208,9 +208,9 @@ def is_awaited(setting: str, data: DataSection, key: str) -> bool:
         return False
     else:
         inputs = _inputs_of(setting, key)
-    from trainer.data.tokenized import are_made
+    from trainer.data.tokenized_cache import is_cached
 
-    return not are_made(inputs, data, _share_of(data, key), key)
+    return not is_cached(inputs, data, _holdout_share(data, key), key)
 
 
 def _find_shard_files(setting: str, key: str) -> tuple[Path | None, list[str]]:
@@ -260,7 +260,7 @@ def _are_of_others(paths: Sequence[str]) -> bool:
     return bool(paths) and all(map(is_of_others, paths))
 
 
-def _remote(setting: str, data: DataSection, key: str) -> Found:
+def _remote(setting: str, data: DataSection, key: str) -> ShardSet:
     """Return the shards that a URL names, or those of the text that it names."""
     from trainer.data.remote.listing import NoShards, open_remote
     from trainer.data.remote.text import find_text, is_text
@@ -272,7 +272,7 @@ def _remote(setting: str, data: DataSection, key: str) -> Found:
                 with contextlib.suppress(NoShards):
                     found = open_remote(setting, key, data.cache_dir, data.cache_gib)
                     names = [shard.name for shard in found.train]
-                    return Found(names, found.train, found.train_content, found.held_out, found.held_out_content)
+                    return ShardSet(names, found.train, found.train_content, found.held_out, found.held_out_content)
             except Unreachable as error:
                 if not error.is_away:
                     raise
@@ -282,28 +282,28 @@ def _remote(setting: str, data: DataSection, key: str) -> Found:
             raise setting_error(key, setting, rule, fix=f"give files that end in {NAMES}")
         try:
             with text.kept():
-                built = _made_of_text(text.inputs(key), data, key, text.fetch)
+                built = _tokenize_text(text.inputs(key), data, key, text.fetch)
         except OSError as error:
-            raise cannot_store(data.cache_dir, "text", text.folder, error) from error
+            raise storage_error(data.cache_dir, "text", text.folder, error) from error
         return dataclasses.replace(built, files=[item.url for item in text.items])
     except ShardError as error:
         raise unusable(key, setting, error) from error
 
 
-def _listed(path: Path) -> Found:
+def _manifest_shards(path: Path) -> ShardSet:
     """Return the shards of a manifest.  Raises ShardError."""
     manifest = Manifest.read(path)
     train, held_out = (manifest.shards(path.parent, is_held_out) for is_held_out in (False, True))
     files = [shard.name for shard in train]
-    return Found(files, train, manifest.train_content, held_out, manifest.held_out_content)
+    return ShardSet(files, train, manifest.train_content, held_out, manifest.held_out_content)
 
 
-def _made_of_text(
+def _tokenize_text(
     inputs: Sequence[Input], data: DataSection, key: str, fetch: Callable[[], None] = lambda: None
-) -> Found:
-    from trainer.data.tokenized import make_shards  # with what reads text and tokenizes it
+) -> ShardSet:
+    from trainer.data.tokenized_cache import make_shards  # with what reads text and tokenizes it
 
-    return Found([each.path for each in inputs], *make_shards(inputs, data, _share_of(data, key), key, fetch))
+    return ShardSet([each.path for each in inputs], *make_shards(inputs, data, _holdout_share(data, key), key, fetch))
 
 
 def _inputs_of(setting: str, key: str) -> list[Input]:
@@ -312,6 +312,6 @@ def _inputs_of(setting: str, key: str) -> list[Input]:
     return find_inputs(_bins_of_others(path) or [path], key)
 
 
-def _share_of(data: DataSection, key: str) -> float:
+def _holdout_share(data: DataSection, key: str) -> float:
     """Return the share of what a setting names that is held out: none of what is held out from something else."""
     return (data.holdout or 0.0) if key == "data.path" and data.eval_path is None else 0.0

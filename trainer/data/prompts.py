@@ -8,12 +8,12 @@ from trainer.data.tokenizer import Tokenizer
 from trainer.errors import setting_error
 
 
-def tokens_of_prompt(text: str, tokenizer: Tokenizer) -> list[int]:
+def prompt_tokens(text: str, tokenizer: Tokenizer) -> list[int]:
     """Return the tokens of a text as documents begin; of none, what comes before a document."""
     return [*tokenizer.start_ids, *tokenizer.encode(text).tolist()] or [tokenizer.end_id]
 
 
-def ends_of_chats(tokenizer: str, template: str = "model") -> set[int]:
+def chat_end_ids(tokenizer: str, template: str = "model") -> set[int]:
     """Return the tokens that end what a model of chats is trained to write: the tokenizer's end of a document, which
     ends completions, and what the template ends the assistant's turns with, if that is a token of its own.
 
@@ -34,7 +34,7 @@ def ends_of_chats(tokenizer: str, template: str = "model") -> set[int]:
     return ends
 
 
-def tokens_of_chat(text: str, tokenizer: str, key: str, template: str = "model") -> list[int]:
+def chat_prompt_tokens(text: str, tokenizer: str, key: str, template: str = "model") -> list[int]:
     """Return the tokens of a user's message up to where the assistant answers, by the tokenizer's chat template.
 
     key: the setting that asks for it.  template: what `data.chat_template` names.  Raises UserError if there is none.

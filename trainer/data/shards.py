@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.data.descriptors import SHARD_FILES, Version
+from trainer.data.descriptors import SHARD_FILES, FileVersion
 from trainer.data.tokenizer import Tokenizer
 from trainer.distributed.environment import file_limit
 from trainer.files import CHECKSUM, checked, crc32, with_checksum
@@ -39,7 +39,7 @@ checking them before a sample is used reads nothing more than the sample needs."
 _LARGE = 1 << 22
 """Bytes of tokens up to which a shard has no .crc: all of it is checked before its first use."""
 
-_VERIFIED: set[Version] = set()
+_VERIFIED: set[FileVersion] = set()
 """The files that this process has found to be what their checksums say."""
 
 
@@ -161,7 +161,7 @@ class Shard:
         return f"{self.name.removesuffix('.bin')}.idx"
 
     @functools.cached_property
-    def _index(self) -> Version:
+    def _index(self) -> FileVersion:
         return check_size(self._index_name, (self.info.num_documents + 1) * 8)
 
     def _read_offsets(self, first: int, count: int) -> NDArray[np.int64]:
@@ -194,7 +194,7 @@ class Shard:
         self._verify(self._file, is_index=False)
         self._verify(self._index, is_index=True)
 
-    def _verify(self, file: Version, is_index: bool) -> None:
+    def _verify(self, file: FileVersion, is_index: bool) -> None:
         if file in _VERIFIED:
             return
         recorded = self._recorded[8:] if is_index else self._recorded[:8]
@@ -223,7 +223,7 @@ class Shard:
         return read_info(metadata).checksum  # a manifest from before checksums were listed
 
     @functools.cached_property
-    def _page_sums(self) -> Version | None:
+    def _page_sums(self) -> FileVersion | None:
         """The file of the checksums of its pages; None if there is none for tokens with this checksum."""
         size = self.info.num_tokens * self.dtype.itemsize
         path = f"{self.name.removesuffix('.bin')}.crc"
@@ -237,7 +237,7 @@ class Shard:
             return None
         return file if header.tobytes() == bytes.fromhex(self._recorded) else None
 
-    def _fill_checked(self, buffer: NDArray[Any], offset: int, page_sums: Version) -> int:
+    def _fill_checked(self, buffer: NDArray[Any], offset: int, page_sums: FileVersion) -> int:
         """Fill `buffer` with tokens as `_fill` does, once the pages that they lie in have been checked."""
         size, stop = self.info.num_tokens * self.dtype.itemsize, offset + buffer.nbytes
         first, last = offset // _PAGE, -(-min(stop, size) // _PAGE)
@@ -411,7 +411,7 @@ def parse_info(content: bytes, path: str) -> ShardInfo:
     return info
 
 
-def check_size(path: str, num_bytes: int) -> Version:
+def check_size(path: str, num_bytes: int) -> FileVersion:
     """Return the file as it is now.  Raises ShardError unless it has as many bytes."""
     try:
         with open(path, "rb", buffering=0) as file:  # opened, not only looked at: it must be readable
@@ -421,14 +421,14 @@ def check_size(path: str, num_bytes: int) -> Version:
     return _checked(path, found, num_bytes)
 
 
-def _look_at(path: str, num_bytes: int) -> Version:
+def _look_at(path: str, num_bytes: int) -> FileVersion:
     try:
         return _checked(path, os.stat(path), num_bytes)
     except OSError as error:
         raise ShardError(f"{path} cannot be read ({error.strerror})") from error
 
 
-def _checked(path: str, found: os.stat_result, num_bytes: int) -> Version:
+def _checked(path: str, found: os.stat_result, num_bytes: int) -> FileVersion:
     if found.st_size != num_bytes:
         raise ShardError(f"{path} has {found.st_size} bytes, but its metadata says {num_bytes}")
     return path, found.st_ino, found.st_ctime_ns  # which nobody can set back, unlike the time of modification
@@ -444,7 +444,7 @@ def verify_at_start(shards: Sequence[Shard]) -> None:
             shard.verify()
 
 
-def _crc_of(file: Version) -> int:
+def _crc_of(file: FileVersion) -> int:
     found, offset = 0, 0
     block = np.empty(1 << 20, np.uint8)
     while count := SHARD_FILES.read_into(block, file, offset):

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer.config import RunConfig
-from trainer.data.mixed import SOURCE, MixedSource
-from trainer.data.order import Order, epochs
+from trainer.data.mixed_source import SOURCE, MixedSource
+from trainer.data.sample_order import SampleOrder, epochs
 from trainer.data.shards import ShardError
 from trainer.data.source import IGNORE, Source, entries
 from trainer.data.tokenizer import Tokenizer, tokenizer_of
@@ -21,7 +21,13 @@ _SHOWN = 60
 
 
 def show_samples(
-    source: Source, order: Order, config: RunConfig, step: int, count: int, is_full: bool, tell: Callable[[str], None]
+    source: Source,
+    order: SampleOrder,
+    config: RunConfig,
+    step: int,
+    count: int,
+    is_disk_full: bool,
+    tell: Callable[[str], None],
 ) -> None:
     """Tell the first `count` samples of a step, a block of lines each.  Raises TrainingFailed for data that is damaged.
 
@@ -40,11 +46,11 @@ def show_samples(
     for number, (position, index) in enumerate(zip(positions.tolist(), indices.tolist(), strict=True)):
         name = names[int(found[SOURCE][number * many])] if SOURCE in found else ""
         rows = range(number * many, (number + 1) * many)
-        lines = [line for row in rows for line in _lines(found, row, tokenizer, is_chat, is_full)]
+        lines = [line for row in rows for line in _lines(found, row, tokenizer, is_chat, is_disk_full)]
         tell("\n".join([_title(step, position, index, name, order), *lines, ""]))
 
 
-def _title(step: int, position: int, index: int, name: str, order: Order) -> str:
+def _title(step: int, position: int, index: int, name: str, order: SampleOrder) -> str:
     of = f", source {name}" if name else ""
     return f"step {step}, position {position}: sample {index}{of}, epoch {epochs(order, position)[name]:.4f}"
 
@@ -56,7 +62,7 @@ def _tokenizer_of(source: Source, config: RunConfig) -> Tokenizer | None:
 
 
 def _lines(
-    found: dict[str, NDArray[Any]], row: int, tokenizer: Tokenizer | None, is_chat: bool, is_full: bool
+    found: dict[str, NDArray[Any]], row: int, tokenizer: Tokenizer | None, is_chat: bool, is_disk_full: bool
 ) -> Iterator[str]:
     tokens, counts = found["tokens"][row], found["targets"][row] != IGNORE
     if "documents" in found:
@@ -72,7 +78,7 @@ def _lines(
             yield f"  {start:>{width}}-{end - 1:<{width}}  padding"
             continue
         kind = "trained on" if counts[start] else "ignored   "
-        text = _text(tokens[start:end], tokenizer, is_full)
+        text = _text(tokens[start:end], tokenizer, is_disk_full)
         yield f"  {start:>{width}}-{end - 1:<{width}}  document {int(documents[start]) + 1}  {kind}  {text}"
 
 
@@ -90,16 +96,18 @@ def _documents_of(tokens: NDArray[Any], tokenizer: Tokenizer | None) -> NDArray[
     return np.cumsum(np.concatenate([[False], is_end[:-1] & ~is_end[1:]]))
 
 
-def _text(tokens: NDArray[Any], tokenizer: Tokenizer | None, is_full: bool) -> str:
+def _text(tokens: NDArray[Any], tokenizer: Tokenizer | None, is_disk_full: bool) -> str:
     if tokenizer is None:
         shown = (
-            tokens.tolist() if is_full or len(tokens) <= 16 else [*tokens[:8].tolist(), "...", *tokens[-8:].tolist()]
+            tokens.tolist()
+            if is_disk_full or len(tokens) <= 16
+            else [*tokens[:8].tolist(), "...", *tokens[-8:].tolist()]
         )
         return " ".join(map(str, shown))
     text = tokenizer.decode(tokens)
     start = len(tokenizer.start_ids)
     begins = "[begin] " if start and tuple(tokens[:start].tolist()) == tokenizer.start_ids else ""
     ends = " [end]" if tokens[-1] == tokenizer.end_id else ""
-    if is_full or len(text) <= 2 * _SHOWN + 5:
+    if is_disk_full or len(text) <= 2 * _SHOWN + 5:
         return begins + repr(text) + ends
     return f"{begins}{text[:_SHOWN]!r} ... {text[-_SHOWN:]!r}{ends}"

@@ -123,7 +123,7 @@ class Source(ABC):
         return None if self.bytes_per_token is None else loss / math.log(2) / self.bytes_per_token
 
 
-class Part(Source):
+class SourceSubset(Source):
     """Samples `start` to `stop` of another source."""
 
     def __init__(self, whole: Source, start: int, stop: int) -> None:
@@ -204,7 +204,7 @@ class SyntheticSource(Source):
         return (draws[1 : 1 + period] % self.vocab_size).astype(np.int64)
 
 
-_NUM_PLACES, _PLACE = 64, 2048
+_NUM_SAMPLED, _SAMPLE_TOKENS = 64, 2048
 """How many places a fingerprint looks at, and how many tokens at each."""
 
 
@@ -364,11 +364,11 @@ def sample_content(shards: Sequence[Shard]) -> str:
     Whatever changes in the middle of a document moves what comes after it, so that one place in each is its end.
     """
     digest = hashlib.blake2b(digest_size=8)
-    num_places = max(1, _NUM_PLACES // len(shards))
+    num_places = max(1, _NUM_SAMPLED // len(shards))
     for shard in shards:
         info = shard.info
         digest.update(f"{info.num_tokens} {info.num_documents} {info.num_bytes};".encode())
-        count = min(info.num_tokens, _PLACE)
+        count = min(info.num_tokens, _SAMPLE_TOKENS)
         last = info.num_tokens - count
         for start in sorted({last - last * place // num_places for place in range(num_places)}):
             digest.update(shard.look(start, count).tobytes())

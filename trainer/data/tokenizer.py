@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.data.surroundings import added_ids, configured_begin, configured_end
+from trainer.data.special_tokens import added_ids, configured_bos, configured_eos
 from trainer.errors import UserError, nearest, setting_error
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ are tried: where nothing says which it is."""
 _BEGIN_OF_DOCUMENT = ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>", "[BOS]")
 """The same for the token that begins a text."""
 
-_RULES = "text is text"
+_RULES_VERSION = "text is text"
 """Changes with what is made of the same file, so that no tokens of before are taken for those of now."""
 
 
@@ -123,11 +123,11 @@ class FileTokenizer:
             others = tuple(number for number in self.start_ids if number != begin)
             if bos and begin is None:
                 named = ", ".join(_BEGIN_OF_DOCUMENT)
-                raise no_begin(path, f"tokenizer_config.json does not name one, and it has none of {named}")
+                raise missing_bos_error(path, f"tokenizer_config.json does not name one, and it has none of {named}")
             self.start_ids = (begin, *others) if bos and begin is not None else others
         self.end_id = self._find_end(Path(path).expanduser(), ids, behind, key)
         self.end_ids = behind if self.end_id in behind else (*behind, self.end_id)
-        made = repr((_RULES, self.start_ids, self.end_ids, self.end_id)).encode()
+        made = repr((_RULES_VERSION, self.start_ids, self.end_ids, self.end_id)).encode()
         self.name = f"{Path(path).stem}:{hashlib.sha256(content + made).hexdigest()[:16]}"
 
     @property
@@ -136,13 +136,13 @@ class FileTokenizer:
         return self._tokenizer
 
     def _find_begin(self, path: Path, ids: dict[str, int], key: str) -> int | None:
-        begin = configured_begin(path, ids, key)
+        begin = configured_bos(path, ids, key)
         if begin is None and self.start_ids:
             begin = self.start_ids[0]
         return next((ids[name] for name in _BEGIN_OF_DOCUMENT if name in ids), None) if begin is None else begin
 
     def _find_end(self, path: Path, ids: dict[str, int], behind: tuple[int, ...], key: str) -> int:
-        end = configured_end(path, ids, key)
+        end = configured_eos(path, ids, key)
         if end is None and behind:
             end = behind[-1]
         if end is None:
@@ -164,7 +164,7 @@ class FileTokenizer:
         return str(self._tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=True))
 
 
-def no_begin(tokenizer: object, why: str) -> UserError:
+def missing_bos_error(tokenizer: object, why: str) -> UserError:
     """Return the error for documents that are to begin with a token which their tokenizer does not have."""
     return setting_error("data.bos", True, f"{tokenizer} has no beginning-of-text token: {why}", None)
 
@@ -181,7 +181,7 @@ def find_tokenizer(setting: str, key: str = "data.tokenizer", bos: bool | None =
     """
     if setting == "bytes":
         if bos:
-            raise no_begin("bytes", "it has the 256 bytes, and one that ends a document")
+            raise missing_bos_error("bytes", "it has the 256 bytes, and one that ends a document")
         return ByteTokenizer()
     if not tokenizer_file(setting).is_file():
         gone = "; no such file is there" if setting.endswith(".json") or "/" in setting else ""

@@ -12,7 +12,9 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 
 
-def ahead(batches: Iterable[dict[str, torch.Tensor]], device: torch.device) -> Iterator[dict[str, torch.Tensor]]:
+def prefetch_to_device(
+    batches: Iterable[dict[str, torch.Tensor]], device: torch.device
+) -> Iterator[dict[str, torch.Tensor]]:
     """Yield each batch on `device`; on a GPU its copy is under way on a stream of its own while the one before is used.
 
     The copies do not hold up the host if the batches lie in pinned memory.
@@ -50,7 +52,7 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
     return _streams[device]
 
 
-class Numbers:
+class HostScalars:
     """A few numbers, or tensors of one element, on their way to the host.  `read` waits for them; until then nothing
     does.
     """
@@ -61,7 +63,7 @@ class Numbers:
         """How long `read` has waited."""
         self._found_at: float | None = None
         self._was_waited_for = False
-        self._values, self._arrival = _sent_to_host(stacked(values, device))
+        self._values, self._arrival = _sent_to_host(stack_scalars(values, device))
 
     def read(self) -> list[float]:
         """Return the numbers, once they are here."""
@@ -74,7 +76,7 @@ class Numbers:
             self.waited_s = self._found_at - started
         return self._values.tolist()
 
-    def arrived_at(self, before: Numbers | None, before_at: float) -> float | None:
+    def arrived_at(self, before: HostScalars | None, before_at: float) -> float | None:
         """Return when they arrived, by `time.perf_counter`; waits for them.  None if they have been here all the time.
 
         If they were here before the host looked, the device says how long after `before`, which arrived at `before_at`.
@@ -87,7 +89,7 @@ class Numbers:
         return min(self._found_at, before_at + before._arrival.elapsed_time(self._arrival) / 1000)
 
 
-def stacked(values: Sequence[float | torch.Tensor], device: torch.device) -> torch.Tensor:
+def stack_scalars(values: Sequence[float | torch.Tensor], device: torch.device) -> torch.Tensor:
     """Return numbers, or tensors of one element, as one tensor on `device`, without the host waiting for that.
 
     In fp64, which holds whatever a scalar of another dtype says.

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from trainer.config import RunConfig
-from trainer.config.relocate import CONFIG
+from trainer.config.run_paths import CONFIG
 from trainer.errors import EXIT_FAILED, UserError, masked, redact, say, setting_error, typed
 from trainer.files import find_folder, write_and_sync, write_atomically
 
@@ -166,7 +166,7 @@ class RunFolder:
         """Write `config.yaml`."""
         if self.is_main:
             comment = "".join(f"# {line}\n" for line in self._comment.splitlines())
-            config = self.config.on_record()
+            config = self.config.with_absolute_paths()
             if self.path != self.config.run_dir:
                 config = replace(
                     config,

@@ -18,7 +18,7 @@ from trainer.checkpoint.manifest import name_of
 from trainer.checkpoint.place import find_place, is_same_place
 from trainer.checkpoint.reader import Found
 from trainer.config import stored_value
-from trainer.config.relocate import is_another_run, shared_place
+from trainer.config.run_paths import is_another_run, shared_checkpoints_rule
 from trainer.errors import UserError, masked, setting_error
 from trainer.lifecycle.folder import RunFolder
 from trainer.metrics.record import read_kinds
@@ -80,7 +80,7 @@ class History:
             return
         kept = stored_value(self._folder.before or "", "checkpoint.dir")
         if is_same_place(str(masked(self.place)), str(kept) if kept else f"{origin}/checkpoints"):
-            rule = shared_place(origin, self.place, str(self._folder.path))
+            rule = shared_checkpoints_rule(origin, self.place, str(self._folder.path))
             raise setting_error("checkpoint.dir", self._config.checkpoint.dir, rule)
 
     def check(self, found: Found | None) -> None:

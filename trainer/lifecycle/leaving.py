@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from trainer.data.ahead import GivenUp
 from trainer.data.loader import EvalLoader, TrainLoader
+from trainer.data.prefetch import WaitAbandoned
 from trainer.distributed.ballot import Ballot
 
 PATIENCE_S = 5.0
@@ -36,7 +36,7 @@ class Leaving:
         ballot.ask(lambda: self._has_given_up, self._leave)
         for each in (loader, eval_loader):
             if isinstance(each, (TrainLoader, EvalLoader)):
-                each.gives_up = self._is_out_of_patience
+                each.should_abandon = self._is_out_of_patience
 
     @contextmanager
     def possible(self) -> Iterator[None]:
@@ -44,12 +44,12 @@ class Leaving:
         try:
             try:
                 yield
-            except GivenUp:
+            except WaitAbandoned:
                 self._has_given_up = True
                 self._ballot.cast()
         except _Left:
             assert isinstance(self._loader, TrainLoader), "all ranks have the same loader"
-            self._loader.take_back()
+            self._loader.rewind_step()
 
     def _is_out_of_patience(self) -> bool:
         if not self._is_asked():

@@ -7,8 +7,8 @@ from functools import cached_property
 from torch import nn
 
 from trainer.config import RunConfig
-from trainer.config.needs import compiles_blocks
-from trainer.data.prompts import ends_of_chats, tokens_of_chat, tokens_of_prompt
+from trainer.config.requirements import compiles_blocks
+from trainer.data.prompts import chat_end_ids, chat_prompt_tokens, prompt_tokens
 from trainer.data.tokenizer import find_tokenizer
 from trainer.distributed.world import World
 from trainer.metrics.fanout import Metrics
@@ -35,16 +35,16 @@ class Samples:
             return []
         if data.source == "chat":
             how = (data.tokenizer, "log.prompts", data.chat_template)
-            return [(text, tokens_of_chat(text, *how)) for text in self._config.log.prompts]
+            return [(text, chat_prompt_tokens(text, *how)) for text in self._config.log.prompts]
         tokenizer = find_tokenizer(data.tokenizer)
-        return [(text, tokens_of_prompt(text, tokenizer)) for text in self._config.log.prompts]
+        return [(text, prompt_tokens(text, tokenizer)) for text in self._config.log.prompts]
 
     @cached_property
     def _ends(self) -> set[int]:
         """The tokens that end a sample: of a document, or of the assistant's turn."""
         data = self._config.data
         if data.source == "chat":
-            return ends_of_chats(data.tokenizer, data.chat_template)
+            return chat_end_ids(data.tokenizer, data.chat_template)
         return {find_tokenizer(data.tokenizer).end_id}
 
     def check(self) -> None:

@@ -31,7 +31,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from trainer.config import MeshShape, RunConfig, check_config
-from trainer.config.needs import check_needs
+from trainer.config.requirements import check_requirements
 from trainer.data.loader import TrainLoader
 from trainer.distributed.channel import Channel
 from trainer.distributed.world import World
@@ -92,7 +92,7 @@ def check_shape(world: World, config: RunConfig) -> MeshShape:
     """
     local_world_size = world.env.local_world_size
     shape = world.agreed(lambda: check_config(config, world.size, local_world_size))
-    world.agreed(lambda: check_needs(config, world.device.type))
+    world.agreed(lambda: check_requirements(config, world.device.type))
     if world.is_main and (advice := shape.advice(local_world_size)):
         warn(advice)
     return shape

@@ -16,16 +16,16 @@ from torch.distributed.tensor import DTensor
 from trainer.checkpoint.place import Place
 from trainer.checkpoint.room import lack_of_room
 from trainer.config import RunConfig
-from trainer.config.auto import MODEL
-from trainer.config.needs import compiles_blocks
+from trainer.config.auto_model import MODEL
+from trainer.config.requirements import compiles_blocks
 from trainer.data.loader import TrainLoader
-from trainer.data.mixed import MixedSource
-from trainer.data.opening import open_source
-from trainer.data.portions import sentences
-from trainer.data.prompts import ends_of_chats, tokens_of_chat
-from trainer.data.source import Part
+from trainer.data.mixed_source import MixedSource
+from trainer.data.prompts import chat_end_ids, chat_prompt_tokens
+from trainer.data.source import SourceSubset
+from trainer.data.source_factory import open_source
 from trainer.data.stdlib import Split, gzip_bits_per_byte, held_out_text
 from trainer.data.tokenizer import tokenizer_of
+from trainer.data.usage import describe_usage
 from trainer.distributed.world import CONTEXT, REPLICATE, SHARD, World
 from trainer.errors import UserError
 from trainer.lifecycle.resume import Resume
@@ -83,8 +83,8 @@ def start_facts(
     is_sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
     trained = "" if num_trained == num_parameters else f", {readable_count(num_trained)} of them trained"
     weight_bytes, gradient_bytes, kept = bytes_of_training(model, config.optim, config.train.ema > 0)
-    held = weight_bytes * (1 + config.holds_reference) + gradient_bytes + kept
-    reference = ", a reference" if config.holds_reference else ""
+    held = weight_bytes * (1 + config.has_reference_model) + gradient_bytes + kept
+    reference = ", a reference" if config.has_reference_model else ""
     talks = f", small messages by {world.interface}" if world.interface else ""
     told = [config.model.name, *config.recipe.notes_on(config.model, model)]
     resumed = "" if resumed_step is None else f"  (resumed at step {resumed_step})"
@@ -117,7 +117,7 @@ def weights_facts(config: RunConfig, begun_from: str, resume: Resume, parts: Map
         under = base.path if isinstance(base, Base) and base.path else begun_from
         adapters = f"from {begun_from}" if resume.step is not None else f"drawn at random (run.seed={config.run.seed})"
         return f"{under}, frozen; adapters of rank {rank} {adapters}"
-    if config.holds_reference:
+    if config.has_reference_model:
         reference = parts.get(REFERENCE)
         path = reference.path if isinstance(reference, Base) and reference.path else "the same weights"
         return f"{begun_from}; reference model: {path}"
@@ -146,9 +146,9 @@ def _template_facts(config: RunConfig) -> str:
         return "none: the data are not chats"
     if data.chat_template != MODEL:
         return f"{data.chat_template} (data.chat_template)"
-    from trainer.data.chat.template import place_of_template  # with jinja2, which only chats need
+    from trainer.data.chat.template import template_path  # with jinja2, which only chats need
 
-    found = place_of_template(data.tokenizer)
+    found = template_path(data.tokenizer)
     return f"none in {data.tokenizer}" if found is None else str(found)
 
 
@@ -160,11 +160,11 @@ def _data_facts(config: RunConfig, loader: object) -> str:
     paths = path if isinstance(path, Mapping) else {"": path} if path else {}
     named = ", ".join(f"{name}={place}" if name else place for name, place in paths.items())
     made = loader.source.sentence
-    if config.data.holdout and not isinstance(loader.source, Part):
+    if config.data.holdout and not isinstance(loader.source, SourceSubset):
         unit = "conversations" if config.data.source == "chat" else "documents"
         made += f"{', ' * bool(made)}{config.data.holdout:.1%} of the {unit} are held out (data.holdout)"
     first = f"{config.data.source}: {named}" if named else config.data.source
-    return "\n".join([first, *([made] if made else []), *sentences(loader.portions(config.train.steps))])
+    return "\n".join([first, *([made] if made else []), *describe_usage(loader.usage_by_phase(config.train.steps))])
 
 
 def start_notes(choice: Choice | None, advice: str, changed: Sequence[str], unevaluated: str) -> list[str]:
@@ -282,7 +282,7 @@ def _text_option(config: RunConfig) -> str:
     if config.data.source != "chat":
         return "--prompt"
     try:
-        tokens_of_chat("", config.data.tokenizer, "--chat", config.data.chat_template)
+        chat_prompt_tokens("", config.data.tokenizer, "--chat", config.data.chat_template)
     except UserError:
         return "--prompt"
     return "--chat"
@@ -300,7 +300,7 @@ def show_result(config: RunConfig, world: World, model: nn.Module, metrics: Metr
         metrics.say(f"gzip -9 on the same held-out text: {gzip_bits_per_byte(text):.4f} bits/byte", "green")
     tokenizer, is_chat = tokenizer_of(config.data), config.data.source == "chat"
     prompt = _prompt_of_chat(config) if is_chat else [*tokenizer.start_ids, *tokenizer.encode("def ").tolist()]
-    ends = ends_of_chats(config.data.tokenizer, config.data.chat_template) if is_chat else set()
+    ends = chat_end_ids(config.data.tokenizer, config.data.chat_template) if is_chat else set()
     sizes = config.log.sample_tokens, config.data.seq_len
     compiles = compiles_blocks(config.train.compile, world.device.type)
     with evaluating(model):
@@ -326,4 +326,4 @@ def _prompt_of_chat(config: RunConfig) -> list[int]:
             if isinstance(each, (ChatSource, PairSource)) and (prompt := each.first_prompt()):
                 return prompt
     data = config.data  # with data.train_on=all, every token is a target
-    return tokens_of_chat("Hi", data.tokenizer, "log.sample_tokens", data.chat_template)
+    return chat_prompt_tokens("Hi", data.tokenizer, "log.sample_tokens", data.chat_template)

@@ -19,7 +19,7 @@ import torch
 from trainer.config import RunConfig
 from trainer.data.loader import TrainLoader
 from trainer.data.source import Source
-from trainer.data.transfer import Numbers
+from trainer.data.transfer import HostScalars
 from trainer.distributed.world import World
 from trainer.errors import TrainingFailed
 from trainer.metrics.fanout import Metrics
@@ -40,7 +40,7 @@ class Update:
 
     def __init__(self, loss: float | torch.Tensor, grad_norm: float | torch.Tensor, num_targets: int) -> None:
         self.num_targets = num_targets
-        self._numbers = Numbers(loss, grad_norm)
+        self._numbers = HostScalars(loss, grad_norm)
 
     def ended_at(self, before: Update | None, before_at: float) -> float | None:
         """Return when the device had finished the step, by `time.perf_counter`; waits for it.  None if that was before

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from trainer.config.sections import LogSection
-from trainer.data.transfer import Numbers
+from trainer.data.transfer import HostScalars
 from trainer.metrics.fanout import Metrics
 from trainer.metrics.record import Record
 from trainer.model.parameters import local
@@ -38,7 +38,7 @@ class UnitNorms:
         self._parameters = parameters_by_unit(model, units)
         self._grad_norm = grad_norm
         self._is_due = False
-        self._found: Numbers | None = None
+        self._found: HostScalars | None = None
 
     def begin_step(self, step: int) -> None:
         self._is_due = self._log.norms_every > 0 and step % self._log.norms_every == 0
@@ -46,7 +46,7 @@ class UnitNorms:
     def follow(self, is_finite: torch.Tensor | None = None) -> None:
         """Have the norms computed, in a step where they are due.  One all-reduce over the `shard` axis then."""
         if self._is_due:
-            self._found = Numbers(*self._squares())
+            self._found = HostScalars(*self._squares())
 
     @torch.no_grad()
     def _squares(self) -> list[torch.Tensor]:

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 import torch
 
-from trainer.data.transfer import Numbers, stacked
+from trainer.data.transfer import HostScalars, stack_scalars
 from trainer.distributed.world import World
 from trainer.errors import UserError
 
@@ -71,10 +71,10 @@ class Tally:
         self._sums = {}
         if not names:
             return {}
-        sums = Numbers(*self._world.sum_on_device(stacked(own, self._world.device)).unbind())
+        sums = HostScalars(*self._world.sum_on_device(stack_scalars(own, self._world.device)).unbind())
         return {name: partial(_field, sums, number) for number, name in enumerate(names)}
 
 
-def _field(sums: Numbers, number: int) -> float | None:
+def _field(sums: HostScalars, number: int) -> float | None:
     value, over, num_means = sums.read()[_NUM_SUMS * number : _NUM_SUMS * (number + 1)]
     return value if not num_means else value / over if over else None

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.config.needs import check_float8_installed
+from trainer.config.requirements import check_float8_installed
 from trainer.errors import setting_error
 
 _MULTIPLE = 16

@@ -34,11 +34,11 @@ from trainer.config import (
     find_mesh_shape,
     load_config,
     recipe_files,
-    with_method,
+    resolve_context_method,
 )
-from trainer.config.arguments import no_recipe, take_allowed
-from trainer.config.spelling import stray_word, unknown_option
-from trainer.data.epochs import settled_by_data
+from trainer.config.arguments import no_recipe, split_allow_import
+from trainer.config.suggestions import unexpected_argument, unknown_option
+from trainer.data.resolve import resolve_from_data
 from trainer.distributed.environment import find_environment
 from trainer.errors import EXIT_DOES_NOT_FIT, EXIT_FINISHED, run_command, say, setting_error, tell
 from trainer.model.shard import check_sharding
@@ -47,7 +47,7 @@ from trainer.plan.machine import Machine, find_machine
 from trainer.plan.plan import Plan, make_plan, planned
 from trainer.plan.search import Choice, NothingFits, asks_for_auto, settle
 from trainer.plan.show import draw, print_plan, remedies_text, to_json
-from trainer.recipe import look_in_working_folder
+from trainer.recipe import add_working_folder_to_path
 
 _USAGE = "usage: python -m trainer.plan recipe=NAME [section.key=value ...] [ranks=N] [device=NAME]"
 
@@ -69,7 +69,7 @@ class _Asked:
 
 def command_line(argv: Sequence[str] | None = None) -> int:
     """Run what the command line asks for.  Returns the exit code."""
-    look_in_working_folder()
+    add_working_folder_to_path()
     arguments = list(sys.argv[1:] if argv is None else argv)
     if "--help" in arguments or "-h" in arguments:
         tell(__doc__ or "")
@@ -78,13 +78,13 @@ def command_line(argv: Sequence[str] | None = None) -> int:
 
 
 def _plan(arguments: list[str]) -> int:
-    arguments, allow_import = take_allowed(arguments)
+    arguments, allow_import = split_allow_import(arguments)
     asked, overrides = _read(arguments)
     if asked.recipe is None and not asked.calibrates:
         raise no_recipe(_USAGE, overrides)
     config = load_config(asked.recipe or "llama_small", overrides, allow_import, needs_weights=False)
     if config.data.path is not None:
-        config = settled_by_data(config)
+        config = resolve_from_data(config)
     if asked.calibrates:
         calibrate(config, None if asked.device == "auto" else asked.device)
         if asked.recipe is None or find_environment().rank > 0:
@@ -94,7 +94,7 @@ def _plan(arguments: list[str]) -> int:
     num_ranks = asked.ranks or _num_ranks(config, machine)
     config = planned(config)
     mesh = check_config(config, num_ranks, min(num_ranks, machine.rates.ranks_per_node))
-    config = with_method(config, min(num_ranks, machine.rates.ranks_per_node))
+    config = resolve_context_method(config, min(num_ranks, machine.rates.ranks_per_node))
     check_sharding(config)
     if advice := mesh.advice(min(num_ranks, machine.rates.ranks_per_node)):
         say(f"warning: {advice}")
@@ -158,7 +158,7 @@ def _read(arguments: list[str]) -> tuple[_Asked, list[str]]:
         elif argument.startswith("-"):
             raise unknown_option(argument, ["--json", "--picture", "--calibrate", "--help"], declared_keys())
         elif not equals:
-            raise stray_word(arguments, arguments.index(argument), recipe_files(), asked.recipe is not None)
+            raise unexpected_argument(arguments, arguments.index(argument), recipe_files(), asked.recipe is not None)
         else:
             overrides.append(argument)
     return asked, overrides

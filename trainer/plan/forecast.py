@@ -12,7 +12,7 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from trainer.config import MeshShape, RunConfig, with_method
+from trainer.config import MeshShape, RunConfig, resolve_context_method
 from trainer.distributed.world import World
 from trainer.errors import UserError, redact, say
 from trainer.metrics.console import readable_bytes
@@ -48,7 +48,7 @@ def resolve_auto(config: RunConfig, mesh: MeshShape, world: World) -> tuple[RunC
     The memory is that of the rank with the least.  Collective where anything is `auto`; raises UserError on all ranks
     if nothing fits.
     """
-    config = with_method(config, world.env.local_world_size)
+    config = resolve_context_method(config, world.env.local_world_size)
     if not asks_for_auto(config):
         return config, None
     (least,) = world.max([-machine_of(config, world).memory_gib])
@@ -68,7 +68,7 @@ def resolve_auto(config: RunConfig, mesh: MeshShape, world: World) -> tuple[RunC
         micro_batch_size=settings["train.micro_batch_size"],
     )
     settled = replace(config, fsdp=fsdp, train=train, mesh=replace(config.mesh, context=settings["mesh.context"]))
-    return with_method(settled, world.env.local_world_size), choice
+    return resolve_context_method(settled, world.env.local_world_size), choice
 
 
 def describe_choice(choice: Choice | None) -> str:
@@ -110,7 +110,7 @@ class Forecast:
         if self._world.device.type != "cpu":
             return
         weights, _, kept = bytes_of_training(model, self._config.optim, self._config.train.ema > 0)
-        held = weights * (1 + self._config.holds_reference) + sum(buffer.nbytes for buffer in model.buffers())
+        held = weights * (1 + self._config.has_reference_model) + sum(buffer.nbytes for buffer in model.buffers())
         states = [state for part in optimizer.parts for state in part.state.values()]
         if any(states):  # a resumed run has loaded them
             held += kept

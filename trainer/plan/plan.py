@@ -140,7 +140,7 @@ def layout_of(config: RunConfig, trace: Trace, mesh: MeshShape) -> Layout:
         param_size=_SIZES[fsdp.param_dtype],
         reduce_size=_SIZES[fsdp.reduce_dtype],
         cpu_offload=fsdp.cpu_offload,
-        holds_reference=config.holds_reference,
+        has_reference_model=config.has_reference_model,
         context=config.context,
         averages=config.train.ema > 0,
         prefetch_forward=fsdp.prefetch_forward,

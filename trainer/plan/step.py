@@ -47,7 +47,7 @@ class Layout:
     reduce_size: int
     """Bytes of an element of what is reduced."""
     cpu_offload: bool = False
-    holds_reference: bool = False
+    has_reference_model: bool = False
     """Whether a frozen copy of the model is sharded beside it."""
     averages: bool = False
     """Whether an average of the trained weights is (`train.ema`)."""

@@ -47,7 +47,7 @@ def _attend_gathered(
     dropout: float,
 ) -> torch.Tensor:
     """Gather all keys and values, which do not outlive this call where they are gathered again in backward."""
-    if not slices.gathers_again:
+    if not slices.regathers_in_backward:
         return _attend_to_all(slices, q_BNtH, k_BKtH, v_BKtH, documents, dropout)
     kept: Any = {"use_reentrant": False, "context_fn": _keep_attended, "preserve_rng_state": dropout > 0}
     found: torch.Tensor = checkpoint(as_now(_attend_to_all), slices, q_BNtH, k_BKtH, v_BKtH, documents, dropout, **kept)

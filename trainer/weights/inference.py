@@ -15,14 +15,14 @@ from torch import nn
 
 from trainer.checkpoint.source import StoredWeights, find_checkpoint, is_checkpoint, open_checkpoint
 from trainer.checkpoint.tree import join
-from trainer.config import RunConfig, config_from_yaml, stored_value, told_by_yaml
+from trainer.config import RunConfig, config_from_yaml, declared_by_yaml, stored_value
 from trainer.config.pretrained import (
     CONFIG,
     any_model_of,
+    declared_by_folder,
     is_folder_of_weights,
     model_config_of,
     read_config,
-    told_by_folder,
 )
 from trainer.distributed.channel import Channel
 from trainer.errors import UserError, say, setting_error
@@ -115,11 +115,11 @@ def open_weights(path: str | os.PathLike[str], config: RunConfig) -> WeightSourc
         return PlainFile(Path(path), "train.init_from")
     source: WeightSource
     if _is_hugging_face(path):
-        told = told_by_folder(os.fspath(path), config.recipe, "train.init_from")
+        told = declared_by_folder(os.fspath(path), config.recipe, "train.init_from")
         source = SafetensorsFolder(Path(path), config.recipe, config.model, setting="train.init_from")
     else:
         stored = open_checkpoint(path)
-        told = told_by_yaml(stored.config_yaml, config.recipe.name, f"{stored.place}/config.yaml")
+        told = declared_by_yaml(stored.config_yaml, config.recipe.name, f"{stored.place}/config.yaml")
         source = merged(stored, config.recipe, config.model)
     if told is not None:
         told.check(config.model, config.checkpoint.allow_changes)

@@ -28,7 +28,7 @@ COLUMNS: dict[str, tuple[str, ...]] = {
 }
 """What a record of each format may hold."""
 
-_NEEDED = {
+_REQUIRED = {
     "preference": {"chosen", "rejected"},
     "messages": {"messages"},
     "sharegpt": {"conversations"},
@@ -53,9 +53,9 @@ class Format:
         names = dict(columns or {})
         if setting != "auto":
             return cls(setting, names)
-        found = [name for name, needed in _NEEDED.items() if all(names.get(key, key) in record for key in needed)]
+        found = [name for name, needed in _REQUIRED.items() if all(names.get(key, key) in record for key in needed)]
         if not found:
-            rule = f"matches none of the formats {', '.join(_NEEDED)}; its keys: {', '.join(record) or 'none'}"
+            rule = f"matches none of the formats {', '.join(_REQUIRED)}; its keys: {', '.join(record) or 'none'}"
             fix = f"map the file's keys to those of a format, for example data.columns={_mapping_for(record)!r}"
             raise BadChat(rule, "data.columns" if names else "data.format", fix=fix)
         return cls(found[0], names)
@@ -67,7 +67,7 @@ class Format:
     def read(self, record: Mapping[str, Any]) -> Sample | Pair:
         """Return what a record holds.  Raises BadChat."""
         values = {key: record.get(self._columns.get(key, key)) for key in COLUMNS[self.name]}
-        missing = sorted(self._columns.get(key, key) for key in _NEEDED[self.name] if values[key] is None)
+        missing = sorted(self._columns.get(key, key) for key in _REQUIRED[self.name] if values[key] is None)
         if missing:
             if missing[0] in record:
                 raise BadChat(f"{missing[0]!r} is null", fix="remove the record, or set its value")
@@ -84,7 +84,7 @@ class Format:
         return readers[self.name](values)
 
 
-_CALLED_ELSEWHERE = {
+_COMMON_COLUMN_NAMES = {
     "messages": ("dialog", "dialogue", "conversation", "chat", "turns"),
     "prompt": ("question", "query", "instruction", "problem", "input", "context"),
     "completion": ("answer", "response", "output", "solution", "target", "reply"),
@@ -96,7 +96,7 @@ def _mapping_for(record: Mapping[str, Any]) -> str:
     """Return what `data.columns` looks like, for the keys of a record where it is clear what they hold."""
     found = {
         column: next((name for name in names if name in record and column not in record), None)
-        for column, names in _CALLED_ELSEWHERE.items()
+        for column, names in _COMMON_COLUMN_NAMES.items()
     }
     if found["prompt"] and found["completion"]:
         return f"{{prompt: {found['prompt']}, completion: {found['completion']}}}"
@@ -149,7 +149,7 @@ def _read_alpaca(values: Mapping[str, Any]) -> Sample:
 
 
 def _read_prompt_completion(values: Mapping[str, Any]) -> Sample:
-    return _answered(values["prompt"], values["completion"], "completion", _tools(values["tools"]))
+    return _prompt_with_answer(values["prompt"], values["completion"], "completion", _tools(values["tools"]))
 
 
 def _read_preference(values: Mapping[str, Any]) -> Pair:
@@ -165,7 +165,7 @@ def _read_preference(values: Mapping[str, Any]) -> Pair:
 
 def _preferred(prompt: Any, answer: Any, key: str, tools: Sequence[Mapping[str, Any]]) -> Sample:
     if prompt is not None:
-        return _answered(prompt, answer, key, tools)
+        return _prompt_with_answer(prompt, answer, key, tools)
     messages = _messages(answer, key)
     last = max((number for number, message in enumerate(messages) if message["role"] == "user"), default=-1)
     return Conversation(messages, tools, first=last + 1)
@@ -180,7 +180,7 @@ def _spoken(messages: Sequence[Message]) -> list[tuple[str, str]]:
     return [(message["role"], message["content"].strip()) for message in messages]
 
 
-def _answered(prompt: Any, answer: Any, key: str, tools: Sequence[Mapping[str, Any]]) -> Sample:
+def _prompt_with_answer(prompt: Any, answer: Any, key: str, tools: Sequence[Mapping[str, Any]]) -> Sample:
     """Return a prompt with its answer: both texts, or either of them messages."""
     if isinstance(prompt, str) and isinstance(answer, str):
         if not answer.strip():
@@ -189,9 +189,9 @@ def _answered(prompt: Any, answer: Any, key: str, tools: Sequence[Mapping[str, A
     asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else _list(prompt, "prompt", "text or ")
     answers = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else _list(answer, key, "text or ")
     before, after = _messages(asked, "prompt"), _messages(answers, key)
-    if not _begins_anew(before, after):
+    if not _is_complete_conversation(before, after):
         return Conversation([*before, *after], tools, first=len(before))
-    first = _behind(before, after)
+    first = _index_after_prompt(before, after)
     if first is None:
         rule = f"{key} begins with a {after[0]['role']} message, but does not repeat the prompt"
         raise BadChat(rule, fix="start it with the assistant's message, or with the whole prompt")
@@ -200,13 +200,13 @@ def _answered(prompt: Any, answer: Any, key: str, tools: Sequence[Mapping[str, A
     return Conversation(after, tools, first)
 
 
-def _begins_anew(prompt: Sequence[Message], answer: Sequence[Message]) -> bool:
+def _is_complete_conversation(prompt: Sequence[Message], answer: Sequence[Message]) -> bool:
     """Return whether an answer cannot follow its prompt: it is a conversation from its start."""
     role = answer[0]["role"]
     return role in ("system", "developer") or (role == "user" and prompt[-1]["role"] in ("user", "tool"))
 
 
-def _behind(prompt: Sequence[Message], answer: Sequence[Message]) -> int | None:
+def _index_after_prompt(prompt: Sequence[Message], answer: Sequence[Message]) -> int | None:
     """Return the number of an answer's first message behind its prompt, which it repeats: first of all, or the last
     time.  None if it does not.
     """

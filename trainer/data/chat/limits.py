@@ -41,7 +41,7 @@ TOO_MUCH_TIME = "takes too long: its CPU time is limited"
 TOO_MUCH_MEMORY = f"takes more than {MEMORY >> 30} GiB of memory"
 
 
-class TooSlow(BaseException):
+class TemplateTimeout(BaseException):
     """Raised in the thread that renders.  Not an Exception, so that nothing in Jinja handles it."""
 
 
@@ -104,7 +104,7 @@ def _answer(work: Callable[[], str], writer: int) -> None:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         resource.setrlimit(resource.RLIMIT_CPU, (1, 2))  # in whole seconds; the timer is finer
         signal.setitimer(signal.ITIMER_PROF, TRIAL_S)
-        limits = _lowered()
+        limits = _memory_limits()
         if limits is not None:
             resource.setrlimit(resource.RLIMIT_AS, limits[1])
         os.write(writer, work().encode(errors="replace"))
@@ -133,7 +133,7 @@ class limited:
             return
         self._before: tuple[Limits, Limits] | None = None
         try:  # a stop request may be raised anywhere in it
-            _ONE_AT_A_TIME.acquire()
+            _RENDER_LOCK.acquire()
             limits = self._before = _SPACE.limits()
             if limits is not None:
                 resource.setrlimit(resource.RLIMIT_AS, limits[1])
@@ -156,17 +156,17 @@ class limited:
                     resource.setrlimit(resource.RLIMIT_AS, self._before[0])
             finally:
                 with contextlib.suppress(RuntimeError):  # this thread does not hold it
-                    _ONE_AT_A_TIME.release()
+                    _RENDER_LOCK.release()
 
 
-_ONE_AT_A_TIME = threading.RLock()
+_RENDER_LOCK = threading.RLock()
 """The memory limit is the whole process's.  An RLock, as it can be released only by the thread that holds it."""
 
 Limits: TypeAlias = "tuple[int, int]"
 """As `resource.getrlimit` has them: soft and hard."""
 
 
-def _lowered() -> tuple[Limits, Limits] | None:
+def _memory_limits() -> tuple[Limits, Limits] | None:
     """Return the limits on this process's address space, and those that let it allocate MEMORY more.
 
     None where that is no change, or the system does not tell.
@@ -192,7 +192,7 @@ class _Space:
     def limits(self) -> tuple[Limits, Limits] | None:
         now = time.monotonic()
         if now > self._until:
-            self._limits, self._until = _lowered(), now + 0.1
+            self._limits, self._until = _memory_limits(), now + 0.1
         return self._limits
 
 
@@ -257,7 +257,7 @@ class _Watch:
                     seen, began, idle_since = self.number, now, time.monotonic()
                 elif now - began > CPU_S and not self._is_late:
                     self._is_late = True
-                    error = ctypes.py_object(TooSlow)
+                    error = ctypes.py_object(TemplateTimeout)
                     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.renderer), error)
 
 
@@ -270,10 +270,10 @@ def _cpu_s(thread: int) -> float:
 _SPACE, _WATCH = _Space(), _Watch()
 
 
-def _renew() -> None:
+def _reset_after_fork() -> None:
     """In a forked child there is no watching thread, and whoever held a lock is not there to release it."""
-    global _ONE_AT_A_TIME, _WATCH
-    _ONE_AT_A_TIME, _WATCH = threading.RLock(), _Watch()
+    global _RENDER_LOCK, _WATCH
+    _RENDER_LOCK, _WATCH = threading.RLock(), _Watch()
 
 
-os.register_at_fork(after_in_child=_renew)
+os.register_at_fork(after_in_child=_reset_after_fork)

@@ -156,7 +156,7 @@ class Encoder:
         with template.several():
             for turn in turns:
                 stop_if_asked()
-                spans = _said(template, chat, whole, turn)
+                spans = _message_spans(template, chat, whole, turn)
                 for start, end in spans:
                     marked |= (places[:, 0] < end) & (places[:, 1] > start)
                 if spans and spans[0][0] >= until:
@@ -203,19 +203,19 @@ def _is_within(content: str, text: str) -> bool:
     return as_json in text or all(line.strip() in text for line in content.splitlines())
 
 
-def _said(template: ChatTemplate, chat: Conversation, whole: Rendered, number: int) -> list[tuple[int, int]]:
-    """Return where in the whole a message stands; of the assistant what it has written.  Raises as `_written`."""
+def _message_spans(template: ChatTemplate, chat: Conversation, whole: Rendered, number: int) -> list[tuple[int, int]]:
+    """Return where in the whole a message stands; of the assistant what it has written.  Raises as `_assistant_spans`."""
     if chat.messages[number]["role"] == "assistant":
-        return _written(template, chat, whole, number)
+        return _assistant_spans(template, chat, whole, number)
     before, until = (
         template.render(chat.messages[:end], chat.tools).text if end else "" for end in (number, number + 1)
     )
     if not (whole.text.startswith(before) and whole.text.startswith(until)):
-        raise _differs_later(number)
+        raise _changes_later(number)
     return [(len(before), len(until))]
 
 
-def _written(template: ChatTemplate, chat: Conversation, whole: Rendered, turn: int) -> list[tuple[int, int]]:
+def _assistant_spans(template: ChatTemplate, chat: Conversation, whole: Rendered, turn: int) -> list[tuple[int, int]]:
     """Return what the assistant writes in a turn, end of turn included: (start, end) in characters of the whole text.
 
     It starts where the prompt ends that a client would render (`add_generation_prompt`), so that training and
@@ -228,11 +228,11 @@ def _written(template: ChatTemplate, chat: Conversation, whole: Rendered, turn: 
         until = template.render(chat.messages[: turn + 1], chat.tools).text
     end = _end_of_turn(template, chat, until, turn)
     if not whole.text.startswith(until[:end]):
-        raise _differs_later(turn)
+        raise _changes_later(turn)
     prompt = template.render(chat.messages[:turn], chat.tools, prompts=True).text
     if template.has_generation:
         if not whole.text.startswith(before.rstrip()):
-            raise _differs_later(turn)
+            raise _changes_later(turn)
         spans = [(start, min(stop, end)) for start, stop in whole.generated if len(before.rstrip()) <= start < end]
         if not spans:
             return []
@@ -241,7 +241,7 @@ def _written(template: ChatTemplate, chat: Conversation, whole: Rendered, turn: 
             spans[0] = (len(before), spans[0][1])
         return spans
     if not whole.text.startswith(prompt):
-        raise _begins_otherwise(turn) if whole.text.startswith(before) else _differs_later(turn)
+        raise _lacks_generation_prompt(turn) if whole.text.startswith(before) else _changes_later(turn)
     return [(len(prompt), end)]
 
 
@@ -269,13 +269,13 @@ _MARK = "\U000f5151"
 """A character of the private use area, as content that is found again."""
 
 
-def _differs_later(turn: int) -> BadChat:
+def _changes_later(turn: int) -> BadChat:
     rule = (
         f"messages[{turn}]: the chat template shows this turn otherwise once others follow, so that what is trained on "
     )
     return BadChat(f"{rule}would not be what the model sees later", "data.train_on", legal="last")
 
 
-def _begins_otherwise(turn: int) -> BadChat:
+def _lacks_generation_prompt(turn: int) -> BadChat:
     rule = f"messages[{turn}]: the chat template does not start this turn with its generation prompt"
     return BadChat(rule, "data.chat_template", fix="mark the targets with {% generation %} in a .jinja file")

@@ -15,14 +15,14 @@ from trainer.errors import setting_error
 
 
 @dataclass(frozen=True)
-class Shown:
+class DisplayedChat:
     """A conversation: where it stands, what it is of a pair, and its text in pieces that are trained on or not."""
 
     place: str
     pieces: Sequence[tuple[str, bool]]
 
 
-def first_chats(data: DataSection, inputs: Sequence[str], number: int, key: str) -> Iterator[Shown]:
+def first_chats(data: DataSection, inputs: Sequence[str], number: int, key: str) -> Iterator[DisplayedChat]:
     """Yield the first conversations of files; of a pair, both answers.  Raises UserError that names `key`."""
     check_columns(data.columns or {}, data.format)
     encoder = encoder_of(data)
@@ -33,9 +33,9 @@ def first_chats(data: DataSection, inputs: Sequence[str], number: int, key: str)
             chosen = chosen or Format.of(record, data.format, data.columns)
             sample = chosen.read(record)
             if isinstance(sample, Pair):
-                yield Shown(f"{place}, chosen", encoder.pieces(sample.chosen))
-                yield Shown(f"{place}, rejected", encoder.pieces(sample.rejected))
+                yield DisplayedChat(f"{place}, chosen", encoder.pieces(sample.chosen))
+                yield DisplayedChat(f"{place}, rejected", encoder.pieces(sample.rejected))
             else:
-                yield Shown(place, encoder.pieces(sample))
+                yield DisplayedChat(place, encoder.pieces(sample))
         except BadChat as error:
             raise setting_error(key, ", ".join(inputs), f"{place}: {error}", fix=error.fix) from error

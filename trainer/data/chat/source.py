@@ -14,7 +14,7 @@ from trainer.config.chats import CHATML
 from trainer.data.chat.formats import check_columns
 from trainer.data.chat.masking import Encoded, Encoder
 from trainer.data.chat.records import find_files
-from trainer.data.chat.store import Kept, Order, Report, check_dropped, decoded, find_or_make
+from trainer.data.chat.store import ChatReport, ChatShards, ChatSpec, check_dropped, decode_sample, get_or_tokenize
 from trainer.data.chat.template import find_template
 from trainer.data.chat.tokens import ChatTokenizer
 from trainer.data.fingerprint import Fingerprint
@@ -41,11 +41,11 @@ def open_chats(data: DataSection, vocab_size: int | None, split: Split) -> Sourc
         fix = f"the tokenizer that the weights came with; for new weights also model.vocab_size={least}"
         raise setting_error("model.vocab_size", vocab_size, rule, fix=fix)
     if split == "eval" and data.eval_path is not None:
-        kept = _keep(data, "data.eval_path", str(data.eval_path), 0.0, encoder)
-        return _samples(kept.train, kept, data, encoder)
+        kept = _tokenized(data, "data.eval_path", str(data.eval_path), 0.0, encoder)
+        return _make_source(kept.train, kept, data, encoder)
     holdout = 0.0 if data.eval_path is not None else data.holdout or 0.0
-    kept = _keep(data, "data.path", str(data.path), holdout, encoder)
-    return _samples(kept.train if split == "train" else kept.held_out, kept, data, encoder)
+    kept = _tokenized(data, "data.path", str(data.path), holdout, encoder)
+    return _make_source(kept.train if split == "train" else kept.held_out, kept, data, encoder)
 
 
 def encoder_of(data: DataSection) -> Encoder:
@@ -59,8 +59,8 @@ def encoder_of(data: DataSection) -> Encoder:
     return Encoder(tokenizer, template, data.train_on, data.chat_template)
 
 
-def _keep(data: DataSection, key: str, path: str, holdout: float, encoder: Encoder) -> Kept:
-    order = Order(
+def _tokenized(data: DataSection, key: str, path: str, holdout: float, encoder: Encoder) -> ChatShards:
+    order = ChatSpec(
         key=key,
         files=tuple(map(Path, find_files(key, path))),
         format=data.format,
@@ -70,13 +70,13 @@ def _keep(data: DataSection, key: str, path: str, holdout: float, encoder: Encod
         too_long="drop" if data.too_long == "auto" else data.too_long,
         holdout=holdout,
     )
-    kept = find_or_make(order, encoder, data.cache_dir)
+    kept = get_or_tokenize(order, encoder, data.cache_dir)
     if data.too_long == "auto":
         check_dropped(kept.report, key, data.seq_len)
     return kept
 
 
-def _samples(shard: Shard | None, kept: Kept, data: DataSection, encoder: Encoder) -> Source | None:
+def _make_source(shard: Shard | None, kept: ChatShards, data: DataSection, encoder: Encoder) -> Source | None:
     if shard is None:
         return None
     if kept.report.pairs:
@@ -91,7 +91,7 @@ class _Conversations(Source):
     longest: tokens of a row that has room for any of them.
     """
 
-    def __init__(self, shard: Shard, report: Report, seq_len: int, encoder: Encoder) -> None:
+    def __init__(self, shard: Shard, report: ChatReport, seq_len: int, encoder: Encoder) -> None:
         tokenizer = encoder.tokenizer
         self.seq_len, self.vocab_size, self.tokenizer = seq_len, tokenizer.vocab_size, tokenizer.plain.name
         self.report, self._encoder = report, encoder
@@ -128,7 +128,7 @@ class _Conversations(Source):
                 return prompt
         return None
 
-    def _blank(self, num_rows: int) -> dict[str, NDArray[Any]]:
+    def _empty_rows(self, num_rows: int) -> dict[str, NDArray[Any]]:
         shape = (num_rows, self.seq_len)
         return {
             "tokens": np.full(shape, self._padding, np.int64),
@@ -137,9 +137,9 @@ class _Conversations(Source):
 
     def _read(self, number: int) -> Encoded:
         start, stop = self._offsets[number : number + 2].tolist()
-        return decoded(self._shard.read(start, stop - start))
+        return decode_sample(self._shard.read(start, stop - start))
 
-    def _put(self, rows: Mapping[str, NDArray[Any]], row: int, start: int, number: int) -> int:
+    def _write_row(self, rows: Mapping[str, NDArray[Any]], row: int, start: int, number: int) -> int:
         """Put a conversation into a row from `start` on; return where it ends.  Its last token is a target alone."""
         found = self._read(number)
         stop = start + len(found.ids) - 1
@@ -151,7 +151,7 @@ class _Conversations(Source):
 class ChatSource(_Conversations):
     """Rows of conversations, each seeing itself alone: as many in a row as fit, or with `pack=False` one."""
 
-    def __init__(self, shard: Shard, report: Report, seq_len: int, pack: bool, encoder: Encoder) -> None:
+    def __init__(self, shard: Shard, report: ChatReport, seq_len: int, pack: bool, encoder: Encoder) -> None:
         super().__init__(shard, report, seq_len, encoder)
         lengths = np.diff(self._offsets) - 1
         alone = np.arange(len(lengths)), np.arange(len(lengths) + 1)
@@ -165,13 +165,13 @@ class ChatSource(_Conversations):
 
     def batch(self, indices: NDArray[np.int64]) -> Mapping[str, NDArray[Any]]:
         """Return the rows at `indices`, packed ones with the number of each token's conversation."""
-        rows = self._blank(len(indices))
+        rows = self._empty_rows(len(indices))
         documents = np.zeros((len(indices), self.seq_len), np.int64)
         for row, index in enumerate(np.asarray(indices).tolist()):
             numbers = self._order[self._starts[index] : self._starts[index + 1]] if index >= 0 else ()
             end = 0
             for number in numbers:
-                end = self._put(rows, row, end, int(number))
+                end = self._write_row(rows, row, end, int(number))
                 documents[row, end:] += 1
         return {**rows, "documents": documents} if self._pack else rows
 
@@ -186,9 +186,9 @@ class PairSource(_Conversations):
 
     def batch(self, indices: NDArray[np.int64]) -> Mapping[str, NDArray[Any]]:
         """Return tokens and targets, of shape (2 x len(indices), seq_len), and as `pair` the number of each row's."""
-        rows = {**self._blank(2 * len(indices)), "pair": np.repeat(np.asarray(indices, np.int64), 2)}
+        rows = {**self._empty_rows(2 * len(indices)), "pair": np.repeat(np.asarray(indices, np.int64), 2)}
         for sample, index in enumerate(np.asarray(indices).tolist()):
             for row, number in ((2 * sample, 2 * index), (2 * sample + 1, 2 * index + 1)):
                 if index >= 0:
-                    self._put(rows, row, 0, number)
+                    self._write_row(rows, row, 0, number)
         return rows

@@ -36,15 +36,15 @@ from trainer.stopping import StopRequested, stop_if_asked
 _VERSION = 3
 """Another one where the same files become other tokens."""
 
-_MOST_UNUSED = 0.01
+_MAX_UNUSED_SHARE = 0.01
 """Share of conversations without anything to train on above which they are no exceptions."""
 
-_LARGE = 1 << 25
+_ANNOUNCE_BYTES = 1 << 25
 """Bytes of files that take long enough for it to be said."""
 
 
 @dataclass(frozen=True)
-class Order:
+class ChatSpec:
     """A set of files and what is to be made of them: the settings that decide about it.
 
     key: the setting that names the files.
@@ -61,7 +61,7 @@ class Order:
 
 
 @dataclass
-class Report:
+class ChatReport:
     """Statistics of the conversations in some files.
 
     chats: all that were read; the rest is of those that are left.  trained of the `tokens` to train on are targets.
@@ -116,7 +116,7 @@ class Report:
         share = self.shares["dropped_share"]
         return f"{self.dropped:,} of {self.chats:,} {self.kind} ({share:.1%} of the tokens)"
 
-    def lengths_that_keep(self) -> str:
+    def suggested_lengths(self) -> str:
         """Return which `data.seq_len` would keep all conversations, and which one most of them if that is much less."""
         lengths = sorted((int(length), count) for length, count in self.longer.items())
         if not lengths:
@@ -147,8 +147,8 @@ class Report:
         lines = [", ".join(facts)]
         if self.unused:
             lines.append(f"  no targets in {_listed(self.unused)}")
-        if self.most_dropped > _FEW:
-            lines.append(f"warning: {self.dropped_facts()} are not trained on; {self.lengths_that_keep()}")
+        if self.most_dropped > _WARN_DROPPED_SHARE:
+            lines.append(f"warning: {self.dropped_facts()} are not trained on; {self.suggested_lengths()}")
         if self.plain and has_template:
             lines.append(
                 f"note: {self.plain:,} {self.kind} are plain text, used as they are, without the chat template; with "
@@ -162,24 +162,24 @@ class Report:
         return "\n".join(lines)
 
 
-_FEW = 0.01
+_WARN_DROPPED_SHARE = 0.01
 """Share of dropped conversations, or of their tokens, from which there is a warning."""
 
-_MOST = 0.5
+_MAX_DROPPED_SHARE = 0.5
 """The same above which a run does not start, unless `data.too_long=drop` asks for it."""
 
 
-def check_dropped(report: Report, key: str, seq_len: int) -> None:
+def check_dropped(report: ChatReport, key: str, seq_len: int) -> None:
     """Raise UserError if most of the conversations, or of their tokens, would be dropped.
 
     key: the setting that names the files.
     """
-    if report.most_dropped <= _MOST:
+    if report.most_dropped <= _MAX_DROPPED_SHARE:
         return
     files = "" if key == "data.path" else f" of {key}"
     rule = f"{report.dropped_facts()}{files} are longer than a sequence, and would be dropped"
     fix = (
-        f"{report.lengths_that_keep()}, if the model has that many positions; data.too_long=truncate cuts them, and "
+        f"{report.suggested_lengths()}, if the model has that many positions; data.too_long=truncate cuts them, and "
         "data.too_long=drop drops them all the same"
     )
     raise setting_error("data.seq_len", seq_len, rule, fix=fix)
@@ -192,15 +192,15 @@ def _listed(places: Sequence[str], count: int | None = None) -> str:
 
 
 @dataclass(frozen=True)
-class Kept:
+class ChatShards:
     """Conversations that are kept: those to train on, those held out, and the account of both."""
 
     train: Shard | None
     held_out: Shard | None
-    report: Report
+    report: ChatReport
 
 
-def find_or_make(order: Order, encoder: Encoder, cache_dir: str | None) -> Kept:
+def get_or_tokenize(order: ChatSpec, encoder: Encoder, cache_dir: str | None) -> ChatShards:
     """Return the conversations that are asked for: from the cache if it has them, else made and kept there.
 
     Raises UserError for a conversation that cannot be trained on, or if there is not a folder to write to.
@@ -208,19 +208,19 @@ def find_or_make(order: Order, encoder: Encoder, cache_dir: str | None) -> Kept:
     name = f"chat-{_digest(order, encoder)}"
     size = sum(path.stat().st_size for path in order.files)
     return get_or_build(
-        cache_dir, name, "conversations", lambda folder: _make(folder, name, order, encoder), _load, size
+        cache_dir, name, "conversations", lambda folder: _tokenize_all(folder, name, order, encoder), _load, size
     )
 
 
-def _digest(order: Order, encoder: Encoder) -> str:
+def _digest(order: ChatSpec, encoder: Encoder) -> str:
     files = [(str(path.absolute()), path.stat().st_size, path.stat().st_mtime_ns) for path in order.files]
     settings = dataclasses.asdict(dataclasses.replace(order, files=(), key=""))
     facts = [_VERSION, files, settings, encoder.identity]
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:20]
 
 
-def _load(folder: Path) -> Kept:
-    """Read what `_make` has written.  Raises ValueError, and ShardError, if it is damaged."""
+def _load(folder: Path) -> ChatShards:
+    """Read what `_tokenize_all` has written.  Raises ValueError, and ShardError, if it is damaged."""
     content = read_value(folder / "report.json")
     if content is None:
         raise ValueError("report.json is missing or damaged")
@@ -229,7 +229,7 @@ def _load(folder: Path) -> Kept:
         shard = Shard(folder / f"{split}.bin")
         shard.verify()
         shards[split] = shard
-    return Kept(shards["train"], shards["eval"], Report(**content["report"]))
+    return ChatShards(shards["train"], shards["eval"], ChatReport(**content["report"]))
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -239,12 +239,12 @@ def _load(folder: Path) -> Kept:
 _PART_S = 5.0
 """Seconds of work after which what is done is kept."""
 
-_OLD_S = 30 * 86400.0
+_STALE_AFTER_S = 30 * 86400.0
 """Age from which parts are removed, whatever they are of: if the file or a setting has changed since they were written,
 no start will continue them."""
 
 
-class Parts:
+class PartialResults:
     """What is done of the conversations of some files before all of them are: files NAME.part-00000 and so on.
 
     A part has the documents of consecutive records and the account up to there.  It is a zip file, which checks its
@@ -268,7 +268,7 @@ class Parts:
         while (content := self._content_of(self._path(self._num_parts))) is not None:
             tokens, counts, sizes, about = content
             found = np.split(tokens, np.cumsum(counts)[:-1]) if len(counts) else []
-            documents = [decoded(each) for each in found]
+            documents = [decode_sample(each) for each in found]
             ends = np.cumsum(sizes)
             self.num_records = self._seen = about["num_records"]
             self._num_parts += 1
@@ -283,7 +283,7 @@ class Parts:
         except Exception:  # there is none, or it is damaged: what that raises depends on where
             return None
 
-    def add(self, documents: Sequence[Encoded], report: Report) -> None:
+    def add(self, documents: Sequence[Encoded], report: ChatReport) -> None:
         """Add the documents of one record."""
         self._seen += 1
         if documents:
@@ -291,7 +291,7 @@ class Parts:
         if time.monotonic() - self._kept_at > _PART_S:
             self.keep(report)
 
-    def keep(self, report: Report) -> None:
+    def keep(self, report: ChatReport) -> None:
         """Write what was added since the last time."""
         if self._seen == self.num_records:
             return
@@ -316,7 +316,7 @@ class Parts:
         """Remove the parts in this folder, of any files, that nobody has continued for a long time."""
         for path in self._folder.glob("chat-*.part-*"):
             with contextlib.suppress(OSError):
-                if time.time() - path.stat().st_mtime > _OLD_S:
+                if time.time() - path.stat().st_mtime > _STALE_AFTER_S:
                     path.unlink()
 
     def remove(self) -> None:
@@ -331,7 +331,7 @@ class Parts:
 
 
 @dataclass(frozen=True)
-class _Doubled:
+class _DoubledTokenizer:
     """The tokenizer of ids that are doubled, as far as a shard has to know it; nothing is added to a document."""
 
     name: str
@@ -341,10 +341,10 @@ class _Doubled:
     end_ids: tuple[int, ...] = ()
 
 
-class _Split:
+class _SplitWriter:
     """The shard of one split, which is begun with its first conversation."""
 
-    def __init__(self, path: Path, tokenizer: _Doubled) -> None:
+    def __init__(self, path: Path, tokenizer: _DoubledTokenizer) -> None:
         self._path, self._tokenizer = path, tokenizer
         self._writer: ShardWriter | None = None
         self.samples = self.tokens = self.trained = 0
@@ -373,15 +373,15 @@ class _Split:
             self._writer.discard()
 
 
-def _make(folder: Path, name: str, order: Order, encoder: Encoder) -> None:
-    if sum(path.stat().st_size for path in order.files) > _LARGE:
+def _tokenize_all(folder: Path, name: str, order: ChatSpec, encoder: Encoder) -> None:
+    if sum(path.stat().st_size for path in order.files) > _ANNOUNCE_BYTES:
         say(f"tokenizing {order.key}, once: the conversations are stored in {folder.parent}")
     tokenizer = encoder.tokenizer
-    doubled = _Doubled(tokenizer.name, 2 * tokenizer.vocab_size, 2 * tokenizer.plain.end_id)
-    train, held_out = (_Split(folder / f"{split}.bin", doubled) for split in ("train", "eval"))
-    report, parts = Report(), Parts(folder.parent, name)
+    doubled = _DoubledTokenizer(tokenizer.name, 2 * tokenizer.vocab_size, 2 * tokenizer.plain.end_id)
+    train, held_out = (_SplitWriter(folder / f"{split}.bin", doubled) for split in ("train", "eval"))
+    report, parts = ChatReport(), PartialResults(folder.parent, name)
     parts.remove_old()
-    reading = _Reading(order, encoder, report, parts)
+    reading = _ChatReader(order, encoder, report, parts)
     try:
         with Counting(lambda: f"tokenizing {order.key}: {report.chats:,} {report.kind}"):
             _write(reading.conversations(), order.holdout, train, held_out, report)
@@ -399,7 +399,11 @@ def _make(folder: Path, name: str, order: Order, encoder: Encoder) -> None:
 
 
 def _write(
-    conversations: Iterator[Sequence[Encoded]], holdout: float, train: _Split, held_out: _Split, report: Report
+    conversations: Iterator[Sequence[Encoded]],
+    holdout: float,
+    train: _SplitWriter,
+    held_out: _SplitWriter,
+    report: ChatReport,
 ) -> None:
     """Write each conversation to one of the two, by a hash of its tokens; something is held out if there are two."""
     digest = hashlib.blake2b(digest_size=8)
@@ -425,13 +429,13 @@ def _write(
     report.content = digest.hexdigest()
 
 
-class _Reading:
+class _ChatReader:
     """Reads conversations one by one, and keeps account of what becomes of them.
 
     What is done is kept in parts every few seconds, and when this process is asked to stop: the next start continues.
     """
 
-    def __init__(self, order: Order, encoder: Encoder, report: Report, parts: Parts) -> None:
+    def __init__(self, order: ChatSpec, encoder: Encoder, report: ChatReport, parts: PartialResults) -> None:
         self._order, self._encoder, self._report, self._parts = order, encoder, report, parts
         self._format: Format | None = None
 
@@ -470,7 +474,7 @@ class _Reading:
             samples = self._samples(record)
             documents = [self._encoder.encode(sample, most) for sample in samples]
             self._count(samples, documents, place)
-            documents = self._fitted(documents)
+            documents = self._fit_length(documents)
         except BadChat as error:
             raise self._named(error, place) from error
         return documents if documents and self._is_used(documents, place) else []
@@ -492,7 +496,7 @@ class _Reading:
             report.token = report.token or token
             report.spelled += [place] if report.spelling <= 5 else []
 
-    def _fitted(self, documents: list[Encoded]) -> list[Encoded]:
+    def _fit_length(self, documents: list[Encoded]) -> list[Encoded]:
         """Return what is left of documents of which one may be too long: they, their beginnings, or nothing."""
         most, longest = self._order.seq_len + 1, max(len(document.ids) for document in documents)
         if longest <= most:
@@ -527,21 +531,21 @@ class _Reading:
         return setting_error(key, value, f"{place}: {error}", error.legal, fix=error.fix)
 
 
-def _check(order: Order, report: Report, is_empty: bool) -> None:
+def _check(order: ChatSpec, report: ChatReport, is_empty: bool) -> None:
     """Raise UserError if there is nothing to train on, or too little of it."""
     files = ", ".join(map(str, order.files))
     if not report.chats:
         raise setting_error(order.key, files, "it contains no conversations")
-    if len(report.unused) > _MOST_UNUSED * report.chats:
+    if len(report.unused) > _MAX_UNUSED_SHARE * report.chats:
         share = len(report.unused) / report.chats
-        rule = f"{share:.1%} of {report.chats} {report.kind} have no targets, more than {_MOST_UNUSED:.0%}"
+        rule = f"{share:.1%} of {report.chats} {report.kind} have no targets, more than {_MAX_UNUSED_SHARE:.0%}"
         raise setting_error(order.key, files, f"{rule}: {_listed(report.unused)} (data.train_on={order.train_on})")
     if is_empty:
         rule = f"all {report.chats} {report.kind} are longer than a sequence"
-        fix = f"{report.lengths_that_keep()}, if the model has that many positions; data.too_long=truncate cuts them"
+        fix = f"{report.suggested_lengths()}, if the model has that many positions; data.too_long=truncate cuts them"
         raise setting_error("data.seq_len", order.seq_len, rule, fix=fix)
 
 
-def decoded(found: NDArray[np.unsignedinteger[Any]]) -> Encoded:
+def decode_sample(found: NDArray[np.unsignedinteger[Any]]) -> Encoded:
     """Return the tokens that a shard of conversations holds."""
     return Encoded((found >> 1).astype(np.int64), (found & 1).astype(bool))

@@ -26,16 +26,16 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from trainer.config.chats import CHATML, CHATML_TEMPLATE
 from trainer.data.chat.conversation import BadChat, Message
-from trainer.data.chat.limits import TOO_MUCH_MEMORY, TOO_MUCH_TIME, TooSlow, limited, trial
+from trainer.data.chat.limits import TOO_MUCH_MEMORY, TOO_MUCH_TIME, TemplateTimeout, limited, trial
 from trainer.errors import setting_error
 from trainer.files import read_json
 
-_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 """What a message's reasoning is called; templates read one of the first two."""
 
 
-A_DAY = datetime(2024, 7, 26)
+DEFAULT_DATE = datetime(2024, 7, 26)
 """The day that Llama 3.1's own template has where it is told none."""
 
 
@@ -60,7 +60,7 @@ class ChatTemplate:
         self, templates: Mapping[str, str], tokens: Mapping[str, str], now: Callable[[], datetime] | None = None
     ) -> None:
         self.sources, self.tokens, self._now = dict(templates), dict(tokens), now
-        self._environment = _environment(now or (lambda: A_DAY))
+        self._environment = _environment(now or (lambda: DEFAULT_DATE))
         self._compiled = {name: self._environment.from_string(text) for name, text in self.sources.items()}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -90,7 +90,7 @@ class ChatTemplate:
         try:
             with limited():
                 return self.render_unlimited(messages, tools, prompts)
-        except (TooSlow, MemoryError) as error:
+        except (TemplateTimeout, MemoryError) as error:
             raise _too_costly(error) from error
 
     @contextmanager
@@ -99,7 +99,7 @@ class ChatTemplate:
         try:
             with limited():
                 yield
-        except (TooSlow, MemoryError) as error:
+        except (TemplateTimeout, MemoryError) as error:
             raise _too_costly(error) from error
 
     def render_unlimited(self, messages: Sequence[Message], tools: Sequence[Any], prompts: bool) -> Rendered:
@@ -126,7 +126,7 @@ class ChatTemplate:
         finally:
             marked = tracker.end()
         text = "".join(pieces)
-        if not text.isascii() and _LONE.search(text):
+        if not text.isascii() and _LONE_SURROGATE.search(text):
             raise BadChat("the chat template writes text that is not valid Unicode", "data.chat_template")
         if any(not text.startswith(part, start) for start, part in marked):
             rule = "the chat template has {% generation %} in an unsupported place: in a macro, or in {% set %}"
@@ -135,11 +135,11 @@ class ChatTemplate:
 
 
 def _too_costly(error: BaseException) -> BadChat:
-    what = TOO_MUCH_TIME if isinstance(error, TooSlow) else TOO_MUCH_MEMORY
+    what = TOO_MUCH_TIME if isinstance(error, TemplateTimeout) else TOO_MUCH_MEMORY
     return BadChat(f"the chat template {what}", "data.chat_template", fix=_OTHER)
 
 
-_LONE = re.compile("[\ud800-\udfff]")
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 """Halves of surrogate pairs, which are no characters."""
 
 _OTHER = "give another template, in a .jinja file"
@@ -186,13 +186,13 @@ def find_template(setting: str, tokenizer: str, key: str = "data.chat_template")
         raise setting_error(key, setting, rule, fix="correct it, or give another .jinja file") from error
 
 
-_LARGEST = 1 << 20
+_MAX_TEMPLATE_BYTES = 1 << 20
 """Largest template accepted, in bytes; real ones have a few thousand."""
 
 
 def _check_size(size: int, key: str, setting: str) -> None:
-    if size > _LARGEST:
-        rule = f"the template has {size:,} bytes; at most {_LARGEST:,} are supported"
+    if size > _MAX_TEMPLATE_BYTES:
+        rule = f"the template has {size:,} bytes; at most {_MAX_TEMPLATE_BYTES:,} are supported"
         raise setting_error(key, setting, rule, fix=_OTHER)
 
 
@@ -251,7 +251,7 @@ _TRIALS: list[tuple[list[Message], list[Any], bool]] = [
 """Conversations that a template is tried on, with the tools, and whether it is asked for the generation prompt."""
 
 
-def place_of_template(tokenizer: str) -> Path | None:
+def template_path(tokenizer: str) -> Path | None:
     """Return the file that holds the chat template of the tokenizer `data.tokenizer`; None if it has none."""
     folder = _folder_of(tokenizer)
     if folder is None:
@@ -286,7 +286,7 @@ def _templates_of(folder: Path, config: Mapping[str, Any], key: str) -> dict[str
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     extra = config.get("extra_special_tokens")
-    named = {**{name: config.get(name) for name in _TOKENS}, **(extra if isinstance(extra, dict) else {})}
+    named = {**{name: config.get(name) for name in _SPECIAL_TOKENS}, **(extra if isinstance(extra, dict) else {})}
     texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in named.items()}
     return {name: text for name, text in texts.items() if isinstance(text, str)}
 
@@ -368,12 +368,12 @@ class _Environment(ImmutableSandboxedEnvironment):
         """Return left * right, or left ** right."""
         if isinstance(left, int) and isinstance(right, int):
             bits = left.bit_length() * max(right, 0) if operator == "**" else left.bit_length() + right.bit_length()
-            if bits > _MOST_BITS:
+            if bits > _MAX_BITS:
                 raise SecurityError("a number is too large")
         return super().call_binop(context, operator, left, right)
 
 
-_MOST_BITS = 1 << 16
+_MAX_BITS = 1 << 16
 """Most bits of a number that a template may compute."""
 
 

@@ -1,15 +1,15 @@
-"""Builds token shards from text, code, JSONL and parquet, compressed or not.
+"""Builds token shards from text, code, JSONL and parquet files, compressed or not.
 
-    inputs      the files that a path means
-    units       pieces of the input that no number of processes changes; each becomes a shard
-    text        documents out of files of text and JSONL
-    records     documents out of parquet and Arrow files
-    engines     documents to ids, fast where the ids are those of the tokenizer's own library
-    cutting     long documents in pieces whose ids are those of the whole
-    writing     one unit: from its documents to its shards
-    folder      the folder where it happens: locks, what is done, the manifest
-    builder     takes units until none is left
+    inputs      finds the input files that a path, folder or glob names
+    units       splits the input into units, independently of the number of processes; each becomes a shard
+    text        reads documents from text and JSONL files
+    records     reads documents from parquet and Arrow files
+    engines     tokenizes documents, with a faster library if it gives the same ids
+    cutting     splits long documents without changing their ids
+    writing     tokenizes one unit and writes its shards
+    folder      manages the build folder: locks, records of finished units, the manifest
+    builder     builds the units that remain
 
-Any number of processes, on any machines that share the folder, may build in it at once, begin late or be killed: who
-takes which unit is decided by locks that the kernel gives back.
+Any number of processes, on any machines that share the folder, can build in it at the same time, join late, or be
+killed.  File locks decide which process builds which unit; the kernel releases those of a process that dies.
 """

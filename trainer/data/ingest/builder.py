@@ -1,4 +1,5 @@
-"""Takes units until none is left: in this process, in some that it starts, and in any that others have started."""
+"""Builds all units of a job, in this process and in worker processes, alongside any other processes that do the same.
+"""
 
 from __future__ import annotations
 
@@ -28,21 +29,23 @@ from trainer.errors import UserError, setting_error
 from trainer.stopping import StopRequested, stop_if_asked
 
 _FINISHING = 2**40
-"""The place in the lock that is held by the one that writes the manifest: beyond all units."""
+"""The byte of the lock file that is locked while the manifest is written; it lies beyond all units."""
 
 _PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.05
-"""Seconds between looks at a unit that another process has in hand: done, or given back by the kernel.  Twice as many
-each time, as most of those who wait for the last units do so for a moment, and others, of a large run, for long.
+"""Polling interval for a unit that another process is building, and its maximum, in seconds.
+
+The interval doubles each time: most processes wait only briefly for the last units, but a large build can take long.
 """
 
 
 def build(job: Job, path: Path, procs: int = 1) -> Manifest:
-    """Build the shards of a job in the folder `path`, and return their manifest; at once if they are there.
+    """Build the shards of a job in the folder `path` and return their manifest; if they exist already, return at once.
 
-    Any number of processes may do so at the same time.  Uses up to `procs` processes: this one, and others that are
-    forked where there is work for them.  Raises UserError for a bad document where none is allowed, or if there is no
-    text; what is done by then is kept.  Raises OSError where the folder cannot be written.  What is found damaged is
-    built again: the records of units, and a manifest.
+    Any number of processes may do this at the same time.  Uses up to `procs` processes: this one and forked workers, if
+    there are enough units.  Damaged unit records and a damaged manifest are rebuilt.
+
+    Raises UserError if a document cannot be read and `data.bad` does not allow it, or if there is no text; finished
+    units are kept.  Raises OSError if the folder is not writable.
     """
     try:
         try:
@@ -60,7 +63,7 @@ def build(job: Job, path: Path, procs: int = 1) -> Manifest:
 
 
 def _build(job: Job, path: Path, procs: int) -> Manifest:
-    path.mkdir(parents=True, exist_ok=True)  # here alone: what another has published is begun anew by no helper
+    path.mkdir(parents=True, exist_ok=True)  # only here: a worker must not recreate a folder that was published meanwhile
     with BuildFolder(path) as folder:
         if not folder.is_complete:
             units = plan(job.inputs)
@@ -84,7 +87,7 @@ def _damage_of(folder: BuildFolder) -> ShardError | None:
 
 
 class _Done:
-    """The share of the input that is done: counted by records, which others write too, and within a unit in hand."""
+    """Counts the bytes of input processed: units recorded by any process, plus the unit being built here."""
 
     def __init__(self, folder: BuildFolder, units: Sequence[Unit]) -> None:
         self._folder, self._units, self.in_hand = folder, units, 0
@@ -98,7 +101,7 @@ class _Done:
 
 
 def _take_all(job: Job, units: Sequence[Unit], folder: BuildFolder, done: _Done, helpers: _Helpers) -> None:
-    """Build each unit that is not done and that no other process holds; then wait for those that others hold."""
+    """Build every unit that is not done and not locked by another process, then wait for the locked ones."""
     pause = _PAUSE_S
     for waits in (False, True):
         for number, unit in enumerate(units):
@@ -123,7 +126,7 @@ _KEPT = "the next run continues tokenizing from here"
 
 def _build_unit(job: Job, unit: Unit, number: int, folder: BuildFolder, done: _Done) -> None:
     if folder.is_done(number) or folder.is_complete:
-        return  # by the process that held it until now
+        return  # finished by the process that held the lock before
     folder.clear(number)
     for engine in dict.fromkeys((job.engine, job.reference)):
         writer = UnitWriter(job, unit, number, folder, engine)
@@ -140,7 +143,7 @@ def _build_unit(job: Job, unit: Unit, number: int, folder: BuildFolder, done: _D
 
 
 def _finish(job: Job, num_units: int, folder: BuildFolder) -> None:
-    """Write the manifest, unless another process has."""
+    """Write the manifest, unless another process already did."""
     with folder.taken(_FINISHING):
         if folder.is_complete:
             return
@@ -175,12 +178,12 @@ def _list_shards(job: Job, records: Sequence[Record], tally: Tally, path: Path) 
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# Other processes
+# Worker processes
 
 
 def usual_procs() -> int:
-    """Return how many processes to build with: this one's share of the cores, or 1 where it has threads of torch, which
-    a fork would cut off.
+    """Return the default number of processes: this process's share of the cores, or 1 if torch is loaded, since torch's
+    threads do not survive a fork.
     """
     if "torch" in sys.modules or sys.platform == "darwin":
         return 1
@@ -189,16 +192,17 @@ def usual_procs() -> int:
 
 
 class _Helpers:
-    """Processes that take units too."""
+    """Forked worker processes that build units too."""
 
     def __init__(self) -> None:
         self._ends: list[Connection] = []
 
     def start(self, job: Job, path: Path, units: Sequence[Unit]) -> multiprocessing.process.BaseProcess:
-        """Start one, by a fork: the tokenizer is made once, and inherited.
+        """Fork a worker, which inherits the tokenizer.
 
-        The engine is not: what it learns of a text, it writes into its tables.  In tables that two processes share,
-        each page is copied as it is written to, and the large pages fall into small ones: 10 to 40 % slower for ever.
+        The engine is created in each worker instead: it updates its tables as it sees text.  If two processes shared
+        them, every page would be copied on its first write and huge pages would be split, which makes it 10 to 40 %
+        slower.
         """
         context = multiprocessing.get_context("fork")
         end, its = context.Pipe(duplex=False)
@@ -209,7 +213,7 @@ class _Helpers:
         return process
 
     def hear(self, to_the_end: bool = False) -> None:
-        """Raise the error that one has met; one that was killed has met none, and its unit is free again."""
+        """Raise the error that a worker reported.  A killed worker reports none, and its unit is unlocked."""
         for end in [end for end in self._ends if to_the_end or end.poll()]:
             self._ends.remove(end)
             with closing(end), suppress(EOFError):
@@ -220,7 +224,7 @@ class _Helpers:
 
 @contextmanager
 def _helpers(job: Job, path: Path, units: Sequence[Unit], missing: Sequence[int], procs: int) -> Iterator[_Helpers]:
-    """Have up to `procs` - 1 other processes take units too.  They are through when the block is, or killed with it."""
+    """Run up to `procs` - 1 workers.  They have finished when the block ends, or are killed if it raises."""
     helpers, processes = _Helpers(), []
     try:
         processes = [helpers.start(job, path, units) for _ in range(min(procs, len(missing)) - 1)]
@@ -233,7 +237,7 @@ def _helpers(job: Job, path: Path, units: Sequence[Unit], missing: Sequence[int]
 
 
 def _help(job: Job, path: Path, units: Sequence[Unit], end: Connection, parent: int) -> None:
-    """Take units in a process of its own, and tell the parent how it ended."""
+    """Build units in a worker, and send the parent the error, or None."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     follow_parent(True, {LAUNCHER: str(parent)})
     error = None

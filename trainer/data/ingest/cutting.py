@@ -1,9 +1,9 @@
-"""Long documents in pieces: cut only where the ids of the pieces are, one after the other, those of the whole.
+"""Splits long documents into pieces whose ids, concatenated, are those of the full document.
 
-Ids do not run across a border of the pre-tokenizer.  Whether there always is one behind a line end, between two
-characters that are no white space, or before a space between two letters, is found out by trying every pair of ASCII
-characters and some of each script: what a tokenizer does at a border depends on what stands next to it.
-Where that is not so, a document is tokenized as a whole, whatever memory that takes.
+Tokens do not cross the boundaries of the pre-tokenizer.  Candidate boundaries are those after a newline between two
+non-space characters, and before a space between two letters.  Whether a tokenizer always splits there is tested on
+every pair of ASCII characters and some of each script, since the result can depend on the adjacent characters.  If it
+does not, documents are tokenized in one piece, whatever memory that takes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from trainer.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 
 PIECE = 1 << 20
-"""Bytes of a piece, at most, where it can be cut: a library takes some 200 bytes of memory for each."""
+"""Maximum size of a piece in bytes, if it can be cut: tokenizing takes about 200 bytes of memory per byte."""
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
@@ -26,38 +26,38 @@ _RANGES = [
     (0x430, 0x44F), (0x391, 0x3A1), (0x3B1, 0x3C9), (0x627, 0x64A), (0x5D0, 0x5EA), (0xE01, 0xE2E),
     (0x905, 0x939), (0x985, 0x9A8), (0xE0, 0xF6), (0xF8, 0xFF), (0xC0, 0xD6),
 ]  # fmt: skip
-"""Characters that are alike, the first and the last: within each, tokenizers know no difference but in ASCII."""
+"""Ranges (first, last) of similar characters: outside ASCII, tokenizers treat all characters of a range alike."""
 
 _MARKS = "".join(map(chr, (0x3002, 0x3001, 0xFF0C, 0xFF01, 0xFF1F, 0xFF1A, 0xFF1B, 0x300D, 0x300F, 0xFF09, 0x201D)))
-"""Signs that end lines in other scripts."""
+"""Punctuation that ends lines in other scripts."""
 
 _INSIDE = "".join(f"{re.escape(chr(first))}-{re.escape(chr(last))}" for first, last in _RANGES)
 _LINE_END = re.compile(f"[{_INSIDE}{_MARKS}]\n(?=[{_INSIDE}])")
 _SPACE = re.compile("[a-z](?= [a-z])")
 
 _NEAR = 1 << 14
-"""Bytes before the end of a piece in which a place to cut is looked for first."""
+"""The last bytes of a piece, which are searched for a boundary first."""
 
 
 class Cutter:
-    """Cuts the documents of one tokenizer."""
+    """Splits long documents for one tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
     def is_long(self, text: bytes) -> bool:
-        """Return whether a document is to be cut."""
+        """Return whether a document is long enough to be split."""
         return len(text) > PIECE
 
     def cut(self, pieces: Iterable[bytes]) -> Iterator[bytes]:
-        """Yield a document again, in pieces of at most PIECE bytes where it can be cut."""
+        """Yield a document in pieces of at most PIECE bytes, or longer ones if it has no boundary."""
         held, looked_at = b"", 0
         for piece in pieces:
             held += piece
             while len(held) > PIECE:
                 end = self._find(held, looked_at)
                 if not end:
-                    looked_at = max(PIECE, len(held) - _NEAR)  # what comes may begin with the second half of a border
+                    looked_at = max(PIECE, len(held) - _NEAR)  # a boundary may span the end of `held`
                     break
                 yield held[:end]
                 held, looked_at = held[end:], 0
@@ -65,9 +65,9 @@ class Cutter:
             yield held
 
     def _find(self, text: bytes, looked_at: int) -> int:
-        """Return the last place in a piece where `text` may be cut, or else the first one beyond; 0 for none.
+        """Return the last boundary within PIECE bytes, else the first one after them, else 0.
 
-        There is none before `looked_at`.
+        `text` is known to have no boundary before `looked_at`.
         """
         if isinstance(self._tokenizer, ByteTokenizer):
             return PIECE
@@ -82,7 +82,7 @@ class Cutter:
 
     @cached_property
     def _marks(self) -> list[re.Pattern[str]]:
-        """The kinds of places where this tokenizer's ids never run across."""
+        """Patterns of the boundaries that this tokenizer's tokens never cross."""
         if not isinstance(self._tokenizer, FileTokenizer):
             return []
         library = self._tokenizer.library
@@ -98,7 +98,7 @@ class Cutter:
 
 
 def _last(mark: re.Pattern[str], text: bytes) -> int:
-    """Return where the last match ends, in bytes; 0 if there is none.  A character may be cut off at either end."""
+    """Return the byte offset at which the last match ends, or 0.  `text` may begin or end within a character."""
     shown = text.decode(errors="surrogateescape")
     last = max((found.end() for found in mark.finditer(shown)), default=0)
     return len(shown[:last].encode(errors="surrogateescape"))
@@ -110,14 +110,14 @@ def _first(mark: re.Pattern[str], text: bytes) -> int:
 
 
 def _examples(more: str) -> list[str]:
-    """Return all of ASCII's characters in the first of the ranges, three of each other one, and more."""
+    """Return every character of the first range (ASCII), three of each other range, and those in `more`."""
     (first, last), *others = _RANGES
     every = [*range(first, last + 1), *(code for a, b in others for code in (a, (a + b) // 2, b))]
     return [*map(chr, every), *more]
 
 
 def _reaches_across(library: Any) -> bool:
-    """Return whether ids may run across what the pre-tokenizer separates: added tokens that take white space in."""
+    """Return whether tokens may cross the pre-tokenizer's boundaries: added tokens may include white space."""
     added = library.get_added_tokens_decoder().values()
     taken = [token for token in added if not token.special]
     return library.pre_tokenizer is None or any(
@@ -126,18 +126,18 @@ def _reaches_across(library: Any) -> bool:
 
 
 _CONTEXTS = (("", ""), ("x", "x"), ("1", "1"), (".", "."), (" ", " "), ("X", "X"), ("the ", " end"))
-"""Text further off on both sides."""
+"""Text before and after the pair, to vary the context."""
 
 
 def _are_borders(library: Any, pairs: Iterable[tuple[str, str]]) -> bool:
-    """Return whether each pair of texts means the same side by side as each alone, in all contexts."""
+    """Return whether the pre-tokenizer always splits between the texts of each pair, in all contexts."""
     normalize: Callable[[str], str] = library.normalizer.normalize_str if library.normalizer else str
     split = library.pre_tokenizer.pre_tokenize_str
 
     def words(text: str) -> list[str]:
         return [word for word, _ in split(normalize(text))]
 
-    words_of_half = cache(words)  # each is part of hundreds of pairs
+    words_of_half = cache(words)  # each half occurs in hundreds of pairs
     contexts = itertools.cycle(_CONTEXTS)
     for left, right in pairs:
         before, behind = next(contexts)

@@ -1,8 +1,8 @@
-"""Engines: documents to ids, many at a time.
+"""Tokenization engines: turn batches of documents into ids.
 
-The tokenizer's own library says what the ids of a text are.  A faster engine is used where it gives the same: on texts
-that are made to tell engines apart, before anything is read, and on a sample of each unit.  A unit with one id that
-differs is begun again without it.
+The tokenizer's own library is the reference.  A faster engine is used if it gives the same ids, both on texts designed
+to tell engines apart, before any input is read, and on a sample of each unit.  If a single id differs, the unit is
+redone with the reference.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from trainer.data.shards import find_dtype
 from trainer.data.tokenizer import FileTokenizer, Tokenizer
 
 Encoded: TypeAlias = "tuple[NDArray[np.integer[Any]], NDArray[np.int64]]"
-"""The ids of some texts one after the other, and how many each text has."""
+"""The concatenated ids of some texts, and the number of ids of each text."""
 
 _SAMPLES, _SAMPLE = 8, 1024
-"""Texts that an engine is checked on at a time, and bytes of each."""
+"""Number of texts in a check of an engine, and bytes taken of each."""
 
 
 class Differs(Exception):
@@ -31,17 +31,17 @@ class Differs(Exception):
 
 
 class Engine(Protocol):
-    """Turns texts into the ids that their tokenizer gives, without what begins and ends a document."""
+    """Tokenizes texts, without the ids that start and end a document."""
 
     name: str
 
     def encode(self, texts: Sequence[bytes]) -> Encoded:
-        """Return the ids of texts in UTF-8."""
+        """Return the ids of UTF-8 texts."""
         ...
 
 
 def find_engine(tokenizer: Tokenizer) -> Engine:
-    """Return the fastest engine whose ids are those of `tokenizer`, as far as can be told before texts are read."""
+    """Return the fastest engine that gives the ids of `tokenizer` on the probe texts."""
     reference = find_reference(tokenizer)
     if isinstance(tokenizer, FileTokenizer):
         for make in (_Gigatoken, _Tiktoken):
@@ -53,12 +53,12 @@ def find_engine(tokenizer: Tokenizer) -> Engine:
 
 
 def find_reference(tokenizer: Tokenizer) -> Engine:
-    """Return the engine that is right by definition."""
+    """Return the reference engine."""
     return _Library(tokenizer) if isinstance(tokenizer, FileTokenizer) else _Bytes(tokenizer)
 
 
 def check_sample(engine: Engine, reference: Engine, texts: Sequence[bytes]) -> None:
-    """Compare an engine with the reference on the beginnings of some of `texts`.  Raises Differs."""
+    """Compare an engine with the reference on the first bytes of a sample of `texts`.  Raises Differs."""
     if engine is not reference and texts:
         _compare(engine, reference, [_beginning(text) for text in texts[:: -(-len(texts) // _SAMPLES)]])
 
@@ -74,7 +74,7 @@ def _compare(engine: Engine, reference: Engine, texts: Sequence[bytes]) -> None:
 
 
 class _Bytes:
-    """A tokenizer that has no better way than text by text; that of bytes needs none."""
+    """The byte tokenizer, which can encode the concatenated texts at once."""
 
     name = "bytes"
 
@@ -86,7 +86,7 @@ class _Bytes:
 
 
 class _Library:
-    """The library `tokenizers` itself."""
+    """Hugging Face's library `tokenizers`."""
 
     name = "tokenizers"
 
@@ -102,7 +102,7 @@ class _Library:
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """Keep `tokenizers` to this thread: processes share the work, and its own threads do not survive a fork."""
+    """Disable the threads of `tokenizers`: the work is split over processes, and its threads do not survive a fork."""
     name = "TOKENIZERS_PARALLELISM"
     before = os.environ.get(name)
     os.environ[name] = "false"
@@ -116,13 +116,15 @@ def _one_thread() -> Iterator[None]:
 
 
 def _joined(ids: Sequence[NDArray[Any]], dtype: str) -> Encoded:
-    """Return the ids of some texts as one array, no wider than they need: they are copied once more on their way."""
+    """Concatenate ids into one array of `dtype`, which is as narrow as possible since the array is copied again later.
+    """
     counts = np.fromiter(map(len, ids), np.int64, len(ids))
     return np.concatenate([np.empty(0, dtype), *ids], dtype=dtype, casting="unsafe"), counts
 
 
 class _Fast:
-    """An engine that knows no special tokens: a text in which it finds one goes the long way."""
+    """Base class of fast engines, which know no added tokens: texts in which one occurs are encoded by the reference.
+    """
 
     name = ""
 
@@ -139,7 +141,7 @@ class _Fast:
             ids = list(map(self._ids_of, texts))
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # a panic of Rust is no Exception
+        except BaseException as error:  # a Rust panic is a BaseException
             raise Differs(f"{self.name} gives up ({error})") from error
         joined, counts = _joined(ids, self._dtype)
         if self._has_added(joined):
@@ -150,7 +152,9 @@ class _Fast:
         return joined, counts
 
     def _has_added(self, ids: NDArray[np.integer[Any]]) -> bool:
-        """Return whether an added token is among `ids`; most vocabularies have all of them at one end."""
+        """Return whether `ids` contains an added token.  Cheap for most vocabularies, which have all of them at one
+        end.
+        """
         if not len(self._added) or not len(ids) or ids.max() < self._added[0] or ids.min() > self._added[-1]:
             return False
         return bool(np.isin(ids, self._added).any())
@@ -172,7 +176,7 @@ class _Gigatoken(_Fast):
 
 
 class _Tiktoken(_Fast):
-    """The library `tiktoken`, for byte-level BPE: its ranks are the merges in their order."""
+    """The library `tiktoken`, for byte-level BPE: ranks follow the order of the merges."""
 
     name = "tiktoken"
 
@@ -197,7 +201,7 @@ _GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s
 
 
 def _pattern(before: dict[str, Any] | None) -> str:
-    """Return the expression by which a pre-tokenizer splits text.  Raises Differs if it does something else too."""
+    """Return the regular expression that a pre-tokenizer splits text with.  Raises Differs if it does anything else."""
     steps = (before or {}).get("pretokenizers", [before])
     last = steps[-1] or {}
     if last.get("type") != "ByteLevel" or last.get("add_prefix_space") or len(steps) > 2:
@@ -212,7 +216,7 @@ def _pattern(before: dict[str, Any] | None) -> str:
 
 
 def _ranks(model: dict[str, Any]) -> tuple[dict[bytes, int], NDArray[np.uint32]]:
-    """Return the rank of each token that merges make, as bytes, and the id of each rank."""
+    """Return the rank of each mergeable token, as bytes, and the id of each rank."""
     byte_of = _bytes_of_characters()
     vocabulary: dict[str, int] = model["vocab"]
     tokens = [*byte_of]
@@ -228,7 +232,8 @@ def _ranks(model: dict[str, Any]) -> tuple[dict[bytes, int], NDArray[np.uint32]]
 
 
 def _bytes_of_characters() -> dict[str, int]:
-    """Return the byte that each character of a byte-level vocabulary stands for: printable ones for themselves."""
+    """Return the byte that each character of a byte-level vocabulary represents.  Printable bytes represent themselves.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {**{chr(byte): byte for byte in printable}, **{chr(256 + n): byte for n, byte in enumerate(others)}}
@@ -244,11 +249,15 @@ _TELLING = (
     "\x00\x01\x7f\x80\ufeffbom\ufffd \ue000 \U0010fffd \U000e0041 a\u00adb \u202eabc\u202c",
     *("   leading", "trailing   ", " ", "\n", "a", "", "a" * 200, "=" * 300 + "\n" + " " * 300 + "x"),
 )
-"""Texts on which tokenizers differ: contractions, white space, digits, code, scripts, marks, what is invisible."""
+"""Texts on which tokenizers differ: contractions, white space, digits, code, scripts, punctuation, invisible
+characters.
+"""
 
 
 def _probes(tokenizer: FileTokenizer) -> list[bytes]:
-    """Return texts that tell engines apart: those above, characters of all of Unicode, what spells added tokens."""
+    """Return texts that tell engines apart: those above, characters from all of Unicode, and texts that spell added
+    tokens.
+    """
     every = [chr(code) for code in range(0x20, 0x2FFFF, 37) if not 0xD800 <= code < 0xE000]
     spelled = [str(token.content) for token in tokenizer.library.get_added_tokens_decoder().values()][:64]
     texts = [

@@ -1,4 +1,4 @@
-"""JSON with orjson, several times as fast, where it is installed; with Python's own library elsewhere."""
+"""JSON with orjson if it is installed, which is several times as fast, otherwise with Python's `json`."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ except ImportError:
 
 
 def loads(content: bytes) -> Any:
-    """Return the value that JSON in UTF-8 is.  Raises ValueError."""
+    """Parse UTF-8 JSON.  Raises ValueError."""
     return json.loads(content.decode()) if orjson is None else orjson.loads(content)
 
 
 def dumps(value: Any) -> str:
-    """Return a value as JSON."""
+    """Serialize a value as JSON."""
     return json.dumps(value) if orjson is None else orjson.dumps(value).decode()

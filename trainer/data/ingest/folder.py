@@ -1,10 +1,10 @@
-"""The folder in which shards are built: a lock for each unit, a record of each that is done, the manifest at the end.
+"""The folder in which shards are built: a lock per unit, a record of each finished unit, and finally the manifest.
 
-lock            its bytes are locked, one for each unit; the kernel unlocks those of a process that has died; it stays,
-                so that all lock the same file, however late they come
-00007.bin ...   shards of unit 7, renamed once they are on disk; those of what is held out end in -eval
-00007.done      its record: written last
-manifest.json   all shards: written when every unit is done; the records are gone then
+lock            one byte per unit is locked; the kernel releases the locks of a dead process. The file is never
+                removed, so that all processes lock the same one, even if they join late.
+00007.bin ...   shards of unit 7, renamed to these names once on disk; held-out shards end in -eval
+00007.done      record of the unit, written last
+manifest.json   lists all shards; written when every unit is done, after which the records are removed
 """
 
 from __future__ import annotations
@@ -30,22 +30,24 @@ MANIFEST = "manifest.json"
 _LOCK = "lock"
 
 _REPAIRING = 2**40 + 2
-"""The place in the lock that is held by the process that removes what is damaged."""
+"""The byte of the lock file that is locked while damaged files are removed."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """A unit that is done: its shards by their names, those of training and those held out, and how it went."""
+    """A finished unit: the names of its training and held-out shards, and counts of its documents."""
 
     train: list[str] = field(default_factory=list)
     held_out: list[str] = field(default_factory=list)
     tally: Tally = field(default_factory=Tally)
     lowest: float = 1.0
-    """The smallest share of documents that would hold one of these out."""
+    """The smallest hash value of a document, scaled to [0, 1): a `data.holdout` above it would hold out at least one
+    document.
+    """
 
 
 class BuildFolder:
-    """The folder that builders share.  Raises OSError where the folder is gone, cannot be written or has no locks."""
+    """The folder that builders share.  Raises OSError if it is gone, is not writable or does not support locks."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -61,20 +63,20 @@ class BuildFolder:
 
     @property
     def manifest_path(self) -> Path:
-        """The path of the manifest, once all is done."""
+        """The path of the manifest, which exists once every unit is done."""
         return self.path / MANIFEST
 
     @property
     def is_complete(self) -> bool:
-        """True if every unit is done and the manifest says so."""
+        """True if every unit is done and the manifest is written."""
         return self.manifest_path.exists()
 
     def name_of(self, unit: int, number: int, is_held_out: bool) -> str:
-        """Return the name of a unit's shard, without its suffix."""
+        """Return the file name of a unit's shard, without suffix."""
         return f"{unit:05d}{f'.{number:03d}' if number else ''}{'-eval' if is_held_out else ''}"
 
     def try_take(self, unit: int) -> bool:
-        """Lock a unit, unless another process has."""
+        """Lock a unit without blocking; returns False if another process holds it."""
         try:
             fcntl.lockf(self._lock(), fcntl.LOCK_EX | fcntl.LOCK_NB, 1, unit)
         except OSError as error:
@@ -84,7 +86,7 @@ class BuildFolder:
         return True
 
     def take(self, unit: int) -> None:
-        """Lock a unit once no other process does: it has been done, or its builder has died."""
+        """Lock a unit, waiting until its holder has finished or died."""
         fcntl.lockf(self._lock(), fcntl.LOCK_EX, 1, unit)
 
     def release(self, unit: int) -> None:
@@ -93,7 +95,7 @@ class BuildFolder:
 
     @contextlib.contextmanager
     def taken(self, unit: int) -> Iterator[None]:
-        """Hold a unit for the time of a block."""
+        """Hold the lock of a unit inside the block."""
         self.take(unit)
         try:
             yield
@@ -105,7 +107,7 @@ class BuildFolder:
         return self._record_path(unit).exists()
 
     def read(self, unit: int) -> Record:
-        """Return the record of a unit that is done.  Raises ShardError if it is damaged."""
+        """Return the record of a finished unit.  Raises ShardError if it is damaged."""
         path = self._record_path(unit)
         try:
             stored = checked(json.loads(path.read_bytes()))
@@ -114,15 +116,16 @@ class BuildFolder:
             raise ShardError(f"{path} is damaged ({error})") from error
 
     def write(self, unit: int, record: Record) -> None:
-        """Record that a unit's shards are complete, on disk under their names."""
+        """Record that a unit's shards are complete: on disk, under their final names."""
         sync_folder(self.path)
         with replacing(self._record_path(unit)) as partial:
             partial.write_text(json.dumps(with_checksum(dataclasses.asdict(record))))
 
     def clear(self, unit: int) -> None:
-        """Remove what builders that were killed have left of a unit, and folders in place of its files.
+        """Remove temporary files of a unit left by killed builders, and folders that occupy the names of its files.
 
-        The caller holds it.  Its shards stay until others replace them: other runs may be reading them.
+        The caller holds the unit's lock.  Existing shards stay until they are replaced, since other runs may be reading
+        them.
         """
         for path in self.path.glob(f".{unit:05d}[.-]*"):
             remove(path)
@@ -131,7 +134,7 @@ class BuildFolder:
                 remove(path)
 
     def forget_damaged(self, num_units: int) -> None:
-        """Remove the records that are damaged, or whose shards are missing or damaged: their units are built again."""
+        """Remove records that are damaged or whose shards are missing or damaged, so that these units are rebuilt."""
         for unit in range(num_units):
             if not self.is_done(unit):
                 continue
@@ -147,10 +150,10 @@ class BuildFolder:
                     remove(self._record_path(unit))
 
     def discard(self, is_damaged: Callable[[], Exception | None]) -> None:
-        """Have everything in the folder built again, if it is complete and still damaged.
+        """Cause everything in the folder to be rebuilt, if it is complete and still damaged.
 
-        Shards stay until others replace them: other runs may be reading those that are not damaged.
-        is_damaged: looks again, as another process may have done this already.  Returns what is wrong, or None.
+        Shards stay until they are replaced, since other runs may be reading those that are intact.  `is_damaged` checks
+        again, as another process may have done this already; it returns the error, or None.
         """
         with self.taken(_REPAIRING):
             if self.is_complete and (error := is_damaged()) is not None:
@@ -160,12 +163,12 @@ class BuildFolder:
                     remove(path)
 
     def complete(self, manifest: Manifest) -> None:
-        """Write the manifest, and remove all that was needed to build."""
+        """Write the manifest, then remove the files that were only needed to build."""
         manifest.write(self.manifest_path)
         self.tidy()
 
     def tidy(self) -> None:
-        """Remove records, of which nothing is needed next to a manifest, and what killed builders have left."""
+        """Remove the records, which the manifest replaces, and temporary files left by killed builders."""
         for path in [*self.path.glob("[0-9]*.done"), *self.path.glob(".[0-9]*")]:
             remove(path)
 

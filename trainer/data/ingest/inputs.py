@@ -1,6 +1,6 @@
-"""Inputs: the files that a path, a folder or a glob names, and what is in them.
+"""Finds the input files that a path, folder or glob names, and what they contain.
 
-Nothing is read here but names, sizes and times.
+Only names, sizes and times are read here, and the first bytes of an index.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ _PACKINGS: dict[str, Packing] = {".gz": "gz", ".zst": "zst"}
 _MAY_BE_PACKED = ("text", "jsonl")
 
 NAMES = ".txt, .jsonl, .parquet, .arrow, .md, source code; .gz and .zst of text and of .jsonl; .bin of other trainers"
-"""The kinds of files, for messages."""
+"""The supported kinds of files, for messages."""
 
 
 MEGATRON = b"MMIDIDX\0\0"
-"""The first bytes of Megatron's indices."""
+"""The first bytes of Megatron's index files."""
 
 
 @dataclass(frozen=True)
 class Input:
-    """A file of documents, as it is now: `size` in bytes, `changed` its time of change in ns.
+    """A file of documents: `size` in bytes, `changed` its modification time in ns.
 
-    `key` is the setting that named it, for messages.
+    `key` is the setting that named the file, for messages.
     """
 
     path: str
@@ -60,8 +60,10 @@ class Input:
 
     @classmethod
     def of(cls, path: str, key: str) -> Input | None:
-        """Return the file at `path`; None for one of another kind.  Raises UserError, with `key`, if it is gone."""
-        found = kind_of(path)  # by the name that was given: a link may lead to one that tells nothing
+        """Describe the file at `path`, or return None if its kind is not supported.  Raises UserError, naming `key`, if
+        it is gone.
+        """
+        found = kind_of(path)  # by the given name: a link's target may have no telling suffix
         if found is None:
             return None
         try:
@@ -72,7 +74,7 @@ class Input:
 
 
 def kind_of(path: str) -> tuple[Kind, Packing] | None:
-    """Return what a file is by its name, and how it is compressed; None for what holds no documents."""
+    """Return the kind of a file, by its name, and its compression; None if it holds no documents."""
     stem, suffix = os.path.splitext(path.lower())
     packing = _PACKINGS.get(suffix, "")
     kind = _KINDS.get(os.path.splitext(stem)[1] if packing else suffix)
@@ -85,10 +87,10 @@ _LINE = '{"text": "..."}'
 
 
 def find_inputs(settings: Iterable[str], key: str) -> list[Input]:
-    """Return the files that paths, folders and globs name, each once, in the order of `settings`.
+    """Return the files that paths, folders and globs name, without duplicates, in the order of `settings`.
 
-    A folder means what is in it, at any depth, sorted; one that `datasets` has saved, the records of its split `train`.
-    Raises UserError, with `key` for the setting.
+    A folder stands for all files in it, at any depth, in sorted order; a folder saved by `datasets`, for the records of
+    its `train` split.  Raises UserError, naming the setting `key`.
     """
     found: dict[str, Input] = {}
     for setting in settings:
@@ -141,12 +143,12 @@ def _look_into(path: str, key: str) -> Iterator[Input]:
         return
     for inside in _walk(dataset_folder(path, key)):
         found = Input.of(inside, key)
-        if found is not None and found.kind != "tokens":  # what else is called .bin is only known of one that is named
+        if found is not None and found.kind != "tokens":  # a .bin file may be anything, unless the user named it
             yield found
 
 
 def is_of_others(path: str) -> bool:
-    """Return whether a .bin file is none of a token shard: it has no metadata beside it, nor an index of ours."""
+    """Return whether a .bin file comes from another trainer: it has neither our metadata nor our index next to it."""
     stem = path.removesuffix(".bin")
     if os.path.exists(f"{stem}.json"):
         return False
@@ -154,7 +156,7 @@ def is_of_others(path: str) -> bool:
 
 
 def is_megatron(path: str) -> bool:
-    """Return whether there is an index of Megatron's beside a .bin file."""
+    """Return whether a .bin file has a Megatron index next to it."""
     try:
         with open(f"{path.removesuffix('.bin')}.idx", "rb") as file:
             return file.read(len(MEGATRON)) == MEGATRON
@@ -163,7 +165,7 @@ def is_megatron(path: str) -> bool:
 
 
 def _walk(folder: str) -> list[str]:
-    """Return the files of a folder, sorted as their paths are, without what is hidden."""
+    """Return the files in a folder, at any depth, sorted by path, without hidden ones."""
     found = []
     for inside, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
@@ -172,9 +174,9 @@ def _walk(folder: str) -> list[str]:
 
 
 def dataset_folder(folder: str, key: str) -> str:
-    """Return where the records of a folder are: in the split `train` of what `datasets` has saved as several.
+    """Return the folder that holds the records: the `train` split if `datasets` has saved several.
 
-    Raises UserError if it has splits, but none of that name.
+    Raises UserError if there are splits, but none of that name.
     """
     if not os.path.isfile(os.path.join(folder, "dataset_dict.json")):
         return folder

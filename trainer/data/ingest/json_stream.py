@@ -1,4 +1,4 @@
-"""One text out of a line of JSON that is too long to be held: read in pieces, in memory for one of them."""
+"""Reads the text from a JSON line that is too long to hold in memory, piece by piece."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import BinaryIO
 from trainer.data.ingest.streams import BLOCK, whole_characters
 
 MOST_BESIDE = 1 << 26
-"""Bytes that a line may hold beside its text."""
+"""Maximum bytes of a line besides its text."""
 
 _WHOLE = re.compile(
     rb'(?:[^"\\]+'
@@ -18,22 +18,23 @@ _WHOLE = re.compile(
     rb"|\\u(?![dD][89abAB])[0-9a-fA-F]{4}"
     rb'|\\["\\/bfnrt])*'
 )
-"""The beginning of a string's content, as far as it is complete: no escape and no surrogate pair is cut."""
+"""Matches the longest prefix of a string's content that does not end within an escape or a surrogate pair."""
 
 _LONGEST_ESCAPE = 12
 
 
 class BadLine(Exception):
-    """A line has no text that can be read; says why."""
+    """A line whose text cannot be read; the message says why."""
 
 
 def read_value(file: BinaryIO, key: str) -> Iterator[bytes]:
-    """Yield, in UTF-8, the text that the JSON object in the next line of `file` has under `key`.
+    """Yield, in UTF-8 pieces, the text under `key` of the JSON object in the next line of `file`.
 
-    Raises BadLine, and UnicodeDecodeError, as soon as that is found: what was yielded before is then to be forgotten.
+    Raises BadLine or UnicodeDecodeError as soon as an error is found; the caller must then discard the pieces yielded
+    before.
     """
     line = _Line(file)
-    rest = bytearray()  # the line with an empty text
+    rest = bytearray()  # the line, with its text left out
     depth, name, was_found = 0, "", False
     while True:
         between = line.take_to(b'"')
@@ -57,7 +58,7 @@ def read_value(file: BinaryIO, key: str) -> Iterator[bytes]:
 
 
 def _check(rest: bytes, key: str, was_found: bool) -> None:
-    """Raise BadLine unless a line, without its text, is an object that has one."""
+    """Raise BadLine unless `rest`, a line with its text left out, is a JSON object that has the text."""
     try:
         record = json.loads(rest)
     except (ValueError, RecursionError) as error:
@@ -69,13 +70,13 @@ def _check(rest: bytes, key: str, was_found: bool) -> None:
 
 
 class _Line:
-    """The bytes of a line, read as they are needed."""
+    """The bytes of a line, read on demand."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file, self._held, self._is_all = file, b"", False
 
     def take_to(self, mark: bytes) -> bytes:
-        """Return what comes up to `mark`, with it; or else up to the end of the line."""
+        """Return the bytes up to and including `mark`, or to the end of the line if `mark` does not occur."""
         found = bytearray()
         while (place := self._held.find(mark)) < 0:
             found += self._held
@@ -89,7 +90,7 @@ class _Line:
         return bytes(found)
 
     def take_raw_string(self) -> Iterator[bytes]:
-        """Yield the content of a string as it stands, up to its closing quote, which is taken too."""
+        """Yield the content of a string with its escapes, and consume its closing quote."""
         while True:
             end = _matched(self._held)
             if end < len(self._held) and self._held[end] == 0x22:
@@ -106,7 +107,7 @@ class _Line:
                 raise BadLine("is not JSON (it ends within a string)")
 
     def take_string(self) -> Iterator[bytes]:
-        """Yield the content of a string in UTF-8, up to its closing quote, which is taken too."""
+        """Yield the decoded content of a string as UTF-8, and consume its closing quote."""
         return (piece for piece in map(_decode, self.take_raw_string()) if piece)
 
     def _read_on(self) -> bool:
@@ -125,7 +126,7 @@ def _matched(content: bytes) -> int:
 
 
 def _decode(content: bytes) -> bytes:
-    """Return in UTF-8 what a string's content in JSON means."""
+    """Decode the escapes of a JSON string's content; returns UTF-8."""
     try:
         return str(json.loads(f'"{content.decode()}"')).encode()
     except UnicodeDecodeError:

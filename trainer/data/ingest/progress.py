@@ -1,4 +1,4 @@
-"""Progress of a build on stderr: how much is done, MB/s, the time that is left."""
+"""Shows the progress of a build on stderr: bytes done, MB/s and the time left."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from collections.abc import Callable
 from typing import TextIO
 
 _EVERY_S = {True: 0.5, False: 30.0}
-"""Seconds between two lines: on a terminal, where each line replaces the one before, and in a log."""
+"""Seconds between two lines, on a terminal (True), where each line replaces the previous one, and in a log."""
 
 
 class Counting:
-    """Shows, until the block ends, the line that `line` returns: how far something is.  Nothing in a log that would
-    have one line.
+    """Prints the string that `line` returns, periodically, until the block ends.
+
+    A log gets no line from a block that ends within the first interval.
     """
 
     def __init__(self, line: Callable[[], str], stream: TextIO | None = None) -> None:
@@ -42,7 +43,7 @@ class Counting:
 
 
 class Progress(Counting):
-    """Shows what `done` says of `total` bytes, the speed, and the time that is left."""
+    """Shows how many of `total` bytes are done, as `done` returns, the speed, and the time left."""
 
     def __init__(self, total: int, done: Callable[[], int], stream: TextIO | None = None) -> None:
         super().__init__(lambda: self.line(self._done(), time.monotonic() - self._began), stream)
@@ -54,7 +55,7 @@ class Progress(Counting):
         return self
 
     def line(self, done: int, seconds: float) -> str:
-        """Return what to show once `done` bytes are done, `seconds` after the beginning."""
+        """Return the line to show when `done` bytes are done after `seconds`."""
         rate = max(0, done - self._before) / max(seconds, 1e-3)
         shown = f"tokenizing: {done / 1e6:,.0f} of {self._total / 1e6:,.0f} MB, {rate / 1e6:,.1f} MB/s"
         if rate <= 0:

@@ -1,4 +1,4 @@
-"""Shards that are complete get the names that were asked for."""
+"""Renames finished shards to the names that the user asked for."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from trainer.data.shards import SUFFIXES, Shard
 from trainer.files import sync_folder
 
 _PUBLISHING = 2**40 + 1
-"""The place in the lock of the folder that is held by the one that renames."""
+"""The byte of the folder's lock file that is locked while shards are renamed."""
 
 
 def find_published(stem: Path) -> list[Path]:
-    """Return the files of shards that there are under this name."""
+    """Return the existing shard files whose names begin with this stem."""
     name = re.compile(re.escape(stem.name) + r"(-eval)?-\d{5,}\.(bin|idx|crc|json)")
     return sorted(path for path in stem.parent.iterdir() if name.fullmatch(path.name))
 
 
 def is_under_way(work: Path) -> bool:
-    """Return whether a build in the folder `work` has begun and is not through."""
+    """Return whether a build in the folder `work` was started and has not finished."""
     return work.exists() or _past(work).exists()
 
 
 def was_published(work: Path, stem: Path) -> bool:
-    """Return whether all that was built in `work` has its names: by another process, or by one that was killed then."""
+    """Return whether the shards built in `work` were published, even by a process that was killed right afterwards."""
     past = _past(work)
     if past.exists():
         shutil.rmtree(past, ignore_errors=True)
@@ -38,15 +38,15 @@ def was_published(work: Path, stem: Path) -> bool:
 
 
 def publish(manifest: Manifest, work: Path, stem: Path) -> None:
-    """Rename a manifest's shards to `stem`-00000.bin and so on, in place of all that has these names; the folder is
-    gone then.
+    """Rename a manifest's shards to `stem`-00000.bin and so on, replacing existing shards, and remove the folder
+    `work`.
 
-    Killed and called again it goes on.  Processes that do it at the same time wait for the first.
+    If it is killed, calling it again continues.  Processes that call it at the same time wait for the first.
     """
     train, held_out = paths_of(manifest, stem)
     moves = list(_moves(work, [*manifest.train, *manifest.held_out], [*train, *held_out]))
     with BuildFolder(work) as folder, folder.taken(_PUBLISHING):
-        if (work / MANIFEST).exists():  # else another has done so
+        if (work / MANIFEST).exists():  # else another process has published it
             wanted = {target for source, target in moves if source.exists() or not source.with_suffix(".bin").exists()}
             for path in find_published(stem):
                 if path not in wanted:
@@ -56,12 +56,12 @@ def publish(manifest: Manifest, work: Path, stem: Path) -> None:
                     os.replace(source, target)
             sync_folder(stem.parent)
             shutil.rmtree(_past(work), ignore_errors=True)
-            os.rename(work, _past(work))  # at once, so that no other process takes what is being removed for a build
+            os.rename(work, _past(work))  # atomic: no other process may see a half-removed build
     shutil.rmtree(_past(work), ignore_errors=True)
 
 
 def read_published(stem: Path) -> Manifest:
-    """Return what can be said of the shards that are there under a name.  Raises ShardError."""
+    """Return a manifest of the shards published under a stem.  Raises ShardError."""
     paths = [path for path in find_published(stem) if path.suffix == ".bin"]
     is_held_out = [path.name.startswith(f"{stem.name}-eval-") for path in paths]
     shards = [Shard(path) for path in paths]
@@ -73,7 +73,7 @@ def read_published(stem: Path) -> Manifest:
 
 
 def paths_of(manifest: Manifest, stem: Path) -> tuple[list[Path], list[Path]]:
-    """Return the paths that a manifest's shards are to have, those to train on and those held out."""
+    """Return the paths to publish a manifest's shards under: training shards, held-out shards."""
     return _paths(stem, manifest.train), _paths(stem.with_name(f"{stem.name}-eval"), manifest.held_out)
 
 
@@ -86,7 +86,7 @@ def _paths(stem: Path, rows: Sequence[Row]) -> list[Path]:
 
 
 def _moves(work: Path, rows: Sequence[Row], paths: Sequence[Path]) -> Iterator[tuple[Path, Path]]:
-    """Yield from where to where each file goes, metadata last: without it a shard is refused."""
+    """Yield (source, target) of each file.  Metadata files come last: a shard without metadata is rejected."""
     for suffix in SUFFIXES:
         for (name, *_), path in zip(rows, paths, strict=True):
             yield (work / name).with_suffix(suffix), path.with_suffix(suffix)

@@ -1,4 +1,4 @@
-"""Documents out of tables: parquet files, and Arrow files as `datasets` saves them.  Read with pyarrow."""
+"""Reads documents from tables with pyarrow: parquet files, and Arrow files as saved by `datasets`."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from trainer.data.ingest.report import BadPlaces, chat_advice
 from trainer.errors import nearest, setting_error
 
 ROWS = 128
-"""Rows of a parquet file that are decoded at a time."""
+"""Rows of a parquet file to decode at a time."""
 
 
 def group_row_groups(each: Input, size: int) -> Iterator[tuple[int, int | None, int]]:
-    """Yield consecutive row groups of about `size` bytes on disk: the first, one behind the last, their bytes.
+    """Split a parquet file into runs of row groups of about `size` bytes on disk: yields (start, stop, bytes).
 
-    A file that is no parquet is one group, which is refused when it is read.
+    A file that is not valid parquet yields a single run, and is rejected when it is read.
     """
     try:
         with _open_parquet(each) as file:
@@ -34,7 +34,7 @@ def group_row_groups(each: Input, size: int) -> Iterator[tuple[int, int | None, 
 
 
 def read_records(each: Input, start: int, stop: int | None, text_key: str, bad: BadPlaces) -> Iterator[list[bytes]]:
-    """Yield the texts of a table's column, of the row groups `start` to `stop` of a parquet file."""
+    """Yield the texts of a table's column; of a parquet file, those in the row groups `start` to `stop`."""
     arrow = _import(each)
     try:
         for first, column in _columns(each, start, stop, text_key, bad):
@@ -49,7 +49,7 @@ def read_records(each: Input, start: int, stop: int | None, text_key: str, bad: 
 
 
 def _columns(each: Input, start: int, stop: int | None, text_key: str, bad: BadPlaces) -> Iterator[tuple[int, Any]]:
-    """Yield pieces of a table's column, each with the number of its first row in the file, counted from 1."""
+    """Yield pieces of a table's column, each with the 1-based number of its first row in the file."""
     row = 1
     if each.kind == "parquet":
         with _open_parquet(each) as file:
@@ -57,7 +57,7 @@ def _columns(each: Input, start: int, stop: int | None, text_key: str, bad: BadP
             row += sum(file.metadata.row_group(number).num_rows for number in range(start))
             groups = range(start, file.num_row_groups if stop is None else stop)
             for batch in file.iter_batches(ROWS, list(groups), [text_key], use_threads=False):
-                yield row, batch.column(batch.schema.names.index(text_key))  # "a.b" also finds what is in a struct `a`
+                yield row, batch.column(batch.schema.names.index(text_key))  # "a.b" also matches field `b` of a struct `a`
                 row += len(batch)
         return
     arrow = _import(each)
@@ -70,9 +70,9 @@ def _columns(each: Input, start: int, stop: int | None, text_key: str, bad: BadP
 
 
 def _as_bytes(arrow: Any, column: Any) -> Any:
-    """Return a column of text as one of bytes, whether they are UTF-8 or not; None if it is not text.
+    """Convert a text column to bytes, without requiring valid UTF-8; returns None if it is not text.
 
-    Raises ArrowInvalid if what should say where each text is does not.
+    Raises ArrowInvalid if the column's offsets are invalid.
     """
     kinds = arrow.types
     if kinds.is_dictionary(column.type):
@@ -95,7 +95,7 @@ def _as_bytes(arrow: Any, column: Any) -> Any:
 
 
 def _texts(arrow: Any, column: Any, each: Input, first: int, bad: BadPlaces) -> list[bytes]:
-    """Return the texts of a column of bytes; those that are not UTF-8 are refused."""
+    """Return the texts of a column of bytes; nulls and invalid UTF-8 are counted as bad."""
     try:
         column.view(arrow.large_string() if arrow.types.is_large_binary(column.type) else arrow.string()).validate(
             full=True
@@ -123,7 +123,7 @@ def _is_unicode(text: bytes) -> bool:
 
 
 def _check_column(each: Input, names: list[str], text_key: str, bad: BadPlaces) -> None:
-    """Raise UserError unless a table has the column: it then has it in no row."""
+    """Raise UserError if the table lacks the column."""
     if text_key not in names:
         rule = f"{each.path} has no such column; its columns: {', '.join(names) or 'none'}"
         if fix := chat_advice(names, bad.keys):
@@ -132,7 +132,7 @@ def _check_column(each: Input, names: list[str], text_key: str, bad: BadPlaces) 
 
 
 def _open_parquet(each: Input) -> Any:
-    """Open a parquet file.  Raises OSError and ArrowException."""
+    """Open a parquet file.  Raises OSError or ArrowException."""
     _import(each)
     import pyarrow.parquet
 
@@ -140,7 +140,8 @@ def _open_parquet(each: Input) -> Any:
 
 
 def _open_arrow(arrow: Any, stored: Any) -> tuple[Any, Iterator[Any]]:
-    """Return the schema and the record batches of a file: a stream, as `datasets` writes it, or one with an index."""
+    """Return the schema and the record batches of an Arrow file, in the stream format of `datasets` or the file format.
+    """
     is_indexed = stored.read(6) == b"ARROW1"
     stored.seek(0)
     if not is_indexed:

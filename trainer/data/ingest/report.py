@@ -1,4 +1,4 @@
-"""Bad places: documents that cannot be read, refused or counted, as `data.bad` says."""
+"""Counts or rejects documents that cannot be read, according to `data.bad`."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from trainer.data.manifest import Manifest
 from trainer.errors import setting_error
 
 MOST_PLACES = 20
-"""Bad places that a unit's record names; all are counted."""
+"""Maximum number of bad documents whose location a unit's record lists; all are counted."""
 
 
 @dataclass(frozen=True)
 class Keys:
-    """The names of the settings in messages: those of the configuration, or a command's arguments."""
+    """Names of the settings in messages: configuration keys, or a command's arguments."""
 
     inputs: str = "data.path"
     text_key: str = "data.text_key"
@@ -29,7 +29,7 @@ class Keys:
 
 @dataclass
 class Tally:
-    """Counts over documents: those that were read, of these the empty ones, and those that were bad, with places."""
+    """Counts of documents: those read, the empty ones among them, and the bad ones, some with their locations."""
 
     documents: int = 0
     empty: int = 0
@@ -38,12 +38,12 @@ class Tally:
 
     @classmethod
     def of(cls, manifest: Manifest) -> Tally:
-        """Return what was counted while a manifest's shards were built."""
+        """Return the counts stored in a manifest."""
         names = [each.name for each in dataclasses.fields(cls)]
         return cls(**{name: manifest.notes[name] for name in names if name in manifest.notes})
 
     def add(self, other: Tally) -> None:
-        """Add what was counted elsewhere."""
+        """Add the counts of `other`."""
         self.documents += other.documents
         self.empty += other.empty
         self.bad += other.bad
@@ -51,9 +51,9 @@ class Tally:
 
 
 class BadPlaces:
-    """Hears of each document that cannot be read.
+    """Handles documents that cannot be read.
 
-    `limit` is `error` (the first one ends it), `skip`, or the share of the documents up to which they are left out.
+    `limit` is `error` (raise at the first one), `skip` (skip them all), or the maximum share of documents to skip.
     """
 
     def __init__(self, limit: str, keys: Keys) -> None:
@@ -61,7 +61,7 @@ class BadPlaces:
         self.tally = Tally()
 
     def refuse(self, key: str, value: object, rule: str, **advice: Any) -> None:
-        """Count a bad document, or raise the UserError that these words make."""
+        """Count a bad document, or raise UserError with this setting, value and rule."""
         if self._limit == "error":
             given = {name: what for name, what in advice.items() if what not in (None, "")}
             fix = f"{self.keys.bad}=skip leaves out unreadable documents and counts them"
@@ -71,7 +71,10 @@ class BadPlaces:
             self.tally.places.append(str(setting_error(key, value, rule)))
 
     def refuse_file(self, value: str, rule: str, **advice: Any) -> None:
-        """The same of a whole file.  How many documents it would have is not known, so that no share lets it pass."""
+        """Count a file that cannot be read to its end, or raise UserError.
+
+        The number of its documents is unknown, so a share as the limit rejects it.
+        """
         if self._limit not in ("error", "skip"):
             fix = f"{self.keys.bad}=skip leaves out the whole file; a share counts documents"
             raise setting_error(self.keys.inputs, value, rule, fix=fix)
@@ -85,11 +88,11 @@ _CHATS = (
     {"prompt", "completion"},
     {"prompt", "chosen", "rejected"},
 )
-"""Keys of records that are conversations."""
+"""Keys by which records of conversations are recognized."""
 
 
 def chat_advice(names: Iterable[str], keys: Keys) -> str:
-    """Return what to do about records with these keys if they are chats, which are no text; empty if they are not."""
+    """Return advice if records with these keys are chats rather than text, else an empty string."""
     if not any(chat <= {*names} for chat in _CHATS):
         return ""
     if keys.inputs.startswith("data."):
@@ -98,7 +101,7 @@ def chat_advice(names: Iterable[str], keys: Keys) -> str:
 
 
 def parse_limit(setting: str, key: str) -> float:
-    """Return the share of the documents that may be bad: 0 for `error`, 1 for `skip`.  Raises UserError."""
+    """Parse `data.bad` into the allowed share of bad documents: 0 for `error`, 1 for `skip`.  Raises UserError."""
     known: Mapping[str, float] = {"error": 0.0, "skip": 1.0}
     if setting in known:
         return known[setting]
@@ -117,7 +120,7 @@ def _refuse_limit(setting: str, key: str) -> NoReturn:
 
 
 def check_limit(tally: Tally, setting: str, keys: Keys) -> None:
-    """Raise UserError if more documents were bad than `setting` lets pass."""
+    """Raise UserError if the share of bad documents exceeds the limit in `setting`."""
     allowed = parse_limit(setting, keys.bad)
     share = tally.bad / max(1, tally.bad + tally.documents)
     if tally.bad and share > allowed:
@@ -127,7 +130,7 @@ def check_limit(tally: Tally, setting: str, keys: Keys) -> None:
 
 
 def describe(tally: Tally) -> str:
-    """Return what to say of bad documents; nothing if there were none."""
+    """Return a message about the bad documents, or an empty string if there were none."""
     if not tally.bad:
         return ""
     total = tally.bad + tally.documents

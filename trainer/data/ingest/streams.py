@@ -1,4 +1,4 @@
-"""Files as streams of bytes, decompressed."""
+"""Opens files as streams of decompressed bytes."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from trainer.data.ingest.inputs import Input
 from trainer.errors import setting_error
 
 BLOCK = 1 << 20
-"""Bytes that are read at a time."""
+"""Bytes to read at a time."""
 
 UNREADABLE = (OSError, EOFError, zlib.error)
-"""Errors of reading a damaged file, compressed or not."""
+"""Errors that reading a damaged file raises, compressed or not."""
 
 
 def open_stream(each: Input) -> BinaryIO:
-    """Open a file for reading its content, decompressed.  Raises one of UNREADABLE, then or when it is read."""
+    """Open a file for reading, decompressed.  Opening or reading it may raise one of UNREADABLE."""
     if each.packing == "gz":
         return io.BufferedReader(gzip.open(each.path), BLOCK)
     if each.packing == "zst":
@@ -27,7 +27,7 @@ def open_stream(each: Input) -> BinaryIO:
 
 
 def move_to(file: BinaryIO, position: int) -> None:
-    """Go to a place in the content of a file that has just been opened."""
+    """Advance a newly opened file to a position in its decompressed content."""
     if file.seekable():
         file.seek(position)
         return
@@ -36,7 +36,7 @@ def move_to(file: BinaryIO, position: int) -> None:
 
 
 def whole_characters(text: bytes) -> int:
-    """Return how many bytes of `text` lie before a character of UTF-8 that is cut off at its end."""
+    """Return the number of leading bytes of `text` that form complete UTF-8 characters."""
     for back in range(1, min(4, len(text)) + 1):
         first = text[-back]
         if first < 0x80:
@@ -48,7 +48,7 @@ def whole_characters(text: bytes) -> int:
 
 
 class _ZstFile(io.RawIOBase):
-    """The content of a file of Zstandard frames.  One that is cut short is an OSError, as any other damage is."""
+    """The decompressed content of a file of Zstandard frames.  Truncation and other damage raise OSError."""
 
     def __init__(self, each: Input) -> None:
         try:
@@ -73,7 +73,7 @@ class _ZstFile(io.RawIOBase):
         return len(found)
 
     def _read_on(self) -> bool:
-        """Decompress some more; returns whether there is more to come."""
+        """Decompress the next block; returns False at the end of the file."""
         if self._frame.eof:
             self._packed, self._frame = self._frame.unused_data, self._new()
         packed = self._packed or self._file.read(1 << 17)
@@ -90,7 +90,7 @@ class _ZstFile(io.RawIOBase):
         return True
 
     _has_begun = False
-    """Whether a frame has begun and not ended."""
+    """True inside a frame."""
 
     def close(self) -> None:
         if not self.closed:

@@ -1,7 +1,7 @@
-"""Documents out of files of text, a file each, and of JSONL, a line each.
+"""Reads documents from text files, one per file, and from JSONL files, one per line.
 
-A reader yields lists of documents, each in UTF-8, and those that are too long to be held as `Long`: they are read when
-they are written, as often as is needed.
+Readers yield lists of UTF-8 documents.  A document too long to hold in memory is yielded as a `Long`, which re-reads
+the file whenever its text is needed.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from trainer.data.ingest.streams import BLOCK, UNREADABLE, move_to, open_stream,
 from trainer.errors import nearest
 
 LONGEST = 1 << 22
-"""Bytes of a line or of a file of text up to which it is held as a whole."""
+"""Maximum bytes of a line or text file that is held in memory as a whole."""
 
 
 class Long(Protocol):
-    """A document that is too long to be held."""
+    """A document too long to hold in memory."""
 
     def pieces(self) -> Iterator[bytes]:
-        """Yield its text in UTF-8, in pieces of some kB to some MB that are valid each.
+        """Yield the text in pieces of a few kB to a few MB, each of them valid UTF-8.
 
-        Raises BadLine or UnicodeDecodeError where it cannot be read, OSError as `unreadable` names them.
+        Raises BadLine or UnicodeDecodeError if the text is invalid, and one of UNREADABLE if the file cannot be read.
         """
         ...
 
     def refuse(self, error: Exception, bad: BadPlaces) -> None:
-        """Say that it cannot be read."""
+        """Report that the document cannot be read."""
         ...
 
 
@@ -43,7 +43,7 @@ Documents: TypeAlias = "list[bytes] | Long"
 
 
 def read_texts(inputs: Iterable[Input], bad: BadPlaces) -> Iterator[Documents]:
-    """Yield the documents of files of text, one each."""
+    """Yield the documents of text files, one per file."""
     found: list[bytes] = []
     held = 0
     for each in inputs:
@@ -73,7 +73,7 @@ def read_texts(inputs: Iterable[Input], bad: BadPlaces) -> Iterator[Documents]:
 
 @dataclass(frozen=True)
 class _LongText:
-    """A file of text."""
+    """A text file that is too long to hold in memory."""
 
     input: Input
 
@@ -95,7 +95,7 @@ class _LongText:
 
 
 def refuse_file(each: Input, error: Exception, bad: BadPlaces) -> None:
-    """Say that a file cannot be read."""
+    """Report that a file cannot be read."""
     if isinstance(error, UnicodeDecodeError):
         bad.refuse(bad.keys.inputs, each.path, f"is not UTF-8 ({error.reason})", fix="convert it to UTF-8")
     else:
@@ -108,7 +108,7 @@ def refuse_file(each: Input, error: Exception, bad: BadPlaces) -> None:
 
 
 def read_lines(each: Input, start: int, stop: int | None, text_key: str, bad: BadPlaces) -> Iterator[Documents]:
-    """Yield the documents of the lines that begin at `start` or behind it, and before `stop`."""
+    """Yield the documents of the lines that begin at a byte position from `start` (inclusive) to `stop` (exclusive)."""
     try:
         with closing(open_stream(each)) as file:
             for position, lines in _blocks(file, start, stop):
@@ -121,7 +121,8 @@ def read_lines(each: Input, start: int, stop: int | None, text_key: str, bad: Ba
 
 
 def _blocks(file: BinaryIO, start: int, stop: int | None) -> Iterator[tuple[int, bytes | None]]:
-    """Yield whole lines, with where they begin; None for one that is too long to be held."""
+    """Yield blocks of complete lines, each with its byte position; None in place of a line too long to hold in memory.
+    """
     position, pending = start, b""
     if start:
         move_to(file, start - 1)
@@ -145,7 +146,9 @@ def _blocks(file: BinaryIO, start: int, stop: int | None) -> Iterator[tuple[int,
 
 
 def _skip_line(file: BinaryIO, position: int, stop: int | None) -> tuple[int, bytes]:
-    """Read on to the next line and return where it begins, and what has been read of it; none beyond `stop`."""
+    """Skip to the next line; returns its position and the part already read, which is empty if the line begins beyond
+    `stop`.
+    """
     while (stop is None or position < stop) and (block := file.read(BLOCK)):
         end = block.find(b"\n") + 1
         if end:
@@ -156,7 +159,7 @@ def _skip_line(file: BinaryIO, position: int, stop: int | None) -> tuple[int, by
 
 @dataclass(frozen=True)
 class _Lines:
-    """The whole lines of a file, from byte `position` on."""
+    """A block of complete lines that begins at byte `position` of a file."""
 
     input: Input
     position: int
@@ -165,7 +168,7 @@ class _Lines:
     bad: BadPlaces
 
     def documents(self) -> list[bytes]:
-        """Return the texts of the lines; those that have none are refused."""
+        """Return the texts of the lines; lines without one are reported as bad."""
         content = self.content.removeprefix(b"\xef\xbb\xbf") if self.position == 0 else self.content
         found, key = [], self.text_key
         for number, line in enumerate(content.split(b"\n")):
@@ -180,7 +183,9 @@ class _Lines:
         return found
 
     def _read_slowly(self, line: bytes, number: int) -> bytes | None:
-        """Return the text of a line that the faster library does not read, if Python's does; else it is refused."""
+        """Return the text of a line that orjson rejects, if Python's parser accepts it; otherwise report the line as
+        bad.
+        """
         try:
             decoded = line.decode()
         except UnicodeDecodeError as error:
@@ -195,12 +200,12 @@ class _Lines:
 
     @cached_property
     def _first_line(self) -> int:
-        """The number of the first of these lines, counted from 1."""
+        """The 1-based number of the first line."""
         return line_number(self.input, self.position)
 
 
 def line_number(each: Input, position: int) -> int:
-    """Return the number of the line that begins at byte `position` of a file's content, counted from 1."""
+    """Return the 1-based number of the line that begins at byte `position` of a file's content."""
     number = 1
     with closing(open_stream(each)) as file:
         while position > 0 and (block := file.read(min(BLOCK, position))):
@@ -210,7 +215,7 @@ def line_number(each: Input, position: int) -> int:
 
 
 def _refuse_line(line: str, place: str, text_key: str, bad: BadPlaces) -> None:
-    """Say why a line has no text."""
+    """Report why a line has no text."""
     keys = bad.keys
     try:
         record: Any = json.loads(line)

@@ -1,8 +1,8 @@
-"""Tokens from other trainers, used unchanged: nanoGPT's files, and Megatron's with an index.
+"""Reads the token files of other trainers, unchanged: nanoGPT's, and Megatron's with its index.
 
-nanoGPT writes uint16 and nothing else; where documents meet stands the token that ends one.  Files with a header
-(llm.c, modded-nanogpt) say how many tokens there are.  Megatron's NAME.idx beside NAME.bin says where sequences and
-documents begin.  None of them says which tokenizer made it.
+nanoGPT writes plain uint16; the tokenizer's end token separates documents.  Files with a header (llm.c, modded-nanogpt)
+state the number of tokens.  Megatron's NAME.idx, next to NAME.bin, gives the boundaries of sequences and documents.
+None of these formats records which tokenizer was used.
 """
 
 from __future__ import annotations
@@ -24,22 +24,25 @@ from trainer.errors import UserError, setting_error
 _MEGATRON_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 _HEADER = 256 * 4
 _HEADERS = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
-"""The dtypes of files with a header, by its first two numbers."""
+"""The dtype of files with a header, by the header's first two integers."""
 
 _CHUNK = 1 << 20
-"""Tokens that are read at a time."""
+"""Tokens to read at a time."""
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """Consecutive tokens of a file, and where documents end among them, counted from the first."""
+    """Consecutive tokens of a file, and the offsets in `ids` at which documents end."""
 
     ids: NDArray[np.integer[Any]]
     ends: NDArray[np.int64]
 
 
 def check_tokens(inputs: Sequence[Input], tokenizer: Tokenizer, bos: bool | None, keys: Keys) -> None:
-    """Raise UserError for tokens of others unless the tokenizer that made them is named, and nothing is to be added."""
+    """Check settings for token files of other trainers: `data.tokenizer` must be set, and `data.bos` must not.
+
+    Raises UserError.
+    """
     of_others = [each.path for each in inputs if each.kind == "tokens"]
     if of_others and tokenizer.name == "bytes":
         rule = f"{of_others[0]} does not say which tokenizer made its tokens"
@@ -50,7 +53,9 @@ def check_tokens(inputs: Sequence[Input], tokenizer: Tokenizer, bos: bool | None
 
 
 def read_tokens(each: Input, tokenizer: Tokenizer, keys: Keys) -> Iterator[Tokens]:
-    """Yield the tokens of a file.  Raises UserError if they cannot be read, or are not of `tokenizer`."""
+    """Yield the tokens of a file.  Raises UserError if it cannot be read, or has ids outside the vocabulary of
+    `tokenizer`.
+    """
     try:
         read = _read_megatron if is_megatron(each.path) else _read_plain
         for tokens in read(each, tokenizer):
@@ -65,7 +70,7 @@ def read_tokens(each: Input, tokenizer: Tokenizer, keys: Keys) -> Iterator[Token
 
 
 def _read_plain(each: Input, tokenizer: Tokenizer) -> Iterator[Tokens]:
-    """Yield the tokens of a file that nothing stands beside; behind each token that ends a document the next begins."""
+    """Yield the tokens of a file without an index; each end token ends a document."""
     dtype, start = _layout(each, tokenizer)
     for ids, is_last in _chunks(each, dtype, start):
         ends = np.flatnonzero(ids == tokenizer.end_id) + 1
@@ -74,7 +79,7 @@ def _read_plain(each: Input, tokenizer: Tokenizer) -> Iterator[Tokens]:
 
 
 def _layout(each: Input, tokenizer: Tokenizer) -> tuple[np.dtype[Any], int]:
-    """Return the dtype of a file's tokens, and the byte at which they begin."""
+    """Return the dtype of a file's tokens, and the byte offset at which they begin."""
     header = np.fromfile(each.path, "<i4", 3)
     dtype = _HEADERS.get(tuple(header[:2].tolist())) if len(header) == 3 else None
     if dtype is None:
@@ -96,7 +101,7 @@ def _read_megatron(each: Input, tokenizer: Tokenizer) -> Iterator[Tokens]:
 
 
 def _read_index(each: Input) -> tuple[np.dtype[Any], NDArray[np.int64]]:
-    """Return the dtype of Megatron's tokens, and where documents end."""
+    """Return the dtype of a Megatron file's tokens, and the positions at which documents end."""
     content = Path(each.path.removesuffix(".bin") + ".idx").read_bytes()
     found = np.frombuffer(content, "<u8", 1, len(MEGATRON))[0] if len(content) >= 34 else 0
     code = content[17] if found == 1 else 0
@@ -116,7 +121,7 @@ def _read_index(each: Input) -> tuple[np.dtype[Any], NDArray[np.int64]]:
 
 
 def _chunks(each: Input, dtype: np.dtype[Any], start: int) -> Iterator[tuple[NDArray[Any], bool]]:
-    """Yield the tokens of a file from byte `start` on, some at a time, and whether they are the last."""
+    """Yield the tokens of a file from byte `start` on, in chunks, each with a flag for the last chunk."""
     left = (each.size - start) // dtype.itemsize
     with open(each.path, "rb") as file:
         file.seek(start)

@@ -1,4 +1,6 @@
-"""Units: pieces of the input that depend on the input alone, so that any number of processes makes the same shards."""
+"""Splits the input into units, which depend on the input alone, so that the shards do not depend on the number of
+processes.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +12,18 @@ from trainer.data.ingest.inputs import Input
 from trainer.data.ingest.records import group_row_groups
 
 SMALLEST, LARGEST, MOST = 1 << 24, 1 << 28, 4096
-"""Bytes of input in a unit: as many as make MOST units, within these limits."""
+"""Minimum and maximum bytes of input per unit, and the number of units to aim for within these limits."""
 
 MOST_FILES = 4096
-"""Files of a unit, where they are small."""
+"""Maximum number of small files in a unit."""
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Files, or a part of one: `start` to `stop` are bytes of a JSONL file, or row groups of a parquet file; 0 and None
-    where the files are whole.  `size` is about how many bytes of input there are.
+    """One or more files, or a part of one file.
+
+    `start` and `stop` are bytes of a JSONL file or row groups of a parquet file; 0 and None for complete files.  `size`
+    is the approximate number of input bytes.
     """
 
     inputs: tuple[Input, ...]
@@ -29,7 +33,7 @@ class Unit:
 
 
 def plan(inputs: Sequence[Input]) -> list[Unit]:
-    """Return the units that files are cut into, in the order of their documents."""
+    """Split files into units, in the order of their documents."""
     total = sum(each.size for each in inputs)
     return list(_cut(inputs, min(LARGEST, max(SMALLEST, total // MOST))))
 

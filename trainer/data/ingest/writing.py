@@ -1,4 +1,4 @@
-"""One unit: its documents are read, tokenized and written as shards, those held out beside the others."""
+"""Builds one unit: reads its documents, tokenizes them, and writes training and held-out shards."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from trainer.data.shards import ShardWriter
 from trainer.data.tokenizer import Tokenizer
 
 CHECKED_EVERY = 1 << 26
-"""Bytes of text after which an engine is compared with the reference again, within a unit."""
+"""Bytes of text between two checks of an engine against the reference, within a unit."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """All that shards depend on, and how the settings are called in messages.
+    """Everything that the shards depend on, and the names of the settings in messages.
 
-    bad: see `BadPlaces`.  holdout: share of the documents.  shard_tokens: a unit's next shard is begun where a document
-    ends beyond; 0 for one shard a unit.
+    bad: see `BadPlaces`. holdout: share of documents to hold out. shard_tokens: a unit starts a new shard at the first
+    document end past this many tokens; 0 for one shard per unit.
     """
 
     inputs: tuple[Input, ...]
@@ -47,22 +47,22 @@ class Job:
 
     @cached_property
     def engine(self) -> Engine:
-        """The engine that is used where its ids are right."""
+        """The engine to use as long as its ids match the reference."""
         return find_engine(self.tokenizer)
 
     @cached_property
     def reference(self) -> Engine:
-        """The engine that is right."""
+        """The reference engine."""
         return find_reference(self.tokenizer)
 
     @cached_property
     def cutter(self) -> Cutter:
-        """Cuts long documents."""
+        """Splits long documents."""
         return Cutter(self.tokenizer)
 
 
 class UnitWriter:
-    """Writes the shards of one unit with one engine.  Nothing stands under their names before `publish`."""
+    """Writes the shards of one unit with one engine.  They get their final names only in `publish`."""
 
     def __init__(self, job: Job, unit: Unit, number: int, folder: BuildFolder, engine: Engine) -> None:
         self._job, self._unit, self._engine = job, unit, engine
@@ -72,9 +72,10 @@ class UnitWriter:
         self._lowest, self._unchecked = 1.0, 0
 
     def write(self) -> Iterator[int]:
-        """Write all documents; yields how many bytes of text each step of it was.
+        """Write all documents; yields the number of input bytes after each batch.
 
-        Raises Differs if the engine is wrong, UserError for a bad document where none is allowed.
+        Raises Differs if the engine's ids are wrong, and UserError if a document cannot be read and `data.bad` does not
+        allow it.
         """
         for documents in self._read():
             if isinstance(documents, Tokens):
@@ -96,11 +97,11 @@ class UnitWriter:
                     yield self._write_short(list(texts))
 
     def publish(self) -> Record:
-        """Rename the shards to their names and return what is to be recorded."""
+        """Rename the shards to their final names and return the unit's record."""
         return Record(self._train.publish(), self._held_out.publish(), self._bad.tally, self._lowest)
 
     def discard(self) -> None:
-        """Remove what has not been published."""
+        """Remove all shards that have not been published."""
         self._train.discard()
         self._held_out.discard()
 
@@ -129,7 +130,9 @@ class UnitWriter:
         return sum(map(len, texts))
 
     def _check(self, texts: Sequence[bytes]) -> None:
-        """Compare the engine with the reference, at the beginning and then once in a while.  Raises Differs."""
+        """Compare the engine with the reference, on the first texts and then every CHECKED_EVERY bytes.  Raises
+        Differs.
+        """
         if self._unchecked <= 0:
             check_sample(self._engine, self._job.reference, texts)
             self._unchecked = CHECKED_EVERY
@@ -137,7 +140,7 @@ class UnitWriter:
 
     def _write_long(self, document: Long) -> Iterator[int]:
         try:
-            split = self._split_of(document.pieces())  # read to its end: it is bad, or it is not
+            split = self._split_of(document.pieces())  # reads all of it, so a bad document is found before any of it is written
         except (BadLine, UnicodeDecodeError, *UNREADABLE) as error:
             document.refuse(error, self._bad)
             return
@@ -152,7 +155,9 @@ class UnitWriter:
         split.end_document()
 
     def _split_of(self, pieces: Iterator[bytes] | Sequence[bytes]) -> _Split:
-        """Return which side a document is on, by a hash of its text: the same text is always on the same side."""
+        """Assign a document to the training or the held-out split by a hash of its text, so that equal texts share a
+        split.
+        """
         digest = hashlib.blake2b(digest_size=6)
         for piece in pieces:
             if self._job.holdout:
@@ -163,7 +168,7 @@ class UnitWriter:
 
 
 class _Split:
-    """The shards of one side of a unit."""
+    """The shards of one split of a unit."""
 
     def __init__(self, job: Job, folder: BuildFolder, unit: int, is_held_out: bool) -> None:
         self._job, self._folder, self._unit, self._is_held_out = job, folder, unit, is_held_out
@@ -185,8 +190,8 @@ class _Split:
             self._note_full(writer)
 
     def _fitting(self, counts: NDArray[np.int64], num_tokens: int) -> int:
-        """Return how many documents of these sizes go into a shard that has as many tokens; the last may be too long
-        for it.
+        """Return how many of these documents go into a shard that holds `num_tokens` tokens; the last one may exceed
+        the limit.
         """
         if not self._job.shard_tokens:
             return len(counts)

@@ -27,7 +27,7 @@ from typing import Any, Protocol
 from numpy.typing import NDArray
 
 from trainer.data.cache import is_at, open_lock, read_value, remove, write_value
-from trainer.data.descriptors import SHARD_FILES, Version
+from trainer.data.descriptors import SHARD_FILES, FileVersion
 from trainer.data.remote.transport import MANY, Broken, Changed, again, download
 from trainer.errors import masked, say
 from trainer.files import crc32
@@ -69,7 +69,7 @@ class ShardCache:
 
     def __init__(self, folder: Path, limit: int | None) -> None:
         self._folder, self._limit = folder, limit
-        self._here: dict[str, Version] = {}
+        self._here: dict[str, FileVersion] = {}
         self._fetching = threading.Lock()
         self._plans: weakref.WeakSet[Plan] = weakref.WeakSet()
 
@@ -78,7 +78,7 @@ class ShardCache:
         self._plans.add(plan)
 
     def read_into(self, buffer: NDArray[Any], item: Item, offset: int) -> int:
-        """Fill `buffer` with bytes of a file, which is fetched if it is not here; see `Descriptors.read_into`.
+        """Fill `buffer` with bytes of a file, which is fetched if it is not here; see `DescriptorCache.read_into`.
 
         Raises OSError, and ShardError if the file cannot be had.
         """
@@ -92,7 +92,7 @@ class ShardCache:
         """Return whether a file is here."""
         return name in self._here or (self._folder / name).exists()
 
-    def fetch(self, item: Item, due: float = -1) -> Version:
+    def fetch(self, item: Item, due: float = -1) -> FileVersion:
         """Return a file as it is here, once it is.  One that is due so many steps from now displaces none that is
         needed sooner: then raises NoRoom.  Raises Unreachable, and OSError for the cache's own folder.
         """
@@ -126,7 +126,7 @@ class ShardCache:
             if not (self._folder / name).exists():
                 self._forget(name)
 
-    def _found(self, name: str, path: Path) -> Version:
+    def _found(self, name: str, path: Path) -> FileVersion:
         stat = os.stat(path)
         return self._here.setdefault(name, (str(path), stat.st_ino, stat.st_ctime_ns))
 

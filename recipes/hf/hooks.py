@@ -1,0 +1,132 @@
+"""Facts of the model that the trainer asks for: units, first weights, work, and what there is to say at the start."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from trainer.recipes.hf.config import HfConfig
+from trainer.recipes.hf.model import Head, architecture, build, settings_of
+from transformers import initialization
+
+
+def units(model: Any) -> list[nn.Module | tuple[nn.Module, nn.Module]]:
+    """Return what FSDP gathers together: the embedding, with the head if they share weights, the blocks, the head.
+
+    Blocks are what the library itself never splits, or else the elements of its longest list of modules.
+    """
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    blocks = [module for _, module in _outermost(model, set(model._no_split_modules or ()))]
+    if not blocks:
+        lists = [[*module] for module in model.modules() if isinstance(module, nn.ModuleList)]
+        blocks = max(lists, key=len, default=[])
+    if embedding.weight is head.weight:
+        return [(embedding, head), *blocks]
+    return [embedding, *blocks, head]
+
+
+def _outermost(model: nn.Module, kinds: set[str]) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules whose class is named so, but for those inside another, in the order of the model."""
+    inside = ""
+    for name, module in model.named_modules():
+        if type(module).__name__.removeprefix("FSDP") in kinds and not (inside and name.startswith(inside)):
+            inside = f"{name}."
+            yield name, module
+
+
+def init(module: nn.Module, name: str, model: Any) -> None:
+    """Fill what `module` owns itself as the library does, all else of the model left as it is.
+
+    The library fills a module after those inside it, some of whose weights it draws once more: GPT-2's projections
+    back into the residual stream.  So those that `module` is in are asked too, from the inside out.  A module that is
+    neither the library's nor torch's, such as a part of an adapter, fills itself.
+    """
+    if not any(kind.__module__.startswith(("transformers.", "torch.nn.modules.")) for kind in _kinds(module)):
+        module.reset_parameters()  # type: ignore[operator]
+        return
+    own = {id(parameter) for parameter in module.parameters(recurse=False)}
+    for parameter in model.parameters():
+        if id(parameter) not in own:
+            parameter._is_hf_initialized = True  # the library's own mark of what it is to leave alone
+    parts = name.split(".") if name else []
+    path = [model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts) + 1)]
+    with initialization.guard_torch_init_functions():
+        for depth in reversed(range(len(path))):
+            owner = next(part for part in reversed(path[: depth + 1]) if isinstance(part, transformers.PreTrainedModel))
+            with _padding_of_the_library(path[depth]):
+                owner._init_weights(path[depth])
+
+
+@contextmanager
+def _padding_of_the_library(module: nn.Module) -> Iterator[None]:
+    """Give an embedding its padding token back inside the block: the library makes that row of a new model zero."""
+    row = getattr(module, "padding_row", None)
+    if row is None:
+        yield
+        return
+    module.padding_idx = row  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        module.padding_idx = None  # type: ignore[assignment]
+
+
+def _kinds(module: nn.Module) -> list[type]:
+    return [kind for kind in type(module).__mro__ if kind is not nn.Module]
+
+
+def notes(config: HfConfig, model: Any) -> list[str]:
+    """Return what the start block says of the model: its class, what its loss is, what is left out."""
+    found = [f"{architecture(config)} of transformers {transformers.__version__}"]
+    if config.fresh:
+        found.append("fresh weights")
+    if not isinstance(model.get_output_embeddings(), Head):
+        found.append("loss of whole logits, as these are not its head's output alone")
+    if config.config.get("output_router_logits"):
+        found.append("without its router's auxiliary loss, which depends on how a batch is split")
+    return found
+
+
+def flops(config: HfConfig, seq_len: int) -> float:
+    """Return model FLOPs of forward and backward for one token: 6 a weight in a matrix, causal attention once.
+
+    Of experts those that a token goes to count.  Chowdhery et al. 2022, arXiv:2204.02311, appendix B.
+    """
+    matrices, widths = _work(json.dumps(config.config, sort_keys=True))
+    scores = sum(2 * width * _mean_keys(seq_len, window) for width, window in widths)
+    return 6.0 * (matrices + scores)
+
+
+def _mean_keys(seq_len: int, window: int | None) -> float:
+    """Return how many keys a query sees on average: those before it, at most `window`."""
+    if window is None or window >= seq_len:
+        return seq_len / 2
+    return window - window**2 / (2 * seq_len)
+
+
+@functools.lru_cache(maxsize=8)
+def _work(content: str) -> tuple[float, list[tuple[int, int | None]]]:
+    """Return the weights in matrices for a token, and of each layer with attention its width and its window."""
+    config = HfConfig(config=json.loads(content))
+    with torch.device("meta"):
+        model = build(config)
+    text = settings_of(config).get_text_config()
+    table, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    matrices = 0.0
+    for parameter in model.parameters():
+        if parameter.ndim == 3:  # one matrix for each expert
+            matrices += parameter.numel() * min(1.0, getattr(text, "num_experts_per_tok", 1) / parameter.shape[0])
+        elif parameter.ndim == 2 and (parameter is not table or parameter is head):
+            matrices += parameter.numel()
+    heads = getattr(text, "num_attention_heads", 0)
+    width = heads * (getattr(text, "head_dim", None) or text.hidden_size // max(1, heads))
+    window = getattr(text, "sliding_window", None)
+    kinds = getattr(text, "layer_types", None) or ["sliding" if window else "full"] * text.num_hidden_layers
+    windows = {"full": None, "full_attention": None, "sliding": window, "sliding_attention": window}
+    return matrices, [(width, windows[kind]) for kind in kinds if kind in windows]

@@ -1,0 +1,76 @@
+"""`model.name=auto`: which recipe builds the model in a folder, settled before the model's keys are known."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trainer.config.initial_weights import asks_for_fine_tuning, is_true, refuse_fresh_with_start
+from trainer.config.pretrained import find_native, has_config_only, is_folder_of_weights
+from trainer.errors import setting_error
+from trainer.recipe import find_recipe
+
+_AUTO = "auto"
+MODEL = "model"
+"""The tokenizer, and the chat template, that come with the model."""
+_OF_ANY_MODEL = ("model.path", "model.fresh")
+"""Keys of the recipe for any model that one of our own does as well."""
+
+
+def resolve_auto_model(
+    values: Mapping[str, Any], assignments: Mapping[str, str]
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the keys of a recipe file and of the command line with the name of a recipe for `model.name=auto`.
+
+    That is one of our own if it builds what config.json says and has all the keys of the model that are given; else the
+    one for any model.  Raises UserError without a folder.
+    """
+    if assignments.get("model.name", values.get("model.name")) != _AUTO:
+        return dict(values), dict(assignments)
+    # Fields in a recipe file of another model are not this one's.
+    own_file = values.get("model.name") == _AUTO
+    kept = {key: value for key, value in values.items() if own_file or not key.startswith("model.")}
+    folder = _folder(kept, assignments)
+    found = find_native(folder, "model.path")
+    given = {key for key in (*kept, *assignments) if key.startswith("model.") and key != "model.name"}
+    fields = {f"model.{f.name}" for f in dataclasses.fields(found[0].config)} if found else set()
+    rest = {key: text for key, text in assignments.items() if key != "model.name"}
+    if found is None or not given - set(_OF_ANY_MODEL) <= fields:
+        return kept | {"model.name": find_recipe("hf").name, "model.path": folder}, rest
+    recipe, config = found
+    start, asked = _start(kept, rest), {**kept, **rest}
+    own = {key: value for key, value in kept.items() if key not in _OF_ANY_MODEL}
+    own |= {f"model.{field.name}": getattr(config, field.name) for field in dataclasses.fields(config)}
+    own["model.name"] = recipe.name
+    rest = {key: text for key, text in rest.items() if key not in _OF_ANY_MODEL}
+    if start is not None:
+        refuse_fresh_with_start(asked, start)
+    elif not is_true(asked.get("model.fresh")):
+        # A folder with config.json alone may be what a new model is trained by, but not what is fine-tuned.
+        is_meant = asked.get("model.fresh") is None and has_config_only(folder) and not asks_for_fine_tuning(asked)
+        if not is_meant:
+            own["train.init_from"] = folder
+            rest.pop("train.init_from", None)
+    if rest.get("data.tokenizer", own.get("data.tokenizer")) == MODEL:
+        own["data.tokenizer"] = folder  # where no weights are read, nothing else says from where the model is
+        rest.pop("data.tokenizer", None)
+    return own, rest
+
+
+def _start(values: Mapping[str, Any], assignments: Mapping[str, str]) -> str | None:
+    """Return what `train.init_from` names, if anything."""
+    start = assignments.get("train.init_from", values.get("train.init_from"))
+    return None if start in (None, "null", "~", "") else str(start)
+
+
+def _folder(values: Mapping[str, Any], assignments: Mapping[str, str]) -> str:
+    """Return the folder that the model is from."""
+    given = assignments.get("model.path", values.get("model.path"))
+    start = _start(values, assignments)
+    folder = given or (start if start is not None and is_folder_of_weights(start) else None)
+    if not folder:
+        rule = "model.name=auto needs a Hugging Face model folder"
+        raise setting_error("model.path", None, rule, example="models/Qwen3-8B")
+    return str(Path(str(folder).removeprefix("file://")).expanduser().absolute())

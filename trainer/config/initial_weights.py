@@ -1,0 +1,204 @@
+"""What training starts from: weights that can be read, or random ones where asked for, and their own tokenizer."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shlex
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from trainer.config.pretrained import check_weights, is_folder_of_weights
+from trainer.config.run_paths import CONFIG, run_of_best
+from trainer.config.schema import RunConfig
+from trainer.errors import setting_error
+
+
+def check_initial_weights(config: RunConfig, given: Mapping[str, Any]) -> None:
+    """Raise UserError if the run would start from random weights where it should start from those of a folder.
+
+    given: the keys of recipe file and command line.  A run that resumes from a checkpoint needs no first weights.
+    """
+    if resumes(config):
+        return
+    start = config.train.init_from
+    if start is not None:
+        if is_folder_of_weights(start):
+            check_weights(start, "model.path" if given.get("model.path") else "train.init_from")
+        return
+    if not hasattr(config.model, "fresh") or not config.model_path:
+        return  # of its own accord it draws its weights
+    fresh = given.get("model.fresh")
+    if not (is_true(fresh) or (fresh is None and config.model.fresh and not _fine_tunes(config))):
+        check_weights(config.model_path, "model.path")
+
+
+def asks_for_fine_tuning(values: Mapping[str, Any]) -> bool:
+    """Return whether the keys of a configuration ask for what only trained weights are good for."""
+    rank = values.get("lora.rank")
+    return (
+        values.get("data.source") == "chat"
+        or values.get("train.objective") not in (None, "tokens")
+        or rank not in (None, 0, "0")
+    )
+
+
+def _fine_tunes(config: RunConfig) -> bool:
+    return asks_for_fine_tuning(
+        {
+            "data.source": config.data.source,
+            "train.objective": config.train.objective,
+            "lora.rank": config.lora.rank,
+        }
+    )
+
+
+def is_true(value: object) -> bool:
+    """Return whether a value of a recipe file or of the command line means true."""
+    return str(value).lower() == "true"
+
+
+def refuse_fresh_with_start(given: Mapping[str, Any], start: str) -> None:
+    """Raise UserError if random weights are asked for, and also those of `train.init_from`."""
+    if is_true(given.get("model.fresh")):
+        rule = f"asks for random weights, but train.init_from={start} names the weights to start from"
+        raise setting_error("model.fresh", True, rule, fix="leave out one of the two")
+
+
+def resumes(config: RunConfig) -> bool:
+    """Return whether the run will find a checkpoint to resume from, as far as the names of files tell."""
+    if config.checkpoint.resume != "auto":
+        return config.checkpoint.resume != "none"
+    if not (config.run_dir / CONFIG).is_file():
+        return False
+    place = config.checkpoint.dir or str(config.run_dir / "checkpoints")
+    return "://" in place or any(Path(place).glob("step_*"))
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# The tokenizer of the weights
+
+_TOKENIZER = "tokenizer.json"
+_KEY = "data.tokenizer"
+_NOT_READ = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tekken.json", "vocab.json", "vocab.txt")
+"""Files that hold a tokenizer in a form that is not read here."""
+
+Stored = Callable[[Path], Mapping[str, Any]]
+"""Returns the configuration that a run has written to its folder; empty where none can be read."""
+
+
+def use_weights_tokenizer(config: RunConfig, given: Mapping[str, Any], read_run_config: Stored) -> RunConfig:
+    """Return the configuration with the tokenizer that the first weights were trained with, unless another is given.
+
+    given: the keys of recipe file and command line.  A run that resumes keeps the tokenizer that it has.  Raises
+    UserError if the one that is given is another, or if the weights have none that can be read: ids would mean other
+    text than they did when the weights were trained.  `checkpoint.allow_changes=[data.tokenizer]` allows both.
+    """
+    data = config.data
+    if data.source == "synthetic":
+        return config
+    own = find_weights_tokenizer(config, read_run_config)
+    if _KEY in given and data.tokenizer != "model":
+        if own is not None and not allows_another(config) and not resumes(config):
+            _check_same(data.tokenizer, own)
+        return config
+    if own is None:
+        if _KEY not in given and not resumes(config):
+            _check_readable_tokenizer(config, _tokenizer_of_run(config, read_run_config))
+        return config
+    before = _section(read_run_config(config.run_dir), "data").get("tokenizer") if resumes(config) else None
+    named = "bytes" if before == "bytes" and _KEY not in given else own
+    return dataclasses.replace(config, data=dataclasses.replace(data, tokenizer=named))
+
+
+def find_weights_tokenizer(config: RunConfig, read_run_config: Stored) -> str | None:
+    """Return the tokenizer.json that the first weights come with, or that the run they are from was given.
+
+    None if they are drawn, or if there is none to be seen: beside them, or in a run that was trained on bytes.
+    """
+    folder = find_weights_folder(config)
+    if folder is not None:
+        file = Path(folder.removeprefix("file://")).expanduser() / _TOKENIZER
+        return str(file.absolute()) if file.is_file() else None
+    named = _tokenizer_of_run(config, read_run_config)
+    return named if named is not None and Path(named).is_file() else None
+
+
+def _tokenizer_of_run(config: RunConfig, read_run_config: Stored) -> str | None:
+    """Return the tokenizer file that the run was given which the first weights are from; it may have been moved."""
+    start = config.train.init_from
+    if start is None or "://" in start.removeprefix("file://"):
+        return None
+    stored = _section(read_run_config(Path((run_of_best(start) or start).removeprefix("file://"))), "data").get(
+        "tokenizer"
+    )
+    if not isinstance(stored, str) or stored in ("bytes", "model"):
+        return None
+    return str(Path(stored).expanduser().absolute())
+
+
+def find_weights_folder(config: RunConfig) -> str | None:
+    """Return the Hugging Face folder that the first weights are read from; None if they come from elsewhere."""
+    start = config.train.init_from
+    if start is not None:
+        return start if is_folder_of_weights(start) else None
+    is_read = hasattr(config.model, "fresh") and not config.model.fresh
+    return config.model_path if is_read else None
+
+
+def allows_another(config: RunConfig) -> bool:
+    """Return whether training may use another tokenizer than the weights did."""
+    return not {"data", _KEY}.isdisjoint(config.checkpoint.allow_changes)
+
+
+def _check_same(tokenizer: str, own: str) -> None:
+    path = Path(tokenizer).expanduser()
+    file = path / _TOKENIZER if path.is_dir() else path
+    if tokenizer != "bytes" and not file.is_file():
+        return  # whoever opens it says so
+    if tokenizer == "bytes" or not _are_same(file, Path(own)):
+        rule = f"is another tokenizer than the one that the weights were trained with, {own}"
+        fix = f"leave it out, to use that one; to use another on purpose: checkpoint.allow_changes=[{_KEY}]"
+        raise setting_error(_KEY, tokenizer, rule, fix=fix)
+
+
+def _are_same(one: Path, other: Path) -> bool:
+    """Return whether two tokenizer.json give the same ids: what they add around a text, and its length, may differ."""
+    try:
+        contents = [file.read_bytes() for file in (one, other)]
+        if contents[0] == contents[1]:
+            return True
+        parts = ("model", "added_tokens", "normalizer", "pre_tokenizer")
+        first, second = ({part: json.loads(content).get(part) for part in parts} for content in contents)
+        return first == second
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return True  # one that cannot be read: whoever opens it says so
+
+
+def _check_readable_tokenizer(config: RunConfig, of_run: str | None) -> None:
+    """Raise UserError if the weights come with a tokenizer that cannot be read: training would use bytes instead."""
+    if of_run is not None:
+        rule = f"the weights of {config.train.init_from} were trained with {of_run}, which is missing"
+        raise setting_error(_KEY, config.data.tokenizer, rule, fix=f"give its new place, {_KEY}=FILE")
+    folder = find_weights_folder(config)
+    if folder is not None and not allows_another(config):
+        check_tokenizer_of_folder(folder)
+
+
+def check_tokenizer_of_folder(folder: str | Path) -> None:
+    """Raise UserError if a Hugging Face folder has its tokenizer in a form that is not read here, and in no other."""
+    place = Path(str(folder).removeprefix("file://")).expanduser()
+    there = [name for name in _NOT_READ if (place / name).is_file()]
+    if not there or (place / _TOKENIZER).is_file():
+        return
+    script = "import sys; from transformers import AutoTokenizer as T; "
+    script += "T.from_pretrained(sys.argv[1]).save_pretrained(sys.argv[1])"
+    command = f"python -c {shlex.quote(script)} {shlex.quote(str(place))}"
+    rule = f"the weights in {folder} have their own tokenizer ({', '.join(there)}), but not as {_TOKENIZER}"
+    raise setting_error(_KEY, "bytes", rule, fix=f"{command}; in a run also {_KEY}=FILE")
+
+
+def _section(stored: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    section = stored.get(name)
+    return section if isinstance(section, Mapping) else {}

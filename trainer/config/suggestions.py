@@ -1,0 +1,251 @@
+"""Invalid arguments: suggests what was meant, or what to do instead.
+
+Knows what other trainers call the same thing.  A name that is merely similar to a key is not suggested.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import re
+import shlex
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+from trainer.errors import UserError, nearest, setting_error, typed
+
+_CALLED_ELSEWHERE = {
+    "optim.lr": "learning_rate base_lr max_lr peak_lr",
+    "optim.name": "optim optimizer optimizer_type optimizer_name",
+    "optim.betas": "adam_betas",
+    "optim.eps": "epsilon adam_epsilon",
+    "optim.max_grad_norm": "max_norm gradient_clip_val gradient_clipping grad_clip clip_grad_norm",
+    "schedule.name": "schedule scheduler lr_scheduler lr_scheduler_type decay_type",
+    "train.steps": "max_steps num_steps num_train_steps total_steps train_steps max_iters",
+    "train.epochs": "num_epochs num_train_epochs max_epochs",
+    "train.micro_batch_size": "local_batch_size per_device_train_batch_size per_device_batch_size train_batch_size "
+    "batch_size micro_batch micro_bsz",
+    "train.activation_checkpoint": "gradient_checkpointing activation_checkpointing recompute",
+    "train.compile": "torch_compile compile_model compile_enable enable_compile",
+    "train.init_from": "init_weights pretrained_model load_from initial_load_path",
+    "train.freeze": "freeze_layers",
+    "eval.every": "eval_steps eval_interval val_check_interval eval_every eval_freq",
+    "eval.steps": "limit_val_batches eval_iters num_eval_steps max_eval_steps eval_max_steps",
+    "eval.patience": "early_stopping_patience",
+    "checkpoint.every": "checkpoint_steps save_steps save_interval save_every interval checkpoint_every "
+    "every_n_train_steps",
+    "checkpoint.keep_last": "save_total_limit save_top_k keep_latest_k",
+    "checkpoint.resume": "resume_from_checkpoint resume_from ckpt_path resume load_step",
+    "checkpoint.dir": "checkpoint_dir checkpoint_path save_dir save_folder",
+    "log.every": "logging_steps log_steps log_every log_freq log_interval log_every_n_steps",
+    "log.wandb": "use_wandb enable_wandb wandb_mode",
+    "log.tensorboard": "enable_tensorboard use_tensorboard",
+    "run.dir": "output_dir out_dir default_root_dir dump_folder logging_dir log_dir",
+    "run.name": "run_name experiment_name exp_name run",
+    "run.device": "device accelerator",
+    "data.path": "data train_file data_path data_dir dataset dataset_path dataset_name datasets train_data",
+    "data.eval_path": "validation_file eval_file val_path eval_data eval_dataset",
+    "data.seq_len": "max_seq_length max_length block_size sequence_len sequence_length context_length seq_length",
+    "data.num_workers": "dataloader_num_workers num_loader_workers",
+    "data.tokenizer": "tokenizer tokenizer_path tokenizer_name hf_assets_path",
+    "data.pack": "packing sample_packing",
+    "data.holdout": "val_set_size",
+    "data.chat_template": "chat_template chat_template_path",
+    "model.name": "model model_type flavor",
+    "model.path": "model_name_or_path model_path base_model pretrained_model_name_or_path hub_name",
+    "lora.rank": "lora_r lora_rank r",
+    "lora.alpha": "lora_alpha",
+    "lora.dropout": "lora_dropout",
+    "lora.targets": "lora_target_modules target_modules",
+    "mesh.shard": "mesh data_parallel_shard_degree dp_shard fsdp_size",
+    "mesh.replicate": "data_parallel_replicate_degree dp_replicate",
+    "mesh.context": "context_parallel_size context_parallel_degree cp_size",
+    "fsdp.cpu_offload": "offload_params enable_cpu_offload",
+    "fsdp.reshard_after_forward": "fsdp fsdp_reshard_after_forward sharding_strategy fsdp_sharding_strategy",
+    "fsdp.param_dtype": "dtype torch_dtype mixed_precision_param",
+    "fsdp.reduce_dtype": "mixed_precision_reduce",
+    "fsdp.wrap": "auto_wrap_policy fsdp_auto_wrap_policy",
+    "nproc": "num_processes nproc_per_node nproc_per_gpu devices num_gpus n_gpus gpus ngpu",
+    "recipe": "config config_file config_path job_config",
+}
+_MEANS = {name: key for key, names in _CALLED_ELSEWHERE.items() for name in names.split()}
+
+_COUNTED = "it is computed from train.global_batch_size, train.micro_batch_size and the number of ranks"
+_BY_LAUNCHER = "start the run with torchrun or srun, which set this"
+_FSDP_ONLY = "only sharding and replication are supported (mesh.shard, mesh.replicate; mesh.context for long sequences)"
+_TRAINED_ON = "set data.train_on=assistant, or completion"
+_EVAL_BATCH = "leave it out: an evaluation takes as many sequences at a time as training, train.micro_batch_size"
+_INSTEAD = {
+    **dict.fromkeys(("gradient_accumulation_steps", "accumulate_grad_batches", "grad_accum_steps"), _COUNTED),
+    **dict.fromkeys(("bf16", "fp16", "precision", "mixed_precision", "amp"), "set fsdp.param_dtype=bfloat16"),
+    **dict.fromkeys(("num_nodes", "num_machines", "nnodes", "nodes", "machine_rank", "node_rank"), _BY_LAUNCHER),
+    **dict.fromkeys(("strategy", "distributed_type", "use_fsdp"), "leave it out: every run is sharded by FSDP2"),
+    **dict.fromkeys(
+        ("tensor_parallel_degree", "pipeline_parallel_degree", "tp_size", "pp_size", "deepspeed"), _FSDP_ONLY
+    ),
+    **dict.fromkeys(
+        ("train_on_inputs", "assistant_only_loss", "completion_only_loss"), "set data.train_on=assistant, or completion"
+    ),
+    **dict.fromkeys(("eval_batch_size", "per_device_eval_batch_size", "micro_eval_batch_size"), _EVAL_BATCH),
+    **dict.fromkeys(("eval_strategy", "evaluation_strategy"), "set eval.every, a number of steps; 0 means never"),
+    "save_strategy": "set checkpoint.every, a number of steps",
+    "load_best_model_at_end": "set checkpoint.keep_best=1; the best checkpoint is RUN/best",
+    "model_name": "set model.path to a Hugging Face folder, or model.name to a registered model",
+    "fsdp_transformer_layer_cls_to_wrap": "leave it out: fsdp.wrap=block, the default, wraps what the recipe lists",
+    **dict.fromkeys(("adapter", "peft_config"), "set lora.rank, for example to 16"),
+    "param_init_fn": "leave it out: each module fills itself in reset_parameters()",
+    "rl": "use recipe=dpo for preference pairs",
+    "backward_prefetch": "set fsdp.prefetch_backward, for example to 2",
+    "forward_prefetch": "set fsdp.prefetch_forward, for example to 2",
+    "transformer_auto_wrap_policy": "leave it out: fsdp.wrap=block, the default, wraps the units that the recipe lists",
+    "size_based_auto_wrap_policy": "set fsdp.wrap=size:100000000",
+    "lambda_auto_wrap_policy": "set fsdp.wrap=my_package.my_module:function",
+    "sync_module_states": "leave it out: each rank builds or loads its own shard",
+    "fsdp_config": "set keys such as fsdp.wrap and mesh.shard, on the command line or in a recipe file",
+    "report_to": "set log.wandb=online, or log.tensorboard=true",
+    "warmup": "set schedule.warmup_steps, or schedule.warmup_ratio",
+    "load_in_4bit": "4-bit weights are not supported; lora.rank=16 lora.base_dtype=bfloat16 halves them",
+    "load_in_8bit": "8-bit weights are not supported; lora.rank=16 lora.base_dtype=bfloat16 halves them",
+    "trust_remote_code": "leave it out: custom model code is never run",
+}
+
+
+def unknown_key(key: str, value: Any, legal: Collection[str], where: str = "", model: str = "") -> UserError:
+    """Return the error for a key that there is none of, on the command line or, as `where` says, in a file.
+
+    model: the name of the model whose settings `legal` has.
+    """
+    rule = f"no such key{where}"
+    plain = key.translate(_PLAIN)
+    if plain != key and plain in legal:  # copied from a page that prints quotes
+        fix = f"use plain quotes, or none: {plain}={str(value).translate(_PLAIN)}"
+        return setting_error(key, value, rule, fix=fix)
+    best, instead = _meant(key, legal)
+    if best == key:  # a setting of other models alone
+        best = None
+        if key == "model.path":
+            instead = f"train.init_from={value} starts from a folder's weights; model.name=auto also takes its model"
+    if instead:
+        return setting_error(key, value, rule, fix=instead)
+    if best is None:
+        section = key.partition(".")[0]
+        fix = f"see python -m trainer.run --help{f' {section}' if _is_section(section, legal) else ''}"
+        if section == "model" and model:
+            rule = f"model.name={model} has no such setting{where}"
+        return setting_error(key, value, rule, fix=fix)
+    meant = _VALUES.get(best, {}).get(str(value).lower(), value)
+    return UserError(f"{setting_error(key, value, rule)}\n  did you mean {typed(best, meant)}?")
+
+
+_VALUES = {
+    "train.activation_checkpoint": {"true": "full", "false": "none"},
+    "fsdp.wrap": {"transformer_based_wrap": "block"},
+}
+"""What is called otherwise elsewhere, as the key is."""
+
+
+_PLAIN = str.maketrans("", "", "\u201c\u201d\u2018\u2019")
+"""Takes out the quotes that text programs put in place of those of a keyboard."""
+DASHES = ("-", "\u2013", "\u2014")
+"""What an option begins with, and what text programs make of it."""
+_ALWAYS = {"nproc", "recipe", "model.name", "model.path"}
+_WHOLE = {"activation_checkpoint.mode": "train.activation_checkpoint", "checkpoint.folder": "checkpoint.dir"}
+
+
+def _meant(key: str, legal: Collection[str]) -> tuple[str | None, str]:
+    """Return the key that is meant, or what to do instead; None and nothing where neither is known."""
+    if key in _WHOLE:
+        return _WHOLE[key], ""
+    section, _, leaf = key.rpartition(".")
+    leaf = leaf.replace("-", "_").lower()
+    if section == "trainer" and leaf in _MEANS:
+        return _MEANS[leaf], ""
+    leaves = {known.partition(".")[2]: known for known in legal}
+    joined = f"{section}_{leaf}"
+    if joined in _INSTEAD:
+        return None, _INSTEAD[joined]
+    if named := leaves.get(joined) or _MEANS.get(joined):
+        return named, ""
+    is_real = _is_section(section, legal)
+    same_name = [known for known in legal if known.partition(".")[2] == leaf]
+    is_meant = not is_real or leaf in _UNMISTAKABLE or ("_" in leaf and len(same_name) == 1)
+    if same_name and is_meant and (section or leaf not in _MEANS):
+        return max(same_name, key=lambda known: _likeness(section, known.partition(".")[0])), ""
+    if leaf in _INSTEAD:
+        return None, _INSTEAD[leaf]
+    if (named := _MEANS.get(leaf)) in {*legal, *_ALWAYS} and (section != "eval" or str(named).startswith(_OF_EVAL)):
+        return named, ""
+    here = [known for known in legal if known.partition(".")[0] == section and not same_name]
+    close = difflib.get_close_matches(leaf, [known.partition(".")[2] for known in here], n=1, cutoff=0.75)
+    if close:
+        return f"{section}.{close[0]}", ""
+    close = [] if is_real else difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.85)
+    return (leaves[close[0]], "") if close else (None, "")
+
+
+_UNMISTAKABLE = ("seed", "lr", "betas", "epochs")
+"""Keys that mean the same in whatever section they are looked for; a `path` or `steps` is another one in each."""
+_OF_EVAL = ("eval.", "data.eval_path", "data.holdout")
+"""What a name of another trainer's may mean in the section `eval`: not the data or the steps of training."""
+
+
+def _is_section(name: str, legal: Collection[str]) -> bool:
+    return any(known.startswith(f"{name}.") for known in legal)
+
+
+def _likeness(one: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, one, other).ratio()
+
+
+def unknown_option(option: str, options: Iterable[str], keys: Collection[str] = ()) -> UserError:
+    """Return the error for an argument that begins with a dash and is no option."""
+    name, equals, value = option.lstrip("".join(DASHES)).partition("=")
+    value = value if equals else "..."
+    if name in ("recipe", "nproc"):
+        return UserError(f"{option}: no such option\n  did you mean {name}={value}?")
+    best, instead = _meant(name, keys)
+    if instead:
+        return UserError(f"{option}: no such option\n  to fix: {instead}")
+    if "." in name and (best is None or best == name):
+        return UserError(f"{option}: no such option\n  to fix: keys are written without dashes, as {name}={value}")
+    if best is not None:
+        return UserError(f"{option}: no such option\n  did you mean {best}={value}?")
+    close = difflib.get_close_matches(name, [known.lstrip("-") for known in options], n=1, cutoff=0.7)
+    advice = f"did you mean --{close[0]}?" if close else "to fix: see --help"
+    return UserError(f"{option}: no such option\n  {advice}")
+
+
+def unexpected_argument(
+    argv: Sequence[str], place: int, recipes: Collection[str], has_recipe: bool, options: Collection[str] = ()
+) -> UserError:
+    """Return the error for the argument at `place`, which assigns nothing."""
+    word, before = argv[place], argv[place - 1] if place else ""
+    rule = f"{word!r}: an argument has the form section.key=value"
+    after = list(argv[place + 1 : place + 3])
+    if after[:1] == ["="]:
+        return UserError(f"{rule}\n  to fix: write it without spaces: {word}={after[1] if after[1:] else '...'}")
+    if before.endswith("="):
+        return UserError(f"{rule}\n  to fix: write it without spaces: {before}{word}")
+    if (not has_recipe and (meant := nearest(word, recipes)) and "." not in word) or (meant := word) in recipes:
+        return UserError(f"{rule}\n  did you mean recipe={meant}?")
+    close = difflib.get_close_matches(f"--{word.replace('_', '-')}", options, n=1, cutoff=0.85)
+    if close:
+        return UserError(f"{rule}\n  did you mean {close[0]}?")
+    key, colon, value = word.partition(":")
+    if colon and value and _is_key(key):
+        return UserError(f"{rule}\n  did you mean {typed(key, value)}?")
+    if _may_have_spaces(before) and not word.startswith("=") and not _is_key(word):
+        rest = itertools.takewhile(lambda each: "=" not in each and not each.startswith(DASHES), argv[place:])
+        quoted = shlex.quote(" ".join([before, *rest]))
+        return UserError(f"{rule}\n  to fix: quote a value with spaces in it: {quoted}")
+    return UserError(f"{rule}\n  for example: {word if _is_key(word) else 'train.steps'}=100")
+
+
+def _may_have_spaces(argument: str) -> bool:
+    """Return whether an argument may be the beginning of a value with spaces: it is neither a name nor a number."""
+    key, equals, value = argument.partition("=")
+    return bool(equals) and key not in ("recipe", "nproc") and not re.fullmatch(r"[-+\d.,_e]+", value)
+
+
+def _is_key(word: str) -> bool:
+    return word.count(".") == 1 and word.replace(".", "").replace("_", "").isalnum()

@@ -1,0 +1,187 @@
+"""Rows of whole documents: which pieces of the tokens lie in each.
+
+A document is one piece if a row holds it, and else as many as it needs.  What lies where is a function of the documents
+and the length of a row alone.  Of few documents it is kept in memory, of many in a file of the cache, which all ranks
+of a node map: a billion documents cost none of them memory of its own.
+"""
+
+from __future__ import annotations
+
+import bisect
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainer.data.cache import get_or_build
+from trainer.data.packing import best_fit
+from trainer.data.sample_order import sample_at
+from trainer.data.shards import Shard
+from trainer.files import checked, crc32, with_checksum
+
+PIECE = np.dtype([("start", "<i8"), ("count", "<i4")])
+"""A piece of a document: its first token in the stream of all shards, and its targets, the tokens after it."""
+
+_FILES = {"pieces": PIECE, "ends": np.dtype("<i8")}
+"""The files of a packing, and what they hold."""
+
+FEW_DOCUMENTS = 2**20
+"""So many documents are kept in memory, with some 24 bytes each."""
+
+_BLOCK = 2**16
+"""Documents that share rows with each other and with no others."""
+
+
+@dataclass(frozen=True)
+class Totals:
+    """The sum of the pieces: their targets, and the sum of the squares of their lengths."""
+
+    targets: int = 0
+    squares: int = 0
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """The pieces of each row."""
+
+    pieces: NDArray[Any]
+    """Of all rows, one after the other."""
+    ends: NDArray[np.int64]
+    """Where each row's pieces end."""
+    totals: Totals
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def pieces_of(self, row: int) -> list[tuple[int, int]]:
+        """Return start and count of each piece of a row."""
+        start = int(self.ends[row - 1]) if row else 0
+        found: list[tuple[int, int]] = self.pieces[start : int(self.ends[row])].tolist()
+        return found
+
+
+def find_rows(shards: Sequence[Shard], seq_len: int, packs: bool, content: str, cache_dir: str | None) -> RowLayout:
+    """Return rows of at most `seq_len` targets: with `packs` as full as can be, else of one piece each, in order.
+
+    content: a digest of the shards' content.  Those of many documents come from the cache: see `get_or_build`.
+    Raises ShardError, and UserError if they cannot be kept.
+    """
+    if sum(shard.info.num_documents for shard in shards) <= FEW_DOCUMENTS:
+        return _in_memory(list(_blocks(shards, seq_len, packs)))
+    name = f"packing-{content}-{seq_len}-{'best' if packs else 'apart'}"
+
+    def build(folder: Path) -> None:
+        _write(folder, _blocks(shards, seq_len, packs))
+
+    return get_or_build(cache_dir, name, "the packing of the documents", build, _memory_mapped)
+
+
+_Block = tuple[NDArray[Any], NDArray[np.int64]]
+"""Pieces, row after row, and how many of them each row has."""
+
+
+def _blocks(shards: Sequence[Shard], seq_len: int, packs: bool) -> Iterator[_Block]:
+    waiting: list[NDArray[np.int64]] = []
+    for documents in _documents(shards):
+        waiting.append(documents)
+        if sum(map(len, waiting)) >= _BLOCK:
+            yield _lay_out(np.concatenate(waiting), seq_len, packs)
+            waiting = []
+    if waiting:
+        yield _lay_out(np.concatenate(waiting), seq_len, packs)
+
+
+def _documents(shards: Sequence[Shard]) -> Iterator[NDArray[np.int64]]:
+    """Yield first token and number of targets of documents (n, 2), at most a block of them at a time."""
+    before = 0
+    for shard in shards:
+        for first in range(0, shard.info.num_documents, _BLOCK):
+            offsets = shard.read_offsets(first, min(_BLOCK, shard.info.num_documents - first) + 1)
+            yield np.stack([offsets[:-1] + before, np.diff(offsets) - 1], axis=1)
+        before += shard.info.num_tokens
+
+
+def _lay_out(documents: NDArray[np.int64], seq_len: int, packs: bool) -> _Block:
+    starts, targets = documents.T
+    counts = np.maximum(0, -(-targets // seq_len))
+    document = np.repeat(np.arange(len(documents)), counts)
+    behind = (np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)) * seq_len
+    pieces = np.empty(len(document), PIECE)
+    pieces["start"], pieces["count"] = starts[document] + behind, np.minimum(seq_len, targets[document] - behind)
+    if not packs:
+        return pieces, np.ones(len(pieces), np.int64)
+    order, begins = best_fit(pieces["count"].astype(np.int64), seq_len)
+    sizes = np.diff(begins)
+    # The longest come first in packing: mixed here, so that the last rows, which may be held out, are like the others.
+    mixed = sample_at(np.arange(len(sizes)), max(1, len(sizes)), 0)
+    begins, sizes = begins[mixed], sizes[mixed]
+    places = np.repeat(begins - (np.cumsum(sizes) - sizes), sizes) + np.arange(len(order))
+    return pieces[order[places]], sizes
+
+
+def _sum_up(pieces: NDArray[Any]) -> Totals:
+    counts = pieces["count"].astype(np.int64)
+    return Totals(int(counts.sum()), int(counts @ counts))
+
+
+def _in_memory(blocks: Sequence[_Block]) -> RowLayout:
+    pieces = np.concatenate([pieces for pieces, _ in blocks])
+    return RowLayout(pieces, np.cumsum(np.concatenate([sizes for _, sizes in blocks])), _sum_up(pieces))
+
+
+def _write(folder: Path, blocks: Iterator[_Block]) -> None:
+    """Write the files of a packing."""
+    targets = squares = end = pieces_crc = ends_crc = 0
+    with open(folder / "pieces", "wb") as pieces_file, open(folder / "ends", "wb") as ends_file:
+        for pieces, sizes in blocks:
+            ends = (end + np.cumsum(sizes)).astype("<i8").tobytes()
+            pieces_file.write(pieces.tobytes())
+            ends_file.write(ends)
+            pieces_crc, ends_crc = crc32(pieces.tobytes(), pieces_crc), crc32(ends, ends_crc)
+            end += len(pieces)
+            totals = _sum_up(pieces)
+            targets, squares = targets + totals.targets, squares + totals.squares
+    facts = {"totals": asdict(Totals(targets, squares)), "pieces": pieces_crc, "ends": ends_crc}
+    (folder / "totals.json").write_text(json.dumps(with_checksum(facts)))
+
+
+def _memory_mapped(folder: Path) -> RowLayout:
+    """Return the rows of a packing that `_write` has written.  Raises ValueError if it is damaged."""
+    facts = checked(json.loads((folder / "totals.json").read_bytes()))
+    totals = Totals(**facts["totals"])
+    pieces, ends = (_read_array(folder / name, dtype, facts[name]) for name, dtype in _FILES.items())
+    return RowLayout(pieces, ends, totals)
+
+
+def _read_array(path: Path, dtype: np.dtype[Any], checksum: int) -> NDArray[Any]:
+    """Return a mapped file.  Raises ValueError if its content has another checksum."""
+    found: NDArray[Any] = np.empty(0, dtype)
+    if path.stat().st_size:  # an empty file cannot be mapped
+        found = np.memmap(path, dtype, "r")
+    if (crc32(found.view(np.uint8).data) if len(found) else 0) != checksum:
+        raise ValueError(f"the checksum of {path.name} is wrong")
+    return found
+
+
+class DocumentIndex:
+    """The beginnings of documents in the tokens of several shards."""
+
+    def __init__(self, shards: Sequence[Shard]) -> None:
+        self._shards = shards
+        self._ends: list[int] = np.cumsum([shard.info.num_tokens for shard in shards]).tolist()
+        is_small = sum(shard.info.num_documents for shard in shards) <= FEW_DOCUMENTS
+        self._starts = np.concatenate([documents[:, 0] for documents in _documents(shards)]) if is_small else None
+
+    def between(self, first: int, last: int) -> NDArray[np.int64]:
+        """Return those of the tokens from `first` up to `last`, which is left out, that begin a document."""
+        if self._starts is not None:
+            return self._starts[slice(*np.searchsorted(self._starts, (first, last)).tolist())]
+        found, number = [np.empty(0, np.int64)], bisect.bisect_right(self._ends, first)
+        while number < len(self._ends) and (start := self._ends[number] - self._shards[number].info.num_tokens) < last:
+            found.append(start + self._shards[number].documents_between(max(0, first - start), last - start))
+            number += 1
+        return np.concatenate(found)

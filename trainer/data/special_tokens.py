@@ -1,0 +1,88 @@
+"""The special tokens around a document, as a Hugging Face tokenizer adds them: those that begin it and end it.
+
+Its post-processor says what it adds itself.  Which token ends a text stands in the configuration files beside
+tokenizer.json, and nowhere in it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainer.errors import setting_error
+from trainer.files import read_json
+
+if TYPE_CHECKING:
+    import tokenizers
+
+_EOS_KEYS = (
+    ("tokenizer_config.json", "eos_token"),
+    ("special_tokens_map.json", "eos_token"),
+    ("generation_config.json", "eos_token_id"),
+    ("config.json", "eos_token_id"),
+)
+"""The files that may say which token ends a text, and under which key; the tokenizer's own come first."""
+
+_BOS_KEYS = tuple((name, field.replace("eos", "bos")) for name, field in _EOS_KEYS)
+
+
+def added_ids(tokenizer: tokenizers.Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the ids that the post-processor puts before a text, and those that it puts behind it."""
+    if tokenizer.num_special_tokens_to_add(is_pair=False) == 0:
+        return (), ()
+    for text in ("a", "0", *sorted(tokenizer.get_vocab(with_added_tokens=False))):
+        found = tokenizer.encode(text)
+        is_text = [not mask for mask in found.special_tokens_mask]
+        if any(is_text):
+            start, stop = is_text.index(True), len(is_text) - is_text[::-1].index(True)
+            return tuple(found.ids[:start]), tuple(found.ids[stop:])
+    return (), ()  # no text has tokens
+
+
+def configured_eos(path: Path, ids: Mapping[str, int], key: str) -> int | None:
+    """Return the id of the token that ends a text by the files beside the tokenizer at `path`; None if none says so.
+
+    Files of these names belong to a tokenizer.json alone.  Raises UserError, with `key` for the setting, for one that
+    cannot be read or names a token that `ids`, the vocabulary, does not have.
+    """
+    return _configured(_EOS_KEYS, path, ids, key)
+
+
+def configured_bos(path: Path, ids: Mapping[str, int], key: str) -> int | None:
+    """Return the id of the token that begins a text; see `configured_eos`."""
+    return _configured(_BOS_KEYS, path, ids, key)
+
+
+def _configured(files: Sequence[tuple[str, str]], path: Path, ids: Mapping[str, int], key: str) -> int | None:
+    for name, field in files if path.name == "tokenizer.json" else ():
+        value = _first(_read(path, name, key).get(field))
+        if value is None:
+            continue
+        end = ids.get(value) if isinstance(value, str) else value
+        if type(end) is not int or end not in ids.values():
+            shown = value if isinstance(value, str) else json.dumps(value)
+            rule = f"{path.with_name(name)} has {field}={shown}, which is not a token of this tokenizer"
+            raise setting_error(key, path, rule, fix="use a tokenizer.json together with its own files")
+        return end
+    return None
+
+
+def _first(value: Any) -> Any:
+    """Return a token's text or id, as it stands or within what describes it; of several the first."""
+    if isinstance(value, list):
+        value = value[0] if value else None
+    return value.get("content") if isinstance(value, dict) else value
+
+
+def _read(path: Path, name: str, key: str) -> dict[str, Any]:
+    try:
+        content = read_json(path.with_name(name))
+        if not isinstance(content, dict):
+            raise ValueError("it is not a JSON object")
+        return content
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise setting_error(key, path, f"{name} beside it cannot be read ({error})") from error

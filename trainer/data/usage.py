@@ -1,0 +1,71 @@
+"""The share of its data that a run reads: by source and phase, and how often data is repeated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from trainer.config import DataSection
+from trainer.data.sample_order import SampleOrder
+from trainer.errors import setting_error
+
+
+@dataclass(frozen=True)
+class SourceUsage:
+    """The samples that the steps of one phase read of one source; `source` is empty where there is one source alone.
+
+    share: of the samples of the phase.  epochs: how many times the source has been gone through once the phase is over,
+    the phases before it included.
+    """
+
+    first_step: int
+    last_step: int
+    source: str
+    samples: int
+    tokens: int
+    share: float
+    epochs: float
+
+
+def usage_by_phase(order: SampleOrder, batch: int, steps: int, seq_len: int) -> list[SourceUsage]:
+    """Return what `steps` steps of `batch` samples read, by phase and source; nothing of phases that do not begin."""
+    found, starts = [], [start for start in order.starts if start < batch * steps]
+    before = order.counts(0)
+    for start, end in pairwise([*starts, batch * steps]):
+        after, first, last = order.counts(end), start // batch + 1, -(-end // batch)
+        for name, count in after.items():
+            samples, epochs = count - before[name], count / order.sizes[name]
+            tokens, share = samples * seq_len, samples / (end - start)
+            found.append(SourceUsage(first, last, name, samples, tokens, share, epochs))
+        before = after
+    return found
+
+
+def check_epochs(data: DataSection, found: Sequence[SourceUsage]) -> None:
+    """Raise UserError if a source would be gone through more than `data.max_epochs` times."""
+    most = max(found, key=lambda portion: portion.epochs, default=None)
+    if most is not None and data.max_epochs is not None and most.epochs > data.max_epochs:
+        name = f"source {most.source}" if most.source else "the data"
+        rule = f"{name} would be read {most.epochs:.4g} times in {most.last_step} steps"
+        raise setting_error("data.max_epochs", data.max_epochs, rule, float(f"{most.epochs * 1.0005:.4g}"))
+
+
+def describe_usage(found: Sequence[SourceUsage]) -> list[str]:
+    """Return what there is to say at the start of a run: a line for each phase, then one for what is read again."""
+    lines = []
+    for first in dict.fromkeys(portion.first_step for portion in found):
+        phase = [portion for portion in found if portion.first_step == first]
+        last = phase[0].last_step
+        steps = f"steps {first} to {last}" if last > first else f"step {first}"
+        lines.append(f"{steps}: {', '.join(_describe_source(portion) for portion in phase if portion.samples)}")
+    again = {portion.source: portion.epochs for portion in found if portion.epochs > 1}
+    if again:
+        names = ", ".join(f"{name or 'all'} is read {epochs:.2f} times" for name, epochs in again.items())
+        lines.append(f"repeats its data: {names}")
+    return lines
+
+
+def _describe_source(portion: SourceUsage) -> str:
+    name = f"{portion.source} {100 * portion.share:.1f} %, " if portion.source else ""
+    return f"{name}{portion.samples:,} samples (to epoch {portion.epochs:.2f})"
