@@ -1,5 +1,4 @@
-"""Builds all units of a job, in this process and in worker processes, alongside any other processes that do the same.
-"""
+"""Builds all units of a job, in this process and in workers, alongside other processes that do the same."""
 
 from __future__ import annotations
 
@@ -63,7 +62,7 @@ def build(job: Job, path: Path, procs: int = 1) -> Manifest:
 
 
 def _build(job: Job, path: Path, procs: int) -> Manifest:
-    path.mkdir(parents=True, exist_ok=True)  # only here: a worker must not recreate a folder that was published meanwhile
+    path.mkdir(parents=True, exist_ok=True)  # not in workers: the folder may have been published
     with BuildFolder(path) as folder:
         if not folder.is_complete:
             units = plan(job.inputs)

@@ -57,7 +57,7 @@ def _columns(each: Input, start: int, stop: int | None, text_key: str, bad: BadP
             row += sum(file.metadata.row_group(number).num_rows for number in range(start))
             groups = range(start, file.num_row_groups if stop is None else stop)
             for batch in file.iter_batches(ROWS, list(groups), [text_key], use_threads=False):
-                yield row, batch.column(batch.schema.names.index(text_key))  # "a.b" also matches field `b` of a struct `a`
+                yield row, batch.column(batch.schema.names.index(text_key))  # "a.b" also matches `b` in a struct `a`
                 row += len(batch)
         return
     arrow = _import(each)

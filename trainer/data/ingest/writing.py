@@ -140,7 +140,7 @@ class UnitWriter:
 
     def _write_long(self, document: Long) -> Iterator[int]:
         try:
-            split = self._split_of(document.pieces())  # reads all of it, so a bad document is found before any of it is written
+            split = self._split_of(document.pieces())  # reads all of it, to find errors before writing
         except (BadLine, UnicodeDecodeError, *UNREADABLE) as error:
             document.refuse(error, self._bad)
             return
