@@ -1,7 +1,7 @@
-"""URLs: what is path and what is query in them, their credentials, and the fsspec file system behind one.
+"""Parses URLs: path and query, globs, credentials, and the matching fsspec file system.
 
-In http(s) URLs a `?` begins the query, as everywhere on the web; globs there are `*` and `[...]`, in the path alone.
-Elsewhere (s3://, gs://, memory://) there is no query, and `?` is a glob, too.
+In http(s) URLs a `?` starts the query, and `*` and `[...]` are globs, in the path only.  Other URLs (s3://, gs://,
+memory://) have no query, and `?` is a glob as well.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from typing import Any
 from trainer.errors import PASSWORD_IN_URL, is_masked_query
 
 _WITH_KEYS = ("s3", "s3a")
-"""Schemes whose fsspec library takes key and secret as options, not from the URL."""
+"""Schemes whose fsspec implementation takes key and secret as options instead of reading them from the URL."""
 _SIGNED = re.compile(r"[?&](?:x-amz-signature|x-goog-signature|signature|sig)=", re.IGNORECASE)
 _OF_A_SIGNATURE = re.compile(
     r"(?:x-(?:amz|goog)-.*|expires|signature|key-pair-id|policy|awsaccesskeyid|googleaccessid"
     r"|s[a-z]|ske|sks|skt|skv|skoid|sktid|sig|spr|sip|rsc[a-z])$",
     re.IGNORECASE,
 )
-"""Parameters that are renewed with a signature: of AWS, Google, CloudFront, and Azure (SAS)."""
+"""Query parameters that change when a URL is signed again: AWS, Google, CloudFront, Azure (SAS)."""
 
 
 def is_http(url: str) -> bool:
-    """Return whether a URL is one of the web."""
+    """Return whether a URL is http or https."""
     return url.startswith(("http://", "https://"))
 
 
 def split_query(url: str) -> tuple[str, str]:
-    """Return a URL without its query, and the query with its `?`; that is empty where there is none."""
+    """Split a URL into the part before the query, and the query with its `?`, or an empty string."""
     location, mark, query = url.partition("?") if is_http(url) else (url, "", "")
     return location, mark + query
 
@@ -44,7 +44,7 @@ def has_pattern(url: str) -> bool:
 
 
 def join(url: str, name: str) -> str:
-    """Return the URL of a file in the folder at `url`, with the same query: a token there holds for all of it."""
+    """Return the URL of a file in the folder at `url`, with the same query: a token in it is valid for all files."""
     location, query = split_query(url)
     return f"{location.rstrip('/')}/{name}{query}"
 
@@ -56,16 +56,16 @@ def parent(url: str) -> str:
 
 
 def with_suffix(url: str, old: str, new: str) -> str:
-    """Return a URL whose path ends in `new` where it ended in `old`, with the same query."""
+    """Replace the suffix `old` of a URL's path by `new`, keeping the query."""
     location, query = split_query(url)
     return f"{location.removesuffix(old)}{new}{query}"
 
 
 def without_credentials(url: str) -> str:
-    """Return what a URL names, whoever asks for it: without user, password, token, and signature.
+    """Return a URL without user, password, token and signature.
 
-    Caches and comparisons go by this, so that a renewed token or signature still means the same file.  Masked
-    credentials are left out as well: it may be what a run has stored.
+    Caches and comparisons use this, so that a renewed token or signature still refers to the same file.  Masked
+    credentials are removed as well, since the URL may come from a run's stored configuration.
     """
     if "://" not in url:
         return url
@@ -81,7 +81,7 @@ def without_credentials(url: str) -> str:
 
 
 def with_credentials_of(url: str, other: str) -> str:
-    """Return a URL that was found by way of `other` with the credentials that `other` has."""
+    """Return `url` with the credentials of `other`, through which it was found."""
     location, query = split_query(url)
     bare, own_user, _ = _split_user(location)
     start, end = _user_span(other)
@@ -92,7 +92,7 @@ def with_credentials_of(url: str, other: str) -> str:
 
 
 def _user_span(url: str) -> tuple[int, int]:
-    """Return where `user:password@` is in a URL; an empty span where there is none."""
+    """Return the span of `user:password@` in a URL, empty if absent."""
     found = PASSWORD_IN_URL.search(url)
     begin = url.find("://") + 3
     if found is not None and found.start() + 3 == begin:
@@ -102,14 +102,14 @@ def _user_span(url: str) -> tuple[int, int]:
 
 
 def _split_user(url: str) -> tuple[str, str, str]:
-    """Return a URL without user and password, and these two."""
+    """Return a URL without user and password, the user, and the password."""
     begin, end = _user_span(url)
     user, _, password = url[begin : max(begin, end - 1)].partition(":")
     return url[:begin] + url[end:], urllib.parse.unquote(user), urllib.parse.unquote(password)
 
 
 def split_login(url: str) -> tuple[str, dict[str, str]]:
-    """Return an http(s) URL without user and password, and the header that carries these instead."""
+    """Return an http(s) URL without user and password, and the header that carries them instead."""
     bare, user, password = _split_user(url)
     if not user and not password:
         return url, {}
@@ -117,10 +117,10 @@ def split_login(url: str) -> tuple[str, dict[str, str]]:
 
 
 def open_filesystem(url: str) -> tuple[Any, str]:
-    """Return the fsspec file system of a URL, and the path there.  One for each process: fsspec keeps them.
+    """Return the fsspec file system of a URL, and the path in it.  fsspec caches one file system per process.
 
-    `s3://KEY:SECRET@bucket/...` signs with these, in a chain such as simplecache::s3://..., too.  Raises ImportError
-    or ValueError for a kind of URL that cannot be used.
+    `s3://KEY:SECRET@bucket/...` uses these credentials, also in a chain such as simplecache::s3://...  Raises
+    ImportError or ValueError for a kind of URL that cannot be used.
     """
     import fsspec
 

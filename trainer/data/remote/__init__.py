@@ -1,11 +1,11 @@
-"""Token shards that are elsewhere: on a web server, in an object store, wherever fsspec reaches.
+"""Token shards on a web server, in an object store, or anywhere else that fsspec can reach.
 
-    transport   bytes from there; what is lost on the way is asked for again
-    cache       whole files of shards on this machine, shared by its ranks, within a bound
-    coming      which shards are needed next, fetched before they are
+    transport   downloads bytes, with retries
+    cache       a size-limited cache of shard files, shared by all ranks of a machine
+    coming      downloads the next shards before they are needed
     shard       a shard that is read through the cache
-    listing     the shards that a URL means
-    text        text that shards are made of here
+    listing     finds the shards that a URL names
+    text        downloads text files, from which shards are built
 
-The samples and their order are those of the same shards on a disk.
+The samples and their order are the same as for local shards.
 """

@@ -1,14 +1,14 @@
-"""Files of shards that are elsewhere, whole, in a folder that all processes of this machine share.
+"""A cache of remote shard files, in a folder shared by all processes of this machine.
 
-    NAME          a file that is complete, and whose size and checksum were right when it was fetched
-    .NAME.crc     the checksum of one for which its source has none
-    .NAME.part    one that is being fetched; its lock says by whom, and the kernel gives that back if they die
-    .lock         held while room is made
+    NAME          a complete file, whose size and checksum were correct when it was downloaded
+    .NAME.crc     its checksum, if its source provides none
+    .NAME.part    a file being downloaded; it is locked by the process that downloads it, until that process dies
+    .lock         held while files are evicted
 
-A name ends in the file's size, so that what is being fetched counts from its beginning.  Where there is no room, the
-tokens that are needed last go first; an index stays.
+A name ends in the file's size, so a file being downloaded counts at its full size from the start.  If the cache is
+full, the token files that are needed last are evicted; indices stay.
 
-A process compares a file with its checksum before it first reads it.  One that is damaged is fetched again.
+A process verifies the checksum of a file before it first reads it.  A damaged file is downloaded again.
 """
 
 from __future__ import annotations
@@ -43,9 +43,10 @@ class NoRoom(Exception):
 
 @dataclass(frozen=True)
 class Item:
-    """A file that is elsewhere.
+    """A remote file.
 
-    checksum: returns its CRC-32, or None where that is not known; it may have to be asked.
+    checksum: returns its CRC-32, or None if there is none; it may have to download the metadata.
+
     version: the server's version of it (ETag, modification time) at look-up; None if it was not looked up.
     """
 
@@ -57,15 +58,15 @@ class Item:
 
 
 class Plan(Protocol):
-    """Knows what is needed next."""
+    """Knows when files are needed."""
 
     def need(self, name: str) -> float:
-        """Return how many steps from now a file is needed; infinity for one of which that is not known."""
+        """Return in how many steps a file is needed; infinity if unknown."""
         ...
 
 
 class ShardCache:
-    """A folder of them, of `limit` bytes at most: None for as many as there are.  Safe for threads and processes."""
+    """A folder of cached files, of at most `limit` bytes (None: unlimited).  Thread-safe and process-safe."""
 
     def __init__(self, folder: Path, limit: int | None) -> None:
         self._folder, self._limit = folder, limit
@@ -74,27 +75,29 @@ class ShardCache:
         self._plans: weakref.WeakSet[Plan] = weakref.WeakSet()
 
     def heed(self, plan: Plan) -> None:
-        """Keep what `plan` needs soon, as long as there is that object."""
+        """Take `plan` into account when evicting files, for as long as that object exists."""
         self._plans.add(plan)
 
     def read_into(self, buffer: NDArray[Any], item: Item, offset: int) -> int:
-        """Fill `buffer` with bytes of a file, which is fetched if it is not here; see `DescriptorCache.read_into`.
+        """Fill `buffer` with bytes of a file, downloading the file if needed; see `DescriptorCache.read_into`.
 
-        Raises OSError, and ShardError if the file cannot be had.
+        Raises OSError, and ShardError if the file cannot be downloaded.
         """
         while True:
             try:
                 return SHARD_FILES.read_into(buffer, self._here.get(item.name) or self.fetch(item), offset)
-            except FileNotFoundError:  # another process has just made room
+            except FileNotFoundError:  # another process has just evicted it
                 self._here.pop(item.name, None)
 
     def has(self, name: str) -> bool:
-        """Return whether a file is here."""
+        """Return whether a file is in the cache."""
         return name in self._here or (self._folder / name).exists()
 
     def fetch(self, item: Item, due: float = -1) -> FileVersion:
-        """Return a file as it is here, once it is.  One that is due so many steps from now displaces none that is
-        needed sooner: then raises NoRoom.  Raises Unreachable, and OSError for the cache's own folder.
+        """Return the cached version of a file, downloading it if needed.
+
+        A file that is due in `due` steps evicts none that are needed sooner; if there is then no space, raises NoRoom.
+        Raises Unreachable, and OSError for the cache folder itself.
         """
         path = self._folder / item.name
         with self._fetching:
@@ -111,7 +114,7 @@ class ShardCache:
             return self._found(item.name, path)
 
     def _is_whole(self, item: Item, path: Path) -> bool:
-        """Return whether a file is here and is what was fetched.  Raises ShardError if that cannot be asked."""
+        """Return whether a file is in the cache and intact.  Raises ShardError if its checksum cannot be determined."""
         if not os.path.lexists(path):
             return False
         recorded = _recorded_of(item, path)
@@ -121,7 +124,7 @@ class ShardCache:
             return False
 
     def let_go(self) -> None:
-        """Close what others have removed, so that its room is free."""
+        """Close files that other processes have evicted, so that their disk space is freed."""
         for name in list(self._here):
             if not (self._folder / name).exists():
                 self._forget(name)
@@ -139,13 +142,13 @@ class ShardCache:
         return min((plan.need(name) for plan in list(self._plans)), default=math.inf)
 
     def _make_room(self, size: int, due: float) -> None:
-        """Remove what is needed last, until as many bytes as are still to come have their room.  Raises NoRoom."""
+        """Evict the files that are needed last until `size` more bytes fit.  Raises NoRoom."""
         if self._limit is None:
             return
         with os.fdopen(open_lock(self._folder / ".lock"), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             self.let_go()
-            excess = sum(map(_size_of, self._names())) - self._limit  # that of what is fetched is among them
+            excess = sum(map(_size_of, self._names())) - self._limit  # includes files being downloaded
             leaving: list[str] = []
             for name, need in self._by_need():
                 if excess <= 0 or need <= due:
@@ -160,7 +163,7 @@ class ShardCache:
                 self._forget(name)
 
     def _names(self) -> Sequence[str]:
-        """Return the files that are here or on their way; what dead processes have left is removed."""
+        """Return the names of files that are cached or being downloaded; removes those left by dead processes."""
         found = []
         for entry in os.scandir(self._folder):
             if entry.name.endswith(_PART) and _is_left(Path(entry.path)):
@@ -170,7 +173,7 @@ class ShardCache:
         return found
 
     def _by_need(self) -> list[tuple[str, float]]:
-        """Return the files of tokens, those that are needed last first; of those that none knows of, the oldest."""
+        """Return the token files, those needed last first; among files of unknown need, the oldest first."""
         found = []
         for name in self._names():
             if name.endswith(".bin"):
@@ -180,12 +183,14 @@ class ShardCache:
 
 
 def _size_of(name: str) -> int:
-    """Return the size that a name ends in."""
+    """Return the file size that is part of a name."""
     return int(name.removesuffix(_PART).rpartition("-")[2].partition(".")[0])
 
 
 def _get(item: Item, path: Path) -> None:
-    """Fetch a file and flush it to disk.  Raises Broken if it is not what it should be."""
+    """Download a file and flush it to disk.  Raises Broken if it is damaged, Changed if its version is not the expected
+    one.
+    """
     checksum = item.checksum()
     version = download(item.url, path, with_version=item.version is not None)
     are_reported = (version or "").strip() and (item.version or "").strip()  # otherwise the server reports none
@@ -203,12 +208,12 @@ def _get(item: Item, path: Path) -> None:
 
 
 def sum_file(path: Path) -> Path:
-    """Return the file that keeps the checksum of one for which its source has none."""
+    """Return the path of the file that stores the checksum of `path`, if its source provides none."""
     return path.with_name(f".{path.name}.crc")
 
 
 def _recorded_of(item: Item, path: Path) -> int | None:
-    """Return the checksum that a file here must have; None if it was kept when the file was fetched, and is lost."""
+    """Return the checksum that a cached file must have; None if it was stored at download and is lost."""
     checksum = item.checksum()
     return read_value(sum_file(path)) if checksum is None else checksum
 
@@ -224,7 +229,7 @@ def _size_and_crc(path: Path) -> tuple[int, int]:
 
 @contextlib.contextmanager
 def _held(path: Path) -> Iterator[Path]:
-    """Be the only one that writes a file, which is gone after the block unless it was renamed."""
+    """Hold the exclusive lock of a file to write.  The file is removed after the block unless it was renamed."""
     while True:
         descriptor = open_lock(path)
         try:
@@ -247,7 +252,7 @@ def _held(path: Path) -> Iterator[Path]:
 
 
 def _is_left(path: Path) -> bool:
-    """Return whether a file that was being fetched is held by no process."""
+    """Return whether no process holds the lock of a partial download."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:

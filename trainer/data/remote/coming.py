@@ -1,4 +1,4 @@
-"""The files that will be needed, in their order, which is known: a thread fetches them before they are."""
+"""Downloads shards in a background thread before they are needed; the order of the samples is known in advance."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from trainer.data.remote.shard import RemoteShard
 from trainer.data.shards import Shard, ShardError
 
 _SAMPLES = 4096
-"""Samples that are looked ahead, in whole steps."""
+"""Number of samples to look ahead, rounded up to complete steps."""
 
 _PAUSE_S = 1.0
-"""Seconds between looks at a cache that has no room: other processes may have made some."""
+"""Seconds until the next attempt if the cache is full; other processes may have evicted files meanwhile."""
 
 Samples = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class _Step:
-    """The shards that a step needs: on all ranks, by name, and on this one, in the order of its samples."""
+    """The shards that a step needs: the names for all ranks, and this rank's files in the order of its samples."""
 
     names: frozenset[str]
     own: Sequence[Item]
@@ -37,17 +37,20 @@ class _Step:
 def coming_from(
     shards: Sequence[Shard], shards_of: Callable[[Samples], list[int]], steps: Iterator[Samples], own: slice
 ) -> Coming:
-    """Return what steps need of shards that are elsewhere.  shards_of: those that some samples lie in, in order."""
+    """Return the prefetcher for those of `shards` that are remote.
+
+    shards_of: maps samples to the positions of their remote shards, in order.
+    """
     elsewhere = [shard for shard in shards if isinstance(shard, RemoteShard)]
     items = [shard.tokens for shard in elsewhere]
     return Coming(elsewhere[0].keep.cache, steps, own, lambda samples: [items[n] for n in shards_of(samples)])
 
 
 class Coming:
-    """The files that steps need, from the next one on.  The thread lives while samples are taken from `follow`.
+    """Prefetches the files of the coming steps.  The thread runs while samples are taken from `follow`.
 
-    steps: the samples of each step, on all ranks.  own: which of these are this rank's.  items_of: the files that some
-    samples lie in, in their order.
+    steps: the samples of each step, on all ranks.  own: the slice of them that is this rank's.  items_of: maps samples
+    to their files, in order.
     """
 
     def __init__(
@@ -63,11 +66,11 @@ class Coming:
         cache.heed(self)
 
     def need(self, name: str) -> float:
-        """Return how many steps from now a file is needed."""
+        """Return in how many steps a file is needed."""
         return self._next.get(name, math.inf)
 
     def follow(self, indices: Iterator[Samples]) -> Iterator[Samples]:
-        """Yield the samples of one micro-batch after the other, as they stand in `indices`."""
+        """Yield the samples of each micro-batch in `indices` unchanged, and prefetch meanwhile."""
         threading.Thread(target=self._fetch, name="fetch", daemon=True).start()
         try:
             for some in indices:
@@ -100,7 +103,7 @@ class Coming:
 
     def _fetch(self) -> None:
         while not self._is_closed:
-            with contextlib.suppress(NoRoom, ShardError, OSError):  # what is wrong is said when it is needed
+            with contextlib.suppress(NoRoom, ShardError, OSError):  # errors are raised when the file is needed
                 if self._fetch_next():
                     continue
             with self._changed:
@@ -109,7 +112,7 @@ class Coming:
             self._cache.let_go()
 
     def _fetch_next(self) -> bool:
-        """Fetch the first file that is missing; returns whether there was one."""
+        """Download the first missing file; returns whether there was one."""
         with self._changed:
             steps = list(islice(self._ahead, len(self._ahead)))
         for due, step in enumerate(steps):

@@ -1,4 +1,4 @@
-"""The shards that a URL means: one, those that a manifest lists, a glob, a folder."""
+"""Finds the shards that a URL names: a single shard, a manifest, a glob or a folder."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class NoShards(Exception):
 
 @dataclass(frozen=True)
 class Listed:
-    """Shards to train on, and those held out from them, with digests of their contents as of `sample_content`."""
+    """Training and held-out shards, with digests of their contents (see `sample_content`)."""
 
     train: list[Shard]
     train_content: str
@@ -34,9 +34,9 @@ class Listed:
 
 
 def open_remote(setting: str, key: str, cache_dir: str | None, cache_gib: float | None) -> Listed:
-    """Return the shards that a URL means, which are kept in the cache as they are needed.
+    """Return the shards that a URL names.  They are cached as they are read.
 
-    Raises NoShards if it names none, ShardError, and UserError if they cannot be kept.
+    Raises NoShards if there are none, ShardError, and UserError if there is no usable cache folder or it is too small.
     """
     keep = Keep(find_folder_of(cache_dir, "shards"), None if cache_gib is None else int(cache_gib * 2**30))
     location, query = split_query(setting)
@@ -45,7 +45,7 @@ def open_remote(setting: str, key: str, cache_dir: str | None, cache_gib: float 
     if location.endswith(".json"):
         content = _read_manifest(setting, url, key)
     elif not location.endswith(".bin") and not has_pattern(url):
-        with contextlib.suppress(Unreachable):  # then its shards are looked for
+        with contextlib.suppress(Unreachable):  # no manifest: list the shards
             content = read(join(url, "manifest.json"))
             url = join(url, "manifest.json")
     found = _by_manifest(url, content, keep) if content is not None else _by_name(url, keep)
@@ -94,7 +94,7 @@ def _by_name(url: str, keep: Keep) -> Listed:
 
 
 def _content(shards: Sequence[Shard], told: bytes, keep: Keep) -> str:
-    """Return the digest of the shards' content: what was found out before, of shards with these metadata."""
+    """Return the digest of the shards' content, from the cache if it was computed before for the same metadata."""
     digest = hashlib.blake2b(told, digest_size=12)
     digest.update("\n".join(shard.name for shard in shards).encode())
     path = keep.folder.with_name(f"content-{digest.hexdigest()}")
@@ -107,9 +107,9 @@ def _content(shards: Sequence[Shard], told: bytes, keep: Keep) -> str:
 
 
 def find_folder_of(cache_dir: str | None, name: str) -> Path:
-    """Return the folder of the cache in which what comes from elsewhere is kept.
+    """Return the subfolder `name` of the cache, for downloads.
 
-    Raises UserError if there is none that can be written.
+    Raises UserError if no cache folder is writable.
     """
     failure: OSError | None = None
     for base in find_cache_folders(cache_dir):
@@ -123,7 +123,7 @@ def find_folder_of(cache_dir: str | None, name: str) -> Path:
 
 
 def _check_room(shards: Sequence[Shard], cache_gib: float) -> None:
-    """Raise UserError unless the cache holds a shard for each rank of this machine."""
+    """Raise UserError unless the cache can hold one shard for each rank of this machine."""
     ranks = find_environment().local_world_size
     needed = ranks * max((shard.info.num_tokens * shard.dtype.itemsize for shard in shards), default=0)
     if cache_gib * 2**30 < needed:

@@ -1,4 +1,4 @@
-"""A token shard that is elsewhere, read through the cache."""
+"""A remote token shard, read through the cache."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trainer.urls import with_suffix, without_credentials
 
 @dataclass(frozen=True)
 class Keep:
-    """The folder that keeps shards, and the most bytes that it may hold."""
+    """The cache folder, and the maximum number of bytes in it."""
 
     folder: Path
     limit: int | None
@@ -37,9 +37,9 @@ def _cache(keep: Keep, process: int) -> ShardCache:
 
 
 class RemoteShard(Shard):
-    """The shard at a URL that has `info`.  Nothing is fetched before it is read.
+    """The shard at a URL, described by `info`.  Nothing is downloaded until it is read.
 
-    version: some text that changes with what lists the shard, so that no file of before is taken for it.
+    version: a string that changes with the manifest or metadata that lists the shard, so that stale files are not used.
     """
 
     is_elsewhere = True
@@ -50,16 +50,16 @@ class RemoteShard(Shard):
 
     @functools.cached_property
     def tokens(self) -> Item:
-        """The file of its tokens."""
+        """The token file."""
         return self._item(".bin", self.info.num_tokens * self.dtype.itemsize, slice(0, 8))
 
     @functools.cached_property
     def index(self) -> Item:
-        """The file of where its documents start."""
+        """The index file: where documents start."""
         return self._item(".idx", (self.info.num_documents + 1) * 8, slice(8, 16))
 
     def look(self, start: int, count: int) -> NDArray[np.unsignedinteger[Any]]:
-        """Return a few tokens, which alone are fetched where the server does so."""
+        """Return a few tokens, downloading only these if the server supports range requests."""
         if not self.keep.cache.has(self.tokens.name):
             size = self.dtype.itemsize
             found = read_range(self._url, start * size, (start + count) * size)
@@ -68,7 +68,7 @@ class RemoteShard(Shard):
         return self.read(start, count)
 
     def verify(self) -> None:
-        """Do nothing: the cache compares a file with its checksum when it is fetched, and when it is first read."""
+        """Do nothing: the cache verifies a file when it is downloaded and when it is first read."""
 
     def _fill(self, buffer: NDArray[Any], offset: int, is_index: bool) -> int:
         return self.keep.cache.read_into(buffer, self.index if is_index else self.tokens, offset)
@@ -85,7 +85,7 @@ class RemoteShard(Shard):
 
     @functools.cached_property
     def _told(self) -> ShardInfo:
-        """Its own metadata.  Raises ShardError if that is not what lists it says."""
+        """The shard's own metadata.  Raises ShardError if it differs from `info`."""
         url = with_suffix(self._url, ".bin", ".json")
         found = parse_info(read(url, MANY), without_credentials(url))
         if replace(found, checksum="") != replace(self.info, checksum=""):

@@ -1,4 +1,4 @@
-"""Text that is elsewhere: fetched whole, and kept until shards have been made of it."""
+"""Downloads remote text files and keeps them until shards have been built from them."""
 
 from __future__ import annotations
 
@@ -23,38 +23,36 @@ from trainer.stopping import stop_if_asked
 from trainer.urls import has_pattern, split_query, with_credentials_of, without_credentials
 
 _PAGES = (".html", ".htm", ".xml")
-"""Ends of names of files that may be web pages."""
+"""Suffixes of files that may be web pages."""
 
 
 @dataclass(frozen=True)
 class RemoteText:
-    """Files of text at URLs, and the folder that they are fetched into: one for all processes of this machine."""
+    """Text files at URLs, and the folder to download them into, shared by all processes of this machine."""
 
     items: Sequence[Item]
     folder: Path
 
     def inputs(self, key: str) -> list[Input]:
-        """Return the files as they will be here.  Their names change with what lies at their URLs."""
+        """Return the local files, which need not exist yet.  Their names change with the content at their URLs."""
         found = ((str(self.folder / item.name), kind_of(item.name), item.size) for item in self.items)
         return [Input(path, *kind, size, 0, key) for path, kind, size in found if kind is not None]
 
     def fetch(self) -> None:
-        """Fetch what is not here, or not whole.  Raises Unreachable, and OSError for the folder."""
+        """Download files that are missing or damaged.  Raises Unreachable, and OSError for the folder."""
         cache = ShardCache(self.folder, None)
         missing = [item for item in self.items if not cache.has(item.name)]
         if missing:
             size = sum(item.size for item in missing)
             what = "a file" if len(missing) == 1 else f"{len(missing)} files"
             say(f"fetching {what} of text, {size / 1e6:,.1f} MB, into {self.folder}")
-        for item in self.items:  # those that are here as well: they are verified
+        for item in self.items:  # also the cached ones, to verify them
             stop_if_asked()
             cache.fetch(item)
             self._refuse_a_page(item)
 
     def _refuse_a_page(self, item: Item) -> None:
-        """Raise Unreachable, and keep nothing, if a server has sent a web page in place of another file: a login or
-        error page.
-        """
+        """Raise Unreachable and remove the file if it is a web page by mistake, such as a login or error page."""
         path = self.folder / item.name
         with open(path, "rb") as file:
             start = file.read(1024).lstrip(b"\xef\xbb\xbf \t\r\n").lower()
@@ -66,9 +64,9 @@ class RemoteText:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Keep the files for the time of a block.  After that they are removed, unless another process needs them.
+        """Keep the files inside the block.  They are removed afterwards, unless another process needs them.
 
-        A UserError about one of them names its URL, not the file here.
+        In a UserError about one of the files, its local path is replaced by its URL.
         """
         names = " ".join(item.name for item in self.items)
         lock = self.folder / f".{hashlib.blake2b(names.encode(), digest_size=12).hexdigest()}.lock"
@@ -79,7 +77,7 @@ class RemoteText:
             yield
             files = here
         except UserError as error:
-            files = here  # what is wrong with them will be so again
+            files = here  # the error would recur with these files
             text = str(error)
             for item, path in zip(self.items, here, strict=True):
                 text = text.replace(str(path), masked(item.url))
@@ -93,7 +91,7 @@ class RemoteText:
 
 
 def _shared(lock: Path) -> int:
-    """Return the descriptor of a file that others may hold as well, but to remove it."""
+    """Acquire the shared lock of a file and return its descriptor; removing the file needs the exclusive lock."""
     while True:
         descriptor = open_lock(lock)
         fcntl.flock(descriptor, fcntl.LOCK_SH)
@@ -103,17 +101,17 @@ def _shared(lock: Path) -> int:
 
 
 def is_text(url: str) -> bool:
-    """Return whether a URL, or a glob of some, names text by how it ends."""
+    """Return whether a URL or glob names text files, judging by its suffix."""
     kind = kind_of(split_query(url)[0])
     return kind is not None and kind[0] != "tokens"
 
 
 def find_text(setting: str, cache_dir: str | None) -> RemoteText:
-    """Return the files of text that a URL, a glob of some, or a folder means: none, perhaps.
+    """Return the text files that a URL, a URL glob or a folder names, possibly none.
 
-    While their server is away they are taken to be what they were when last looked up with the same cache, which is
-    said: their tokens may be here.  Raises ShardError if they cannot be looked up and never were, UserError if there is
-    no folder to fetch them into.
+    If the server cannot be reached, assumes that the files are those of the last look-up with the same cache, with a
+    message, since their tokens may be cached.  Raises ShardError if they cannot be looked up and never were, UserError
+    if there is no folder to download them into.
     """
     folder = find_folder_of(cache_dir, "text")
     named = hashlib.blake2b(without_credentials(setting).encode(), digest_size=12).hexdigest()
@@ -131,7 +129,7 @@ def find_text(setting: str, cache_dir: str | None) -> RemoteText:
 
 
 _Facts: TypeAlias = "list[tuple[str, int, str]]"
-"""Of each file its URL, its size, and what changes with its content."""
+"""The URL, size and version of each file."""
 
 
 def _look_up_all(setting: str) -> _Facts:
@@ -141,7 +139,7 @@ def _look_up_all(setting: str) -> _Facts:
 
 
 def _remember(known: Path, facts: _Facts) -> None:
-    """Store what was looked up: URLs without their credentials."""
+    """Store the result of a look-up, without the credentials in URLs."""
     stored = [[without_credentials(url), size, version] for url, size, version in facts]
     if stored and read_value(known) != stored:
         with suppress(OSError):
@@ -149,16 +147,16 @@ def _remember(known: Path, facts: _Facts) -> None:
 
 
 def _recall(known: Path, setting: str) -> _Facts:
-    """Return what was stored, with the credentials of `setting`, by which the files are asked for now."""
+    """Return the stored look-up, with the credentials of `setting` added to the URLs."""
     return [(with_credentials_of(url, setting), size, version) for url, size, version in read_value(known) or []]
 
 
 @contextmanager
 def text_files(settings: Sequence[str], key: str) -> Iterator[tuple[list[Input], Callable[[], None]]]:
-    """Find the files of text that paths, folders, globs and URLs name, each once; beside them what fetches the latter.
+    """Find the text files that paths, folders, globs and URLs name, without duplicates.
 
-    Fetched files are removed behind the block, unless another process needs them.  Raises UserError, with `key` for the
-    setting, and so does what fetches.
+    Yields the files and a function that downloads the remote ones.  Downloaded files are removed after the block,
+    unless another process needs them.  Both this and the function raise UserError, naming the setting `key`.
     """
     with ExitStack() as stack:
         inputs: list[Input] = []
@@ -184,7 +182,7 @@ def text_files(settings: Sequence[str], key: str) -> Iterator[tuple[list[Input],
 
 @contextmanager
 def _named(key: str, setting: str) -> Iterator[None]:
-    """Say which setting it is that cannot be reached."""
+    """Turn a ShardError into a UserError that names the setting."""
     try:
         yield
     except ShardError as error:

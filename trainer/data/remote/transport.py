@@ -1,7 +1,6 @@
-"""Bytes from elsewhere: HTTP with the standard library, all else with fsspec.
+"""Downloads bytes: over HTTP with the standard library, from all other URLs with fsspec.
 
-Whatever fails on the way is tried again, after ever longer pauses, and said; not so what trying again would not change,
-such as a file that is not there.
+Failures are reported and retried with increasing pauses, unless a retry cannot help, as for a missing file.
 """
 
 from __future__ import annotations
@@ -39,19 +38,21 @@ if TYPE_CHECKING:
     import http.client
 
 STALL_S = 60.0
-"""Seconds without a byte from a web server after which a connection counts as lost; its speed is averaged over them."""
+"""Seconds without data after which a connection counts as lost; also the window over which speed is averaged."""
 
 LEAST_BYTES = 1 << 10
-"""Bytes a second that a web server must send on average, over STALL_S."""
+"""Minimum bytes per second from a web server, averaged over STALL_S."""
 
 LONGEST_PAUSE_S = 60.0
-"""Pauses between tries double up to this, from one second on."""
+"""Maximum pause between retries in seconds; pauses start at one second and double."""
 
 FEW, MANY = 3, 12
-"""Tries while the data are opened, where a mistake is likely, and in a run: some seven minutes."""
+"""Number of attempts: few while the data are opened, when the URL may be wrong, and many during a run (about 7
+minutes).
+"""
 
 _AT_ONCE = 16
-"""Files that are looked up at a time."""
+"""Number of files to look up at a time."""
 
 _BLOCK = 1 << 20
 _ASK_AGAIN = (408, 425, 429)
@@ -61,8 +62,9 @@ Result = TypeVar("Result")
 
 
 class Unreachable(ShardError):
-    """Something that is elsewhere cannot be had: `is_absent` if there is no such file, `is_away` if it may be there and
-    its server or the network is not.
+    """A remote file cannot be read.
+
+    `is_absent`: it does not exist.  `is_away`: it may exist, but its server or the network is down.
     """
 
     def __init__(self, message: str, is_absent: bool = False, is_away: bool = False) -> None:
@@ -71,11 +73,11 @@ class Unreachable(ShardError):
 
 
 class Changed(ShardError):
-    """A file is no longer the one that was looked up."""
+    """A file has changed since it was looked up."""
 
 
 def unusable_url(key: str, url: str, error: ShardError) -> UserError:
-    """Return what to raise for a setting whose URL gives nothing that can be used."""
+    """Return the UserError for a setting whose URL cannot be used."""
     fix = "start again" if isinstance(error, Changed) else ""
     if isinstance(error, Unreachable):
         fix = "check the URL" if error.is_absent else "check the URL, and whether this machine can reach it"
@@ -83,11 +85,11 @@ def unusable_url(key: str, url: str, error: ShardError) -> UserError:
 
 
 class SlowServer(OSError):
-    """A server sends so slowly that a file would take days."""
+    """A server sends data too slowly."""
 
 
 class Broken(OSError):
-    """The bytes that arrived are not those that were sent."""
+    """A download is incomplete or damaged."""
 
 
 def read(url: str, tries: int = FEW) -> bytes:
@@ -96,12 +98,13 @@ def read(url: str, tries: int = FEW) -> bytes:
 
 
 def read_range(url: str, start: int, stop: int, tries: int = FEW) -> bytes | None:
-    """Return bytes `start` to `stop` of a file; None if its server gives whole files alone.  Raises Unreachable."""
+    """Return bytes `start` to `stop` of a file; None if its server sends complete files only.  Raises Unreachable."""
     return again(url, tries, lambda: _range(url, start, stop))
 
 
 def look_up(url: str, tries: int = FEW) -> tuple[int, str]:
-    """Return the size of a file, and some text that changes with its content, as far as its server tells.
+    """Return the size of a file, and its version: a string that changes with its content, or empty if the server has
+    none.
 
     Raises Unreachable.
     """
@@ -109,9 +112,9 @@ def look_up(url: str, tries: int = FEW) -> tuple[int, str]:
 
 
 def download(url: str, path: Path, with_version: bool = False) -> str | None:
-    """Write the content of a file to the one at `path`, in one try.  Raises whatever goes wrong.
+    """Download a file to `path`, in a single attempt.  Raises whatever goes wrong.
 
-    Returns the version of what was written, as `look_up` does, if that is asked for.
+    With `with_version`, returns the version of the downloaded content, as `look_up` does.
     """
     if not is_http(url):
         system, name = open_filesystem(url)
@@ -127,30 +130,32 @@ def download(url: str, path: Path, with_version: bool = False) -> str | None:
 
 
 def find(url: str) -> list[str]:
-    """Return the URLs of the files that a glob or a folder names, sorted: of a web server, those that the folder's page
-    links to.  Raises Unreachable.
+    """Return the sorted URLs of the files that a glob or a folder names.  On a web server these are the links of the
+    folder's page.  Raises Unreachable.
     """
     return sorted(again(url, FEW, lambda: _linked(url) if is_http(url) else _listed(url)))
 
 
 def _headers(url: str) -> tuple[int, str]:
-    with _opened(url) as answer:  # not by HEAD, which not every server allows where it allows this
+    with _opened(url) as answer:  # GET: some servers refuse HEAD
         if answer.length is None:
             raise ValueError("the server does not report its size")
         return answer.length, _version_of(answer)
 
 
 def _version_of(answer: http.client.HTTPResponse) -> str:
-    """Return what changes with a file's content, as far as its server tells."""
+    """Return a string that changes with a file's content, from the headers that the server sends."""
     return " ".join(answer.headers.get(name, "") for name in ("ETag", "Last-Modified"))
 
 
 _MEANT = string.punctuation
-"""Characters of a URL that stand as they are; spaces and letters beyond ASCII are sent as %20 and the like."""
+"""Characters of a URL that are not percent-encoded; spaces and non-ASCII letters are."""
 
 _VERSIONS = ("ETag", "etag", "md5Hash", "content_md5", "mtime", "LastModified", "last_modified", "updated", "created")
-"""Facts that change with a file's content, the most reliable first; file systems tell some of them.  Times are told
-differently in a listing and of one file, so that only one fact is compared."""
+"""Metadata keys that change with a file's content, most reliable first; file systems provide some of them.
+
+Only the first one is compared: listings and single files report times in different formats.
+"""
 
 
 def _facts(url: str) -> tuple[int, str]:
@@ -176,9 +181,10 @@ def _linked(url: str) -> list[str]:
 
 
 def again(url: str, tries: int, act: Callable[[], Result]) -> Result:
-    """Return what `act` does, which is tried up to `tries` times, or FEW times if the server is too slow.
+    """Call `act`, with up to `tries` attempts, or FEW if the server is too slow.
 
-    Raises Unreachable, with the last reason.  A full disk is no fault of the URL's: that OSError is raised as it is.
+    Raises Unreachable with the last error.  An OSError for a full disk is raised unchanged, since it is unrelated to
+    the URL.
     """
     for left in range(tries - 1, -1, -1):
         stop_if_asked()
@@ -186,7 +192,7 @@ def again(url: str, tries: int, act: Callable[[], Result]) -> Result:
             return act()
         except ShardError:
             raise
-        except Exception as error:  # each file system raises errors of its own
+        except Exception as error:  # each file system has its own exception types
             if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise
             if isinstance(error, SlowServer) and tries - left >= FEW:
@@ -201,7 +207,7 @@ def again(url: str, tries: int, act: Callable[[], Result]) -> Result:
 
 
 def _sleep(seconds: float) -> None:
-    """Sleep, unless this process is asked to stop."""
+    """Sleep; raises StopRequested if this process is asked to stop."""
     until = time.monotonic() + seconds
     while (left := until - time.monotonic()) > 0:
         time.sleep(min(left, 0.2))
@@ -209,16 +215,16 @@ def _sleep(seconds: float) -> None:
 
 
 def looked_up(look: Callable[[str], Result], urls: Sequence[str]) -> list[Result]:
-    """Return what `look` finds of each URL, several at a time.
+    """Call `look` on each URL, several at a time, and return the results in order.
 
-    Raises the first error that occurs, and StopRequested, at once: threads that wait for a server are left behind.
-    They are daemons, for which the process does not wait when it exits, as it would for those of an executor.
+    Raises the first error that occurs, or StopRequested, immediately, without waiting for other threads.  The threads
+    are daemons, so the process does not wait for them at exit, as it would for those of an executor.
     """
     left = deque(enumerate(urls))
     answers: queue.SimpleQueue[tuple[int, Result] | BaseException] = queue.SimpleQueue()
 
     def work() -> None:
-        with suppress(IndexError):  # of `popleft`: there is nothing left to do
+        with suppress(IndexError):  # from `popleft`, when no URL is left
             while True:
                 number, url = left.popleft()
                 try:
@@ -243,7 +249,7 @@ def looked_up(look: Callable[[str], Result], urls: Sequence[str]) -> list[Result
 
 
 def _is_final(error: Exception) -> bool:
-    """Return whether trying again would be of no use."""
+    """Return whether a retry cannot help."""
     if isinstance(error, urllib.error.HTTPError):
         return 400 <= error.code < 500 and error.code not in _ASK_AGAIN
     is_of_the_disk = isinstance(error, OSError) and error.errno in _DISK
@@ -261,7 +267,7 @@ def _reason(error: Exception) -> str:
     if isinstance(cause, TimeoutError):
         return "the connection has stalled"
     if isinstance(error, urllib.error.HTTPError):
-        reason = " ".join(str(error.reason).split())  # that of a loop of redirects has several lines
+        reason = " ".join(str(error.reason).split())  # a redirect loop's has several lines
         return f"the server says {error.code} {reason}"
     return str(getattr(cause, "strerror", None) or cause) or type(error).__name__
 
@@ -286,23 +292,23 @@ def _range(url: str, start: int, stop: int) -> bytes | None:
 
 @contextmanager
 def _opened(url: str, **headers: str) -> Iterator[http.client.HTTPResponse]:
-    import urllib.request  # with http.client and ssl, which local data need not wait for
+    import urllib.request  # slow to import (ssl), and not needed for local data
 
     bare, login = split_login(url)
     request = urllib.request.Request(
         urllib.parse.quote(bare, safe=_MEANT), headers={"Accept-Encoding": "identity", **headers}
     )
     for name, value in login.items():
-        request.add_unredirected_header(name, value)  # another server is not told the password
+        request.add_unredirected_header(name, value)  # not sent to a server that this one redirects to
     with urllib.request.urlopen(request, timeout=STALL_S) as answer:
         yield answer
 
 
 def _whole(answer: http.client.HTTPResponse) -> Iterator[bytes]:
-    """Yield what an answer holds.  Raises Broken if the connection ends before it does."""
+    """Yield the body of a response.  Raises Broken if the connection ends early, SlowServer if it is too slow."""
     expected, count = answer.length, 0
     since, count_then = time.monotonic(), 0
-    while block := answer.read1(_BLOCK):  # what is there, where `read` would wait for all of it
+    while block := answer.read1(_BLOCK):  # returns available data; `read` would wait for a full block
         stop_if_asked()
         count += len(block)
         yield block
