@@ -413,14 +413,14 @@ DEFECTS: list[Defect] = [
     Defect(
         "header-never-trained-on",
         "chat-masks",
-        "trainer.data.chat.masking:_written",
+        "trainer.data.chat.masking:_assistant_spans",
         "return [(len(prompt), end)]",
         "return [(max(len(prompt), whole.text.find('assistant') + 10), end)]",
     ),
     Defect(
         "end-of-turn-not-trained-on",
         "chat-masks",
-        "trainer.data.chat.masking:_written",
+        "trainer.data.chat.masking:_assistant_spans",
         "spans[-1] = (spans[-1][0], end)",
         "spans[-1] = spans[-1]",
     ),
@@ -912,16 +912,16 @@ DEFECTS: list[Defect] = [
     Defect(
         "descriptor-per-shard",
         "many-shards",
-        "DescriptorCache._room",
-        "return max(1, min(MOST, file_limit() // 4))",
+        "DescriptorCache._max_open",
+        "return max(1, min(MAX_OPEN_FILES, file_limit() // 4))",
         "return 10**9",
     ),
     Defect(
         "left-step-is-counted",
         "late-data",
         "TrainLoader.__next__",
-        "            self._begun_at = self._samples",
-        "            self._begun_at = self._samples + 1",
+        "            self._step_start = self._samples",
+        "            self._step_start = self._samples + 1",
     ),
     Defect(
         "next-document-is-a-target",

@@ -28,15 +28,15 @@ from tests.test_data import read_all, write_shards
 from tests.test_faults import small_disk
 from tests.test_remote import Server
 from trainer.config import DataSection
-from trainer.data import cache, catalogue, descriptors, rows, shards
+from trainer.data import cache, catalogue, descriptors, row_layout, shards
 from trainer.data import stdlib as stdlib_module
 from trainer.data.cache import get_or_build, locked
 from trainer.data.ingest.folder import BuildFolder
 from trainer.data.manifest import Manifest, rows_of
-from trainer.data.opening import open_source
 from trainer.data.remote import transport
 from trainer.data.shards import Shard, ShardError
 from trainer.data.source import entries
+from trainer.data.source_factory import open_source
 from trainer.errors import UserError
 from trainer.plan.machine import calibration_path, read_calibration, write_calibration
 from trainer.prepare import prepare
@@ -112,7 +112,7 @@ def interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
     """Tokens of which all parts are built, and no manifest is there yet."""
     monkeypatch.setattr("trainer.data.ingest.units.SMALLEST", 1300)
     monkeypatch.setattr("trainer.data.ingest.builder.usual_procs", lambda: 1)
-    monkeypatch.setattr("trainer.data.tokenized.usual_procs", lambda: 1)
+    monkeypatch.setattr("trainer.data.tokenized_cache.usual_procs", lambda: 1)
     data = of_text(tmp_path)
 
     def interrupt() -> None:
@@ -169,7 +169,7 @@ def pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
 
 
 def packing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
-    monkeypatch.setattr(rows, "FEW_DOCUMENTS", 0)
+    monkeypatch.setattr(row_layout, "FEW_DOCUMENTS", 0)
     (tmp_path / "data").mkdir()
     path = write_shards(tmp_path / "data", [text.encode() for text in texts(40)])
     data = DataSection(
@@ -224,7 +224,7 @@ def text_from_afar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
         for path in (tmp_path / "cache").glob("tokens-*"):
             shutil.rmtree(path)
         with monkeypatch.context() as patch:
-            patch.setattr("trainer.data.tokenized.build", interrupted_there)
+            patch.setattr("trainer.data.tokenized_cache.build", interrupted_there)
             with pytest.raises(KeyboardInterrupt):
                 samples_of(data)
 

@@ -106,10 +106,10 @@ def test_the_ranks_of_a_group_read_the_same_rows() -> None:
     one_row = tiny_overrides("train.micro_batch_size=1")
     config = load_config("llama_small", [*one_row, "mesh.context=2", GATHER])
     source = open_source(config.data, 257, "train")
-    whole = TrainLoader.of(source, load_config("llama_small", one_row), 0, 1, torch.device("cpu"))
+    whole = TrainLoader.from_config(source, load_config("llama_small", one_row), 0, 1, torch.device("cpu"))
     expected = [next(whole) for _ in range(8)]
     for rank in range(4):
-        loader = TrainLoader.of(source, config, rank, 4, torch.device("cpu"))
+        loader = TrainLoader.from_config(source, config, rank, 4, torch.device("cpu"))
         assert loader.micro_batches_per_step == config.num_micro_batches(4) == 4
         slices = find_slices(config, rank)
         assert slices is not None
@@ -117,7 +117,7 @@ def test_the_ranks_of_a_group_read_the_same_rows() -> None:
             batch, right = next(loader), expected[4 * (rank // 2) + number]
             for name in ("tokens", "targets"):
                 assert torch.equal(batch[name], part_of(slices, right[name], 1))
-    held_out = [EvalLoader.of(source, config, rank, 4) for rank in range(4)]
+    held_out = [EvalLoader.from_config(source, config, rank, 4) for rank in range(4)]
     batches = [next(iter(loader))["targets"] for loader in held_out]
     assert not torch.equal(batches[0], batches[2])
     assert batches[0].shape == (1, 16)

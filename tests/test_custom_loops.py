@@ -266,7 +266,7 @@ class Weighted(Source):
 
 class OwnEntries(Trainer):
     def build_loader(self) -> TrainLoader:
-        return TrainLoader.of(Weighted(), self.config, self.world.rank, self.world.size, self.world.device)
+        return TrainLoader.from_config(Weighted(), self.config, self.world.rank, self.world.size, self.world.device)
 
     def loss(self, batch: Batch) -> torch.Tensor:
         assert torch.equal(batch["weights"] % 32, batch["tokens"][:, 0].float())

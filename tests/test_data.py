@@ -27,12 +27,12 @@ import torch
 
 from trainer.config import DataSection
 from trainer.data import stdlib as stdlib_module
-from trainer.data.ahead import Ahead
 from trainer.data.loader import EvalLoader, TrainLoader
-from trainer.data.opening import open_source
-from trainer.data.order import sample_at
+from trainer.data.prefetch import Prefetcher
+from trainer.data.sample_order import sample_at
 from trainer.data.shards import Shard, ShardWriter
 from trainer.data.source import IGNORE, Source, SyntheticSource, TokenSource
+from trainer.data.source_factory import open_source
 from trainer.data.stdlib import StdlibCorpus, find_source_files, gzip_bits_per_byte, held_out_text
 from trainer.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, find_tokenizer
 from trainer.errors import UserError
@@ -167,7 +167,7 @@ def test_a_position_does_not_depend_on_what_is_asked_with_it() -> None:
 
 def take(loader: TrainLoader, num_updates: int) -> np.ndarray:
     """Return the samples of some steps, shape (steps, samples of this rank in a step)."""
-    count = num_updates * loader.micro_batches_per_update
+    count = num_updates * loader.micro_batches_per_step
     rows = [next(loader)["tokens"][:, 0].numpy() for _ in range(count)]
     return np.concatenate(rows).reshape(num_updates, -1)
 
@@ -327,7 +327,7 @@ def test_a_thread_works_ahead_and_hands_over_what_went_wrong_in_its_turn() -> No
         go_on.wait()
         raise ValueError("the end")
 
-    ahead = Ahead(items(), most=4)
+    ahead = Prefetcher(items(), capacity=4)
     assert [next(ahead) for _ in range(2)] == [0, 1]  # of four that were ready: half are left, so more are needed
     assert full.wait(60)
     assert [next(ahead) for _ in range(8)] == list(range(2, 10))
@@ -344,7 +344,7 @@ def test_a_caller_who_does_nothing_between_two_items_makes_them_itself(
     monkeypatch: pytest.MonkeyPatch, soon_s: float, makes_some: bool
 ) -> None:
     """A thread would only take turns with it: half as much again of the processor's time a micro-batch."""
-    monkeypatch.setattr("trainer.data.ahead._SOON_S", soon_s)
+    monkeypatch.setattr("trainer.data.prefetch._IDLE_CALLER_S", soon_s)
     makers: list[str] = []
 
     def items() -> Iterator[int]:
@@ -353,11 +353,11 @@ def test_a_caller_who_does_nothing_between_two_items_makes_them_itself(
             yield number
         raise ValueError("the end")
 
-    ahead = Ahead(items(), most=4, is_quick=True)
+    ahead = Prefetcher(items(), capacity=4, is_nonblocking=True)
     caller = threading.current_thread().name
     assert [next(ahead) for _ in range(150)] == list(range(150))
     assert (caller in makers) == makes_some
-    monkeypatch.setattr("trainer.data.ahead._SOON_S", 0.0)  # there is something to do again: the thread goes on
+    monkeypatch.setattr("trainer.data.prefetch._IDLE_CALLER_S", 0.0)  # the caller works again, and the thread resumes
     first = len(makers)
     assert [next(ahead) for _ in range(50)] == list(range(150, 200))
     assert set(makers[first:]) == {"data"}
@@ -368,13 +368,13 @@ def test_a_caller_who_does_nothing_between_two_items_makes_them_itself(
 
 
 def test_what_a_caller_makes_itself_may_go_wrong_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.data.ahead._SOON_S", math.inf)
+    monkeypatch.setattr("trainer.data.prefetch._IDLE_CALLER_S", math.inf)
 
     def items() -> Iterator[int]:
         yield from range(100)
         raise ValueError("the end")
 
-    ahead = Ahead(items(), most=4, is_quick=True)
+    ahead = Prefetcher(items(), capacity=4, is_nonblocking=True)
     assert [next(ahead) for _ in range(100)] == list(range(100))
     for _ in range(2):
         with pytest.raises(ValueError, match="the end"):
@@ -385,7 +385,7 @@ def test_what_a_caller_makes_itself_may_go_wrong_too(monkeypatch: pytest.MonkeyP
 
 def test_a_thread_ends_with_what_it_works_for() -> None:
     before = threading.active_count()
-    ahead = Ahead(itertools.count(), most=2)
+    ahead = Prefetcher(itertools.count(), capacity=2)
     assert next(ahead) == 0
     (thread,) = (thread for thread in threading.enumerate() if thread.name == "data")
     del ahead
@@ -856,7 +856,7 @@ def test_stdlib_with_a_tokenizer_file(small_stdlib: Path, tmp_path: Path) -> Non
 def test_making_shards_imports_neither_torch_nor_the_configuration() -> None:
     """Both take longer to import than small texts take to tokenize."""
     program = (
-        "import sys, trainer.data.source, trainer.data.order, trainer.prepare; "
+        "import sys, trainer.data.source, trainer.data.sample_order, trainer.prepare; "
         "print(bool({'torch', 'omegaconf', 'trainer.config'} & {*sys.modules}))"
     )
     root = Path(__file__).parent.parent

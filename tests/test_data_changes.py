@@ -22,9 +22,9 @@ from tests.tiny import fit, tiny_config
 from trainer import Trainer, UserError
 from trainer.checkpoint.fit import advice_on
 from trainer.config import DataSection, compare_configs, load_config
-from trainer.data import opening
+from trainer.data import source_factory
 from trainer.data.loader import TrainLoader
-from trainer.data.opening import open_source
+from trainer.data.source_factory import open_source
 from trainer.data.stdlib import StdlibCorpus
 
 TEXTS = [bytes(np.random.default_rng(seed).integers(97, 123, 300).tolist()) for seed in range(6)]
@@ -240,7 +240,7 @@ class OtherPython(StdlibCorpus):
 @pytest.mark.slow
 def test_another_python_has_another_standard_library(tmp_path: Path, monkeypatch: Any) -> None:
     stdlib = ["data.source=stdlib", "model.vocab_size=257", f"data.cache_dir={tmp_path}/cache"]
-    monkeypatch.setattr(opening, "StdlibCorpus", OtherPython)
+    monkeypatch.setattr(source_factory, "StdlibCorpus", OtherPython)
     fit(tmp_path / "run", *stdlib, "train.steps=1")
     shutil.rmtree(tmp_path / "cache")  # another machine, with the same Python
     fit(tmp_path / "run", *stdlib, "train.steps=2")
@@ -262,7 +262,7 @@ def test_a_source_of_ones_own_that_grows_is_refused_too() -> None:
 
 
 def test_a_source_of_ones_own_may_tell_its_content() -> None:
-    class Told(Numbered):
+    class DeclaredModel(Numbered):
         version = "1"
 
         @property
@@ -270,11 +270,11 @@ def test_a_source_of_ones_own_may_tell_its_content() -> None:
             return dataclasses.replace(super().fingerprint, content=self.version)
 
     def loader() -> TrainLoader:
-        return TrainLoader(Told(10), seed=0, global_batch_size=2, micro_batch_size=1)
+        return TrainLoader(DeclaredModel(10), seed=0, global_batch_size=2, micro_batch_size=1)
 
     stored = loader().state_dict()
     assert loader().changes_outside(stored, frozenset())[0] == []
-    Told.version = "2"
+    DeclaredModel.version = "2"
     assert "different content" in loader().changes_outside(stored, frozenset())[0][0]
 
 

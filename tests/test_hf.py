@@ -19,7 +19,7 @@ from tests.tiny import full
 from trainer import Source, Trainer, TrainLoader, UserError, fill, load_config, load_weights, run
 from trainer.config import MeshShape
 from trainer.export import command_line as export
-from trainer.generate import Writer
+from trainer.generate import TextGenerator
 from trainer.model.materialize import materialize
 from trainer.model.sample import GREEDY, write
 from trainer.plan.machine import find_machine
@@ -256,7 +256,7 @@ class OnPacked(Trainer):
 
     def build_loader(self) -> TrainLoader:
         source = Packed(self.config.data.seq_len)
-        return TrainLoader.of(source, self.config, self.world.rank, self.world.size, self.world.device)
+        return TrainLoader.from_config(source, self.config, self.world.rank, self.world.size, self.world.device)
 
 
 @pytest.mark.parametrize("kind", ["llama", "mamba"])
@@ -279,7 +279,7 @@ def test_generate_is_the_librarys(folders: Any, tokens: torch.Tensor) -> None:
     how = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     expected = there.generate(tokens[:1], **how)
     assert torch.equal(model.generate(tokens[:1], **how), expected)
-    reader = Writer(model, torch.device("cpu"), "bytes", "model", {}).read()
+    reader = TextGenerator(model, torch.device("cpu"), "bytes", "model", {}).read()
     assert [*write(reader, tokens[0].tolist(), 8, GREEDY, torch.Generator())] == expected[0, -8:].tolist()
 
 

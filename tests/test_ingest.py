@@ -32,8 +32,8 @@ from trainer.data.ingest.inputs import find_inputs
 from trainer.data.ingest.report import Keys
 from trainer.data.ingest.writing import Job
 from trainer.data.manifest import Manifest
-from trainer.data.opening import is_untokenized, open_source
 from trainer.data.shards import Shard, ShardWriter, read_info
+from trainer.data.source_factory import is_untokenized, open_source
 from trainer.data.tokenizer import find_tokenizer
 from trainer.errors import UserError
 

@@ -17,10 +17,10 @@ from tests.tiny import fit, tiny_config
 from trainer import Trainer, UserError, load_config
 from trainer.config import BLOCK, Phase, check_config, find_phases
 from trainer.data.loader import TrainLoader
-from trainer.data.mixed import MixedSource, find_order
+from trainer.data.mixed_source import MixedSource, find_order
 from trainer.data.mixture import Mixture, shares_of
-from trainer.data.opening import open_source
-from trainer.data.portions import portions, sentences
+from trainer.data.source_factory import open_source
+from trainer.data.usage import describe_usage, usage_by_phase
 
 SIZES = {"web": 5000, "code": 777, "math": 93}
 PHASES = [
@@ -118,7 +118,7 @@ def test_the_same_samples_for_any_ranks_micro_batches_and_workers(ranks: int, mi
     for rank in range(ranks):
         loader = mixed_loader(rank, ranks, micro, num_workers=workers)
         loader.load_state_dict(state)
-        count = 4 * loader.micro_batches_per_update
+        count = 4 * loader.micro_batches_per_step
         rows.append(np.concatenate([next(loader)["tokens"][:, 0].numpy() for _ in range(count)]).reshape(4, -1))
         loader.close()
     found = drawn()
@@ -394,13 +394,13 @@ def test_data_that_are_read_again_are_said_beforehand_and_limited(tmp_path: Path
     settings = ["data.seq_len=16", "train.steps=4", "eval.every=0", "data.weights={web: 3, math: 1}"]
     config = config_of(write_sources(tmp_path), *settings)
     source = open_source(config.data, 257, "train")
-    found = portions(find_order(source, config), 8, 4, 16)
+    found = usage_by_phase(find_order(source, config), 8, 4, 16)
     counted = [(p.first_step, p.last_step, p.source, p.samples, p.tokens) for p in found]
     read = find_order(source, config).counts(32)
     assert counted == [(1, 4, name, count, 16 * count) for name, count in read.items()]
     assert {p.source: p.epochs for p in found} == {"web": read["web"] / 40, "code": 0.0, "math": read["math"] / 5}
-    assert sentences(found)[-1] == f"repeats its data: math is read {read['math'] / 5:.2f} times"
-    assert len(sentences(portions(find_order(source, config), 4, 2, 16))) == 1
+    assert describe_usage(found)[-1] == f"repeats its data: math is read {read['math'] / 5:.2f} times"
+    assert len(describe_usage(usage_by_phase(find_order(source, config), 4, 2, 16))) == 1
     limited = dataclasses.replace(config, data=dataclasses.replace(config.data, max_epochs=1.0))
     with pytest.raises(UserError, match=r"data.max_epochs=1.0: source math would be read .* times in 4 steps"):
         find_order(source, limited)

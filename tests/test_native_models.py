@@ -70,7 +70,7 @@ def plain_losses(folder: Path, config: Any) -> list[float]:
     optim = config.optim
     optimizer = torch.optim.AdamW(model.parameters(), optim.lr, optim.betas, optim.eps, weight_decay=0.0)
     config = replace(config, train=replace(config.train, micro_batch_size=config.train.global_batch_size))
-    loader = TrainLoader.of(train_source(config), config, 0, 1, torch.device("cpu"))
+    loader = TrainLoader.from_config(train_source(config), config, 0, 1, torch.device("cpu"))
     losses = []
     for batch in islice(iter(loader), STEPS):
         found = model(batch["tokens"])
@@ -85,7 +85,7 @@ def plain_losses(folder: Path, config: Any) -> list[float]:
 
 
 def train_source(config: Any) -> Source:
-    from trainer.data.opening import open_source
+    from trainer.data.source_factory import open_source
 
     return open_source(config.data, config.vocab_size, "train")
 

@@ -25,9 +25,9 @@ from trainer.config import DataSection
 from trainer.data import descriptors
 from trainer.data import source as source_module
 from trainer.data.loader import EvalLoader, TrainLoader
-from trainer.data.opening import open_source
 from trainer.data.shards import Shard
 from trainer.data.source import Source, TokenSource
+from trainer.data.source_factory import open_source
 from trainer.distributed import environment
 from trainer.distributed.environment import raise_file_limit
 from trainer.errors import TrainingFailed
@@ -150,7 +150,7 @@ def test_a_file_that_was_replaced_is_read_anew(tmp_path: Path) -> None:
 
 
 def test_threads_that_share_few_descriptors_read_what_is_theirs(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(descriptors, "MOST", 2)  # so that each read closes what another thread is reading from
+    monkeypatch.setattr(descriptors, "MAX_OPEN_FILES", 2)  # so that each read closes what another thread is reading from
     source, stream = many_shards(tmp_path, 60)
     expected = np.array(stream[: 59 * 4]).reshape(59, 4)
     wrong: list[object] = []

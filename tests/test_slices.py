@@ -22,8 +22,8 @@ from tests.test_exactness import relative
 from tests.tiny import full
 from trainer import RunConfig, Trainer, UserError, load_config
 from trainer.data.loader import Batch, EvalLoader, TrainLoader
-from trainer.data.opening import open_source
-from trainer.data.source import IGNORE, Part, Samples, Source, entries
+from trainer.data.source import IGNORE, Samples, Source, SourceSubset, entries
+from trainer.data.source_factory import open_source
 
 CAMPAIGN = pytest.mark.campaign
 GATHER, HEADS = "mesh.context_method=gather", "mesh.context_method=heads"
@@ -34,7 +34,7 @@ GATHER, HEADS = "mesh.context_method=gather", "mesh.context_method=heads"
 Holes = Callable[[NDArray[np.int64], NDArray[Any]], None]
 
 
-class WithHoles(Part):
+class WithHoles(SourceSubset):
     """Samples of another source, some of whose targets count for nothing."""
 
     def __init__(self, whole: Source, holes: Holes) -> None:
@@ -79,7 +79,7 @@ class Sparse(Trainer):
 
     def build_loader(self) -> Iterable[Batch]:
         source = open_source(self.config.data, 257, "train")
-        loader = TrainLoader.of(source, self.config, self.world.rank, self.world.size, self.world.device)
+        loader = TrainLoader.from_config(source, self.config, self.world.rank, self.world.size, self.world.device)
         size = self.config.train.global_batch_size
         rows = loader._order.at(np.arange(3, 100 * size, size))
         loader.source = WithHoles(source, self.holes or one_in(rows))
@@ -89,7 +89,7 @@ class Sparse(Trainer):
         source = open_source(self.config.data, 257, "eval")
         assert source is not None
         holes = WithHoles(source, self.holes or one_in([3]))
-        return EvalLoader.of(holes, self.config, self.world.rank, self.world.size)
+        return EvalLoader.from_config(holes, self.config, self.world.rank, self.world.size)
 
 
 def digest_of(trainer: Trainer) -> str:

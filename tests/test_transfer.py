@@ -18,7 +18,7 @@ from tests.test_custom_loops import lines, of
 from trainer import Trainer, load_config
 from trainer.config import OptimSection
 from trainer.data.loader import Batch
-from trainer.data.transfer import Numbers, ahead
+from trainer.data.transfer import HostScalars, prefetch_to_device
 from trainer.errors import TrainingFailed
 from trainer.metrics.accounts import Update
 from trainer.metrics.record import Record
@@ -275,14 +275,14 @@ def test_a_record_waits_only_for_what_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_numbers_and_batches_arrive(device: str) -> None:
     one = torch.tensor(1.5, device=device)
-    assert Numbers(one, one.double() * 2).read() == [1.5, 3.0]
-    assert Numbers(0.1, 2).read() == [0.1, 2.0]
-    assert Numbers(one.reshape(1), 2).read() == [1.5, 2.0]
+    assert HostScalars(one, one.double() * 2).read() == [1.5, 3.0]
+    assert HostScalars(0.1, 2).read() == [0.1, 2.0]
+    assert HostScalars(one.reshape(1), 2).read() == [1.5, 2.0]
     batches = [{"tokens": torch.arange(4) + number} for number in range(5)]
-    arrived = [batch["tokens"] * 2 for batch in ahead(batches, torch.device(device))]
+    arrived = [batch["tokens"] * 2 for batch in prefetch_to_device(batches, torch.device(device))]
     assert [tokens.device.type for tokens in arrived] == [device] * 5
     assert [tokens.tolist() for tokens in arrived] == [[2 * (k + n) for k in range(4)] for n in range(5)]
-    assert list(ahead([], torch.device(device))) == []
+    assert list(prefetch_to_device([], torch.device(device))) == []
 
 
 class Device:

@@ -137,7 +137,7 @@ def plain_preferences(source: Path, adapters: dict[str, torch.Tensor], exported:
     losses = []
     config = load_config("llama_small", overrides(source, "train.objective=dpo", f"data.seq_len={SEQ_LEN}"))
     config = replace(config, train=replace(config.train, global_batch_size=4, micro_batch_size=4))
-    for batch in islice(iter(TrainLoader.of(Pairs(), config, 0, 1, torch.device("cpu"))), NUM_STEPS):
+    for batch in islice(iter(TrainLoader.from_config(Pairs(), config, 0, 1, torch.device("cpu"))), NUM_STEPS):
         found, expected = (log_probabilities(m(batch["tokens"]).logits, batch["targets"]) for m in (model, reference))
         rewards = BETA * (found - expected.detach())
         loss = -torch.nn.functional.logsigmoid(rewards[0::2] - rewards[1::2]).mean()

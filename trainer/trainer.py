@@ -23,7 +23,7 @@ from trainer.config.requirements import compiles_blocks
 from trainer.data.loader import Batch, EvalLoader, TrainLoader, attended_length
 from trainer.data.resolve import resolve_from_data
 from trainer.data.source_factory import open_source
-from trainer.data.transfer import ahead
+from trainer.data.transfer import prefetch_to_device
 from trainer.distributed.ballot import Ballot
 from trainer.distributed.random_state import RandomState, seed_everything
 from trainer.distributed.world import World
@@ -203,14 +203,14 @@ class Trainer:
         One step takes `self.num_micro_batches` of them.  A loader with `state_dict` and `load_state_dict` is resumed.
         """
         source = open_source(self.config.data, self.config.vocab_size, "train")
-        return TrainLoader.of(source, self.config, self.world.rank, self.world.size, self.world.device)
+        return TrainLoader.from_config(source, self.config, self.world.rank, self.world.size, self.world.device)
 
     def build_eval_loader(self) -> Iterable[Batch] | None:
         """Return the held-out data: a finite iterable, equally long on every rank; None for no evaluation."""
         if not self.config.eval.every:
             return None
         source = open_source(self.config.data, self.config.vocab_size, "eval")
-        return None if source is None else EvalLoader.of(source, self.config, self.world.rank, self.world.size)
+        return None if source is None else EvalLoader.from_config(source, self.config, self.world.rank, self.world.size)
 
     @property
     def num_micro_batches(self) -> int:
@@ -255,7 +255,7 @@ class Trainer:
         scale = self.world.size / (count or 1)  # gradients are averaged over the ranks
         total = torch.zeros((), device=self.world.device, dtype=torch.float64)
         with balanced(self.model, micro_batches, self._batch_loss, self.world):
-            for number, batch in enumerate(ahead(micro_batches, self.world.device), start=1):
+            for number, batch in enumerate(prefetch_to_device(micro_batches, self.world.device), start=1):
                 with gradient_sync(self.model, number == len(micro_batches), self.config.fsdp):
                     loss = self.loss(batch)
                     (loss * scale).backward()
@@ -337,7 +337,7 @@ class Trainer:
                 if self.stopping:
                     break
                 count += self.count(batch)
-                total += self.loss(next(ahead([batch], self.world.device)))
+                total += self.loss(next(prefetch_to_device([batch], self.world.device)))
             self.state.eval_pending = self.stopping
             if self.stopping:
                 return None

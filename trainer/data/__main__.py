@@ -53,7 +53,7 @@ class _Arguments:
     overrides: list[str] = field(default_factory=list)
     numbers: dict[str, int] = field(default_factory=lambda: {"--step": 1, "--samples": 2})
     """Options that take an integer, with their defaults."""
-    is_disk_full: bool = False
+    is_full: bool = False
     allow_import: list[str] = field(default_factory=list)
 
 
@@ -75,7 +75,7 @@ def _parse(arguments: Sequence[str]) -> _Arguments:
         if key in asked.numbers:
             asked.numbers[key] = _number(key, value or next(rest, ""))
         elif argument == "--full":
-            asked.is_disk_full = True
+            asked.is_full = True
         elif argument.startswith("-"):
             raise unknown_option(argument, [*asked.numbers, "--full"], declared_keys())
         elif key == "recipe":
@@ -113,7 +113,7 @@ def _run(asked: _Arguments) -> int:
     source = open_source(config.data, vocab_size, "train")
     order = find_order(source, config)
     if asked.command == "show":
-        which = (asked.numbers["--step"], asked.numbers["--samples"], asked.is_disk_full)
+        which = (asked.numbers["--step"], asked.numbers["--samples"], asked.is_full)
         show_samples(source, order, config, *which, tell)
         return EXIT_FINISHED
     found = usage_by_phase(order, config.train.global_batch_size, config.train.steps, source.seq_len)

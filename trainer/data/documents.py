@@ -1,6 +1,6 @@
-"""Token shards with an eye to their documents: kept to themselves, one a row, or as many as fit.
+"""Sources over token shards that respect document boundaries: masked, one document per row, or packed rows.
 
-Where documents begin is what the shards' index says, and no token: text may hold whatever ends a document.
+Document boundaries come from the shards' index, never from the tokens: text may contain the end-of-document token.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from trainer.config import DataSection
 
 _NUM_SAMPLED_WINDOWS = 64
-"""Windows from which the mean length of what tokens attend to is estimated."""
+"""Number of windows from which the mean attention length is estimated."""
 
 
 def open_shards(shards: Sequence[Shard], data: DataSection, content: str = "") -> TokenSource:
-    """Return the source over shards that `data.documents` and `data.fit` ask for.
+    """Return the source over `shards` that `data.documents` and `data.fit` select.
 
-    content: the shards' `sample_content`, where that is known.  Raises ShardError, UserError.
+    content: the shards' `sample_content`, or "" if it is not known yet.  Raises ShardError, UserError.
     """
     source = _open(shards, data, content)
     source.known_content = content
@@ -42,16 +42,19 @@ def _open(shards: Sequence[Shard], data: DataSection, content: str) -> TokenSour
 
 
 def _document_entries(begins: NDArray[np.bool_]) -> dict[str, NDArray[Any]]:
-    """Return the entries `documents` and `positions` of rows, from where further documents begin in them, (B, T)."""
+    """Return the batch entries `documents` and `positions`, both (B, T).
+
+    begins: True wherever a document starts that is not the first of its row, (B, T).
+    """
     index = np.arange(begins.shape[1])
     starts = np.maximum.accumulate(np.where(begins, index, 0), axis=1)
     return {"documents": begins.cumsum(1, dtype=np.int32), "positions": (index - starts).astype(np.int32)}
 
 
 class MaskedSource(TokenSource):
-    """The same windows, with the number of each token's document in its row, and its position there.
+    """Windows as in `TokenSource`, with each token's document number in its row and position in that document.
 
-    A document that a window cuts counts as two; the last token of each has no target.
+    A document that is split between two windows counts as two.  The last token of a document has no target.
     """
 
     def __init__(self, shards: Sequence[Shard], seq_len: int) -> None:
@@ -76,7 +79,7 @@ class MaskedSource(TokenSource):
 
     @cached_property
     def attended(self) -> float:  # type: ignore[override]
-        """An estimate, from windows in regular distances."""
+        """The mean attention length, estimated from evenly spaced windows."""
         places = np.unique(np.linspace(0, len(self) - 1, _NUM_SAMPLED_WINDOWS).astype(np.int64))
         found: Any = self.batch(places)
         # A document of n tokens adds 0 + 1 + ... + n - 1.
@@ -84,9 +87,9 @@ class MaskedSource(TokenSource):
 
 
 class PackedSource(TokenSource):
-    """Rows of whole documents: one in each, or with `packs` as many as fit; those that are longer are cut.
+    """Rows of complete documents: one per row, or with `packs` as many as fit.  Documents longer than a row are split.
 
-    A document's first token is no target, and its last one has none.
+    The first token of a document is never a target, and its last token has no target.
     """
 
     def __init__(self, shards: Sequence[Shard], data: DataSection, content: str, packs: bool) -> None:
@@ -106,14 +109,17 @@ class PackedSource(TokenSource):
         return self._rows.pieces_of(index) if index >= 0 else []
 
     def _starts_of(self, indices: Sequence[int]) -> None:
-        """Return None: a row is put together from its pieces, few of which fill it."""
+        """Return None: a row is assembled from pieces."""
 
     def stretch(self, first: int, last: int) -> NDArray[np.integer[Any]]:
-        """Return the tokens of samples one after the other; see `Source.stretch`."""
+        """Return the concatenated tokens of consecutive samples; see `Source.stretch`."""
         return Source.stretch(self, first, last)
 
     def batch(self, indices: NDArray[np.int64]) -> Samples:
-        """Return the samples at `indices`, where documents are masked with those and positions; see `Source.batch`."""
+        """Return the samples at `indices`, with `documents` and `positions` (int32) if documents are masked.
+
+        See `Source.batch`.
+        """
         tokens, targets = self._windows(indices)
         if not self._masked:
             return tokens, targets

@@ -1,7 +1,7 @@
-"""Fingerprint of the data, kept with the position in them: identifies the samples that the position counts.
+"""Fingerprint of the training data, stored in checkpoints next to the data position.
 
-A position says how many samples of an order have been trained on, and another number of samples has another order; in
-other data the same place holds other text.  Names, folders and times do not matter: data that were moved are the same.
+A position counts the samples consumed so far.  It means nothing in other data, and even a different number of samples
+gives a different order.  File names, folders and modification times do not matter: moved data are still the same.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ _KEYS_ALLOWING_OTHER_DATA = frozenset({"data", "data.path", "data.source", "data
 _KEYS_ALLOWING_OTHER_WINDOWS = frozenset(
     {"data.seq_len", "data.documents", "data.fit", "data.pack", "data.holdout", "data.eval_path"}
 )
-"""Keys that are allowed to change and thereby allow other data, or other samples of the same data."""
+"""Keys in `checkpoint.allow_changes` that permit different data, or different samples cut from the same data."""
 
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Identifies the samples of a source: the same on all ranks, whatever the order in which they are asked for.
+    """Identifies the samples of a source.  It is the same on all ranks and does not depend on the sample order.
 
-    `content` is a digest of some of what the samples are made of, or of all of it; empty where that is not known.
-    `sources` are those of several sources, by name.
+    content: a digest of all or part of the underlying data, or "" if unknown.
+    sources: for a mixture, the fingerprint of each source by name.
     """
 
     num_samples: int
@@ -33,20 +33,23 @@ class Fingerprint:
     sources: Mapping[str, Fingerprint] = field(default_factory=dict)
 
     def to_state(self) -> dict[str, Any]:
-        """Return what is kept in a checkpoint."""
+        """Return the plain values to store in a checkpoint."""
         state = {name: value for name, value in vars(self).items() if name != "sources"}
         own = {name: source.to_state() for name, source in self.sources.items()}
         return {**state, "sources": own} if own else state
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Fingerprint:
-        """Return what `to_state` was called for."""
+        """Return the fingerprint that `to_state` converted."""
         own = {name: cls.from_state(source) for name, source in state.get("sources", {}).items()}
         return cls(state["num_samples"], state["num_shards"], state["num_tokens"], state["content"], own)
 
     def changes(self, stored: Mapping[str, Any], allowed: Collection[str]) -> tuple[list[str], list[str]]:
-        """Compare with what `to_state` had returned.  Returns a line for each change that forbids to go on, and for
-        those that `allowed`, keys and sections of the configuration, lets pass.
+        """Compare with a stored fingerprint, as `to_state` returned it.
+
+        allowed: configuration keys and sections that may change.
+
+        Returns two lists with a line per change: changes that forbid resuming, and changes that `allowed` permits.
         """
         before = Fingerprint.from_state(stored)
         if not (before.sources and self.sources):
@@ -64,7 +67,7 @@ class Fingerprint:
             return [], []
         is_same_data = dataclasses.replace(before, num_samples=self.num_samples) == self
         if is_same_data and not _KEYS_ALLOWING_OTHER_WINDOWS.isdisjoint(allowed):
-            return [], []  # the configuration's own difference, which is told
+            return [], []  # the comparison of the configurations reports this change
         if is_same_data or not self.num_shards or not before.num_shards:
             mine, theirs = f"{self.num_samples} samples", f"{before.num_samples} samples"
         else:

@@ -1,4 +1,4 @@
-"""Files of JSON that hold documents or chats in another form than one object a line."""
+"""Advice for .json files whose documents or chats are not stored as one object per line."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import shlex
 from pathlib import Path
 
 _HEAD_BYTES = 4096
-"""Bytes at the beginning of a file that say what it holds."""
+"""How many bytes from the start of a file are inspected."""
 
 
 def json_advice(path: str | Path) -> tuple[str, str] | None:
-    """Return the rule that a .json file breaks, and how to make JSONL of it; None for another file.
+    """Return what is wrong with a .json file and a command that converts it to JSONL, or None for any other file.
 
-    An array is what most public instruction sets are; a file with one object per line only needs renaming.
+    Most public instruction datasets are JSON arrays.  A file with one object per line only needs to be renamed.
     """
     file = Path(path)
     if file.suffix.lower() != ".json" or not file.is_file():

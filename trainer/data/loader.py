@@ -55,7 +55,9 @@ class TrainLoader:
     """
 
     @classmethod
-    def of(cls, source: Source, config: RunConfig, rank: int, num_ranks: int, device: torch.device) -> TrainLoader:
+    def from_config(
+        cls, source: Source, config: RunConfig, rank: int, num_ranks: int, device: torch.device
+    ) -> TrainLoader:
         """Return the loader that a configuration describes, for one rank and its device.
 
         Raises UserError for data that are not what `train.objective` is for.
@@ -359,8 +361,8 @@ class EvalLoader:
     """
 
     @classmethod
-    def of(cls, source: Source, config: RunConfig, rank: int, num_ranks: int) -> EvalLoader:
-        """Return the loader that a configuration describes, for one rank; see `TrainLoader.of`."""
+    def from_config(cls, source: Source, config: RunConfig, rank: int, num_ranks: int) -> EvalLoader:
+        """Return the loader that a configuration describes, for one rank; see `TrainLoader.from_config`."""
         _check_rows(source, config)
         check_tokenizer(source, config)
         return cls(

@@ -1,4 +1,6 @@
-"""Manifests: one file that lists the shards of a set, so that opening thousands of them reads no other metadata."""
+"""Manifests: a file that lists the shards of a dataset with their metadata, so that opening thousands of shards reads
+a single file.
+"""
 
 from __future__ import annotations
 
@@ -14,19 +16,20 @@ from trainer.data.shards import Shard, ShardError, ShardInfo, find_dtype
 from trainer.files import checked, replacing, with_checksum
 
 Row: TypeAlias = "tuple[str, int, int, int]"
-"""A shard: its path, absolute or from the manifest's folder, its tokens, documents, and bytes of raw text."""
+"""A shard: its path, absolute or relative to the manifest's folder, and its numbers of tokens, documents and raw text
+bytes."""
 
 FORMAT = 1
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """Lists shards that were made alike: those to train on, and those held out.
+    """Lists the training and held-out shards of a dataset, all made by the same tokenizer.
 
-    train_content, held_out_content: the digests of `sample_content`; empty if there are no such shards.
-    notes: what was found while they were built, for the messages of later runs.
-    checksums: those of all shards, as their metadata say: first of `train`, then of `held_out`.  Empty in manifests of
-        earlier versions.
+    train_content, held_out_content: the digests from `sample_content`; empty if there are no such shards.
+    notes: statistics collected while building the shards, for the messages of later runs.
+    checksums: the checksums in the metadata of all shards, first of `train`, then of `held_out`.  Empty in manifests
+        written by earlier versions.
     """
 
     dtype: str
@@ -52,7 +55,7 @@ class Manifest:
 
     @classmethod
     def parse(cls, content: bytes, path: str) -> Manifest:
-        """Return the manifest that `content` holds; `path` is what messages call it.  Raises ShardError."""
+        """Parse the content of a manifest; `path` names it in messages.  Raises ShardError."""
         try:
             found = cls(**checked(json.loads(content)))
             if found.format != FORMAT:
@@ -69,19 +72,19 @@ class Manifest:
         return found
 
     def write(self, path: Path) -> None:
-        """Write the manifest, flushed, in place of an earlier one."""
+        """Write the manifest to `path` atomically, replacing an earlier one, and flush it to disk."""
         with replacing(path) as partial:
             partial.write_text(json.dumps(with_checksum(vars(self)), separators=(",", ":")))
 
     def shards(self, folder: Path, held_out: bool = False) -> list[Shard]:
-        """Return the shards, whose files are looked at and not opened.  Raises ShardError."""
+        """Return the shards; their files are checked with `stat`, not opened.  Raises ShardError."""
         inside = f"{folder}/"
         return [
             Shard.listed(name if name.startswith("/") else inside + name, info) for name, info in self.infos(held_out)
         ]
 
     def infos(self, held_out: bool = False) -> list[tuple[str, ShardInfo]]:
-        """Return the shards' names, as they stand in the manifest, and their metadata."""
+        """Return the shards' paths, as written in the manifest, and their metadata."""
         alike = (self.dtype, self.vocab_size, self.tokenizer, self.end_id)
         checksums = self.checksums or [""] * (len(self.train) + len(self.held_out))
         rows, own = (
@@ -94,7 +97,7 @@ class Manifest:
 
 
 def _check_types(manifest: Manifest) -> None:
-    """Raise ValueError for entries of other types than a manifest has."""
+    """Raise ValueError if a field has the wrong type or an invalid value."""
     texts = (manifest.dtype, manifest.tokenizer, manifest.train_content, manifest.held_out_content, *manifest.checksums)
     if not all(isinstance(text, str) for text in texts):
         raise ValueError("a field that must be text is not")
@@ -110,11 +113,11 @@ def _check_types(manifest: Manifest) -> None:
 
 
 def row_of(shard: Shard, folder: Path) -> Row:
-    """Return what a manifest in `folder` says of a shard."""
+    """Return the manifest row of a shard, for a manifest in `folder`."""
     info = shard.info
     return shard.path.relative_to(folder).as_posix(), info.num_tokens, info.num_documents, info.num_bytes
 
 
 def rows_of(shards: Sequence[Shard], folder: Path) -> list[Row]:
-    """Return what a manifest in `folder` says of shards."""
+    """Return the manifest rows of shards, for a manifest in `folder`."""
     return [row_of(shard, folder) for shard in shards]

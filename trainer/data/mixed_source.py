@@ -1,6 +1,6 @@
-"""Several sources as one, and the order in which a run goes through what it has.
+"""Combines several sources into one, and chooses the order in which a run reads its samples.
 
-They are one whose indices count their samples on end, sorted by name, whatever order they were given in.
+The combined source concatenates its sources sorted by name, regardless of the order in which they were given.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 
 SOURCE = "source"
-"""The entry of a batch that says which source each of its samples is of, as a number by name: int64, (B,)."""
+"""Name of the batch entry with the index of each sample's source, counted in name order: int64, (B,)."""
 
 
 class MixedSource(Source):
-    """Several sources by name as one: the samples of the first by name, then those of the next."""
+    """Concatenation of several sources, in name order."""
 
     def __init__(self, sources: Mapping[str, Source]) -> None:
         self.sources = dict(sorted(sources.items()))
@@ -46,9 +46,9 @@ class MixedSource(Source):
         return int(self._starts[-1])
 
     def batch(self, indices: NDArray[np.int64]) -> Samples:
-        """Return the samples at `indices`, and as `source` the number of each one's source; see `Source.batch`.
+        """Return the samples at `indices`, with the index of each one's source as `source`; see `Source.batch`.
 
-        What a sample's source does not give, and others do, is zero.
+        An entry that only some of the sources provide is zero for samples of the others.
         """
         indices = np.asarray(indices, dtype=np.int64)
         numbers = np.maximum(0, np.searchsorted(self._starts, indices, side="right") - 1)
@@ -65,7 +65,7 @@ class MixedSource(Source):
     def follow(
         self, indices: Iterator[NDArray[np.int64]], steps: Iterator[NDArray[np.int64]], own: slice
     ) -> Iterator[NDArray[np.int64]]:
-        """Let each source fetch ahead; see `Source.follow`."""
+        """Let each source prefetch; see `Source.follow`."""
         for number, (source, of_source) in enumerate(
             zip(self.sources.values(), tee(steps, len(self.sources)), strict=True)
         ):
@@ -73,23 +73,23 @@ class MixedSource(Source):
         return indices
 
     def _within(self, number: int, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return samples as one source numbers them, and -1 for those of others."""
+        """Return indices local to one source, with -1 for samples of other sources."""
         start, stop = self._starts[number : number + 2]
         return np.where((indices >= start) & (indices < stop), indices - start, -1)
 
     @property
     def facts(self) -> Mapping[str, float]:
-        """Those of each source, with its name behind theirs."""
+        """The facts of all sources, with the source's name appended to each key."""
         return {f"{fact}_{name}": value for name, own in self.sources.items() for fact, value in own.facts.items()}
 
     @property
     def sentence(self) -> str:
-        """Those of the sources, a line each."""
+        """The sentences of the sources, one per line."""
         return "\n".join(f"{name}: {own.sentence}" for name, own in self.sources.items() if own.sentence)
 
     @property
     def attended(self) -> float | None:  # type: ignore[override]
-        """The mean of the sources', by their sizes; None where one has none."""
+        """The mean over the sources, weighted by their sizes; None if any of them has None."""
         of_each = [source.attended for source in self.sources.values()]
         sizes = [len(source) for source in self.sources.values()]
         known = [length * size for length, size in zip(of_each, sizes, strict=True) if length is not None]
@@ -97,16 +97,16 @@ class MixedSource(Source):
 
     @cached_property
     def fingerprint(self) -> Fingerprint:
-        """Those of the sources, and what they amount to together."""
+        """The fingerprints of the sources, with a digest over all of them."""
         own = {name: source.fingerprint for name, source in self.sources.items()}
         content = hashlib.blake2b(repr(own).encode(), digest_size=8).hexdigest()
         return Fingerprint(len(self), content=content, sources=own)
 
 
 def find_order(source: Source, config: RunConfig) -> SampleOrder:
-    """Return the order in which a run goes through its training data.
+    """Return the order in which a run reads its training data.
 
-    Raises UserError if that would repeat a source more often than `data.max_epochs`.
+    Raises UserError if the run would repeat a source more often than `data.max_epochs`.
     """
     order: SampleOrder = Permutation(len(source), config.data.seed)
     if isinstance(source, MixedSource):
@@ -118,9 +118,9 @@ def find_order(source: Source, config: RunConfig) -> SampleOrder:
 
 
 def evenly_spaced_indices(source: Source, num_samples: int) -> NDArray[np.int64]:
-    """Return the samples of an evaluation: the first ones, of several sources each in proportion to its size.
+    """Return the indices of an evaluation's samples, shape (num_samples,).
 
-    Shape (num_samples,); a function of the sizes alone.
+    These are the first samples, taken from several sources in proportion to their sizes.  Depends on the sizes alone.
     """
     if not isinstance(source, MixedSource):
         return np.arange(num_samples)

@@ -1,13 +1,13 @@
-"""Mixtures: the order of the samples of several sources, in shares that may change in the course of the run.
+"""Sample order of a mixture of sources whose weights may change from phase to phase.
 
-Positions are cut into blocks of 1024 from the start of each phase on, and each whole block holds exactly as many
-samples of a source as its weight says.  Which source a position belongs to follows from a pattern of the phase, which
-every block begins at another place; how many samples of that source came before follows from the same pattern, and
-the k-th of them is where the source's own permutation has position k.  So a source goes through all of its samples
-before one comes again, whatever the phases do.
+From the start of each phase, positions are grouped into blocks of 1024, and each complete block holds exactly as many
+samples of each source as its weight prescribes.  A phase has one pattern of sources, and each block starts at a
+different place in it.  The pattern gives the source of a position and how many samples of that source precede it; the
+k-th sample of a source is at position k of that source's permutation.  So a source is read completely before any of
+its samples repeats, whatever the phases are.
 
-All of it is a closed form of the position, the seed, and the phases that began before: nothing is stored, and phases
-to come change nothing of what has been.
+All of this is a closed form of the position, the seed and the phases so far.  No state is stored, and later phases
+never change earlier positions.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from trainer.data.sample_order import sample_at
 from trainer.errors import setting_error
 
 _KEYS_ALLOWING_OTHER_SHARES = frozenset({"data", "data.weights", "data.phases"})
-"""Keys that are allowed to change and thereby allow another past."""
+"""Keys in `checkpoint.allow_changes` that permit different weights for samples already consumed."""
 
 
 def shares_of(weights: Mapping[str, float]) -> dict[str, int]:
-    """Return how many samples of each source a block holds, by largest remainders; of equal ones the first name."""
+    """Return how many samples of each source a block holds, by the largest-remainder method; ties go to the first name."""
     whole = sum(map(Fraction, weights.values()))
     exact = {name: Fraction(weight) * BLOCK / whole for name, weight in weights.items()}
     shares = {name: int(share) for name, share in exact.items()}
@@ -53,18 +53,18 @@ def _shares_by_size(sizes: Mapping[str, int]) -> dict[str, int]:
 
 
 class _PhasePattern:
-    """A phase: from sample `start` on, `shares[j]` samples of source j in every block."""
+    """A phase: starting at position `start`, every block has `shares[j]` samples of source j."""
 
     def __init__(self, start: int, shares: NDArray[np.int64], seed: int) -> None:
         self.start, self.shares, self._seed = start, shares, seed + 1
         slots = sample_at(start * BLOCK + np.arange(BLOCK), BLOCK, seed)
-        # Twice in a row: a block begins anywhere in the pattern, and has all of it.
+        # Repeated twice, so that a block can start anywhere in the pattern and still cover all of it.
         self._pattern = np.tile(np.searchsorted(np.cumsum(shares), slots, side="right"), 2)
         is_of = self._pattern[:, None] == np.arange(len(shares))
         self._before = np.concatenate([np.zeros((1, len(shares)), np.int64), np.cumsum(is_of, axis=0)])
 
     def locate(self, offsets: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the source of each position, counted from the start, and how many of that source come before it."""
+        """Return the source at each offset into the phase, and how many samples of that source precede it."""
         blocks, places = np.divmod(offsets, BLOCK)
         begins = self._begin_of(blocks)
         sources = self._pattern[begins + places]
@@ -72,20 +72,20 @@ class _PhasePattern:
         return sources, blocks * self.shares[sources] + before
 
     def count(self, length: int) -> NDArray[np.int64]:
-        """Return how many samples of each source the first `length` positions hold."""
+        """Return how many of the first `length` positions belong to each source."""
         block, rest = divmod(length, BLOCK)
         (begin,) = self._begin_of(np.array([block]))
         return block * self.shares + self._before[begin + rest] - self._before[begin]
 
     def _begin_of(self, blocks: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return where in the pattern each block begins: the first number of a permutation of its own."""
+        """Return where in the pattern each block starts, drawn pseudorandomly for each block."""
         return sample_at((self.start + blocks) * BLOCK, BLOCK, self._seed)
 
 
 class Mixture:
-    """The order of the samples of several sources.  Indices count the sources' samples on end, by name.
+    """Sample order of a mixture.  Sample indices are those of `MixedSource`: the sources concatenated in name order.
 
-    Raises UserError if the sizes alone, where they are the weights, leave a source without a share.
+    Raises UserError if the weights default to the sizes and a source is too small to get a share.
     """
 
     def __init__(self, sizes: Mapping[str, int], phases: Sequence[Phase], seed: int) -> None:
@@ -93,7 +93,7 @@ class Mixture:
         self._seeds = [_seed_of(name, seed) for name in self.sizes]
         self._index_starts = np.cumsum([0, *self.sizes.values()])
         self.phases = [(phase.start, self._shares(phase.weights)) for phase in phases]
-        # Where a phase goes on like the one before it, none begins.
+        # Merge each phase into the one before it if both have the same shares.
         self.phases = [
             phase for number, phase in enumerate(self.phases) if not number or phase[1] != self.phases[number - 1][1]
         ]
@@ -109,7 +109,7 @@ class Mixture:
         return {name: shares.get(name, 0) for name in self.sizes}
 
     def at(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the index of the sample at each of `positions` (not negative, any shape)."""
+        """Return the sample index at each of `positions` (non-negative, any shape)."""
         flat = np.asarray(positions, dtype=np.int64).ravel()
         sources, numbers = np.empty_like(flat), np.empty_like(flat)
         phases = np.searchsorted(self.starts, flat, side="right") - 1
@@ -124,13 +124,13 @@ class Mixture:
         return indices.reshape(np.shape(positions))
 
     def counts(self, samples: int) -> dict[str, int]:
-        """Return how many of the first `samples` of the run are of each source."""
+        """Return how many of the run's first `samples` samples come from each source."""
         phase = int(np.searchsorted(self.starts, samples, side="right")) - 1
         counted = self._totals[phase] + self._stretches[phase].count(samples - self._stretches[phase].start)
         return dict(zip(self.sizes, counted.tolist(), strict=True))
 
     def past(self, samples: int) -> dict[str, Any]:
-        """Return the phases that have begun: their starts and shares, which are those of the first `samples`."""
+        """Return the starts and shares of the phases that the first `samples` samples belong to."""
         begun = self.phases[: int(np.searchsorted(self.starts, samples))]
         return {"phases": [[start, {n: share for n, share in shares.items() if share}] for start, shares in begun]}
 
@@ -140,7 +140,7 @@ class Mixture:
         """Compare the phases that have begun; see `SampleOrder.changes`."""
         before, now = stored.get("phases"), self.past(samples)["phases"]
         if not before or before == now:
-            return [], []  # what was no mixture has other data too, and that is told
+            return [], []  # a run without a mixture also had other data, and the fingerprint reports that
         number = next(n for n in range(len(before) + 1) if before[n : n + 1] != now[n : n + 1])
         line = (
             f"data.phases: phase {number + 1} {_describe_phase(before[number:], batch)} in the checkpoint, "
@@ -161,7 +161,10 @@ def _describe_phase(phases: Sequence[Any], batch: int) -> str:
 
 
 def _phase_hint(before: Sequence[Any], now: Sequence[Any], batch: int) -> str:
-    """Return how a phase stays that has moved alone: one that is named by a share of the run does so with its steps."""
+    """Return how to keep a phase at its old start, if only its start has moved.
+
+    A phase whose `from` is a share of the run moves when `train.steps` changes.
+    """
     if not before or not now or before[0][0] == now[0][0] or before[0][0] % batch:
         return ""
     if before[0][1] != {name: share for name, share in now[0][1].items() if share}:
@@ -170,5 +173,5 @@ def _phase_hint(before: Sequence[Any], now: Sequence[Any], batch: int) -> str:
 
 
 def _seed_of(name: str, seed: int) -> int:
-    """Return the seed of a source's permutation, which does not depend on what other sources there are."""
+    """Return the seed of a source's permutation, independent of the other sources."""
     return int.from_bytes(hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest(), "little")

@@ -38,8 +38,8 @@ class Prefetcher(Generic[Item]):
     Exceptions, including StopIteration, are re-raised in order.  The thread ends when `close` is called or this object
     is deleted.
 
-    gives_up: polled while waiting for an item; GivenUp is raised as soon as it returns True.
-    is_quick: whether the iterator never blocks for long, so that the caller may make items itself.
+    should_abandon: polled while waiting for an item; WaitAbandoned is raised as soon as it returns True.
+    is_nonblocking: whether the iterator never blocks for long, so that the caller may make items itself.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Prefetcher(Generic[Item]):
         should_abandon: Callable[[], bool] = lambda: False,
         is_nonblocking: bool = False,
     ) -> None:
-        self._buffer, self._gives_up = _Buffer(items, capacity, is_nonblocking), should_abandon
+        self._buffer, self._should_abandon = _Buffer(items, capacity, is_nonblocking), should_abandon
         self._thread = threading.Thread(target=self._buffer.fill, name="data", daemon=True)
         self._thread.start()
 
@@ -57,7 +57,7 @@ class Prefetcher(Generic[Item]):
         return self
 
     def __next__(self) -> Item:
-        return self._buffer.take(self._gives_up)
+        return self._buffer.take(self._should_abandon)
 
     def close(self) -> None:
         """Stop the thread, and wait briefly for it to end."""

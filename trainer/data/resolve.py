@@ -1,4 +1,4 @@
-"""Settings that the data decide: how long a row needs to be, and how many steps some epochs are."""
+"""Resolves the settings that depend on the data: the row length and the number of steps in `train.epochs`."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from trainer.data.source_factory import open_source
 from trainer.data.stdlib import Split
 
 _ROW_MULTIPLE = 64
-"""Rows that are trimmed have a multiple of so many tokens, which kernels like."""
+"""Trimmed rows have a multiple of this many tokens, which kernels handle efficiently."""
 
 
 def resolve_from_data(config: RunConfig) -> RunConfig:
-    """Return the configuration with rows as `data.trim_rows` wants them, and `train.epochs` as `train.steps`.
+    """Return the configuration with `data.trim_rows` applied to `data.seq_len` and `train.epochs` turned into steps.
 
-    Opens the data, where they are what decides.  Raises UserError as `open_source` does.
+    Opens the data only if one of these settings needs it.  Raises UserError as `open_source` does.
     """
     return _with_steps(_with_trimmed_rows(config))
 
 
 def _with_trimmed_rows(config: RunConfig) -> RunConfig:
-    """Return it with rows as long as the longest conversation, of training and evaluation, at most as they are."""
+    """Shrink `data.seq_len` to the longest conversation in the training and evaluation data."""
     data = config.data
     if not data.trim_rows:
         return config
-    from trainer.data.chat.source import ChatSource, PairSource  # with the library that renders templates
+    from trainer.data.chat.source import ChatSource, PairSource  # imports jinja2, so only when needed
 
     splits: tuple[Split, ...] = ("train", "eval") if config.eval.every else ("train",)
     opened = (open_source(data, config.vocab_size, split) for split in splits)
@@ -36,7 +36,7 @@ def _with_trimmed_rows(config: RunConfig) -> RunConfig:
 
 
 def _with_steps(config: RunConfig) -> RunConfig:
-    """Return it with the steps that `train.epochs` comes to, or those that a small model needs where they are more."""
+    """Replace `train.epochs` by the equivalent `train.steps`, at least `train.small_model_steps`."""
     train = config.train
     if train.epochs is None:
         return config

@@ -26,7 +26,7 @@ def show_samples(
     config: RunConfig,
     step: int,
     count: int,
-    is_disk_full: bool,
+    is_full: bool,
     tell: Callable[[str], None],
 ) -> None:
     """Tell the first `count` samples of a step, a block of lines each.  Raises TrainingFailed for data that is damaged.
@@ -46,7 +46,7 @@ def show_samples(
     for number, (position, index) in enumerate(zip(positions.tolist(), indices.tolist(), strict=True)):
         name = names[int(found[SOURCE][number * many])] if SOURCE in found else ""
         rows = range(number * many, (number + 1) * many)
-        lines = [line for row in rows for line in _lines(found, row, tokenizer, is_chat, is_disk_full)]
+        lines = [line for row in rows for line in _lines(found, row, tokenizer, is_chat, is_full)]
         tell("\n".join([_title(step, position, index, name, order), *lines, ""]))
 
 
@@ -62,7 +62,7 @@ def _tokenizer_of(source: Source, config: RunConfig) -> Tokenizer | None:
 
 
 def _lines(
-    found: dict[str, NDArray[Any]], row: int, tokenizer: Tokenizer | None, is_chat: bool, is_disk_full: bool
+    found: dict[str, NDArray[Any]], row: int, tokenizer: Tokenizer | None, is_chat: bool, is_full: bool
 ) -> Iterator[str]:
     tokens, counts = found["tokens"][row], found["targets"][row] != IGNORE
     if "documents" in found:
@@ -78,7 +78,7 @@ def _lines(
             yield f"  {start:>{width}}-{end - 1:<{width}}  padding"
             continue
         kind = "trained on" if counts[start] else "ignored   "
-        text = _text(tokens[start:end], tokenizer, is_disk_full)
+        text = _text(tokens[start:end], tokenizer, is_full)
         yield f"  {start:>{width}}-{end - 1:<{width}}  document {int(documents[start]) + 1}  {kind}  {text}"
 
 
@@ -96,18 +96,16 @@ def _documents_of(tokens: NDArray[Any], tokenizer: Tokenizer | None) -> NDArray[
     return np.cumsum(np.concatenate([[False], is_end[:-1] & ~is_end[1:]]))
 
 
-def _text(tokens: NDArray[Any], tokenizer: Tokenizer | None, is_disk_full: bool) -> str:
+def _text(tokens: NDArray[Any], tokenizer: Tokenizer | None, is_full: bool) -> str:
     if tokenizer is None:
         shown = (
-            tokens.tolist()
-            if is_disk_full or len(tokens) <= 16
-            else [*tokens[:8].tolist(), "...", *tokens[-8:].tolist()]
+            tokens.tolist() if is_full or len(tokens) <= 16 else [*tokens[:8].tolist(), "...", *tokens[-8:].tolist()]
         )
         return " ".join(map(str, shown))
     text = tokenizer.decode(tokens)
     start = len(tokenizer.start_ids)
     begins = "[begin] " if start and tuple(tokens[:start].tolist()) == tokenizer.start_ids else ""
     ends = " [end]" if tokens[-1] == tokenizer.end_id else ""
-    if is_disk_full or len(text) <= 2 * _SHOWN + 5:
+    if is_full or len(text) <= 2 * _SHOWN + 5:
         return begins + repr(text) + ends
     return f"{begins}{text[:_SHOWN]!r} ... {text[-_SHOWN:]!r}{ends}"

@@ -1,4 +1,4 @@
-"""Token shards that were made with another tokenizer than the weights were trained with."""
+"""Checks that token shards were made with the tokenizer that the initial weights were trained with."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainer.errors import UserError, setting_error
 
 
 def check_tokenizer(source: Source, config: RunConfig) -> None:
-    """Raise UserError if token shards were made with another tokenizer than the first weights were trained with.
+    """Raise UserError if token shards were made with a different tokenizer than the initial weights were trained with.
 
     Text needs no check: it is tokenized with `data.tokenizer`, which was checked when the configuration was loaded.
     """
@@ -23,7 +23,7 @@ def check_tokenizer(source: Source, config: RunConfig) -> None:
     if own is None or source.tokenizer == find_tokenizer(config.data.tokenizer, bos=config.data.bos).name:
         return
     for bos in (None, True, False):
-        with suppress(UserError):  # it may have no token to begin with
+        with suppress(UserError):  # raised if the tokenizer has no BOS token
             if source.tokenizer == find_tokenizer(own, bos=bos).name:
                 return
     what = f"the shards were made with another tokenizer ({source.tokenizer}) than the weights were trained with, {own}"

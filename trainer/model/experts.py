@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.flop_counter import register_flop_formula
 
-from trainer.data.transfer import ahead
+from trainer.data.transfer import prefetch_to_device
 from trainer.distributed.world import World
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -167,7 +167,7 @@ def _count(
     """Return how often each expert is chosen by the tokens of all micro-batches of this rank."""
     total_E = torch.zeros(balance.num_experts, dtype=torch.int64, device=device)
     balance.over_batch = total_E.add_
-    for batch in ahead(micro_batches, device):
+    for batch in prefetch_to_device(micro_batches, device):
         loss(batch)
     return total_E
 

@@ -48,7 +48,7 @@ class Format:
         self.name, self._columns = name, dict(columns or {})
 
     @classmethod
-    def of(cls, record: Mapping[str, Any], setting: str, columns: Mapping[str, str] | None = None) -> Format:
+    def detect(cls, record: Mapping[str, Any], setting: str, columns: Mapping[str, str] | None = None) -> Format:
         """Return the format that the settings name, or for `auto` the one whose keys the record has."""
         names = dict(columns or {})
         if setting != "auto":

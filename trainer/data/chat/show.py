@@ -30,7 +30,7 @@ def first_chats(data: DataSection, inputs: Sequence[str], number: int, key: str)
     chosen: Format | None = None
     for place, record in islice(records, number):
         try:
-            chosen = chosen or Format.of(record, data.format, data.columns)
+            chosen = chosen or Format.detect(record, data.format, data.columns)
             sample = chosen.read(record)
             if isinstance(sample, Pair):
                 yield DisplayedChat(f"{place}, chosen", encoder.pieces(sample.chosen))

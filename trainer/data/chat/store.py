@@ -481,7 +481,7 @@ class _ChatReader:
 
     def _samples(self, record: Mapping[str, Any]) -> Sequence[Sample]:
         if self._format is None:
-            self._format = Format.of(record, self._order.format, self._order.columns)
+            self._format = Format.detect(record, self._order.format, self._order.columns)
             self._report.pairs = self._format.has_pairs
         found = self._format.read(record)
         return [found.chosen, found.rejected] if isinstance(found, Pair) else [found]
