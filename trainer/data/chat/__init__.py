@@ -1,11 +1,13 @@
-"""Chats: conversations from files become tokens, each with whether it is trained on.
+"""Chat data: conversations from files, tokenized with a loss mask.
 
-conversation   what a conversation is, and what is wrong with a bad one
-formats        a record of a file -> a conversation, in the formats that are common
-records        JSONL and parquet files -> records, each with its place
-template       a chat template, rendered as transformers renders it
-masking        a conversation -> its tokens, and which of them are trained on
-store          all conversations of some files, tokenized once and kept
-source         samples of them: packed conversations, or pairs of which one is preferred
-show           conversations on a terminal, what is trained on in colour
+conversation   data types for conversations, and the error for invalid ones
+formats        file records -> conversations, for the common formats
+records        JSONL and parquet files -> records with their file and line
+template       chat templates, rendered as transformers renders them
+limits         CPU time and memory limits for rendering templates
+tokens         the chat tokenizer, which maps tokens to character spans
+masking        conversations -> tokens and loss mask
+store          tokenized conversations, cached on disk
+source         samples: packed conversations, or preference pairs
+show           the first conversations of a file, split into trained and ignored text
 """

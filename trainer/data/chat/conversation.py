@@ -1,4 +1,4 @@
-"""Conversations as the rest of this folder knows them, whatever file they came from."""
+"""Data types for conversations, independent of the file format that they were read from."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any, TypeAlias
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 Message: TypeAlias = "Mapping[str, Any]"
-"""`role`, one of ROLES, and `content`, text; whatever else it holds (tool_calls, reasoning_content) is the template's
-to read."""
+"""`role` (one of ROLES), `content` (text), and further keys such as tool_calls or reasoning_content, which only the chat
+template reads."""
 
 
 class BadChat(Exception):
-    """A conversation that cannot be trained on: says what in it is wrong.
+    """A conversation cannot be trained on; the message says why.
 
-    key: the setting that would have to change where it is not the file.
+    key: the setting to change, or empty if the file has to be corrected.  legal, fix: see `setting_error`.
     """
 
     def __init__(self, text: str, key: str = "", legal: object = None, fix: str = "") -> None:
@@ -26,7 +26,10 @@ class BadChat(Exception):
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages in turn, and the tools that the assistant may call.  Of those before `first` none is trained on."""
+    """Messages in order, and the tools that the assistant may call.
+
+    first: index of the first message that may be trained on.
+    """
 
     messages: Sequence[Message]
     tools: Sequence[Mapping[str, Any]] = ()
@@ -34,7 +37,7 @@ class Conversation:
 
     @property
     def assistant_turns(self) -> list[int]:
-        """The numbers of the assistant's messages that may be trained on: not those of weight 0."""
+        """Indices of the assistant messages that may be trained on, without those of weight 0."""
         return [
             number
             for number, message in enumerate(self.messages)
@@ -43,13 +46,13 @@ class Conversation:
 
     @property
     def excluded(self) -> list[int]:
-        """The numbers of the messages of weight 0, of any role."""
+        """Indices of the messages of weight 0, whatever their role."""
         return [number for number, message in enumerate(self.messages) if message.get("weight", 1) == 0]
 
 
 @dataclass(frozen=True)
 class Completion:
-    """A text and what follows it; no chat template has a part in it."""
+    """A plain-text prompt and its completion, used without a chat template."""
 
     prompt: str
     completion: str
@@ -60,13 +63,13 @@ Sample: TypeAlias = "Conversation | Completion"
 
 @dataclass(frozen=True)
 class Pair:
-    """Two answers to the same, of which the first is preferred."""
+    """A preference pair: two answers to the same prompt."""
 
     chosen: Sample
     rejected: Sample
 
 
 def kind_of(value: Any) -> str:
-    """Return what JSON calls a value, for a message."""
+    """Return the JSON name of a value's type, for error messages."""
     kinds = {dict: "an object", list: "a list", str: "text", bool: "true or false", int: "a number", float: "a number"}
     return "null" if value is None else kinds.get(type(value), type(value).__name__)

@@ -1,6 +1,6 @@
-"""Records of files as conversations: messages, ShareGPT, Alpaca, prompt and completion, preference pairs.
+"""Converts file records to conversations: messages, ShareGPT, Alpaca, prompt-completion, preference pairs.
 
-Everything here is plain JSON; what is wrong with a record is said with the path to it, `messages[2].role`.
+Records are plain JSON.  Errors give the path of the offending value within the record, such as `messages[2].role`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _ALIASES = {
     **dict.fromkeys(("gpt", "bot", "model", "ai", "chatgpt", "bing", "bard", "assistent"), "assistant"),
     **dict.fromkeys(("function", "function_response", "observation", "ipython", "tool_response"), "tool"),
 }
-"""What roles are called elsewhere: an error says what was meant, and ShareGPT's files are read by it."""
+"""Other names for roles.  Used to read ShareGPT files, and in other formats to suggest the correct name in errors."""
 
 COLUMNS: dict[str, tuple[str, ...]] = {
     "messages": ("messages", "tools"),
@@ -26,7 +26,7 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "prompt_completion": ("prompt", "completion", "tools"),
     "preference": ("prompt", "chosen", "rejected", "tools"),
 }
-"""What a record of each format may hold."""
+"""Keys that a record of each format may have."""
 
 _REQUIRED = {
     "preference": {"chosen", "rejected"},
@@ -35,13 +35,13 @@ _REQUIRED = {
     "prompt_completion": {"prompt", "completion"},
     "alpaca": {"instruction", "output"},
 }
-"""What a record of each format must hold; in the order in which `auto` looks for them."""
+"""Keys that a record of each format must have, in the order in which `data.format=auto` tries the formats."""
 
 
 class Format:
     """Reads records of one format.
 
-    columns: what the file calls them where it has names of its own: {"messages": "dialog"}.
+    columns: maps the format's keys to the keys used in the file, if they differ: {"messages": "dialog"}.
     """
 
     def __init__(self, name: str, columns: Mapping[str, str] | None = None) -> None:
@@ -49,7 +49,7 @@ class Format:
 
     @classmethod
     def detect(cls, record: Mapping[str, Any], setting: str, columns: Mapping[str, str] | None = None) -> Format:
-        """Return the format that the settings name, or for `auto` the one whose keys the record has."""
+        """Return the format that `setting` names; for `auto`, the first one whose required keys `record` has."""
         names = dict(columns or {})
         if setting != "auto":
             return cls(setting, names)
@@ -65,7 +65,7 @@ class Format:
         return self.name == "preference"
 
     def read(self, record: Mapping[str, Any]) -> Sample | Pair:
-        """Return what a record holds.  Raises BadChat."""
+        """Convert a record to a conversation, a completion or a pair.  Raises BadChat."""
         values = {key: record.get(self._columns.get(key, key)) for key in COLUMNS[self.name]}
         missing = sorted(self._columns.get(key, key) for key in _REQUIRED[self.name] if values[key] is None)
         if missing:
@@ -89,11 +89,11 @@ _COMMON_COLUMN_NAMES = {
     "prompt": ("question", "query", "instruction", "problem", "input", "context"),
     "completion": ("answer", "response", "output", "solution", "target", "reply"),
 }
-"""What files call the columns of a format that have other names."""
+"""Keys that files often use for a format's columns; used to suggest a value of `data.columns`."""
 
 
 def _mapping_for(record: Mapping[str, Any]) -> str:
-    """Return what `data.columns` looks like, for the keys of a record where it is clear what they hold."""
+    """Return an example value of `data.columns`, built from the record's own keys where their meaning is clear."""
     found = {
         column: next((name for name in names if name in record and column not in record), None)
         for column, names in _COMMON_COLUMN_NAMES.items()
@@ -110,7 +110,7 @@ def _read_messages(values: Mapping[str, Any]) -> Sample:
 def _read_sharegpt(values: Mapping[str, Any]) -> Sample:
     turns = _list(values["conversations"], "conversations")
     if isinstance(turns[0], Mapping) and "from" not in turns[0] and "role" in turns[0]:
-        messages = _messages(turns, "conversations")  # the name of one format, and the turns of another
+        messages = _messages(turns, "conversations")  # ShareGPT's key, but turns with role and content
     else:
         read = [_from_sharegpt(turn, f"conversations[{number}]") for number, turn in enumerate(turns)]
         messages = _messages(read, "conversations", "from", "value")
@@ -176,12 +176,12 @@ def _asked(chat: Conversation) -> list[tuple[str, str]]:
 
 
 def _spoken(messages: Sequence[Message]) -> list[tuple[str, str]]:
-    """Return what is said, and by whom: the same for messages that differ in white space at their ends."""
+    """Return the role and stripped text of each message, so that leading and trailing white space is ignored."""
     return [(message["role"], message["content"].strip()) for message in messages]
 
 
 def _prompt_with_answer(prompt: Any, answer: Any, key: str, tools: Sequence[Mapping[str, Any]]) -> Sample:
-    """Return a prompt with its answer: both texts, or either of them messages."""
+    """Join a prompt and its answer; each is either text or a list of messages."""
     if isinstance(prompt, str) and isinstance(answer, str):
         if not answer.strip():
             raise BadChat(f"{key}={answer!r} is empty")
@@ -201,14 +201,15 @@ def _prompt_with_answer(prompt: Any, answer: Any, key: str, tools: Sequence[Mapp
 
 
 def _is_complete_conversation(prompt: Sequence[Message], answer: Sequence[Message]) -> bool:
-    """Return whether an answer cannot follow its prompt: it is a conversation from its start."""
+    """Return whether the answer restarts the conversation, because its first message cannot follow the prompt."""
     role = answer[0]["role"]
     return role in ("system", "developer") or (role == "user" and prompt[-1]["role"] in ("user", "tool"))
 
 
 def _index_after_prompt(prompt: Sequence[Message], answer: Sequence[Message]) -> int | None:
-    """Return the number of an answer's first message behind its prompt, which it repeats: first of all, or the last
-    time.  None if it does not.
+    """Return the index of the answer's first message after the prompt that it repeats, or None if it does not repeat it.
+
+    A prompt at the start of the answer is preferred, otherwise its last occurrence.
     """
     asked, spoken = _spoken(prompt), _spoken(answer)
     starts = (0, *range(len(spoken) - len(asked), 0, -1))
@@ -220,7 +221,7 @@ def _index_after_prompt(prompt: Sequence[Message], answer: Sequence[Message]) ->
 
 
 def _messages(value: Any, place: str, role_key: str = "role", content_key: str = "content") -> list[Message]:
-    """Return messages that have a known role each, and content.  Raises BadChat, in the words of the file's format."""
+    """Validate messages: each needs a known role, and content or tool calls.  Raises BadChat with the file's own keys."""
     messages: list[Message] = []
     for number, message in enumerate(_list(value, place)):
         where = f"{place}[{number}]"
@@ -258,7 +259,7 @@ def _get(value: Any, key: str, place: str, shown: str = "") -> Any:
 
 
 def _text_of(content: Any, place: str) -> str:
-    """Return a message's text, which may be in parts.  Raises BadChat for a part that is none, such as an image."""
+    """Return a message's text, joining its parts if it has several.  Raises BadChat for a part that is not text."""
     if not isinstance(content, list):
         return _text(content, place)
     for number, part in enumerate(content):
@@ -286,7 +287,7 @@ def _check_weight(weight: Any, place: str) -> None:
 
 
 def _check_calls(message: Mapping[str, Any], place: str) -> None:
-    """Raise BadChat unless each of a message's tool calls names a function."""
+    """Raise BadChat unless every tool call of a message names a function."""
     calls = message.get("tool_calls") or []
     if not isinstance(calls, list):
         raise BadChat(f"{place}.tool_calls must be a list, not {kind_of(calls)}")
@@ -297,7 +298,7 @@ def _check_calls(message: Mapping[str, Any], place: str) -> None:
 
 
 def _tools(value: Any) -> Sequence[Mapping[str, Any]]:
-    """Return the tools of a record: a list of objects, or JSON that spells one."""
+    """Return the tools of a record, given as a list of objects or as a JSON string of one."""
     if isinstance(value, str) and value.strip():
         try:
             value = json.loads(value)
@@ -311,7 +312,7 @@ def _tools(value: Any) -> Sequence[Mapping[str, Any]]:
 
 
 def check_columns(columns: Mapping[str, str], setting: str) -> None:
-    """Raise UserError for a key of `data.columns` that a record of the format cannot have."""
+    """Raise UserError if `data.columns` has a key that the format does not know."""
     known = list(dict.fromkeys(COLUMNS.get(setting) or [key for keys in COLUMNS.values() for key in keys]))
     for key in columns:
         if key not in known:

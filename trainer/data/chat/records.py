@@ -1,4 +1,4 @@
-"""Files of chats: JSONL and parquet, a record at a time, each with its place."""
+"""Reads chat files, JSONL and parquet, record by record."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
 
 
 def find_files(key: str, setting: str) -> list[Path]:
-    """Return the files that a path, folder or glob names, sorted.  Raises UserError that names `key` if none is."""
+    """Return the chat files that a path, folder or glob names, sorted.
+
+    Raises UserError that names the setting `key` if there are none.
+    """
     pattern = os.path.expanduser(setting)
     if os.path.isdir(pattern):
         pattern = os.path.join(glob.escape(pattern), "**")
@@ -44,9 +47,9 @@ def find_files(key: str, setting: str) -> list[Path]:
 
 
 def read_records(path: Path, key: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield each record with its place, `chats.jsonl:17`: the line, or the row of a parquet file, counted from 1.
+    """Yield each record with its location, such as `chats.jsonl:17`: the line or parquet row, counted from 1.
 
-    Raises UserError that names `key` for a file that cannot be read, or a line that is no JSON object.
+    Raises UserError that names the setting `key` if a file cannot be read or a line is not a JSON object.
     """
     if path.suffix == ".parquet":
         yield from _read_parquet(path, key)
@@ -99,8 +102,10 @@ def _read_parquet(path: Path, key: str) -> Iterator[tuple[str, Mapping[str, Any]
 
 
 def _rows(batch: pyarrow.RecordBatch, path: Path, before: int, key: str) -> list[dict[str, Any]]:
-    """Return the rows of a batch, which stands behind `before` others.  Raises UserError with the row of text that is
-    none: parquet promises UTF-8, but not every writer sees to it.
+    """Return the rows of a batch that starts at row `before` of the file.
+
+    Raises UserError with the number of the first row that is not UTF-8: parquet requires it, but not every writer
+    enforces it.
     """
     try:
         return batch.to_pylist()
@@ -115,7 +120,7 @@ def _rows(batch: pyarrow.RecordBatch, path: Path, before: int, key: str) -> list
 
 
 def _without_nulls(value: Any) -> Any:
-    """Return what a row holds without the keys that only other rows have: a column's records share all keys."""
+    """Remove null entries, recursively: in parquet all records of a column share the same keys."""
     if isinstance(value, dict):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value

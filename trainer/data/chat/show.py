@@ -1,4 +1,4 @@
-"""Prints conversations for people, with the targets marked."""
+"""Splits the first conversations of chat files into trained and ignored text, for display."""
 
 from __future__ import annotations
 
@@ -16,14 +16,21 @@ from trainer.errors import setting_error
 
 @dataclass(frozen=True)
 class DisplayedChat:
-    """A conversation: where it stands, what it is of a pair, and its text in pieces that are trained on or not."""
+    """A conversation for display.
+
+    place: its file and line, with `chosen` or `rejected` for an answer of a pair.
+    pieces: its text, cut into pieces, each with whether it is trained on.
+    """
 
     place: str
     pieces: Sequence[tuple[str, bool]]
 
 
 def first_chats(data: DataSection, inputs: Sequence[str], number: int, key: str) -> Iterator[DisplayedChat]:
-    """Yield the first conversations of files; of a pair, both answers.  Raises UserError that names `key`."""
+    """Yield the first `number` conversations of some files, both answers of each pair.
+
+    Raises UserError that names the setting `key`.
+    """
     check_columns(data.columns or {}, data.format)
     encoder = encoder_of(data)
     records = (found for given in inputs for path in find_files(key, given) for found in read_records(path, key))
