@@ -1,1 +1,1 @@
-"""Weights by name: read, filled in, imported from and exported to other formats."""
+"""Loads weights into models, and imports and exports other formats."""

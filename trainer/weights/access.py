@@ -1,7 +1,7 @@
-"""Weights by name: where they can be read from, how they get into a model, and how a model gives them out whole.
+"""Fills models from weight sources, and collects a model's full state dict.
 
-What a source looks like inside (a checkpoint, a folder of Hugging Face's) is known elsewhere; a model that is filled
-knows only that it can ask for rows.  So each rank reads what it keeps, and nothing is sent between ranks.
+A source reads rows of named tensors; its format (a checkpoint, a Hugging Face folder) is hidden from the model.  Each
+rank reads only the rows that it holds, without communication.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from trainer.model.parameters import local, own_rows, tied_names
 from trainer.recipe import WeightSource as WeightSource
 
 BLOCK_BYTES = 64 * 2**20
-"""How much of a tensor is read at a time, where it need not be whole."""
+"""Maximum size of a block of rows that is read at once."""
 
 
 @torch.no_grad()
@@ -27,12 +27,13 @@ def fill(
 ) -> None:
     """Copy the weights of `source` into `model`, in place and in the model's own dtypes.
 
-    `only`, a predicate on our names, restricts the copy to these; the source may then have or lack any others.
+    `only` is a predicate on our names.  If given, only matching weights are copied, and others may be missing or extra
+    in the source.
 
-    The model must be materialised, and may be sharded: each rank reads its own rows, a block at a time.  (A tensor that
-    is split along another dimension is read whole.)  Persistent buffers missing from the source keep their values.  No
-    collectives.  Raises UserError on all ranks, before anything is written, if the two do not fit (see `find_weights`).
-    Errors of the source while reading may be raised on a single rank.
+    The model must be materialized, and may be sharded: each rank reads its own rows, a block at a time.  (A tensor
+    sharded along another dimension is read in full.)  Persistent buffers missing from the source keep their values.  No
+    collectives.  Raises UserError on all ranks, before anything is written, if the source does not fit the model (see
+    `find_weights`).  Errors of the source while reading may be raised on a single rank.
     """
     here, dtypes = named_weights(model), source.dtypes
     for name, stored in find_weights(model, source, setting, only).items():
@@ -54,12 +55,14 @@ def fill(
 def find_weights(
     model: nn.Module, source: WeightSource, setting: str, only: Callable[[str], bool] | None = None
 ) -> dict[str, str]:
-    """Return the names of the model's weights, of those that are tied the first, each with its name in `source`.
+    """Map the names of the model's weights to their names in `source`; of tied weights, only the first name is
+    included.
 
-    With `only`, of those alone for which it is true.
+    With `only`, restricted to the names for which it is true.
 
-    Raises UserError that begins with `setting` and lists every difference: what either side lacks, what has another
-    shape, and what is one tensor here and several there.  Persistent buffers may be missing in the source.
+    Raises UserError that begins with `setting` and lists every difference: weights missing on either side, different
+    shapes, and weights that are tied in the model but different in the source.  Persistent buffers may be missing in
+    the source.
     """
     there = source.shapes
     here = {name: tuple(weight.shape) for name, weight in named_weights(model).items()}
@@ -73,7 +76,7 @@ def find_weights(
         stored = [alias for alias in groups.get(name, [name]) if alias in there]
         if stored:
             found[name] = stored[0]
-            # Copies of a tied weight are one weight; two weights would lose one of them.
+            # Equal copies of a tied weight are fine; of two different weights, one would be lost.
             others = [other for other in stored[1:] if _differ(source, stored[0], other)]
             parted += [f"{stored[0]} and {other} are one tensor here, but two there" for other in others]
         elif name in parameters:
@@ -95,25 +98,25 @@ def find_weights(
 
 
 def _differ(source: WeightSource, one: str, other: str) -> bool:
-    """Tell by three rows whether two names of the source stand for different weights."""
+    """Compare three rows to decide whether two names in the source are different weights."""
     shape = source.shapes[one]
     if source.shapes[other] != shape or not shape or not shape[0]:
-        return False  # shapes are compared elsewhere
+        return False  # shapes are compared by the caller
     rows = (0, shape[0] // 2, shape[0] - 1)
     return not all(torch.equal(source.read(one, row, row + 1), source.read(other, row, row + 1)) for row in rows)
 
 
 def named_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return parameters and persistent buffers by name, under every name they have: DTensors where it is sharded.
+    """Return parameters and persistent buffers under all their names; DTensors if the model is sharded.
 
-    The tensors are the model's own, sharded again if a forward pass left them gathered.
+    The tensors are the model's own.  Parameters that a forward pass left gathered are resharded.
     """
     state = model.state_dict(keep_vars=True)
     return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
 
 
 def row_blocks(shape: Sequence[int], dtype: torch.dtype, start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """Yield the rows [start, stop) of a tensor of `shape` in turn, at most `BLOCK_BYTES` of them (or one) at a time."""
+    """Split the rows [start, stop) of a tensor of `shape` into blocks of at most `BLOCK_BYTES`, or one row."""
     row_bytes = torch.Size(shape[1:]).numel() * dtype.itemsize
     step = max(1, BLOCK_BYTES // max(1, row_bytes))
     for first in range(start, stop, step):
@@ -122,10 +125,10 @@ def row_blocks(shape: Sequence[int], dtype: torch.dtype, start: int, stop: int) 
 
 @torch.no_grad()
 def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return on rank 0 what `state_dict()` of the unsharded model holds, copied to the CPU; on other ranks nothing.
+    """Return the state dict of the unsharded model, on the CPU, on rank 0; an empty dict on other ranks.
 
-    Names that are tied share one tensor.  Collective: an all-gather for each sharded tensor, one after another, so that
-    every rank calls it and holds one whole tensor at a time.
+    Tied names share one tensor.  Collective: one all-gather per sharded tensor, one after another, so every rank must
+    call it and briefly holds one full tensor.
     """
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     whole: dict[str, torch.Tensor] = {}
@@ -134,7 +137,7 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
         if id(weight) not in gathered:
             tensor = weight.detach()
             if isinstance(tensor, DTensor):
-                # Offloaded shards are on the CPU, where the mesh's process group may not reach.
+                # Offloaded shards are on the CPU, which the mesh's process group may not support.
                 tensor = tensor.to(tensor.device_mesh.device_type).full_tensor()  # type: ignore[attr-defined]
             gathered[id(weight)] = tensor.to("cpu", copy=True) if is_first else tensor.new_empty(0)
         if is_first:

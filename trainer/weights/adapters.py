@@ -1,7 +1,7 @@
-"""Weights with adapters (LoRA), as sources: the base under the names of a model with adapters, the two joined, merged.
+"""Weight sources for models with adapters (LoRA): renamed, joined with their base, or merged into it.
 
-A checkpoint of such a run holds the adapters alone, and names the base by its path and a checksum.  So the base is read
-from where it was, and what is read is known to be what was trained on.
+The checkpoint of a LoRA run holds only the adapters, and names the base by its path and a checksum.  The base is read
+from its original place, and the checksum verifies that it is the one that was trained on.
 """
 
 from __future__ import annotations
@@ -17,18 +17,19 @@ from trainer.model.lora import ADAPTER, adapter_part, plain_name
 from trainer.weights.access import WeightSource, row_blocks
 
 BASE = "base"
-"""The part of a run's state that names the weights under its adapters."""
+"""Key of the state entry that identifies the base weights under the adapters."""
 
 REFERENCE = "reference"
-"""The part that names the weights of a reference model of its own."""
+"""Key of the state entry that identifies the weights of a separate reference model."""
 
 
 class Base:
-    """The weights under a run's adapters, or of its reference model: part of its state, the same on all ranks.
+    """Identifies the weights under a run's adapters, or of its reference model: part of its state, the same on all
+    ranks.
 
-    path: where they came from; empty if they were drawn, so that checkpoints hold them.
-    checksum: of their values (see `checksum_of`).
-    names: what of the model's state they are, and checkpoints do not hold.
+        path: where they were loaded from; empty if they were initialized randomly, in which case checkpoints hold them.
+        checksum: of their values (see `checksum_of`).
+        names: the names of these weights in the model's state, which checkpoints leave out.
     """
 
     def __init__(self, path: str = "", checksum: str = "", names: Collection[str] = ()) -> None:
@@ -38,15 +39,15 @@ class Base:
         return {"path": self.path, "checksum": self.checksum}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Nothing: they are where they were, which `changes_outside` has seen to."""
+        """Do nothing: the weights are read from their path, and `changes_outside` has verified them."""
 
     def changes_outside(self, plain: Mapping[str, Any], allowed: Collection[str]) -> tuple[list[str], list[str]]:
-        """Return a line if these are not the weights that the stored adapters are for; a place is no difference."""
+        """Return an error line if the stored adapters belong to other base weights; a different path is no error."""
         return ([] if plain["checksum"] == self.checksum else [not_the_base(self.path, self.checksum, plain)]), []
 
 
 def not_the_base(path: str, checksum: str, named: Mapping[str, Any]) -> str:
-    """Return the mistake of other weights than those that a run is based on, which `named` names."""
+    """Return the error message for base weights other than those that `named` describes."""
     return (
         f"train.init_from={path or 'null'}: is not the base model that this was trained on; that was "
         f"{named['path'] or 'drawn at random'} (checksum {named['checksum'] or 'none'}, this has {checksum or 'none'})"
@@ -54,9 +55,9 @@ def not_the_base(path: str, checksum: str, named: Mapping[str, Any]) -> str:
 
 
 def checksums_of(source: WeightSource, names: Iterable[str], rank: int = 0, num_ranks: int = 1) -> dict[str, str]:
-    """Return a line for each of the tensors `names` that are this rank's share: shape, dtype and CRC-32 of the values.
+    """Return a line for each tensor in this rank's share of `names`: shape, dtype and CRC-32 of the values.
 
-    The share is every `num_ranks`-th, the largest first.  Reads a block at a time.
+    The share is every `num_ranks`-th tensor in order of decreasing size.  Reads a block at a time.
     """
     shapes, dtypes = source.shapes, source.dtypes
     largest_first = sorted(names, key=lambda name: (-torch.Size(shapes[name]).numel(), name))
@@ -71,13 +72,13 @@ def checksums_of(source: WeightSource, names: Iterable[str], rank: int = 0, num_
 
 
 def checksum_of(lines: Iterable[Mapping[str, str]]) -> str:
-    """Return the checksum of all the tensors that ranks have made lines of; it depends on names and values alone."""
+    """Combine the lines of all ranks into one checksum, which depends only on names and values."""
     together = {name: line for share in lines for name, line in share.items()}
     return hashlib.sha256("\n".join(together[name] for name in sorted(together)).encode()).hexdigest()[:16]
 
 
 class Renamed:
-    """A source under other names: a `WeightSource`.  `rename` returns a tensor's new name, None to leave it out."""
+    """A `WeightSource` with renamed tensors.  `rename` returns a tensor's new name, or None to leave it out."""
 
     def __init__(self, source: WeightSource, rename: Callable[[str], str | None]) -> None:
         self.description, self._source = source.description, source
@@ -99,7 +100,7 @@ class Renamed:
 
 
 def under_adapters(source: WeightSource, names: Iterable[str]) -> WeightSource:
-    """Return a source of plain weights under the names that they have in a model; `names` are of its parameters."""
+    """Rename plain weights to their names in a model with adapters.  `names` are that model's parameters."""
     layers = adapted_layers(names)
 
     def rename(name: str) -> str:
@@ -110,12 +111,12 @@ def under_adapters(source: WeightSource, names: Iterable[str]) -> WeightSource:
 
 
 def without_adapters(source: WeightSource) -> WeightSource:
-    """Return the base in a source that has adapters, too, under the names of a model without any."""
+    """Return the base weights of a source with adapters, under the names of the model without adapters."""
     return Renamed(source, lambda name: None if adapter_part(name) else plain_name(name))
 
 
 class Joined:
-    """Two sources as one, which have no weight in common: a `WeightSource`."""
+    """A `WeightSource` that joins two sources with disjoint names."""
 
     def __init__(self, one: WeightSource, other: WeightSource) -> None:
         self.description = f"{one.description} and {other.description}"
@@ -136,11 +137,11 @@ class Joined:
 
 
 class Merged:
-    """A model without adapters, whose weights do what those of `base` do with these beside them: a `WeightSource`.
+    """A `WeightSource` of the base weights with the adapters merged into them.
 
-    Each weight is W + (B @ A) * scaling, computed in float32 and kept in the dtype of W.  The product is made whole, as
-    others make it, so that they come to the same bits; that of one layer at a time is held.  `transposed` are the
-    layers that have W as (in, out).
+    Each weight is W + (B @ A) * scaling, computed in float32 and returned in the dtype of W.  The full product is
+    computed at once, as in other implementations, so that the results are bit-identical; only one layer's product is
+    held at a time.  `transposed` are the layers whose W has shape (in, out).
     """
 
     def __init__(
@@ -174,5 +175,5 @@ class Merged:
 
 
 def adapted_layers(names: Iterable[str]) -> set[str]:
-    """Return the layers that have an adapter among the parameters of these names."""
+    """Return the names of the layers whose adapter parameters are among `names`."""
     return {part[0] for name in names if (part := adapter_part(name))}

@@ -1,4 +1,6 @@
-"""Writes a folder that transformers loads: safetensors, config.json, and what came with the model."""
+"""Exports a model as a folder that transformers can load: safetensors, config.json, and the files of the original
+model.
+"""
 
 from __future__ import annotations
 
@@ -32,22 +34,21 @@ from trainer.weights.origin import (
 )
 
 PARTIAL = ".partial"
-"""Ends the name of a file that is being written; a dot begins it."""
+"""Suffix of a file that is being written; its name also starts with a dot."""
 
 MARK = {"exported_by": "meshtrainer"}
-"""Stands in config.json, or where that is not ours to change in the weights, so that a later export knows that it may
-replace the folder's files."""
+"""Marks exported files, in config.json or in the headers of the weights, so that a later export may replace them."""
 
 ADAPTER_WEIGHTS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
-"""The files of an adapter, as peft calls them."""
+"""The files of an adapter, under peft's names."""
 
 _MARKED = (CONFIG, ADAPTER_WEIGHTS)
-"""Files that may have the mark: of an earlier export they stay until others take their place."""
+"""Files that may carry the mark.  Those of an earlier export are kept until they are replaced."""
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor to be written: its name here and there, its shape here, and its dtype there."""
+    """A tensor to write: its name in the source, its name and dtype in the file, and its shape in the source."""
 
     name: str
     theirs: str
@@ -63,7 +64,9 @@ class Tensor:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     def entries(self) -> dict[str, tuple[int, ...]]:
-        """Return its names there, each with the shape of what has it, in the order in which they lie: rows are many."""
+        """Return the tensors in the file, by name with shapes, in storage order; a stacked tensor is stored as its
+        rows.
+        """
         if isinstance(self.theirs, Stacked):
             return {self.theirs.replace("*", str(row)): self.shape[1:] for row in range(self.shape[0])}
         return {self.theirs: self.shape[::-1] if self.transposed else self.shape}
@@ -84,22 +87,23 @@ def export(
     overwrite: bool = False,
     setting: str = "folder",
 ) -> list[Path]:
-    """Write the weights of `source` to `folder` as Hugging Face's libraries read them, and return the files.
+    """Write the weights of `source` to `folder` in Hugging Face's format, and return the files.
 
-    Floating-point weights are stored as `dtype`, or as they are.  A model of more than `max_shard_bytes` is split into
-    files of at most that (or one tensor) and an index.  Tied weights are stored once.  `tokenizer` is "bytes", which
-    has no files, or the path of a tokenizer.json, copied with what stands beside it; `end_id` is the id that ends a
-    document.  `origin` are the files that came with the model: they stay as they are, to the byte, and so do entries of
-    config.json that the model has no part in.  Only where it was trained with another tokenizer than came with it, that
-    one goes along, and `end_id` ends a text beside what did before; `turn_ends`, which a model of chats has been
-    trained to end its turns with, always do.
+    Floating-point weights are stored as `dtype`, by default unchanged.  A model larger than `max_shard_bytes` is split
+    into files of at most that size (or one tensor) and an index.  Tied weights are stored once.
+
+    `tokenizer` is "bytes", which has no files, or the path of a tokenizer.json, which is copied together with the
+    related files in its folder; `end_id` is the id that ends a document.  `origin` holds the files that came with the
+    original model: they are copied byte for byte, as are entries of config.json that do not depend on the model.  Only
+    if the model was trained with a different tokenizer, that one is exported instead, and `end_id` is added to the ids
+    that end a text.  `turn_ends`, the ids with which a chat model learned to end its turns, are always added.
 
     Memory: a few blocks of `weights.BLOCK_BYTES`, whatever the model's size.  One process, no collectives.
 
-    Everything is first written under other names; the weights, or their index, are renamed last, so that a folder
-    left by a crash is not taken for a model.  Raises UserError, named `setting` where it is about the folder, if that
-    holds anything but an earlier export that may be replaced (`overwrite`), if the recipe has no names for Hugging
-    Face, or if the weights do not fit the model.
+    All files are first written under temporary names; the weights, or their index, are renamed last, so that a folder
+    left by a crash is not mistaken for a model.  Raises UserError, naming `setting`, if the folder holds anything but
+    an earlier export that may be replaced (`overwrite`); also if the recipe has no Hugging Face names, or if the
+    weights do not fit the model.
     """
     path = Path(folder).expanduser()
     names = Names(recipe, model_config)
@@ -124,12 +128,12 @@ def write_folder(
     overwrite: bool,
     setting: str,
 ) -> list[Path]:
-    """Write files of text and of tensors into `path`, under other names until all are there; return them.
+    """Write text files and tensor files into `path`, under temporary names until all are complete; returns them.
 
-    `mark` goes into the headers of the tensors' files.
+    `mark` is added to the headers of the tensor files.
 
-    Raises UserError, named `setting`, if the folder holds anything but an earlier export that may be replaced, or if
-    there is no room for the files.
+    Raises UserError, naming `setting`, if the folder holds anything but an earlier export that may be replaced, or if
+    there is not enough disk space.
     """
     num_bytes = sum(map(len, texts.values())) + sum(tensor.num_bytes for shard in shards.values() for tensor in shard)
     with making(setting, path, num_bytes):
@@ -144,7 +148,7 @@ def _write_files(
     source: WeightSource,
     mark: Mapping[str, str],
 ) -> list[Path]:
-    """Write the files of an export into a folder that is ready for them, and take away those of an earlier one."""
+    """Write the files of an export into a prepared folder, and remove those of an earlier export."""
     names = (*(name for name in texts if name != INDEX), *shards, *(name for name in texts if name == INDEX))
     partial = {name: path / f".{name.replace('/', '-')}{PARTIAL}" for name in names}
     try:
@@ -176,7 +180,7 @@ def _write_files(
 def _list_tensors(
     source: WeightSource, recipe: Recipe, model_config: Any, names: Names, dtype: torch.dtype | None
 ) -> list[Tensor]:
-    """Return what is to be written, in the model's order.  Raises UserError if the source or the names do not fit."""
+    """Return the tensors to write, in the model's order.  Raises UserError if the source or the names do not fit."""
     with torch.device("meta"):
         model = recipe.build_model(model_config)
     shapes = {name: tuple(weight.shape) for name, weight in named_weights(model).items()}
@@ -196,14 +200,14 @@ def _list_tensors(
 
 
 def _as_they_are(stored: WeightSource, dtype: torch.dtype | None) -> list[Tensor]:
-    """Return what is to be written of a source that has the tensors as they are stored."""
+    """Return the tensors to write from a source that already uses the exported names and shapes."""
     kept = stored.dtypes
     changed = {name: dtype or own if own.is_floating_point else own for name, own in kept.items()}
     return [Tensor(name, name, shape, changed[name]) for name, shape in stored.shapes.items()]
 
 
 def _split(tensors: Sequence[Tensor], max_bytes: int) -> dict[str, list[Tensor]]:
-    """Return the files to write and the tensors of each, in the model's order."""
+    """Split the tensors over files, in the model's order."""
     shards: list[list[Tensor]] = [[]]
     for tensor in tensors:
         if shards[-1] and sum(other.num_bytes for other in shards[-1]) + tensor.num_bytes > max_bytes:
@@ -223,7 +227,7 @@ def _texts(
     tokenizer: str,
     origin: Origin,
 ) -> dict[str, bytes]:
-    """Return the files beside the weights by name: as they came with the model, where they did."""
+    """Return the files other than the weights, by name; those that came with the model are reused."""
     own = origin.tokenizer or read_tokenizer(tokenizer)
     came = origin.files
     ends = _joined([] if end_id is None else [end_id], turn_ends)
@@ -249,19 +253,19 @@ def _config_json(recipe: Recipe, model_config: Any, tensors: Sequence[Tensor], e
     hf, dtype = find_huggingface(recipe), _main_dtype(tensors)
     return json_bytes(
         {
-            # Without these, transformers takes those of the models that it knows.
+            # Otherwise transformers falls back to its defaults for this model type.
             **{"bos_token_id": None, "eos_token_id": ends, "pad_token_id": None},
             **hf.fixed,
             **hf.config(model_config),
             **{"architectures": [hf.architecture_of(model_config)], "model_type": hf.model_type_of(model_config)},
-            **{"dtype": dtype, "torch_dtype": dtype},  # as transformers 5 and 4 call it
+            **{"dtype": dtype, "torch_dtype": dtype},  # the names in transformers 5 and 4
             **MARK,
         }
     )
 
 
 def _config_that_came(came: bytes, recipe: Recipe, model_config: Any, tensors: Sequence[Tensor]) -> bytes:
-    """Return config.json as it came with the model, with no entry changed but those that are no longer true."""
+    """Return the original config.json, changing only entries that are no longer true."""
     hf, content, dtype = find_huggingface(recipe), json.loads(came), _main_dtype(tensors)
     try:
         is_true = all(getattr(model_config, name) == value for name, value in fields_of(content, recipe).items())
@@ -281,7 +285,7 @@ def _main_dtype(tensors: Sequence[Tensor]) -> str:
 
 
 def _ending_with(settings: bytes, before: int | list[int] | None, new: Collection[int]) -> bytes:
-    """Return a JSON file with `new` among the tokens that end a text, behind those that it states, or else `before`."""
+    """Add `new` to the `eos_token_id` of a JSON file, after the ids that it lists, or `before` if it lists none."""
     content = json.loads(settings)
     ends = content.get("eos_token_id", before)
     ends = [] if ends is None else ends if isinstance(ends, list) else [ends]
@@ -291,7 +295,7 @@ def _ending_with(settings: bytes, before: int | list[int] | None, new: Collectio
 
 
 def _joined(ends: Collection[int], new: Collection[int]) -> int | list[int] | None:
-    """Return the ids that end a text, as `eos_token_id` has them: one alone, or several."""
+    """Return the ids in the format of `eos_token_id`: a single id, a list, or None."""
     found = [*ends, *sorted(set(new) - set(ends))]
     return found[0] if len(found) == 1 else found or None
 
@@ -305,9 +309,9 @@ def _index_json(shards: Mapping[str, Sequence[Tensor]]) -> bytes:
 def _write_safetensors(
     file: BinaryIO, tensors: Sequence[Tensor], source: WeightSource, mark: Mapping[str, str]
 ) -> None:
-    """Write one file: the header's length in 8 bytes, the header with `mark`, and the tensors one behind the other."""
+    """Write a safetensors file: the header's length in 8 bytes, the header including `mark`, and the tensors."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **mark}}
-    # Widest elements first: each then starts at a multiple of its own size, which readers may rely on.
+    # Widest dtypes first, which aligns each tensor to its element size; readers may rely on that.
     ordered = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
     starts, end = [], 0
     for tensor in ordered:
@@ -328,25 +332,25 @@ def _write_tensor(file: BinaryIO, position: int, tensor: Tensor, source: WeightS
     widest = max(source.dtypes[tensor.name], tensor.dtype, key=lambda dtype: dtype.itemsize)
     for start, stop in row_blocks(tensor.shape, widest, 0, num_rows):
         if tensor.transposed:
-            # A block of our rows is a piece of every row there.
+            # A block of source rows is a piece of every stored row.
             pieces = source.read(tensor.name, start, stop).to(tensor.dtype).t().contiguous()
             for row in range(len(pieces)):
                 file.seek(position + (row * num_rows + start) * tensor.dtype.itemsize)
                 file.write(_bytes(pieces[row]))
-            del pieces  # or the next block is read beside it
+            del pieces  # before the next block is read, to save memory
         else:
             file.write(_bytes(source.read(tensor.name, start, stop).to(tensor.dtype)))
     file.seek(position + tensor.num_bytes)
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
-    # Not `reshape`: the one element of a contiguous tensor may have any stride, and then is not viewed as bytes.
+    # Not `reshape`: a one-element tensor may have any stride and still be contiguous, and cannot be viewed as bytes.
     flat = tensor.detach().contiguous().as_strided((tensor.numel(),), (1,))
     return flat.view(torch.uint8).numpy().data
 
 
 def _complete(files: Mapping[str, bytes], tokenizer: str, end_id: int | None) -> dict[str, bytes]:
-    """Return the files of a tokenizer with a minimal tokenizer_config.json, if they have none; of `bytes` nothing."""
+    """Add a minimal tokenizer_config.json to a tokenizer's files if missing; `bytes` gets none."""
     if tokenizer == "bytes" and TOKENIZER not in files:
         return dict(files)
     try:
@@ -366,13 +370,13 @@ def _complete(files: Mapping[str, bytes], tokenizer: str, end_id: int | None) ->
 
 
 def _make_room(folder: Path, overwrite: bool, setting: str) -> None:
-    """Make `folder`, or see that an export may go there: nothing is in it, or an earlier one that is to be replaced."""
+    """Create `folder`, or check that it may be written to: it must be empty, or hold an export that may be replaced."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for entry in folder.iterdir():
             name = entry.name[1:].removesuffix(PARTIAL).replace("_templates-", "_templates/")
             if entry.name.endswith(PARTIAL) and _is_ours(name):
-                entry.unlink()  # of an export that was killed
+                entry.unlink()  # left by a killed export
     except OSError as error:
         raise setting_error(setting, folder, f"cannot be made ({error.strerror})") from error
     if not any(folder.iterdir()):
@@ -387,7 +391,7 @@ def _make_room(folder: Path, overwrite: bool, setting: str) -> None:
 
 
 def _marks(folder: Path) -> Iterator[Mapping[str, Any]]:
-    """Yield what might hold the mark of an earlier export: config.json, and the headers of the weights."""
+    """Yield the mappings that may hold the mark: config.json, and the headers of the weights."""
     with suppress(OSError, ValueError):
         content = json.loads((folder / CONFIG).read_text())
         yield content if isinstance(content, dict) else {}
@@ -397,7 +401,7 @@ def _marks(folder: Path) -> Iterator[Mapping[str, Any]]:
 
 
 def _is_ours(name: str) -> bool:
-    """Return whether an export writes files of that name."""
+    """Return whether an export may write a file of this name."""
     is_shard = fnmatch(name, "model-?????-of-?????.safetensors")
     own = (WEIGHTS, INDEX, CONFIG, GENERATION, ADAPTER_WEIGHTS, ADAPTER_CONFIG)
     return is_shard or name in own or is_tokenizer_file(name)
@@ -405,7 +409,7 @@ def _is_ours(name: str) -> bool:
 
 @contextmanager
 def _synced(path: Path) -> Iterator[BinaryIO]:
-    """Open a file for writing, and flush it to disk at the end."""
+    """Open a file for writing, and flush it to disk when the block ends."""
     with open(path, "wb") as file:
         yield file
         file.flush()
@@ -413,5 +417,5 @@ def _synced(path: Path) -> Iterator[BinaryIO]:
 
 
 def json_bytes(content: Mapping[str, Any]) -> bytes:
-    """Return the content of a JSON file, as it is laid out here."""
+    """Serialize as JSON, in the layout of exported files."""
     return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()

@@ -1,7 +1,7 @@
-"""Hugging Face folders: models in safetensors, read row by row and written tensor by tensor.
+"""Reads weights from Hugging Face folders in safetensors format, row by row.
 
-Which tensor is which, and what config.json says, is the recipe's to tell (`Recipe.hf`); `transformers` is not needed.
-Format: https://github.com/huggingface/safetensors#format.
+`Recipe.hf` maps their tensor names and their config.json to ours; `transformers` is not needed.  Format:
+https://github.com/huggingface/safetensors#format.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class _Stored:
-    """One tensor of a file: as we see it, and what reads it."""
+    """A tensor in a file: how to read it, and its shape and dtype in our orientation."""
 
     file: Path
     reader: Any
@@ -51,7 +51,7 @@ class _Stored:
 
 @dataclass(frozen=True)
 class _Stack:
-    """One tensor of ours, whose rows are tensors of files."""
+    """One of our tensors, whose rows are separate tensors in the files."""
 
     rows: Mapping[int, _Stored]
 
@@ -65,11 +65,11 @@ class _Stack:
 
 
 class SafetensorsFolder:
-    """The weights in a folder with `model.safetensors`, or with its index and shards: a `WeightSource`.
+    """A `WeightSource` for a folder with `model.safetensors`, or with an index and shards.
 
-    Files are mapped into memory, and pages are read as rows are asked for.  Tensors that the recipe has no name for
-    keep their own, so that a comparison with the model lists them.  Raises UserError that begins with `setting`
-    for a folder, index or file that cannot be read.  Reads nothing but headers until `read`.
+    Files are memory-mapped, and pages are loaded as rows are read; until then, only headers are.  Tensors unknown to
+    the recipe keep their names, so that a comparison with the model lists them.  Raises UserError, beginning with
+    `setting`, for a folder, index or file that cannot be read.
     """
 
     def __init__(self, path: str | os.PathLike[str], recipe: Recipe, model_config: Any, setting: str = "path") -> None:
@@ -77,7 +77,7 @@ class SafetensorsFolder:
 
     @classmethod
     def as_stored(cls, path: str | os.PathLike[str], setting: str = "path") -> SafetensorsFolder:
-        """Return the weights in a folder under the names that they have there."""
+        """Open a folder, keeping the names and shapes of its tensors."""
         folder = cls.__new__(cls)
         folder._read_headers(path, None, setting)
         return folder
@@ -106,7 +106,7 @@ class SafetensorsFolder:
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The shape of each tensor, the way round that we have it."""
+        """The shape of each tensor, in our orientation."""
         return {name: stored.shape for name, stored in self._stored.items()}
 
     @property
@@ -115,7 +115,7 @@ class SafetensorsFolder:
         return {name: stored.dtype for name, stored in self._stored.items()}
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """Return rows [start, stop) of a tensor, or all of it: a view of the file.  Raises UserError if it cannot."""
+        """Return rows [start, stop) of a tensor, as a view of the file.  Raises UserError if it cannot be read."""
         stored = self._stored[name]
         if isinstance(stored, _Stack):
             return torch.stack([self._read(stored.rows[row]) for row in range(len(stored.rows))[start:stop]])
@@ -149,7 +149,7 @@ class SafetensorsFolder:
         return _Stored(file, reader, transposed, shape[::-1] if transposed else shape, DTYPES[dtype])
 
     def _stack(self, name: str, rows: Mapping[str, _Stored]) -> _Stack:
-        """Return the rows of one tensor of ours.  Raises UserError if some are missing, or are not alike."""
+        """Combine the rows of one of our tensors.  Raises UserError if rows are missing or differ in shape or dtype."""
         first = next(iter(rows.values()))
         numbered = {int(row): stored for row, stored in rows.items() if row.isdecimal()}
         if absent := sorted({*range(len(rows))} - {*numbered}):
@@ -166,7 +166,7 @@ class SafetensorsFolder:
 
 
 def _find_files(path: str | os.PathLike[str], setting: str) -> dict[Path, set[str]]:
-    """Return the folder's safetensors files, each with the names that an index says it has."""
+    """Return the folder's safetensors files, each with the names that the index assigns to it."""
     folder = Path(path).expanduser()
     if not folder.is_dir():
         rule = "is a file; give the folder that contains it" if folder.exists() else "there is no such folder"

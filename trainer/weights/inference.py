@@ -1,4 +1,8 @@
-"""A plain model for inference and evaluation, from a checkpoint, a run or a Hugging Face folder; no process group."""
+"""Loads weights: the initial weights of a training run, or an unsharded model for inference.
+
+Weights come from checkpoints, run folders, Hugging Face folders, or single state-dict files.  Functions that take a
+`Channel` are collective and raise errors on all ranks alike; `load_weights` needs no process group.
+"""
 
 from __future__ import annotations
 
@@ -47,15 +51,17 @@ from trainer.weights.huggingface import SafetensorsFolder
 from trainer.weights.origin import Origin, read_folder, read_tokenizer
 
 ORIGIN = "origin"
-"""The part of a run's state that holds what came with the model."""
+"""Key of the state entry for the files that came with the model."""
 
 _PLAIN = (".pt", ".pth", ".safetensors")
 
 
 class PlainFile:
-    """One file of whole tensors by our names, as `torch.save(model.state_dict(), ...)` of another trainer leaves it.
+    """A `WeightSource` for a single file of unsharded tensors under our names, e.g. another trainer's
+    `torch.save(...)`.
 
-    Mapped into memory, so that only the rows that are read are loaded; unpickled as weights only, which runs no code.
+    The file is memory-mapped, so only the rows that are read are loaded, and unpickled with `weights_only=True`, so no
+    code runs.
     """
 
     _PREFIXES = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
@@ -96,7 +102,7 @@ class PlainFile:
 
 
 def settle_path(path: str | os.PathLike[str]) -> str:
-    """Return the one thing that a path to weights means now: of a run its newest checkpoint."""
+    """Resolve a path to weights; a run folder resolves to its newest checkpoint."""
     path = os.fspath(path).removeprefix("file://")
     if Path(path).suffix in _PLAIN or _is_hugging_face(path):
         return os.fspath(path)
@@ -104,12 +110,13 @@ def settle_path(path: str | os.PathLike[str]) -> str:
 
 
 def open_weights(path: str | os.PathLike[str], config: RunConfig) -> WeightSource:
-    """Return where the weights for the model of `config` are.
+    """Open the weights at `path` for the model of `config`.
 
-    `path`: a checkpoint, a run's folder (its newest), a folder of safetensors, or one file of whole tensors.
+    `path`: a checkpoint, a run folder (its newest checkpoint), a folder of safetensors, or a single file of unsharded
+    tensors.
 
-    Raises UserError if there are none, or if they are of a model with other fields (`checkpoint.allow_changes` names
-    those that may differ); TrainingFailed if they are damaged.
+    Raises UserError if there are none, or if they belong to a model with different fields (`checkpoint.allow_changes`
+    names those that may differ); TrainingFailed if they are damaged.
     """
     if Path(path).suffix in _PLAIN:
         return PlainFile(Path(path), "train.init_from")
@@ -127,7 +134,7 @@ def open_weights(path: str | os.PathLike[str], config: RunConfig) -> WeightSourc
 
 
 def origin_of(source: WeightSource) -> Origin:
-    """Return what came with the weights of `source`: what stands beside them, or what a checkpoint has of it."""
+    """Return the files that came with the weights of `source`: from their folder, or as stored in a checkpoint."""
     origin = Origin()
     source = source.adapters if isinstance(source, Merged) else source
     if isinstance(source, SafetensorsFolder):
@@ -143,10 +150,10 @@ def origin_of(source: WeightSource) -> Origin:
 
 
 def base_of(stored: StoredWeights, recipe: Recipe, model_config: Any, path: str | None = None) -> WeightSource:
-    """Return the weights under a checkpoint's adapters, as a model without adapters has them.
+    """Return the base weights of a checkpoint with adapters, under the names of the model without adapters.
 
-    They are where the checkpoint says, or at `path` if they have moved; or in it.  Raises UserError if they are not
-    there, or not the ones that they were.
+    They are read from the path in the checkpoint, from `path` if they have moved, or from the checkpoint itself.
+    Raises UserError if they are missing or differ from those that were trained on.
     """
     named = stored.parts.get(BASE, {})
     if not named.get("path"):
@@ -175,14 +182,14 @@ def _open_base(path: str, recipe: Recipe, model_config: Any) -> WeightSource:
 
 
 def joined(stored: StoredWeights, recipe: Recipe, model_config: Any) -> WeightSource:
-    """Return all the weights of a checkpoint's model: with the base that it names, if it holds adapters alone."""
+    """Return all weights of a checkpoint's model, joined with its base if the checkpoint holds only adapters."""
     if not stored.parts.get(BASE, {}).get("path"):
         return stored
     return Joined(under_adapters(base_of(stored, recipe, model_config), stored.shapes), stored)
 
 
 def merged(stored: StoredWeights, recipe: Recipe, model_config: Any, base: str | None = None) -> WeightSource:
-    """Return the weights of a checkpoint's model without adapters: those that it has are merged into them."""
+    """Return the weights of a checkpoint's model with any adapters merged into them."""
     if not adapted_layers(stored.shapes):
         return stored
     alpha, rank = (stored_value(stored.config_yaml, f"lora.{key}") for key in ("alpha", "rank"))
@@ -193,7 +200,7 @@ def merged(stored: StoredWeights, recipe: Recipe, model_config: Any, base: str |
 
 
 def doubts(path: str) -> str:
-    """Return what cannot be known of the weights at `path`, as a warning; nothing if all is said."""
+    """Return a warning if the settings of the model at `path` are not fully known, else an empty string."""
     if _is_hugging_face(path) and not (Path(path.removeprefix("file://")) / CONFIG).exists():
         return (
             f"train.init_from: {path} has no {CONFIG}: settings without a tensor, such as rope_theta, are taken "
@@ -203,9 +210,9 @@ def doubts(path: str) -> str:
 
 
 def give_values(model: nn.Module, config: RunConfig, device: torch.device, is_begun_later: bool) -> None:
-    """Give values to a model on the meta device: drawn, or read from where its recipe says that the weights are.
+    """Materialize a model on the meta device: initialize it randomly, or load the weights that its recipe names.
 
-    With `is_begun_later` they are not read here: `begin_from` will, or a checkpoint has them.
+    With `is_begun_later` nothing is loaded: `begin_from` will, or a checkpoint.
     """
     recipe = config.recipe
     source = recipe.first_weights(config.model)
@@ -218,7 +225,7 @@ def give_values(model: nn.Module, config: RunConfig, device: torch.device, is_be
 
 
 def _fill_base(model: nn.Module, source: WeightSource, setting: str) -> dict[str, str]:
-    """Fill all but adapters.  Returns the names of what was filled, each with its name in `source`."""
+    """Fill all weights except adapters.  Returns their names, each with its name in `source`."""
     under = under_adapters(source, (name for name, _ in model.named_parameters()))
     fill(model, under, setting, only=is_of_the_base)
     found = find_weights(model, under, setting, only=is_of_the_base)
@@ -226,7 +233,9 @@ def _fill_base(model: nn.Module, source: WeightSource, setting: str) -> dict[str
 
 
 def _first_weights(config: RunConfig, channel: Channel) -> tuple[WeightSource | None, str, str]:
-    """Return where the first weights are (None: they are drawn), the setting that says so, the path.  Collective."""
+    """Find the initial weights: returns their source (None: random), the setting that names them, and the path.
+    Collective.
+    """
     given = config.train.init_from
     if given is None:
         source = channel.agreed(lambda: config.recipe.first_weights(config.model))
@@ -236,10 +245,10 @@ def _first_weights(config: RunConfig, channel: Channel) -> tuple[WeightSource | 
 
 
 def take_base(model: nn.Module, config: RunConfig, channel: Channel) -> Base:
-    """Fill what is no adapter of a model with the first weights, and return which those are.
+    """Load the base weights of a model with adapters, and return what identifies them.
 
-    If the weights are drawn, nothing is filled.  Each rank reads its rows, and its share of the tensors for the
-    checksum.  Raises UserError, on all ranks alike, for weights that do not fit.  Collective: a few small messages.
+    If the weights are random, nothing is loaded.  Each rank reads its own rows, plus its share of the tensors for the
+    checksum.  Raises UserError, on all ranks alike, if the weights do not fit.  Collective: a few small messages.
     """
     source, setting, path = _first_weights(config, channel)
     if source is None:
@@ -250,16 +259,16 @@ def take_base(model: nn.Module, config: RunConfig, channel: Channel) -> Base:
 
 
 def begin_from(model: nn.Module, origin: Origin, config: RunConfig, channel: Channel) -> str:
-    """Fill the model with its first weights: those of `train.init_from`, else those that its recipe names, else drawn.
+    """Load the initial weights: from `train.init_from`, else those that the recipe names, else keep the random ones.
 
-    Keeps the files that came with them in `origin`.  Returns where the weights come from, for the start block.
+    Stores the files that came with them in `origin`.  Returns where the weights come from, for the start block.
 
-    Raises UserError, on all ranks alike, for weights that do not fit.  Collective.
+    Raises UserError, on all ranks alike, if the weights do not fit.  Collective.
     """
     source, setting, path = _first_weights(config, channel)
     if config.train.init_from and channel.is_main and (doubt := doubts(path)):
         say(f"warning: {doubt}")
-    if source is not None and not config.lora.rank:  # under adapters they are already
+    if source is not None and not config.lora.rank:  # base weights under adapters are loaded already
         channel.agreed(lambda: fill(model, source, setting))
     came = channel.agreed(lambda: _files_of(source, config) if channel.is_main else {})
     origin.files = channel.broadcast(came)
@@ -271,7 +280,7 @@ def begin_from(model: nn.Module, origin: Origin, config: RunConfig, channel: Cha
 
 
 def keep_tokenizer(origin: Origin, config: RunConfig, channel: Channel) -> None:
-    """Keep the files of the run's own tokenizer and chat template, for its export.  Collective."""
+    """Store the files of the run's own tokenizer and chat template in `origin`, for exports.  Collective."""
     own = config.data.tokenizer, config.data.chat_template
     origin.tokenizer = channel.broadcast(channel.agreed(lambda: read_tokenizer(*own) if channel.is_main else {}))
 
@@ -291,8 +300,8 @@ def load_weights(
     `path`: a checkpoint, a run folder (its newest checkpoint), or a Hugging Face folder of a supported model.
     `ema`: use the averaged weights of a run with `train.ema`.
     `allow_import`: modules that may be imported because a checkpoint names them as its model's ("my_models" for
-    model.name=my_models:tiny).  What is imported runs, and a checkpoint may come from anywhere: by default only models
-    that are registered already are built.  Raises UserError for others.
+    model.name=my_models:tiny).  Importing runs code, and a checkpoint may come from anywhere, so by default only
+    registered models are built.  Raises UserError for others.
     """
     if _is_hugging_face(path):
         recipe, model_config = _model_in(Path(path))
@@ -304,14 +313,14 @@ def load_weights(
 def model_of(
     stored: StoredWeights, device: torch.device | str = "cpu", allow_import: Collection[str] = ()
 ) -> nn.Module:
-    """Return the model of a checkpoint that is open, as `load_weights` does."""
+    """Return the model of an open checkpoint; see `load_weights`."""
     config = config_from_yaml(stored.config_yaml, allow_import=allow_import)
     source = joined(stored, config.recipe, config.model)
     return fill_plain(build_network(config), config.recipe, source, torch.device(device))
 
 
 def _model_in(folder: Path) -> tuple[Recipe, Any]:
-    """Return the recipe for the model in a folder, one of our own if it is for that type, and its configuration."""
+    """Return the recipe and configuration of the model in a folder; prefers our own recipe for that model type."""
     model_type = read_config(folder, "path")["model_type"]
     if any(recipe.hf and recipe.hf.model_type == model_type for recipe in all_recipes()):
         return model_config_of(folder, all_recipes())
@@ -319,19 +328,19 @@ def _model_in(folder: Path) -> tuple[Recipe, Any]:
 
 
 def _files_of(source: WeightSource | None, config: RunConfig) -> dict[str, bytes]:
-    """Return the files that the model comes with: those beside its weights, or of the folder that it is from."""
+    """Return the files that came with the model: from the weights' folder, else from the model's."""
     files = origin_of(source).files if source is not None else {}
     return files or (read_folder(config.model_path) if config.model_path else {})
 
 
 def plain_network(recipe: Recipe, model_config: object) -> nn.Module:
-    """Return the model as the recipe builds it, on the meta device."""
+    """Build the recipe's model on the meta device."""
     with torch.device("meta"):
         return recipe.build_model(model_config)
 
 
 def fill_plain(model: nn.Module, recipe: Recipe, source: WeightSource, device: torch.device) -> nn.Module:
-    """Return `model`, which is on the meta device, whole on `device` and filled from `source`."""
-    materialize(model, 0, device, recipe.init, filled_later=lambda name: True)  # buffers may be stored nowhere
+    """Materialize `model` unsharded on `device`, fill it from `source`, and set evaluation mode."""
+    materialize(model, 0, device, recipe.init, filled_later=lambda name: True)  # some buffers are not stored
     fill(model, source, setting="load_weights")
     return model.eval().requires_grad_(False)

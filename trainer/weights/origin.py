@@ -1,7 +1,7 @@
-"""Files that a model comes with besides its weights: the small files of the folder that training started from.
+"""The small files that came with a model, from the folder that training started from.
 
-Its tokenizer, chat template, generation settings and config.json are none of training's business, and an export must
-have them as they were, though it be made when that folder has long gone.  So they are part of a run's state.
+Training does not need its tokenizer, chat template, generation settings and config.json, but an export must contain
+them unchanged, even if that folder no longer exists.  They are therefore part of a run's state.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ TOKENIZER_FILES = (
     "sentencepiece.bpe.model",
     "tekken.json",
 )
-"""Files of a tokenizer, and patterns of them, as transformers calls them."""
+"""Names and glob patterns of tokenizer files, as used by transformers."""
 
 
 class Origin:
     """The files that came with a model: part of a run's state, the same on all ranks.
 
-    files: those of the Hugging Face folder that training started from, by name; none if it started from nothing.
-    tokenizer: those of the tokenizer that the run itself was given (`data.tokenizer`), with its own chat template
-        (`data.chat_template`) if it was given one; none if that is `bytes` without a template.
+        files: from the Hugging Face folder that training started from, by name; empty if it did not start from one.
+        tokenizer: files of the run's own tokenizer (`data.tokenizer`), with its chat template (`data.chat_template`) if
+            set; empty for `bytes` without a template.
     """
 
     may_be_absent = True
-    """Checkpoints of before do not have it."""
+    """Older checkpoints do not have it."""
 
     def __init__(self) -> None:
         self.files: dict[str, bytes] = {}
@@ -70,7 +70,7 @@ class Origin:
 
 
 def _packed(files: Mapping[str, bytes]) -> dict[str, Any]:
-    # As arrays they lie among the tensors, not in the JSON that is read whenever anything is asked of a checkpoint.
+    # Arrays are stored with the tensors, not in the JSON that is read whenever a checkpoint is inspected.
     return {name: np.frombuffer(data, np.uint8) if data else data for name, data in files.items()}
 
 
@@ -80,7 +80,7 @@ def _unpacked(state: Mapping[str, Any]) -> dict[str, bytes]:
 
 @contextmanager
 def written_out(files: Mapping[str, bytes]) -> Iterator[Path]:
-    """Write files that live in a state into a folder, for as long as the block lasts."""
+    """Write files from a state into a temporary folder, which exists inside the block."""
     with tempfile.TemporaryDirectory() as name:
         for relative, data in files.items():
             file = Path(name) / relative
@@ -91,9 +91,10 @@ def written_out(files: Mapping[str, bytes]) -> Iterator[Path]:
 
 @contextmanager
 def own_tokenizer(origin: Origin, setting: str) -> Iterator[tuple[str, str]]:
-    """Yield what `data.tokenizer` and `data.chat_template` would name of a run's own tokenizer, wherever that is now.
+    """Yield values for `data.tokenizer` and `data.chat_template` that refer to a run's own tokenizer.
 
-    setting: the run's `data.tokenizer`, for one that has kept no files.
+    Its stored files are written to a temporary folder.  setting: the run's `data.tokenizer`, used if no files are
+    stored.
     """
     files = origin.tokenizer or {name: data for name, data in origin.files.items() if TOKENIZER in origin.files}
     if not files:
@@ -104,20 +105,20 @@ def own_tokenizer(origin: Origin, setting: str) -> Iterator[tuple[str, str]]:
 
 
 def is_tokenizer_file(name: str) -> bool:
-    """Return whether a file of a folder, by its name in there, belongs to the tokenizer."""
+    """Return whether a file, given its path in a model folder, belongs to the tokenizer."""
     return any(fnmatch(name, pattern) for pattern in TOKENIZER_FILES)
 
 
 def read_folder(folder: str | Path) -> dict[str, bytes]:
-    """Return the files beside the weights of a Hugging Face folder, by name.  Raises UserError for one unreadable."""
+    """Return the files of a Hugging Face folder other than weights, by name.  Raises UserError if one is unreadable."""
     return _read(Path(folder), (CONFIG, GENERATION, *TOKENIZER_FILES), "train.init_from")
 
 
 def read_tokenizer(setting: str, template: str = "model") -> dict[str, bytes]:
-    """Return the files of the tokenizer that `data.tokenizer` names: what stands beside a tokenizer.json goes along.
+    """Return the files of the tokenizer that `data.tokenizer` names, including related files next to a tokenizer.json.
 
-    None for `bytes`.  `template`: what `data.chat_template` names; a file, or `chatml`, takes the place of the
-    tokenizer's own templates.  Raises UserError if one cannot be read.
+    Empty for `bytes`.  `template`: the value of `data.chat_template`; a file, or `chatml`, replaces the tokenizer's own
+    templates.  Raises UserError if a file cannot be read.
     """
     files = _read_tokenizer(setting)
     if template == "model":
@@ -132,7 +133,7 @@ def read_tokenizer(setting: str, template: str = "model") -> dict[str, bytes]:
 
 
 def template_of(files: Mapping[str, bytes]) -> bytes | None:
-    """Return the chat template that some files of a tokenizer hold: a file of its own comes before its settings."""
+    """Return the chat template in a tokenizer's files; a separate template file takes precedence over its settings."""
     if TEMPLATE in files:
         return files[TEMPLATE]
     stated = _settings_of(files).get("chat_template")
@@ -140,7 +141,7 @@ def template_of(files: Mapping[str, bytes]) -> bytes | None:
 
 
 def with_template(files: Mapping[str, bytes], template: bytes) -> dict[str, bytes]:
-    """Return the files of a tokenizer with `template` as its only chat template, wherever readers look for it."""
+    """Return a tokenizer's files with `template` as the only chat template, in every place where readers look."""
     kept = {
         name: data for name, data in files.items() if not any(fnmatch(name, pattern) for pattern in _OTHER_TEMPLATES)
     }
@@ -159,7 +160,7 @@ def _settings_of(files: Mapping[str, bytes]) -> dict[str, Any]:
 
 
 def named_in(folder: Path) -> tuple[str, str]:
-    """Return what `data.tokenizer` and `data.chat_template` would name of a folder that has a model's files."""
+    """Return values for `data.tokenizer` and `data.chat_template` that refer to a folder with a model's files."""
     if (folder / TOKENIZER).exists():
         return str(folder), "model"
     return "bytes", str(folder / TEMPLATE) if (folder / TEMPLATE).exists() else "model"
@@ -180,7 +181,7 @@ def _read_tokenizer(setting: str) -> dict[str, bytes]:
 
 
 def _read(folder: Path, patterns: tuple[str, ...], setting: str, own: str = "") -> dict[str, bytes]:
-    """Return files of a folder, by name.  `own`: the pattern of the one that the user named, which may be a link."""
+    """Return files of a folder, by name.  `own`: the pattern of the file that the user named, which may be a link."""
     check_links(folder, setting, [pattern for pattern in patterns if pattern != own])
     found = [path for pattern in patterns for path in sorted(folder.glob(pattern)) if path.is_file()]
     try:

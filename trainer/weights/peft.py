@@ -1,4 +1,4 @@
-"""Adapters in peft's format: adapter_model.safetensors and adapter_config.json, with Hugging Face's names."""
+"""Exports adapters in peft's format: adapter_model.safetensors and adapter_config.json, with Hugging Face's names."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def export_adapter(
     overwrite: bool = False,
     setting: str = "folder",
 ) -> list[Path]:
-    """Write the adapters of `source` to `folder` as peft reads them, and return the files.
+    """Write the adapters of `source` to `folder` in peft's format, and return the files.
 
-    `model` is the one without adapters, on any device, `base` the path that peft is told its weights are at.  They are
-    stored as `dtype`, or as they are.  The tokenizer's files in `origin` go along.  Raises UserError as
-    `exporting.export` does.
+    `model` is the model without adapters, on any device; `base` is the path of the base weights to record for peft.
+    Adapters are stored as `dtype`, by default unchanged.  The tokenizer files in `origin` are copied.  Raises UserError
+    as `exporting.export` does.
     """
     names, layers = Names(recipe, model_config), adapted_layers(source.shapes)
     theirs = {layer: _their_weight(names, recipe, layer) for layer in layers}
@@ -69,16 +69,17 @@ def export_adapter(
 def _their_weight(names: Names, recipe: Recipe, layer: str) -> str:
     found = names.theirs(f"{layer}.weight")
     if found is None and find_huggingface(recipe).stored is not None:
-        return f"{layer}.weight"  # a model of theirs, with their names
+        return f"{layer}.weight"  # a transformers model already uses their names
     if found is None:
         raise UserError(f"recipe {recipe.name!r}: hf.names lacks {layer}.weight")
     return found
 
 
 def target_modules(layers: Collection[str], weights: Collection[str]) -> list[str]:
-    """Return what peft is to be told of the layers with adapters: the last parts of their names, where these say it.
+    """Return peft's `target_modules`: the last parts of the layers' names if these are unambiguous, else the full
+    names.
 
-    `weights` are the names of all the model's tensors: a last part that other modules have, too, says too much.
+    `weights` are the names of all tensors of the model; a last part is ambiguous if other modules have it too.
     """
     modules = {name.rpartition(".")[0] for name in weights}
     last_parts = {layer.rpartition(".")[2] for layer in layers}
