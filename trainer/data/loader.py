@@ -1,11 +1,12 @@
-"""Loaders: a rank's micro-batches, in an order that no number of ranks or workers changes.
+"""Loaders: a rank's micro-batches, in an order that does not depend on the number of ranks or workers.
 
-Training counts positions in an endless run of samples (see `order`).  Update u takes the positions from u * G on,
-G the global batch size; of these each data-parallel rank takes a contiguous share, cut into micro-batches.  So all that
-is resumed is one integer, the number of samples that finished steps have consumed, and it holds on any mesh.  With it
-goes a fingerprint of the data: in others it would be a place in another order.
+Training counts positions in an endless sequence of samples (see `sample_order`).  With a global batch size of G, step u
+(counted from 0) reads positions u * G up to (u + 1) * G.  Each data-parallel rank takes a contiguous slice of them and
+splits it into micro-batches.  So a resume needs just one integer, the number of samples consumed by finished steps,
+which is valid on any mesh.  A fingerprint of the data is stored with it, since the same position in different data means
+a different sample.
 
-Knows ranks as numbers; calls no collective.
+Ranks are plain integers here; no collectives are issued.
 """
 
 from __future__ import annotations
@@ -39,19 +40,19 @@ from trainer.errors import TrainingFailed, UserError, setting_error
 from trainer.sequence import find_borders
 
 Batch: TypeAlias = "dict[str, Tensor]"
-"""`tokens` and `targets`, both int64 of shape (micro_batch_size, seq_len), and what else the source has of each.
+"""`tokens` and `targets`, both int64 of shape (micro_batch_size, seq_len), and any further entries of the source.
 
-Where it has `documents` (the number of each token's document in its row) and `positions`, both of that shape, there are
-`borders` as well: see `trainer.sequence`.  With a context axis all but those two are this rank's slice: (B, seq_len /
-mesh.context)."""
+If there are `documents` (the number of each token's document in its row) and `positions`, both of the same shape, there
+are `borders` as well: see `trainer.sequence`.  With context parallelism, every entry except `documents` and `borders`
+holds only this rank's slice: (B, seq_len / mesh.context)."""
 
 
 class TrainLoader:
     """An endless iterator over this rank's micro-batches.
 
-    Its state advances when the last micro-batch of a step has been handed out, however far workers have read ahead:
-    saved between two steps, it is exact.  It can be loaded on another number of ranks or workers, and with another
-    micro-batch or global batch.  The global random generators are not used.
+    Its state advances when the last micro-batch of a step has been handed out, however far workers have prefetched: a
+    state saved between two steps is exact.  It can be loaded on a different number of ranks or workers, and with a
+    different micro-batch or global batch size.  The global random number generators are not used.
     """
 
     @classmethod
@@ -60,7 +61,7 @@ class TrainLoader:
     ) -> TrainLoader:
         """Return the loader that a configuration describes, for one rank and its device.
 
-        Raises UserError for data that are not what `train.objective` is for.
+        Raises UserError if the data do not match `train.objective`.
         """
         _check_rows(source, config)
         check_tokenizer(source, config)
@@ -99,12 +100,13 @@ class TrainLoader:
         self._dp_rank, self._share = dp_rank, global_batch_size // num_dp_ranks
         self._num_workers, self._pin_memory = num_workers, pin_memory
         self.slices = slices
-        """The slices of its samples that this rank takes; the other ranks that share them read the same ones."""
+        """The slices of each sample that this rank takes; all ranks of a context-parallel group read the same samples.
+        """
         self._samples = self._step_start = 0
         self.should_abandon: Callable[[], bool] = lambda: False
-        """Asked while a micro-batch is waited for; once it is true, `WaitAbandoned` is raised in its place."""
+        """Polled while waiting for a micro-batch; `WaitAbandoned` is raised as soon as it returns True."""
         self.fingerprint = _fingerprint_of(source)
-        """Of the data, kept with the position; the same on all ranks."""
+        """Fingerprint of the data, stored with the position; the same on all ranks."""
         self._num_yielded = 0
         self._batches: Any = None
         if num_workers and not source.waits_for_storage:
@@ -117,34 +119,34 @@ class TrainLoader:
 
     @property
     def samples(self) -> int:
-        """Samples, over all ranks, that the finished steps have consumed."""
+        """Number of samples consumed by finished steps, over all ranks."""
         return self._samples
 
     @property
     def order(self) -> tuple[int, int, int, str]:
-        """The inputs of the order from here on, the same on all ranks: position, number of samples, seed, and
-        a digest of the data.
+        """The values that determine the order from here on: position, number of samples, seed, and a digest of the
+        data.  They must be the same on all ranks.
         """
         return self._samples, len(self.source), self._seed, _fingerprint_of(self.source).content
 
     @property
     def epochs(self) -> dict[str, float]:
-        """The passes of the finished steps over each source: `epoch_<source>`; `epoch` of one alone."""
+        """How many times the finished steps have read each source: `epoch_<source>`, or `epoch` for a single source."""
         return {f"epoch_{name}" if name else "epoch": n for name, n in epochs(self._order, self._samples).items()}
 
     def usage_by_phase(self, steps: int) -> list[SourceUsage]:
-        """Return what a run of `steps` steps reads, by phase and source."""
+        """Return how much of each source a run of `steps` steps reads, by phase."""
         return usage_by_phase(self._order, self._global_batch_size, steps, self.source.seq_len)
 
     def next_samples(self, of_all_ranks: bool = False) -> NDArray[np.int64]:
-        """Return the indices of the samples that this rank, or all of them in turn, will read for the next step."""
+        """Return the sample indices of the next step: those of this rank, or of all ranks in rank order."""
         if of_all_ranks:
             positions = self._samples + np.arange(self._global_batch_size)
             return self._order.at(positions)
         return np.concatenate(list(islice(self._sample_indices(), self.micro_batches_per_step)))
 
     def beginning(self, num_tokens: int, slices: Slices | None = None) -> Batch:
-        """Return the first tokens of the sample that this rank reads next, (1, num_tokens), or a slice of these."""
+        """Return the first `num_tokens` tokens of this rank's next sample as a batch of one, or `slices` of them."""
         whole = entries(self.source.batch(self.next_samples()[:1]))
         is_of_tokens = {name: entry.ndim > 1 and entry.shape[1] == self.source.seq_len for name, entry in whole.items()}
         first = {name: entry[:, :num_tokens] if is_of_tokens[name] else entry for name, entry in whole.items()}
@@ -166,12 +168,13 @@ class TrainLoader:
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position, and in which order of which data it is one: the same on every rank."""
+        """Return the position, with what identifies the data and their order so far; the same on every rank."""
         return {"samples": self._samples, "data": self.fingerprint.to_state(), **self._order.past(self._samples)}
 
     def changes_outside(self, plain: Mapping[str, Any], allowed: Collection[str]) -> tuple[list[str], list[str]]:
-        """Return how the data, and their order so far, differ from those of a stored state: what forbids to go on, and
-        what is only told.
+        """Compare the data and their order so far with those of a stored state.
+
+        Returns two lists with a line per change: changes that forbid resuming, and changes to report only.
         """
         if "data" not in plain:
             return [], ["does not record its training data, so changes to it cannot be detected"]
@@ -180,19 +183,19 @@ class TrainLoader:
         return [*refused, *others[0]], [*told, *others[1]]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from the position of `state`."""
+        """Continue from the position in `state`."""
         self.close()
         self._samples = self._step_start = int(state["samples"])
 
     def rewind_step(self) -> None:
-        """Be where the step began whose micro-batches were taken last, all or some: it does not take place."""
+        """Return to the start of the step whose micro-batches were handed out last, all or some: it is not counted."""
         self.close()
         self._samples = self._step_start
 
     def close(self) -> None:
-        """End the thread or the workers, if there are any; workers that do not answer within seconds are killed.
+        """Stop the thread or the workers, if any; workers that do not respond within seconds are killed.
 
-        The loader stays usable: the next micro-batch is the first one of the step that is not finished.
+        The loader stays usable: the next micro-batch is the first one of the unfinished step.
         """
         if self._batches is not None:
             self._batches.close()
@@ -200,7 +203,7 @@ class TrainLoader:
         self._num_yielded = 0
 
     def _open(self) -> Iterator[Batch | TrainingFailed]:
-        """Return the micro-batches from here on, made by a thread, by workers, or as they are asked for."""
+        """Return an iterator over the micro-batches from here on: prefetched by a thread, by workers, or not at all."""
         made = _BatchReader(self.source, self.slices)
         num_bytes = 16 * self._micro_batch_size * self.source.seq_len
         if self._num_workers and not self.source.waits_for_storage:
@@ -217,23 +220,25 @@ class TrainLoader:
         return Prefetcher(batches, most, lambda: self.should_abandon(), is_nonblocking=self.source.is_here)
 
     def _sample_indices(self) -> Iterator[NDArray[np.int64]]:
-        """Yield the indices of one micro-batch after the other."""
+        """Yield the sample indices of each of this rank's micro-batches."""
         own = self._dp_rank * self._share
         return _indices(self._order, self._samples, self._global_batch_size, own, self._share, self._micro_batch_size)
 
 
 _MAX_PREFETCHED, _MAX_PREFETCHED_BYTES = 16, 4 << 20
-"""Micro-batches, and bytes of them, that a thread has ready at most.  What has left the processor's caches before it is
-used costs as much again."""
+"""Limits on the prefetched micro-batches: their number and total bytes.  A micro-batch that has left the CPU caches
+before it is used costs twice as much."""
 _MAX_IN_MESSAGE, _MAX_MESSAGE_BYTES = 32, 8 << 20
-"""The same for what a worker hands over at a time."""
+"""The same limits for the micro-batches that a worker sends in one message."""
 
 
 def _indices(
     order: SampleOrder, start: int, global_batch: int, own: int, share: int, micro_batch: int
 ) -> Iterator[NDArray[np.int64]]:
-    """Yield the indices of a rank's micro-batches from position `start` on: of each global batch its samples `own` to
-    `own + share`.  Many steps are computed at a time, which is cheap.
+    """Yield the sample indices of a rank's micro-batches from position `start` on.
+
+    The rank takes samples `own` to `own + share` of each global batch.  Many steps are computed at a time, which is
+    cheaper.
     """
     num_updates = max(1, 4096 // share)
     positions = np.arange(num_updates)[:, None] * global_batch + own + np.arange(share)
@@ -245,15 +250,15 @@ def _indices(
 def _batches_in_process(
     batches: _BatchReader, indices: Iterator[NDArray[np.int64]], device: int | None
 ) -> Generator[Batch | TrainingFailed]:
-    """Yield the micro-batches, in pinned memory if there is a device to copy them to."""
+    """Yield the micro-batches, in pinned memory if `device` is given."""
     if device is not None:
-        torch.cuda.set_device(device)  # of this thread, which would otherwise pin memory for the first one
+        torch.cuda.set_device(device)  # per thread; otherwise this one would pin memory for device 0
     for some in indices:
         yield _tensors(batches.read(some), device is not None)
 
 
 class _Workers:
-    """The micro-batches that worker processes make."""
+    """Iterator over micro-batches made by worker processes."""
 
     def __init__(
         self, made: _BatchReader, indices: Iterator[NDArray[np.int64]], num_workers: int, most: int, pins: bool
@@ -268,9 +273,9 @@ class _Workers:
                 collate_fn=_identity,
                 num_workers=num_workers,
                 worker_init_fn=_ignore_signals,
-                # It draws a seed for its workers, from the global generator if it has none of its own.
+                # The loader draws a seed for its workers, by default from the global generator.
                 generator=torch.Generator(),
-                # Its own state holds each worker's, so that it loads on the same number of workers only: never taken.
+                # Never snapshot: the loader's own state would only load on the same number of workers.
                 snapshot_every_n_steps=2**62,
             )
             self._messages: Any = iter(loader)
@@ -286,22 +291,22 @@ class _Workers:
         return _tensors(self._ready.popleft(), self._pins)
 
     def close(self) -> None:
-        """End the workers; those that do not answer within seconds are killed."""
+        """Stop the workers; those that do not respond within seconds are killed."""
         workers = self._messages._workers
-        self._messages = None  # the last reference: the iterator's own clean-up runs here
+        self._messages = None  # drops the last reference, so the iterator's own clean-up runs here
         for worker in workers:
             if worker.is_alive():
-                worker.kill()  # they ignore SIGTERM, which is all that the clean-up sends
+                worker.kill()  # workers ignore SIGTERM, which is all that the clean-up sends
 
 
 Message: TypeAlias = "dict[str, Tensor] | list[Arrays | TrainingFailed]"
 
 
 class _Messages(Dataset["Message"]):
-    """Several micro-batches at a time: what `StatefulDataLoader` asks of a dataset.
+    """Dataset for `StatefulDataLoader` whose items are messages of several micro-batches.
 
-    Each entry is one tensor for all of them: torch hands a tensor of another process over through a file of its own,
-    which costs more than a micro-batch does.
+    Each entry of a message is a single tensor for all its micro-batches: torch passes every tensor between processes
+    through a separate shared-memory file, which costs more than making a micro-batch.
     """
 
     def __init__(self, batches: _BatchReader) -> None:
@@ -323,7 +328,8 @@ def _unpack(message: Message) -> Iterable[Arrays | TrainingFailed]:
 
 
 def _group_into_messages(indices: Iterator[NDArray[np.int64]], most: int) -> Iterator[list[NDArray[np.int64]]]:
-    """Yield what workers are asked for at a time: one micro-batch at first, so that training soon begins, then more."""
+    """Yield the indices of each message: a single micro-batch first, so that training starts soon, then more and more.
+    """
     length = 1
     while message := list(islice(indices, length)):
         yield message
@@ -338,7 +344,7 @@ def _fingerprint_of(source: Source) -> Fingerprint:
 
 
 def attended_length(loader: object) -> float | None:
-    """Return the `attended` of what a loader of this room reads; None of any other."""
+    """Return the `attended` of a `TrainLoader`'s source, or None for any other loader."""
     return loader.source.attended if isinstance(loader, TrainLoader) else None
 
 
@@ -354,10 +360,10 @@ def _check_rows(source: Source, config: RunConfig) -> None:
 
 
 class EvalLoader:
-    """This rank's share of the first `num_batches` global batches (0: of all samples), in order; can be repeated.
+    """This rank's share of the first `num_batches` global batches (0: all samples), in order; can be iterated again.
 
-    Every rank gets the same number of micro-batches, so that collectives match; what is missing at the end is filled
-    with samples whose targets are all ignored.
+    Every rank gets the same number of micro-batches, so that collectives match; the end is padded with samples whose
+    targets are all ignored.
     """
 
     @classmethod
@@ -389,8 +395,8 @@ class EvalLoader:
         assert 0 <= dp_rank < num_dp_ranks, (dp_rank, num_dp_ranks)
         self.source, self._batches = source, _BatchReader(source, slices)
         self.should_abandon: Callable[[], bool] = lambda: False
-        """Asked while data that are elsewhere are waited for; once it is true, samples that count for nothing come in
-        place of the next micro-batch, and no others after them: the evaluation is to be abandoned."""
+        """Polled while waiting for remote data.  As soon as it returns True, one micro-batch of ignored samples is
+        yielded, and the next one raises TrainingFailed: the evaluation is to be abandoned."""
         self.num_samples = min(len(source), num_batches * global_batch_size or len(source))
         self._shape = (-1, num_dp_ranks, micro_batch_size)
         self._dp_rank = dp_rank
@@ -414,7 +420,7 @@ class EvalLoader:
             coming.close()
 
     def _sample_indices(self) -> NDArray[np.int64]:
-        """Return this rank's indices, a row for each micro-batch: ranks take micro-batches in turn."""
+        """Return this rank's sample indices, a row for each micro-batch; ranks take micro-batches round-robin."""
         _, num_ranks, micro_batch_size = self._shape
         missing = -self.num_samples % (num_ranks * micro_batch_size)
         indices = np.pad(evenly_spaced_indices(self.source, self.num_samples), (0, missing), constant_values=-1)
@@ -425,16 +431,18 @@ Arrays: TypeAlias = "dict[str, NDArray[Any]]"
 
 
 class _BatchReader:
-    """Complete micro-batches, by the indices of their samples.
+    """Makes complete micro-batches from sample indices.
 
-    In place of one that cannot be had stands why: an exception of a worker's would arrive with its traceback for text.
+    Returns an error instead of raising it, since an exception raised in a worker would arrive with its traceback as
+    its message.
     """
 
     def __init__(self, source: Source, slices: Slices | None) -> None:
         self._source, self._slices = source, slices
 
     def read(self, indices: NDArray[np.int64]) -> Arrays | TrainingFailed:
-        """Return the micro-batch of some samples, or this rank's slice of it."""
+        """Return the micro-batch of samples `indices`, or this rank's slice of it; or the error if it cannot be read.
+        """
         try:
             batch = entries(self._source.batch(indices))
         except ShardError as error:
@@ -446,9 +454,9 @@ class _BatchReader:
 
 
 def slice_batch(batch: Arrays, slices: Slices) -> Arrays:
-    """Return a slice of the entries that have a value for each token of a row, but for `documents`, which stays whole.
+    """Slice all entries that have a value per token, except `documents`, which stays complete.
 
-    Targets were shifted before: a slice's last one is the first token of the next.
+    Targets are shifted already: the last target of a slice is the first token of the next slice.
     """
     found = dict(batch)
     for name, entry in batch.items():
@@ -461,7 +469,7 @@ def _tensors(batch: Arrays | TrainingFailed, pins: bool) -> Batch | TrainingFail
     if isinstance(batch, TrainingFailed):
         return batch
     tensors = {name: torch.from_numpy(entry) for name, entry in batch.items()}
-    if "documents" in tensors:  # here the host can count them; after the transfer it would have to wait for that
+    if "documents" in tensors:  # counted before the transfer: on the device it would need a host sync
         tensors["borders"] = find_borders(tensors["documents"])
     return {name: tensor.pin_memory() for name, tensor in tensors.items()} if pins else tensors
 
@@ -473,7 +481,7 @@ def _raise_if_failed(batch: Batch | TrainingFailed) -> Batch:
 
 
 def _out_of_vocabulary(limit: int, indices: NDArray[np.int64], *batch: NDArray[np.int64]) -> str:
-    """Return what to say of the first id that is beyond the vocabulary; nothing if none is."""
+    """Return a message about the first id beyond the vocabulary, or "" if there is none."""
     for ids in batch:
         if ids.max(initial=0) >= limit:
             row, position = np.argwhere(ids >= limit)[0]
@@ -487,13 +495,13 @@ def _identity(message: Message) -> Message:
 
 
 def _ignore_signals(worker_id: int) -> None:
-    """Let a worker outlive the signal that asks its whole process group to stop: its rank still has to save."""
+    """Make a worker ignore signals that ask the whole process group to stop: its rank must still finish its step."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
 def _close_if_alive(reference: weakref.ref[TrainLoader]) -> None:
-    """End workers before multiprocessing waits for them: they ignore the SIGTERM that it would send."""
+    """Stop the workers before multiprocessing joins them: they ignore the SIGTERM that it would send."""
     loader = reference()
     if loader is not None:
         loader.close()

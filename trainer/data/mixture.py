@@ -137,7 +137,7 @@ class Mixture:
     def changes(
         self, stored: Mapping[str, Any], samples: int, batch: int, allowed: Collection[str]
     ) -> tuple[list[str], list[str]]:
-        """Compare the phases that have begun; see `SampleOrder.changes`."""
+        """Compare the phases so far with the stored ones; see `SampleOrder.changes`."""
         before, now = stored.get("phases"), self.past(samples)["phases"]
         if not before or before == now:
             return [], []  # a run without a mixture also had other data, and the fingerprint reports that

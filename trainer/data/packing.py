@@ -1,4 +1,4 @@
-"""Packing: chooses documents that share a row, so that rows are full and no document is cut."""
+"""Packs documents into rows so that rows are as full as possible and no document is split."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from numpy.typing import NDArray
 
 
 def best_fit(lengths: NDArray[np.int64], room: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the documents in the order of the rows that they are put into, and where each row begins in that order.
+    """Return the documents grouped by row, and the offsets where each row starts in that list, plus its end.
 
-    The second has one entry more than there are rows.  The longest documents come first, each into the fullest row
-    that has room for it (best fit decreasing: Johnson 1973, "Near-optimal bin packing algorithms").  A function of its
-    arguments alone.  No document may be longer than `room`, nor empty.
+    The longest documents are placed first, each into the fullest row that still has room for it (best fit decreasing:
+    Johnson 1973, "Near-optimal bin packing algorithms").  Deterministic.  No document may be empty or longer than
+    `room`, the length of a row.
     """
-    rows_with: list[list[int]] = [[] for _ in range(room + 1)]  # by how much room is left in them
-    left = 0  # bit n: there is a row with room for exactly n
+    rows_with: list[list[int]] = [[] for _ in range(room + 1)]  # by the room left in them
+    left = 0  # bit n is set if a row has room for exactly n
     row_of = np.empty(len(lengths), np.int64)
     num_rows = 0
     longest_first = np.argsort(-lengths, kind="stable")

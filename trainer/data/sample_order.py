@@ -1,8 +1,8 @@
-"""The order of the samples: a random permutation for each epoch, computed and never stored.
+"""The order of the samples: a random permutation for each epoch, computed on the fly and never stored.
 
-A position counts the samples of an endless run.  Which sample stands there depends on the position, the number of
-samples and the seed, and on nothing else: no rank, no worker, no batch size, no state.  The order is stable for ever:
-runs resume from a position, so another order would repeat some samples and skip others without a word.
+A position counts the samples of an endless run.  The sample at a position depends on the position, the number of
+samples and the seed alone, not on ranks, workers, batch size or state.  The order must never change between versions:
+runs resume from a position, so a different order would silently repeat some samples and skip others.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 _NUM_ROUNDS = 8
-"""Luby and Rackoff need four for a permutation that no test tells from a random one; the halves are narrow here."""
+"""Luby and Rackoff prove four rounds pseudorandom for wide halves; the halves are narrow here, so there are more."""
 
 _MIN_BITS = 6
-"""With halves of one bit, 20,000 permutations of 5 samples were measurably uneven (chi-square 142 for 16 degrees of
-freedom); with three bits they are not (22)."""
+"""With one-bit halves, 20,000 permutations of 5 samples were measurably uneven (chi-square 142 for 16 degrees of
+freedom); with three-bit halves they are not (22)."""
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 class SampleOrder(Protocol):
-    """The sample at each position of an endless run: a function of the position and of nothing that moves.
+    """Maps each position of an endless run to a sample.  A pure function of the position.
 
-    sizes: how many samples each source has, by name; one source alone has the name "".
-    starts: the positions at which the shares of the sources begin to be others, the first is 0.
+    sizes: the number of samples of each source, by name; a single source has the name "".
+    starts: the positions at which the shares of the sources change; the first is 0.
     """
 
     @property
@@ -37,63 +37,66 @@ class SampleOrder(Protocol):
     def starts(self) -> Sequence[int]: ...
 
     def at(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the index of the sample at each of `positions` (not negative, any shape)."""
+        """Return the sample index at each of `positions` (non-negative, any shape)."""
 
     def counts(self, samples: int) -> dict[str, int]:
-        """Return how many of the first `samples` of the run are of each source."""
+        """Return how many of the run's first `samples` samples come from each source."""
 
     def past(self, samples: int) -> dict[str, Any]:
-        """Return what a checkpoint must know of the order of the first `samples`, beside the data; 1 kB at most."""
+        """Return what a checkpoint stores about the order of the first `samples` samples; 1 kB at most."""
 
     def changes(
         self, stored: Mapping[str, Any], samples: int, batch: int, allowed: Collection[str]
     ) -> tuple[list[str], list[str]]:
-        """Compare with what `past(samples)` was when it was stored, in steps of `batch` samples.
+        """Compare `past(samples)` with its stored value.
 
-        Returns what forbids to go on, and what is only told since `allowed` (keys and sections) lets it pass.
+        batch: samples per step.
+        allowed: configuration keys and sections that may change.
+
+        Returns two lists with a line per change: changes that forbid resuming, and changes that `allowed` permits.
         """
 
 
 class Permutation:
-    """All samples once in each epoch, in an order that is random; the seed says which."""
+    """Order of a single source: all samples once per epoch, shuffled by the seed."""
 
     def __init__(self, num_samples: int, seed: int) -> None:
         self.sizes, self.starts = {"": num_samples}, [0]
         self._num_samples, self._seed = num_samples, seed
 
     def at(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the index of the sample at each of `positions` (not negative, any shape)."""
+        """Return the sample index at each of `positions` (non-negative, any shape)."""
         return sample_at(positions, self._num_samples, self._seed)
 
     def counts(self, samples: int) -> dict[str, int]:
-        """Return how many of the first `samples` of the run are of this source: all."""
+        """Return `samples` for the only source."""
         return {"": samples}
 
     def past(self, samples: int) -> dict[str, Any]:
-        """Return nothing: the data and the seed say it all."""
+        """Return an empty mapping: the data and the seed determine the order."""
         return {}
 
     def changes(
         self, stored: Mapping[str, Any], samples: int, batch: int, allowed: Collection[str]
     ) -> tuple[list[str], list[str]]:
-        """Return nothing; see `past`."""
+        """Return two empty lists; see `past`."""
         return [], []
 
 
 def epochs(order: SampleOrder, samples: int) -> dict[str, float]:
-    """Return how many times the first `samples` of the run have gone through each source."""
+    """Return how many times the run's first `samples` samples have read each source."""
     return {name: count / order.sizes[name] for name, count in order.counts(samples).items()}
 
 
 def sample_at(positions: NDArray[np.int64], num_samples: int, seed: int) -> NDArray[np.int64]:
-    """Return the index, below `num_samples`, of the sample at each of `positions` (not negative, any shape).
+    """Return the sample index, below `num_samples`, at each of `positions` (non-negative, any shape).
 
-    Position p lies in epoch p // num_samples, and each epoch visits every sample once.  Its permutation is a Feistel
+    Position p is in epoch p // num_samples, and each epoch visits every sample once.  Its permutation is a Feistel
     network over the smallest power of two that holds the samples (Luby and Rackoff 1988, "How to construct
     pseudorandom permutations from pseudorandom functions"), walked along its cycle until it lands on a sample again
     (Black and Rogaway 2002, "Ciphers with arbitrary finite domains", cycle walking).  Memory does not depend on
-    `num_samples`, which may be anything from 1 to 2**62.  Above 32 samples, two passes through the network on average
-    at most.
+    `num_samples`, which may be anything from 1 to 2**62.  Above 32 samples, cycle walking takes at most two passes
+    through the network on average.
     """
     assert num_samples >= 1, num_samples
     epochs, offsets = np.divmod(np.asarray(positions, dtype=np.int64).ravel(), num_samples)
@@ -108,7 +111,7 @@ def sample_at(positions: NDArray[np.int64], num_samples: int, seed: int) -> NDAr
 
 
 def _permute(values: NDArray[np.uint64], keys: NDArray[np.uint64], num_bits: int) -> NDArray[np.uint64]:
-    """Permute the numbers of `num_bits` bits: each round adds (xor) a keyed hash of one half to the other half."""
+    """Permute the numbers of `num_bits` bits: each round XORs a keyed hash of one half into the other half."""
     low_bits = np.uint64(num_bits // 2)
     low_mask = np.uint64((1 << (num_bits // 2)) - 1)
     high_mask = np.uint64((1 << (num_bits - num_bits // 2)) - 1)
@@ -126,7 +129,7 @@ def _permute(values: NDArray[np.uint64], keys: NDArray[np.uint64], num_bits: int
 
 def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Return a hash of each value: splitmix64's increment and finalizer (Steele, Lea and Flood 2014)."""
-    values = values + _GOLDEN  # wraps round 2**64, as meant
+    values = values + _GOLDEN  # wraps around modulo 2**64, as intended
     values ^= values >> np.uint64(30)
     values *= np.uint64(0xBF58476D1CE4E5B9)
     values ^= values >> np.uint64(27)

@@ -1,6 +1,6 @@
-"""Opens the source that the settings name: token shards, chats, the standard library's text, generated patterns.
+"""Opens the source that the data settings name: token shards, chats, standard library text, or synthetic patterns.
 
-No torch here: opening a source is how the data settings are checked, before anything is spawned.
+Does not import torch: the data settings are checked by opening the source before any process is spawned.
 """
 
 from __future__ import annotations
@@ -43,12 +43,14 @@ def open_source(data: DataSection, vocab_size: int | None, split: Split) -> Sour
 
 
 def open_source(data: DataSection, vocab_size: int | None, split: Split) -> Source | None:
-    """Return the source that the settings name, or None if they hold nothing out and `split` is `eval`.
+    """Return the source that the settings name, or None if `split` is `eval` and nothing is held out.
 
     Token shards without `data.eval_path` hold out their last windows, a share of `data.holdout`.
 
-    `vocab_size` is the model's; None if the model has none to compare with.  Raises UserError if the data cannot be
-    read, are too few for one sample, or have ids that the model has no room for.
+    vocab_size: that of the model, or None to skip the comparison.
+
+    Raises UserError if the data cannot be read, are too small for one sample, or have ids beyond the model's
+    vocabulary.
     """
     parse_limit(data.bad, "data.bad")
     if isinstance(data.path, Mapping):
@@ -57,7 +59,7 @@ def open_source(data: DataSection, vocab_size: int | None, split: Split) -> Sour
         if data.bad != "error":
             rule = "only applies to text; correct an unreadable chat, or remove it from the file"
             raise setting_error("data.bad", data.bad, rule, "error")
-        from trainer.data.chat.source import open_chats  # with the library that renders templates
+        from trainer.data.chat.source import open_chats  # imports jinja2, so only when needed
 
         _check_chats_apart(data)
         return open_chats(data, vocab_size, split)
@@ -78,19 +80,19 @@ def open_source(data: DataSection, vocab_size: int | None, split: Split) -> Sour
 
 
 def is_untokenized(data: DataSection) -> bool:
-    """Return whether the settings name text whose tokens are not in the cache: opening it takes its time.
+    """Return whether the settings name text whose tokens are not cached yet, so that opening it takes long.
 
-    Raises UserError if it is not there.
+    Raises UserError if the text does not exist.
     """
     if data.source != "tokens":
         return False
     settings = [*_each("data.path", data.path), *_each("data.eval_path", data.eval_path)]
-    awaited = [needs_tokenizing(setting, data, key) for key, setting in settings]  # all, so that none is missing later
-    return any(awaited)
+    needed = [needs_tokenizing(setting, data, key) for key, setting in settings]  # checks that all of them exist
+    return any(needed)
 
 
 def _each(key: str, setting: str | Mapping[str, str] | None) -> list[tuple[str, str]]:
-    """Return the paths that a setting names, each with the setting's name."""
+    """Return the paths in a setting, each as (key of the setting, path)."""
     paths = setting.values() if isinstance(setting, Mapping) else [setting]
     return [(key, path) for path in paths if path]
 
@@ -98,7 +100,8 @@ def _each(key: str, setting: str | Mapping[str, str] | None) -> list[tuple[str, 
 def _open_several(
     data: DataSection, paths: Mapping[str, str], vocab_size: int | None, split: Split
 ) -> MixedSource | None:
-    """Return the sources that data.path names as one, or those of them that hold out something; None if none does."""
+    """Return the mixture of the sources in data.path; for `eval`, of those with held-out data, or None if none has any.
+    """
     held_out = data.eval_path if isinstance(data.eval_path, Mapping) else {}
     if split == "train":
         _check_sources_apart(data, paths, held_out)
@@ -124,7 +127,7 @@ def _open_several(
 
 @contextmanager
 def _naming(source: str) -> Iterator[None]:
-    """Have messages begin with the source that they are about."""
+    """Prefix the messages of UserErrors with the name of the source."""
     try:
         yield
     except UserError as error:
@@ -132,7 +135,7 @@ def _naming(source: str) -> Iterator[None]:
 
 
 def _check_sources_apart(data: DataSection, paths: Mapping[str, str], held_out: Mapping[str, str]) -> None:
-    """Raise UserError if a source trains on a file that another one holds out."""
+    """Raise UserError if one source trains on a file that another source holds out."""
     holders: dict[str, set[str]] = {}
     for name, path in held_out.items():
         with _naming(name):
@@ -157,7 +160,7 @@ def _files_of(data: DataSection, path: str, key: str) -> list[str]:
 
 
 def _check_apart(path: str, held_out_path: str, data: DataSection) -> None:
-    """Raise UserError unless data.eval_path names other data than data.path does, made by the same tokenizer."""
+    """Raise UserError if data.eval_path shares files with data.path or was made by a different tokenizer."""
     train, held_out = find_shards(path, data, "data.path"), find_shards(held_out_path, data, "data.eval_path")
     _check_files_apart(path, held_out_path, train.files, held_out.files)
     try:
@@ -167,28 +170,28 @@ def _check_apart(path: str, held_out_path: str, data: DataSection) -> None:
 
 
 def _check_chats_apart(data: DataSection) -> None:
-    """Raise UserError if data.eval_path names a file of chats that is trained on."""
+    """Raise UserError if data.eval_path names a chat file that is also trained on."""
     if isinstance(data.path, str) and isinstance(data.eval_path, str):
         sides = ("data.path", data.path), ("data.eval_path", data.eval_path)
         _check_files_apart(data.path, data.eval_path, *(_files_of(data, path, key) for key, path in sides))
 
 
 def _check_files_apart(path: str, held_out_path: str, train: Sequence[str], held_out: Sequence[str]) -> None:
-    """Raise UserError if a file is both trained on and held out, however it is spelled."""
+    """Raise UserError if a file is both trained on and held out, even under different path names."""
     shared = sorted({*map(_real, train)} & {*map(_real, held_out)})
-    if shared and path != held_out_path:  # the same setting twice is meant, a glob that reaches too far is not
+    if shared and path != held_out_path:  # an identical setting is intended; a glob that matches too much is not
         rest = [file for file in train if _real(file) not in shared]
         legal = re.sub(r"\d{5}\.bin$", "?????.bin", str(rest[0])) if rest else None
         raise setting_error("data.path", path, f"takes in {shared[0]}, which data.eval_path holds out", legal)
 
 
 def _real(file: str) -> str:
-    """Return the one name of a file that has several; a URL as it is."""
+    """Return the canonical path of a file; a URL is returned unchanged."""
     return file if "://" in file else os.path.realpath(file)
 
 
 def refuse_pairs(source: Source) -> None:
-    """Raise UserError for pairs of answers, each of which the ordinary loss would train on."""
+    """Raise UserError for preference pairs: the ordinary loss would train on both answers."""
     if source.rows_per_sample > 1:
         rule = "rejected answers would be trained on like chosen ones"
         raise setting_error("data.format", "preference", rule, fix="use recipe=dpo, or set train.objective=dpo")
