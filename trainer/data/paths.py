@@ -1,8 +1,7 @@
-"""Paths: what one value of `data.path` means, made into shards if it is none yet, and opened.
+"""Resolves a value of `data.path` to token shards, tokenizing text if necessary, and opens a source over them.
 
-`open_path` is all that is needed to make a source of a path, whatever stands there: token shards, a manifest, text,
-JSONL, parquet, folders and globs of them.  Text is tokenized on first use into `data.cache_dir`, by every process that
-asks for it, and found there by later ones.
+`open_path` handles every kind of path: token shards, a manifest, text, JSONL, parquet, folders and globs of them, and
+URLs.  Text is tokenized on first use into `data.cache_dir`, where later processes and runs find the shards.
 """
 
 from __future__ import annotations
@@ -38,9 +37,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ShardSet:
-    """The shards that a path means: those to train on, those held out from them, and the files that it names.
+    """The shards that a path resolves to: those to train on and those held out; and the files that the path names.
 
-    The contents are digests as of `sample_content`, empty where they are not known.
+    The contents are digests from `sample_content`, or "" if unknown.
     """
 
     files: list[str]
@@ -53,14 +52,16 @@ class ShardSet:
 def open_path(
     setting: str, data: DataSection, vocab_size: int | None, split: Split, key: str = "data.path"
 ) -> Source | None:
-    """Return the source over what a path names, or None if nothing of it is held out and `split` is `eval`.
+    """Return the source over the data at a path, or None if `split` is `eval` and nothing is held out.
 
-    Of text, `data.holdout` is a share of the documents, which a hash of their text chooses; of shards, and of text of
-    which that would leave one side empty, a share of the samples, the last.  `key` is the setting that names it:
-    `data.path`, or `data.eval_path`, which is not divided.
+    For text, `data.holdout` is the share of documents to hold out, chosen by a hash of their text.  For shards, and for
+    text if that would leave either split empty, it is the share of samples to hold out, taken from the end.
 
-    `vocab_size` is the model's; None if the model has none to compare with.  Raises UserError if the data cannot be
-    read, are too few for one sample, or have ids that the model has no room for.
+    key: the setting that contains the path, `data.path` or `data.eval_path`; the latter is not divided.
+    vocab_size: that of the model, or None to skip the comparison.
+
+    Raises UserError if the data cannot be read, are too small for one sample, or have ids beyond the model's
+    vocabulary.
     """
     holdout = _holdout_share(data, key)
     found = find_shards(setting, data, key)
@@ -81,9 +82,9 @@ def open_path(
 
 
 def _left_out_summary(shards: Sequence[Shard]) -> str:
-    """Return what to say of the documents that were left out when shards were made of text; usually empty.
+    """Return warnings about documents that were left out when text was tokenized, or "".
 
-    Few without text are usual, and not worth a word.
+    A few empty documents are normal and give no warning.
     """
     folders = {Path(shard.path).parent for shard in shards if not shard.is_elsewhere}
     tally = Tally()
@@ -98,11 +99,11 @@ def _left_out_summary(shards: Sequence[Shard]) -> str:
 
 
 _USUAL_EMPTY_SHARE = 0.01
-"""Share of the documents of a text that may be empty."""
+"""Share of empty documents above which there is a warning."""
 
 
 def _check_bos(source: TokenSource, data: DataSection, setting: str) -> None:
-    """Raise UserError if data.bos says something of shards that were made in another way."""
+    """Raise UserError if data.bos is set but the shards were made with a different setting."""
     if data.bos is not None and source.tokenizer != tokenizer_of(data).name:
         rule = f"{setting} is already tokenized, with a different setting, by data.tokenizer={data.tokenizer}"
         raise setting_error("data.bos", data.bos, rule, fix="prepare the text again, or leave data.bos out")
@@ -111,7 +112,7 @@ def _check_bos(source: TokenSource, data: DataSection, setting: str) -> None:
 def check_size(
     source: TokenSource, data: DataSection, vocab_size: int | None, split: Split, key: str, setting: str
 ) -> None:
-    """Raise UserError for a source that has not one sample, or ids that the model has no room for."""
+    """Raise UserError if a source is too small for one sample, or has ids beyond the model's vocabulary."""
     if source.num_targets < 1:
         raise setting_error(key, setting, "has no targets: a sample needs two tokens of one document")
     if split == "train" and data.fills_rows and source.num_targets < data.seq_len:
@@ -123,7 +124,10 @@ def check_size(
 
 
 def _part_of(source: TokenSource, holdout: float, split: Split) -> Source | None:
-    """Return what is trained on, or what is held out: the last windows, at least one where there are two."""
+    """Return the training part or the held-out part of a source.
+
+    The last windows are held out: at least one, if there are two or more.
+    """
     num_held_out = min(len(source) - 1, math.ceil(holdout * len(source)))
     if not num_held_out:
         return source if split == "train" else None
@@ -143,7 +147,7 @@ def check_same_tokenizer(shards: Sequence[Shard]) -> None:
 
 
 def unusable(key: str, setting: str, error: ShardError) -> UserError:
-    """Return what to raise for shards that cannot be used."""
+    """Return the error for shards that cannot be used."""
     if find_folder(setting) is None:
         from trainer.data.remote.transport import unusable_url
 
@@ -152,11 +156,11 @@ def unusable(key: str, setting: str, error: ShardError) -> UserError:
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# What a path means
+# Resolving paths
 
 
 def find_shards(setting: str | None, data: DataSection, key: str) -> ShardSet:
-    """Return the shards that a path means; text is made into shards first, if that has not been done.
+    """Return the shards that a path resolves to; text is tokenized first, unless the cache has its shards.
 
     Raises UserError.
     """
@@ -177,10 +181,9 @@ def find_shards(setting: str | None, data: DataSection, key: str) -> ShardSet:
 
 
 def named_files(setting: str, key: str) -> list[str]:
-    """Return the files that a path names, none of which is opened: shards, those of a manifest too, or text; a URL as
-    it is.
+    """Return the files that a path names, without opening them: shards, also those in a manifest, or text files.
 
-    Raises UserError if there are none.
+    A URL is returned unchanged.  Raises UserError if there are no files.
     """
     if find_folder(setting) is None:
         return [setting]
@@ -194,7 +197,7 @@ def named_files(setting: str, key: str) -> list[str]:
 
 
 def needs_tokenizing(setting: str, data: DataSection, key: str) -> bool:
-    """Return whether a path names text that has not been made into shards.  Raises UserError if it is not there."""
+    """Return whether a path names text that has not been tokenized.  Raises UserError if it does not exist."""
     if find_folder(setting) is None:
         from trainer.data.remote.text import find_text, is_text
 
@@ -214,9 +217,9 @@ def needs_tokenizing(setting: str, data: DataSection, key: str) -> bool:
 
 
 def _find_shard_files(setting: str, key: str) -> tuple[Path | None, list[str]]:
-    """Return the manifest that a path names, or else the shards; neither, if it is something else.
+    """Return the manifest that a path names, or the shards, or neither.
 
-    Raises UserError for a path that names neither and almost one of them.
+    Raises UserError for near misses, such as the metadata of a shard.
     """
     pattern = os.path.expanduser(setting.removeprefix("file://"))
     is_folder = os.path.isdir(pattern)
@@ -233,7 +236,7 @@ def _find_shard_files(setting: str, key: str) -> tuple[Path | None, list[str]]:
 
 
 def _bins(pattern: str) -> list[str]:
-    """Return the .bin files that a path, a glob or a folder means."""
+    """Return the .bin files that a path, glob or folder matches."""
     names = [pattern] if os.path.isfile(pattern) else glob.glob(os.path.expanduser(pattern), recursive=True)
     if os.path.isdir(os.path.expanduser(pattern)):
         names = glob.glob(os.path.join(glob.escape(os.path.expanduser(pattern)), "*.bin"))
@@ -241,7 +244,7 @@ def _bins(pattern: str) -> list[str]:
 
 
 def _check_none_is_missing(setting: str) -> None:
-    """Raise ShardError if a glob or a folder has the index and the metadata of a shard whose tokens are gone."""
+    """Raise ShardError if a glob or folder has the index and metadata of a shard, but not its tokens."""
     pattern = os.path.expanduser(setting.removeprefix("file://"))
     stem = os.path.join(glob.escape(pattern), "*") if os.path.isdir(pattern) else pattern.removesuffix(".bin")
     for index in sorted(glob.glob(f"{stem}.idx", recursive=True)) if "*" in stem or "?" in stem or "[" in stem else ():
@@ -251,7 +254,7 @@ def _check_none_is_missing(setting: str) -> None:
 
 
 def _bins_of_others(pattern: str) -> list[str]:
-    """Return these files if they are tokens that others have made, all of them."""
+    """Return the matching .bin files if all of them are token files in another tool's format, otherwise none."""
     found = _bins(pattern)
     return found if _are_of_others(found) else []
 
@@ -261,7 +264,7 @@ def _are_of_others(paths: Sequence[str]) -> bool:
 
 
 def _remote(setting: str, data: DataSection, key: str) -> ShardSet:
-    """Return the shards that a URL names, or those of the text that it names."""
+    """Return the shards at a URL, or those made from the text at a URL."""
     from trainer.data.remote.listing import NoShards, open_remote
     from trainer.data.remote.text import find_text, is_text
     from trainer.data.remote.transport import Unreachable
@@ -291,7 +294,7 @@ def _remote(setting: str, data: DataSection, key: str) -> ShardSet:
 
 
 def _manifest_shards(path: Path) -> ShardSet:
-    """Return the shards of a manifest.  Raises ShardError."""
+    """Return the shards that a manifest lists.  Raises ShardError."""
     manifest = Manifest.read(path)
     train, held_out = (manifest.shards(path.parent, is_held_out) for is_held_out in (False, True))
     files = [shard.name for shard in train]
@@ -301,17 +304,17 @@ def _manifest_shards(path: Path) -> ShardSet:
 def _tokenize_text(
     inputs: Sequence[Input], data: DataSection, key: str, fetch: Callable[[], None] = lambda: None
 ) -> ShardSet:
-    from trainer.data.tokenized_cache import make_shards  # with what reads text and tokenizes it
+    from trainer.data.tokenized_cache import make_shards  # imports the text readers, so only when needed
 
     return ShardSet([each.path for each in inputs], *make_shards(inputs, data, _holdout_share(data, key), key, fetch))
 
 
 def _inputs_of(setting: str, key: str) -> list[Input]:
-    """Return the files that a path names.  Raises UserError if there are none."""
+    """Return the input files that a path names.  Raises UserError if there are none."""
     path = setting.removeprefix("file://")
     return find_inputs(_bins_of_others(path) or [path], key)
 
 
 def _holdout_share(data: DataSection, key: str) -> float:
-    """Return the share of what a setting names that is held out: none of what is held out from something else."""
+    """Return the share of the data to hold out: 0 for data.eval_path, and for data.path if data.eval_path is set."""
     return (data.holdout or 0.0) if key == "data.path" and data.eval_path is None else 0.0

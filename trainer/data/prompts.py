@@ -1,4 +1,4 @@
-"""Prompts as tokens: of a text that is continued, or of a message that is answered by a chat template."""
+"""Encodes prompts: text to continue, or a user message in a chat template."""
 
 from __future__ import annotations
 
@@ -9,15 +9,18 @@ from trainer.errors import setting_error
 
 
 def prompt_tokens(text: str, tokenizer: Tokenizer) -> list[int]:
-    """Return the tokens of a text as documents begin; of none, what comes before a document."""
+    """Return the tokens of a text at the start of a document.  If there are none, return the end-of-document token."""
     return [*tokenizer.start_ids, *tokenizer.encode(text).tolist()] or [tokenizer.end_id]
 
 
 def chat_end_ids(tokenizer: str, template: str = "model") -> set[int]:
-    """Return the tokens that end what a model of chats is trained to write: the tokenizer's end of a document, which
-    ends completions, and what the template ends the assistant's turns with, if that is a token of its own.
+    """Return the tokens at which generation by a chat model stops.
 
-    tokenizer, template: what `data.tokenizer` and `data.chat_template` name.  Raises UserError if one cannot be read.
+    These are the tokenizer's end-of-document token, which ends completions, and the token with which the template ends
+    the assistant's turns, if that is a special token.
+
+    tokenizer, template: the values of `data.tokenizer` and `data.chat_template`.  Raises UserError if one cannot be
+        read.
     """
     from trainer.data.chat.conversation import BadChat, Conversation
     from trainer.data.chat.masking import Encoder
@@ -28,16 +31,19 @@ def chat_end_ids(tokenizer: str, template: str = "model") -> set[int]:
     ends, system = {of_chats.plain.end_id}, {"role": "system", "content": "Hi"}
     exchange = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hi"}]
     for messages in (exchange, [system, *exchange]) if found is not None else ():
-        with suppress(BadChat):  # a template may take none without a system message, or with one
+        with suppress(BadChat):  # a template may require a system message, or refuse one
             encoded = Encoder(of_chats, found, "last").encode(Conversation(messages))
             ends |= {int(last) for last in encoded.ids[encoded.trained][-1:] if of_chats.is_added(int(last))}
     return ends
 
 
 def chat_prompt_tokens(text: str, tokenizer: str, key: str, template: str = "model") -> list[int]:
-    """Return the tokens of a user's message up to where the assistant answers, by the tokenizer's chat template.
+    """Return the tokens of a user's message, rendered with the chat template and its generation prompt.
 
-    key: the setting that asks for it.  template: what `data.chat_template` names.  Raises UserError if there is none.
+    key: the setting or option to name in errors.
+    template: the value of `data.chat_template`.
+
+    Raises UserError if there is no template.
     """
     try:
         from trainer.data.chat.template import find_template

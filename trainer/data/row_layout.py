@@ -1,8 +1,8 @@
-"""Rows of whole documents: which pieces of the tokens lie in each.
+"""Assigns documents to rows: which pieces of the token stream are in each row.
 
-A document is one piece if a row holds it, and else as many as it needs.  What lies where is a function of the documents
-and the length of a row alone.  Of few documents it is kept in memory, of many in a file of the cache, which all ranks
-of a node map: a billion documents cost none of them memory of its own.
+A document that fits in a row is one piece; a longer one is split into several.  The layout depends only on the
+documents and the row length.  For few documents it is held in memory; for many it is a file in the cache that all ranks
+of a node memory-map, so that even a billion documents take no private memory.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from trainer.data.shards import Shard
 from trainer.files import checked, crc32, with_checksum
 
 PIECE = np.dtype([("start", "<i8"), ("count", "<i4")])
-"""A piece of a document: its first token in the stream of all shards, and its targets, the tokens after it."""
+"""A piece of a document: the position of its first token in the stream of all shards, and its number of targets."""
 
 _FILES = {"pieces": PIECE, "ends": np.dtype("<i8")}
-"""The files of a packing, and what they hold."""
+"""The files of a stored layout, with their dtypes."""
 
 FEW_DOCUMENTS = 2**20
-"""So many documents are kept in memory, with some 24 bytes each."""
+"""The layout of up to this many documents is held in memory, at about 24 bytes per document."""
 
 _BLOCK = 2**16
-"""Documents that share rows with each other and with no others."""
+"""Documents are packed in blocks of this many; rows never mix documents of different blocks."""
 
 
 @dataclass(frozen=True)
 class Totals:
-    """The sum of the pieces: their targets, and the sum of the squares of their lengths."""
+    """Sums over all pieces: the number of targets, and the squares of the numbers of targets."""
 
     targets: int = 0
     squares: int = 0
@@ -46,29 +46,32 @@ class Totals:
 
 @dataclass(frozen=True)
 class RowLayout:
-    """The pieces of each row."""
+    """Row layout: the pieces of each row."""
 
     pieces: NDArray[Any]
-    """Of all rows, one after the other."""
+    """The pieces of all rows, in row order."""
     ends: NDArray[np.int64]
-    """Where each row's pieces end."""
+    """The end of each row's pieces in `pieces`."""
     totals: Totals
 
     def __len__(self) -> int:
         return len(self.ends)
 
     def pieces_of(self, row: int) -> list[tuple[int, int]]:
-        """Return start and count of each piece of a row."""
+        """Return (start, count) of each piece of a row."""
         start = int(self.ends[row - 1]) if row else 0
         found: list[tuple[int, int]] = self.pieces[start : int(self.ends[row])].tolist()
         return found
 
 
 def find_rows(shards: Sequence[Shard], seq_len: int, packs: bool, content: str, cache_dir: str | None) -> RowLayout:
-    """Return rows of at most `seq_len` targets: with `packs` as full as can be, else of one piece each, in order.
+    """Return the layout of rows of at most `seq_len` targets.
 
-    content: a digest of the shards' content.  Those of many documents come from the cache: see `get_or_build`.
-    Raises ShardError, and UserError if they cannot be kept.
+    With `packs` each row holds as many pieces as fit; otherwise it holds one, in the order of the documents.
+
+    content: a digest of the shards' content, which identifies a large layout in the cache; see `get_or_build`.
+
+    Raises ShardError, or UserError if the cache is not writable.
     """
     if sum(shard.info.num_documents for shard in shards) <= FEW_DOCUMENTS:
         return _in_memory(list(_blocks(shards, seq_len, packs)))
@@ -81,7 +84,7 @@ def find_rows(shards: Sequence[Shard], seq_len: int, packs: bool, content: str, 
 
 
 _Block = tuple[NDArray[Any], NDArray[np.int64]]
-"""Pieces, row after row, and how many of them each row has."""
+"""The pieces of a block's rows, in row order, and the number of pieces in each row."""
 
 
 def _blocks(shards: Sequence[Shard], seq_len: int, packs: bool) -> Iterator[_Block]:
@@ -96,7 +99,7 @@ def _blocks(shards: Sequence[Shard], seq_len: int, packs: bool) -> Iterator[_Blo
 
 
 def _documents(shards: Sequence[Shard]) -> Iterator[NDArray[np.int64]]:
-    """Yield first token and number of targets of documents (n, 2), at most a block of them at a time."""
+    """Yield arrays (n, 2) with the first token and the number of targets of up to a block of documents at a time."""
     before = 0
     for shard in shards:
         for first in range(0, shard.info.num_documents, _BLOCK):
@@ -116,7 +119,8 @@ def _lay_out(documents: NDArray[np.int64], seq_len: int, packs: bool) -> _Block:
         return pieces, np.ones(len(pieces), np.int64)
     order, begins = best_fit(pieces["count"].astype(np.int64), seq_len)
     sizes = np.diff(begins)
-    # The longest come first in packing: mixed here, so that the last rows, which may be held out, are like the others.
+    # Packing puts the longest documents first.  Shuffle the rows, so that the last ones, which may be held out, are
+    # representative.
     mixed = sample_at(np.arange(len(sizes)), max(1, len(sizes)), 0)
     begins, sizes = begins[mixed], sizes[mixed]
     places = np.repeat(begins - (np.cumsum(sizes) - sizes), sizes) + np.arange(len(order))
@@ -134,7 +138,7 @@ def _in_memory(blocks: Sequence[_Block]) -> RowLayout:
 
 
 def _write(folder: Path, blocks: Iterator[_Block]) -> None:
-    """Write the files of a packing."""
+    """Write the files of a layout."""
     targets = squares = end = pieces_crc = ends_crc = 0
     with open(folder / "pieces", "wb") as pieces_file, open(folder / "ends", "wb") as ends_file:
         for pieces, sizes in blocks:
@@ -150,7 +154,7 @@ def _write(folder: Path, blocks: Iterator[_Block]) -> None:
 
 
 def _memory_mapped(folder: Path) -> RowLayout:
-    """Return the rows of a packing that `_write` has written.  Raises ValueError if it is damaged."""
+    """Memory-map the layout that `_write` has written.  Raises ValueError if it is corrupt."""
     facts = checked(json.loads((folder / "totals.json").read_bytes()))
     totals = Totals(**facts["totals"])
     pieces, ends = (_read_array(folder / name, dtype, facts[name]) for name, dtype in _FILES.items())
@@ -158,9 +162,9 @@ def _memory_mapped(folder: Path) -> RowLayout:
 
 
 def _read_array(path: Path, dtype: np.dtype[Any], checksum: int) -> NDArray[Any]:
-    """Return a mapped file.  Raises ValueError if its content has another checksum."""
+    """Memory-map a file.  Raises ValueError if its checksum is not `checksum`."""
     found: NDArray[Any] = np.empty(0, dtype)
-    if path.stat().st_size:  # an empty file cannot be mapped
+    if path.stat().st_size:  # an empty file cannot be memory-mapped
         found = np.memmap(path, dtype, "r")
     if (crc32(found.view(np.uint8).data) if len(found) else 0) != checksum:
         raise ValueError(f"the checksum of {path.name} is wrong")
@@ -168,7 +172,7 @@ def _read_array(path: Path, dtype: np.dtype[Any], checksum: int) -> NDArray[Any]
 
 
 class DocumentIndex:
-    """The beginnings of documents in the tokens of several shards."""
+    """Index of where documents start in the concatenated tokens of several shards."""
 
     def __init__(self, shards: Sequence[Shard]) -> None:
         self._shards = shards
@@ -177,7 +181,7 @@ class DocumentIndex:
         self._starts = np.concatenate([documents[:, 0] for documents in _documents(shards)]) if is_small else None
 
     def between(self, first: int, last: int) -> NDArray[np.int64]:
-        """Return those of the tokens from `first` up to `last`, which is left out, that begin a document."""
+        """Return the positions in [first, last) at which a document starts."""
         if self._starts is not None:
             return self._starts[slice(*np.searchsorted(self._starts, (first, last)).tolist())]
         found, number = [np.empty(0, np.int64)], bisect.bisect_right(self._ends, first)

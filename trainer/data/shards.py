@@ -1,4 +1,4 @@
-"""Token shards: their files, written and read."""
+"""Reads and writes token shards.  The module `source` describes their files."""
 
 from __future__ import annotations
 
@@ -26,30 +26,33 @@ from trainer.files import CHECKSUM, checked, crc32, with_checksum
 from trainer.stopping import add_partial, drop_partial
 
 SUFFIXES = (".bin", ".idx", ".crc", ".json")
-"""The files of a shard, metadata last.  Only large ones have a .crc: see `_PAGE`."""
+"""The files of a shard, metadata last.  Only large shards have a .crc: see `_PAGE`."""
 
 VERIFIED_AT_START = 1 << 30
-"""Bytes of all shards up to which they are compared with their checksums when they are opened: half a second.  Of
-larger data, each page is checked when it is read."""
+"""Total bytes of shards up to which all checksums are verified when the data are opened, which takes half a second.  In
+larger data, each page is verified when it is read."""
 
 _PAGE = 4096
-"""Bytes that have a checksum of their own in NAME.crc.  The system reads whole pages of this size anyway, so that
-checking them before a sample is used reads nothing more than the sample needs."""
+"""Bytes covered by each checksum in NAME.crc.  The kernel reads complete pages of this size anyway, so verifying them
+before a sample is used costs no additional reads."""
 
 _LARGE = 1 << 22
-"""Bytes of tokens up to which a shard has no .crc: all of it is checked before its first use."""
+"""Bytes of tokens up to which a shard has no .crc: the complete shard is verified before its first use."""
 
 _VERIFIED: set[FileVersion] = set()
-"""The files that this process has found to be what their checksums say."""
+"""The files whose checksums this process has verified."""
 
 
 class ShardError(Exception):
-    """A token shard is missing, damaged, or of another kind than it should be; says which and why."""
+    """A token shard is missing, corrupt or incompatible; the message says which shard and why."""
 
 
 @dataclass(frozen=True)
 class ShardInfo:
-    """The metadata of a token shard, NAME.json.  `num_bytes` counts the raw text, `end_id` ends each document."""
+    """The metadata of a token shard, NAME.json.
+
+    num_bytes: the size of the raw text.  end_id: the token that ends each document.
+    """
 
     dtype: str
     vocab_size: int
@@ -60,11 +63,11 @@ class ShardInfo:
     num_bytes: int
     format: int = 1
     checksum: str = ""
-    """CRC-32 of the tokens and of the index, in hexadecimal; empty in shards of before there was one."""
+    """CRC-32 of the tokens and of the index, in hexadecimal; empty in shards written by early versions."""
 
     @property
     def kind(self) -> tuple[str, int, str, int]:
-        """The properties that shards read together must share."""
+        """The properties that must agree in all shards of a dataset."""
         return self.dtype, self.vocab_size, self.tokenizer, self.end_id
 
 
@@ -72,20 +75,21 @@ _KINDS = [(declared.name, declared.type) for declared in dataclasses.fields(Shar
 
 
 class Shard:
-    """A token shard that has been checked against its metadata.
+    """A token shard whose file sizes have been checked against its metadata.
 
-    Its files are opened when they are read, by whichever process reads them: a Shard can be sent to another one.
+    Files are opened lazily by the process that reads them, so a Shard can be pickled and sent to another process.
     Raises ShardError.
     """
 
     is_elsewhere = False
-    """Whether it is to be fetched before it can be read."""
+    """Whether the shard must be downloaded before it can be read."""
     is_rebuilt = False
-    """Whether the next start builds it again if its file is missing, as in a cache: a damaged file is put aside."""
+    """Whether the next start rebuilds the shard if its file is missing, as in a cache.  If so, a corrupt file is moved
+    out of the way."""
 
     def __init__(self, path: str | Path) -> None:
         self.name = os.fspath(path)
-        """Its path; of one that is elsewhere, its URL."""
+        """The shard's path; for a remote shard, its URL."""
         stem = os.path.splitext(self.name)[0]
         self.info = read_info(f"{stem}.json")
         self._file = check_size(self.name, self.info.num_tokens * self.dtype.itemsize)
@@ -93,9 +97,9 @@ class Shard:
 
     @classmethod
     def listed(cls, name: str, info: ShardInfo) -> Shard:
-        """Return the shard at the path `name` that has `info` by a manifest: its files are looked at, none is opened.
+        """Return the shard at the path `name`, with `info` from a manifest.
 
-        Thousands take a fraction of a second.
+        The files are checked with `stat`, not opened: thousands of shards take a fraction of a second.
         """
         shard = cls.__new__(cls)
         shard.name, shard.info = name, info
@@ -105,22 +109,22 @@ class Shard:
 
     @property
     def path(self) -> Path:
-        """The file of its tokens."""
+        """The path of the token file."""
         return Path(self.name)
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """That of its tokens: unsigned, little-endian."""
+        """The dtype of the tokens: unsigned, little-endian."""
         return _stored(self.info.dtype)
 
     def read(self, start: int, count: int) -> NDArray[np.unsignedinteger[Any]]:
-        """Return `count` tokens from `start` on.  Raises ShardError if they are no longer there."""
+        """Return `count` tokens from `start` on.  Raises ShardError."""
         found = np.empty(count, self.dtype)
         self.read_into(found, start)
         return found
 
     def read_into(self, found: NDArray[np.unsignedinteger[Any]], start: int) -> None:
-        """Fill an array of the shard's dtype, in one piece, with tokens from `start` on.  Raises ShardError."""
+        """Fill a contiguous array of the shard's dtype with tokens from `start` on.  Raises ShardError."""
         offset = start * found.itemsize
         try:
             count = self._fill(found, offset, is_index=False)
@@ -133,9 +137,9 @@ class Shard:
             raise ShardError(f"{self.name} is truncated: it has {size} bytes, but its metadata says {expected}")
 
     def read_offsets(self, first: int = 0, count: int | None = None) -> NDArray[np.int64]:
-        """Return where documents start, and where the last one ends: `count` of these from document `first` on.
+        """Return `count` document offsets from document `first` on; the last offset of a shard is its end.
 
-        Raises ShardError if they do not make up the tokens.
+        Raises ShardError if the offsets do not cover the tokens.
         """
         num_offsets = self.info.num_documents + 1
         offsets = self._read_offsets(first, num_offsets - first if count is None else count)
@@ -149,7 +153,7 @@ class Shard:
         return offsets
 
     def documents_between(self, first: int, last: int) -> NDArray[np.int64]:
-        """Return those of the tokens from `first` up to `last`, which is left out, that begin a document."""
+        """Return the positions in [first, last) at which a document starts."""
         documents = range(self.info.num_documents)
         place = functools.partial(bisect.bisect_left, documents, key=lambda number: self._read_offsets(number, 1)[0])
         start = place(first)
@@ -175,9 +179,9 @@ class Shard:
         return found.astype(np.int64)
 
     def _fill(self, buffer: NDArray[Any], offset: int, is_index: bool) -> int:
-        """Fill `buffer` with bytes of the tokens, or of the index; returns how many there were.
+        """Fill `buffer` with bytes of the tokens or the index, and return the number of bytes read.
 
-        Raises OSError, and ShardError for bytes that are not those that were written.
+        Raises OSError, or ShardError if a checksum does not match.
         """
         file = self._index if is_index else self._file
         if file not in _VERIFIED:
@@ -187,9 +191,9 @@ class Shard:
         return SHARD_FILES.read_into(buffer, file, offset)
 
     def verify(self) -> None:
-        """Compare all bytes with the checksums that were written with them.  Raises ShardError.
+        """Verify the checksums of all bytes.  Raises ShardError.
 
-        A process does this once.  Shards that were written before there were checksums, or by others, pass.
+        Each process does this once per shard.  Shards without checksums, from early versions or other tools, pass.
         """
         self._verify(self._file, is_index=False)
         self._verify(self._index, is_index=True)
@@ -216,15 +220,15 @@ class Shard:
 
     @functools.cached_property
     def _recorded(self) -> str:
-        """The checksum of when it was written; empty if none is known."""
+        """The checksum recorded when the shard was written, or "" if there is none."""
         metadata = f"{self.name.removesuffix('.bin')}.json"
         if self.info.checksum or not os.path.lexists(metadata):
             return self.info.checksum
-        return read_info(metadata).checksum  # a manifest from before checksums were listed
+        return read_info(metadata).checksum  # early manifests do not list checksums
 
     @functools.cached_property
     def _page_sums(self) -> FileVersion | None:
-        """The file of the checksums of its pages; None if there is none for tokens with this checksum."""
+        """The file of page checksums, or None if it is missing or does not belong to these tokens."""
         size = self.info.num_tokens * self.dtype.itemsize
         path = f"{self.name.removesuffix('.bin')}.crc"
         if size <= _LARGE or not self._recorded or not os.path.isfile(path):
@@ -238,7 +242,7 @@ class Shard:
         return file if header.tobytes() == bytes.fromhex(self._recorded) else None
 
     def _fill_checked(self, buffer: NDArray[Any], offset: int, page_sums: FileVersion) -> int:
-        """Fill `buffer` with tokens as `_fill` does, once the pages that they lie in have been checked."""
+        """Fill `buffer` with tokens like `_fill`, after verifying the pages that contain them."""
         size, stop = self.info.num_tokens * self.dtype.itemsize, offset + buffer.nbytes
         first, last = offset // _PAGE, -(-min(stop, size) // _PAGE)
         pages = np.empty(min(last * _PAGE, size) - first * _PAGE, np.uint8)
@@ -254,19 +258,19 @@ class Shard:
                 found = pages[offset - first * _PAGE : stop - first * _PAGE]
                 buffer.view(np.uint8)[: len(found)] = found
                 return len(found)
-            self._verify(self._file, is_index=False)  # else it is the .crc that is damaged
+            self._verify(self._file, is_index=False)  # if this passes, the .crc is corrupt and not the tokens
         return SHARD_FILES.read_into(buffer, self._file, offset)
 
     def look(self, start: int, count: int) -> NDArray[np.unsignedinteger[Any]]:
-        """Return a few tokens, as `read` does; of a shard that is elsewhere these alone are fetched."""
+        """Return a few tokens, like `read`; a remote shard downloads only these."""
         return self.read(start, count)
 
 
 class ShardWriter:
-    """Writes one token shard, in constant memory.
+    """Writes one token shard in constant memory.
 
-    Until `publish` no file has the shard's final name.  Processes that write the same shard do not disturb each
-    other.
+    The files have temporary names until `publish` renames them.  Several processes may write the same shard without
+    interfering with each other.
     """
 
     def __init__(self, path: Path, tokenizer: Tokenizer) -> None:
@@ -287,7 +291,7 @@ class ShardWriter:
         self._has_begun = False
 
     def write(self, ids: NDArray[np.integer[Any]], num_bytes: int) -> None:
-        """Append tokens to the current document; `num_bytes` is the size of the text that they stand for."""
+        """Append tokens to the current document; `num_bytes` is the size of their text."""
         if not self._has_begun:
             self._has_begun = True
             self._append(np.array(self._tokenizer.start_ids, dtype=self._dtype))
@@ -299,7 +303,10 @@ class ShardWriter:
         self.num_tokens += len(ids)
 
     def write_documents(self, ids: NDArray[np.integer[Any]], counts: NDArray[np.int64], num_bytes: int) -> None:
-        """Append whole documents: the ids of all, how many each has, and the size of the text of all."""
+        """Append complete documents, and add special tokens around each.
+
+        ids: the concatenated ids of all documents.  counts: the number of ids in each.  num_bytes: the size of all text.
+        """
         start, end = self._tokenizer.start_ids, self._tokenizer.end_ids
         ends = np.cumsum(counts + (len(start) + len(end)))
         found = np.empty(len(ids) + len(counts) * (len(start) + len(end)), self._dtype.newbyteorder("<"))
@@ -315,13 +322,13 @@ class ShardWriter:
         self.num_bytes += num_bytes
 
     def write_tokens(self, ids: NDArray[np.integer[Any]], ends: NDArray[np.int64]) -> None:
-        """Append tokens as they are, and where documents end among them."""
+        """Append tokens unchanged; `ends` are the ends of the documents among them."""
         self._put(".idx", (self.num_tokens + ends).astype("<u8").data)
         self._append(ids)
         self.num_documents += len(ends)
 
     def end_document(self) -> None:
-        """End the current document, which may be empty, as its tokenizer does."""
+        """End the current document, which may be empty, with the tokenizer's end tokens."""
         self.write(np.array(self._tokenizer.end_ids, dtype=self._dtype), num_bytes=0)
         self._has_begun = False
         self.num_documents += 1
@@ -332,7 +339,7 @@ class ShardWriter:
         self._checksums[suffix] = crc32(content, self._checksums[suffix])
 
     def close(self) -> None:
-        """Bring everything to disk, still under temporary names."""
+        """Flush all files to disk, still under temporary names."""
         info = ShardInfo(
             dtype=self._dtype.name,
             vocab_size=self._tokenizer.vocab_size,
@@ -355,7 +362,7 @@ class ShardWriter:
             file.close()
 
     def publish(self) -> None:
-        """Rename the files to their own names, metadata last: without it a shard is refused."""
+        """Rename the files to their final names, metadata last: a shard without metadata is refused."""
         for suffix in SUFFIXES:
             if suffix in self._files:
                 os.replace(self._temporary(suffix), self.path.with_suffix(suffix))
@@ -364,10 +371,10 @@ class ShardWriter:
             drop_partial(self._temporary(suffix))
 
     def discard(self) -> None:
-        """Remove what has not been published."""
+        """Remove the files that have not been published."""
         for suffix in SUFFIXES:
             if suffix in self._files:
-                with contextlib.suppress(OSError):  # on a full disk: what is still in memory cannot be written
+                with contextlib.suppress(OSError):  # on a full disk, buffered data cannot be flushed
                     self._files[suffix].close()
             self._temporary(suffix).unlink(missing_ok=True)
             drop_partial(self._temporary(suffix))
@@ -377,7 +384,7 @@ class ShardWriter:
 
 
 def read_info(path: str) -> ShardInfo:
-    """Return what a shard's metadata say.  Raises ShardError."""
+    """Read a shard's metadata.  Raises ShardError."""
     try:
         with open(path, "rb", buffering=0) as file:
             content = file.read()
@@ -389,7 +396,7 @@ def read_info(path: str) -> ShardInfo:
 
 
 def parse_info(content: bytes, path: str) -> ShardInfo:
-    """Return the metadata that `content` holds; `path` is what messages call it.  Raises ShardError."""
+    """Parse the content of a metadata file; `path` names it in messages.  Raises ShardError."""
     try:
         stored = json.loads(content)
         info = ShardInfo(**{name: value for name, value in stored.items() if name != CHECKSUM})
@@ -412,9 +419,9 @@ def parse_info(content: bytes, path: str) -> ShardInfo:
 
 
 def check_size(path: str, num_bytes: int) -> FileVersion:
-    """Return the file as it is now.  Raises ShardError unless it has as many bytes."""
+    """Return the current version of a file.  Raises ShardError unless it is readable and has `num_bytes` bytes."""
     try:
-        with open(path, "rb", buffering=0) as file:  # opened, not only looked at: it must be readable
+        with open(path, "rb", buffering=0) as file:  # `stat` alone would not show that it is readable
             found = os.fstat(file.fileno())
     except OSError as error:
         raise ShardError(f"{path} cannot be read ({error.strerror})") from error
@@ -431,13 +438,13 @@ def _look_at(path: str, num_bytes: int) -> FileVersion:
 def _checked(path: str, found: os.stat_result, num_bytes: int) -> FileVersion:
     if found.st_size != num_bytes:
         raise ShardError(f"{path} has {found.st_size} bytes, but its metadata says {num_bytes}")
-    return path, found.st_ino, found.st_ctime_ns  # which nobody can set back, unlike the time of modification
+    return path, found.st_ino, found.st_ctime_ns  # unlike mtime, ctime cannot be set
 
 
 def verify_at_start(shards: Sequence[Shard]) -> None:
-    """Compare shards with their checksums, unless they are so large that their pages are checked as they are read.
+    """Verify the checksums of shards, unless the data are so large that pages are verified as they are read.
 
-    Raises ShardError for one that is damaged.
+    Raises ShardError if a shard is corrupt.
     """
     if sum(shard.info.num_tokens * shard.dtype.itemsize for shard in shards) <= VERIFIED_AT_START:
         for shard in shards:
@@ -453,7 +460,7 @@ def _crc_of(file: FileVersion) -> int:
 
 
 def _page_sums_of(path: Path) -> bytes:
-    """Return the checksums of a file's pages, one after the other, little-endian."""
+    """Return the concatenated checksums of a file's pages, little-endian."""
     found = []
     with open(path, "rb") as file:
         while page := file.read(_PAGE):
@@ -462,7 +469,7 @@ def _page_sums_of(path: Path) -> bytes:
 
 
 def reason(error: OSError) -> str:
-    """Return why the system refuses, with the limit if that is why, or what to do about a full disk."""
+    """Describe an OSError, with the limit that was reached or advice about a full disk if that is the cause."""
     limit = f"; `ulimit -n` is {file_limit()}" if error.errno in (errno.EMFILE, errno.ENFILE) else ""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         limit = " to keep it; free some space, or give another disk as data.cache_dir, or a limit as data.cache_gib"
@@ -475,5 +482,5 @@ def _stored(dtype: str) -> np.dtype[Any]:
 
 
 def find_dtype(vocab_size: int) -> str:
-    """Return the smallest dtype that holds every id."""
+    """Return the name of the smallest dtype that can represent every id."""
     return "uint8" if vocab_size <= 2**8 else "uint16" if vocab_size <= 2**16 else "uint32"

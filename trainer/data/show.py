@@ -1,4 +1,4 @@
-"""Shows samples as the model sees them: text, where documents meet, what is trained on."""
+"""Prints samples as the model sees them: text, document boundaries, and which tokens are targets."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainer.data.tokenizer import Tokenizer, tokenizer_of
 from trainer.errors import TrainingFailed
 
 _SHOWN = 60
-"""Characters of a piece's begin and end."""
+"""Characters shown of the start and of the end of a long piece."""
 
 
 def show_samples(
@@ -29,9 +29,10 @@ def show_samples(
     is_full: bool,
     tell: Callable[[str], None],
 ) -> None:
-    """Tell the first `count` samples of a step, a block of lines each.  Raises TrainingFailed for data that is damaged.
+    """Print the first `count` samples of a step through `tell`, each as a block of lines.
 
-    Each line is a stretch of tokens of one document that are all trained on, or all ignored.
+    Each line is a run of tokens of one document that are either all targets or all ignored.  Raises TrainingFailed if
+    the data are corrupt.
     """
     batch = config.train.global_batch_size
     first, tokenizer = (step - 1) * batch, _tokenizer_of(source, config)
@@ -56,7 +57,7 @@ def _title(step: int, position: int, index: int, name: str, order: SampleOrder) 
 
 
 def _tokenizer_of(source: Source, config: RunConfig) -> Tokenizer | None:
-    """Return the tokenizer that made the tokens, if data.tokenizer names it; else ids are shown."""
+    """Return the tokenizer that made the tokens if it is data.tokenizer, otherwise None: ids are shown then."""
     tokenizer = tokenizer_of(config.data)
     return tokenizer if tokenizer.name == source.tokenizer else None
 
@@ -69,7 +70,7 @@ def _lines(
         documents = found["documents"][row]
     else:
         documents = _conversation_of(tokens, counts) if is_chat else _documents_of(tokens, tokenizer)
-    # Each conversation has targets: where there are none any more, the row is filled up.
+    # Each conversation has targets, so everything after the last conversation with targets is padding.
     padded = documents > documents[counts].max(initial=-1) if is_chat else np.zeros(len(tokens), bool)
     borders = np.flatnonzero((np.diff(documents) != 0) | (np.diff(counts) != 0)) + 1
     width = len(str(len(tokens)))
@@ -83,13 +84,13 @@ def _lines(
 
 
 def _conversation_of(tokens: NDArray[Any], counts: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Return 0 for the tokens of a row's one conversation, and 1 for what fills it up: its last one, repeated."""
+    """Return 0 for the tokens of a row's only conversation, and 1 for the padding, which repeats the last token."""
     end = int(np.flatnonzero(counts | (tokens != tokens[-1])).max(initial=-1)) + 1
     return (np.arange(len(tokens)) >= end).astype(np.int64)
 
 
 def _documents_of(tokens: NDArray[Any], tokenizer: Tokenizer | None) -> NDArray[np.int64]:
-    """Return the document of each token in its row, as their ends tell it: what fills it up is of the last one."""
+    """Return each token's document number in its row, judged by end tokens; padding counts as the last document."""
     if tokenizer is None:
         return np.zeros(len(tokens), dtype=np.int64)
     is_end = tokens == tokenizer.end_id

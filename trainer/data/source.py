@@ -1,14 +1,14 @@
-"""Sources: samples by their index.
+"""Sources: random access to samples by index.
 
-A sample is `seq_len` tokens and, for each of them, the target: the token that comes next.  Sources know nothing of
-the order in which samples are asked for, of ranks or of batches.  No torch here.
+A sample is `seq_len` tokens and, for each of them, the target: the next token.  Sources do not know about the sample
+order, ranks or batches.  This module does not import torch.
 
-Token shards are three or four files side by side:
+A token shard consists of three or four files:
 
-    NAME.bin    the tokens, little-endian, uint8, uint16 or uint32 as the vocabulary needs
-    NAME.idx    where documents start, and where the last one ends: uint64, one more than there are documents
-    NAME.crc    of large shards: CRC-32 of all tokens, of the index, and of each 4096 bytes of tokens, as uint32
-    NAME.json   a `ShardInfo`: what the others hold, how long they must be, and their checksums
+    NAME.bin    tokens, little-endian, uint8, uint16 or uint32 depending on the vocabulary size
+    NAME.idx    document start offsets and the end of the last document: uint64, num_documents + 1 entries
+    NAME.crc    for large shards: CRC-32 of all tokens, of the index, and of each 4096 bytes of tokens, as uint32
+    NAME.json   metadata (`ShardInfo`): the contents, sizes and checksums of the other files
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from trainer.data.shards import Shard, ShardError
 from trainer.data.stdlib import Split
 
 IGNORE = -100
-"""The target that counts for nothing: what `torch.nn.functional.cross_entropy` ignores unless told otherwise."""
+"""Target value that is excluded from the loss: the default `ignore_index` of `torch.nn.functional.cross_entropy`."""
 
 
 Samples: TypeAlias = "tuple[NDArray[np.int64], NDArray[np.int64]] | Mapping[str, NDArray[Any]]"
-"""Tokens and targets, or these and further entries by their names; the first dimension of each is the samples."""
+"""(tokens, targets), or a mapping with these and further entries; the first dimension of each entry is the sample."""
 
 
 def entries(samples: Samples) -> dict[str, NDArray[Any]]:
-    """Return what a source has given, by names."""
+    """Return samples as a dict of entries."""
     if isinstance(samples, Mapping):
         return dict(samples)
     tokens, targets = samples
@@ -46,20 +46,21 @@ def entries(samples: Samples) -> dict[str, NDArray[Any]]:
 
 
 class Source(ABC):
-    """Samples by their index.
+    """Random access to samples by index.
 
-    seq_len: tokens of one sample.
-    vocab_size: every token id is below it.
+    seq_len: tokens per sample.
+    vocab_size: exclusive upper bound of the token ids.
     tokenizer: the name of the tokenizer that produced the tokens; None for tokens without text.
-    bytes_per_token: bytes of raw text for each target, when every sample is read once; None without text.
-    attended: how many tokens a token attends to, twice the mean over all tokens; None for its whole row, seq_len.
+    bytes_per_token: mean bytes of raw text per target over all samples; None without text.
+    attended: attention length: twice the mean number of tokens that a token attends to; None for complete rows, where
+        it is seq_len.
     checks_ids: whether `batch` itself checks that ids are within the vocabulary; otherwise the loader does.
-    waits_for_storage: whether `batch` mostly reads and hardly computes, and may run on any thread: a thread of the rank
-        then prepares batches, because worker processes would only copy them.
-    is_here: whether `batch` reads local files alone, and never waits for a connection: then the rank itself may call it
-        where that is faster than a thread.
+    waits_for_storage: whether `batch` is I/O-bound and thread-safe.  A thread of the rank then prefetches batches, since
+        worker processes would only add copies.
+    is_here: whether `batch` only reads local files and never waits for a connection.  The rank may then call it
+        directly when that is faster than a thread.
     rows_per_sample: sequences per sample; 2 for preference pairs.
-    shards: the token shards that it reads, if it reads any.
+    shards: the token shards that the source reads, if any.
     """
 
     seq_len: int
@@ -81,50 +82,51 @@ class Source(ABC):
     def batch(self, indices: NDArray[np.int64]) -> Samples:
         """Return tokens and targets of the samples at `indices`, each of shape (len(indices), seq_len).
 
-        Targets that count for nothing are IGNORE.  Index -1 gives a sample whose targets are all ignored.  A mapping
-        may hold more beside `tokens` and `targets`: the model's `forward` gets what it names, `Trainer.loss` all.
+        Targets to exclude from the loss are IGNORE.  Index -1 gives a sample whose targets are all ignored.  A mapping
+        may contain entries besides `tokens` and `targets`: the model's `forward` receives those that it has parameters
+        for, and `Trainer.loss` receives all.
         """
 
     def stretch(self, first: int, last: int) -> NDArray[np.integer[Any]]:
-        """Return the tokens of samples `first` up to `last`, which is left out, one after the other."""
+        """Return the concatenated tokens of samples `first` to `last` (exclusive)."""
         found: NDArray[np.integer[Any]] = entries(self.batch(np.arange(first, last)))["tokens"].ravel()
         return found
 
     def follow(
         self, indices: Iterator[NDArray[np.int64]], steps: Iterator[NDArray[np.int64]], own: slice
     ) -> Iterator[NDArray[np.int64]]:
-        """Return the samples of one micro-batch after the other, which stand in `indices`; called before they are read.
+        """Return `indices`, the sample indices of each micro-batch, wrapped so that the source may prefetch for them.
 
-        A source that has to fetch what it reads may do so ahead: `steps` has the samples of each step, those of all
-        ranks, and `own` says which of these are this rank's.
+        Called before any of the samples are read.  `steps` yields the sample indices of each step for all ranks, and
+        `own` is this rank's slice of each.
         """
         return indices
 
     @property
     def fingerprint(self) -> Fingerprint:
-        """Identifies the samples, kept with a run's position in them: a run does not continue in others unasked.
+        """Identifies the samples.  It is stored with the data position, so that a run does not resume on other data.
 
-        By default their number alone.  `content` may be any text that changes with them.
+        By default it contains only the number of samples.  `content` may be any text that changes with the samples.
         """
         return Fingerprint(len(self))
 
     @property
     def facts(self) -> Mapping[str, float]:
-        """Further fields of the start record: of how the samples were made."""
+        """Additional fields of the start record about how the samples were made."""
         return {}
 
     @property
     def sentence(self) -> str:
-        """Tells a person how the samples were made; nothing where there is nothing to tell."""
+        """A human-readable description of how the samples were made, or ""."""
         return ""
 
     def bits_per_byte(self, loss: float) -> float | None:
-        """Return the bits for each byte of raw text that a mean `loss` (nats a target) amounts to, or None."""
+        """Convert a mean `loss` in nats per target to bits per byte of raw text, or return None without text."""
         return None if self.bytes_per_token is None else loss / math.log(2) / self.bytes_per_token
 
 
 class SourceSubset(Source):
-    """Samples `start` to `stop` of another source."""
+    """Samples `start` to `stop` (exclusive) of another source."""
 
     def __init__(self, whole: Source, start: int, stop: int) -> None:
         self.seq_len, self.vocab_size, self.tokenizer = whole.seq_len, whole.vocab_size, whole.tokenizer
@@ -144,18 +146,18 @@ class SourceSubset(Source):
         return np.where(indices < 0, -1, indices + self._start)
 
     def stretch(self, first: int, last: int) -> NDArray[np.integer[Any]]:
-        """Return the tokens of samples one after the other; see `Source.stretch`."""
+        """Return the concatenated tokens of consecutive samples; see `Source.stretch`."""
         return self.whole.stretch(self._start + first, self._start + last)
 
     def follow(
         self, indices: Iterator[NDArray[np.int64]], steps: Iterator[NDArray[np.int64]], own: slice
     ) -> Iterator[NDArray[np.int64]]:
-        """Let the whole fetch ahead; see `Source.follow`."""
+        """Let the underlying source prefetch; see `Source.follow`."""
         return self.whole.follow(indices, map(self._in_whole, steps), own)
 
     @property
     def sentence(self) -> str:
-        """That of the whole, and which of its samples these are."""
+        """The underlying source's sentence, with the share of its samples in this slice."""
         kind = "held out" if self._start else "trained on, the others held out"
         share = f"{len(self):,} of the {len(self.whole):,} samples are {kind}"
         first, newline, rest = self.whole.sentence.partition("\n")
@@ -163,20 +165,20 @@ class SourceSubset(Source):
 
     @property
     def attended(self) -> float | None:  # type: ignore[override]
-        """That of the whole."""
+        """The attention length of the underlying source."""
         return self.whole.attended
 
     @property
     def fingerprint(self) -> Fingerprint:
-        """That of the whole, with the number of these samples."""
+        """The underlying source's fingerprint, with the number of samples in this slice."""
         return dataclasses.replace(self.whole.fingerprint, num_samples=len(self))
 
 
 class SyntheticSource(Source):
-    """Random patterns of 4 to 32 tokens, each repeated until its sample is full: a model learns to copy.
+    """Synthetic copying task: each sample repeats a random pattern of 4 to 32 tokens.
 
-    A sample is a function of seed, split and index alone.  It is made from the raw output of Philox (Salmon et al.
-    2011, "Parallel random numbers: as easy as 1, 2, 3"), which numpy keeps the same for ever.
+    A sample depends on the seed, split and index alone.  It is derived from the raw output of Philox (Salmon et al.
+    2011, "Parallel random numbers: as easy as 1, 2, 3"), which numpy guarantees to be stable across versions.
     """
 
     def __init__(self, seq_len: int, vocab_size: int, seed: int, split: Split) -> None:
@@ -205,22 +207,22 @@ class SyntheticSource(Source):
 
 
 _NUM_SAMPLED, _SAMPLE_TOKENS = 64, 2048
-"""How many places a fingerprint looks at, and how many tokens at each."""
+"""How many places a fingerprint covers, and how many tokens at each."""
 
 
 class TokenSource(Source):
-    """Windows over the tokens of one or several shards, read as one stream.
+    """Consecutive windows over the concatenated tokens of one or more shards.
 
-    Sample i holds tokens i * seq_len to (i + 1) * seq_len of the stream, across documents and shards, so that every
-    token but the first is a target once.  Where the stream ends early, the rest is end tokens whose targets are
+    Sample i holds tokens i * seq_len to (i + 1) * seq_len of the stream, across document and shard boundaries, so that
+    every token but the first is a target exactly once.  The last sample is padded with end tokens whose targets are
     ignored.
     """
 
     checks_ids = waits_for_storage = True
     known_content = ""
-    """The shards' `sample_content`, where that is known already."""
+    """The shards' `sample_content` if it is known already, otherwise ""."""
     left_out = ""
-    """Which documents of the text were left out, a line for each reason; empty if all are here."""
+    """Warnings about documents that were left out, one line per reason, or ""."""
 
     def __init__(self, shards: Sequence[Shard], seq_len: int) -> None:
         info = shards[0].info
@@ -231,12 +233,12 @@ class TokenSource(Source):
         self._shard_starts: list[int] = np.cumsum([0, *(shard.info.num_tokens for shard in shards)]).tolist()
         self.num_targets = self._count_targets()
         num_bytes = sum(shard.info.num_bytes for shard in shards)
-        if self.num_targets and num_bytes:  # none are known of tokens that others have made
+        if self.num_targets and num_bytes:  # unknown (0) for tokens made by other tools
             self.bytes_per_token = num_bytes / self.num_targets
 
     @property
     def sentence(self) -> str:
-        """Says how many tokens there are, how many of them are targets, and what was left out."""
+        """The number of tokens, the share of targets, and warnings about documents that were left out."""
         num_tokens = self._shard_starts[-1]
         share = self.num_targets / max(1, num_tokens)
         counts = f"{num_tokens:,} tokens, {share:.1%} of them are targets"
@@ -253,7 +255,7 @@ class TokenSource(Source):
         return self._windows(indices)
 
     def stretch(self, first: int, last: int) -> NDArray[np.integer[Any]]:
-        """Return the tokens of samples one after the other, in the shards' dtype; see `Source.stretch`."""
+        """Return the concatenated tokens of consecutive samples, in the shards' dtype; see `Source.stretch`."""
         start, stop = first * self.seq_len, min(last * self.seq_len, self._shard_starts[-1])
         found = np.empty(stop - start, self._dtype)
         self._read(found, start)
@@ -262,7 +264,7 @@ class TokenSource(Source):
     def follow(
         self, indices: Iterator[NDArray[np.int64]], steps: Iterator[NDArray[np.int64]], own: slice
     ) -> Iterator[NDArray[np.int64]]:
-        """Fetch shards that are elsewhere before they are read; see `Source.follow`."""
+        """Download remote shards before they are read; see `Source.follow`."""
         if not self.shards[0].is_elsewhere:
             return indices
         from trainer.data.remote.coming import coming_from
@@ -270,7 +272,7 @@ class TokenSource(Source):
         return coming_from(self.shards, self._shards_of, steps, own).follow(indices)
 
     def _shards_of(self, indices: NDArray[np.int64]) -> list[int]:
-        """Return the shards that samples lie in, in the order of the samples."""
+        """Return the numbers of the shards that contain the samples, in the order of the samples."""
         places = [place for index in indices.tolist() for place in self._pieces_of(index)]
         ends = [(self._locate(start)[0], self._locate(start + count)[0]) for start, count in places]
         return list(dict.fromkeys(shard for first, last in ends for shard in range(first, last + 1)))
@@ -293,20 +295,20 @@ class TokenSource(Source):
         return tokens, targets
 
     def _starts_of(self, indices: Sequence[int]) -> list[int] | None:
-        """Return the first token of each sample if all of them are filled from one place each; else None."""
+        """Return the first token of each sample if every sample is one full, contiguous window; otherwise None."""
         if not indices or min(indices) < 0 or (max(indices) + 1) * self.seq_len >= self._shard_starts[-1]:
             return None
         return [index * self.seq_len for index in indices]
 
     def _pieces_of(self, index: int) -> list[tuple[int, int]]:
-        """Return the first token and the number of targets of each piece of a sample; none for index -1."""
+        """Return (first token, number of targets) for each piece of a sample; an empty list for index -1."""
         start = index * self.seq_len
         return [(start, min(self.seq_len, self._shard_starts[-1] - 1 - start))] if index >= 0 else []
 
     def _read_rows(self, indices: Sequence[int], starts: Sequence[int], count: int) -> NDArray[np.unsignedinteger[Any]]:
-        """Return `count` tokens of the stream from each of `starts` on, for as many samples: (len(starts), count).
+        """Return `count` tokens of the stream from each of `starts` on, shape (len(starts), count).
 
-        Raises ShardError, for an unknown id as well.
+        indices: the sample that each row belongs to, for errors.  Raises ShardError, also for ids beyond the vocabulary.
         """
         rows = np.empty((len(starts), count), self._dtype)
         for index, row, start in zip(indices, rows, starts, strict=True):
@@ -323,7 +325,7 @@ class TokenSource(Source):
         return self._may_be_beyond and bool(found.max(initial=0) >= self.vocab_size)
 
     def _beyond(self, found: NDArray[np.unsignedinteger[Any]], index: int, start: int) -> str:
-        """Return what to say of the first id that is beyond the vocabulary."""
+        """Return the message about the first id beyond the vocabulary."""
         position = int(np.argmax(found >= self.vocab_size))
         number, first = self._locate(start + position)
         place = f"token {first} of {self.shards[number].name}"
@@ -335,17 +337,17 @@ class TokenSource(Source):
 
     @cached_property
     def fingerprint(self) -> Fingerprint:
-        """Covers the shards' metadata and the content of some places in each.  Raises ShardError."""
+        """Covers the shards' metadata and the tokens at some places in each shard.  Raises ShardError."""
         content = self.known_content or sample_content(self.shards)
         return Fingerprint(len(self), len(self.shards), self._shard_starts[-1], content)
 
     def _locate(self, start: int) -> tuple[int, int]:
-        """Return the shard that a token of the stream lies in, and its place there."""
+        """Return (shard number, position in that shard) of a token of the stream."""
         number = bisect.bisect_right(self._shard_starts, start) - 1
         return number, start - self._shard_starts[number]
 
     def _read(self, found: NDArray[np.unsignedinteger[Any]], start: int) -> None:
-        """Fill an array with tokens of the stream from `start` on, which may lie in several shards."""
+        """Fill an array with tokens of the stream from `start` on, across shard boundaries."""
         number, first = self._locate(start)
         if start + len(found) <= self._shard_starts[number + 1]:
             self.shards[number].read_into(found, first)
@@ -359,9 +361,9 @@ class TokenSource(Source):
 
 
 def sample_content(shards: Sequence[Shard]) -> str:
-    """Return a digest of 64 places, spread over the shards with one in each at least, and of their sizes.
+    """Return a digest of the shards' sizes and of the tokens at about 64 places, at least one in each shard.
 
-    Whatever changes in the middle of a document moves what comes after it, so that one place in each is its end.
+    An insertion or deletion anywhere shifts all later tokens, so one place in each shard is its end.
     """
     digest = hashlib.blake2b(digest_size=8)
     num_places = max(1, _NUM_SAMPLED // len(shards))

@@ -1,4 +1,4 @@
-"""The source text of this Python's standard library, as data that is there wherever Python is."""
+"""The source code of Python's standard library as training data that needs no download."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ _LEFT_OUT = frozenset(
 
 
 class SourceFile(NamedTuple):
-    """A file of source text, and by what a change of it is noticed."""
+    """A source file, with the size and modification time that reveal a change."""
 
     name: str
-    """Relative to the library's folder, with `/`."""
+    """Path relative to the library's folder, with `/` as separator."""
     num_bytes: int
     mtime_ns: int
 
 
 @functools.cache  # a process that trains opens them several times
 def find_source_files(folder: Path) -> tuple[SourceFile, ...]:
-    """Return the source files below `folder` in the order of their names, without those left out."""
+    """Return the source files below `folder`, sorted by name, without the excluded folders."""
     return tuple(sorted(_walk(str(folder), "")))
 
 
 def _walk(folder: str, prefix: str) -> Iterator[SourceFile]:
     entries: list[os.DirEntry[str]] = []
-    with contextlib.suppress(OSError):  # a folder that cannot be read has no files
+    with contextlib.suppress(OSError):  # treat an unreadable folder as empty
         entries = list(os.scandir(folder))
     for entry in entries:
         if entry.is_dir():
@@ -59,10 +59,10 @@ def _walk(folder: str, prefix: str) -> Iterator[SourceFile]:
 
 
 class StdlibCorpus:
-    """This Python's own source text: there wherever Python is, and the same for all ranks.
+    """The source code of the running Python's standard library; the same for all ranks that run this Python.
 
-    Without its tests, and without what is generated: tables of encodings and the texts of `help()`.  About one file in
-    twenty is held out, by a hash of its name.
+    Tests and generated files (encoding tables and the texts of `help()`) are excluded.  About one file in twenty is
+    held out, chosen by a hash of its name.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -73,7 +73,7 @@ class StdlibCorpus:
             raise setting_error("data.source", "stdlib", rule, "synthetic")
 
     def documents(self, split: Split) -> list[bytes]:
-        """Return the files of one split as they are, in the order of their names."""
+        """Return the contents of the files of one split, sorted by name."""
         try:
             return [(self._folder / name).read_bytes() for name in self._find_names(split)]
         except OSError as error:
@@ -81,7 +81,7 @@ class StdlibCorpus:
             raise setting_error("data.source", "stdlib", rule, "synthetic") from error
 
     def shard(self, split: Split, tokenizer: Tokenizer, cache_dir: str | None) -> Shard:
-        """Return the tokens of one split, a document a file, from the cache; see `get_or_build`."""
+        """Return the tokenized split from the cache, one document per file; see `get_or_build`."""
 
         def build(folder: Path) -> None:
             _write_shard(folder / "text.bin", tokenizer, self.documents(split))
@@ -93,7 +93,7 @@ class StdlibCorpus:
         return [file.name for file in self._files if _is_held_out(file.name) == (split == "eval")]
 
     def _fingerprint(self, tokenizer: Tokenizer) -> str:
-        """Return a digest of all that the tokens depend on, without reading the files."""
+        """Return a digest of everything that determines the tokens, without reading the files."""
         content = json.dumps([ShardInfo.format, sys.version, str(self._folder), tokenizer.name, self._files])
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
@@ -121,10 +121,10 @@ def _write_shard(path: Path, tokenizer: Tokenizer, documents: Sequence[bytes]) -
 
 
 def held_out_text(data: DataSection) -> bytes | None:
-    """Return the raw text that is held out, to compare a model with other compressors; None unless it is stdlib's."""
+    """Return the held-out raw text, to compare a model with other compressors; None unless data.source=stdlib."""
     return b"".join(StdlibCorpus().documents("eval")) if data.source == "stdlib" else None
 
 
 def gzip_bits_per_byte(text: bytes) -> float:
-    """Return what `gzip -9` needs for each byte of `text`, in bits."""
+    """Return the size of `text` after `gzip -9`, in bits per byte."""
     return 8 * len(gzip.compress(text, 9, mtime=0)) / len(text)

@@ -1,4 +1,4 @@
-"""The share of its data that a run reads: by source and phase, and how often data is repeated."""
+"""How much of each source a run reads, by phase, and how often data is repeated."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from trainer.errors import setting_error
 
 @dataclass(frozen=True)
 class SourceUsage:
-    """The samples that the steps of one phase read of one source; `source` is empty where there is one source alone.
+    """How much of one source the steps of one phase read.
 
-    share: of the samples of the phase.  epochs: how many times the source has been gone through once the phase is over,
-    the phases before it included.
+    source: the source's name, or "" if there is only one source.
+    share: the source's share of the phase's samples.
+    epochs: passes over the source by the end of the phase, including earlier phases.
     """
 
     first_step: int
@@ -29,7 +30,7 @@ class SourceUsage:
 
 
 def usage_by_phase(order: SampleOrder, batch: int, steps: int, seq_len: int) -> list[SourceUsage]:
-    """Return what `steps` steps of `batch` samples read, by phase and source; nothing of phases that do not begin."""
+    """Return the usage of each source in `steps` steps of `batch` samples, for each phase that begins in them."""
     found, starts = [], [start for start in order.starts if start < batch * steps]
     before = order.counts(0)
     for start, end in pairwise([*starts, batch * steps]):
@@ -43,7 +44,7 @@ def usage_by_phase(order: SampleOrder, batch: int, steps: int, seq_len: int) -> 
 
 
 def check_epochs(data: DataSection, found: Sequence[SourceUsage]) -> None:
-    """Raise UserError if a source would be gone through more than `data.max_epochs` times."""
+    """Raise UserError if a source would be read more than `data.max_epochs` times."""
     most = max(found, key=lambda portion: portion.epochs, default=None)
     if most is not None and data.max_epochs is not None and most.epochs > data.max_epochs:
         name = f"source {most.source}" if most.source else "the data"
@@ -52,7 +53,7 @@ def check_epochs(data: DataSection, found: Sequence[SourceUsage]) -> None:
 
 
 def describe_usage(found: Sequence[SourceUsage]) -> list[str]:
-    """Return what there is to say at the start of a run: a line for each phase, then one for what is read again."""
+    """Return the lines printed at the start of a run: one per phase, then one about repeated sources, if any."""
     lines = []
     for first in dict.fromkeys(portion.first_step for portion in found):
         phase = [portion for portion in found if portion.first_step == first]
