@@ -9,8 +9,8 @@ from typing import Any, TypeAlias
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 Message: TypeAlias = "Mapping[str, Any]"
-"""`role` (one of ROLES), `content` (text), and further keys such as tool_calls or reasoning_content, which only the chat
-template reads."""
+"""`role` (one of ROLES), `content` (text), and further keys such as tool_calls or reasoning_content, read only by the
+chat template."""
 
 
 class BadChat(Exception):

@@ -207,7 +207,7 @@ def _is_complete_conversation(prompt: Sequence[Message], answer: Sequence[Messag
 
 
 def _index_after_prompt(prompt: Sequence[Message], answer: Sequence[Message]) -> int | None:
-    """Return the index of the answer's first message after the prompt that it repeats, or None if it does not repeat it.
+    """Return the index of the answer's first message after its repetition of the prompt, or None if it has none.
 
     A prompt at the start of the answer is preferred, otherwise its last occurrence.
     """
@@ -221,7 +221,10 @@ def _index_after_prompt(prompt: Sequence[Message], answer: Sequence[Message]) ->
 
 
 def _messages(value: Any, place: str, role_key: str = "role", content_key: str = "content") -> list[Message]:
-    """Validate messages: each needs a known role, and content or tool calls.  Raises BadChat with the file's own keys."""
+    """Validate messages: each needs a known role, and content or tool calls.
+
+    Raises BadChat with the keys as the file spells them.
+    """
     messages: list[Message] = []
     for number, message in enumerate(_list(value, place)):
         where = f"{place}[{number}]"

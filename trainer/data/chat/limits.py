@@ -1,14 +1,14 @@
-"""Limits on the time and memory that a chat template takes.
+"""Limits the CPU time and memory of chat templates.
 
-A template comes with a model, which may come from anywhere.  Jinja's sandbox keeps it away from what it should not
-read, but lets it compute for days or fill the memory.  There are two limits:
+A template comes with a model, and models may come from untrusted sources.  Jinja's sandbox restricts what a template
+can access, but not how long it computes or how much memory it allocates.  There are two limits:
 
 - `trial`: a forked child compiles and renders a template before this process does, under the kernel's limits on CPU
   time and address space.  Nothing inside a process can interrupt a single long call into C; the kernel can.
-- `limited`: a template may behave in the trial and misbehave on some conversation of a file.  So each rendering has a
-  limit, too: on memory by the kernel, on CPU time by a thread that raises an exception in the one that renders.
+- `limited`: a template that passes the trial may still misbehave on a particular conversation.  So each rendering is
+  limited too: its memory by the kernel, its CPU time by a thread that raises an exception in the rendering thread.
 
-Both cost ordinary chats next to nothing: a fork for each template, and some microseconds for each rendering.
+The overhead for ordinary chats is negligible: one fork per template, and a few microseconds per rendering.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 TRIAL_S = 0.5
-"""CPU time of the trial, of which an ordinary template takes a few hundredths.  Not wall-clock time: a busy machine
-must not refuse a good template."""
+"""CPU time of the trial, in seconds; an ordinary template takes a few hundredths of a second.  CPU time and not
+wall-clock time, so that a valid template is not rejected on a busy machine."""
 
 CPU_S = 2
-"""CPU time of each rendering.  An ordinary one takes well under a millisecond, and one of a conversation of a hundred
-megabytes less than this."""
+"""CPU time of each rendering, in seconds.  An ordinary rendering takes well under a millisecond, and even one of a
+hundred-megabyte conversation takes less than this limit."""
 
 MEMORY = 1 << 30
-"""Bytes that a rendering may allocate beyond what the process has."""
+"""Bytes that a rendering may allocate in addition to the memory in use."""
 
 TOO_MUCH_TIME = "takes too long: its CPU time is limited"
 TOO_MUCH_MEMORY = f"takes more than {MEMORY >> 30} GiB of memory"
 
 
 class TemplateTimeout(BaseException):
-    """Raised in the thread that renders.  Not an Exception, so that nothing in Jinja handles it."""
+    """Raised in the rendering thread.  Not a subclass of Exception, so that Jinja does not catch it."""
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -50,9 +50,9 @@ class TemplateTimeout(BaseException):
 
 
 def trial(work: Callable[[], str]) -> str:
-    """Return what `work` returns, called in a forked child; or what was wrong if it did not finish.
+    """Call `work` in a forked child, and return its result, or an error description if the child did not finish.
 
-    Where the system does not allow another process, nothing is tried, and the answer is empty.
+    If the system refuses to fork, skip the trial and return an empty string.
     """
     reader, writer = os.pipe()
     try:
@@ -69,7 +69,7 @@ def trial(work: Callable[[], str]) -> str:
     try:
         with open(reader, "rb") as pipe:
             answer = pipe.read()
-    except BaseException:  # a stop request, say: the child would go on for up to a second
+    except BaseException:  # such as a stop request: the child would otherwise run for up to another second
         os.kill(child, signal.SIGKILL)
         raise
     finally:
@@ -87,20 +87,20 @@ def trial(work: Callable[[], str]) -> str:
 
 
 _OUT_OF_MEMORY = 3
-"""The exit code of such a child."""
+"""Exit code of a child that ran out of memory."""
 
 
 def _answer(work: Callable[[], str], writer: int) -> None:
-    """Write what `work` returns, and end this process, the child."""
+    """In the child: write the result of `work` to the pipe, and exit."""
     code = 1
     try:
-        gc.disable()  # objects of the parent are not the child's to finalize
+        gc.disable()  # the child must not finalize the parent's objects
         faulthandler.disable()
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the parent says what is wrong
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the parent reports the error
         signal.signal(signal.SIGXCPU, signal.SIG_DFL)
         signal.signal(signal.SIGPROF, signal.SIG_DFL)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-            signal.signal(number, signal.SIG_IGN)  # sent to the whole group, they are for the parent, which ends this
+            signal.signal(number, signal.SIG_IGN)  # sent to the whole process group; the parent kills the child itself
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         resource.setrlimit(resource.RLIMIT_CPU, (1, 2))  # in whole seconds; the timer is finer
         signal.setitimer(signal.ITIMER_PROF, TRIAL_S)
@@ -120,10 +120,11 @@ def _answer(work: Callable[[], str], writer: int) -> None:
 
 
 class limited:
-    """Limits what the block takes, in which TooSlow or MemoryError is raised.  One thread at a time in a process.
+    """Context manager that limits the CPU time and memory of its block.
 
-    Blocks may be nested: each has its own limit on time, and the outermost sets the one on memory.  So that an ordinary
-    rendering costs nothing in a nested block, this is written out as a class.
+    TemplateTimeout or MemoryError is raised in the block.  Only one thread of a process can be in such a block at a
+    time.  Blocks may be nested: each has a separate time limit, but only the outermost sets the memory limit.  A class
+    rather than a generator, so that entering a nested block costs almost nothing.
     """
 
     def __enter__(self) -> None:
@@ -132,7 +133,7 @@ class limited:
             _WATCH.number += 1
             return
         self._before: tuple[Limits, Limits] | None = None
-        try:  # a stop request may be raised anywhere in it
+        try:  # a stop request may be raised at any point in here
             _RENDER_LOCK.acquire()
             limits = self._before = _SPACE.limits()
             if limits is not None:
@@ -147,7 +148,7 @@ class limited:
             self._leave()
 
     def _leave(self) -> None:
-        """Undo what `__enter__` has done, however far it came."""
+        """Undo what `__enter__` did, even if it did not complete."""
         try:
             _WATCH.end()
         finally:
@@ -160,16 +161,17 @@ class limited:
 
 
 _RENDER_LOCK = threading.RLock()
-"""The memory limit is the whole process's.  An RLock, as it can be released only by the thread that holds it."""
+"""Serializes renderings, because the memory limit applies to the whole process.  An RLock, because only the thread that
+holds an RLock can release it."""
 
 Limits: TypeAlias = "tuple[int, int]"
-"""As `resource.getrlimit` has them: soft and hard."""
+"""Soft and hard limit, as in `resource.getrlimit`."""
 
 
 def _memory_limits() -> tuple[Limits, Limits] | None:
-    """Return the limits on this process's address space, and those that let it allocate MEMORY more.
+    """Return this process's current address-space limits, and new limits that allow MEMORY more bytes.
 
-    None where that is no change, or the system does not tell.
+    Returns None if the current limits are at least as strict, or if the system does not report memory use.
     """
     try:
         with open("/proc/self/statm", "rb") as file:
@@ -183,7 +185,7 @@ def _memory_limits() -> tuple[Limits, Limits] | None:
 
 
 class _Space:
-    """The limits on the address space, looked up again when they are older than a tenth of a second."""
+    """Caches the address-space limits for a tenth of a second."""
 
     def __init__(self) -> None:
         self._until = 0.0
@@ -197,9 +199,9 @@ class _Space:
 
 
 class _Watch:
-    """A thread that raises TooSlow in the thread that renders, when one rendering has taken CPU_S of CPU time.
+    """A watchdog thread that raises TemplateTimeout in the rendering thread after CPU_S seconds of CPU time.
 
-    It starts with the first rendering, and ends when there has been none for a while.
+    It starts with the first rendering, and ends after a few seconds without one.
     """
 
     _EVERY_S = 0.2
@@ -208,9 +210,9 @@ class _Watch:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self.number = 0
-        """Counts renderings: when it has changed, another one has begun."""
+        """Number of renderings started; the watchdog detects a new rendering by a change of it."""
         self.renderer: int | None = None
-        """The thread that renders."""
+        """The rendering thread, or None."""
         self._is_late = False
         self._thread: threading.Thread | None = None
 
@@ -220,12 +222,12 @@ class _Watch:
             self.renderer, self._is_late = threading.get_ident(), False
             if self._thread is None:
                 thread = threading.Thread(target=self._look, name="template-limits", daemon=True)
-                with contextlib.suppress(RuntimeError):  # no more threads are allowed: the trial has to do
+                with contextlib.suppress(RuntimeError):  # no more threads are allowed: rely on the trial alone
                     thread.start()
                     self._thread = thread
 
     def end(self) -> None:
-        """Stop watching the thread that calls this, if it is the one that renders."""
+        """Stop watching the calling thread, if it is the rendering thread."""
         try:
             self._end()
         except BaseException:  # TooSlow itself, or a stop request, before it was done
@@ -236,7 +238,7 @@ class _Watch:
         with self._lock:
             if self.renderer != threading.get_ident():
                 return
-            if self._is_late:  # TooSlow may not have been raised yet, and must not be later
+            if self._is_late:  # cancel a pending TemplateTimeout, which must not be raised after the block
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.renderer), None)
             self.renderer = None
 
@@ -262,7 +264,7 @@ class _Watch:
 
 
 def _cpu_s(thread: int) -> float:
-    """Return the CPU time of a thread; where the system does not tell, the time."""
+    """Return the CPU time of a thread, or wall-clock time if the system does not report it."""
     clock = getattr(time, "pthread_getcpuclockid", None)
     return time.clock_gettime(clock(thread)) if clock is not None else time.monotonic()
 
@@ -271,7 +273,7 @@ _SPACE, _WATCH = _Space(), _Watch()
 
 
 def _reset_after_fork() -> None:
-    """In a forked child there is no watching thread, and whoever held a lock is not there to release it."""
+    """Reset the locks and the watchdog in a forked child, where the threads that held or ran them do not exist."""
     global _RENDER_LOCK, _WATCH
     _RENDER_LOCK, _WATCH = threading.RLock(), _Watch()
 

@@ -1,14 +1,14 @@
-"""Marks the target tokens of a conversation: the assistant's text, and the token that ends its turn.
+"""Computes the loss mask of a conversation: the assistant's text and the token that ends its turn are targets.
 
-A template does not say which part of its text is whose, unless it has the tag `{% generation %}`.  But it can be asked
-for the text up to where the assistant begins to write (`add_generation_prompt`), and up to where its turn ends.  Where
-both are the beginning of the whole text, what lies between is what the model would have to write there.  Where they are
-not, the template shows a turn in one way while it is written and in another when it is past: the model would be taught
-what it will not see, and no mask mends that.
+Unless it uses the tag `{% generation %}`, a template does not mark which part of its text the assistant wrote.  But the
+conversation can be rendered up to where the assistant starts writing (`add_generation_prompt`), and up to the end of
+its turn.  If both are prefixes of the full text, the span between them is what the model would have to generate.  If
+they are not, the template renders a turn differently once it is in the past: the model would be trained on text that it
+never sees at inference time, and no mask can correct that.
 
-Some templates ignore `add_generation_prompt`.  Whoever asks such a model for an answer, this project or any other
-client, then ends the prompt before the header of the assistant's turn.  So the model has to write the header
-as well: it is a target.
+Some templates ignore `add_generation_prompt`.  Every client of such a model, including this project, then ends the
+prompt before the header of the assistant's turn.  So the model has to generate the header as well, and the header is a
+target.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ from trainer.stopping import stop_if_asked
 
 @dataclass(frozen=True)
 class Encoded:
-    """A conversation's tokens, and for each whether it is trained on: both of shape (number,).
+    """Token ids and loss mask of a conversation, both of shape (num_tokens,).
 
-    spelled: a special token that its text spells, as text of a file does that a template has been applied to already.
+    spelled: a special token that is spelled out in the text, a sign that a chat template has already been applied to
+        the file; empty if there is none.
     """
 
     ids: NDArray[np.int64]
@@ -39,11 +40,11 @@ class Encoded:
 
 
 class Encoder:
-    """Turns conversations into tokens that know whether they are trained on.
+    """Encodes conversations as token ids with a loss mask.
 
-    train_on: `assistant`, all that it has written; `last`, its last turn; `completion`, what it has written after the
-        last of the user's messages; `all`, every token.  A message of weight 0 is never trained on.
-    setting: `data.chat_template`, for errors.
+    train_on: `assistant`, all assistant turns; `last`, the last assistant turn; `completion`, the assistant turns after
+        the last user message; `all`, every token.  Messages of weight 0 are never trained on.
+    setting: the value of `data.chat_template`, for error messages.
     """
 
     def __init__(
@@ -54,20 +55,20 @@ class Encoder:
 
     @property
     def identity(self) -> list[Any]:
-        """Other plain values where the same conversations become other tokens."""
+        """JSON values that determine the encoding; encoders that differ in any way have a different identity."""
         template = self._template
         return [self.tokenizer.name, self._train_on, [template.sources, template.tokens] if template else None]
 
     def encode(self, sample: Sample, most: int | None = None) -> Encoded:
-        """Return the tokens of a conversation, or of a completion.  Raises BadChat.
+        """Encode a conversation or a completion.  Raises BadChat.
 
-        Tokens from `most` on may not be marked as trained on.  To mark a turn, all that comes before it is rendered
-        again, so that a conversation of 20,000 turns would take minutes, mostly wasted.
+        most: tokens from this index on may be left out of the mask, because they will be truncated.  Masking a turn
+            renders everything before it again, so that a conversation of 20,000 turns would take minutes otherwise.
         """
         return self._encode_completion(sample) if isinstance(sample, Completion) else self._encode_chat(sample, most)
 
     def _encode_completion(self, sample: Completion) -> Encoded:
-        """The two are encoded apart: so the prompt is what it will be when there is nothing behind it yet."""
+        """Encode prompt and completion separately, so that the prompt's tokens are the same as at inference time."""
         plain = self.tokenizer.plain
         prompt = np.array([*plain.start_ids, *plain.encode(sample.prompt)], np.int64)
         completion = np.array([*plain.encode(sample.completion), *plain.end_ids], np.int64)
@@ -85,7 +86,7 @@ class Encoder:
         return self._template is not None
 
     def notes(self) -> list[str]:
-        """Return what people should know about the chat template: a line for each peculiarity."""
+        """Return one line for each peculiarity of the chat template that users should know about."""
         template = self._template
         if template is None:
             return []
@@ -96,7 +97,7 @@ class Encoder:
                 prompt = template.render(before, prompts=True).text
                 whole = template.render([*before, answer]).text
                 encoded = Encoder(self.tokenizer, template, "last").encode(Conversation([*before, answer]))
-            except BadChat:  # a template may refuse to be without a system message, or with one
+            except BadChat:  # a template may require a system message, or reject one
                 continue
             notes = []
             header = whole[len(prompt) : whole.rfind("Hello")] if "Hello" in whole[len(prompt) :] else ""
@@ -106,7 +107,7 @@ class Encoder:
                     "every client will make it do"
                 )
             targets = encoded.ids[encoded.trained]
-            is_shown = len(targets) and "Hello" in whole  # a template may train on marked turns alone, or change texts
+            is_shown = len(targets) and "Hello" in whole  # a template may mark only some turns, or alter the text
             if is_shown and self._train_on != "all" and not self.tokenizer.is_added(int(targets[-1])):
                 end = whole[whole.rfind("Hello") + 5 :].strip()
                 notes.append(
@@ -117,7 +118,7 @@ class Encoder:
         return []
 
     def pieces(self, sample: Sample) -> list[tuple[str, bool]]:
-        """Return the text that the tokens stand for, cut where what is trained on begins and ends.  Raises BadChat."""
+        """Return the text as pieces, each with whether it is trained on.  Raises BadChat."""
         if isinstance(sample, Completion):
             plain = self.tokenizer.plain
             ends = "".join(map(self.tokenizer.text_of, plain.end_ids))
@@ -133,7 +134,7 @@ class Encoder:
     def _marked(
         self, chat: Conversation, most: int | None = None
     ) -> tuple[str, NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
-        """Return a conversation's text, its ids, where each stands in the text, and whether it is trained on.
+        """Return a conversation's text, its ids, the character span of each id, and the loss mask.
 
         Turns that start after the first `most` ids are skipped.
         """
@@ -175,7 +176,7 @@ class Encoder:
 
 
 def _check_support(chat: Conversation, template: ChatTemplate) -> None:
-    """Raise BadChat for tools, or calls of tools, that the template would leave out without a word."""
+    """Raise BadChat for tools or tool calls that the template would silently omit."""
     if chat.tools and not template.reads_tools:
         raise BadChat("has tools, which the chat template does not support", "data.chat_template", fix=_OTHER)
     calls = [number for number, message in enumerate(chat.messages) if message.get("tool_calls")]
@@ -189,7 +190,7 @@ _OTHER = "give a .jinja file that has one"
 
 
 def _check_whole(chat: Conversation, text: str) -> None:
-    """Raise BadChat for a message that the template has left out."""
+    """Raise BadChat if the template omitted a message."""
     for number, message in enumerate(chat.messages):
         content = message.get("content") or ""
         if message["role"] != "assistant" and not _is_within(content, text):
@@ -198,13 +199,16 @@ def _check_whole(chat: Conversation, text: str) -> None:
 
 
 def _is_within(content: str, text: str) -> bool:
-    """Return whether a message is in the text: as it is, within JSON, or with its lines indented."""
+    """Return whether the text contains a message: verbatim, JSON-escaped, or with its lines indented."""
     as_json = json.dumps(content.strip(), ensure_ascii=False)[1:-1]
     return as_json in text or all(line.strip() in text for line in content.splitlines())
 
 
 def _message_spans(template: ChatTemplate, chat: Conversation, whole: Rendered, number: int) -> list[tuple[int, int]]:
-    """Return where in the whole a message stands; of the assistant what it has written.  Raises as `_assistant_spans`."""
+    """Return the character spans of a message in the full text; for the assistant, of the text that it generates.
+
+    Raises BadChat; see `_assistant_spans`.
+    """
     if chat.messages[number]["role"] == "assistant":
         return _assistant_spans(template, chat, whole, number)
     before, until = (
@@ -216,11 +220,11 @@ def _message_spans(template: ChatTemplate, chat: Conversation, whole: Rendered, 
 
 
 def _assistant_spans(template: ChatTemplate, chat: Conversation, whole: Rendered, turn: int) -> list[tuple[int, int]]:
-    """Return what the assistant writes in a turn, end of turn included: (start, end) in characters of the whole text.
+    """Return the (start, end) character spans that the assistant generates in a turn, including the end-of-turn token.
 
-    It starts where the prompt ends that a client would render (`add_generation_prompt`), so that training and
-    generation see the same context.  Raises BadChat if the template renders the turn, or what precedes it, differently
-    once other turns follow.
+    A span starts at the end of the prompt that a client would render (`add_generation_prompt`), so that training and
+    generation see the same context.  Raises BadChat if the template renders the turn, or the text before it,
+    differently once other turns follow.
     """
     before = template.render(chat.messages[:turn], chat.tools).text
     until = whole.text
@@ -237,7 +241,7 @@ def _assistant_spans(template: ChatTemplate, chat: Conversation, whole: Rendered
         if not spans:
             return []
         spans[-1] = (spans[-1][0], end)
-        if prompt == before:  # no generation prompt: the header outside of the tag is the model's to write
+        if prompt == before:  # no generation prompt: the model has to generate the header outside the tag as well
             spans[0] = (len(before), spans[0][1])
         return spans
     if not whole.text.startswith(prompt):
@@ -246,15 +250,15 @@ def _assistant_spans(template: ChatTemplate, chat: Conversation, whole: Rendered
 
 
 def _end_of_turn(template: ChatTemplate, chat: Conversation, text: str, turn: int) -> int:
-    """Return where the turn at the end of a text ends: after the token that ends it, before any white space.
+    """Return the end of a text's last turn: after its end-of-turn token, before trailing white space.
 
-    Raises BadChat if nothing but white space follows the message: an answer may contain white space, so generation
-    could not stop there.
+    Raises BadChat if nothing but white space follows the message: an answer may contain white space itself, so
+    generation could not stop there.
     """
     end = len(text.rstrip())
     content = (chat.messages[turn].get("content") or "").rstrip()
     if content and text[:end].endswith(content):
-        # An answer such as ">" also looks like the end of "<|im_end|>": a marker in its place tells them apart.
+        # An answer such as ">" also matches the end of "<|im_end|>": rendering a marker in its place resolves this.
         message = {**chat.messages[turn], "content": _MARK}
         if template.render([*chat.messages[:turn], message], chat.tools).text.rstrip().endswith(_MARK):
             rule = (
@@ -266,12 +270,12 @@ def _end_of_turn(template: ChatTemplate, chat: Conversation, text: str, turn: in
 
 
 _MARK = "\U000f5151"
-"""A character of the private use area, as content that is found again."""
+"""Placeholder content: a character of the private use area, which does not occur elsewhere in the text."""
 
 
 def _changes_later(turn: int) -> BadChat:
     rule = (
-        f"messages[{turn}]: the chat template shows this turn otherwise once others follow, so that what is trained on "
+        f"messages[{turn}]: the chat template shows this turn differently once others follow, so the text trained on "
     )
     return BadChat(f"{rule}would not be what the model sees later", "data.train_on", legal="last")
 

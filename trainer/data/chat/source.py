@@ -1,4 +1,4 @@
-"""Samples of chats: rows of conversations that do not see each other, or pairs of answers."""
+"""Sources of chat samples: rows of packed conversations that do not attend to each other, or preference pairs."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ if TYPE_CHECKING:
 
 
 def open_chats(data: DataSection, vocab_size: int | None, split: Split) -> Source | None:
-    """Return the conversations that the settings name, or None if they hold nothing out and `split` is `eval`.
+    """Return the source over the chat files that the settings name.
 
-    Raises UserError for one that cannot be trained on, or ids that the model has no room for.
+    Returns None if `split` is `eval` and no conversations are held out.
+    Raises UserError if a conversation cannot be trained on, or an id exceeds the model's vocabulary.
     """
     check_columns(data.columns or {}, data.format)
     encoder = encoder_of(data)
@@ -49,7 +50,7 @@ def open_chats(data: DataSection, vocab_size: int | None, split: Split) -> Sourc
 
 
 def encoder_of(data: DataSection) -> Encoder:
-    """Return what makes tokens of conversations as the settings say.  Raises UserError."""
+    """Return the encoder that the settings describe.  Raises UserError."""
     template, tokenizer = find_template(data.chat_template, data.tokenizer), ChatTokenizer(data.tokenizer)
     missing = [token for token in ("<|im_start|>", "<|im_end|>") if not tokenizer.has(token)]
     if data.chat_template == CHATML and missing:
@@ -85,10 +86,10 @@ def _make_source(shard: Shard | None, kept: ChatShards, data: DataSection, encod
 
 
 class _Conversations(Source):
-    """Conversations that are kept as documents of a shard.
+    """Base class for sources over conversations that are stored as documents of a shard.
 
-    report: what became of those of the files.
-    longest: tokens of a row that has room for any of them.
+    report: statistics of the conversations in the files.
+    longest: row length, in tokens, that fits every conversation.
     """
 
     def __init__(self, shard: Shard, report: ChatReport, seq_len: int, encoder: Encoder) -> None:
@@ -101,24 +102,24 @@ class _Conversations(Source):
 
     @cached_property
     def fingerprint(self) -> Fingerprint:
-        """Covers every token, and whether it is trained on."""
+        """Covers every token and the loss mask."""
         return Fingerprint(len(self), 1, self._shard.info.num_tokens, self.report.content)
 
     @property
     def facts(self) -> Mapping[str, float]:
-        """Share of targets among the tokens to train on; shares of all tokens that were dropped or cut off."""
+        """Share of training tokens that are targets, and shares of all tokens that were dropped or truncated."""
         return self.report.shares
 
     @property
     def sentence(self) -> str:
-        """Says what became of the conversations, and what is particular about the chat template."""
+        """Statistics of the conversations, and notes on the chat template."""
         notes = [] if self.report.plain == self.report.chats else self._encoder.notes()
         return "\n".join([self.report.sentence(self._encoder.has_template), *notes])
 
     def first_prompt(self) -> list[int] | None:
-        """Return the tokens of a conversation up to its first target: what the model answers.
+        """Return a conversation's tokens up to its first target, as a prompt for the model.
 
-        None if the first 100 conversations start with a target.
+        Returns None if each of the first 100 conversations starts with a target.
         """
         for number in range(min(len(self._offsets) - 1, 100)):
             found = self._read(number)
@@ -140,7 +141,7 @@ class _Conversations(Source):
         return decode_sample(self._shard.read(start, stop - start))
 
     def _write_row(self, rows: Mapping[str, NDArray[Any]], row: int, start: int, number: int) -> int:
-        """Put a conversation into a row from `start` on; return where it ends.  Its last token is a target alone."""
+        """Write a conversation into a row at offset `start`, and return its end.  Its last token is only a target."""
         found = self._read(number)
         stop = start + len(found.ids) - 1
         rows["tokens"][row, start:stop] = found.ids[:-1]
@@ -149,7 +150,7 @@ class _Conversations(Source):
 
 
 class ChatSource(_Conversations):
-    """Rows of conversations, each seeing itself alone: as many in a row as fit, or with `pack=False` one."""
+    """Rows of conversations that do not attend to each other: packed by best fit, or with `pack=False` one per row."""
 
     def __init__(self, shard: Shard, report: ChatReport, seq_len: int, pack: bool, encoder: Encoder) -> None:
         super().__init__(shard, report, seq_len, encoder)
@@ -164,7 +165,7 @@ class ChatSource(_Conversations):
         return len(self._starts) - 1
 
     def batch(self, indices: NDArray[np.int64]) -> Mapping[str, NDArray[Any]]:
-        """Return the rows at `indices`, packed ones with the number of each token's conversation."""
+        """Return the rows at `indices`; if packed, with `documents`, the number of each token's conversation."""
         rows = self._empty_rows(len(indices))
         documents = np.zeros((len(indices), self.seq_len), np.int64)
         for row, index in enumerate(np.asarray(indices).tolist()):
@@ -177,7 +178,7 @@ class ChatSource(_Conversations):
 
 
 class PairSource(_Conversations):
-    """Pairs of answers: of sample i, row 2i of a batch is the chosen and row 2i + 1 the rejected one."""
+    """Preference pairs: in a batch, row 2i is the chosen answer of its i-th sample and row 2i + 1 the rejected one."""
 
     rows_per_sample = 2
 
@@ -185,7 +186,7 @@ class PairSource(_Conversations):
         return (len(self._offsets) - 1) // 2
 
     def batch(self, indices: NDArray[np.int64]) -> Mapping[str, NDArray[Any]]:
-        """Return tokens and targets, of shape (2 x len(indices), seq_len), and as `pair` the number of each row's."""
+        """Return `tokens` and `targets`, (2 * len(indices), seq_len), and `pair`, the sample index of each row."""
         rows = {**self._empty_rows(2 * len(indices)), "pair": np.repeat(np.asarray(indices, np.int64), 2)}
         for sample, index in enumerate(np.asarray(indices).tolist()):
             for row, number in ((2 * sample, 2 * index), (2 * sample + 1, 2 * index + 1)):

@@ -1,10 +1,10 @@
-"""Conversations of some files, tokenized once and kept in the cache: their tokens, and what became of them.
+"""Tokenizes the conversations of chat files once, and stores tokens, loss mask and statistics in the cache.
 
-A conversation is a document of a token shard, in which each id is doubled, and one added if it is trained on: so that
-one read brings both.  Of a pair the two answers are documents one after the other.
+Each conversation is a document of a token shard.  Every stored id is 2 * id + is_trained, so that a single read returns
+both the token and its mask.  The two answers of a pair are consecutive documents.
 
-Any number of processes may ask for the same at once, on as many machines as share the cache: one of them makes it, and
-the others wait; see `get_or_build`.
+Any number of processes, on all machines that share the cache, may request the same files at once: one of them tokenizes
+them and the others wait; see `get_or_build`.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from trainer.files import replacing
 from trainer.stopping import StopRequested, stop_if_asked
 
 _VERSION = 3
-"""Another one where the same files become other tokens."""
+"""Increase this whenever the same files would be tokenized differently, so that older cache entries are not used."""
 
 _MAX_UNUSED_SHARE = 0.01
-"""Share of conversations without anything to train on above which they are no exceptions."""
+"""Maximum share of conversations without targets; above it, the files are rejected."""
 
 _ANNOUNCE_BYTES = 1 << 25
-"""Bytes of files that take long enough for it to be said."""
+"""Files larger than this, in bytes, take long enough to tokenize that a message announces it."""
 
 
 @dataclass(frozen=True)
 class ChatSpec:
-    """A set of files and what is to be made of them: the settings that decide about it.
+    """A set of chat files, and the settings that determine how they are tokenized.
 
     key: the setting that names the files.
     """
@@ -64,12 +64,16 @@ class ChatSpec:
 class ChatReport:
     """Statistics of the conversations in some files.
 
-    chats: all that were read; the rest is of those that are left.  trained of the `tokens` to train on are targets.
-    held_out, held_out_tokens: those for evaluation.  dropped, truncated: those longer than a sequence.
-    longer: for the dropped ones, how many need a sequence of which length, in multiples of 64.
-    unused: where the conversations are that have no targets.  plain: prompts and completions that are plain text.
-    spelling, spelled, token: how many conversations spell a special token as text, where the first are, and one token.
-    content: a digest of all tokens.
+    chats: conversations read, including those that were dropped or have no targets.
+    tokens, trained: training tokens, and how many of them are targets.
+    held_out, held_out_tokens: conversations for evaluation, and their tokens.
+    dropped, truncated: conversations longer than a sequence, by what was done with them.
+    longer: number of dropped conversations by the sequence length that they need, rounded up to a multiple of 64.
+    unused: locations of the conversations without targets.
+    plain: number of records with plain-text prompts and completions.
+    spelling, spelled, token: number of conversations that spell a special token as text, the locations of the first
+        few, and one such token.
+    content: a digest of all tokens and masks.
     """
 
     pairs: bool = False
@@ -92,12 +96,12 @@ class ChatReport:
 
     @property
     def kind(self) -> str:
-        """What a record is."""
+        """What to call the records in messages."""
         return "pairs" if self.pairs else "conversations"
 
     @property
     def shares(self) -> dict[str, float]:
-        """Share of targets among the tokens to train on; shares of all tokens that were dropped or cut off."""
+        """Share of training tokens that are targets, and shares of all tokens that were dropped or truncated."""
         kept = self.tokens + self.held_out_tokens
         everything = max(1, kept + self.dropped_tokens + self.truncated_tokens)
         return {
@@ -108,16 +112,16 @@ class ChatReport:
 
     @property
     def most_dropped(self) -> float:
-        """The share that was dropped, of the conversations or of the tokens, whichever is larger."""
+        """The dropped share of conversations or of tokens, whichever is larger."""
         return max(self.dropped / max(1, self.chats), self.shares["dropped_share"])
 
     def dropped_facts(self) -> str:
-        """Return how much was dropped: `50 of 60 conversations (99.8% of the tokens)`."""
+        """Describe how much was dropped: `50 of 60 conversations (99.8% of the tokens)`."""
         share = self.shares["dropped_share"]
         return f"{self.dropped:,} of {self.chats:,} {self.kind} ({share:.1%} of the tokens)"
 
     def suggested_lengths(self) -> str:
-        """Return which `data.seq_len` would keep all conversations, and which one most of them if that is much less."""
+        """Suggest the `data.seq_len` that keeps all conversations, and if much smaller, the one that keeps 95%."""
         lengths = sorted((int(length), count) for length, count in self.longer.items())
         if not lengths:
             return ""
@@ -131,9 +135,9 @@ class ChatReport:
         return f"data.seq_len={longest} keeps them all"
 
     def sentence(self, has_template: bool = False) -> str:
-        """Return what became of the conversations: a line with the counts, and one for whatever is worth a look.
+        """Summarize the conversations: one line of counts, and one line for each warning or note.
 
-        has_template: whether there is a chat template that plain text could have been written with.
+        has_template: whether there is a chat template, which plain-text records do not use.
         """
         facts = [
             f"{self.chats:,} {self.kind}, {self.shares['trained_share']:.1%} of the tokens are targets",
@@ -163,14 +167,14 @@ class ChatReport:
 
 
 _WARN_DROPPED_SHARE = 0.01
-"""Share of dropped conversations, or of their tokens, from which there is a warning."""
+"""Dropped share of conversations or tokens above which a warning is printed."""
 
 _MAX_DROPPED_SHARE = 0.5
-"""The same above which a run does not start, unless `data.too_long=drop` asks for it."""
+"""Dropped share above which a run does not start, unless `data.too_long=drop` is set."""
 
 
 def check_dropped(report: ChatReport, key: str, seq_len: int) -> None:
-    """Raise UserError if most of the conversations, or of their tokens, would be dropped.
+    """Raise UserError if most of the conversations, or most of their tokens, would be dropped.
 
     key: the setting that names the files.
     """
@@ -186,14 +190,14 @@ def check_dropped(report: ChatReport, key: str, seq_len: int) -> None:
 
 
 def _listed(places: Sequence[str], count: int | None = None) -> str:
-    """Return the first few of `count` places."""
+    """List the first few of `count` locations."""
     more = (len(places) if count is None else count) - len(places[:5])
     return ", ".join(places[:5]) + (f" and {more:,} more" if more > 0 else "")
 
 
 @dataclass(frozen=True)
 class ChatShards:
-    """Conversations that are kept: those to train on, those held out, and the account of both."""
+    """Tokenized conversations: the shards for training and evaluation, and the statistics of both."""
 
     train: Shard | None
     held_out: Shard | None
@@ -201,9 +205,9 @@ class ChatShards:
 
 
 def get_or_tokenize(order: ChatSpec, encoder: Encoder, cache_dir: str | None) -> ChatShards:
-    """Return the conversations that are asked for: from the cache if it has them, else made and kept there.
+    """Return the tokenized conversations from the cache, tokenizing them first if they are not in it.
 
-    Raises UserError for a conversation that cannot be trained on, or if there is not a folder to write to.
+    Raises UserError if a conversation cannot be trained on, or no cache folder is writable.
     """
     name = f"chat-{_digest(order, encoder)}"
     size = sum(path.stat().st_size for path in order.files)
@@ -220,7 +224,7 @@ def _digest(order: ChatSpec, encoder: Encoder) -> str:
 
 
 def _load(folder: Path) -> ChatShards:
-    """Read what `_tokenize_all` has written.  Raises ValueError, and ShardError, if it is damaged."""
+    """Read a cache entry written by `_tokenize_all`.  Raises ValueError or ShardError if it is damaged."""
     content = read_value(folder / "report.json")
     if content is None:
         raise ValueError("report.json is missing or damaged")
@@ -233,28 +237,28 @@ def _load(folder: Path) -> ChatShards:
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# Making
+# Tokenizing
 
 
 _PART_S = 5.0
-"""Seconds of work after which what is done is kept."""
+"""Seconds between writes of partial results."""
 
 _STALE_AFTER_S = 30 * 86400.0
-"""Age from which parts are removed, whatever they are of: if the file or a setting has changed since they were written,
-no start will continue them."""
+"""Age in seconds at which partial results of any files are removed: if the files or a setting have changed since, no
+run will continue from them."""
 
 
 class PartialResults:
-    """What is done of the conversations of some files before all of them are: files NAME.part-00000 and so on.
+    """Partial results of tokenizing some files, stored as NAME.part-00000 and so on, from which a later run continues.
 
-    A part has the documents of consecutive records and the account up to there.  It is a zip file, which checks its
-    content; parts after a damaged one are ignored.
+    A part holds the documents of consecutive records, and the statistics up to its end.  It is a zip file, whose format
+    includes checksums; parts after a damaged one are ignored.
     """
 
     def __init__(self, folder: Path, name: str) -> None:
         self._folder, self._name = folder, name
         self.num_records = 0
-        """Records that the parts have, those without documents included."""
+        """Number of records that the parts cover, including records without documents."""
         self._num_parts = 0
         self._new: list[Sequence[Encoded]] = []
         self._kept_at = time.monotonic()
@@ -264,7 +268,7 @@ class PartialResults:
         return self._folder / f"{self._name}.part-{number:05d}"
 
     def read(self) -> Iterator[tuple[list[list[Encoded]], dict[str, Any]]]:
-        """Yield for each part its conversations and the account up to its end."""
+        """Yield the conversations of each part, and the statistics up to its end."""
         while (content := self._content_of(self._path(self._num_parts))) is not None:
             tokens, counts, sizes, about = content
             found = np.split(tokens, np.cumsum(counts)[:-1]) if len(counts) else []
@@ -273,14 +277,14 @@ class PartialResults:
             self.num_records = self._seen = about["num_records"]
             self._num_parts += 1
             yield [documents[end - size : end] for end, size in zip(ends, sizes, strict=True)], about["report"]
-        self._remove_from(self._num_parts)  # they follow one that is damaged
+        self._remove_from(self._num_parts)  # these parts follow a damaged one
 
     def _content_of(self, path: Path) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any], dict[str, Any]] | None:
         try:
             with np.load(path, allow_pickle=False) as file:
                 about = json.loads(file["about"].tobytes())
                 return file["tokens"], file["counts"], file["sizes"], about
-        except Exception:  # there is none, or it is damaged: what that raises depends on where
+        except Exception:  # missing or damaged: the exception type depends on where the damage is
             return None
 
     def add(self, documents: Sequence[Encoded], report: ChatReport) -> None:
@@ -292,7 +296,7 @@ class PartialResults:
             self.keep(report)
 
     def keep(self, report: ChatReport) -> None:
-        """Write what was added since the last time."""
+        """Write the documents added since the last call as a new part."""
         if self._seen == self.num_records:
             return
         about = json.dumps({"num_records": self._seen, "report": dataclasses.asdict(report)})
@@ -313,14 +317,14 @@ class PartialResults:
         self._kept_at = time.monotonic()
 
     def remove_old(self) -> None:
-        """Remove the parts in this folder, of any files, that nobody has continued for a long time."""
+        """Remove stale parts of any files from this folder."""
         for path in self._folder.glob("chat-*.part-*"):
             with contextlib.suppress(OSError):
                 if time.time() - path.stat().st_mtime > _STALE_AFTER_S:
                     path.unlink()
 
     def remove(self) -> None:
-        """Remove all parts: the whole is there."""
+        """Remove all parts, once the complete shards exist."""
         self._remove_from(0)
 
     def _remove_from(self, number: int) -> None:
@@ -332,7 +336,7 @@ class PartialResults:
 
 @dataclass(frozen=True)
 class _DoubledTokenizer:
-    """The tokenizer of ids that are doubled, as far as a shard has to know it; nothing is added to a document."""
+    """Stands in for the tokenizer in a shard's metadata: ids are doubled, and documents get no start or end tokens."""
 
     name: str
     vocab_size: int
@@ -342,7 +346,7 @@ class _DoubledTokenizer:
 
 
 class _SplitWriter:
-    """The shard of one split, which is begun with its first conversation."""
+    """Writes the shard of one split; creates it with the first conversation."""
 
     def __init__(self, path: Path, tokenizer: _DoubledTokenizer) -> None:
         self._path, self._tokenizer = path, tokenizer
@@ -405,9 +409,12 @@ def _write(
     held_out: _SplitWriter,
     report: ChatReport,
 ) -> None:
-    """Write each conversation to one of the two, by a hash of its tokens; something is held out if there are two."""
+    """Write each conversation to one of the two shards, chosen by a hash of its tokens.
+
+    If `holdout` is positive and there are at least two distinct conversations, at least one of them is held out.
+    """
     digest = hashlib.blake2b(digest_size=8)
-    spare: list[Sequence[Encoded]] = []  # the lowest so far, with its twins, until one is held out
+    spare: list[Sequence[Encoded]] = []  # lowest hash so far, with its duplicates, until a conversation is held out
     lowest = 1.0
     for documents in conversations:
         own = hashlib.blake2b(b"".join(document.ids.tobytes() for document in documents), digest_size=8).digest()
@@ -430,9 +437,9 @@ def _write(
 
 
 class _ChatReader:
-    """Reads conversations one by one, and keeps account of what becomes of them.
+    """Reads and encodes conversations one by one, and collects their statistics.
 
-    What is done is kept in parts every few seconds, and when this process is asked to stop: the next start continues.
+    Writes partial results every few seconds, and when this process is asked to stop; the next run continues from them.
     """
 
     def __init__(self, order: ChatSpec, encoder: Encoder, report: ChatReport, parts: PartialResults) -> None:
@@ -440,7 +447,10 @@ class _ChatReader:
         self._format: Format | None = None
 
     def conversations(self) -> Iterator[Sequence[Encoded]]:
-        """Yield the tokens of each conversation, or of both answers of a pair.  Raises UserError for a bad one."""
+        """Yield the documents of each record: one conversation, or both answers of a pair.
+
+        Raises UserError for an invalid record.
+        """
         yield from self._kept()
         num_kept = self._parts.num_records
         records = (record for path in self._order.files for record in read_records(path, self._order.key))
@@ -461,14 +471,14 @@ class _ChatReader:
             raise StopRequested(request.name, done if self._report.chats else "") from request
 
     def _kept(self) -> Iterator[Sequence[Encoded]]:
-        """Yield the conversations that an attempt before has kept, and restore its account."""
+        """Yield the conversations stored by an earlier run, and restore its statistics."""
         for documents, account in self._parts.read():
             for name, value in account.items():
                 setattr(self._report, name, value)
             yield from documents
 
     def _encoded(self, place: str, record: Mapping[str, Any]) -> list[Encoded]:
-        """Return the documents of a record: none if it is too long, or has nothing to train on."""
+        """Return the documents of a record, or an empty list if it is dropped as too long or has no targets."""
         most = self._order.seq_len + 1
         try:
             samples = self._samples(record)
@@ -497,7 +507,7 @@ class _ChatReader:
             report.spelled += [place] if report.spelling <= 5 else []
 
     def _fit_length(self, documents: list[Encoded]) -> list[Encoded]:
-        """Return what is left of documents of which one may be too long: they, their beginnings, or nothing."""
+        """Apply `data.too_long` to a record's documents: return them unchanged, truncated, or an empty list."""
         most, longest = self._order.seq_len + 1, max(len(document.ids) for document in documents)
         if longest <= most:
             return documents
@@ -520,11 +530,11 @@ class _ChatReader:
         return False
 
     def _named(self, error: BadChat, place: str) -> UserError:
-        """Return the error with the line that it is about, for the setting that would have to change."""
+        """Convert a BadChat to a UserError with the record's location, for the setting that has to be changed."""
         order = self._order
         values = {"data.train_on": order.train_on, "data.format": order.format, "data.seq_len": order.seq_len}
         key = error.key or order.key
-        if values.get(key) == error.legal and key in values:  # it is set to that already
+        if values.get(key) == error.legal and key in values:  # the setting already has the suggested value
             key, error.legal = order.key, None
         shown = {**values, "data.columns": json.dumps(dict(order.columns)), "data.chat_template": self._encoder.setting}
         value = shown.get(key, ", ".join(map(str, order.files)))
@@ -532,7 +542,7 @@ class _ChatReader:
 
 
 def _check(order: ChatSpec, report: ChatReport, is_empty: bool) -> None:
-    """Raise UserError if there is nothing to train on, or too little of it."""
+    """Raise UserError if there are no conversations to train on, or too many without targets."""
     files = ", ".join(map(str, order.files))
     if not report.chats:
         raise setting_error(order.key, files, "it contains no conversations")
@@ -547,5 +557,5 @@ def _check(order: ChatSpec, report: ChatReport, is_empty: bool) -> None:
 
 
 def decode_sample(found: NDArray[np.unsignedinteger[Any]]) -> Encoded:
-    """Return the tokens that a shard of conversations holds."""
+    """Split stored values into token ids and loss mask."""
     return Encoded((found >> 1).astype(np.int64), (found & 1).astype(bool))

@@ -1,8 +1,8 @@
-"""Chat templates: a conversation as the one text that a model reads.
+"""Loads and renders chat templates, which turn a conversation into the text that a model reads.
 
-A template is Jinja, written by the makers of the model, and runs in Jinja's sandbox: it reads plain JSON and nothing
-else.  What it finds there (filters, functions, the `generation` tag, the tokenizer's special tokens) is what
-transformers gives it, so that it renders the same.  Its time and memory have limits (`limits.py`).
+A template is a Jinja program published with the model.  It runs in Jinja's sandbox and can access only plain JSON.  It
+gets the same environment as in transformers (filters, functions, the `generation` tag, the tokenizer's special tokens),
+so it renders the same text.  `limits.py` limits its CPU time and memory.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from trainer.files import read_json
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-"""What a message's reasoning is called; templates read one of the first two."""
+"""Keys under which a message may hold its reasoning; templates read one of the first two."""
 
 
 DEFAULT_DATE = datetime(2024, 7, 26)
-"""The day that Llama 3.1's own template has where it is told none."""
+"""The default date of Llama 3.1's own template."""
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """A text, and the parts of it that the template itself says the assistant has written: from, to, in characters."""
+    """A rendered text, and the (start, end) character spans that the template marks as written by the assistant."""
 
     text: str
     generated: tuple[tuple[int, int], ...] = ()
@@ -50,10 +50,10 @@ class Rendered:
 class ChatTemplate:
     """The chat template of a tokenizer.
 
-    templates: Jinja by name; `default`, and `tool_use` for conversations with tools where there is one.
-    tokens: the special tokens that it may name: {"eos_token": "</s>"}.
-    now: the time for templates that write the date.  What is trained on must not change over night, so that by default
-        it is always the same day.
+    templates: Jinja sources by name: `default`, and optionally `tool_use` for conversations with tools.
+    tokens: special tokens that the template may refer to: {"eos_token": "</s>"}.
+    now: returns the current time, for templates that print the date.  By default it is a fixed date, so that training
+        data do not change from one day to the next.
     """
 
     def __init__(
@@ -64,28 +64,28 @@ class ChatTemplate:
         self._compiled = {name: self._environment.from_string(text) for name, text in self.sources.items()}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A worker of the loader compiles the template again: what Jinja makes of it cannot be pickled."""
+        """Pickle the sources only: compiled templates cannot be pickled, so a loader worker compiles them again."""
         return type(self), (self.sources, self.tokens, self._now)
 
     @cached_property
     def has_generation(self) -> bool:
-        """True if the template marks what the assistant writes."""
+        """True if the template marks the assistant's text with `{% generation %}`."""
         return any(_Generation.is_used(self._environment.parse(text)) for text in self.sources.values())
 
     @cached_property
     def reads_tools(self) -> bool:
-        """True if the template has a place for the tools that may be called."""
+        """True if the template refers to `tools`."""
         return any("tools" in meta.find_undeclared_variables(self._environment.parse(t)) for t in self.sources.values())
 
     @cached_property
     def reads_tool_calls(self) -> bool:
-        """True if the template has a place for a message's tool calls."""
+        """True if the template refers to a message's `tool_calls`."""
         return any("tool_calls" in text for text in self.sources.values())
 
     def render(self, messages: Sequence[Message], tools: Sequence[Any] = (), prompts: bool = False) -> Rendered:
-        """Return the text of `messages`; with `prompts`, up to where the assistant begins to write its next one.
+        """Render `messages`; with `prompts`, add the generation prompt for the assistant's next message.
 
-        Raises BadChat, with the template's own words if it refuses them.
+        Raises BadChat; if the template rejects the messages, with its own error message.
         """
         try:
             with limited():
@@ -95,7 +95,7 @@ class ChatTemplate:
 
     @contextmanager
     def several(self) -> Iterator[None]:
-        """Make renderings inside the block cheaper: limits are set up once for all, and the time of each is limited."""
+        """Context manager that makes many renderings cheaper: sets up limits once, and limits the time of each."""
         try:
             with limited():
                 yield
@@ -103,9 +103,9 @@ class ChatTemplate:
             raise _too_costly(error) from error
 
     def render_unlimited(self, messages: Sequence[Message], tools: Sequence[Any], prompts: bool) -> Rendered:
-        """Do what `render` does, however long that takes and however much memory.
+        """Render like `render`, but without limits on time and memory.
 
-        Raises RecursionError for messages that are nested too deeply, or a template that calls itself without end.
+        Raises RecursionError if messages are nested too deeply, or the template recurses without end.
         """
         template = self._compiled.get("tool_use" if tools else "default", self._compiled["default"])
         plain = [_aliased({key: value for key, value in message.items() if value is not None}) for message in messages]
@@ -120,7 +120,7 @@ class ChatTemplate:
             raise BadChat(f"the chat template rejects it ({error})", "data.chat_template") from error
         except (MemoryError, RecursionError):
             raise
-        except Exception as error:  # a template can divide by zero, and do whatever else Python has an error for
+        except Exception as error:  # a template can raise any Python exception, such as ZeroDivisionError
             rule = f"the chat template fails on it ({type(error).__name__}: {error})"
             raise BadChat(rule, "data.chat_template") from error
         finally:
@@ -140,13 +140,13 @@ def _too_costly(error: BaseException) -> BadChat:
 
 
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
-"""Halves of surrogate pairs, which are no characters."""
+"""Matches unpaired surrogates, which are not valid characters."""
 
 _OTHER = "give another template, in a .jinja file"
 
 
 def _aliased(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message whose reasoning has the names under which templates look for it."""
+    """Return a message with its reasoning under both keys that templates read."""
     reasoning = next((message[name] for name in _REASONING if name in message), None)
     return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
@@ -156,10 +156,12 @@ def _aliased(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def find_template(setting: str, tokenizer: str, key: str = "data.chat_template") -> ChatTemplate | None:
-    """Return the template that the settings name: `model`, that of the tokenizer's folder, `chatml`, or a Jinja file.
+    """Load the template that `setting` names: `model` (the one in the tokenizer's folder), `chatml`, or a Jinja file.
 
-    tokenizer: `data.tokenizer`, a tokenizer.json or the folder of one.  None if there is no template in that folder.
-    Raises UserError that names `key` for one that cannot be read, or that takes too much time or memory.
+    tokenizer: the value of `data.tokenizer`, a tokenizer.json or its folder.
+
+    Returns None for `model` if that folder has no template.  Raises UserError that names the setting `key` if the
+    template cannot be read, or takes too much time or memory.
     """
     folder = _folder_of(tokenizer)
     config = _read_json(folder / "tokenizer_config.json", key) if folder else {}
@@ -187,7 +189,7 @@ def find_template(setting: str, tokenizer: str, key: str = "data.chat_template")
 
 
 _MAX_TEMPLATE_BYTES = 1 << 20
-"""Largest template accepted, in bytes; real ones have a few thousand."""
+"""Maximum size of a template, in bytes; real templates have a few thousand."""
 
 
 def _check_size(size: int, key: str, setting: str) -> None:
@@ -199,7 +201,7 @@ def _check_size(size: int, key: str, setting: str) -> None:
 def _read_template(path: Path, key: str, setting: str) -> str:
     """Return the text of a template file.  Raises UserError."""
     try:
-        if path.is_file():  # others say below what they are
+        if path.is_file():  # otherwise read_text raises an error
             _check_size(path.stat().st_size, key, setting)
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -212,10 +214,10 @@ def _read_template(path: Path, key: str, setting: str) -> str:
 
 @cache
 def _problem_of(templates: tuple[tuple[str, str], ...], tokens: tuple[tuple[str, str], ...]) -> str:
-    """Return what is wrong with templates that cannot be compiled, or take too much time or memory, else nothing.
+    """Render templates on short conversations in a child process, and return an error description or "".
 
-    Tried on short conversations, in a child.  What they refuse, or fail on, is left to the conversations of the run:
-    their messages name the line.
+    Reports templates that cannot be compiled, or take too much time or memory.  Other errors are ignored here: the
+    run's own conversations may not trigger them, and if they do, the error names the line.
     """
 
     def attempt() -> str:
@@ -227,7 +229,7 @@ def _problem_of(templates: tuple[tuple[str, str], ...], tokens: tuple[tuple[str,
                 except BadChat:
                     continue
         except jinja2.TemplateSyntaxError:
-            return ""  # it is compiled again outside, with a message of its own
+            return ""  # the caller compiles the template again, and reports this error
         except MemoryError:
             return TOO_MUCH_MEMORY
         except RecursionError:
@@ -248,11 +250,11 @@ _TRIALS: list[tuple[list[Message], list[Any], bool]] = [
     ([{"role": "system", "content": "Be brief"}, *_ANSWERED, *_ANSWERED], [], False),
     ([*_ASKED, {"role": "assistant", "content": "", "tool_calls": [_CALL]}], [_CALL], False),
 ]
-"""Conversations that a template is tried on, with the tools, and whether it is asked for the generation prompt."""
+"""Conversations that templates are tried on: messages, tools, and whether to add the generation prompt."""
 
 
 def template_path(tokenizer: str) -> Path | None:
-    """Return the file that holds the chat template of the tokenizer `data.tokenizer`; None if it has none."""
+    """Return the file that holds the chat template of the tokenizer that `data.tokenizer` names, or None."""
     folder = _folder_of(tokenizer)
     if folder is None:
         return None
@@ -268,7 +270,7 @@ def _folder_of(tokenizer: str) -> Path | None:
 
 
 def _templates_of(folder: Path, config: Mapping[str, Any], key: str) -> dict[str, str]:
-    """Return the templates of a tokenizer's folder by name: its .jinja files come before its configuration."""
+    """Return the templates in a tokenizer's folder, by name; .jinja files override tokenizer_config.json."""
     stated = config.get("chat_template")
     found: dict[str, str] = {}
     if isinstance(stated, list):
@@ -302,11 +304,11 @@ def _read_json(path: Path, key: str) -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# What a template finds
+# The environment of a template
 
 
 class _Generation(Extension):
-    """The tag `{% generation %}`: what stands in it is the assistant's, and the tracker notes where."""
+    """The tag `{% generation %}`, which encloses text written by the assistant; records where that text is."""
 
     tags = {"generation"}
 
@@ -321,11 +323,11 @@ class _Generation(Extension):
         return nodes.CallBlock(self.call_method("_note"), [], [], body).set_lineno(line)
 
     def begin(self, pieces: list[str]) -> None:
-        """Take note from here on, in a text of which `pieces` are what has been rendered."""
+        """Start recording; `pieces` is the list that the rendered text is appended to."""
         self._pieces, self._marked = pieces, []
 
     def end(self) -> list[tuple[int, str]]:
-        """Take no more notes; return where in the text each part began, and the part."""
+        """Stop recording; return the start offset and the text of each marked part."""
         self._pieces = None
         return self._marked
 
@@ -337,7 +339,7 @@ class _Generation(Extension):
 
     @classmethod
     def is_used(cls, tree: nodes.Template) -> bool:
-        """Return whether a template has the tag."""
+        """Return whether a template uses the tag."""
         return any(
             node.name == "_note" and node.identifier == cls.identifier
             for node in tree.find_all(nodes.ExtensionAttribute)
@@ -351,7 +353,7 @@ def _tracker_of(environment: jinja2.Environment) -> _Generation:
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """Jinja's own, which takes no names that lead out of the sandbox."""
+    """Jinja's namespace, without names that could be used to escape the sandbox."""
 
     def __setitem__(self, name: str, value: Any) -> None:
         if name.startswith("_"):
@@ -360,7 +362,7 @@ class _Namespace(jinja2.utils.Namespace):
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, in which numbers stay small: a large power is computed in one call that nothing interrupts."""
+    """Jinja's sandbox with a limit on integers: computing a huge power is a single call that cannot be interrupted."""
 
     intercepted_binops = frozenset(("*", "**"))
 
@@ -374,7 +376,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 
 _MAX_BITS = 1 << 16
-"""Most bits of a number that a template may compute."""
+"""Maximum number of bits of an integer that a template may compute."""
 
 
 def _environment(now: Callable[[], datetime]) -> ImmutableSandboxedEnvironment:
@@ -389,7 +391,7 @@ def _environment(now: Callable[[], datetime]) -> ImmutableSandboxedEnvironment:
 def _to_json(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """Return JSON as it is, where Jinja's own filter makes it fit for HTML."""
+    """Return plain JSON; Jinja's built-in filter would escape it for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -1,7 +1,8 @@
-"""The tokenizer of a chat model: text to ids, special tokens among them, and where in the text each id stands.
+"""Tokenizer for rendered chats: recognizes special tokens, and returns the character span of each id.
 
-Unlike that of plain text (`trainer.data.tokenizer`), where text is text: a chat template spells the special tokens.
-What a message spells is text here too: `quoted` hides it from the template and the tokenizer.
+For plain text, `trainer.data.tokenizer` never produces special tokens.  A chat template, in contrast, spells out
+special tokens that must be recognized.  A special token spelled in a message must still be encoded as text: `quoted`
+hides it from the template and the tokenizer.
 """
 
 from __future__ import annotations
@@ -18,21 +19,21 @@ from numpy.typing import NDArray
 from trainer.data.tokenizer import Tokenizer, find_tokenizer, tokenizer_file
 
 QUOTE = "\U000f5150"
-"""A character of the private use area that stands within the spelling of a special token, so that it is none."""
+"""A character of the private use area, inserted into the spelling of a special token so that it is not recognized."""
 
 
 class ChatTokenizer:
-    """A tokenizer that reads the special tokens that a text spells, and knows where each of its ids stands.
+    """Tokenizer that recognizes special tokens spelled in a text, and returns the character span of each id.
 
-    plain: the same tokenizer for text that holds none.
+    plain: the same tokenizer without recognition of special tokens.
     """
 
     def __init__(self, setting: str, key: str = "data.tokenizer") -> None:
         self.plain: Tokenizer = find_tokenizer(setting, key)
-        self._content: dict[str, Any] = {}  # of bytes, that have no special token
+        self._content: dict[str, Any] = {}  # empty for `bytes`, which has no special tokens
         if setting != "bytes":
             self._content = json.loads(tokenizer_file(setting).read_bytes())
-            # It would cut white space from the places of tokens, and special tokens are the template's business.
+            # It would trim white space from the tokens' spans, and the template already writes the special tokens.
             self._content["post_processor"] = None
         special = [token["content"] for token in self._content.get("added_tokens", ()) if token.get("special")]
         longest_first = sorted(filter(None, special), key=len, reverse=True)
@@ -41,16 +42,16 @@ class ChatTokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Every id is below it."""
+        """Exclusive upper bound of the ids."""
         return self.plain.vocab_size
 
     @property
     def name(self) -> str:
-        """Another one for a tokenizer that gives other ids."""
+        """Identifies the tokenizer; tokenizers that produce different ids have different names."""
         return f"chat-{self.plain.name}"
 
     def quoted(self, value: Any) -> Any:
-        """Return a message, or whatever is in one, with the special tokens that it spells made text."""
+        """Return a message, or any JSON value, with QUOTE inserted into every special token that it spells."""
         if isinstance(value, str):
             return self._spelled.sub(lambda found: found[0][:1] + QUOTE + found[0][1:], value.replace(QUOTE, ""))
         if isinstance(value, Mapping):
@@ -58,33 +59,33 @@ class ChatTokenizer:
         return [self.quoted(item) for item in value] if isinstance(value, (list, tuple)) else value
 
     def spelled_in(self, text: str) -> str:
-        """Return the first special token that a text spells, or nothing."""
+        """Return the first special token that a text spells, or an empty string."""
         found = self._spelled.search(text)
         return found[0] if found else ""
 
     def spelled_by_content(self, text: str) -> str:
-        """Return a special token that a rendered text has from its template, and that a message spells as well."""
+        """Return a special token that both the template and a message spell, or an empty string."""
         if QUOTE not in text:
             return ""
         rendered = (token for token in self._special if token in text)
         return next((token for token in rendered if f"{token[:1]}{QUOTE}{token[1:]}" in text), "")
 
     def is_added(self, number: int) -> bool:
-        """Return whether an id is that of a token of its own, such as an end of turn, and not of a piece of text."""
+        """Return whether an id belongs to an added token, such as an end of turn, rather than to a piece of text."""
         return any(token["id"] == number for token in self._content.get("added_tokens", ()))
 
     def has(self, text: str) -> bool:
-        """Return whether a text is a token of its own."""
+        """Return whether a text is an added token."""
         return any(token["content"] == text for token in self._content.get("added_tokens", ()))
 
     def text_of(self, number: int) -> str:
-        """Return the text of one id; that of a special token too."""
+        """Return the text of one id, which may be a special token."""
         return self.plain.decode([number]) if not self._content else str(self._reads_special.id_to_token(number))
 
     def encode(self, text: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the ids of a text, and (first, behind) of each: the characters it stands for, shape (number, 2).
+        """Return the ids of a text, and the (start, end) character span of each, of shape (num_ids, 2).
 
-        What is quoted becomes text; QUOTE itself counts as a character.
+        Quoted special tokens are encoded as text; QUOTE itself counts as a character in the spans.
         """
         if not self._content:
             return self._encode_bytes(text)
