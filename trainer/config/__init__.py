@@ -1,7 +1,7 @@
 """The configuration: one typed, frozen tree, and the rules for its values.
 
-Defaults < recipe YAML < command line.  Imports no torch, so that `--help` is quick and a mistake is reported before
-anything is spawned.
+Defaults < recipe YAML < command line.  Does not import torch, so `--help` is fast and mistakes are reported before any
+process is spawned.
 """
 
 from __future__ import annotations

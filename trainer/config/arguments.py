@@ -10,7 +10,7 @@ from trainer.config.suggestions import DASHES, unexpected_argument, unknown_opti
 from trainer.errors import UserError, nearest, setting_error
 
 _MAX_PROCESSES = 1024
-"""More than any machine has room for."""
+"""More processes than any machine can run."""
 ALLOW_IMPORT = "--allow-import"
 _OPTIONS = ("--help", "--version", "--print-config", "--dry-run")
 
@@ -26,17 +26,17 @@ class Arguments:
     allow_import: list[str] = field(default_factory=list)
     """Modules that may be imported because the run in `recipe` names them."""
     sections: list[str] = field(default_factory=list)
-    """Sections that `--help` is asked about; empty for all."""
+    """Sections for which `--help` is requested; empty for all."""
 
     def asks_for(self, option: str) -> bool:
-        """Return whether an option such as `--help` is given."""
+        """Return whether an option such as `--help` was given."""
         return option in self.options
 
 
 def parse(argv: Sequence[str]) -> Arguments:
-    """Sort the arguments; of a key given twice the last value holds.
+    """Parse the command line.  If a key is given twice, the last value applies.
 
-    Raises UserError for an argument that is none of the known forms.
+    Raises UserError for an argument of an unknown form.
     """
     argv, named = list(argv), dict[str, str]()
     options, overrides, sections = set(), [], []
@@ -62,7 +62,7 @@ def parse(argv: Sequence[str]) -> Arguments:
 
 
 def split_allow_import(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the arguments without `--allow-import MODULE`, which may be repeated, and the modules."""
+    """Return the other arguments, and the modules named by `--allow-import MODULE`, which may be repeated."""
     rest, modules, words = list[str](), list[str](), iter(argv)
     for word in words:
         name, equals, value = word.partition("=")
@@ -77,7 +77,7 @@ def split_allow_import(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def no_recipe(usage: str, overrides: Collection[str]) -> UserError:
-    """Return the error for a command line without a recipe, which begins with `usage`."""
+    """Return the error for a command line without a recipe.  `usage` is included in the message."""
     files = sorted(recipe_files())
     given = dict(override.partition("=")[::2] for override in overrides)
     meant = nearest(given.get("model.name", ""), files) if "model.name" in given else None

@@ -1,4 +1,4 @@
-"""`model.name=auto`: which recipe builds the model in a folder, settled before the model's keys are known."""
+"""Resolves `model.name=auto` to the recipe that builds the model in a folder, before the model's keys are known."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from trainer.recipe import find_recipe
 
 _AUTO = "auto"
 MODEL = "model"
-"""The tokenizer, and the chat template, that come with the model."""
-_OF_ANY_MODEL = ("model.path", "model.fresh")
-"""Keys of the recipe for any model that one of our own does as well."""
+"""Value of `data.tokenizer` and `data.chat_template` for those that come with the model."""
+_GENERIC_KEYS = ("model.path", "model.fresh")
+"""Keys of the generic recipe `hf` that native recipes do not need."""
 
 
 def resolve_auto_model(
     values: Mapping[str, Any], assignments: Mapping[str, str]
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the keys of a recipe file and of the command line with the name of a recipe for `model.name=auto`.
+    """Return the keys of the recipe file and of the command line with `model.name=auto` replaced by a recipe's name.
 
-    That is one of our own if it builds what config.json says and has all the keys of the model that are given; else the
-    one for any model.  Raises UserError without a folder.
+    A native recipe is used if it builds the model that config.json describes and declares every `model.` key that is
+    set; otherwise the generic recipe `hf`.  Raises UserError if no folder is given.
     """
     if assignments.get("model.name", values.get("model.name")) != _AUTO:
         return dict(values), dict(assignments)
-    # Fields in a recipe file of another model are not this one's.
+    # A recipe file that names another model sets that model's fields.
     own_file = values.get("model.name") == _AUTO
     kept = {key: value for key, value in values.items() if own_file or not key.startswith("model.")}
     folder = _folder(kept, assignments)
@@ -37,36 +37,36 @@ def resolve_auto_model(
     given = {key for key in (*kept, *assignments) if key.startswith("model.") and key != "model.name"}
     fields = {f"model.{f.name}" for f in dataclasses.fields(found[0].config)} if found else set()
     rest = {key: text for key, text in assignments.items() if key != "model.name"}
-    if found is None or not given - set(_OF_ANY_MODEL) <= fields:
+    if found is None or not given - set(_GENERIC_KEYS) <= fields:
         return kept | {"model.name": find_recipe("hf").name, "model.path": folder}, rest
     recipe, config = found
     start, asked = _start(kept, rest), {**kept, **rest}
-    own = {key: value for key, value in kept.items() if key not in _OF_ANY_MODEL}
+    own = {key: value for key, value in kept.items() if key not in _GENERIC_KEYS}
     own |= {f"model.{field.name}": getattr(config, field.name) for field in dataclasses.fields(config)}
     own["model.name"] = recipe.name
-    rest = {key: text for key, text in rest.items() if key not in _OF_ANY_MODEL}
+    rest = {key: text for key, text in rest.items() if key not in _GENERIC_KEYS}
     if start is not None:
         refuse_fresh_with_start(asked, start)
     elif not is_true(asked.get("model.fresh")):
-        # A folder with config.json alone may be what a new model is trained by, but not what is fine-tuned.
+        # A folder with only config.json can define a model to train from scratch, but not one to fine-tune.
         is_meant = asked.get("model.fresh") is None and has_config_only(folder) and not asks_for_fine_tuning(asked)
         if not is_meant:
             own["train.init_from"] = folder
             rest.pop("train.init_from", None)
     if rest.get("data.tokenizer", own.get("data.tokenizer")) == MODEL:
-        own["data.tokenizer"] = folder  # where no weights are read, nothing else says from where the model is
+        own["data.tokenizer"] = folder  # without initial weights, no other key names the model's folder
         rest.pop("data.tokenizer", None)
     return own, rest
 
 
 def _start(values: Mapping[str, Any], assignments: Mapping[str, str]) -> str | None:
-    """Return what `train.init_from` names, if anything."""
+    """Return the value of `train.init_from`, or None if it is unset."""
     start = assignments.get("train.init_from", values.get("train.init_from"))
     return None if start in (None, "null", "~", "") else str(start)
 
 
 def _folder(values: Mapping[str, Any], assignments: Mapping[str, str]) -> str:
-    """Return the folder that the model is from."""
+    """Return the absolute path of the model's folder.  Raises UserError if none is given."""
     given = assignments.get("model.path", values.get("model.path"))
     start = _start(values, assignments)
     folder = given or (start if start is not None and is_folder_of_weights(start) else None)

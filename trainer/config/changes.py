@@ -1,4 +1,4 @@
-"""Compares configurations: the settings that may change when a run is resumed."""
+"""Compares configurations, and decides which settings may change when a run is resumed."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ _FREE_ON_RESUME = (
     *("model.path", "model.attention", "model.fresh"),
     *("data.num_workers", "data.cache_dir", "data.cache_gib", "data.weights", "data.phases"),
 )
-"""Of the fixed ones.  What weights and phases were for the samples so far is compared with the position in the data."""
-_OF_THE_ATTEMPT = ("run.name", "run.dir", "checkpoint.", "log.")
+"""Exceptions to `_FIXED_ON_RESUME`.  The loader itself checks the past weights and phases against its position."""
+_NOT_REPORTED = ("run.name", "run.dir", "checkpoint.", "log.")
 """Keys that do not affect training; not reported when they differ."""
 
 
 def stored_value(stored_yaml: str, key: str) -> object:
-    """Return one value of a configuration that `to_yaml` has written, None if it lacks the key, or is none."""
+    """Return one value of a configuration written by `to_yaml`; None if the key is missing or the text is invalid."""
     section, _, name = key.partition(".")
     try:
         return _stored_section(read_stored(stored_yaml), section).get(name)
@@ -50,10 +50,10 @@ def _stored_section(stored: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def compare_stored(before_yaml: str, after_yaml: str) -> list[str]:
-    """Return a line "section.key: before -> after" for each difference of two stored configurations.
+    """Return a line "section.key: before -> after" for each difference between two stored configurations.
 
-    A key that one of them lacks had its default there.  Nothing is imported: of a model whose fields one of them lacks
-    there is nothing to compare.
+    A missing key counts as its default.  No recipe is imported, so the defaults of model fields are unknown: a model
+    field that only one of the configurations has is not reported.
     """
     before, after = read_stored(before_yaml, "the first"), read_stored(after_yaml, "the second")
     defaults, lines = RunConfig(), []
@@ -69,7 +69,7 @@ def compare_stored(before_yaml: str, after_yaml: str) -> list[str]:
 
 
 def _default_of(section: Any, name: str, otherwise: Any) -> Any:
-    """Return what a key of a section is if it is not set; `otherwise` where that is nothing, or found out later."""
+    """Return the default of a section's key, or `otherwise` if it has none or its default is None."""
     fields = dataclasses.fields(section) if section is not None else ()
     declared = next((each for each in fields if each.name == name), None)
     if declared is None:
@@ -80,11 +80,11 @@ def _default_of(section: Any, name: str, otherwise: Any) -> Any:
 
 
 def compare_configs(config: RunConfig, stored_yaml: str) -> tuple[list[str], list[str]]:
-    """Compare with the configuration that a checkpoint was written with.
+    """Compare `config` with the configuration stored in a checkpoint.
 
-    Returns two lists of lines "key: before in the checkpoint, now now": what would silently change the training and is
-    not named in `checkpoint.allow_changes`, and what may change.  Of another model that alone is told: it has other
-    settings.  Raises UserError if one of them is a learning-rate range test, and the other is not.
+    Returns two lists of lines "key: BEFORE in the checkpoint, AFTER now": the differences that would silently change
+    training and are not in `checkpoint.allow_changes`, and the permitted ones.  If the model differs, only its name is
+    reported.  Raises UserError if exactly one of the two configurations is a learning-rate range test.
     """
     stored = read_stored(stored_yaml)
     _check_kind(config, stored)
@@ -96,9 +96,9 @@ def compare_configs(config: RunConfig, stored_yaml: str) -> tuple[list[str], lis
     for section, values in config.to_dict().items():
         for name, value in values.items():
             key = f"{section}.{name}"
-            # A checkpoint of before there was such a key: it meant what is the default now.
+            # A checkpoint older than the key: the default is the behaviour it was written with.
             before = _stored_section(stored, section).get(name, _default_of(getattr(config, section), name, value))
-            if _means_the_same(key, before, value) or key.startswith(_OF_THE_ATTEMPT):
+            if _means_the_same(key, before, value) or key.startswith(_NOT_REPORTED):
                 continue
             fixed = key.startswith(_FIXED_ON_RESUME) and key not in _FREE_ON_RESUME
             line = f"{key}: {before} in the checkpoint, {value} now"
@@ -108,13 +108,13 @@ def compare_configs(config: RunConfig, stored_yaml: str) -> tuple[list[str], lis
 
 
 def _means_the_same(key: str, before: Any, now: Any) -> bool:
-    """Return whether two values of a key train alike: `data.too_long=auto` drops what `drop` does, or refuses."""
+    """Return whether two values of a key are equivalent: `data.too_long=auto` drops what `drop` does, or refuses."""
     is_same = bool(_same_data(before) == _same_data(now))
     return is_same or (key == "data.too_long" and {before, now} == {"auto", "drop"})
 
 
 def _same_data(value: Any) -> Any:
-    """Return a value with URLs for what they name: with a renewed token or signature it is still the same data."""
+    """Return a value with its URLs stripped of credentials: a renewed token or signature still names the same data."""
     if isinstance(value, dict):
         return {name: _same_data(item) for name, item in value.items()}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""The rules of `data.source=chat`."""
+"""Rules for the settings of `data.source=chat`."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ CHATML_TEMPLATE = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
 """
-"""The chat template that is built in, for base models that come without one."""
+"""The built-in chat template, for base models without one."""
 
-_OF_CHATS: dict[str, object] = {
+_CHAT_DEFAULTS: dict[str, object] = {
     "format": "auto",
     "columns": None,
     "chat_template": MODEL,
     "train_on": "assistant",
     "too_long": "auto",
 }
-_OF_CHATS |= {"trim_rows": False}
-"""Keys that say something of chats alone, and their defaults."""
+_CHAT_DEFAULTS |= {"trim_rows": False}
+"""Keys that only apply to chats, with their defaults."""
 
 
 def check_chats(config: RunConfig) -> None:
-    """Raise UserError for settings of chats that cannot be, or that stand where there are none."""
+    """Raise UserError for invalid chat settings, or chat settings with another `data.source`."""
     data = config.data
     if data.source != "chat":
-        for name, default in _OF_CHATS.items():
-            was_default = (name, getattr(data, name)) == ("too_long", "drop")  # in runs from before `auto`
+        for name, default in _CHAT_DEFAULTS.items():
+            was_default = (name, getattr(data, name)) == ("too_long", "drop")  # stored by runs older than `auto`
             if getattr(data, name) != default and not was_default:
                 rule = f"only applies to data.source=chat, not {data.source}"
                 raise setting_error(f"data.{name}", getattr(data, name), rule, default)

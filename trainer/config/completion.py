@@ -1,4 +1,4 @@
-"""Words that a shell completes after `meshtrainer`: subcommands, recipes, keys and options."""
+"""Shell completion for `meshtrainer`: subcommands, recipes, keys and options."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ compdef _meshtrainer meshtrainer
 
 
 def completion(shell: str, commands: Iterable[str]) -> str:
-    """Return the script that `eval "$(meshtrainer completion bash)"` loads; also for zsh.  Raises UserError."""
+    """Return the script that `eval "$(meshtrainer completion bash)"` loads, or the one for zsh.
+
+    Raises UserError if the shell is missing or unknown.
+    """
     scripts = {"bash": _BASH, "zsh": _ZSH}
     if not shell:
         raise UserError("completion: the shell is missing\n  for example: meshtrainer completion bash")

@@ -1,4 +1,4 @@
-"""The context axis: which tokens of its sequences a rank holds, and the rules for that."""
+"""Context parallelism: which tokens of its sequences a rank holds, and the rules for `mesh.context`."""
 
 from __future__ import annotations
 
@@ -15,32 +15,33 @@ from trainer.errors import UserError, setting_error
 
 @dataclass(frozen=True)
 class Slices:
-    """The slices that a group of ranks cuts each of its sequences into, seen from one of the ranks.
+    """How a context-parallel group splits its sequences, as seen from one of its ranks.
 
-    With `gather` a slice is two pieces, as far from the middle on both sides, so that all have as much causal attention
-    to compute; with `heads` it is one.
+    With `gather` a slice consists of two pieces at equal distance from the middle of the sequence, so that causal
+    attention costs the same on every rank; with `heads` a slice is contiguous.
     """
 
     number: int
-    """Of this rank's slice, from 0."""
+    """Index of this rank's slice, from 0."""
     count: int
+    """Number of slices per sequence."""
     method: str
-    """gather or heads."""
+    """`gather` or `heads`."""
     seq_len: int
-    """Tokens of a whole sequence."""
+    """Tokens of the full sequence."""
     group: str = ""
-    """The name of the ranks' process group; empty where nothing is to be sent."""
+    """Name of the process group of these ranks; empty if no communication is needed."""
     regathers_in_backward: bool = False
-    """Whether backward gathers a block's keys and values once more, instead of every block keeping all of its own."""
+    """Whether the backward pass gathers each block's keys and values again, instead of storing them since forward."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of a slice."""
+        """Tokens per slice."""
         return self.seq_len // self.count
 
     @property
     def pieces(self) -> list[tuple[int, int]]:
-        """The places of this rank's tokens in the sequence: the first of each piece, and the first after it."""
+        """The [start, stop) positions of each piece of this rank's slice in the sequence."""
         if self.method == "heads":
             return [(self.number * self.num_tokens, (self.number + 1) * self.num_tokens)]
         length = self.num_tokens // 2
@@ -48,35 +49,38 @@ class Slices:
 
 
 def find_slices(config: RunConfig, rank: int) -> Slices | None:
-    """Return what a rank holds of its sequences, None for all of it.  The method is settled (`with_method`)."""
+    """Return the slices of a rank's sequences, or None without context parallelism.
+
+    `mesh.context_method` must be resolved already (`resolve_context_method`).
+    """
     context = config.context
     if context == 1:
         return None
-    again = config.train.activation_checkpoint == "none"  # blocks that are recomputed gather again in any case
+    again = config.train.activation_checkpoint == "none"  # recomputed blocks gather again anyway
     return Slices(rank % context, context, config.mesh.context_method, config.data.seq_len, regathers_in_backward=again)
 
 
 def resolve_context_method(config: RunConfig, ranks_per_node: int) -> RunConfig:
-    """Return the configuration with gather or heads for `mesh.context_method=auto`, where there is a context axis."""
+    """Resolve `mesh.context_method=auto` to gather or heads if sequences are split; return the configuration."""
     mesh = config.mesh
     if mesh.context in (1, AUTO) or mesh.context_method != "auto":
         return config
     _, num_kv_heads = _heads(config)
-    goes_evenly = num_kv_heads is not None and num_kv_heads % config.context == 0
+    divides_evenly = num_kv_heads is not None and num_kv_heads % config.context == 0
     in_a_node = ranks_per_node % config.context == 0
-    method: Literal["gather", "heads"] = "heads" if goes_evenly and in_a_node else "gather"
+    method: Literal["gather", "heads"] = "heads" if divides_evenly and in_a_node else "gather"
     return dataclasses.replace(config, mesh=dataclasses.replace(mesh, context_method=method))
 
 
 def with_context(config: RunConfig, context: int) -> RunConfig:
-    """Return the configuration with that many ranks to a sequence."""
+    """Return the configuration with `mesh.context` set to `context`."""
     return dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, context=context))
 
 
 def context_choices(config: RunConfig, shape: MeshShape, ranks_per_node: int) -> list[RunConfig]:
-    """Return the configuration with every size of the context axis that mesh, batch, lengths and model allow.
+    """Return one configuration for each `mesh.context` that the mesh, batch, sequence length and model allow.
 
-    In the order of sizes, each with its method.
+    Sizes ascend, and `mesh.context_method` is resolved for each.
     """
     found = []
     for size in (size for size in range(1, shape.shard + 1) if shape.shard % size == 0):
@@ -119,13 +123,13 @@ def check_context(config: RunConfig, shape: MeshShape, ranks_per_node: int) -> N
 
 
 def _heads(config: RunConfig) -> tuple[int | None, int | None]:
-    """Return the numbers of query heads and of key heads, None for a model whose configuration does not have them."""
+    """Return the numbers of query heads and of key/value heads; None if the model's configuration lacks them."""
     num_heads = getattr(config.model, "num_heads", None)
     return num_heads, getattr(config.model, "num_kv_heads", num_heads)
 
 
 def check_batch(config: RunConfig, shape: MeshShape) -> None:
-    """Raise UserError for a global batch that the ranks cannot share."""
+    """Raise UserError if the global batch does not divide evenly among the ranks."""
     batch, micro = config.train.global_batch_size, config.train.micro_batch_size
     if isinstance(micro, (str, bool)) and micro != AUTO:
         raise setting_error("train.micro_batch_size", micro, "must be a whole number, or auto", AUTO)

@@ -1,6 +1,6 @@
-"""Keys that a configuration leaves to the machine, to files or to other keys: settled, so that they are on record.
+"""Resolves settings whose defaults depend on the machine, on files or on other settings.
 
-What is trained on, and in which dtype, must not change when a run is resumed.
+The resolved values are stored with the run, so that the data and the dtypes cannot change when the run is resumed.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ def resolve_defaults(config: RunConfig, given: Collection[str]) -> RunConfig:
 
 
 _SMALL = 512
-"""Width under which a model counts as small, such as one of a few million weights."""
+"""Models narrower than this, typically with a few million parameters, count as small."""
 
 
 def _resolve_train(config: RunConfig, given: Collection[str]) -> TrainSection:
-    """Leave `train.small_model_steps` to small models, unless the number of epochs is the user's own."""
+    """Reset `train.small_model_steps` for all but small models, and if the user has set the number of epochs."""
     train, width = config.train, _width(config)
     by_recipe = "train.epochs" not in given or "train.small_model_steps" in given
     if train.epochs is not None and by_recipe and width is not None and width < _SMALL:
@@ -49,16 +49,16 @@ def _resolve_train(config: RunConfig, given: Collection[str]) -> TrainSection:
 
 
 def _width(config: RunConfig) -> int | None:
-    """Return the width of the residual stream, or None of a model that does not say."""
+    """Return the width of the residual stream, or None if the model does not declare it."""
     return getattr(config.model, "dim", None)
 
 
 def _resolve_optim(config: RunConfig, given: Collection[str]) -> OptimSection:
-    """Settle the learning rate of a recipe that tunes models of any width.
+    """Scale the learning rate of a recipe that fine-tunes models of any width (`optim.lr_by_width`).
 
-    The exponent is the one found for Llama models; for Qwen models the source has a rate that hardly falls with width.
-    Source: Thinking Machines Lab, Tinker documentation, "Hyperparameters of supervised learning"; ten times as much for
-    adapters after Schulman et al. 2025, "LoRA Without Regret".
+    The exponent was fitted to Llama models; for Qwen models the source gives a rate that hardly falls with width.
+    Source: Thinking Machines Lab, Tinker documentation, "Hyperparameters of supervised learning"; the factor of ten for
+    adapters is from Schulman et al. 2025, "LoRA Without Regret".
     """
     optim, width = config.optim, _width(config)
     if not optim.lr_by_width:
@@ -76,7 +76,7 @@ _RANGE_STEPS = 100
 
 
 def _resolve_range(config: RunConfig, given: Collection[str]) -> RunConfig:
-    """Make a range test that is asked for on the command line a short run, begun anew each time."""
+    """Make a range test requested on the command line a short run that always starts over."""
     if config.schedule.name != "range" or "schedule.name" not in given:
         return config
     train, evaluation, checkpoint, log = config.train, config.eval, config.checkpoint, config.log
@@ -87,7 +87,7 @@ def _resolve_range(config: RunConfig, given: Collection[str]) -> RunConfig:
         checkpoint = dataclasses.replace(checkpoint, keep_best=0)
         log = dataclasses.replace(log, prompts=())
     if "log.sample_tokens" not in given:
-        log = dataclasses.replace(log, sample_tokens=0)  # of a model that has diverged
+        log = dataclasses.replace(log, sample_tokens=0)  # the model has diverged by then
     if "checkpoint.resume" not in given:
         checkpoint = dataclasses.replace(checkpoint, resume="none")
     parts = {"train": train, "eval": evaluation, "checkpoint": checkpoint, "log": log}
@@ -95,10 +95,10 @@ def _resolve_range(config: RunConfig, given: Collection[str]) -> RunConfig:
 
 
 def isolate_range_test(config: RunConfig, read_run_config: Callable[[Path], Mapping[str, Any]]) -> RunConfig:
-    """Return the configuration with a folder of its own for a range test, and a place for its checkpoints.
+    """Give a range test a separate folder, and a separate place for its checkpoints; return the configuration.
 
-    A range test is named after the run that it is for, and leaves what that run has there alone.
-    read_run_config: returns the configuration that a run has written to a folder, empty if there is none.
+    The folder is that of the run it is for, with `-lr` appended, so that the run's own files are untouched.
+    read_run_config: returns the configuration stored in a run folder, or an empty mapping if there is none.
     """
     if config.schedule.name != "range":
         return config
@@ -116,7 +116,7 @@ def isolate_range_test(config: RunConfig, read_run_config: Callable[[Path], Mapp
 
 
 def _fitting_length(config: RunConfig) -> int:
-    """Return the length of a recipe's rows of chats, which is no longer than the model has positions for."""
+    """Return the sequence length for chats: the recipe's, limited to the model's `max_seq_len`."""
     longest = getattr(config.model, "max_seq_len", None)
     return config.data.seq_len if longest is None else min(config.data.seq_len, longest)
 
@@ -130,15 +130,15 @@ def _resolve_data(config: RunConfig, given: Collection[str]) -> DataSection:
         tokenizer = _folder_of(config) or MODEL
     if tokenizer != MODEL and (Path(tokenizer).expanduser() / "tokenizer.json").is_file():
         tokenizer = str((Path(tokenizer).expanduser() / "tokenizer.json").absolute())
-    if data.source == "chat" and data.arrangement != "apart":  # no conversation sees another, and none is cut
+    if data.source == "chat" and data.arrangement != "apart":  # no conversation attends to another, and none is cut
         data = dataclasses.replace(data, documents="masked", fit="best")
-    elif data.source == "chat" and "data.fit" not in given:  # the one of a run whose conversations share rows
+    elif data.source == "chat" and "data.fit" not in given:  # reset the value of a run whose conversations were packed
         data = dataclasses.replace(data, fit="cut")
     return dataclasses.replace(data, holdout=holdout, tokenizer=tokenizer)
 
 
 def _folder_of(config: RunConfig) -> str | None:
-    """Return the folder that the model's first weights are in, if they are in one that may have a tokenizer."""
+    """Return the Hugging Face folder of the model or of its initial weights, or None."""
     start = config.train.init_from
     return config.model_path or (start if start is not None and is_folder_of_weights(start) else None)
 
@@ -151,25 +151,25 @@ def _resolve_fsdp(config: RunConfig) -> FsdpSection:
 
 
 def _resolve_lora(config: RunConfig) -> LoraSection:
-    """Settle the dtype of what is frozen: weights that come in bfloat16 lose nothing by staying so."""
+    """Resolve the dtype of the frozen weights: those stored in bfloat16 lose nothing by staying in it."""
     lora, source = config.lora, config.train.init_from or config.model_path
     if not lora.rank or lora.base_dtype is not None:
         return lora
-    comes_half = source is not None and stored_dtype(source) == "bfloat16"
-    return dataclasses.replace(lora, base_dtype="bfloat16" if comes_half else config.train.weights_dtype)
+    is_bfloat16 = source is not None and stored_dtype(source) == "bfloat16"
+    return dataclasses.replace(lora, base_dtype="bfloat16" if is_bfloat16 else config.train.weights_dtype)
 
 
 def steps_or_epochs(values: Mapping[str, Any], given: Mapping[str, str]) -> dict[str, Any]:
-    """Return the values of a recipe file without the one of `train.steps` and `train.epochs` that yields.
+    """Return the values of a recipe file without `train.steps` or `train.epochs`, if the command line sets the other.
 
-    What is given on the command line goes before what the file says.  Raises UserError where one place says both.
+    Raises UserError if the command line, or the file, sets both.
     """
     steps, epochs = "train.steps", "train.epochs"
     if steps in given and given.get(epochs, "null") != "null":
         raise setting_error(epochs, given[epochs], f"{steps}={given[steps]} is also given; use only one of them")
     if steps in given or epochs in given:
-        yields = epochs if steps in given else steps
-        return {key: value for key, value in values.items() if key != yields or given.get(epochs) == "null"}
+        dropped = epochs if steps in given else steps
+        return {key: value for key, value in values.items() if key != dropped or given.get(epochs) == "null"}
     if steps in values and values.get(epochs) is not None:
         raise setting_error(epochs, values[epochs], f"{steps}={values[steps]} is also set there; use only one of them")
     return dict(values)

@@ -1,6 +1,6 @@
 """Recipe files that inherit with `recipe: PARENT`: their values override those of the parent.
 
-Knows YAML as plain dictionaries.
+Works on parsed YAML, that is, on plain dictionaries.
 """
 
 from __future__ import annotations
@@ -13,20 +13,21 @@ from trainer.config.run_paths import CONFIG, is_run
 from trainer.errors import setting_error
 
 PARENT = "recipe"
-_OF_THE_RUN = {"run": ("name", "dir"), "checkpoint": ("dir", "resume")}
-"""What a run's configuration says of that run alone."""
+_NOT_INHERITED = {"run": ("name", "dir"), "checkpoint": ("dir", "resume")}
+"""Keys of a run's stored configuration that only apply to that run, by section."""
 
 
 def merge_parents(
     tree: Mapping[str, Any], path: Path, find: Callable[[str], Path], read: Callable[[Path], Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Return the sections of the recipe file at `path`, those of its parents below them.
+    """Return the sections of the recipe file at `path`, merged over those of its parents.
 
-    A parent is written as on the command line: the name of a recipe, a path (from the file's own folder), or the folder
-    of a run, of which the settings are taken, not its name, folder and checkpoints.  A file that names another model
-    than its parent takes none of the parent's model fields.  `find` returns the file of a recipe, `read` what is in it.
+    A parent is written as on the command line: the name of a recipe, a path (relative to the file's folder), or a run
+    folder, whose settings are inherited except for its name, folder and checkpoints.  A file that names a different
+    model than its parent inherits none of the parent's model fields.  `find` returns the path of a recipe's file, and
+    `read` parses the file.
 
-    Raises UserError for a parent that there is none of, and for files that are each other's parents.
+    Raises UserError for a parent that does not exist, and for circular inheritance.
     """
     found, seen = dict(tree), [path.resolve()]
     while (parent := found.pop(PARENT, None)) is not None:
@@ -47,7 +48,7 @@ def _settings(tree: Mapping[str, Any], path: Path) -> dict[str, Any]:
     if path.name != CONFIG or not is_run(path.parent):
         return dict(tree)
     return {
-        section: {key: value for key, value in values.items() if key not in _OF_THE_RUN.get(section, ())}
+        section: {key: value for key, value in values.items() if key not in _NOT_INHERITED.get(section, ())}
         if isinstance(values, Mapping)
         else values
         for section, values in tree.items()

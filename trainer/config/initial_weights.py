@@ -1,4 +1,4 @@
-"""What training starts from: weights that can be read, or random ones where asked for, and their own tokenizer."""
+"""Checks what training starts from: readable weights, or random ones if requested, and a matching tokenizer."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from trainer.errors import setting_error
 
 
 def check_initial_weights(config: RunConfig, given: Mapping[str, Any]) -> None:
-    """Raise UserError if the run would start from random weights where it should start from those of a folder.
+    """Raise UserError if the run would start from random weights although it should load those of a folder.
 
-    given: the keys of recipe file and command line.  A run that resumes from a checkpoint needs no first weights.
+    given: the keys of the recipe file and of the command line.  A run that resumes from a checkpoint is not checked.
     """
     if resumes(config):
         return
@@ -28,14 +28,14 @@ def check_initial_weights(config: RunConfig, given: Mapping[str, Any]) -> None:
             check_weights(start, "model.path" if given.get("model.path") else "train.init_from")
         return
     if not hasattr(config.model, "fresh") or not config.model_path:
-        return  # of its own accord it draws its weights
+        return  # this kind of model initialises its weights randomly
     fresh = given.get("model.fresh")
     if not (is_true(fresh) or (fresh is None and config.model.fresh and not _fine_tunes(config))):
         check_weights(config.model_path, "model.path")
 
 
 def asks_for_fine_tuning(values: Mapping[str, Any]) -> bool:
-    """Return whether the keys of a configuration ask for what only trained weights are good for."""
+    """Return whether a configuration uses chats, preferences or adapters, which need trained weights."""
     rank = values.get("lora.rank")
     return (
         values.get("data.source") == "chat"
@@ -60,14 +60,14 @@ def is_true(value: object) -> bool:
 
 
 def refuse_fresh_with_start(given: Mapping[str, Any], start: str) -> None:
-    """Raise UserError if random weights are asked for, and also those of `train.init_from`."""
+    """Raise UserError if both random weights and `train.init_from` are requested."""
     if is_true(given.get("model.fresh")):
         rule = f"asks for random weights, but train.init_from={start} names the weights to start from"
         raise setting_error("model.fresh", True, rule, fix="leave out one of the two")
 
 
 def resumes(config: RunConfig) -> bool:
-    """Return whether the run will find a checkpoint to resume from, as far as the names of files tell."""
+    """Return whether the run will resume, judging by file names only: no checkpoint is opened."""
     if config.checkpoint.resume != "auto":
         return config.checkpoint.resume != "none"
     if not (config.run_dir / CONFIG).is_file():
@@ -77,23 +77,31 @@ def resumes(config: RunConfig) -> bool:
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# The tokenizer of the weights
+# The tokenizer of the initial weights
 
 _TOKENIZER = "tokenizer.json"
 _KEY = "data.tokenizer"
-_NOT_READ = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tekken.json", "vocab.json", "vocab.txt")
-"""Files that hold a tokenizer in a form that is not read here."""
+_UNSUPPORTED_TOKENIZERS = (
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tekken.json",
+    "vocab.json",
+    "vocab.txt",
+)
+"""Tokenizer files in formats that are not supported."""
 
-Stored = Callable[[Path], Mapping[str, Any]]
-"""Returns the configuration that a run has written to its folder; empty where none can be read."""
+ReadRunConfig = Callable[[Path], Mapping[str, Any]]
+"""Returns the configuration stored in a run folder, or an empty mapping if it cannot be read."""
 
 
-def use_weights_tokenizer(config: RunConfig, given: Mapping[str, Any], read_run_config: Stored) -> RunConfig:
-    """Return the configuration with the tokenizer that the first weights were trained with, unless another is given.
+def use_weights_tokenizer(config: RunConfig, given: Mapping[str, Any], read_run_config: ReadRunConfig) -> RunConfig:
+    """Return the configuration with the tokenizer of the initial weights, unless `data.tokenizer` is given.
 
-    given: the keys of recipe file and command line.  A run that resumes keeps the tokenizer that it has.  Raises
-    UserError if the one that is given is another, or if the weights have none that can be read: ids would mean other
-    text than they did when the weights were trained.  `checkpoint.allow_changes=[data.tokenizer]` allows both.
+    given: the keys of the recipe file and of the command line.  A run that resumes keeps its tokenizer.  Raises
+    UserError if the given tokenizer differs from that of the weights, or if that cannot be read: token ids would then
+    stand for different text than when the weights were trained.  `checkpoint.allow_changes=[data.tokenizer]` permits
+    both.
     """
     data = config.data
     if data.source == "synthetic":
@@ -112,10 +120,11 @@ def use_weights_tokenizer(config: RunConfig, given: Mapping[str, Any], read_run_
     return dataclasses.replace(config, data=dataclasses.replace(data, tokenizer=named))
 
 
-def find_weights_tokenizer(config: RunConfig, read_run_config: Stored) -> str | None:
-    """Return the tokenizer.json that the first weights come with, or that the run they are from was given.
+def find_weights_tokenizer(config: RunConfig, read_run_config: ReadRunConfig) -> str | None:
+    """Return the path of the tokenizer.json that belongs to the initial weights, or None.
 
-    None if they are drawn, or if there is none to be seen: beside them, or in a run that was trained on bytes.
+    The file is in the weights' folder or, if the weights come from a run, the one that the run used.  None for random
+    weights, if there is no such file, or if the run was trained on bytes.
     """
     folder = find_weights_folder(config)
     if folder is not None:
@@ -125,8 +134,8 @@ def find_weights_tokenizer(config: RunConfig, read_run_config: Stored) -> str | 
     return named if named is not None and Path(named).is_file() else None
 
 
-def _tokenizer_of_run(config: RunConfig, read_run_config: Stored) -> str | None:
-    """Return the tokenizer file that the run was given which the first weights are from; it may have been moved."""
+def _tokenizer_of_run(config: RunConfig, read_run_config: ReadRunConfig) -> str | None:
+    """Return the tokenizer file of the run that the initial weights come from; the file may be missing by now."""
     start = config.train.init_from
     if start is None or "://" in start.removeprefix("file://"):
         return None
@@ -139,7 +148,7 @@ def _tokenizer_of_run(config: RunConfig, read_run_config: Stored) -> str | None:
 
 
 def find_weights_folder(config: RunConfig) -> str | None:
-    """Return the Hugging Face folder that the first weights are read from; None if they come from elsewhere."""
+    """Return the Hugging Face folder of the initial weights, or None if they come from elsewhere."""
     start = config.train.init_from
     if start is not None:
         return start if is_folder_of_weights(start) else None
@@ -148,7 +157,7 @@ def find_weights_folder(config: RunConfig) -> str | None:
 
 
 def allows_another(config: RunConfig) -> bool:
-    """Return whether training may use another tokenizer than the weights did."""
+    """Return whether `checkpoint.allow_changes` permits a tokenizer other than that of the weights."""
     return not {"data", _KEY}.isdisjoint(config.checkpoint.allow_changes)
 
 
@@ -156,7 +165,7 @@ def _check_same(tokenizer: str, own: str) -> None:
     path = Path(tokenizer).expanduser()
     file = path / _TOKENIZER if path.is_dir() else path
     if tokenizer != "bytes" and not file.is_file():
-        return  # whoever opens it says so
+        return  # opening it reports the error
     if tokenizer == "bytes" or not _are_same(file, Path(own)):
         rule = f"is another tokenizer than the one that the weights were trained with, {own}"
         fix = f"leave it out, to use that one; to use another on purpose: checkpoint.allow_changes=[{_KEY}]"
@@ -164,7 +173,7 @@ def _check_same(tokenizer: str, own: str) -> None:
 
 
 def _are_same(one: Path, other: Path) -> bool:
-    """Return whether two tokenizer.json give the same ids: what they add around a text, and its length, may differ."""
+    """Return whether two tokenizer.json files produce the same ids; post-processing and truncation may differ."""
     try:
         contents = [file.read_bytes() for file in (one, other)]
         if contents[0] == contents[1]:
@@ -173,11 +182,11 @@ def _are_same(one: Path, other: Path) -> bool:
         first, second = ({part: json.loads(content).get(part) for part in parts} for content in contents)
         return first == second
     except (OSError, ValueError, AttributeError, RecursionError):
-        return True  # one that cannot be read: whoever opens it says so
+        return True  # opening an unreadable file reports the error
 
 
 def _check_readable_tokenizer(config: RunConfig, of_run: str | None) -> None:
-    """Raise UserError if the weights come with a tokenizer that cannot be read: training would use bytes instead."""
+    """Raise UserError if the tokenizer of the weights cannot be read: training would fall back to bytes."""
     if of_run is not None:
         rule = f"the weights of {config.train.init_from} were trained with {of_run}, which is missing"
         raise setting_error(_KEY, config.data.tokenizer, rule, fix=f"give its new place, {_KEY}=FILE")
@@ -187,9 +196,9 @@ def _check_readable_tokenizer(config: RunConfig, of_run: str | None) -> None:
 
 
 def check_tokenizer_of_folder(folder: str | Path) -> None:
-    """Raise UserError if a Hugging Face folder has its tokenizer in a form that is not read here, and in no other."""
+    """Raise UserError if a Hugging Face folder has a tokenizer, but only in unsupported formats."""
     place = Path(str(folder).removeprefix("file://")).expanduser()
-    there = [name for name in _NOT_READ if (place / name).is_file()]
+    there = [name for name in _UNSUPPORTED_TOKENIZERS if (place / name).is_file()]
     if not there or (place / _TOKENIZER).is_file():
         return
     script = "import sys; from transformers import AutoTokenizer as T; "

@@ -1,4 +1,4 @@
-"""Reads a configuration: defaults < recipe YAML < command line.  The only user of OmegaConf."""
+"""Loads a configuration: defaults < recipe YAML < command line.  The only module that parses with OmegaConf."""
 
 from __future__ import annotations
 
@@ -47,18 +47,18 @@ def load_config(
     """Return the configuration of `recipe` with `key=value` overrides.
 
     `recipe` is a name in conf/, a path ending in .yaml, or a run folder (its `config.yaml`).  A recipe file may inherit
-    with `recipe: PARENT`.  If a key is given twice, the last value applies.  The configuration of a run refers to that
-    run in its current folder, unless `overrides` contain `run.dir` or `run.name`.  A range test gets a
-    folder of its own.
+    with `recipe: PARENT`.  If a key is given twice, the last value applies.  A configuration loaded from a
+    run folder applies to that run, even if the folder has been moved, unless `overrides` contain `run.dir` or
+    `run.name`.  A learning-rate range test gets a separate folder.
 
-    Modules that the command line or a recipe file of the user's own names are imported.  What a run or a checkpoint
-    has written is data: a module that it names is imported only if it is among `allow_import`, or in the overrides.
+    Modules named on the command line or in the user's recipe files are imported.  Files written by a run or stored in
+    a checkpoint are untrusted: a module that they name is imported only if it is in `allow_import` or in `overrides`.
 
-    If `train.init_from` describes its model, its fields replace those of the recipe, and the fields in `overrides` must
-    agree with them.
+    If the source in `train.init_from` describes a model, that model's fields replace the recipe's, and model fields in
+    `overrides` must agree with them.
 
-    `needs_weights=False` also loads a configuration whose folder has no weights that can be read: for what looks at
-    the model or the data alone.
+    `needs_weights=False` skips the check that the initial weights can be read, for commands that only look at the model
+    or the data.
 
     Raises UserError for an unknown recipe or key, a wrong type, or a value outside its limits.  Rules that depend on
     the number of ranks are checked by `check_config`.
@@ -83,7 +83,7 @@ def load_config(
                 rule = f"is not stored (in {path}), as it may hold secrets; give the command on the command line again"
                 raise setting_error(key, value, rule, fix="run.on_end=COMMAND, or run.on_end=null to do without")
             raise setting_error(key, value, rule)
-    config = _build(values, assignments, path, follows=True)
+    config = _build(values, assignments, path, resolves_model=True)
     given = {**dict(_leaves(values, path)), **assignments}
     if needs_weights:
         check_initial_weights(config, given)
@@ -92,9 +92,9 @@ def load_config(
 
 
 def check_imports(values: Mapping[str, Any], assignments: Collection[str], allow_import: Collection[str]) -> None:
-    """Raise UserError if what a run has written names a module that nobody has allowed to import.
+    """Raise UserError if a configuration written by a run names a module that the user has not allowed to import.
 
-    A key that the command line gives (`assignments`) is the user's own.
+    A key that is also given on the command line (`assignments`) is trusted.
     """
     for section, name in (("model", "name"), ("fsdp", "wrap")):
         key, settings = f"{section}.{name}", values.get(section)
@@ -104,7 +104,7 @@ def check_imports(values: Mapping[str, Any], assignments: Collection[str], allow
 
 
 def read_run_config(folder: Path) -> Mapping[str, Any]:
-    """Return the configuration that a run has written to its folder; empty where none can be read."""
+    """Return the configuration stored in a run folder, or an empty mapping if it cannot be read."""
     try:
         return read_stored((folder / CONFIG).read_text())
     except (OSError, ValueError, UserError):
@@ -116,18 +116,18 @@ def _items(value: Any) -> Collection[Any]:
 
 
 def config_from_yaml(text: str, origin: str = "config.yaml", allow_import: Collection[str] = ()) -> RunConfig:
-    """Return the configuration that a checkpoint holds, as `to_yaml` has written it.
+    """Return the configuration stored in a checkpoint by `to_yaml`.
 
-    Nothing that it names is imported, but for the modules (and what is in them) of `allow_import`: it may come from
-    anywhere.  Raises UserError, as `load_config` does.
+    The text is untrusted: of the modules that it names, only those in `allow_import` and their submodules are imported.
+    Raises UserError as `load_config` does.
     """
     return _build(read_stored(text, origin), {}, Path(origin), may_import=allow_import)
 
 
 def read_stored(text: str, origin: str = "config.yaml") -> dict[str, Any]:
-    """Return what a stored configuration holds, by section, as it stands: nothing in it is looked up or imported.
+    """Return a stored configuration by section, unresolved: nothing in it is interpolated or imported.
 
-    Credentials that it may still hold, from before they were masked, are masked.
+    Credentials are masked, since files from older versions may contain them.
     """
     try:
         tree = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
@@ -146,19 +146,20 @@ def _build(
     tree_of_values: Mapping[str, Any],
     assignments: Mapping[str, str],
     path: Path,
-    follows: bool = False,
+    resolves_model: bool = False,
     may_import: Collection[str] | None = None,
 ) -> RunConfig:
-    """Return the configuration of a tree and assignments; with `follows`, with the model of `train.init_from`.
+    """Return the configuration of the parsed file `tree_of_values`, overridden by `assignments`.
 
-    Modules that the tree names are imported, or, with `may_import`, those alone.
+    resolves_model: take the model's fields from the source in `train.init_from`, and resolve `model.name=auto`.
+    may_import: the modules that may be imported because the file names them; None for any.
     """
     values = steps_or_epochs(dict(_leaves(tree_of_values, path)), assignments)
-    if follows:
+    if resolves_model:
         values, assignments = resolve_auto_model(values, assignments)
 
     name = assignments.get("model.name", values.get("model.name"))
-    if name != values.get("model.name"):  # another model: the fields in the recipe file are not its
+    if name != values.get("model.name"):  # another model: drop the fields that the recipe file sets for its own
         values = {key: value for key, value in values.items() if not key.startswith("model.")}
     if name is None:
         raise _no_model(values, path)
@@ -172,9 +173,9 @@ def _build(
         else:
             _assign(tree, legal, key, text, "")
     try:
-        told = _declared_by(tree.train.init_from, find_recipe(str(name))) if follows else None
-        if told is not None:
-            _follow(tree, model, legal, told, values, assignments)
+        declared = _declared_by(tree.train.init_from, find_recipe(str(name))) if resolves_model else None
+        if declared is not None:
+            _copy_model_fields(tree, model, legal, declared, values, assignments)
         config = OmegaConf.to_object(tree)
     except OmegaConfBaseException as error:
         key = str(error.full_key)
@@ -184,9 +185,9 @@ def _build(
     assert isinstance(config, RunConfig)
     remember_secrets(dataclasses.asdict(config))
     _check_limits(config)
-    if told is not None:
-        told.check(config.model, config.checkpoint.allow_changes)
-    if follows and config.recipe.resolve is not None:
+    if declared is not None:
+        declared.check(config.model, config.checkpoint.allow_changes)
+    if resolves_model and config.recipe.resolve is not None:
         config = dataclasses.replace(config, model=config.recipe.resolve(config.model))
     run = _named(config.run, path, assignments)
     config = dataclasses.replace(config, run=run, data=_imply_source(config.data, {*values, *assignments}, assignments))
@@ -194,7 +195,7 @@ def _build(
 
 
 def _no_model(values: Mapping[str, Any], path: Path) -> UserError:
-    """Return the error of a file that names no model: of a key that no model has, rather."""
+    """Return the error for a file without a model; an unknown key in the file is reported first."""
     load_recipes()
     known = {key: item for key, item in _declared_keys(None).items() if key.partition(".")[0] != "model"}
     for key, value in values.items():
@@ -205,9 +206,9 @@ def _no_model(values: Mapping[str, Any], path: Path) -> UserError:
 
 
 def _named(run: RunSection, path: Path, assignments: Mapping[str, str]) -> RunSection:
-    """Return the section with a name and a folder.
+    """Return the section with the default name and folder filled in.
 
-    A name on the command line is of another run than the one whose folder the recipe file names.
+    A name on the command line starts another run, so the folder in the recipe file is ignored then.
     """
     name = run.name or path.stem
     is_another = bool(assignments.get("run.name")) and not assignments.get("run.dir")
@@ -215,7 +216,7 @@ def _named(run: RunSection, path: Path, assignments: Mapping[str, str]) -> RunSe
 
 
 def _imply_source(data: DataSection, given: Collection[str], assignments: Mapping[str, str]) -> DataSection:
-    """A path that is given means tokens, unless a source is given with it, in the same place, or one that reads it."""
+    """Imply `data.source=tokens` if a path is given, but no source next to it (on the command line or in the file)."""
     has_source = "data.source" in (assignments if "data.path" in assignments else given)
     if not data.path or has_source or data.source not in ("stdlib", "synthetic"):
         return data
@@ -223,17 +224,17 @@ def _imply_source(data: DataSection, given: Collection[str], assignments: Mappin
 
 
 def default_folder(name: str) -> str:
-    """Return where a run of this name lives if nothing else is said."""
+    """Return the default folder of a run with this name."""
     return f"runs/{name}"
 
 
 def _declared_by(source: str | None, recipe: Recipe) -> DeclaredModel | None:
-    """Return what the source of the first weights says of its model; None if it says nothing, or not yet."""
+    """Return the model fields that the source of the initial weights declares; None if it declares none."""
     if source is None:
         return None
     if is_folder_of_weights(source):
         return declared_by_folder(source, recipe, "train.init_from")
-    stored = Path((run_of_best(source) or source).removeprefix("file://")) / CONFIG  # of a run, or of one checkpoint
+    stored = Path((run_of_best(source) or source).removeprefix("file://")) / CONFIG  # of a run or of a checkpoint
     try:
         return declared_by_yaml(stored.read_text(), recipe.name, str(stored)) if stored.is_file() else None
     except OSError as error:
@@ -241,9 +242,9 @@ def _declared_by(source: str | None, recipe: Recipe) -> DeclaredModel | None:
 
 
 def declared_by_yaml(text: str, name: str, where: str) -> DeclaredModel | None:
-    """Return what a configuration that `to_yaml` has written says of the model; None if it is not of recipe `name`.
+    """Return the model fields in a configuration written by `to_yaml`; None if its model is not of recipe `name`.
 
-    Nothing that it names is imported.
+    Nothing that the text names is imported.
     """
     try:
         tree = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
@@ -257,38 +258,38 @@ def declared_by_yaml(text: str, name: str, where: str) -> DeclaredModel | None:
     return DeclaredModel(where, {str(field): value for field, value in fields.items()})
 
 
-def _follow(
+def _copy_model_fields(
     tree: Any,
     model: type,
     legal: Mapping[str, dataclasses.Field[Any]],
-    told: DeclaredModel,
+    declared: DeclaredModel,
     values: Mapping[str, Any],
     assignments: Mapping[str, str],
 ) -> None:
-    """Let the model's fields be as told, but those given on the command line, and free ones that are given at all."""
+    """Copy the declared model fields into the tree.  Command-line values win, and so do free fields that are set."""
     free = free_fields(model, tree.checkpoint.allow_changes)
-    for name, value in told.fields.items():
+    for name, value in declared.fields.items():
         key = f"model.{name}"
         if key in legal and key not in assignments and not (name in free and key in values):
-            _assign(tree, legal, key, value, f" (in {told.where})")
+            _assign(tree, legal, key, value, f" (in {declared.where})")
 
 
 def find_recipe_file(recipe: str) -> Path:
-    """Return the YAML file of a recipe, or of a run's folder.  Raises UserError that names the nearest recipe."""
+    """Return the YAML file of a recipe or run folder.  Raises UserError, which suggests the nearest recipe name."""
     if not recipe:
         raise setting_error("recipe", recipe, _IS_EMPTY, example="llama_small")
     if recipe.endswith((".yaml", ".yml")) and not Path(recipe).is_dir():
         path = Path(recipe)
         if not path.is_file():
             best = nearest(path.stem, recipe_files())
-            fix = "" if best else f"give its path from {os.getcwd()}, or start from {_WRITES_ONE}"
+            fix = "" if best else f"give its path from {os.getcwd()}, or start from {_HOW_TO_WRITE_ONE}"
             raise setting_error("recipe", recipe, "no such file", meant=best, fix=fix)
         return path
     files = recipe_files()
     if recipe in files:
         return files[recipe]
     if Path(recipe).suffix in (".json", ".toml"):
-        raise setting_error("recipe", recipe, "recipe files are YAML", fix=f"start from {_WRITES_ONE}")
+        raise setting_error("recipe", recipe, "recipe files are YAML", fix=f"start from {_HOW_TO_WRITE_ONE}")
     if Path(recipe).is_dir() and not (Path(recipe) / CONFIG).is_file():
         rule = f"is a folder, but not a run folder: it has no {CONFIG}"
         inside = next(iter(sorted(Path(recipe).glob("*.y*ml"))), None)
@@ -308,13 +309,13 @@ def recipe_files() -> dict[str, Path]:
 
 
 def description(path: Path) -> str:
-    """Return the first line of a recipe file: what the recipe is for."""
+    """Return the description of a recipe: the comment on the first line of its file."""
     first = path.read_text().partition("\n")[0]
     return first.lstrip("# ").strip()
 
 
 def declared_keys(model: type | None = None) -> dict[str, dataclasses.Field[Any]]:
-    """Return every key that may be set, with its field: type, default, and meaning in `metadata`."""
+    """Return every configuration key with its dataclass field; `metadata` holds the meaning and the limits."""
     return dict(_declared_keys(model))
 
 
@@ -334,7 +335,7 @@ def _declared_keys(model: type | None) -> Mapping[str, dataclasses.Field[Any]]:
 
 @functools.cache
 def _empty_tree(model: type) -> DictConfig:
-    """Return the tree of all defaults, to be copied: making one takes five times as long as copying it."""
+    """Return the tree of all defaults, for copying: building one takes five times as long as copying it."""
     tree = OmegaConf.structured(RunConfig(model=model))
     for node in (tree, *(tree[section.name] for section in dataclasses.fields(RunConfig))):
         OmegaConf.set_readonly(node, False)
@@ -342,11 +343,11 @@ def _empty_tree(model: type) -> DictConfig:
     return tree
 
 
-_WRITES_ONE = "the output of python -m trainer.run recipe=llama_small --print-config"
+_HOW_TO_WRITE_ONE = "the output of python -m trainer.run recipe=llama_small --print-config"
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Return what a YAML file holds, by section, unchecked.  Raises UserError if it cannot be read."""
+    """Return the contents of a YAML file by section, unchecked.  Raises UserError if it cannot be read."""
     try:
         tree = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
     except YAMLError as error:
@@ -356,7 +357,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
             fix = "indent with spaces"
             raise setting_error("recipe", path, f"is not valid YAML{line}: it contains a tab", fix=fix) from error
         rule = f"is not valid YAML{line}: {getattr(error, 'problem', error)}"
-        fix = f"correct{line.replace(',', '')} or start from {_WRITES_ONE}"
+        fix = f"correct{line.replace(',', '')} or start from {_HOW_TO_WRITE_ONE}"
         raise setting_error("recipe", path, rule, fix=fix) from error
     except UnicodeDecodeError as error:
         raise setting_error("recipe", path, "is not UTF-8 text", fix="save it as UTF-8 in your editor") from error
@@ -365,7 +366,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise setting_error("recipe", path, rule, fix="give a readable file") from error
     if not isinstance(tree, dict):
         rule = "must contain sections such as `train:` with keys below them"
-        raise setting_error("recipe", path, rule, fix=f"start from {_WRITES_ONE}")
+        raise setting_error("recipe", path, rule, fix=f"start from {_HOW_TO_WRITE_ONE}")
     return {str(key): value for key, value in tree.items()}
 
 
@@ -406,9 +407,9 @@ def _split_overrides(overrides: Sequence[str]) -> dict[str, str]:
 
 
 def _parse(key: str, text: str, hint: Any) -> Any:
-    """Return the value of a command-line override: text as it stands, where it may be one; all others as in YAML.
+    """Return the value of a command-line override.  Text keys take the text verbatim; other values are parsed as YAML.
 
-    Where it may also be a mapping it is one if YAML reads one.
+    For a key that takes text or a mapping, the value is a mapping if YAML parses it as one.
     """
     options = union_members(hint)
     if not text and not key.startswith("model."):
@@ -433,7 +434,7 @@ def _parse(key: str, text: str, hint: Any) -> Any:
 
 
 def parse_value(key: str, text: str) -> Any:
-    """Return what YAML reads in a text that is no value of a run's.  Raises UserError if it is none at all."""
+    """Parse a YAML value that is not a configuration key.  Raises UserError if it is not valid."""
     return _parse(key, text, dict)
 
 
@@ -447,7 +448,7 @@ def _assign(
         choice for option in union_members(hint) for choice in typing.get_args(option) if isinstance(choice, str)
     ]
     _refuse_resolvers(key, value, where)
-    if isinstance(value, str) and value.startswith("~/"):  # which a shell leaves as it is behind an equals sign
+    if isinstance(value, str) and value.startswith("~/"):  # shells do not expand ~ after an equals sign
         value = os.path.expanduser(value)
     if value is False and "off" in choices:  # YAML 1.1 reads a bare `off` as a boolean
         value = "off"
@@ -466,16 +467,16 @@ def _assign(
 _IS_EMPTY = "is empty, perhaps from an unset shell variable"
 
 _OTHER_KEY = re.compile(r"(?<!\\)\$\{[\w.\[\]]+\}")
-"""The one form of interpolation that there is: the value of another key."""
+"""The only supported interpolation: the value of another key."""
 
 
 def _refuse_resolvers(key: str, value: Any, where: str) -> None:
-    """Raise UserError for what OmegaConf would compute or read from the environment: a configuration is data."""
+    """Raise UserError for OmegaConf resolvers: a configuration must not run code or read the environment."""
     if isinstance(value, (list, tuple, Mapping)):
         for item in value.values() if isinstance(value, Mapping) else value:
             _refuse_resolvers(key, item, where)
     elif isinstance(value, str) and "${" in _OTHER_KEY.sub("", value):
-        rule = f"of what begins with ${{ only another key's value, ${{section.key}}, can be used{where}, not resolvers"
+        rule = f"${{...}} can only refer to another key, as ${{section.key}}{where}, not call a resolver"
         raise setting_error(key, value, rule, fix=f"write the value itself, or give it on the command line: {key}=...")
 
 

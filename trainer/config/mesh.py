@@ -1,4 +1,4 @@
-"""The shape of the device mesh on a number of ranks."""
+"""Computes the shape of the device mesh for a number of ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainer.errors import setting_error
 
 @dataclass(frozen=True)
 class MeshShape:
-    """The mesh that a configuration means on a given number of ranks: `replicate` x `shard` data-parallel ranks."""
+    """The resolved mesh: `replicate` x `shard` ranks."""
 
     replicate: int
     shard: int
@@ -26,9 +26,9 @@ class MeshShape:
         return self.replicate * self.shard
 
     def advice(self, local_world_size: int) -> str:
-        """Return what is to be said of where the nodes' boundaries are; nothing if they are well placed.
+        """Return a warning if shard groups straddle node boundaries, else an empty string.
 
-        What is gathered within a node goes over its own links, many times as fast as those between nodes.
+        Links within a node are many times faster than those between nodes.
         """
         if self.num_ranks == local_world_size or not (self.shard % local_world_size and local_world_size % self.shard):
             return ""
@@ -39,7 +39,7 @@ class MeshShape:
 
 
 def find_mesh_shape(mesh: MeshSection, world_size: int, local_world_size: int) -> MeshShape:
-    """Return the sizes of the mesh's axes on `world_size` ranks.  Raises UserError for one that cannot be."""
+    """Return the mesh for `world_size` ranks.  Raises UserError if the settings do not fit that number."""
     replicate, shard = mesh.replicate, mesh.shard
     if shard == "node":
         if world_size % local_world_size:
@@ -72,7 +72,7 @@ def find_mesh_shape(mesh: MeshSection, world_size: int, local_world_size: int) -
 
 
 def smallest_mesh(config: RunConfig) -> MeshShape:
-    """Return the smallest mesh that a configuration can mean, where the number of ranks is not known."""
+    """Return the smallest mesh that satisfies a configuration, for when the number of ranks is unknown."""
     mesh, reshard = config.mesh, config.fsdp.reshard_after_forward
     asked = [*(reshard if isinstance(reshard, list) else [reshard]), mesh.context]
     sizes = [size for size in asked if isinstance(size, int)]
@@ -87,5 +87,5 @@ def check_divides(key: str, value: int, world_size: int) -> None:
 
 
 def divisor(value: int, total: int) -> int:
-    """Return the divisor of `total` that is nearest to `value`."""
+    """Return the divisor of `total` nearest to `value`."""
     return min((d for d in range(1, total + 1) if total % d == 0), key=lambda d: (abs(d - value), d))

@@ -1,6 +1,6 @@
-"""Several sources in one run: their weights, and the sample at which each phase begins.
+"""Mixtures of data sources: their weights, and the phases in which the weights change.
 
-A phase begins with a step, whichever way its beginning is given, and reaches to the next one.
+A phase starts at a step boundary, however its start is given, and lasts until the next phase starts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from trainer.config.sections import DataSection
 from trainer.errors import UserError, nearest, setting_error
 
 BLOCK = 1024
-"""Samples in which the shares of the sources are exact: no share is smaller than one sample of these."""
+"""Number of samples within which the mixture is exact; no source's share may be below one sample per block."""
 
 _NAME = re.compile(r"[A-Za-z0-9_][\w.-]*", re.ASCII)
 _SHARE = re.compile(r"(\d+(?:\.\d+)?)\s*%")
@@ -27,25 +27,25 @@ _FORMS = "must be a step, tokens:<n>, or a share of the run such as 80%"
 
 @dataclass(frozen=True)
 class Phase:
-    """The weights of the sources from a sample of the run on; None: those of their sizes."""
+    """The weights of the sources from sample `start` on; None: proportional to the sizes of the sources."""
 
     start: int
     weights: Mapping[str, float] | None
 
 
 def source_names(data: DataSection) -> list[str]:
-    """Return the names of the sources, sorted; none where data.path names one source by its path alone."""
+    """Return the sorted names of the sources; an empty list if data.path is a single path."""
     return sorted(data.path) if isinstance(data.path, Mapping) else []
 
 
 def find_phases(config: RunConfig) -> list[Phase]:
     """Return the phases of a run with several sources, first to last; the first begins at sample 0.
 
-    Raises UserError that names the phase and the rule that it breaks.  Their order can be told once `train.epochs` is a
-    number of steps.
+    Raises UserError that names the phase and the rule that it breaks.  The order of the phases is only checked once
+    `train.epochs` has been resolved to a number of steps.
     """
     names, weights = source_names(config.data), config.data.weights
-    is_settled = config.train.epochs is None
+    has_num_steps = config.train.epochs is None
     if weights is not None:
         _check_weights("data.weights", weights, names)
     phases = [Phase(0, weights)]
@@ -57,7 +57,7 @@ def find_phases(config: RunConfig) -> list[Phase]:
         _check_weights(f"{key}.weights", stated["weights"], names)
         phase = Phase(_first_sample(f"{key}.from", stated["from"], config), stated["weights"])
         is_late = phase.start > phases[-1].start or not (phase.start or number or weights is not None)
-        if is_settled and not is_late:
+        if has_num_steps and not is_late:
             raise _out_of_order(f"{key}.from", stated["from"], phases[-1].start, config)
         phases = [*phases[: len(phases) if phase.start else 0], phase]
     return phases
@@ -70,7 +70,7 @@ def _out_of_order(key: str, when: object, previous: int, config: RunConfig) -> U
 
 
 def _first_sample(key: str, when: object, config: RunConfig) -> int:
-    """Return how many samples come before the first step of a phase."""
+    """Return the number of samples before the first step of a phase."""
     batch = config.train.global_batch_size
     if isinstance(when, int) and not isinstance(when, bool):
         if when < 1:
@@ -109,7 +109,7 @@ def _check_weights(key: str, weights: Any, names: list[str]) -> None:
 
 
 def check_sources(config: RunConfig) -> None:
-    """Check the names of the sources, and what is said of them.  Raises UserError."""
+    """Check the sources' names, paths, weights and phases.  Raises UserError."""
     data = config.data
     if not isinstance(data.path, Mapping):
         for key in ("weights", "phases"):

@@ -1,7 +1,8 @@
-"""The model that a source of weights describes: config.json of a Hugging Face folder, read as a recipe's fields.
+"""Reads the model that a Hugging Face folder declares: config.json, converted to a recipe's fields, and file checks.
 
-Read before anything is built: equal shapes with another `rope_theta` or number of heads are another model.  Knows no
-tensor and imports no torch; how an entry is called, and which are possible, is the recipe's to tell (`Recipe.hf`).
+The fields are compared before anything is built, since weights of equal shape may belong to a different model, for
+example one with another `rope_theta` or number of heads.  Reads no tensors and does not import torch.  The recipe
+(`Recipe.hf`) defines the names of the entries and the values that it supports.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ from trainer.recipe import HuggingFace, Recipe, all_recipes, check_number, find_
 
 CONFIG = "config.json"
 
-_NOT_READ = {
+_UNSUPPORTED_ENTRIES = {
     "quantization_config": "quantized weights are not supported; convert them first",
     "compression_config": "compressed weights are not supported; convert them first",
     "auto_map": "needs custom model code, which is not run here",
 }
-"""Entries of config.json that say of any model that a recipe does not build it."""
+"""Entries of config.json that no recipe supports."""
 
 
 def find_huggingface(recipe: Recipe) -> HuggingFace:
-    """Return what the recipe says of Hugging Face's world.  Raises UserError if it says nothing."""
+    """Return the recipe's Hugging Face mapping.  Raises UserError if it has none."""
     if recipe.hf is None:
         raise UserError(
             f"recipe {recipe.name!r} has no mapping to Hugging Face: give it "
@@ -44,13 +45,13 @@ def find_huggingface(recipe: Recipe) -> HuggingFace:
 
 
 def is_folder_of_weights(path: str | Path) -> bool:
-    """Return whether `path` is a folder as Hugging Face has it, and neither a run's nor a checkpoint."""
+    """Return whether `path` is a Hugging Face model folder, rather than a run folder or a checkpoint."""
     folder = Path(str(path).removeprefix("file://"))
     return folder.is_dir() and ((folder / CONFIG).is_file() or any(folder.glob("*.safetensors")))
 
 
 def stored_dtype(path: str | Path) -> str | None:
-    """Return the dtype of the weights by the folder's config.json; None if it says none, or this is not a folder."""
+    """Return the dtype that the folder's config.json declares; None if it declares none or cannot be read."""
     try:
         content = read_json(Path(str(path).removeprefix("file://")) / CONFIG)
         return str(content.get("dtype") or content.get("torch_dtype") or "") or None
@@ -59,20 +60,20 @@ def stored_dtype(path: str | Path) -> str | None:
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# What it says
+# Declared models
 
 
 @dataclass(frozen=True)
 class DeclaredModel:
-    """The fields of a model's configuration that the source of its weights tells, and where it does."""
+    """The model fields that a source of weights declares.  `where`: the file that declares them, for messages."""
 
     where: str
     fields: Mapping[str, Any]
 
     def check(self, model_config: Any, allowed: Iterable[str]) -> None:
-        """Raise UserError with every field that is another in `model_config`.
+        """Raise UserError that lists every field with a different value in `model_config`.
 
-        May be: what is free (see `free_fields`, with `allowed`), and what has no such field.
+        Free fields (see `free_fields`) and fields that `model_config` does not have are ignored.
         """
         free = free_fields(type(model_config), allowed)
         own = {field.name for field in dataclasses.fields(model_config)} - free
@@ -91,19 +92,19 @@ class DeclaredModel:
 
 
 def free_fields(model: type, allowed: Iterable[str]) -> set[str]:
-    """Return the fields of a model's configuration that need not be what the source of its weights says.
+    """Return the model fields that may differ from those that the source of the weights declares.
 
-    Those are the ones declared `free`, which are of training alone, and those of the keys `allowed`.
+    These are the fields declared `free`, which only affect training, and those whose keys are in `allowed`.
     """
     allowed = set(allowed)
     return {f.name for f in dataclasses.fields(model) if f.metadata.get("free") or f"model.{f.name}" in allowed}
 
 
 def declared_by_folder(folder: str | Path, recipe: Recipe, setting: str) -> DeclaredModel | None:
-    """Return what a folder says of the model in it, in the fields of `recipe`; None if it has no config.json.
+    """Return the model that a folder declares, as fields of `recipe`; None if it has no config.json.
 
-    Raises UserError that begins with `setting` if config.json is broken, or says what the recipe cannot build; or,
-    naming `model.name`, if it is for another one.
+    Raises UserError that begins with `setting` if config.json is invalid or describes a model that the recipe cannot
+    build, and one that names `model.name` if config.json belongs to another recipe.
     """
     path = Path(str(folder).removeprefix("file://"))
     if not (path / CONFIG).exists():
@@ -114,54 +115,54 @@ def declared_by_folder(folder: str | Path, recipe: Recipe, setting: str) -> Decl
         rule = f"model.name={recipe.name} takes its weights from model.path"
         raise setting_error(setting, folder, rule, fix=f"model.path={path}, without {setting}")
     if content["model_type"] != hf.model_type:
-        able = [other.name for other in all_recipes() if other.hf and other.hf.model_type == content["model_type"]]
+        matching = [other.name for other in all_recipes() if other.hf and other.hf.model_type == content["model_type"]]
         rule = f"{path / CONFIG}: model_type={content['model_type']}, which does not match"
-        raise setting_error("model.name", recipe.name, rule, able[0] if able else None)
+        raise setting_error("model.name", recipe.name, rule, matching[0] if matching else None)
     return DeclaredModel(str(path / CONFIG), _fields_of(content, recipe, path, setting))
 
 
 def model_config_of(folder: str | Path, recipes: Sequence[Recipe], setting: str = "path") -> tuple[Recipe, Any]:
-    """Return which of `recipes` builds the model in `folder`, and the configuration that it needs for it.
+    """Return the one of `recipes` that builds the model in `folder`, and the model's configuration.
 
-    Raises UserError that begins with `setting` if config.json is missing or broken, or describes a model that none of
-    the recipes builds, or several.
+    Raises UserError that begins with `setting` if config.json is missing or invalid, or if not exactly one of the
+    recipes builds the model.
     """
     path = Path(folder).expanduser()
     content = read_config(path, setting)
     model_type = content["model_type"]
-    able = [recipe for recipe in recipes if recipe.hf and recipe.hf.model_type == model_type]
-    if len(able) != 1:
+    matching = [recipe for recipe in recipes if recipe.hf and recipe.hf.model_type == model_type]
+    if len(matching) != 1:
         types = {recipe.hf.model_type for recipe in recipes if recipe.hf}
         known = sorted(name for name in types if isinstance(name, str))
         rule = (
-            f"is for the recipes {', '.join(recipe.name for recipe in able)}; name one with model.name"
-            if able
+            f"is for the recipes {', '.join(recipe.name for recipe in matching)}; name one with model.name"
+            if matching
             else f"has no recipe; there are recipes for {', '.join(known) or 'nothing'}"
         )
         raise setting_error(setting, folder, f"{CONFIG}: model_type={model_type} {rule}")
-    (recipe,) = able
+    (recipe,) = matching
     return recipe, recipe.config(**_fields_of(content, recipe, path, setting))
 
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 LARGEST_INDEX = 256 << 20
-"""Bytes of an index, which has a line for each tensor."""
+"""Largest accepted size of an index file in bytes; it has a line per tensor."""
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _GGUF = ".gguf"
 
 
 def has_weights(folder: str | Path) -> bool:
-    """Return whether there are safetensors in a folder, or an index of them."""
+    """Return whether a folder has safetensors files or an index of them."""
     path = Path(folder).expanduser()
     return any(path.glob("*.safetensors")) or any(path.glob("*.safetensors.index.json"))
 
 
 def has_config_only(folder: str | Path) -> bool:
-    """Return whether a folder says what a model is and has no weights of it, in no format and on no way here.
+    """Return whether a folder has no weights in any format, and no partial download of them.
 
-    A download that was interrupted leaves parts of files behind.
+    An interrupted download leaves partial files behind.
     """
     path = Path(folder).expanduser()
     has_others = any(file.suffix.lower() in (*_PICKLES, _GGUF) for file in path.iterdir())
@@ -171,7 +172,7 @@ def has_config_only(folder: str | Path) -> bool:
 def check_weights(folder: str | Path, setting: str) -> None:
     """Raise UserError that begins with `setting` if no weights can be read from a Hugging Face folder.
 
-    Looks at names and headers of files alone, so that it is quick and needs no torch.
+    Only reads file names and headers, so it is fast and needs no torch.
     """
     path = Path(str(folder).removeprefix("file://")).expanduser()
     if (path / WEIGHTS).is_file():
@@ -186,7 +187,9 @@ def check_weights(folder: str | Path, setting: str) -> None:
             script += "M.from_pretrained(sys.argv[1]).save_pretrained(sys.argv[1])"
             fix = f"python -c {shlex.quote(script)} {shlex.quote(str(path))}, if you trust the files{fresh}"
         raise setting_error(setting, folder, no_weights(path), fix=fix)
-    with contextlib.suppress(ValueError, LookupError, TypeError, AttributeError, OSError):  # whoever reads it says so
+    with contextlib.suppress(
+        ValueError, LookupError, TypeError, AttributeError, OSError
+    ):  # reading the index reports such errors
         names = sorted(set(read_json(path / INDEX, LARGEST_INDEX)["weight_map"].values()))
         if absent := [name for name in names if not (path / name).is_file()]:
             rule = f"{INDEX} names {', '.join(absent)}, which is missing; download it again"
@@ -195,7 +198,7 @@ def check_weights(folder: str | Path, setting: str) -> None:
 
 
 def no_weights(folder: Path) -> str:
-    """Return the rule that a folder without safetensors breaks: what is missing, and what is there instead."""
+    """Return the error text for a folder without safetensors: what is missing, and what it has instead."""
     there = sorted(file.name for file in folder.iterdir())
     pickles = [name for name in there if name.endswith(_PICKLES)]
     rule = f"has neither {WEIGHTS} nor {INDEX}"
@@ -208,9 +211,9 @@ def no_weights(folder: Path) -> str:
 
 
 def check_no_gguf(path: str | Path, setting: str) -> None:
-    """Raise UserError that begins with `setting` if a path names a GGUF file, or a folder of these and no safetensors.
+    """Raise UserError that begins with `setting` for a GGUF file, or a folder with GGUF files but no safetensors.
 
-    The message has the command that converts it.
+    The message contains a command that converts the file.
     """
     place = Path(str(path).removeprefix("file://")).expanduser()
     files = [place] if place.suffix.lower() == _GGUF and place.is_file() else []
@@ -221,7 +224,7 @@ def check_no_gguf(path: str | Path, setting: str) -> None:
     script = (
         "import sys; from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; a, f, out = sys.argv[1:]; "
         'm = M.from_pretrained(a, gguf_file=f); q = getattr(m, "hf_quantizer", None); '
-        "q and q.remove_quantization_config(m); "  # it refuses to save what it calls quantized: these are float32 now
+        "q and q.remove_quantization_config(m); "  # it will not save a model marked as quantized
         "[x.save_pretrained(out) for x in (m, T.from_pretrained(a, gguf_file=f))]"
     )
     folder, out = shlex.quote(str(files[0].parent)), shlex.quote(files[0].stem)
@@ -231,18 +234,29 @@ def check_no_gguf(path: str | Path, setting: str) -> None:
     raise setting_error(setting, path, rule, fix=fix)
 
 
-_WIDTHS_OF_DTYPES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
-_LARGEST_HEADER = 100_000_000
-"""Bytes; the limit of the format."""
+_BYTES_PER_ELEMENT = {
+    "F64": 8,
+    "F32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "I64": 8,
+    "I32": 4,
+    "I16": 2,
+    "I8": 1,
+    "U8": 1,
+    "BOOL": 1,
+}
+_MAX_HEADER_BYTES = 100_000_000
+"""In bytes; the limit that the safetensors format sets."""
 
 
 def check_headers(folder: str | Path, setting: str) -> None:
-    """Raise UserError, beginning with `setting`, for a file of the weights whose header does not agree with the file.
+    """Raise UserError that begins with `setting` for a safetensors file whose header does not match its size.
 
-    Found without torch, so that a download that broke off is named within a second.
+    Needs no torch, so an incomplete download is reported within a second.
     """
     for path in sorted(Path(str(folder).removeprefix("file://")).expanduser().glob("*.safetensors")):
-        if path.name.startswith("adapter"):  # of peft: it is not read
+        if path.name.startswith("adapter"):  # an adapter of peft, which is not loaded
             continue
         try:
             _check_header(path)
@@ -255,28 +269,28 @@ def _check_header(path: Path) -> None:
     size = path.stat().st_size
     with open(path, "rb") as file:
         length = struct.unpack("<Q", file.read(8))[0] if size >= 8 else 0
-        if not 2 <= length <= min(size - 8, _LARGEST_HEADER):
+        if not 2 <= length <= min(size - 8, _MAX_HEADER_BYTES):
             raise ValueError("it is empty, or its header is longer than the file")
         header = parse_json(file.read(length))
     header.pop("__metadata__", None)
     end = 0
-    for name, told in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-        start, stop = told["data_offsets"]
-        width = _WIDTHS_OF_DTYPES.get(told["dtype"])
-        if start != end or stop < start or (width and math.prod(told["shape"]) * width != stop - start):
-            raise ValueError(f"the place of {name} does not fit its shape, or what is before it")
+    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        start, stop = entry["data_offsets"]
+        width = _BYTES_PER_ELEMENT.get(entry["dtype"])
+        if start != end or stop < start or (width and math.prod(entry["shape"]) * width != stop - start):
+            raise ValueError(f"the offsets of {name} do not fit its shape or the tensor before it")
         end = stop
-        if math.prod(told["shape"]) and name.endswith(".weight") and told["dtype"] in ("I64", "I32", "I16", "BOOL"):
-            raise ValueError(f"{name} is stored as {told['dtype']}, not as floating-point numbers")
+        if math.prod(entry["shape"]) and name.endswith(".weight") and entry["dtype"] in ("I64", "I32", "I16", "BOOL"):
+            raise ValueError(f"{name} is stored as {entry['dtype']}, not as floating-point numbers")
     if end != size - 8 - length:
-        raise ValueError(f"its header tells of {end} bytes, and it has {size - 8 - length}")
+        raise ValueError(f"its header describes {end} bytes, but it has {size - 8 - length}")
 
 
 def find_native(folder: str | Path, setting: str = "path") -> tuple[Recipe, Any] | None:
-    """Return the recipe of our own that builds the model in `folder`, and the configuration that it needs for it.
+    """Return the native recipe that builds the model in `folder`, and the model's configuration.
 
-    None if there is none, or if it does not build what config.json says.  Raises UserError, beginning with `setting`,
-    if config.json is missing or broken.
+    None if there is no such recipe, or if it does not support an entry of config.json.  Raises UserError that begins
+    with `setting` if config.json is missing or invalid.
     """
     content = read_config(Path(folder).expanduser(), setting)
     for recipe in all_recipes():
@@ -289,9 +303,9 @@ def find_native(folder: str | Path, setting: str = "path") -> tuple[Recipe, Any]
 
 
 def any_model_of(folder: str | Path) -> tuple[Recipe, Any]:
-    """Return the recipe for any model of transformers, with the configuration for the one in `folder`.
+    """Return the generic recipe `hf`, and its configuration for the model in `folder`.
 
-    Raises UserError if config.json is missing or broken, or the library is not installed.
+    Raises UserError if config.json is missing or invalid, or if transformers is not installed.
     """
     recipe = find_recipe("hf")
     config = recipe.config(path=str(folder))
@@ -302,7 +316,7 @@ def any_model_of(folder: str | Path) -> tuple[Recipe, Any]:
 
 
 def _fetch(folder: Path) -> str:
-    """Return how to get a model that is only named: the folder must be there, nothing is downloaded."""
+    """Return advice on how to obtain a missing model folder; nothing is downloaded automatically."""
     if (folder / "adapter_config.json").exists():
         return "it contains an adapter: give the run folder, or the output of trainer.export --merged"
     if folder.exists():
@@ -314,10 +328,10 @@ def _fetch(folder: Path) -> str:
 
 
 def read_config(folder: Path, setting: str) -> dict[str, Any]:
-    """Return what the folder's config.json says.
+    """Return the contents of the folder's config.json.
 
-    Raises UserError that begins with `setting` if that is no model, or one of a size that nobody can have meant, and
-    for a folder whose small files are links that lead out of it.
+    Raises UserError that begins with `setting` if it does not describe a model, if the model's sizes are implausible,
+    or if small files of the folder are links that point outside it.
     """
     if not (folder / CONFIG).is_file():
         check_no_gguf(folder, setting)
@@ -346,10 +360,10 @@ _SMALL_FILES = ("*.json", "*.jinja", "merges.txt", "vocab.txt", "*.model", "addi
 
 
 def check_links(folder: Path, setting: str, patterns: Sequence[str] = _SMALL_FILES) -> None:
-    """Raise UserError if a small file of a model's folder is a link that leads out of the folder.
+    """Raise UserError if a small file of a model folder is a link that points outside the folder.
 
-    Such files are copied into checkpoints and exports, so that a link to somebody's private file would publish it.  A
-    link to a file of the same name is what `ln -s`, `cp -s` and annexes make of a model's folder: it is followed.
+    These files are copied into checkpoints and exports, so a link to a private file would publish its contents.  A link
+    to a file of the same name is followed: `ln -s`, `cp -s` and git-annex create such model folders.
     """
     for pattern in patterns:
         for path in sorted(folder.glob(pattern)):
@@ -366,14 +380,16 @@ _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _HEADS = ("num_attention_heads", "n_head", "num_heads")
 _POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx")
 _OTHERS = ("vocab_size", "num_key_value_heads", "head_dim")
-_MOST_LAYERS, _MOST_EXPERTS = 1_000, 100_000
-_MOST_PARAMETERS = 1e13
-"""Several times the largest models that there are."""
+_MAX_LAYERS, _MAX_EXPERTS = 1_000, 100_000
+_MAX_PARAMETERS = 1e13
+"""Several times the size of the largest existing models."""
 
 
 def check_sizes(content: Mapping[str, Any]) -> None:
-    """Raise UserError, naming the entry, for sizes of config.json that are no whole numbers above 0, or that together
-    make a model that no machine can hold: by arithmetic, before anything of that size is built.
+    """Raise UserError that names the entry if a size in config.json is not a positive whole number or is implausible.
+
+    The total number of parameters is estimated too, so that a model too large for any machine is refused before
+    anything is allocated.
     """
     for part in (content, content.get("text_config")):
         if isinstance(part, Mapping):
@@ -385,7 +401,7 @@ def _check_sizes_of(part: Mapping[str, Any]) -> None:
     sizes = {name: part[name] for name in names if part.get(name) is not None}
     for name, value in sizes.items():
         is_per_layer = isinstance(value, list) and name in (*_INNER, *_EXPERTS, *_HEADS, "num_key_value_heads")
-        per_layer = value if is_per_layer else [value]  # some models have one for each layer
+        per_layer = value if is_per_layer else [value]  # some models have one value per layer
         least = 0 if name in _EXPERTS or name in _INNER else 1
         if not all(isinstance(each, int) and not isinstance(each, bool) and each >= least for each in per_layer):
             raise UserError(f"{name}={_short(value)}: must be a whole number of at least {least}")
@@ -395,7 +411,7 @@ def _check_sizes_of(part: Mapping[str, Any]) -> None:
         return max([max(each, default=0) if isinstance(each, list) else each for each in found], default=otherwise)
 
     layers, experts, width = largest(_LAYERS, 1), largest(_EXPERTS, 1), largest(_WIDTHS, 1)
-    for what, number, most in (("layers", layers, _MOST_LAYERS), ("experts", experts, _MOST_EXPERTS)):
+    for what, number, most in (("layers", layers, _MAX_LAYERS), ("experts", experts, _MAX_EXPERTS)):
         if number > most:
             raise UserError(f"{number:,} {what}: no model has more than {most:,}")
     for name, value in part.items():
@@ -409,7 +425,7 @@ def _check_sizes_of(part: Mapping[str, Any]) -> None:
     heads = num_heads * largest(("head_dim",), 1)
     of_layer = 2 * width * max(width, heads) + 2 * width * largest(_INNER, width) * max(1, experts)
     parameters = layers * of_layer + largest(("vocab_size",), 1) * width
-    if max(parameters, *(largest((name,), 1) for name in _POSITIONS)) > _MOST_PARAMETERS:
+    if max(parameters, *(largest((name,), 1) for name in _POSITIONS)) > _MAX_PARAMETERS:
         shown = ", ".join(f"{name}={_short(value)}" for name, value in sizes.items() if name not in _POSITIONS)
         shown = shown or ", ".join(f"{name}={_short(value)}" for name, value in sizes.items())
         needed = f"about {parameters:.2g} parameters, {parameters * 4 / 2**40:,.0f} TiB in float32"
@@ -429,9 +445,9 @@ def _fields_of(content: Mapping[str, Any], recipe: Recipe, folder: Path, setting
 
 
 def fields_of(content: Mapping[str, Any], recipe: Recipe) -> dict[str, Any]:
-    """Return the fields of the recipe's configuration for what config.json says, checked as those of a user are.
+    """Convert the contents of config.json to fields of the recipe's configuration, checked like a user's settings.
 
-    Raises UserError that names the entry for what the recipe cannot build.
+    Raises UserError that names the entry if the recipe cannot build the model.
     """
     hf = find_huggingface(recipe)
     check_readable(content)
@@ -456,17 +472,17 @@ def fields_of(content: Mapping[str, Any], recipe: Recipe) -> dict[str, Any]:
 
 
 def check_readable(content: Mapping[str, Any]) -> None:
-    """Raise UserError, naming the entry, for a config.json that says that the weights or the network are not read."""
-    for key, rule in _NOT_READ.items():
+    """Raise UserError that names the entry if config.json asks for an unsupported format or for custom code."""
+    for key, rule in _UNSUPPORTED_ENTRIES.items():
         if content.get(key):
             raise UserError(f"{key}: {rule}")
 
 
 def _typed(key: str, value: Any, hint: Any) -> Any:
-    """Return a value of config.json as the field's type has it.  Raises UserError for one of another type."""
+    """Convert a value of config.json to the field's type.  Raises UserError if its type does not match."""
     options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
     if not set(options) <= {int, float, bool, str, type(None)}:
-        return value  # a type of the recipe's own
+        return value  # not a scalar type: the recipe checks it
     if isinstance(value, int) and not isinstance(value, bool) and float in options and int not in options:
         return float(value)
     if type(value) not in options:

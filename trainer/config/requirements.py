@@ -1,6 +1,6 @@
-"""Requirements of a configuration on the machine: optional libraries and compilers.
+"""Checks the optional libraries and compilers that a configuration needs.
 
-Looked for before anything is built, so that what is missing is one message.  Imports no torch.
+The checks run before anything is built, so that a missing requirement is one clear message.  Does not import torch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from trainer.errors import setting_error
 
 
 def check_requirements(config: RunConfig, device_type: str) -> None:
-    """Raise UserError for a library or a compiler that is not there, on a device of type `cpu` or `cuda`."""
+    """Raise UserError for a missing library or compiler.  device_type: `cpu` or `cuda`."""
     if config.log.tensorboard and not _is_installed("tensorboard"):
         rule = "TensorBoard is not installed"
         raise setting_error("log.tensorboard", True, rule, fix="pip install 'meshtrainer[tensorboard]', or false")
@@ -30,20 +30,20 @@ def check_requirements(config: RunConfig, device_type: str) -> None:
         ("train.weights_dtype", config.train.weights_dtype),
         ("optim.state_dtype", config.optim.state_dtype),
     ):
-        # Of these the step is one compiled kernel.
+        # With bfloat16 weights or moments, the optimizer step is a compiled kernel.
         if dtype == "bfloat16" and device_type == "cuda" and not config.fsdp.cpu_offload:
             _check_compilers(key, dtype, device_type, f"{key}=float32")
 
 
 def check_float8_installed(setting: str) -> None:
-    """Raise UserError if `train.float8` asks for what torchao brings, and it is not there."""
+    """Raise UserError if `train.float8` needs torchao and it is not installed."""
     if setting != "none" and not _is_installed("torchao"):
         rule = "float8 needs the library `torchao`: pip install 'meshtrainer[float8]'"
         raise setting_error("train.float8", setting, rule, "none")
 
 
 def likely_device(asked: str) -> str:
-    """Return the type of device that `run.device` will mean here, as far as can be told without torch."""
+    """Return the device type that `run.device` resolves to here, as far as can be determined without torch."""
     if asked != "auto":
         return asked
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", os.environ.get("HIP_VISIBLE_DEVICES"))
@@ -53,30 +53,30 @@ def likely_device(asked: str) -> str:
 
 @functools.cache
 def can_compile(device_type: str) -> bool:
-    """Return whether torch.compile finds what it makes kernels with: Triton on a GPU, C++ on a CPU."""
+    """Return whether torch.compile has the compilers it needs: Triton and a C compiler on a GPU, C++ on a CPU."""
     return not any(_missing_compiler(device_type))
 
 
 def compiles_blocks(setting: bool | str, device_type: str) -> bool:
-    """Return whether blocks are compiled under `train.compile`, on a device of type `cpu` or `cuda`."""
+    """Return whether `train.compile` compiles the blocks on a device of type `cpu` or `cuda`."""
     return setting is True or (setting == AUTO and device_type == "cuda" and can_compile("cuda"))
 
 
 def compiles_when_planned(setting: bool | str, device_type: str) -> bool:
-    """Return whether blocks are to be compiled on a device that need not be here: a GPU elsewhere has a compiler."""
+    """Return whether blocks will be compiled on a planned device; a GPU elsewhere is assumed to have a compiler."""
     is_elsewhere = device_type == "cuda" and likely_device(AUTO) != "cuda"
     return compiles_blocks(setting, device_type) or (setting == AUTO and is_elsewhere)
 
 
 def _check_compilers(key: str, value: object, device_type: str, instead: str) -> None:
-    """Raise UserError unless torch.compile finds what it makes kernels with."""
+    """Raise UserError unless torch.compile has the compilers it needs."""
     rule, fix = _missing_compiler(device_type)
     if rule:
         raise setting_error(key, value, rule, fix=f"{fix}, or {instead}")
 
 
 def _missing_compiler(device_type: str) -> tuple[str, str]:
-    """Return what is missing to make kernels with, as a rule that is broken, and what to do; empty if nothing is."""
+    """Return the `rule` and `fix` of the error for a missing compiler; empty strings if none is missing."""
     if device_type == "cuda" and not _is_installed("triton"):
         return "needs Triton, which is included in torch's CUDA builds", "pip install triton"
     language, variable, known = (
@@ -94,5 +94,5 @@ def _missing_compiler(device_type: str) -> tuple[str, str]:
 def _is_installed(library: str) -> bool:
     try:
         return importlib.util.find_spec(library) is not None
-    except ValueError:  # what is imported already, and says nothing of itself
+    except ValueError:  # an imported module without a __spec__
         return library in sys.modules

@@ -1,4 +1,4 @@
-"""Rules between several settings, or between settings and the number of ranks."""
+"""Checks rules that involve several settings, or settings and the number of ranks."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from trainer.errors import choice_error, nearest, setting_error
 
 
 def check_config(config: RunConfig, world_size: int, local_world_size: int) -> MeshShape:
-    """Check every rule between fields, before anything is built.  Returns the mesh's shape.
+    """Check all rules, before anything is built, and return the shape of the mesh.
 
-    Raises UserError that names one setting, the rule that it breaks, and the nearest legal value.
+    Raises UserError that names one setting, the rule that it breaks, and how to fix it.
     """
     shape = find_mesh_shape(config.mesh, world_size, local_world_size)
-    if config.mesh.context == AUTO:  # if none goes, sequences are whole, and it is said why these do not go
+    if config.mesh.context == AUTO:  # without a valid choice, check context=1 to report why
         config = next(iter(context_choices(config, shape, local_world_size)), with_context(config, 1))
     check_context(config, shape, local_world_size)
     check_batch(config, shape)
@@ -71,7 +71,7 @@ def _check_reshard(config: RunConfig, shape: MeshShape) -> None:
 
 
 def _check_forms(config: RunConfig) -> None:
-    """Check what each key must look like; these rules need no other key, or only one of their own section."""
+    """Check the form of individual keys, and rules that do not depend on the number of ranks."""
     for check in (
         _check_activation_checkpoint,
         _check_dtypes,
@@ -87,7 +87,7 @@ def _check_forms(config: RunConfig) -> None:
         _check_init_from,
         _check_name,
         _check_allowed_changes,
-        _check_places,
+        _check_paths,
     ):
         check(config)
 
@@ -165,8 +165,8 @@ def _check_init_from(config: RunConfig) -> None:
         raise setting_error("train.init_from", start, f"{rule}; {advice}" if is_saved else rule)
 
 
-_LONGEST_NAME = 255
-"""Bytes of a file's name on the usual file systems."""
+_MAX_NAME_BYTES = 255
+"""Maximum length of a file name in bytes on common file systems."""
 
 
 def _check_name(config: RunConfig) -> None:
@@ -175,8 +175,8 @@ def _check_name(config: RunConfig) -> None:
         legal_name = re.sub(r"[/\\\x00-\x1f\x7f-\x9f\ud800-\udfff]+", "-", name).strip(".-") or "run"
         rule = "must be a folder name without slashes or control characters"
         raise setting_error("run.name", name, rule, legal_name)
-    if len(os.fsencode(name)) > _LONGEST_NAME:
-        rule = f"is {len(os.fsencode(name))} bytes long; a folder's name has at most {_LONGEST_NAME}"
+    if len(os.fsencode(name)) > _MAX_NAME_BYTES:
+        rule = f"is {len(os.fsencode(name))} bytes long; a folder's name has at most {_MAX_NAME_BYTES}"
         raise setting_error("run.name", name, rule, fix="use a shorter name")
 
 
@@ -190,7 +190,7 @@ def _check_allowed_changes(config: RunConfig) -> None:
         raise setting_error("checkpoint.allow_changes", list(unknown), rule, meant=best and [best], fix=fix)
 
 
-def _check_places(config: RunConfig) -> None:
+def _check_paths(config: RunConfig) -> None:
     if "://" in config.run.dir:
         rule = "must be a local folder; to store checkpoints elsewhere, set checkpoint.dir"
         raise setting_error("run.dir", config.run.dir, rule, example=f"runs/{config.run.name}")
@@ -216,13 +216,13 @@ def _check_float8(config: RunConfig) -> None:
 
 
 def _check_lora(config: RunConfig) -> None:
-    lora, without = config.lora, LoraSection()
+    lora, defaults = config.lora, LoraSection()
     if lora.rank:
         if not lora.targets:
-            raise setting_error("lora.targets", lora.targets, "must name at least one layer", without.targets)
+            raise setting_error("lora.targets", lora.targets, "must name at least one layer", defaults.targets)
         return
     for key in ("alpha", "dropout", "targets", "base_dtype"):
-        if getattr(lora, key) != getattr(without, key):
+        if getattr(lora, key) != getattr(defaults, key):
             rule = "only applies to adapters, and lora.rank=0 means no adapters"
             raise setting_error(f"lora.{key}", getattr(lora, key), rule, fix="set lora.rank, for example to 16")
 
@@ -245,7 +245,7 @@ def _check_lr_range(config: RunConfig) -> None:
 
 
 def _check_evaluation(config: RunConfig) -> None:
-    """Check what is decided by evaluations."""
+    """Check settings that need evaluations."""
     for key, value in (("checkpoint.keep_best", config.checkpoint.keep_best), ("eval.patience", config.eval.patience)):
         if value and not config.eval.every:
             rule = "needs evaluations, but eval.every=0 disables them"
@@ -265,7 +265,7 @@ def _check_evaluation(config: RunConfig) -> None:
 
 
 def budget_of(checkpointing: int | str) -> float | None:
-    """Return the share of `train.activation_checkpoint=budget:<share>`, None for its other forms."""
+    """Return the share in `train.activation_checkpoint=budget:<share>`, or None for other values."""
     if not isinstance(checkpointing, str) or not checkpointing.startswith("budget:"):
         return None
     try:
@@ -275,7 +275,10 @@ def budget_of(checkpointing: int | str) -> float | None:
 
 
 def find_deadline(config: RunConfig, env: Mapping[str, str] = os.environ) -> float | None:
-    """Return when the run must have stopped, in seconds since 1970, or None: `run.deadline`, or the Slurm job's end."""
+    """Return the time by which the run must have stopped, in seconds since 1970, or None.
+
+    This is `run.deadline`, or else the end of the Slurm job.  Raises UserError if `run.deadline` is not a valid time.
+    """
     text = config.run.deadline
     if text is None:
         end = env.get("SLURM_JOB_END_TIME", "")
@@ -289,11 +292,11 @@ def find_deadline(config: RunConfig, env: Mapping[str, str] = os.environ) -> flo
 
 _FILES = ("config.yaml", "status.json", "metrics.jsonl", "notice")
 _FOLDERS = ("checkpoints", "tensorboard", "wandb", "profile")
-"""What a run keeps in its folder, by kind."""
+"""The files and folders that a run creates in its folder."""
 
 
 def _check_kinds(config: RunConfig) -> None:
-    """Raise UserError if a folder lies where the run keeps a file, or a file where it keeps a folder."""
+    """Raise UserError if a path that the run needs as a file is a folder, or the reverse."""
     wrong = [f"{config.run_dir / name} is a folder" for name in _FILES if (config.run_dir / name).is_dir()]
     wrong += [f"{config.run_dir / name} is not a folder" for name in _FOLDERS if (config.run_dir / name).is_file()]
     if wrong:

@@ -1,4 +1,4 @@
-"""Default names of runs: a finished run does not block one with another configuration."""
+"""Default run names: a finished run does not block a new one with a different configuration."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from trainer.errors import UserError
 
 
 def find_free_name(config: RunConfig, recipe: str, overrides: Sequence[str]) -> tuple[RunConfig, str]:
-    """Return the configuration with a folder that it can train in, and a sentence if that is not the usual one.
+    """Return the configuration with a usable run folder, and a note for the user if that is not the default folder.
 
-    The usual one is taken, unless the run in it has finished and differs in a setting that a resume refuses; then the
-    first of NAME-2, NAME-3, ... of which that is not so.  Nothing changes for a run whose name, folder or checkpoint is
-    given, on the command line or in its recipe file.  All ranks and all restarts find the same.
+    The default folder is used unless it holds a finished run that differs in a setting that a resume would refuse; then
+    the first suitable one of NAME-2, NAME-3, ... is used.  The configuration is unchanged if the command line or the
+    recipe file sets the run's name or folder, or the command line sets its checkpoint.  All ranks, and all restarts,
+    get the same result.
     """
     given = {override.partition("=")[0] for override in overrides}
     usual = find_recipe_file(recipe).stem
@@ -41,7 +42,7 @@ def find_free_name(config: RunConfig, recipe: str, overrides: Sequence[str]) -> 
 
 
 def _in_the_way(config: RunConfig) -> list[str]:
-    """Return what a resume of the run in the configuration's folder would refuse, if that has finished."""
+    """Return the differences for which the finished run in the configuration's folder could not be resumed, if any."""
     folder = Path(config.run.dir)
     try:
         status = json.loads((folder / "status.json").read_text())
@@ -49,5 +50,5 @@ def _in_the_way(config: RunConfig) -> list[str]:
             return []
         refused, _ = compare_configs(config, (folder / CONFIG).read_text())
     except (OSError, ValueError, AttributeError, UserError):
-        return []  # what is wrong there is found when the run begins
+        return []  # such errors are reported when the run starts
     return [line.replace(" in the checkpoint,", " there,") for line in refused]

@@ -1,7 +1,7 @@
-"""Configurations written by a run: they refer to the run in their current folder, even if it has moved.
+"""Paths in a configuration written by a run: resolved against the folder that the configuration is in now.
 
-A folder that was moved goes on where it is now; a copy of one goes on as a run of its own.  Knows YAML as plain
-dictionaries, and folders by what lies in them.
+A run folder that was moved continues at its new path; a copy of a run folder continues as a separate run.  Works on
+parsed YAML, that is, on plain dictionaries, and recognises run folders by the files in them.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from trainer.errors import UserError, setting_error
 
 CONFIG = "config.yaml"
 BEST = "best"
-"""What comes after a run's folder where its best checkpoint is meant."""
-_RECORD = ("status.json", "metrics.jsonl")
+"""Last part of the path RUN/best, which refers to a run's best checkpoint."""
+_RUN_FILES = ("status.json", "metrics.jsonl")
 _MANIFEST = "manifest.json"
 
 
 def is_run(folder: Path) -> bool:
-    """Return whether a run has left its record in `folder`."""
-    return any((folder / name).is_file() for name in _RECORD)
+    """Return whether `folder` is a run folder: a run has written its status or metrics there."""
+    return any((folder / name).is_file() for name in _RUN_FILES)
 
 
 def is_written_by_run(path: Path) -> bool:
-    """Return whether a recipe file is the configuration of a run or of a checkpoint, not one that a person has made."""
+    """Return whether a recipe file was written by a run, into its folder or a checkpoint, rather than by a person."""
     return path.name == CONFIG and (is_run(path.parent) or (path.parent / _MANIFEST).is_file())
 
 
 def run_of_best(path: str) -> str | None:
-    """Return the folder or URL of the run of which `path` means the best checkpoint: RUN of RUN/best; None for others.
+    """Return the folder or URL of the run if `path` has the form RUN/best, else None.
 
-    A folder that has this name is itself.
+    A path that exists is taken literally, and the result is None.
     """
     run, slash, name = path.rstrip("/").rpartition("/")
     is_meant = name == BEST and slash and run and not Path(path).exists()
@@ -41,17 +41,17 @@ def run_of_best(path: str) -> str | None:
 
 
 def is_another_run(stored: str, here: Path) -> bool:
-    """Return whether the folder that something was written for is still a run's, and not the one at `here`.
+    """Return whether the stored folder `stored` still holds a run, and is not the same folder as `here`.
 
-    Then `here` is a copy; if there is no such run any more, `here` was moved, and is that run.
+    If so, `here` is a copy of that run.  If `stored` holds no run any more, `here` is that run after a move.
     """
     return is_run(Path(stored)) and not _is_same(Path(stored), here)
 
 
 def relocated(place: str, stored_dir: str, run_dir: str) -> str:
-    """Return where checkpoints lie now that were kept in `place` when the run's folder was `stored_dir`.
+    """Return the current location of checkpoints that were stored in `place` when the run's folder was `stored_dir`.
 
-    Inside of the folder they go where it goes; a URL, and what lies elsewhere, stays.
+    Checkpoints inside the run folder moved with it to `run_dir`; a URL, or a folder elsewhere, is unchanged.
     """
     if "://" in place:
         return place
@@ -60,10 +60,10 @@ def relocated(place: str, stored_dir: str, run_dir: str) -> str:
 
 
 def resolve_paths(tree: Mapping[str, Any], path: Path, given: Mapping[str, str]) -> dict[str, Any]:
-    """Return what the recipe file at `path` holds, with the folders that it means; `given` is on the command line.
+    """Return the sections of the recipe file at `path` with the run's folders resolved to where they are now.
 
-    Of any file but those that a run has written, that is what stands in it.  Raises UserError where going on would
-    train in a folder, or with checkpoints, that belong to another run and were not named.
+    given: the settings on the command line.  A file that was not written by a run is returned unchanged.  Raises
+    UserError if training would use a folder or checkpoints of another run that the command line does not name.
     """
     run, keep = _section(tree, "run"), _section(tree, "checkpoint")
     stored_dir, folder = run.get("dir"), path.parent
@@ -87,7 +87,7 @@ def resolve_paths(tree: Mapping[str, Any], path: Path, given: Mapping[str, str])
             raise setting_error("checkpoint.dir", place, shared_checkpoints_rule(owner, place, str(target)))
         keep["dir"] = place
     if is_itself and (keep.get("resume") == "none" or _holds_checkpoints(folder)):
-        keep["resume"] = "auto"  # how it began; what it has achieved since is not thrown away
+        keep["resume"] = "auto"  # `none` applied to the first start; later progress is kept
     if target is folder and run.get("name") == Path(stored_dir).name:
         run["name"] = folder.absolute().name
     run["dir"] = str(target)
@@ -95,16 +95,16 @@ def resolve_paths(tree: Mapping[str, Any], path: Path, given: Mapping[str, str])
 
 
 def shared_checkpoints_rule(owner: str | Path, place: str, run_dir: str) -> str:
-    """Return the rule, and what to do, where a run in `run_dir` would take the checkpoints of the one in `owner`."""
+    """Return the error text for a run in `run_dir` that would use the checkpoint folder of the run in `owner`."""
     return (
         f"holds the checkpoints of the run in {owner}; the one in {run_dir} needs its own place\n"
-        "  on the command line: checkpoint.dir=WHERE (null: in run.dir), and to go on from the newest there "
+        "  on the command line: checkpoint.dir=WHERE (null: in run.dir), and to continue from the newest there "
         f"checkpoint.resume={place}\n  to resume that run: run.dir={owner}"
     )
 
 
 def _named(given: Mapping[str, str]) -> Path | None:
-    """Return the folder that the command line names, if it does."""
+    """Return the run folder given on the command line, or None."""
     if given.get("run.dir"):
         return Path(given["run.dir"])
     return Path("runs") / given["run.name"] if given.get("run.name") else None

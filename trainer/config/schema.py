@@ -27,12 +27,12 @@ from trainer.errors import masked, masked_command
 from trainer.recipe import Recipe, TrainerType, find_recipe, resolve
 
 OBJECTIVES = {"dpo": "trainer.recipes.dpo.trainer:PreferenceTrainer"}
-"""The Trainer classes of what is trained for, where that is another than the default."""
+"""The Trainer class of each `train.objective` that does not use the default one."""
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Everything that a run is told.  `model` is the recipe's own dataclass, with a `name` beside its fields."""
+    """The complete configuration of a run.  `model` is the recipe's dataclass plus a `name` field."""
 
     run: RunSection = field(default_factory=RunSection)
     model: Any = None
@@ -53,37 +53,37 @@ class RunConfig:
         return find_recipe(self.model.name)
 
     def trainer_class(self, default: type[TrainerType]) -> type[TrainerType]:
-        """Return the Trainer class of the objective, or of the recipe, or `default`."""
+        """Return the Trainer class of the objective, else of the recipe, else `default`."""
         if self.train.objective in OBJECTIVES:
             return cast("type[TrainerType]", resolve(OBJECTIVES[self.train.objective], "train.objective"))
         return self.recipe.trainer_class(default)
 
     @property
     def rows_per_sample(self) -> int:
-        """Sequences of one sample: of a pair, two."""
+        """Sequences per sample: two for a preference pair, else one."""
         return 2 if self.train.objective == "dpo" else 1
 
     @property
     def step_tokens(self) -> int:
-        """Tokens of one step, over all ranks, those that are no targets included."""
+        """Tokens per step over all ranks, including those that are not targets."""
         return self.train.global_batch_size * self.rows_per_sample * self.data.seq_len
 
     @property
     def context(self) -> int:
-        """The number of ranks that hold slices of the same sequences, once it is settled."""
+        """Number of ranks that split each sequence; `mesh.context` must be resolved already."""
         return int(self.mesh.context)
 
     def num_groups(self, num_ranks: int) -> int:
-        """Return how many groups of ranks read samples of their own: all ranks, where none shares its sequences."""
+        """Return the number of data-parallel groups; with context parallelism each consists of `context` ranks."""
         return num_ranks // self.context
 
     def num_micro_batches(self, num_ranks: int) -> int:
-        """Return how many micro-batches each of `num_ranks` ranks has in a step."""
+        """Return the number of micro-batches per step on each of `num_ranks` ranks."""
         return self.train.global_batch_size // (self.num_groups(num_ranks) * int(self.train.micro_batch_size))
 
     @property
     def has_reference_model(self) -> bool:
-        """True if a second, frozen model lies beside the one that is trained."""
+        """True if a second, frozen model is held in memory as the reference of DPO."""
         return self.train.objective == "dpo" and not self.lora.rank
 
     @property
@@ -92,43 +92,43 @@ class RunConfig:
 
     @property
     def vocab_size(self) -> int | None:
-        """Size of the model's vocabulary, or None for a model whose configuration has no such field."""
+        """Vocabulary size of the model, or None if its configuration has no such field."""
         return getattr(self.model, "vocab_size", None)
 
     @property
     def model_path(self) -> str | None:
-        """The Hugging Face folder that the model is from, or None for a model whose configuration has no such field."""
+        """The Hugging Face folder of the model, or None if its configuration has no such field."""
         return getattr(self.model, "path", None) or None
 
     def with_absolute_paths(self) -> RunConfig:
-        """Return it as a run writes it down: its folders mean the same from wherever it is read."""
-        kept = self.checkpoint.dir
-        if kept is not None and "://" not in kept:
-            kept = str(Path(kept).absolute())
+        """Return the configuration with absolute folders, as a run stores it for use from any working directory."""
+        folder = self.checkpoint.dir
+        if folder is not None and "://" not in folder:
+            folder = str(Path(folder).absolute())
         run = dataclasses.replace(self.run, dir=str(self.run_dir))
-        return dataclasses.replace(self, run=run, checkpoint=dataclasses.replace(self.checkpoint, dir=kept))
+        return dataclasses.replace(self, run=run, checkpoint=dataclasses.replace(self.checkpoint, dir=folder))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the tree as plain dictionaries, lists and scalars, as a run stores it: secrets are masked.
+        """Return the configuration as plain dictionaries, lists and scalars, with secrets masked.
 
-        `run.on_end` may hold them anywhere: unless it looks harmless it is masked as a whole.
+        `run.on_end` may contain a secret anywhere, so it is masked entirely unless it looks harmless.
         """
         plain: dict[str, Any] = masked(plain_lists(dataclasses.asdict(self)))
         if self.run.on_end is not None:
             plain["run"]["on_end"] = masked_command(self.run.on_end)
-        if self.train.epochs is not None:  # which decides about the steps
+        if self.train.epochs is not None:  # the number of steps follows from the epochs
             del plain["train"]["steps"]
         return plain
 
     def to_yaml(self) -> str:
-        """Return the tree as YAML: a valid recipe file, but for secrets, which are masked."""
+        """Return the configuration as YAML: a valid recipe file, except that secrets are masked."""
         plain = self.to_dict()
         plain["model"] = {"name": self.model.name, **plain["model"]}
         return OmegaConf.to_yaml(OmegaConf.create(plain))
 
 
 def plain_lists(tree: Any) -> Any:
-    """Return the tree with lists for tuples: YAML has one kind of sequence."""
+    """Return the tree with tuples converted to lists, the only sequence type of YAML."""
     if isinstance(tree, dict):
         return {key: plain_lists(value) for key, value in tree.items()}
     return [plain_lists(item) for item in tree] if isinstance(tree, (list, tuple)) else tree

@@ -1,6 +1,7 @@
-"""Invalid arguments: suggests what was meant, or what to do instead.
+"""Error messages for invalid arguments: suggest the key that was meant, or what to do instead.
 
-Knows what other trainers call the same thing.  A name that is merely similar to a key is not suggested.
+Recognises the names that other trainers use for the same setting.  A name that merely resembles a key slightly is not
+suggested.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 from trainer.errors import UserError, nearest, setting_error, typed
 
-_CALLED_ELSEWHERE = {
+_OTHER_NAMES = {
     "optim.lr": "learning_rate base_lr max_lr peak_lr",
     "optim.name": "optim optimizer optimizer_type optimizer_name",
     "optim.betas": "adam_betas",
@@ -68,15 +69,15 @@ _CALLED_ELSEWHERE = {
     "nproc": "num_processes nproc_per_node nproc_per_gpu devices num_gpus n_gpus gpus ngpu",
     "recipe": "config config_file config_path job_config",
 }
-_MEANS = {name: key for key, names in _CALLED_ELSEWHERE.items() for name in names.split()}
+_KEY_OF_NAME = {name: key for key, names in _OTHER_NAMES.items() for name in names.split()}
 
-_COUNTED = "it is computed from train.global_batch_size, train.micro_batch_size and the number of ranks"
+_COMPUTED = "it is computed from train.global_batch_size, train.micro_batch_size and the number of ranks"
 _BY_LAUNCHER = "start the run with torchrun or srun, which set this"
 _FSDP_ONLY = "only sharding and replication are supported (mesh.shard, mesh.replicate; mesh.context for long sequences)"
 _TRAINED_ON = "set data.train_on=assistant, or completion"
 _EVAL_BATCH = "leave it out: an evaluation takes as many sequences at a time as training, train.micro_batch_size"
-_INSTEAD = {
-    **dict.fromkeys(("gradient_accumulation_steps", "accumulate_grad_batches", "grad_accum_steps"), _COUNTED),
+_ADVICE_FOR_NAME = {
+    **dict.fromkeys(("gradient_accumulation_steps", "accumulate_grad_batches", "grad_accum_steps"), _COMPUTED),
     **dict.fromkeys(("bf16", "fp16", "precision", "mixed_precision", "amp"), "set fsdp.param_dtype=bfloat16"),
     **dict.fromkeys(("num_nodes", "num_machines", "nnodes", "nodes", "machine_rank", "node_rank"), _BY_LAUNCHER),
     **dict.fromkeys(("strategy", "distributed_type", "use_fsdp"), "leave it out: every run is sharded by FSDP2"),
@@ -111,17 +112,18 @@ _INSTEAD = {
 
 
 def unknown_key(key: str, value: Any, legal: Collection[str], where: str = "", model: str = "") -> UserError:
-    """Return the error for a key that there is none of, on the command line or, as `where` says, in a file.
+    """Return the error for an unknown key.
 
-    model: the name of the model whose settings `legal` has.
+    where: the file that contains the key, as text to append to the message; empty for the command line.
+    model: the name of the model whose keys are in `legal`.
     """
     rule = f"no such key{where}"
-    plain = key.translate(_PLAIN)
+    plain = key.translate(_STRAIGHT_QUOTES)
     if plain != key and plain in legal:  # copied from a page that prints quotes
-        fix = f"use plain quotes, or none: {plain}={str(value).translate(_PLAIN)}"
+        fix = f"use plain quotes, or none: {plain}={str(value).translate(_STRAIGHT_QUOTES)}"
         return setting_error(key, value, rule, fix=fix)
     best, instead = _meant(key, legal)
-    if best == key:  # a setting of other models alone
+    if best == key:  # a setting that only other models have
         best = None
         if key == "model.path":
             instead = f"train.init_from={value} starts from a folder's weights; model.name=auto also takes its model"
@@ -133,47 +135,49 @@ def unknown_key(key: str, value: Any, legal: Collection[str], where: str = "", m
         if section == "model" and model:
             rule = f"model.name={model} has no such setting{where}"
         return setting_error(key, value, rule, fix=fix)
-    meant = _VALUES.get(best, {}).get(str(value).lower(), value)
+    meant = _OTHER_VALUES.get(best, {}).get(str(value).lower(), value)
     return UserError(f"{setting_error(key, value, rule)}\n  did you mean {typed(best, meant)}?")
 
 
-_VALUES = {
+_OTHER_VALUES = {
     "train.activation_checkpoint": {"true": "full", "false": "none"},
     "fsdp.wrap": {"transformer_based_wrap": "block"},
 }
-"""What is called otherwise elsewhere, as the key is."""
+"""Values that other trainers use for a key, and ours."""
 
 
-_PLAIN = str.maketrans("", "", "\u201c\u201d\u2018\u2019")
-"""Takes out the quotes that text programs put in place of those of a keyboard."""
+_STRAIGHT_QUOTES = str.maketrans("", "", "\u201c\u201d\u2018\u2019")
+"""Removes the typographic quotes that word processors substitute for straight ones."""
 DASHES = ("-", "\u2013", "\u2014")
-"""What an option begins with, and what text programs make of it."""
-_ALWAYS = {"nproc", "recipe", "model.name", "model.path"}
-_WHOLE = {"activation_checkpoint.mode": "train.activation_checkpoint", "checkpoint.folder": "checkpoint.dir"}
+"""The prefix of an option, and the dashes that word processors substitute for it."""
+_ALWAYS_KNOWN = {"nproc", "recipe", "model.name", "model.path"}
+_KEY_OF_FULL_NAME = {"activation_checkpoint.mode": "train.activation_checkpoint", "checkpoint.folder": "checkpoint.dir"}
 
 
 def _meant(key: str, legal: Collection[str]) -> tuple[str | None, str]:
-    """Return the key that is meant, or what to do instead; None and nothing where neither is known."""
-    if key in _WHOLE:
-        return _WHOLE[key], ""
+    """Return the key that was meant, or else advice; (None, "") if neither is known."""
+    if key in _KEY_OF_FULL_NAME:
+        return _KEY_OF_FULL_NAME[key], ""
     section, _, leaf = key.rpartition(".")
     leaf = leaf.replace("-", "_").lower()
-    if section == "trainer" and leaf in _MEANS:
-        return _MEANS[leaf], ""
+    if section == "trainer" and leaf in _KEY_OF_NAME:
+        return _KEY_OF_NAME[leaf], ""
     leaves = {known.partition(".")[2]: known for known in legal}
     joined = f"{section}_{leaf}"
-    if joined in _INSTEAD:
-        return None, _INSTEAD[joined]
-    if named := leaves.get(joined) or _MEANS.get(joined):
+    if joined in _ADVICE_FOR_NAME:
+        return None, _ADVICE_FOR_NAME[joined]
+    if named := leaves.get(joined) or _KEY_OF_NAME.get(joined):
         return named, ""
     is_real = _is_section(section, legal)
     same_name = [known for known in legal if known.partition(".")[2] == leaf]
     is_meant = not is_real or leaf in _UNMISTAKABLE or ("_" in leaf and len(same_name) == 1)
-    if same_name and is_meant and (section or leaf not in _MEANS):
+    if same_name and is_meant and (section or leaf not in _KEY_OF_NAME):
         return max(same_name, key=lambda known: _likeness(section, known.partition(".")[0])), ""
-    if leaf in _INSTEAD:
-        return None, _INSTEAD[leaf]
-    if (named := _MEANS.get(leaf)) in {*legal, *_ALWAYS} and (section != "eval" or str(named).startswith(_OF_EVAL)):
+    if leaf in _ADVICE_FOR_NAME:
+        return None, _ADVICE_FOR_NAME[leaf]
+    if (named := _KEY_OF_NAME.get(leaf)) in {*legal, *_ALWAYS_KNOWN} and (
+        section != "eval" or str(named).startswith(_OF_EVAL)
+    ):
         return named, ""
     here = [known for known in legal if known.partition(".")[0] == section and not same_name]
     close = difflib.get_close_matches(leaf, [known.partition(".")[2] for known in here], n=1, cutoff=0.75)
@@ -184,9 +188,9 @@ def _meant(key: str, legal: Collection[str]) -> tuple[str | None, str]:
 
 
 _UNMISTAKABLE = ("seed", "lr", "betas", "epochs")
-"""Keys that mean the same in whatever section they are looked for; a `path` or `steps` is another one in each."""
+"""Keys whose meaning does not depend on the section, unlike `path` or `steps`."""
 _OF_EVAL = ("eval.", "data.eval_path", "data.holdout")
-"""What a name of another trainer's may mean in the section `eval`: not the data or the steps of training."""
+"""Prefixes of the keys that may be suggested for a name in the section `eval`: not those of training."""
 
 
 def _is_section(name: str, legal: Collection[str]) -> bool:
@@ -198,7 +202,7 @@ def _likeness(one: str, other: str) -> float:
 
 
 def unknown_option(option: str, options: Iterable[str], keys: Collection[str] = ()) -> UserError:
-    """Return the error for an argument that begins with a dash and is no option."""
+    """Return the error for an argument that begins with a dash but is not an option."""
     name, equals, value = option.lstrip("".join(DASHES)).partition("=")
     value = value if equals else "..."
     if name in ("recipe", "nproc"):
@@ -218,7 +222,7 @@ def unknown_option(option: str, options: Iterable[str], keys: Collection[str] = 
 def unexpected_argument(
     argv: Sequence[str], place: int, recipes: Collection[str], has_recipe: bool, options: Collection[str] = ()
 ) -> UserError:
-    """Return the error for the argument at `place`, which assigns nothing."""
+    """Return the error for the argument at index `place`, which is not of the form key=value."""
     word, before = argv[place], argv[place - 1] if place else ""
     rule = f"{word!r}: an argument has the form section.key=value"
     after = list(argv[place + 1 : place + 3])
@@ -242,7 +246,7 @@ def unexpected_argument(
 
 
 def _may_have_spaces(argument: str) -> bool:
-    """Return whether an argument may be the beginning of a value with spaces: it is neither a name nor a number."""
+    """Return whether an argument may be the start of an unquoted value with spaces: not a recipe, nproc or a number."""
     key, equals, value = argument.partition("=")
     return bool(equals) and key not in ("recipe", "nproc") and not re.fullmatch(r"[-+\d.,_e]+", value)
 

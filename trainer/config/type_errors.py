@@ -1,6 +1,6 @@
-"""Values of the wrong type: names the expected type, and suggests a value.
+"""Error messages for values of the wrong type: name the expected type and suggest a value.
 
-Knows the types of fields, and no key but by its last part: `_s` is in seconds, `_gib` in GiB.
+The unit of a number follows from the suffix of its key: `_s` is in seconds, `_h` in hours, `_gib` in GiB.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from trainer.errors import nearest
 
 
 def union_members(hint: Any) -> tuple[Any, ...]:
-    """Return the types of which a key's value has one."""
+    """Return the members of a union type, or the type itself."""
     return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
 
 
 def type_name(hint: Any) -> str:
-    """Return the type of a key in words."""
+    """Return a type in words, as error messages and `--help` show it."""
     names = {
         int: "a whole number",
         float: "a number",
@@ -50,7 +50,7 @@ def type_name(hint: Any) -> str:
 
 
 def example_value(key: dataclasses.Field[Any]) -> Any:
-    """Return a value that shows what a key looks like; None where there is none to show."""
+    """Return an example value for a key, or None if there is none."""
     default = None if key.default is dataclasses.MISSING else key.default
     return _FORMS.get(key.name, default)
 
@@ -62,7 +62,7 @@ _SWITCHES = {
 
 
 def suggest_value(value: Any, hint: Any, key: dataclasses.Field[Any]) -> dict[str, Any]:
-    """Return what `setting_error` is to say of a value that is not of the key's type, by the argument's name."""
+    """Return the keyword arguments of `setting_error` (`legal`, `meant` or `example`) for a value of the wrong type."""
     options = union_members(hint)
     if int in options and isinstance(value, (float, bool)) and math.isfinite(value):
         return {"legal": max(round(value), key.metadata.get("at_least", -math.inf))}
@@ -95,7 +95,7 @@ def suggest_value(value: Any, hint: Any, key: dataclasses.Field[Any]) -> dict[st
 
 
 def _with_spaces(value: Any) -> dict[str, str] | None:
-    """Return what is meant by {a:b, c:d}, which lacks the space after the colon that YAML needs."""
+    """Return the mapping meant by {a:b, c:d}, which lacks YAML's space after the colon; None for anything else."""
     if isinstance(value, dict):
         items = [str(name) for name, own in value.items() if own is None]
         if len(items) < len(value):
@@ -116,10 +116,10 @@ _FORMS = {
     "ema": 0.999,
     "allow_changes": ["optim.name"],
 }
-"""What a key looks like that is empty, or says never, by default."""
+"""Example values of keys whose default is empty or means never."""
 
 _ALL = ("all", "any", "*", "true", "yes")
-"""What people write who do not want to name each one."""
+"""Words that users write to mean every entry of a list."""
 
 _COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "%": 0.01}
 _MINUTES = ("m", "min", "mins", "minutes")
@@ -138,11 +138,11 @@ _UNITS = {
         **dict.fromkeys(("t", "tb", "tib"), 1024.0),
     },
 }
-"""By the last part of a key: what a unit is in that of the key."""
+"""For each key suffix: the accepted units, converted to the unit of the key."""
 
 
 def _number_in(text: str, name: str) -> float | None:
-    """Return the number that is meant by 10k, 1,000 steps, 0,5 or, of a key in seconds, 30m; None where none is."""
+    """Return the number meant by 10k, 1,000 steps, 0,5 or, for a key in seconds, 30m; None for anything else."""
     if re.fullmatch(r"[+-]?(0,\d+|\d+,(\d{1,2}|\d{4,}))", text):
         text = text.replace(",", ".")
     found = re.fullmatch(
@@ -153,7 +153,7 @@ def _number_in(text: str, name: str) -> float | None:
     units, unit = _UNITS.get(name.rpartition("_")[2]), found[2]
     size = (units or _COUNTS).get(unit)
     if size is None and (units or any(unit in others for others in _UNITS.values())):
-        return None  # minutes of what counts steps
+        return None  # a unit of time for a key that counts steps
     size = 1.0 if size is None else size
     try:
         number = round(float(found[1]) * size, 12)

@@ -1,4 +1,4 @@
-"""The text of `--help`: usage, recipes, and every key with type, default and meaning.  Imports no torch."""
+"""The text of `--help`: usage, recipes, and every key with type, default and meaning.  Does not import torch."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ exit codes: 0 finished, 2 a mistake in the input, 75 stopped on request (run it 
 _COMMANDS = """\
 other commands, as `python -m trainer.COMMAND` or `meshtrainer COMMAND`, each with --help:
   prepare, plan, data, checkpoints, evaluate, generate, export, report
-completion of all of it in your shell: eval "$(meshtrainer completion bash)", or zsh
+shell completion: eval "$(meshtrainer completion bash)", or zsh
 """
 
 _MOST_USED = ("run", "data", "train", "optim", "schedule", "mesh", "fsdp", "eval", "checkpoint", "log")
-"""Sections in the order of the help: the others follow, models last."""
+"""The sections that the help lists first, in this order."""
 
 
 def recipe_list() -> str:
-    """Return the recipes that come with the package, a line each."""
+    """Return the list of built-in recipes, one per line."""
     files = recipe_files()
     width = max(map(len, files))
     lines = [f"  {name:<{width}}  {description(path)}" for name, path in files.items()]
@@ -43,10 +43,10 @@ def recipe_list() -> str:
 
 
 def full_help(sections: Sequence[str] = (), config: RunConfig | None = None) -> str:
-    """Return usage, recipes and all keys, the models' own included; or the keys of `sections` alone.
+    """Return the usage, the recipes and all keys, including those of every model; or only the keys of `sections`.
 
-    With a configuration each key shows the value that it has there, and `model` the fields of that model.  Raises
-    UserError for a section that there is none of.
+    With a configuration, each key also shows its value there, and `model` lists the fields of that model only.  Raises
+    UserError for an unknown section.
     """
     known = [section.name for section in dataclasses.fields(RunConfig)]
     for name in sections:
@@ -65,7 +65,7 @@ def full_help(sections: Sequence[str] = (), config: RunConfig | None = None) -> 
 
 
 def _section_of(name: str) -> str | None:
-    """Return the section of a key, given with or without it; None if there is no such key."""
+    """Return the section of a key, which may be given without its section; None if there is no such key."""
     return next((key.partition(".")[0] for key in declared_keys() if name in (key, key.partition(".")[2])), None)
 
 

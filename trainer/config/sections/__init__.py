@@ -1,4 +1,4 @@
-"""Sections of the configuration: every key with its type, default, limits and meaning."""
+"""The sections of the configuration: every key with its type, default, limits and meaning."""
 
 from trainer.config.sections.data import DataSection
 from trainer.config.sections.running import CheckpointSection, LogSection, RunSection

@@ -1,4 +1,4 @@
-"""The section of the training data."""
+"""The `data` section."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ class DataSection:
     )
     text_key: str = declare("text", "JSONL key or parquet column that holds the text")
     bad: str = declare(
-        "error", "unreadable documents: error, skip (leave out and count), or the share that may be left out"
+        "error", "unreadable documents: error, skip (leave out and count), or the largest share that may be left out"
     )
     weights: dict[str, float] | None = declare(
         None,
-        "shares of the sources in data.path, for example {web: 0.7, code: 0.3}; null: proportional to size",
+        "sampling weights of the sources in data.path, for example {web: 0.7, code: 0.3}; null: proportional to size",
     )
     phases: tuple[dict[str, Any], ...] = declare(
         (),
-        "changes of weights during training, for example [{from: 80%, weights: {code: 1}}]; from: a step (the "
-        "first with these weights), tokens:<n>, or a share of the run",
+        "changes to data.weights during training, for example [{from: 80%, weights: {code: 1}}]; from: the first "
+        "step with these weights, tokens:<n>, or a share of the run",
     )
     holdout: float | None = declare(
         None,
@@ -47,17 +47,18 @@ class DataSection:
         at_least=0,
         below=1,
     )
-    max_epochs: float | None = declare(None, "refuse to read any source more often than this; null: no limit", above=0)
+    max_epochs: float | None = declare(
+        None, "maximum passes over any source; a run that needs more is refused; null: no limit", above=0
+    )
     seq_len: int = declare(256, "tokens per sequence", at_least=1, at_most=MAX_SIZE)
     tokenizer: str = declare(
         "bytes",
         "bytes; a Hugging Face tokenizer.json or its folder; or model: the tokenizer in model.path or train.init_from, "
-        "which is also the default where the weights come with one",
+        "which is also the default if the initial weights come with one",
     )
     bos: bool | None = declare(
         None,
-        "for text: whether each document starts with the tokenizer's beginning-of-text token; null: as the "
-        "tokenizer itself does",
+        "for text: start each document with the tokenizer's beginning-of-text token; null: as the tokenizer does",
     )
     format: Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "preference"] = declare(
         "auto", "with source=chat: format of the records; auto: detect it from their keys"
@@ -78,27 +79,27 @@ class DataSection:
     )
     too_long: Literal["auto", "drop", "truncate", "error"] = declare(
         "auto",
-        "with source=chat: how to treat conversations longer than a sequence; auto: drop them, but do not start a run "
-        "that would drop most",
+        "with source=chat: how to treat conversations longer than a sequence; auto: drop them, but refuse to start if "
+        "most would be dropped",
     )
     trim_rows: bool = declare(
         False, "with source=chat: shorten sequences to the longest conversation, rounded up to 64 tokens"
     )
     documents: Literal["joined", "masked", "apart"] = declare(
         "joined",
-        "documents in a sequence: joined (attention crosses documents), masked (documents cannot attend to "
+        "how documents share a sequence: joined (attention crosses documents), masked (documents cannot attend to "
         "each other; positions restart at 0), apart (one per sequence; the rest is ignored); for chats, joined "
         "means masked",
     )
     fit: Literal["cut", "best"] = declare(
         "cut",
-        "documents at the end of a sequence: cut, or best (best-fit packing: only documents longer than a "
-        "sequence are cut)",
+        "how sequences are filled: cut (documents are cut at the end of a sequence), or best (best-fit packing: "
+        "only documents longer than a sequence are cut)",
     )
     pack: bool = declare(True, "false: the same as documents=apart")
     num_workers: int = declare(
         0,
-        "data loading processes per rank; token shards do not need any, a thread reads them",
+        "data loading processes per rank; token shards need none, since a thread reads them",
         at_least=0,
         at_most=256,
     )
@@ -107,19 +108,19 @@ class DataSection:
         None, "folder for tokenized text and downloaded shards; null: the user's cache folder"
     )
     cache_gib: float | None = declare(
-        None, "maximum GiB of downloaded shards kept on each machine; null: no limit", above=0
+        None, "maximum GiB of downloaded shards cached on each machine; null: no limit", above=0
     )
 
     def generated(self) -> DataSection:
-        """Return the section with generated data of the same shape in place of files."""
+        """Return a section with synthetic data of the same shape instead of files."""
         return DataSection(source="synthetic", seq_len=self.seq_len, pack=self.pack, num_workers=self.num_workers)
 
     @property
     def arrangement(self) -> Literal["joined", "masked", "apart"]:
-        """The treatment of documents, by either of the two keys."""
+        """How documents share sequences, from `documents` and `pack`."""
         return self.documents if self.pack else "apart"
 
     @property
     def fills_rows(self) -> bool:
-        """True if sequences are cut from one stream, and every token but its first is a target."""
+        """True if sequences are cut from one token stream, in which every token but the first is a target."""
         return self.arrangement == "joined" and self.fit == "cut"

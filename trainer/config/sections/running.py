@@ -1,4 +1,4 @@
-"""Sections of a run, its logging and its checkpoints."""
+"""The `run`, `log` and `checkpoint` sections."""
 
 from __future__ import annotations
 
@@ -23,34 +23,36 @@ class RunSection:
     )
     deterministic: bool = declare(
         False,
-        "bit-identical results on GPUs too: use slower kernels where the fast ones add in arbitrary order",
+        "bit-identical results on GPUs too: use slower kernels in place of those that sum in arbitrary order",
     )
     threads: int = declare(0, "CPU threads per rank; 0: divide this process's cores evenly", at_least=0, at_most=1024)
-    timeout_s: float = declare(600.0, "seconds until a collective counts as failed", above=0, at_most=WEEK_S)
+    timeout_s: float = declare(600.0, "timeout of a collective, in seconds", above=0, at_most=WEEK_S)
     step_timeout_s: float = declare(
         0.0,
-        "seconds without progress in a step until the run ends and names the rank; 0: timeout_s / 2",
+        "seconds without progress in a step after which the run ends and names the stuck rank; 0: timeout_s / 2",
         at_least=0,
         at_most=WEEK_S,
     )
     first_step_timeout_s: float = declare(
         0.0,
-        "the same for the first step and for each evaluation batch; 0: 3 x timeout_s",
+        "step_timeout_s for the first step and for each evaluation batch; 0: 3 x timeout_s",
         at_least=0,
         at_most=WEEK_S,
     )
-    memory_gib: float | None = declare(None, "device memory available to the planner's auto; null: all of it", above=0)
+    memory_gib: float | None = declare(
+        None, "device memory in GiB that auto settings may plan for; null: all of it", above=0
+    )
     selfcheck: bool = declare(
         True, "before the first step, check that all ranks agree on sharding, replicas, data and code"
     )
     on_end: str | None = declare(
         None,
-        "shell command that rank 0 runs once after the run has ended (30 s at most), with RUN_DIR, STATE "
+        "shell command that rank 0 runs once after the run ends (30 s at most), with RUN_DIR, STATE "
         "(finished, stopped or failed), EXIT_CODE and STEP in its environment; null: none",
     )
     deadline: str | None = declare(
         None,
-        "time by which the run must have saved and exited, for example 2026-01-31T18:00 (local) or with "
+        "time by which the run must have saved its state and exited, for example 2026-01-31T18:00 (local) or with "
         "+01:00; null: the end of the Slurm job",
     )
 
@@ -94,11 +96,11 @@ class LogSection:
     profile_ranks: tuple[int, ...] = declare((0,), "ranks that write a profile; rank 0 always does")
 
     def due(self, step: int) -> bool:
-        """Return whether step `step` is written as a line."""
+        """Return whether to print a progress line for step `step`."""
         return step % self.every == 0
 
     def profiles(self, step: int) -> bool:
-        """Return whether step `step` is profiled, on whatever ranks."""
+        """Return whether any rank profiles step `step`."""
         first, last = self.profile_steps or (0, -1)
         return first <= step <= last
 
@@ -109,7 +111,7 @@ class CheckpointSection:
 
     every: int | str = declare(
         0,
-        "steps between checkpoints; 0: only at the end; auto: the interval that loses least time (see node_mtbf_h)",
+        "steps between checkpoints; 0: only at the end; auto: the interval that minimises lost time (see node_mtbf_h)",
         at_least=0,
         form=NUMBER_OR + AUTO,
     )
@@ -136,24 +138,27 @@ class CheckpointSection:
         at_least=0,
     )
     timeout_s: float = declare(
-        3600.0, "seconds until a save counts as stuck; the run then ends and names the rank", above=0, at_most=WEEK_S
+        3600.0,
+        "seconds after which a save counts as stuck; the run then ends and names the rank",
+        above=0,
+        at_most=WEEK_S,
     )
     when_busy: Literal["wait", "skip"] = declare(
         "wait",
         "if a save is due while the previous one is still running: wait for it, or skip the new one",
     )
     max_failures: int = declare(
-        10, "consecutive failed saves after which the run fails; each is retried after a pause", at_least=1
+        10, "consecutive failed saves after which the run fails; a failed save is retried after a pause", at_least=1
     )
     verify: Literal["full", "sizes"] = declare(
         "full",
-        "check before loading: full (all checksums) or sizes (file sizes only)",
+        "verification before loading: full (all checksums) or sizes (file sizes only)",
     )
     resume: str = declare(
         "auto",
-        "auto: from the newest good checkpoint; none: start over; or the path of a checkpoint or run",
+        "auto: resume from the newest good checkpoint; none: start over; or the path of a checkpoint or run",
     )
     allow_changes: tuple[str, ...] = declare(
         (),
-        "permitted differences from the checkpoint: keys, sections, state.<name>",
+        "permitted differences from the checkpoint: keys, sections, or state.<name>",
     )

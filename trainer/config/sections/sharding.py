@@ -1,4 +1,4 @@
-"""Sections of the device mesh and of FSDP."""
+"""The `mesh` and `fsdp` sections."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainer.recipe import declare
 
 @dataclass(frozen=True)
 class MeshSection:
-    """The device mesh: `replicate` x `shard` (HSDP), or only `shard` where replicate is 1."""
+    """The device mesh: `replicate` x `shard` (HSDP), or only `shard` if replicate is 1."""
 
     replicate: int = declare(1, "number of replicas of the sharded model; -1: all remaining ranks")
     shard: int | str = declare(
@@ -28,18 +28,18 @@ class MeshSection:
     )
     context_method: Literal["auto", "gather", "heads"] = declare(
         "auto",
-        "how slices attend to the whole sequence: gather (each rank gathers keys and values), heads (ranks "
+        "how slices attend to the full sequence: gather (each rank gathers keys and values), heads (ranks "
         "exchange slices for heads), or auto (heads if they divide evenly within one node, else gather)",
     )
 
 
 @dataclass(frozen=True)
 class FsdpSection:
-    """Sharding of the model (torch.distributed.fsdp.fully_shard); with one shard and one dtype nothing is sharded."""
+    """Sharding with torch.distributed.fsdp.fully_shard, which is skipped with one shard and one dtype."""
 
     wrap: str = declare(
         "block",
-        "FSDP units: block (as the recipe lists them), size:<parameters>, or package.module:function",
+        "FSDP units: block (those that the recipe lists), size:<parameters>, or package.module:function",
     )
     reshard_after_forward: int | str | list[int | str] = declare(
         "default",
@@ -54,7 +54,9 @@ class FsdpSection:
         "dtype of unsharded parameters and compute; auto: bfloat16 on a GPU, else float32",
         aliases=DTYPES,
     )
-    reduce_dtype: Literal["float32", "bfloat16"] = declare("float32", "dtype for reducing gradients", aliases=DTYPES)
+    reduce_dtype: Literal["float32", "bfloat16"] = declare(
+        "float32", "dtype in which gradients are reduced", aliases=DTYPES
+    )
     output_dtype: Literal["float32", "bfloat16"] | None = declare(
         None, "dtype of the model's outputs; null: as computed", aliases=DTYPES
     )

@@ -1,4 +1,4 @@
-"""Sections of the step: optimizer, schedule, loop, adapters, preferences, evaluation."""
+"""The `optim`, `schedule`, `train`, `lora`, `dpo` and `eval` sections."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class OptimSection:
     lr: float = declare(3e-4, "peak learning rate", at_least=0)
     lr_by_width: bool = declare(
         False,
-        "lr is for fine-tuning a model of width 2000; for others, multiply it by (2000 / width) ** 0.78, and "
-        "for adapters by 10; an optim.lr on the command line is not scaled",
+        "lr is meant for fine-tuning a model of width 2000: scale it by (2000 / width) ** 0.78, and for adapters "
+        "by another 10; an optim.lr on the command line is not scaled",
     )
     betas: tuple[float, float] = declare((0.9, 0.95), "decay rates of AdamW's two moments", at_least=0, below=1)
     eps: float = declare(1e-8, "AdamW's epsilon", above=0)
@@ -37,7 +37,7 @@ class OptimSection:
 
 @dataclass(frozen=True)
 class ScheduleSection:
-    """The learning rate over the run: a linear warmup, then the named shape."""
+    """The learning-rate schedule: a linear warmup, then the shape that `name` selects."""
 
     name: Literal["cosine", "linear", "wsd", "constant", "range"] = declare(
         "cosine", "shape after warmup; range: a learning-rate range test, 100 steps in a separate run"
@@ -47,7 +47,7 @@ class ScheduleSection:
     )
     warmup_steps: int = declare(0, "steps of linear warmup", at_least=0)
     warmup_ratio: float = declare(
-        0.0, "linear warmup as a share of the run, if that is more than warmup_steps", at_least=0, below=1
+        0.0, "linear warmup as a share of the run, used if it is longer than warmup_steps", at_least=0, below=1
     )
     min_lr_ratio: float = declare(
         0.1,
@@ -56,10 +56,12 @@ class ScheduleSection:
         at_least=0,
         at_most=1,
     )
-    decay_ratio: float = declare(0.2, "for wsd: share of the run that decays, at its end", at_least=0, at_most=1)
+    decay_ratio: float = declare(
+        0.2, "for wsd: share of the run, at its end, in which the rate decays", at_least=0, at_most=1
+    )
 
     def warmup(self, num_steps: int) -> int:
-        """Return the steps of warmup in a run of `num_steps`."""
+        """Return the number of warmup steps in a run of `num_steps` steps."""
         return max(self.warmup_steps, round(self.warmup_ratio * num_steps))
 
 
@@ -73,8 +75,8 @@ class TrainSection:
     )
     small_model_steps: int = declare(
         0,
-        "minimum number of steps when using train.epochs with a model narrower than 512, which needs more; "
-        "ignored if train.epochs is on the command line",
+        "with train.epochs: minimum number of steps for a model narrower than 512, which needs more; ignored if "
+        "train.epochs is on the command line",
         at_least=0,
     )
     global_batch_size: int = declare(8, "sequences per step, over all ranks", at_least=1, at_most=MAX_SIZE)
@@ -100,7 +102,7 @@ class TrainSection:
     )
     float8: Literal["none", "tensorwise", "rowwise"] = declare(
         "none",
-        "run the linear layers of the blocks in float8, with scales per tensor or, finer, per row; needs "
+        "run the linear layers of the blocks in float8, with one scale per tensor or, finer, per row; needs "
         "torchao, and is fast only with train.compile",
     )
     weights_dtype: Literal["float32", "bfloat16"] = declare(
@@ -132,7 +134,7 @@ class TrainSection:
 
 @dataclass(frozen=True)
 class LoraSection:
-    """Adapters (LoRA): the model is frozen, and small matrices beside its linear layers are trained."""
+    """LoRA adapters: the model is frozen, and low-rank matrices added to its linear layers are trained."""
 
     rank: int = declare(0, "rank of the adapters; 0: no adapters", at_least=0, at_most=2**16)
     alpha: float = declare(16.0, "adapter outputs are scaled by alpha / rank", above=0)
@@ -144,14 +146,14 @@ class LoraSection:
     )
     base_dtype: Literal["float32", "bfloat16"] | None = declare(
         None,
-        "dtype of the frozen weights; null: bfloat16 if they are stored so or train.weights_dtype says so",
+        "dtype of the frozen weights; null: bfloat16 if they are stored in it, else train.weights_dtype",
         aliases=DTYPES,
     )
 
 
 @dataclass(frozen=True)
 class DpoSection:
-    """Direct preference optimisation, of train.objective=dpo."""
+    """Direct preference optimisation (train.objective=dpo)."""
 
     beta: float = declare(
         0.1, "strength of the penalty for moving away from the reference model; scales the log-probabilities", above=0
@@ -162,7 +164,7 @@ class DpoSection:
 class EvalSection:
     """Evaluation on held-out data."""
 
-    every: int = declare(0, "steps between evaluations, plus one at the end; 0: never", at_least=0)
+    every: int = declare(0, "steps between evaluations; the run also ends with one; 0: never", at_least=0)
     steps: int = declare(0, "batches per evaluation, each the size of a global batch; 0: all held-out data", at_least=0)
     metric: str = declare(
         "loss",
