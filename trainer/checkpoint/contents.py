@@ -70,7 +70,7 @@ class Savable(Protocol):
 
     @property
     def weights(self) -> Mapping[str, float]:
-        """Keys of the parameters, each with a limit: values must be finite, and smaller in magnitude, to be published."""
+        """Magnitude limit of each parameter, by key.  To be published, values must be finite and below it."""
         ...
 
     @property

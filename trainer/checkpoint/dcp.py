@@ -32,7 +32,7 @@ from trainer.checkpoint.layout import Box, Chunk, Layout, Part, Tensors
 
 
 def held_boxes(tensors: Tensors) -> list[Box]:
-    """Return the boxes of `tensors` on this rank: the local shard of a DTensor, all of a plain tensor.  No collective."""
+    """Return the boxes of `tensors` on this rank: a DTensor's local shard, all of a plain tensor.  No collective."""
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(dict(tensors), is_coordinator=True)
     boxes = []
@@ -84,7 +84,7 @@ def load(targets: Tensors, layout: Layout, reader: PartReader) -> None:
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # on purpose: each rank reads independently
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # on purpose: each rank reads alone
             storage = _Storage(layout, _needed(targets, layout), reader)
             dcp.load(dict(targets), storage_reader=storage, planner=planner, no_dist=True)
     except CheckpointException as failure:  # DCP's wrapper derives from BaseException

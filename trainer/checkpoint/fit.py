@@ -41,7 +41,7 @@ class Unfit(UserError):
         """different: one line per differing setting.  unfit: other differences, by part of the state."""
         of_parts = [line for lines in unfit.values() for line in lines]
         self.lines = [*different, *of_parts]
-        is_fresh = any(line.startswith("optim.name:") for line in different)  # a new optimizer explains a different optimizer state
+        is_fresh = any(line.startswith("optim.name:") for line in different)  # explains its state
         advised = [line for name, lines in unfit.items() if name != "optimizer" or not is_fresh for line in lines]
         parts = [name for name, lines in unfit.items() if any(not _OFFER.search(line) for line in lines)]
         self._place, self._advice = place, advice_on(different, advised, parts)
@@ -171,8 +171,8 @@ def advice_on(different: list[str], unfit: list[str], parts: Sequence[str] = ())
     """
     keys = [line.partition(":")[0] for line in different] + [part for line in unfit for part in _OFFER.findall(line)]
     if len(keys) < len(different) + len(unfit):
-        names = [f"state.{name}" for name in parts if name != "optimizer" or "model" not in parts]  # a new model implies it
-        whole = ["model" if key == "model.name" else key for key in keys]  # another model also changes other model settings
+        names = [f"state.{name}" for name in parts if name != "optimizer" or "model" not in parts]  # model implies it
+        whole = ["model" if key == "model.name" else key for key in keys]  # covers all its settings
         allowed = shlex.quote(f"checkpoint.allow_changes=[{','.join(dict.fromkeys([*whole, *names]))}]")
         return (
             "to fix: undo the change, or train another run: run.name=NAME (train.init_from starts it from these "

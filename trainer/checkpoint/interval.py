@@ -1,8 +1,8 @@
-"""The interval between saves that loses least, and the share of its time that a run then puts to use.
+"""The Young/Daly save interval, and the goodput that a run can expect with it.
 
-A save costs the time that training stands still for it; a failure costs the work since the newest checkpoint, and the
-time until training goes on.  Failures are taken to come at random, at the same rate at any time.  Young 1974, "A first
-order approximation to the optimum checkpoint interval"; Daly 2006, "A higher order estimate of the optimum checkpoint
+A save costs the time for which training pauses; a failure costs the work since the newest checkpoint and the time until
+training resumes.  Failures are assumed to occur at random with a constant rate.  Young 1974, "A first order
+approximation to the optimum checkpoint interval"; Daly 2006, "A higher order estimate of the optimum checkpoint
 interval for restart dumps".
 """
 
@@ -17,48 +17,48 @@ from trainer.config import RunConfig
 from trainer.metrics.goodput import Experience
 
 LONGEST_S = 7200.0
-"""The longest interval: what is saved protects from more than broken nodes."""
+"""Upper limit of the interval: checkpoints protect against more than node failures."""
 SHORTEST_S = 1.0
-"""The shortest interval, of saves that take no time that can be measured."""
+"""Lower limit of the interval, for saves too short to measure."""
 _ROOM = 1.2
-"""The shortest interval, in times of a save: one has ended when the next begins."""
+"""Lower limit of the interval as a multiple of the duration of a save, so that saves do not overlap."""
 _BYTES_A_SECOND, _BLOCKED_BYTES_A_SECOND = 0.2e9, 1e9
-"""Guesses of how fast a rank saves, and copies what training must wait for, until a save has been timed."""
+"""Assumed speed of a rank's save, and of the copy that training waits for, until a save has been timed."""
 _START_S = 180.0
-"""A guess of what it takes from noticing a failure to the first step after it."""
+"""Assumed time from detecting a failure to the first step after it."""
 
 
 @dataclass(frozen=True)
 class Costs:
-    """The costs of saves and failures to a run, in seconds."""
+    """What saves and failures cost a run, in seconds."""
 
     blocked_s: float
-    """Training stands still for one save."""
+    """Time that training pauses for one save."""
     total_s: float
-    """From the beginning of a save until it is published."""
+    """Time from the start of a save until it is published."""
     restart_s: float
-    """From a failure until training goes on, without the work that is done again."""
+    """Time from a failure until training resumes, excluding repeated work."""
     mtbf_s: float
-    """Mean time between failures, of all nodes together."""
+    """Mean time between failures of the whole job."""
 
     @cached_property
     def best_s(self) -> float:
-        """The interval that loses least, from the beginning of one save to that of the next."""
+        """The interval between the starts of two saves that maximizes goodput."""
         ratio = self.blocked_s / (2 * self.mtbf_s)
-        every_s = self.mtbf_s + self.blocked_s  # a save takes longer than the nodes last
+        every_s = self.mtbf_s + self.blocked_s  # if a save takes longer than the time between failures
         if ratio < 1:
             every_s = math.sqrt(2 * self.blocked_s * self.mtbf_s) * (1 + math.sqrt(ratio) / 3 + ratio / 9)
         return max(SHORTEST_S, _ROOM * self.total_s, min(LONGEST_S, every_s))
 
     def goodput(self, every_s: float) -> float:
-        """Return the share of time that makes progress which is kept, with a save begun every `every_s` seconds."""
+        """Return the fraction of time that makes lasting progress if a save starts every `every_s` seconds."""
         kept = math.exp(-self.total_s / self.mtbf_s) * max(0.0, every_s - self.blocked_s)
         num_failures = min(700.0, every_s / self.mtbf_s)
         return kept / math.expm1(num_failures) / (self.mtbf_s + self.restart_s)
 
     def losses(self, every_s: float) -> dict[str, float]:
-        """Return the share of time that each kind of loss takes, to a first approximation."""
-        to_progress = {  # relative to the time spent on progress that is kept
+        """Return the fraction of time lost to each cause, to first order."""
+        to_progress = {  # relative to the time spent on lasting progress
             "pausing for saves": self.blocked_s / every_s,
             "repeating lost work": every_s / 2 / self.mtbf_s,
             "saves that did not finish": self.total_s / self.mtbf_s,
@@ -76,15 +76,15 @@ _ADVICE = {
         "shorten the time from a failure until training resumes: run.step_timeout_s, a spare node, a faster start"
     ),
 }
-"""What each kind of loss is shortened by."""
+"""How to reduce each kind of loss."""
 
 
 def costs_of(config: RunConfig, num_nodes: int, shard_bytes: float, found: Experience | None = None) -> Costs:
-    """Return what saves and failures cost on so many nodes: as measured, or as set and guessed before.
+    """Return the costs of saves and failures: measured if possible, otherwise from settings and assumptions.
 
-    The rate of failures is the run's own, with `checkpoint.node_mtbf_h` in it as if one failure had been seen at that
-    rate: a few early ones prove little, many count alone (the mean of a gamma distribution, given what was seen).
-    shard_bytes: what a rank writes in one save.  found: what the run has seen; None before it has begun.
+    The failure rate is the posterior mean of a gamma distribution: `checkpoint.node_mtbf_h` counts as one observed
+    failure, so that a few early failures change little and many outweigh the setting.
+    shard_bytes: bytes that a rank writes in one save.  found: the run's measurements; None before it has started.
     """
     found = found or Experience()
     rate = (found.failures + 1) / (found.node_s + 3600 * config.checkpoint.node_mtbf_h)
@@ -98,7 +98,7 @@ def costs_of(config: RunConfig, num_nodes: int, shard_bytes: float, found: Exper
 
 
 def guessed_s(shard_bytes: float) -> float:
-    """Return a guess of the seconds that a save takes in which each rank writes so much."""
+    """Return the assumed duration, in seconds, of a save in which each rank writes `shard_bytes`."""
     return shard_bytes / _BYTES_A_SECOND
 
 
@@ -107,7 +107,7 @@ def _median(values: Sequence[float]) -> float:
 
 
 def sentences(costs: Costs, every_s: float, num_nodes: int) -> dict[str, str]:
-    """Return in words what to expect with a save begun every `every_s` seconds, and what to shorten, by topic."""
+    """Describe what to expect with a save every `every_s` seconds, and what to shorten; one text per topic."""
     losses = costs.losses(every_s)
     worst = max(losses, key=lambda name: losses[name])
     nodes = f"{num_nodes} nodes" if num_nodes > 1 else "1 node"
@@ -125,7 +125,7 @@ def sentences(costs: Costs, every_s: float, num_nodes: int) -> dict[str, str]:
 
 
 def readable_span(seconds: float) -> str:
-    """Return a length of time to two figures."""
+    """Format a duration with two significant digits."""
     for size, unit in ((86400.0, "days"), (3600.0, "h"), (60.0, "min"), (1.0, "s")):
         if seconds >= 1.5 * size:
             value = seconds / size

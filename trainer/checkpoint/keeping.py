@@ -1,7 +1,7 @@
 """Retention: decides which published checkpoints are kept, and which of them count as good.
 
-One that was saved while steps were skipped, one that is damaged or lies under another step's name does not count:
-it takes no other's place.
+A checkpoint is not good if it was saved while steps were skipped, if its manifest is damaged, or if its folder has the
+name of another step.  Such a checkpoint never replaces a good one.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from trainer.errors import UserError
 
 
 def list_steps(place: Place) -> list[int]:
-    """Return the steps of the checkpoints in `place`, oldest first: whole or damaged, but published."""
+    """Return the steps of the published checkpoints in `place`, oldest first.  Some may be damaged."""
     steps = ((name, step_in(name)) for name in place.names())
     return sorted(step for name, step in steps if step is not None and place.is_published(name))
 
 
 def newest_step(place: Place) -> int | None:
-    """Return the step to take of the checkpoints in `place`; None if there is none.
+    """Return the step of the newest checkpoint in `place`; None if there are no checkpoints.
 
-    The newest one, but one that was saved while steps were skipped only if all were.  It may be damaged:
-    reading it will tell.
+    A checkpoint that was saved while steps were skipped is chosen only if all were.  The result may be damaged: only
+    reading it will show that.
     """
     steps = list_steps(place)
     settled = (step for step in reversed(steps) if not _num_skipped(place / name_of(step)))
@@ -42,7 +42,7 @@ def best_step(place: Place) -> int | None:
 def find_best(place: Place) -> tuple[float, int] | None:
     """Return the loss and the step of the best evaluated checkpoint in `place`; None if none has been evaluated.
 
-    Best by the field that told the best when the newest of them was saved.
+    Checkpoints are ranked by the metric that was configured when the newest of them was saved.
     """
     manifests = [m for step in list_steps(place) if (m := _read(place / name_of(step))) is not None]
     good = [manifest for manifest in manifests if manifest.evaluation and not manifest.num_skipped]
@@ -56,7 +56,7 @@ def _num_skipped(place: Place) -> int:
 
 
 def _read(place: Place) -> Manifest | None:
-    """Return the manifest, or None if it is none that can be gone on from."""
+    """Return the manifest, or None if it is missing, damaged or of an unsupported format."""
     try:
         return read_manifest(place)
     except (Damaged, UserError, FileNotFoundError):
@@ -64,10 +64,11 @@ def _read(place: Place) -> Manifest | None:
 
 
 class Keeping:
-    """Says which checkpoints are obsolete.  For rank 0 alone; what it has to know of each it reads once.
+    """Decides which checkpoints are obsolete.  For rank 0 only.  Each manifest is read once and cached.
 
-    keep_last: how many good ones are kept, the newest; 0: all.  keep_every: those that stand for a multiple of so many
-    steps are kept for good; 0: none.  keep_best: how many are kept whose evaluation has the lowest `metric`; 0: none.
+    keep_last: number of newest good checkpoints to keep; 0 keeps all.  keep_every: keep permanently those saved for a
+    multiple of this many steps; 0 disables it.  keep_best: number of checkpoints to keep whose evaluation has the
+    lowest `metric`; 0 disables it.
     """
 
     def __init__(self, place: Place, keep_last: int, keep_every: int, keep_best: int, metric: str) -> None:
@@ -76,14 +77,14 @@ class Keeping:
         self._known: dict[int, Manifest | None] = {}
 
     def note(self, manifest: Manifest) -> None:
-        """Take note of a checkpoint that has just been published."""
+        """Record a checkpoint that has just been published."""
         self._known[manifest.step] = manifest
 
     def would_keep(self, evaluation: Mapping[str, float]) -> bool:
-        """Return whether a checkpoint with this evaluation is one of the best that there are; as good is not better.
+        """Return whether a checkpoint with this evaluation would be among the best; a tie does not count as better.
 
-        What counts is what is there: one that could not be saved, or was deleted, is in no other's way.  Looks only,
-        as a save may be in flight, and raises what the storage raises.
+        Only checkpoints that exist are compared, not ones that failed to save or were deleted.  This is read-only,
+        since a save may be in flight, and propagates errors of the storage.
         """
         value = evaluation.get(self._metric)
         if value is None:
@@ -93,18 +94,19 @@ class Keeping:
         return sum(m.evaluation.get(self._metric, math.inf) <= value for m in good) < self._keep_best
 
     def obsolete(self) -> list[str]:
-        """Return the names of the checkpoints that are no longer kept.  Raises what the storage raises."""
+        """Return the names of the checkpoints to prune.  Propagates errors of the storage."""
         return self._older_than_the_last(self._keep_last)
 
     def spare(self) -> list[str]:
-        """Return the names of those that will no longer be kept once another good one is published.
+        """Return the names of the checkpoints that will be pruned once another good one is published.
 
-        For a disk without room for that one.  At least one good checkpoint is never among them.
+        If the disk is too full for the new checkpoint, they can be pruned first.  At least one good checkpoint always
+        remains.
         """
         return self._older_than_the_last(self._keep_last - 1) if self._keep_last > 1 else []
 
     def _older_than_the_last(self, number: int) -> list[str]:
-        """Return those that are older than the newest `number` good ones, and kept for no other reason."""
+        """Return checkpoints older than the newest `number` good ones that no other rule keeps."""
         steps = list_steps(self._place)
         last = list(islice((step for step in reversed(steps) if self._is_good(step)), number))
         if not last or len(last) < number:
@@ -115,10 +117,11 @@ class Keeping:
         ]
 
     def in_doubt(self, since: int) -> list[str]:
-        """Return the names of the good ones from step `since` on, which was the last before all failed.
+        """Return the names of the good checkpoints saved at or after step `since`, from which on every step failed.
 
-        None if there is no good one before, to go on from instead.  None that has been in doubt before: then the same
-        has come again from an older one, and it is not the checkpoint's fault.
+        The list is empty if no good checkpoint is older than `since`, since then there is nothing to resume from
+        instead.  It leaves out checkpoints that were quarantined before: if the failure recurred after resuming from
+        an older checkpoint, the checkpoint is not its cause.
         """
         good = [step for step in list_steps(self._place) if self._is_good(step)]
         if not good or good[0] >= since:
@@ -132,7 +135,7 @@ class Keeping:
         return every > 0 and any(due % every == 0 for due in stands_for)
 
     def _best(self, steps: Sequence[int]) -> set[int]:
-        """Return those of the good ones that are kept for their evaluation; of equal ones the older."""
+        """Return the steps of the good checkpoints kept for their evaluation; a tie goes to the older one."""
         good = [m for step in steps if (m := self._look_at(step)) is not None and not m.num_skipped]
         scored = sorted((m.evaluation[self._metric], m.step) for m in good if self._metric in m.evaluation)
         return {step for _, step in scored[: self._keep_best]}
@@ -142,7 +145,7 @@ class Keeping:
         return manifest is not None and not manifest.num_skipped
 
     def _look_at(self, step: int) -> Manifest | None:
-        """Return the manifest of a checkpoint; None if that is none that can be gone on from."""
+        """Return the manifest of a checkpoint, or None if it cannot be used."""
         if step not in self._known:
             self._known[step] = _read(self._place / name_of(step))
         return self._known[step]

@@ -1,6 +1,6 @@
-"""Layout of a checkpoint: the chunks of every tensor, as a few runs of JSON each.
+"""Layout of a checkpoint: which bytes of which file hold each chunk of each tensor, stored as compact JSON.
 
-DCP's own metadata says the same as a pickle, of which one flipped bit took 20 GB of memory.
+DCP's metadata holds the same information as a pickle, where a single flipped bit once caused an allocation of 20 GB.
 """
 
 from __future__ import annotations
@@ -18,34 +18,34 @@ from trainer.checkpoint.blocks import Blocks
 from trainer.checkpoint.columns import Boxes, Ints, Rows, Runs, at, from_runs, rows_of, to_runs
 
 Tensors = Mapping[str, torch.Tensor]
-"""Tensors by key: DTensors, of which each rank holds a shard, or plain ones, the same on all ranks."""
+"""Tensors by key: DTensors, of which each rank holds a shard, or plain tensors that are the same on all ranks."""
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A box of one tensor, and the bytes of a file that hold it."""
+    """A box of one tensor, and the position of its bytes in a file."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     file: str
     start: int
-    """Where the item of DCP begins, a file of `torch.save` within the file."""
+    """Start of DCP's item, which is a `torch.save` archive inside the file."""
     length: int
     data_start: int
-    """Where the tensor's own bytes begin."""
+    """Start of the tensor's raw bytes."""
 
 
 class Chunks:
-    """The chunks of one tensor, as runs.  A chunk becomes an object when it is asked for."""
+    """The chunks of one tensor, stored as runs.  `Chunk` objects are created on access."""
 
     def __init__(self, files: Sequence[str], columns: Sequence[Runs]) -> None:
-        """columns: number of the file, offset along each dimension, size along each, start, length, start of data."""
+        """columns: file number, offset along each dimension, size along each dimension, start, length, data start."""
         self._files, self.columns = files, columns
         self._num_dims = (len(columns) - 4) // 2
 
     @classmethod
     def of(cls, files: Sequence[str], table: Rows) -> Chunks:
-        """Return those of a table, a row for each chunk."""
+        """Build the chunks from a table with one row per chunk."""
         return cls(files, [to_runs(column) for column in table.T])
 
     def __len__(self) -> int:
@@ -55,7 +55,7 @@ class Chunks:
         return self._made(np.column_stack([from_runs(runs) for runs in self.columns]))
 
     def meeting(self, offsets: Ints, sizes: Ints) -> list[Chunk]:
-        """Return those that have an element in common with a box."""
+        """Return the chunks that overlap a box."""
         spans = tuple(map(tuple, self.columns[1 : 1 + 2 * self._num_dims]))
         found = _meeting(spans, offsets, sizes) if spans else range(len(self))
         return list(self._made(np.array([[at(runs, row) for runs in self.columns] for row in found], dtype=np.int64)))
@@ -68,9 +68,9 @@ class Chunks:
 
 @lru_cache(maxsize=1024)
 def _meeting(spans: tuple[Runs, ...], offsets: Ints, sizes: Ints) -> tuple[int, ...]:
-    """Return the rows of boxes that have an element in common with one; spans: their offsets, then their sizes.
+    """Return the rows of the boxes that overlap a given box.  spans: offsets of the boxes, then their sizes.
 
-    Remembered: tensors of one shape, of all blocks and both moments, have the same boxes.
+    Cached: tensors of the same shape, such as a parameter of every layer and its two moments, have the same boxes.
     """
     columns = np.stack([from_runs(runs) for runs in spans])
     starts, extents = np.split(columns, 2)
@@ -81,7 +81,7 @@ def _meeting(spans: tuple[Runs, ...], offsets: Ints, sizes: Ints) -> tuple[int, 
 
 @dataclass
 class Stored:
-    """One tensor as it is stored."""
+    """One stored tensor: its dtype, shape and chunks."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -98,7 +98,7 @@ Layout = dict[str, Stored]
 
 @dataclass(frozen=True)
 class Part:
-    """One read of a rank: a box of a chunk, by its place in the chunk, and the tensor where it belongs."""
+    """One read of a rank: a box within a chunk, and the tensor to read it into."""
 
     chunk: Chunk
     dtype: torch.dtype
@@ -109,7 +109,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Box:
-    """The part of one tensor that one rank writes."""
+    """A contiguous part of one tensor, as one rank holds or writes it."""
 
     key: str
     offsets: tuple[int, ...]
@@ -119,7 +119,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Planned:
-    """One tensor before it is written: offsets and sizes of its chunks, a row each, in ascending order."""
+    """The planned chunks of one tensor: offsets and sizes, one row per chunk, in ascending order."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -127,7 +127,7 @@ class Planned:
     sizes: Rows
 
     def num_missing(self, offsets: Rows, sizes: Rows) -> int:
-        """Return how many of the chunks are not among those given."""
+        """Return how many planned chunks are missing from the given ones."""
         if np.array_equal(offsets, self.offsets) and np.array_equal(sizes, self.sizes):
             return 0
         wanted, found = (
@@ -139,7 +139,7 @@ class Planned:
 
 @dataclass(frozen=True)
 class Placed:
-    """The chunks in one rank's file, as columns: boxes, and where each lies (start, length, start of data)."""
+    """The chunks in one rank's file, as columns: boxes, and the position of each (start, length, data start)."""
 
     file: str
     boxes: Boxes
@@ -148,7 +148,7 @@ class Placed:
 
 @dataclass
 class Written:
-    """The result of one rank's writing: its chunks by the tensor's key, and the checksums of its file."""
+    """What one rank wrote: its chunks, with the key of each tensor, and the checksums of its file."""
 
     file: str
     blocks: Blocks
@@ -160,14 +160,14 @@ class Written:
 
     @property
     def placed(self) -> Placed:
-        """The part that rank 0 must know; the checksums stand in a file of their own."""
+        """The part that rank 0 needs for the layout.  The checksums are stored in a separate file."""
         boxes = Boxes.of((key, chunk.offsets, chunk.sizes) for key, chunk in self.chunks)
         places = rows_of([(chunk.start, chunk.length, chunk.data_start) for _, chunk in self.chunks], 3, 0)
         return Placed(self.file, boxes, places)
 
 
 def layout_of(planned: Mapping[str, Planned], placed: Sequence[Placed]) -> Layout:
-    """Return the layout of all ranks' files.  Raises ValueError unless every planned chunk has been written."""
+    """Return the layout of all ranks' files.  Raises ValueError if a planned chunk was not written."""
     files = [part.file for part in placed]
     boxes = Boxes.joined([part.boxes for part in placed])
     numbers = boxes.numbers({key: number for number, key in enumerate(planned)})
@@ -187,13 +187,13 @@ def layout_of(planned: Mapping[str, Planned], placed: Sequence[Placed]) -> Layou
 
 
 def layout_to_json(layout: Layout, files: Sequence[str]) -> str:
-    """Return a layout as `layout_from_json` reads it: one short row a tensor.  files: as its chunks number them."""
+    """Serialize a layout for `layout_from_json`, one short row per tensor.  files: in the order of the file numbers."""
     tensors = {key: [str(t.dtype).removeprefix("torch."), t.shape, t.chunks.columns] for key, t in layout.items()}
     return json.dumps({"files": files, "tensors": tensors}, separators=(",", ":"))
 
 
 def layout_from_json(text: bytes | str) -> Layout:
-    """Return the layout that `layout_to_json` has written, now or before there were runs."""
+    """Parse a layout written by `layout_to_json`, in the current format or in format 2."""
     content = json.loads(text)
     if not isinstance(content.get("tensors"), dict):
         return _layout_of_rows(content)
@@ -205,7 +205,7 @@ def layout_from_json(text: bytes | str) -> Layout:
 
 
 def _layout_of_rows(content: Mapping[str, Any]) -> Layout:
-    """Return the layout of checkpoint format 2, which has a row for each chunk: offsets, sizes, file, three places."""
+    """Parse the layout of checkpoint format 2, with one row per chunk: offsets, sizes, file and three positions."""
     files = list(dict.fromkeys(chunk[2] for *_, chunks in content.values() for chunk in chunks))
     numbers = {file: number for number, file in enumerate(files)}
     layout: Layout = {}

@@ -1,12 +1,12 @@
-"""The manifest lists the files of a checkpoint.  It is written last; a folder without one is not a checkpoint.
+"""The manifest lists the files of a checkpoint.  It is written last; a folder without it is not a checkpoint.
 
-manifest.json               this: step, versions, mesh, size and CRC-32 of every other file, its own SHA-256
-state.json                  what is not a tensor, and small: counters, position in the data
+manifest.json               step, versions, mesh, size and CRC-32 of every other file, and its own SHA-256
+state.json                  small state other than tensors: counters, position in the data
 layout.json                 which bytes of which file hold which part of which tensor
-__0_0.distcp ...            the tensors, one file a rank, in DCP's format
-__0_0.blocks.json ...       the checksums of such a file's blocks
-ranks/00000.safetensors     what is a rank's own: its random states
-config.yaml                 the configuration of the run that wrote it
+__0_0.distcp ...            the tensors, one file per rank, in DCP's format
+__0_0.blocks.json ...       the block checksums of that file
+ranks/00000.safetensors     per-rank state, such as random states
+config.yaml                 the configuration of the run that wrote the checkpoint
 .metadata                   for torch's own tools; never read here
 """
 
@@ -27,12 +27,12 @@ from trainer.files import crc32
 
 FORMAT_VERSION = 3
 _READ_VERSIONS = (2, 3)
-"""In format 2 the layout has a row for each chunk."""
+"""In format 2 the layout has one row per chunk."""
 PREFIX = "step_"
 _NAME = re.compile(rf"{PREFIX}(\d{{8,}})")
 INDEX = ".metadata"
 BLOCKS = ".blocks.json"
-"""What the checksums of a data file are kept in: its name with this in place of `.distcp`."""
+"""Suffix of the file with a data file's block checksums, in place of `.distcp`."""
 
 
 @dataclass(frozen=True)
@@ -47,31 +47,29 @@ class Manifest:
     """Time of writing, UTC, ISO 8601."""
     config_sha256: str
     files: Mapping[str, Sequence[int]]
-    """(size in bytes, CRC-32) of every other file; of a data file, the CRC-32 of its list of blocks."""
+    """(size in bytes, CRC-32) of every other file; for a data file, the CRC-32 of its list of blocks."""
     format_version: int = FORMAT_VERSION
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def num_skipped(self) -> int:
-        """Number of steps skipped in a row when it was saved: above 0 it is not known whether the
-        weights are good.
-        """
+        """Number of consecutive steps skipped at the time of the save.  If it is above 0, the weights may be bad."""
         return int(self.extra.get("num_skipped", 0))
 
     @property
     def due(self) -> Sequence[int]:
-        """The steps after which a save was due that this checkpoint stands for, where it was made later."""
+        """Earlier steps whose due saves this checkpoint replaces, if it was saved late."""
         return tuple(self.extra.get("due", ()))
 
     @property
     def evaluation(self) -> Mapping[str, float]:
-        """The losses of the evaluation of its step, by field; empty if there had been none."""
+        """Losses of the evaluation at this step, by field; empty if the step was not evaluated."""
         found: Mapping[str, float] = self.extra.get("evaluation", {})
         return found
 
     @property
     def metric(self) -> str:
-        """The field of these that told the best."""
+        """The field of `evaluation` that ranked checkpoints."""
         return str(self.extra.get("metric", "loss"))
 
     @property
@@ -84,12 +82,12 @@ class Manifest:
 
 
 def name_of(step: int) -> str:
-    """Return the name of the folder with the checkpoint of a step."""
+    """Return the folder name of a step's checkpoint."""
     return f"{PREFIX}{step:08d}"
 
 
 def step_in(name: str) -> int | None:
-    """Return the step that a folder's name speaks of; None if it is no checkpoint's."""
+    """Return the step in a checkpoint folder's name; None if the name is not that of a checkpoint."""
     found = _NAME.fullmatch(name)
     return int(found.group(1)) if found else None
 
@@ -101,8 +99,8 @@ def _digest(content: Mapping[str, Any]) -> str:
 def read_manifest(place: Place) -> Manifest:
     """Return the manifest of the checkpoint at `place`.
 
-    Raises Damaged if it is not as it was written, or the folder's name is that of another step; FileNotFoundError if
-    there is none, UserError for another format.
+    Raises Damaged if the manifest is corrupt or the folder is named after another step, FileNotFoundError if there is
+    no manifest, and UserError if its format is not supported.
     """
     try:
         content = json.loads(place.read(COMMIT))
@@ -121,7 +119,7 @@ def read_manifest(place: Place) -> Manifest:
 
 
 def check_format(place: Place, version: object) -> None:
-    """Raise UserError unless this version of the trainer reads the format, with what to do about it."""
+    """Raise UserError, with advice, if this version of the trainer does not support the format."""
     if version in _READ_VERSIONS:
         return
     if isinstance(version, int) and version > FORMAT_VERSION:
@@ -138,17 +136,17 @@ def check_format(place: Place, version: object) -> None:
 
 
 def blocks_name(data_file: str) -> str:
-    """Return the name of the file with the checksums of a data file's blocks."""
+    """Return the name of the file with a data file's block checksums."""
     return data_file.removesuffix(".distcp") + BLOCKS
 
 
 def is_data(name: str) -> bool:
-    """Return whether a file holds tensors."""
+    """Return whether a file is a data file, which holds tensors."""
     return name.endswith(".distcp")
 
 
 def read_file(place: Place, manifest: Manifest, name: str) -> bytes:
-    """Return one of the small files, checked.  Raises Damaged."""
+    """Read and verify one of the small files.  Raises Damaged."""
     if name not in manifest.files:
         raise Damaged(f"{place}/{name}: not listed in the manifest")
     size, crc = manifest.files[name]
@@ -164,10 +162,10 @@ def read_file(place: Place, manifest: Manifest, name: str) -> bytes:
 
 
 class StoredBlocks(Mapping[str, Blocks]):
-    """The checksums of every data file, each read when it is asked for, and itself checked.
+    """The block checksums of every data file, loaded on demand and verified.
 
-    A rank reads few of the files: with those of all others, 512 ranks would open a quarter of a million.
-    Raises Damaged.
+    A rank reads only a few data files; if every rank loaded all checksums, 512 ranks would open a quarter of a million
+    files.  Lookups raise Damaged.
     """
 
     def __init__(self, place: Place, manifest: Manifest) -> None:
@@ -195,11 +193,11 @@ class StoredBlocks(Mapping[str, Blocks]):
 
 
 def find_damage(place: Place, manifest: Manifest, depth: str, share: int = 0, num_shares: int = 1) -> list[str]:
-    """Return what is wrong with the files of one share, a line for each; nothing if all is well.
+    """Return the problems found in one share of the files, one line each; empty if there are none.
 
-    depth: `sizes` looks at sizes only; `frames` at all bytes but those of tensors (which `read_tensors` checks as it
-    reads them); `full` at all.  `share` of `num_shares`: so that ranks divide the work.  The index for torch's own
-    tools is not looked at (see `find_index_damage`): nothing here depends on it.
+    depth: `sizes` checks sizes only; `frames` checks all bytes except those of tensors, which `read_tensors` verifies
+    as it reads them; `full` checks all bytes.  `share` and `num_shares` divide the files among ranks.  The index for
+    torch's tools is not checked (see `find_index_damage`), since nothing here depends on it.
     """
     damage = []
     needed = sorted((name, size) for name, (size, _) in manifest.files.items() if name != INDEX)
@@ -216,7 +214,7 @@ def find_damage(place: Place, manifest: Manifest, depth: str, share: int = 0, nu
 
 
 def find_index_damage(place: Place, manifest: Manifest) -> str:
-    """Return what is wrong with the index for torch's own tools; empty if nothing is."""
+    """Return the problem with the index for torch's tools; empty if there is none."""
     try:
         read_file(place, manifest, INDEX)
     except Damaged as error:
@@ -246,5 +244,5 @@ def _reason(error: OSError) -> str:
 
 
 def rank_file(rank: int) -> str:
-    """Return the name of the file with what is a rank's own."""
+    """Return the name of a rank's file of per-rank state."""
     return f"ranks/{rank:05d}.safetensors"

@@ -1,4 +1,4 @@
-"""Pace: decides after which steps a save is due: at a fixed interval, or as often as it pays."""
+"""Save policies: after which steps a save is due, at a fixed or at an adaptive interval."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from trainer.metrics.goodput import Experience
 
 
 class Pace(Protocol):
-    """Says after which steps to save, the same on all ranks."""
+    """Decides after which steps to save, the same on all ranks."""
 
     @property
     def every_s(self) -> float | None:
-        """Seconds from one save to the next, as decided last; None where steps are counted."""
+        """Current interval between saves in seconds; None if the interval is a number of steps."""
         ...
 
     def falls_due(self, step: int) -> bool:
-        """Return whether a save falls due after step `step`, whose ballot has been cast.  Not collective."""
+        """Return whether a save is due after step `step`; call it after the step's all-reduce.  Not collective."""
 
     def began(self) -> None:
-        """A save begins."""
+        """Record that a save begins."""
 
     def learn(self, found: Experience) -> None:
-        """Decide anew by what the run has seen.  Counts on rank 0 alone."""
+        """Update the interval from what the run has measured.  Only the update on rank 0 matters."""
 
     def sentences(self) -> list[str]:
-        """Return what there is to say about it."""
+        """Return lines that describe the policy to the user."""
 
 
 class EverySoManySteps:
-    """A save every `every` steps; 0: none."""
+    """Saves every `every` steps; 0 disables saving."""
 
     every_s: None = None
 
@@ -47,19 +47,19 @@ class EverySoManySteps:
         return self._every > 0 and step % self._every == 0
 
     def began(self) -> None:
-        """Nothing to note: steps are counted."""
+        """Do nothing: only the step number matters."""
 
     def learn(self, found: Experience) -> None:
-        """Nothing to decide."""
+        """Do nothing: the interval is fixed."""
 
     def sentences(self) -> list[str]:
         return []
 
 
 class AsItPays:
-    """A save as often as it loses least: rank 0 looks at the clock, and the message of each step carries its word.
+    """Saves at the Young/Daly interval: rank 0 decides by its clock, and the step's all-reduce broadcasts the decision.
 
-    Steps of `checkpoint.keep_every` are saved as well.
+    Multiples of `checkpoint.keep_every` are saved as well.
     """
 
     def __init__(
@@ -70,20 +70,22 @@ class AsItPays:
         step_s: Callable[[], float],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """costs: what saves and failures cost, by what is known of the run.  step_s: how long a step takes."""
+        """costs: returns the costs of saves and failures from the run's measurements.  step_s: returns the duration of
+        a step in seconds.
+        """
         self._keep_every, self._num_nodes = config.keep_every, num_nodes
         self._costs_of, self._step_s, self._clock = costs, step_s, clock
         self._since: float | None = None
         self.costs = costs(None)
         self.is_agreed: Callable[[], bool] = self.is_time
-        """Rank 0's word on all ranks: its answer to `is_time` in the last ballot."""
+        """Rank 0's latest answer to `is_time`, the same on all ranks."""
 
     @property
     def every_s(self) -> float:
         return self.costs.best_s
 
     def is_time(self) -> bool:
-        """Return whether the step that begins is the last before a save, of all steps the one nearest to its time."""
+        """Return whether to save after the current step, because it ends closest to the time at which a save is due."""
         now = self._clock()
         if self._since is None:
             self._since = now
@@ -104,9 +106,9 @@ class AsItPays:
 
 
 def find_pace(config: RunConfig, world: World, ballot: Ballot, shard_bytes: int, step_s: Callable[[], float]) -> Pace:
-    """Return the pace that `checkpoint.every` asks for.
+    """Build the policy that `checkpoint.every` selects.
 
-    shard_bytes: what this rank writes in one save.  step_s: how long a step takes.
+    shard_bytes: bytes that this rank writes in one save.  step_s: returns the duration of a step in seconds.
     """
     if isinstance(config.checkpoint.every, int):
         return EverySoManySteps(config.checkpoint.every)

@@ -1,8 +1,9 @@
-"""Places for checkpoints: a folder of this machine's file system, or a URL that fsspec knows (s3://, gs://, memory://).
+"""Storage for checkpoints: a local folder, or a URL that fsspec supports (s3://, gs://, memory://).
 
-The two differ in how something comes to be there whole or not at all.  A folder is written under another name, flushed
-to disk and renamed.  An object store has no rename: there the manifest, written last, is the commit, and without it
-there is nothing.  Names are relative, with slashes.  Knows bytes, and nothing of what they mean.
+The two publish a folder atomically in different ways.  On a file system the folder is written under a temporary name,
+flushed to disk and renamed.  An object store has no atomic rename: there the manifest is written last and acts as the
+commit, and a folder without a manifest does not count.  Names are relative paths with slashes.  This module stores
+bytes and does not interpret them.
 """
 
 from __future__ import annotations
@@ -24,42 +25,42 @@ from trainer.files import content_of, find_folder, sync_folder
 from trainer.urls import open_filesystem
 
 COMMIT = "manifest.json"
-"""The file without which a folder holds no checkpoint."""
+"""Name of the manifest.  A folder without it is not a checkpoint."""
 DAMAGED, SUPERSEDED, DOUBTFUL = "damaged", "superseded", "doubtful"
-"""Why a checkpoint was set aside."""
+"""Reasons for quarantining a checkpoint, which become prefixes of its name."""
 _ASIDE = (f"{DAMAGED}-", f"{SUPERSEDED}-", f"{DOUBTFUL}-")
 _WRITING, _REMOVED, _REPLACED = ".writing-", ".removed-", ".replaced-"
 _UNFINISHED = ".unfinished"
-"""In an object store, the file that lies in a folder while it is written, and while it is deleted."""
+"""In an object store, the marker file of a folder that is being written or deleted."""
 
 
 class Source(Protocol):
-    """An open file, read at any position; by several threads at once."""
+    """An open file for random-access reads.  Thread-safe."""
 
     def read_into(self, buffer: memoryview, start: int) -> None:
-        """Fill `buffer` with the bytes from `start` on.  Raises OSError if the file ends before."""
+        """Fill `buffer` with the bytes from `start` on.  Raises OSError if the file is too short."""
         ...
 
     def close(self) -> None: ...
 
 
 class Sink(Protocol):
-    """A new file, written in sequence.  Once it is closed, its content is on disk."""
+    """A new file, written sequentially.  Closing it makes its content durable."""
 
     def write(self, data: Any) -> int: ...
     def close(self) -> None: ...
 
 
 class Place(Protocol):
-    """A folder of files and folders, somewhere."""
+    """A folder in a file system or an object store."""
 
     def __truediv__(self, name: str) -> Place: ...
     def names(self) -> list[str]:
-        """Return what is in the folder, sorted; nothing if there is no such folder."""
+        """Return the names in the folder, sorted; empty if the folder does not exist."""
         ...
 
     def is_published(self, name: str) -> bool:
-        """Return whether the folder `name` claims to be whole: one that was renamed does, one with a manifest does."""
+        """Return whether the folder `name` has been published: renamed, or in an object store given a manifest."""
         ...
 
     def size(self, name: str) -> int:
@@ -67,51 +68,51 @@ class Place(Protocol):
         ...
 
     def read(self, name: str) -> bytes:
-        """Return a whole file.  Raises FileNotFoundError."""
+        """Return the content of a file.  Raises FileNotFoundError."""
         ...
 
     def open(self, name: str) -> Source: ...
     def create(self, name: str) -> Sink: ...
 
     def free_bytes(self) -> int | None:
-        """Return how much more fits, or None where that has no answer."""
+        """Return the free space in bytes, or None if it is unknown."""
         ...
 
     def begin(self, name: str) -> str:
-        """Return the name under which the folder `name` is to be written until it is published."""
+        """Start writing the folder `name`; return the temporary name to write it under until it is published."""
         ...
 
     def publish(self, unpublished: str, name: str) -> None:
-        """Make what was written under the name that `begin` gave whole under its own."""
+        """Publish the folder that was written under the name from `begin` as `name`."""
         ...
 
     def set_aside(self, name: str, why: str) -> None:
-        """Take a checkpoint out of the way: nothing of it is lost, and under `name` there is no checkpoint."""
+        """Quarantine a checkpoint: its data is kept, but there is no longer a checkpoint called `name`."""
         ...
 
     def names_aside(self) -> list[str]:
-        """Return what `set_aside` has made of the names: `<why>-<name>`, sorted."""
+        """Return the names of quarantined checkpoints, `<why>-<name>`, sorted."""
         ...
 
     def retire(self, name: str) -> str:
-        """Begin to delete a folder: at once there is no checkpoint under its name.  Returns what to `delete`."""
+        """Unpublish a folder immediately, before it is deleted.  Returns the name to pass to `delete`."""
         ...
 
     def delete(self, name: str) -> None:
-        """Delete a folder with all that is in it."""
+        """Delete a folder recursively."""
         ...
 
     def recover(self) -> None:
-        """Undo what was killed half-way and would hide a checkpoint."""
+        """Roll back an interrupted operation that would hide a checkpoint."""
         ...
 
     def clean(self, prefix: str) -> list[str]:
-        """Delete what attempts to write folders with this prefix have left behind when they were killed."""
+        """Delete what interrupted writes of folders with this prefix left behind.  Returns their names."""
         ...
 
 
 def find_place(path: str | os.PathLike[str]) -> Place:
-    """Return the place that a path or URL names.  Raises UserError for a kind of URL that cannot be used."""
+    """Return the storage for a path or URL.  Raises UserError for an unsupported kind of URL."""
     folder, text = find_folder(path), os.fspath(path)
     if folder is not None:
         return LocalPlace(folder)
@@ -125,14 +126,14 @@ def find_place(path: str | os.PathLike[str]) -> Place:
 
 
 def names_at_first(place: Place) -> list[str]:
-    """Return what is in a folder that a setting names, when it is first looked at.
+    """List a folder that a setting names, on the first access to it.
 
-    Raises UserError where an object store cannot be reached, or refuses: what is wrong then is most likely the URL, or
-    the credentials in it.
+    Raises UserError if an object store is unreachable or refuses access, since then the URL or its credentials are most
+    likely wrong.
     """
     try:
         return place.names()
-    except Exception as error:  # each library raises errors of its own
+    except Exception as error:  # each library raises its own exceptions
         if isinstance(place, LocalPlace):
             raise
         fix = "check the URL, its credentials, and whether this machine can reach it"
@@ -140,7 +141,7 @@ def names_at_first(place: Place) -> list[str]:
 
 
 def is_same_place(one: str, other: str) -> bool:
-    """Return whether two paths or URLs name the same place, by way of links too."""
+    """Return whether two paths or URLs refer to the same location, with links resolved."""
     here, there = find_folder(one), find_folder(other)
     if here is None or there is None:
         return one.rstrip("/") == other.rstrip("/")
@@ -148,7 +149,7 @@ def is_same_place(one: str, other: str) -> bool:
 
 
 class LocalPlace:
-    """A folder of a mounted file system (local, NFS, Lustre ...): renaming is atomic."""
+    """A folder in a mounted file system (local, NFS, Lustre ...), where renaming is atomic."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -179,7 +180,7 @@ class LocalPlace:
 
     def create(self, name: str) -> Sink:
         path = self.path / name
-        if path.parent != self.path:  # not this folder itself: if somebody has deleted it, it stays away
+        if path.parent != self.path:  # never recreate this folder itself: it may have been deleted on purpose
             path.parent.mkdir(exist_ok=True)
         return _SyncedFile(path)
 
@@ -189,7 +190,7 @@ class LocalPlace:
 
     def begin(self, name: str) -> str:
         unpublished = f"{_WRITING}{name}-{uuid.uuid4().hex[:8]}"
-        self.path.mkdir(exist_ok=True)  # not its parents: a run's folder that was deleted meanwhile stays away
+        self.path.mkdir(exist_ok=True)  # not its parents: a run folder that was deleted meanwhile must stay deleted
         (self.path / unpublished).mkdir()
         return unpublished
 
@@ -197,7 +198,7 @@ class LocalPlace:
         for folder in {path.parent for path in (self.path / unpublished).rglob("*")}:
             sync_folder(folder)
         replaced = self.path / f"{_REPLACED}{name}"
-        if (self.path / name).exists():  # the same step once more: killed between the two, `recover` undoes the first
+        if (self.path / name).exists():  # same step again; after a crash between the renames `recover` undoes the first
             os.rename(self.path / name, replaced)
         os.rename(self.path / unpublished, self.path / name)
         sync_folder(self.path)
@@ -234,13 +235,13 @@ class LocalPlace:
 
 
 class HeldPlace(LocalPlace):
-    """A folder whose files are all open: they can be read to the end even if the folder is deleted meanwhile.
+    """A folder whose files are held open, so that they stay readable even if the folder is deleted meanwhile.
 
-    For reading a checkpoint of a run that is training, and prunes it.
+    For reading a checkpoint of a live run, which may prune it.
     """
 
     def __init__(self, path: Path, names: Collection[str]) -> None:
-        """Raises FileNotFoundError if one of the files is missing."""
+        """Open all files in `names`.  Raises FileNotFoundError if one of them is missing."""
         super().__init__(path)
         self._descriptors: dict[str, int] = {}
         weakref.finalize(self, _close_all, self._descriptors)
@@ -251,11 +252,11 @@ class HeldPlace(LocalPlace):
             except OSError as error:
                 if error.errno not in (errno.EMFILE, errno.ENFILE):
                     raise
-                break  # more files than may be open: the rest is opened when it is read
+                break  # the limit of open files: the others are opened on demand
 
     @contextlib.contextmanager
     def lasting(self) -> Iterator[str]:
-        """Yield a folder of links to the open files: for code, and processes on this machine, that want a path."""
+        """Yield a folder with symbolic links to the open files, for code or local processes that need a path."""
         with tempfile.TemporaryDirectory(prefix="meshtrainer-") as folder:
             path = Path(folder) / self.path.name
             for name, descriptor in self._descriptors.items():
@@ -282,7 +283,7 @@ def _close_all(descriptors: dict[str, int]) -> None:
 
 
 def _allow_open_files(number: int) -> None:
-    """Raise this process's limit of open files, as far as it may, so that `number` more fit."""
+    """Raise this process's limit of open files, as far as permitted, to allow `number` more."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = number + 512
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -317,14 +318,14 @@ class _LocalFile:
 
 
 class _SyncedFile:
-    """A new file; closing it flushes it to disk."""
+    """A new file that is flushed to disk when it is closed."""
 
     def __init__(self, path: Path) -> None:
         self._file = open(path, "xb", buffering=0)  # noqa: SIM115 - closed by close()
 
     def write(self, data: Any) -> int:
         view, done = memoryview(data).cast("B"), 0
-        while done < len(view):  # a raw file may take a part
+        while done < len(view):  # an unbuffered write may be partial
             done += self._file.write(view[done:])
         return done
 
@@ -337,7 +338,7 @@ class _SyncedFile:
 
 
 class RemotePlace:
-    """A prefix in an object store, or whatever else fsspec reaches."""
+    """A prefix in an object store or in another file system that fsspec supports."""
 
     def __init__(self, system: Any, root: str, url: str) -> None:
         self.system, self.root, self.url = system, root, url
@@ -382,7 +383,7 @@ class RemotePlace:
         return None
 
     def begin(self, name: str) -> str:
-        """Clear the way: while the folder is written there is no manifest in it, so no checkpoint."""
+        """Empty the folder: while it is written it has no manifest, so it is not a checkpoint."""
         for aside in self._aside_in(name):
             self._move_out(name, aside)
         self.delete(self.retire(name))
@@ -390,17 +391,17 @@ class RemotePlace:
         return name
 
     def publish(self, unpublished: str, name: str) -> None:
-        """Take the mark away: the manifest, written last, has done the rest."""
+        """Remove the marker.  The manifest, which was written last, has already committed the folder."""
         with contextlib.suppress(FileNotFoundError):
             self.system.rm(f"{self.root}/{name}/{_UNFINISHED}")
 
     def _mark(self, name: str) -> None:
-        """Say of a folder that it is ours to delete.  One without a manifest may be a user's, half copied here."""
+        """Mark a folder as safe to delete: an unmarked one without a manifest may be a user's unfinished copy."""
         self._make_folder(f"{self.root}/{name}")
         self.system.pipe_file(f"{self.root}/{name}/{_UNFINISHED}", b"")
 
     def set_aside(self, name: str, why: str) -> None:
-        """Rename the manifest alone: an object store has to copy what it moves.  `begin` does, if it has to."""
+        """Rename only the manifest, since an object store copies what it moves.  `begin` moves the rest if it must."""
         aside = _free_name(f"{why}-{name}", self.names_aside())
         self.system.mv(f"{self.root}/{name}/{COMMIT}", f"{self.root}/{name}/{aside}-{COMMIT}")
 
@@ -410,12 +411,12 @@ class RemotePlace:
         return sorted({*moved, *(aside for name in names for aside in self._aside_in(name))})
 
     def _aside_in(self, name: str) -> list[str]:
-        """Return under which names the checkpoint that lies in the folder `name` was set aside."""
+        """Return the names under which the checkpoint in the folder `name` was quarantined."""
         suffix = f"-{COMMIT}"
         return [file.removesuffix(suffix) for file in (self / name).names() if file.endswith(suffix)]
 
     def _move_out(self, name: str, aside: str) -> None:
-        """Move what was set aside into a folder of its own, the manifest last: killed meanwhile, it is done again."""
+        """Move a quarantined checkpoint to a separate folder, manifest last, so that an interrupted move is redone."""
         source, marker = f"{self.root}/{name}", f"{aside}-{COMMIT}"
         for path in self.system.find(source):
             relative = path[path.index(source) + len(source) + 1 :]
@@ -426,7 +427,7 @@ class RemotePlace:
 
     def retire(self, name: str) -> str:
         if COMMIT in (self / name).names():
-            self._mark(name)  # killed before all of it is deleted, the rest still is
+            self._mark(name)  # so that `clean` finishes an interrupted deletion
             self.system.rm(f"{self.root}/{name}/{COMMIT}")
         return name
 
@@ -435,7 +436,7 @@ class RemotePlace:
             self.system.rm(f"{self.root}/{name}", recursive=True)
 
     def recover(self) -> None:
-        """Nothing: a checkpoint is never moved, only what was set aside is."""
+        """Do nothing: only quarantined checkpoints are ever moved."""
 
     def clean(self, prefix: str) -> list[str]:
         files = {name: (self / name).names() for name in self.names() if name.startswith(prefix)}
@@ -462,6 +463,6 @@ class _RemoteFile:
 
 
 def split_parent(path: str | os.PathLike[str]) -> tuple[str, str]:
-    """Return the folder that a path or URL is in, and its name there."""
+    """Split a path or URL into its parent folder and its name."""
     parent, _, name = os.fspath(path).rstrip("/").rpartition("/")
     return parent or ("/" if os.fspath(path).startswith("/") else "."), name

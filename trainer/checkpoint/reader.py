@@ -1,7 +1,7 @@
-"""Finds checkpoints and restores from one.
+"""Finds checkpoints and restores a state from one.
 
-Nothing is trusted.  Manifest, sizes and checksums are checked, in parallel across ranks; a damaged checkpoint is named
-and the one before it tried.  All ranks take the same one.
+Manifest, sizes and checksums are verified, in parallel across ranks.  If a checkpoint is damaged, it is reported and
+the previous one is tried.  All ranks restore the same checkpoint.
 """
 
 from __future__ import annotations
@@ -40,37 +40,37 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Found:
-    """A checkpoint that was taken up, and those newer ones that could not be."""
+    """The checkpoint that was restored, and the newer ones that could not be."""
 
     path: str
     manifest: Manifest
     config_yaml: str
-    """The configuration that it was written with."""
+    """The configuration of the run that wrote the checkpoint."""
     damaged: Mapping[str, list[str]] = field(default_factory=dict)
-    """What is wrong with each, by its name."""
+    """Problems of each damaged checkpoint, by name."""
     warnings: Sequence[str] = ()
-    """What could not be taken up as it was."""
+    """State that could not be restored exactly."""
     changed: Sequence[str] = ()
-    """Settings that differ, and may."""
+    """Settings that differ and are allowed to."""
 
 
 Compare = Callable[[str], tuple[list[str], list[str]]]
-"""Compares with the configuration that a checkpoint was written with, given as YAML; returns the differences that
-forbid resuming from it and those that do not, one line each.  Has no side effects."""
+"""Compares the current configuration with a checkpoint's, given as YAML.  Returns the differences that forbid resuming
+and those that do not, one line each.  Has no side effects."""
 
 
 class Reader:
-    """The checkpoints that are there, and how one is restored.  Methods are collective unless they say otherwise."""
+    """Lists and restores existing checkpoints.  Methods are collective unless they say otherwise."""
 
     def __init__(self, place: Place, world: World, checksums: bool) -> None:
         self.place, self.world, self._checksums = place, world, checksums
 
     def steps(self) -> list[int]:
-        """Return the steps of the published checkpoints, oldest first, as this rank sees them.  Not collective."""
+        """Return the steps of the published checkpoints visible to this rank, oldest first.  Not collective."""
         return list_steps(self.place)
 
     def newest_origin(self) -> Facts | None:
-        """Return what the newest checkpoint says that can say it; None if none can.  Not collective."""
+        """Return the run that wrote the newest readable checkpoint; None if there is none.  Not collective."""
         for step in reversed(self.steps()):
             place = self.place / name_of(step)
             try:
@@ -84,22 +84,22 @@ class Reader:
 
     @property
     def is_empty(self) -> bool:
-        """True if there is nothing at all, as this rank sees it.  Not collective."""
+        """True if this rank sees an empty or missing folder.  Not collective."""
         return not names_at_first(self.place)
 
     def restore(self, state: Savable, compare: Compare, allowed: frozenset[str], careful: bool) -> Found | None:
-        """Restore `state` from the newest good checkpoint; None if there is none at all.
+        """Restore `state` from the newest good checkpoint; return None if there are no checkpoints.
 
-        `careful`: look at every byte before anything is overwritten, for a state that is worth something.
-        Damaged ones are left where they are until a good one is found, then set aside under another name.  One that was
-        saved while steps were skipped is taken if there is no other.
+        `careful`: verify every byte before anything is overwritten, if the current state must not be lost.
+        Damaged checkpoints are quarantined once a good one has been restored.  A checkpoint that was saved while steps
+        were skipped is used only if there is no other.
 
-        Raises UserError if the configuration or the state does not fit; TrainingFailed if none is good.
+        Raises UserError if the configuration or the state is incompatible, TrainingFailed if no checkpoint is good.
         """
         names = self.world.broadcast(self.world.agreed(self._candidates))
         damaged: dict[str, list[str]] = {}
         put_off: dict[str, int] = {}
-        for name in chain.from_iterable((names, put_off)):  # the latter last, once all of them are known
+        for name in chain.from_iterable((names, put_off)):  # read lazily: `put_off` fills up during the first pass
             found, damage = self._try(name, put_off, state, compare, allowed, careful)
             if damage:
                 damaged[name] = damage
@@ -124,7 +124,7 @@ class Reader:
         allowed: frozenset[str],
         careful: bool,
     ) -> tuple[Found | None, list[str]]:
-        """Return what `_load` does, or nothing for one that is put off: it is noted, with how many were skipped."""
+        """Load a checkpoint (see `_load`), or postpone it: note its number of skipped steps in `put_off`."""
         place = self.place / name
         manifest, problem = self._manifest(place)
         if manifest is None:
@@ -137,9 +137,9 @@ class Reader:
     def load(self, place: Place, state: Savable, compare: Compare, allowed: frozenset[str], careful: bool) -> Found:
         """Restore `state` from the checkpoint at `place`, on any mesh.
 
-        `careful`: look at every byte before anything is overwritten, for a state that is worth something.
+        `careful`: verify every byte before anything is overwritten, if the current state must not be lost.
 
-        Raises UserError if there is no checkpoint, or it does not fit; TrainingFailed if it is damaged.
+        Raises UserError if there is no checkpoint or it is incompatible, TrainingFailed if it is damaged.
         """
         manifest, problem = self._manifest(place)
         found, damage = None, [problem]
@@ -162,7 +162,7 @@ class Reader:
         return [name_of(step) for step in reversed(self.steps())]
 
     def _manifest(self, place: Place) -> tuple[Manifest | None, str]:
-        """Return the manifest, on all ranks; None, and what is wrong with it, if it is damaged."""
+        """Return the manifest on all ranks, or None and the problem if it is damaged."""
         manifest, problem = self.world.broadcast(self.world.agreed(lambda: _open(place, self.world.is_main)))
         return manifest, problem
 
@@ -175,7 +175,7 @@ class Reader:
         allowed: frozenset[str],
         careful: bool,
     ) -> tuple[Found | None, list[str]]:
-        """Restore from `place`.  Returns what was found; or None, and what is damaged."""
+        """Restore from `place`.  Returns the restored checkpoint, or None and the damage."""
         depth = "sizes" if not self._checksums else "full" if careful else "frames"
         _, damage = self._attempt(lambda: _look_for_damage(place, manifest, depth, self.world))
         if damage:
@@ -210,7 +210,7 @@ class Reader:
         read_tensors(place, layout, blocks, targets, check=self._checksums)
 
     def _attempt(self, work: Callable[[], Result]) -> tuple[Result | None, list[str]]:
-        """Return what `work` returns on this rank, and on all ranks alike a line for all that is damaged on any."""
+        """Return this rank's result of `work`, and the damage that any rank found, the same lines on all ranks."""
         result, damage = None, ""
         try:
             result = work()
@@ -223,7 +223,7 @@ class Reader:
 
 
 def _notes_on(put_off: Mapping[str, int], taken: int) -> list[str]:
-    """Return what is to be said of checkpoints from inside a streak of skipped steps, where one was looked at."""
+    """Return remarks on the checkpoints that were postponed because they were saved while steps were skipped."""
     if name_of(taken) in put_off:
         return [
             f"was saved while steps were skipped ({put_off[name_of(taken)]} in a row); there is no other checkpoint"
@@ -236,7 +236,7 @@ def _notes_on(put_off: Mapping[str, int], taken: int) -> list[str]:
 
 
 def _open(place: Place, is_main: bool) -> tuple[Manifest | None, str]:
-    """Rank 0: read the manifest.  Returns None and the reason if it is damaged."""
+    """Read the manifest on rank 0.  Returns None and the problem if it is damaged."""
     if not is_main:
         return None, ""
     try:
@@ -248,7 +248,7 @@ def _open(place: Place, is_main: bool) -> tuple[Manifest | None, str]:
             version = json.loads(place.read("state.json")).get("format_version")
         except (OSError, ValueError, AttributeError):
             version = None
-        if version is not None:  # before there were manifests
+        if version is not None:  # formats before the manifest was introduced
             check_format(place, version)
         return None, f"{place}/{COMMIT}: is missing"
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Room: how much a run's checkpoints take up on their disk, and what to do where that is more than is free."""
+"""Estimates the disk space that a run's checkpoints need, and warns if there is not enough."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from trainer.metrics.console import readable_bytes
 
 @dataclass(frozen=True)
 class Demand:
-    """How many checkpoints a run will have on disk at the same time."""
+    """Number of checkpoints that a run will have on disk at the same time."""
 
     kept: int
-    """Those that are kept once it has saved all."""
+    """After its last save."""
     at_once: int
-    """With the one that is being written before the oldest is deleted."""
+    """At the peak, while a new checkpoint is written before the oldest is deleted."""
     least: int
-    """If the oldest is deleted before the next one is written, which is done only where there is no room."""
+    """If the oldest is deleted before the next one is written, which happens only if the disk is full."""
 
 
 def demand_of(section: CheckpointSection, steps_left: int, num_existing: int) -> Demand:
-    """Return the demand of a run that has `num_existing` checkpoints and is going to train so many more steps."""
+    """Return the demand of a run that has `num_existing` checkpoints and will train `steps_left` more steps."""
     every = section.every if isinstance(section.every, int) else 1
     num_saves = 1 if every == 0 else max(1, -(-steps_left // every))
     permanent = section.keep_best + (steps_left // section.keep_every if section.keep_every else 0)
     everything = num_existing + num_saves
     if section.keep_last == 0:
-        if not isinstance(section.every, int):  # nobody knows how many
+        if not isinstance(section.every, int):  # the number of saves is unknown
             everything = num_existing + 1
         return Demand(everything, everything, everything)
     kept = min(section.keep_last + permanent, everything)
@@ -42,10 +42,11 @@ def demand_of(section: CheckpointSection, steps_left: int, num_existing: int) ->
 
 
 def lack_of_room(place: Place, section: CheckpointSection, num_bytes: int, steps_left: int) -> str:
-    """Return a warning if the checkpoints of a run do not fit on the disk of `place`; empty if they do, or if the
-    storage does not tell.
+    """Return a warning if a run's checkpoints do not fit on the disk of `place`.
 
-    num_bytes: estimated size of a checkpoint; the newest existing one is used instead if there is one.
+    The result is empty if they fit or the free space is unknown.
+
+    num_bytes: estimated size of a checkpoint, used if there is no existing checkpoint to measure.
     """
     free, existing = None, list[int]()
     with suppress(OSError, Damaged, UserError):

@@ -1,4 +1,4 @@
-"""Saver: decides when to save, follows the save in flight, and retries failed saves."""
+"""Decides when to save, tracks the save in flight, and retries failed saves."""
 
 from __future__ import annotations
 
@@ -22,54 +22,54 @@ from trainer.files import find_folder
 from trainer.metrics.goodput import Experience
 
 _FINAL_PAUSES_S = (0.0, 1.0, 3.0)
-"""Before each try of the final save."""
+"""Pause before each attempt of the final save."""
 _PAUSES_FOR_ROOM_S = (5.0, 10.0, 20.0, 25.0)
-"""Before the further ones if the disk is full."""
+"""Pauses before further attempts if the disk is full."""
 
 
 class Resumable(Savable, Protocol):
-    """State that says whether an evaluation of its step is still to be done."""
+    """State that records whether the evaluation at its step is still pending."""
 
     eval_pending: bool
 
 
 class SaveListener(Protocol):
-    """Told how saves go; knows what the run has seen so far."""
+    """Receives events of saves, and provides measurements of the run so far."""
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step; 0 where that is not known yet."""
+        """Duration of a step in seconds; 0 if it is not known yet."""
         ...
 
     def experience(self) -> Experience:
-        """Return what the run has seen of saves and failures; on all ranks but the first, nothing."""
+        """Return the run's measurements of saves and failures; empty except on rank 0."""
 
     def expects(self, falls_due: Callable[[int], bool]) -> None:
-        """`falls_due(step)` says, once the ballot of step `step` has been cast, whether a save follows it."""
+        """Take the function that tells, after the all-reduce of step `step`, whether a save is due after that step."""
 
     def settle(self) -> None:
-        """Find out whether the steps so far were skipped, as far as that is still open."""
+        """Resolve whether the latest steps were skipped, if that is not known yet."""
 
     def prepare(self, state: Resumable) -> None:
-        """A save is about to begin.  Collective."""
+        """Prepare for a save that is about to begin.  Collective."""
 
     def waiting(self) -> AbstractContextManager[None]:
-        """Training waits for a save inside the block."""
+        """Return a context manager for a block in which training waits for a save."""
 
     def began(self, stage: Callable[[], str]) -> None:
-        """A save has begun; `stage()` says what it is doing."""
+        """Note that a save has begun.  `stage()` describes what it is doing."""
 
     def ended(self, result: SaveResult, every_s: float | None) -> None:
-        """The save in flight has ended, one way or the other; it was one every `every_s` seconds, if that is so."""
+        """Note that the save in flight has succeeded or failed.  `every_s`: the save interval in seconds, if known."""
 
     def warn(self, text: str) -> None:
-        """Something that does not stop training."""
+        """Report a problem that does not stop training."""
 
 
 class SaveSchedule:
-    """As a pace has it; after a failure as soon as a pause has passed, twice as long after each further one.
+    """Schedules saves by a policy, and retries failed ones after a pause that doubles with each further failure.
 
-    All ranks ask alike.  Only rank 0 looks at the clock: `may_retry` is its word, which the step's message carries.
+    All ranks make the same calls.  Only rank 0 reads the clock: the step's all-reduce broadcasts its `may_retry`.
     """
 
     FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
@@ -77,17 +77,17 @@ class SaveSchedule:
     def __init__(self, pace: Pace, clock: Callable[[], float] = time.monotonic) -> None:
         self.pace, self._clock = pace, clock
         self.num_failures = 0
-        """Failed saves in a row."""
+        """Number of consecutive failed saves."""
         self._retry_at = 0.0
         self._is_postponed = False
         self._owed: list[int] = []
 
     def may_retry(self) -> bool:
-        """Return whether a failed save may be tried again by now."""
+        """Return whether the pause after a failed save is over."""
         return self.num_failures > 0 and self._clock() >= self._retry_at
 
     def is_due(self, step: int, may_retry: bool) -> bool:
-        """Return whether to save after step `step`.  `may_retry` is rank 0's."""
+        """Return whether to save after step `step`.  `may_retry`: rank 0's answer."""
         falls_due = self.pace.falls_due(step)
         if falls_due:
             self._owed.append(step)
@@ -96,11 +96,11 @@ class SaveSchedule:
         return falls_due or self._is_postponed
 
     def postpone(self) -> None:
-        """Put the save that is due off to the next step: this is no state to keep."""
+        """Postpone the save that is due to the next step, because the current state is not worth saving."""
         self._is_postponed = True
 
     def begin(self, step: int) -> list[int]:
-        """Note that a save begins, of step `step`; returns the steps whose saves it makes up for."""
+        """Note that a save of step `step` begins; return the earlier steps whose due saves it replaces."""
         self._is_postponed = False
         self.pace.began()
         return [due for due in self._owed if due < step]
@@ -116,10 +116,10 @@ class SaveSchedule:
 
 
 class Saver:
-    """Saves a state at intervals, on request and at the end.  All methods are collective unless they say otherwise.
+    """Saves a state at intervals, on request and at the end.  Methods are collective unless they say otherwise.
 
-    With `checkpoint.mode=async` one save at most is in flight; the ballot of each step tells when it has ended on every
-    rank, so that collecting its result never waits.
+    With `checkpoint.mode=async` at most one save is in flight.  The all-reduce of each step tells when it has ended on
+    every rank, so that collecting its result never waits.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class Saver:
         listener: SaveListener,
         expected_bytes: int,
     ) -> None:
-        """`expected_bytes` is about what this rank will write."""
+        """`expected_bytes`: estimate of the bytes that this rank writes per save."""
         self._checkpoints, self._config, self._listener = checkpoints, config.checkpoint, listener
         self._expected_bytes = expected_bytes
         pace = find_pace(config, checkpoints.world, ballot, expected_bytes, lambda: listener.step_s)
@@ -141,36 +141,36 @@ class Saver:
         self._may_retry = ballot.ask(lambda: checkpoints.world.is_main and self.schedule.may_retry())
         self._started: tuple[object, ...] | None = None
         self._saved: tuple[object, ...] | None = None
-        """What `_mark` says of the newest checkpoint here."""
+        """`_mark` of the newest checkpoint of this run."""
         self.longest_s = 0.0
-        """Seconds of the longest save."""
+        """Duration of the longest save in seconds."""
 
     def due(self, step: int) -> bool:
         """Return whether to save after step `step`, the same on all ranks.  Not collective."""
         return self.schedule.is_due(step, self._may_retry.anyone)
 
     def save_if_best(self, state: Resumable) -> None:
-        """Save a state that has just been evaluated, if that makes it one of the best of those that are saved.
+        """Save a state that has just been evaluated if it ranks among the best saved ones.
 
-        It is saved now or never: `checkpoint.when_busy=skip` does not skip it.
+        This save is never skipped, not even with `checkpoint.when_busy=skip`, since it cannot be made later.
         """
         if self._config.keep_best and self._checkpoints.is_among_the_best(state.evaluation):
             self.try_save(state, may_skip=False)
 
     @property
     def best(self) -> tuple[float, int] | None:
-        """The loss and the step of the best checkpoint; None where none is kept for that.  Not collective."""
+        """The loss and step of the best checkpoint; None if best checkpoints are not kept.  Not collective."""
         if self._config.keep_best:
             with suppress(OSError):
                 return find_best(self._checkpoints.place)
         return None
 
     def try_save(self, state: Resumable, may_skip: bool = True) -> None:
-        """Save as `fit` does: a failure is counted, not raised, until there are too many in a row.
+        """Save as `fit` does: failures are counted, and raised only after too many in a row.
 
-        While steps are skipped there is nothing good to save: the first one that counts makes up for it.
+        While steps are being skipped the state is not worth saving, so the save is postponed to the next good step.
         """
-        is_begun = self._started == self._mark(state)  # as the best one, before it fell due
+        is_begun = self._started == self._mark(state)  # it was already saved as one of the best
         if self._checkpoints.in_flight and (is_begun or (may_skip and self._config.when_busy == "skip")):
             return
         self._listener.settle()
@@ -185,7 +185,7 @@ class Saver:
             self._collect()
 
     def save(self, state: Resumable, wait: bool) -> Path | str:
-        """Save now; return the checkpoint's folder or URL, or where it will be.  Raises TrainingFailed if it fails."""
+        """Save now; return the (future) folder or URL of the checkpoint.  Raises TrainingFailed if the save fails."""
         self.finish()
         background = self._config.mode == "async" and not wait
         self._start(state, background)
@@ -195,18 +195,18 @@ class Saver:
         return path if find_folder(path) is None else Path(path)
 
     def collect(self) -> None:
-        """Collect the result of the save in flight if it has ended on every rank; never waits."""
+        """Collect the result of the save in flight if it has ended on every rank.  Never waits."""
         if self._checkpoints.in_flight and (self._is_written.everyone or self._is_overdue.anyone):
             self._collect(has_ended=self._is_written.everyone)
 
     def finish(self) -> SaveResult | None:
-        """Wait for the save in flight, if there is one, report it and return how it went."""
+        """Wait for the save in flight, if any, report it and return its result."""
         return self._collect() if self._checkpoints.in_flight else None
 
     def save_at_the_end(self, state: Resumable) -> None:
-        """Save for good: wait for the save in flight, and try again a few times if necessary.
+        """Make the final save: wait for the save in flight, then save with a few retries.
 
-        Where the disk is full, wait about a minute for somebody to free some space: nothing else is left to do.
+        If the disk is full, keep retrying for about a minute, in case somebody frees some space.
         """
         self.finish()
         error = ""
@@ -225,14 +225,14 @@ class Saver:
             )
 
     def begin(self) -> list[str]:
-        """The run begins: take into account what it has seen in earlier attempts; returns what there is to say."""
+        """Start with the measurements of earlier attempts; return lines that describe the save policy."""
         found = self._listener.experience()
         self.longest_s = max(self.longest_s, found.longest_save_s)
         self.schedule.pace.learn(found)
         return self.schedule.pace.sentences()
 
     def loaded(self, state: Resumable, is_own: bool) -> None:
-        """A checkpoint was loaded, of this run if `is_own`: it need not be saved again.  Not collective."""
+        """Note that a checkpoint was loaded.  If it is this run's own, it need not be saved again.  Not collective."""
         self._saved = self._mark(state) if is_own else None
 
     @property
@@ -241,29 +241,29 @@ class Saver:
         return str(self._checkpoints.place)
 
     def forget(self) -> None:
-        """What was saved is lost: the next save is needed even if it is of the same step.  Not collective."""
+        """Note that the saved checkpoints are lost, so that the same step will be saved again.  Not collective."""
         self._saved = None
 
     @property
     def expected_s(self) -> float:
-        """Seconds that a save takes: the longest so far; before the first, a guess."""
+        """Expected duration of a save in seconds: the longest so far, or an estimate before the first."""
         return self.longest_s or guessed_s(self._expected_bytes)
 
     def wait(self, timeout_s: float) -> None:
-        """Give the save in flight time to end, for a rank that is about to leave.  Not collective."""
+        """Give the save in flight time to end before this rank exits.  Not collective."""
         self._checkpoints.wait(timeout_s)
 
     def doubt(self, since: int | None) -> None:
-        """Set aside what was saved after step `since`, from which on every step had to be skipped.  Not collective."""
+        """Quarantine checkpoints saved since step `since`, after which every step was skipped.  Not collective."""
         if since is not None and (done := self._checkpoints.doubt(since)):
             self._listener.warn(done)
 
     def wait_for_deleting(self) -> None:
-        """Wait some time until pruned checkpoints are gone.  Not collective."""
+        """Wait for the deletion of pruned checkpoints, up to a time limit.  Not collective."""
         self._checkpoints.wait_for_deleting()
 
     def _mark(self, state: Resumable) -> tuple[object, ...]:
-        """Return what tells a state from one of the same step: an evaluation, where a checkpoint is kept for it."""
+        """Return a key that identifies the state: its step, and its evaluation if best checkpoints are kept."""
         return state.step, state.eval_pending, self._config.keep_best > 0 and tuple(state.evaluation.items())
 
     def _is_saved(self, state: Resumable) -> bool:
@@ -277,9 +277,10 @@ class Saver:
             self._checkpoints.start(state, background, self.schedule.begin(state.step))
 
     def _collect(self, warns: bool = True, has_ended: bool = False, is_last: bool = False) -> SaveResult:
-        """Take the result of the save in flight, the same on all ranks, and report it.
+        """Collect and report the result of the save in flight, which is the same on all ranks.
 
-        Raises TrainingFailed after too many failures in a row, unless `is_last`, and where the storage does not answer.
+        Raises TrainingFailed if the storage does not respond, and, unless `is_last`, after too many consecutive
+        failures.
         """
         with self._listener.waiting():
             result = self._checkpoints.take(has_ended)

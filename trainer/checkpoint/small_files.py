@@ -1,4 +1,4 @@
-"""Small files of a checkpoint: written, and looked at again before anything relies on them."""
+"""Writes the small files of a checkpoint, and reads them back before anything relies on them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from trainer.files import crc32
 
 
 def check_visible(folder: Place, name: str, size: int, rank: int) -> None:
-    """Raise OSError unless rank 0 sees what another rank has written."""
+    """Raise OSError unless rank 0 sees a file that another rank wrote, with the right size."""
     try:
         found = folder.size(name)
     except FileNotFoundError:
@@ -22,7 +22,7 @@ def check_visible(folder: Place, name: str, size: int, rank: int) -> None:
 
 
 def write_files(folder: Place, contents: Mapping[str, bytes]) -> dict[str, tuple[int, int]]:
-    """Write small files, and look at each again: storage may say that all is well and keep a part.
+    """Write small files and read each back, since storage may report success and keep only a part.
 
     Returns their sizes and checksums.  Raises OSError.
     """

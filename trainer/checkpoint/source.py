@@ -1,4 +1,4 @@
-"""A checkpoint as a source of weights: any rows by name, in one process, without a process group."""
+"""Reads weights from a checkpoint by name, any rows of them, in one process and without a process group."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ from trainer.errors import TrainingFailed, UserError, is_masked
 from trainer.files import find_folder
 
 _TRIES = 50
-"""How often the newest checkpoint of a run is looked for, if each is pruned before it can be opened."""
+"""Attempts to open the newest checkpoint of a live run, if each one is pruned before it can be opened."""
 _AVERAGE = "ema.weights."
-"""What the keys of averaged weights begin with."""
+"""Prefix of the keys of averaged weights."""
 
 
 class StoredWeights:
-    """The model's weights in one checkpoint.  What is read is checked."""
+    """The model's weights in one checkpoint, verified as they are read."""
 
     def __init__(self, place: Place, averaged: bool = False) -> None:
-        """With `averaged` the average of those that were trained (`train.ema`) is read in their place, in their dtype.
+        """With `averaged`, trained weights are replaced by their average (`train.ema`), cast to the weights' dtype.
 
-        All files stay open, so that they can be read even if a run that is training prunes the checkpoint meanwhile.
+        All files stay open, so that they remain readable if a live run prunes the checkpoint meanwhile.
 
-        Raises UserError if there is no checkpoint, or no average in it; TrainingFailed if it is damaged.
+        Raises UserError if there is no checkpoint or it holds no average, TrainingFailed if it is damaged.
         """
         self.description = str(place)
         try:
             self.manifest = read_manifest(place)
             if isinstance(place, LocalPlace) and not isinstance(place, HeldPlace):
-                with suppress(FileNotFoundError):  # which one is missing is found out below
+                with suppress(FileNotFoundError):  # the check below reports which one is missing
                     place = HeldPlace(place.path, [COMMIT, *self.manifest.files])
             self.place = place
             damage = find_damage(place, self.manifest, "frames")
@@ -70,7 +70,7 @@ class StoredWeights:
 
     @property
     def has_average(self) -> bool:
-        """True if there is an average of the weights beside them."""
+        """True if the checkpoint also holds averaged weights."""
         return any(key.startswith(_AVERAGE) for key in self.layout)
 
     @property
@@ -82,13 +82,13 @@ class StoredWeights:
         return {name: stored.dtype for name, stored in self._stored.items()}
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """Return rows [start, stop) of a parameter, or all of it.  Raises TrainingFailed if they are damaged."""
+        """Return rows [start, stop) of a parameter, all by default.  Raises TrainingFailed if they are damaged."""
         if name in self._keys:
             return self.read_stored(self._keys[name], start, stop).to(self._stored[name].dtype)
         return self.read_stored(f"model.{name}", start, stop)
 
     def read_stored(self, key: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """Return rows of any tensor of the checkpoint, by its whole key."""
+        """Return rows of any tensor of the checkpoint by its full key."""
         try:
             return read_rows(self.place, self.layout[key], self._blocks, start, stop)
         except (Damaged, OSError) as error:
@@ -96,10 +96,10 @@ class StoredWeights:
 
 
 def open_checkpoint(path: str | os.PathLike[str], averaged: bool = False) -> StoredWeights:
-    """Return the weights of the checkpoint that `path` means (see `find_checkpoint`), opened for reading.
+    """Open the weights of the checkpoint that `path` refers to (see `find_checkpoint`).
 
-    If a run that is training prunes the newest one before it is open, the next one is taken.  Raises what
-    `find_checkpoint` and `StoredWeights` raise.
+    If a live run prunes the newest checkpoint before it is open, try again with the one that is newest then.  Raises
+    the exceptions of `find_checkpoint` and `StoredWeights`.
     """
     for _ in range(_TRIES):
         place = find_checkpoint(path)
@@ -113,12 +113,12 @@ def open_checkpoint(path: str | os.PathLike[str], averaged: bool = False) -> Sto
 
 
 def is_checkpoint(path: str | os.PathLike[str]) -> bool:
-    """Return whether `path`, a folder or URL, is one checkpoint.  It may be damaged, its manifest even missing."""
+    """Return whether `path`, a folder or URL, is a single checkpoint, even if it is damaged or lacks its manifest."""
     return bool({COMMIT, "state.json", "layout.json"} & set(names_at_first(find_place(path))))
 
 
 def find_checkpoints(path: str | os.PathLike[str]) -> Place:
-    """Return the folder of checkpoints that `path` means: one itself, or that of a run.  Raises UserError."""
+    """Return the folder of checkpoints at `path`, which is that folder itself or a run folder.  Raises UserError."""
     place = find_place(path)
     for folder in (place, place / "checkpoints", *_elsewhere(place)):
         if any(name.startswith(PREFIX) for name in folder.names()) or folder.names_aside():
@@ -131,11 +131,12 @@ def find_checkpoints(path: str | os.PathLike[str]) -> Place:
 
 
 def find_checkpoint(path: str | os.PathLike[str]) -> Place:
-    """Return the checkpoint that `path` means: one itself, the newest of a run's folder (one that was saved while
-    steps were skipped only if there is no other), or with `RUN/best` the one whose evaluation was the best.  Raises
-    UserError.
+    """Return the checkpoint that `path` refers to.
 
-    It may be damaged: reading it will tell.
+    `path` is a checkpoint itself, a run folder (for its newest checkpoint; one saved while steps were skipped only if
+    there is no other), or `RUN/best` (for the one with the best evaluation).  Raises UserError.
+
+    The checkpoint may be damaged: only reading it will show that.
     """
     if is_checkpoint(path):
         return find_place(path)
@@ -153,11 +154,11 @@ def find_checkpoint(path: str | os.PathLike[str]) -> Place:
 
 
 def _elsewhere(run: Place) -> list[Place]:
-    """Return the folder that the configuration of a run names for its checkpoints, if it names one."""
+    """Return the checkpoint folder from a run's stored configuration, or an empty list if it sets none."""
     try:
         text = run.read(CONFIG).decode(errors="replace")
         stored, run_dir = stored_value(text, "checkpoint.dir"), stored_value(text, "run.dir")
-    except (OSError, UserError):  # no run's folder
+    except (OSError, UserError):  # not a run folder
         return []
     if is_masked(stored):
         raise UserError(

@@ -1,9 +1,10 @@
 """Saves checkpoints: collects, writes, verifies, publishes and prunes.
 
-The state is collected and copied while training stands still; a thread of its own then writes, on all ranks at once,
-and talks on a channel of its own.  Every rank writes its file and flushes it to disk; rank 0 sees that nothing is
-missing, writes the manifest, publishes, and only then prunes.  A failure on any rank becomes the same message on all;
-nothing of the attempt is left, and what was published before stays as it was.
+Training pauses only while the state is collected and copied.  A background thread on each rank then writes, using a
+separate channel for its collectives.  Every rank writes its file and flushes it to disk; rank 0 checks that nothing is
+missing, writes the manifest, publishes, and only then prunes.  An error on any rank is reported as the same message on
+all ranks.  A failed attempt is deleted, and published checkpoints are untouched.  If a rank dies during a save, or if
+the deletion fails as well, the unpublished folder remains until the next start of the run deletes it.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ Result = TypeVar("Result")
 _DELETING_S = 60.0
 _WAITING = "waiting for the other ranks"
 _FREE_MARGIN = 1.02
-"""Room that a save asks for, as a multiple of its tensors' bytes; the rest is small."""
+"""Free space that a save requires, as a multiple of its tensors' size.  Other files are negligible."""
 
 
 @dataclass(frozen=True)
@@ -63,16 +64,16 @@ class Settings:
     keep_every: int = 0
     keep_best: int = 0
     metric: str = "loss"
-    """What tells which evaluation was the best."""
+    """The metric that ranks evaluations."""
     checksums: bool = True
     timeout_s: float = 3600.0
-    """How long a save may take.  Beyond, the storage is taken for lost."""
+    """Time limit of a save, after which the storage is considered lost."""
 
     @classmethod
     def of(cls, section: CheckpointSection, metric: str = "loss") -> Settings:
-        """Return those of a configuration.
+        """Build the settings from the configuration.
 
-        The watchdog ends the run before the timeout given here, unless the process group is not ours.
+        The timeout here is longer than `checkpoint.timeout_s`: the watchdog, if there is one, ends the run first.
         """
         kept = (section.keep_last, section.keep_every, section.keep_best, metric)
         return cls(*kept, section.verify == "full", 1.2 * section.timeout_s + 30.0)
@@ -80,25 +81,25 @@ class Settings:
 
 @dataclass(frozen=True)
 class SaveResult:
-    """The outcome of one save; the same on all ranks but for the times."""
+    """The outcome of one save, the same on all ranks except for the times."""
 
     step: int
     path: str
     bytes: int = 0
-    """Of all files."""
+    """Total size of all files."""
     blocked_s: float = 0.0
-    """How long training stood still."""
+    """Time that training was paused."""
     total_s: float = 0.0
-    """From the beginning until it was published."""
+    """Time from the start until the checkpoint was published."""
     error: str = ""
-    """What went wrong and where, empty if it is published."""
+    """What went wrong and where; empty if the checkpoint was published."""
     warning: str = ""
     lost: Literal["", "ranks", "storage"] = ""
-    """What gave no answer in time, if that is what went wrong."""
+    """What did not respond in time, if that was the failure."""
 
 
 class Checkpoints:
-    """The checkpoints in one place.  All methods are called by all ranks alike unless they say otherwise."""
+    """The checkpoints in one folder.  All ranks must call each method, unless it says otherwise."""
 
     def __init__(self, place: Place, world: World, settings: Settings, facts: Facts) -> None:
         self.place, self.world, self.settings, self.facts = place, world, settings, facts
@@ -106,15 +107,15 @@ class Checkpoints:
         self._plans = SavePlans(world)
         self._staging = Staging(world.device)
         self.reader = Reader(place, world, settings.checksums)
-        """What is there already."""
+        """Access to existing checkpoints."""
         self._keeping = self._keeping_in(place)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=_step_back)
         self._in_flight: Future[SaveResult] | None = None
         self.makes_way = False
-        """True while a step is made on the CPU, where writing in the background takes its memory bandwidth."""
+        """True during a training step on the CPU, when the background writer should leave it memory bandwidth."""
         self._overdue_at = 0.0
         self.stage = _WAITING
-        """What the save in flight is about, in words."""
+        """Description of what the save in flight is doing."""
         self._deleting: Future[None] | None = None
         self._warning = ""
         self._sent_chunks: Any = None
@@ -126,23 +127,23 @@ class Checkpoints:
         return Keeping(place, kept.keep_last, kept.keep_every, kept.keep_best, kept.metric)
 
     def move_to(self, place: Place) -> None:
-        """Save to another place from the next save on.  No save may be in flight."""
+        """Save to another folder from now on.  No save may be in flight."""
         assert self._in_flight is None, "its files are in the earlier place"
         self.place = place
         self.reader = Reader(place, self.world, self.settings.checksums)
         self._keeping = self._keeping_in(place)
 
     def begin_step(self, step: int) -> None:
-        """A step begins: on the CPU, writing in the background would take its memory bandwidth."""
+        """Throttle background writing during a step on the CPU, for which it would take memory bandwidth."""
         self.makes_way = self.world.device.type == "cpu"
 
     def end_step(self, step: int) -> None:
-        """A step ends."""
+        """Stop throttling background writing."""
         self.makes_way = False
 
     @property
     def in_flight(self) -> bool:
-        """True if a save has begun whose result has not been taken."""
+        """True if a save has been started and its result has not been taken."""
         return self._in_flight is not None
 
     @property
@@ -156,20 +157,20 @@ class Checkpoints:
         return self.in_flight and not self.is_written and time.monotonic() > self._overdue_at
 
     def _open_channels(self) -> None:
-        """Open one channel for the thread that writes and one to say how it went, before the first save.  Collective.
+        """Open a channel for the writing thread and one for its results, before the first save.  Collective.
 
-        Not earlier: a run pays for each of them in every step (see `Channel`).
+        They are not opened earlier because each open channel costs some CPU time (see `Channel`).
         """
         if not self._has_channels:
             self._channel, self._results = self._open_channel(), self._open_channel()
             self._has_channels = True
 
     def _open_channel(self) -> Channel:
-        # This waits for storage: longer than for anything else that ranks say to each other.
+        # Ranks wait here for storage, which takes longer than any other message between ranks.
         return self.world.open_channel(timedelta(seconds=2 * self.settings.timeout_s))
 
     def check(self, state: Savable) -> None:
-        """Raise UserError on all ranks alike for state that cannot be saved at all: before hours are spent on it."""
+        """Raise UserError on all ranks if the state cannot be saved, before hours of training are spent on it."""
 
         def try_to_collect() -> None:
             state.check_complete()
@@ -181,18 +182,20 @@ class Checkpoints:
         self.world.agreed(try_to_collect)
 
     def is_among_the_best(self, evaluation: Mapping[str, float]) -> bool:
-        """Return whether a state with this evaluation is to be kept for it.  Collective: one broadcast."""
-        is_best = True  # where the storage is away: saving will say so
+        """Return whether a state with this evaluation should be saved as one of the best.  One broadcast."""
+        is_best = True  # if the storage is unreachable, the save will report it
         with contextlib.suppress(OSError):
             is_best = self.world.is_main and self._keeping.would_keep(evaluation)
         return self.world.broadcast(is_best)
 
     def start(self, state: Savable, background: bool, due: Sequence[int] = ()) -> None:
-        """Begin to save `state` as it is now.  In the background, training stands still for a copy only; otherwise the
-        state must not change before `take`, which has the result.  `due`: the steps whose saves it makes up for.
+        """Start saving `state` as it is now.
+
+        With `background`, training pauses only for a copy; otherwise the state must not change until `take` returns
+        the result.  `due`: earlier steps whose due saves this save replaces.
 
         No save may be in flight.  Raises UserError for state that cannot be saved at all.
-        Collectives: one gather of small messages; the first time, those of planning and of opening process groups.
+        Collectives: one gather of small messages; the first time, also those of planning and of opening process groups.
         """
         assert self._in_flight is None, "one save at a time: take() the result of the previous one first"
         started = time.perf_counter()
@@ -234,10 +237,10 @@ class Checkpoints:
         self._in_flight = self._thread.submit(self._save, snapshot, tensors, failure, state, started, blocked_s)
 
     def take(self, has_ended: bool = False) -> SaveResult:
-        """Wait for the save in flight and return how it went, the same on all ranks.  Collective: one gather.
+        """Wait for the save in flight and return its result, the same on all ranks.  Collective: one gather.
 
-        Waits no longer than a save may take: then the result says that the storage gives no answer.  `has_ended`: the
-        save has ended on every rank, so that a rank that is silent now is lost, and not with its storage.
+        After the time limit of a save, the result says that the storage does not respond.  `has_ended`: the save has
+        ended on every rank, so that a rank that does not respond now is lost for reasons other than its storage.
         """
         future = self._in_flight
         assert future is not None
@@ -255,22 +258,22 @@ class Checkpoints:
             to_blame = [error for error, kind, stage in everybody if kind and stage != _WAITING]
             first = next(error for error in [*to_blame, *(error for error, *_ in everybody)] if error)
             result = dataclasses.replace(result, error=first, lost="storage" if "storage" in lost else "ranks")
-            if result.lost == "ranks":  # what was heard on the old one is of the save that failed
+            if result.lost == "ranks":  # messages of the failed save may be left in the old channel
                 self._channel = self._open_channel()
                 self._layout_files, self._chunks_by_rank, self._sent_chunks = {}, {}, None
         self._in_flight = None
         return result
 
     def wait(self, timeout_s: float) -> None:
-        """Give a save in flight time to end.  For a rank that is about to leave; not collective."""
+        """Give a save in flight time to end before this rank exits.  Not collective."""
         future = self._in_flight
         self.makes_way = False
         if future is not None:
             with contextlib.suppress(NotYet):
-                future.exception(timeout_s)  # taking the result raises it
+                future.exception(timeout_s)  # any exception is raised when the result is taken
 
     def wait_for_deleting(self) -> None:
-        """Wait until what was pruned is gone, for some time: what is left is cleaned at the next start."""
+        """Wait for the deletion of pruned checkpoints, up to a limit; the next start deletes the rest."""
         deleting, self._deleting = self._deleting, None
         if deleting is not None:
             with contextlib.suppress(NotYet):
@@ -285,7 +288,7 @@ class Checkpoints:
         started: float,
         blocked_s: float | None,
     ) -> SaveResult:
-        """Write and publish.  The same steps on all ranks, whatever fails where."""
+        """Write and publish.  All ranks execute the same collectives, even if some of them fail."""
         final = name_of(snapshot.step)
         outcome, lost_ranks, folder = ("", 0), False, self.place / final
         try:
@@ -304,12 +307,12 @@ class Checkpoints:
                 outcome = self._channel.broadcast(self._at(f"publishing {folder}", lambda: self._finish(*end)))
             else:
                 outcome = (failed, 0)
-        except RuntimeError as gone:  # what torch.distributed raises: another rank has gone, or does not answer in time
+        except RuntimeError as gone:  # torch.distributed: another rank has died or timed out
             outcome = (f"rank {self.world.rank}: lost the other ranks while saving: {describe(gone)}", 0)
             lost_ranks = True
         failed, num_bytes = outcome
         total_s = time.perf_counter() - started
-        # Saved in doubt, or in doubt by now: what is older may be all that is good.
+        # If steps were being skipped then or are now, the older checkpoints may be the only good ones.
         is_in_doubt = snapshot.num_skipped > 0 or state.num_skipped > 0
         warning = "" if failed or is_in_doubt else self._at(f"pruning {self.place}", self._prune)
         path = f"{self.place}/{final}"
@@ -320,7 +323,7 @@ class Checkpoints:
         return SaveResult(snapshot.step, path, num_bytes, blocked_s, total_s, failed, warning, lost)
 
     def _at(self, stage: str, work: Callable[[], Result]) -> Result:
-        """Do a part of a save that may hang, and have it known by name."""
+        """Run a part of a save that may hang, with `stage` describing it meanwhile."""
         self.stage = stage
         result = work()
         self.stage = _WAITING
@@ -332,9 +335,9 @@ class Checkpoints:
         return SaveResult(step, path, 0, elapsed, elapsed, f"{path}: {error}")
 
     def _begin(self, final: str, all_bytes: int, may_prune: bool) -> tuple[str, str]:
-        """Rank 0: see that there is room, and make the folder.  Returns its temporary name, or an error.
+        """On rank 0, check the free space and create the folder.  Returns its temporary name, or an error.
 
-        With `may_prune`, what will not be kept once this checkpoint is published is deleted now if there is no room.
+        With `may_prune`, checkpoints that this one makes obsolete are deleted beforehand if the disk is too full.
         """
         if not self.world.is_main:
             return "", ""
@@ -355,11 +358,11 @@ class Checkpoints:
     def _write_own(
         self, folder: Place, snapshot: Snapshot, tensors: Mapping[str, torch.Tensor]
     ) -> tuple[dict[str, Any] | None, str]:
-        """Write what is this rank's.  Returns what rank 0 must know of it, or an error."""
+        """Write this rank's files.  Returns a report for rank 0, or an error."""
         rank = self.world.rank
 
         def rest(worked_s: float) -> None:
-            """Let the current step have the memory and the caches that writing takes from it, for as long again."""
+            """Pause for as long as the write took, to leave memory bandwidth and caches to the current step."""
             if self.makes_way:
                 time.sleep(worked_s)
 
@@ -381,7 +384,7 @@ class Checkpoints:
     def _finish(
         self, unpublished: str, final: str, snapshot: Snapshot, reports: list[Any], failed: str
     ) -> tuple[str, int]:
-        """Rank 0: publish, or take the attempt away.  Returns what went wrong, and the bytes of all files."""
+        """On rank 0, publish the checkpoint or delete the failed attempt.  Returns the error and the total bytes."""
         if not self.world.is_main:
             return "", 0
         self._note_chunks(reports)
@@ -394,19 +397,19 @@ class Checkpoints:
             else:
                 self._keeping.note(manifest)
                 return "", manifest.num_bytes
-        with contextlib.suppress(Exception):  # the storage that failed may fail here too: cleaned at the next start
+        with contextlib.suppress(Exception):  # storage may fail here too; the next start cleans up
             self.place.delete(unpublished)
         return failed, 0
 
     def _note_chunks(self, reports: list[Any]) -> None:
-        """Remember where each rank's chunks stand in its file.  A rank says so only when it has changed."""
+        """Remember the positions of each rank's chunks in its file.  Ranks report them only if they have changed."""
         for rank, (_, report) in enumerate(reports):
             if report is not None and report["chunks"] is not None:
                 self._chunks_by_rank[rank] = report["chunks"]
                 self._layout_files = {}
 
     def _write_common(self, folder: Place, snapshot: Snapshot, reports: list[Any]) -> Manifest:
-        """Write what is the same for all ranks, the manifest last."""
+        """Write the files that are common to all ranks, the manifest last."""
         from trainer.checkpoint.dcp import pickled_metadata
 
         if not self._layout_files:
@@ -447,9 +450,9 @@ class Checkpoints:
         return manifest
 
     def _prune(self) -> str:
-        """Rank 0: take away the checkpoints that are no longer kept.  Returns what went wrong: the save itself has not.
+        """On rank 0, delete obsolete checkpoints.  Returns an error, which does not affect the save itself.
 
-        Their names go at once, their bytes in the background: to unlink gigabytes takes a while.
+        They are unpublished immediately and deleted in the background, since unlinking gigabytes takes a while.
         """
         if not self.world.is_main:
             return ""
@@ -466,18 +469,20 @@ class Checkpoints:
         try:
             for name in names:
                 self.place.delete(name)
-        except Exception as error:  # what is left is cleaned at the next start
+        except Exception as error:  # the next start deletes the rest
             self._warning = f"cannot delete old checkpoints: {describe(error)}"
 
     def clean(self) -> None:
-        """Remove what killed attempts have left behind.  Only the owner of the run may; rank 0 does."""
+        """Delete the leftovers of interrupted saves, on rank 0.  Only the owner of the run may call this."""
         if self.world.is_main:
             self.wait_for_deleting()
             self.place.clean(PREFIX)
 
     def doubt(self, since: int) -> str:
-        """Set aside what was saved from step `since` on, after which every step had to be skipped: the next start
-        tries the one before, if there is one, and that only once.  Returns what was done, or went wrong, in words.
+        """Quarantine checkpoints saved since step `since`, after which every step was skipped.
+
+        The next start then resumes from an older checkpoint, if there is one; no checkpoint is quarantined twice.
+        Returns a message that describes what was done or what went wrong.
 
         Not collective: for rank 0 of a run that has failed.
         """
@@ -487,16 +492,16 @@ class Checkpoints:
             names = self._keeping.in_doubt(since)
             for name in names:
                 self.place.set_aside(name, DOUBTFUL)
-        except Exception as error:  # the storage is away, too: what is in doubt stays where it is
+        except Exception as error:  # the storage has failed as well: leave the checkpoints in place
             return f"cannot set aside the checkpoints saved after step {since}: {describe(error)}"
         done = ", ".join(f"{name} was set aside as {DOUBTFUL}-{name}" for name in names)
         return done and f"every step since then failed: {done}; the same command resumes from the checkpoint before it"
 
 
 def _step_back() -> None:
-    """Let the training step go first where both want the same core."""
+    """Lower this thread's priority, so that the training step wins if both compete for a core."""
     with contextlib.suppress(OSError, AttributeError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)  # on Linux: of this thread alone
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)  # on Linux this affects only this thread
 
 
 def _done(result: SaveResult) -> Future[SaveResult]:

@@ -1,10 +1,11 @@
-"""Tensors in files: decides which rank writes and reads which part.
+"""Writes sharded tensors to files and reads them back, on any mesh.
 
-The files are those of the `FileSystemWriter` of torch.distributed.checkpoint (DCP), so that its `FileSystemReader` and
-other tools read them.  What is added: checksums taken while writing, a layout in JSON, and reading straight into the
-tensors that are loaded.
+The files have the format of DCP's (torch.distributed.checkpoint's) `FileSystemWriter`, so that its `FileSystemReader`
+and other tools can read them.  In addition, checksums are computed during the write, the layout is stored as JSON, and
+data is read directly into the target tensors.
 
-A plan holds for as long as the tensors keep their names, shapes and placements, so it is made once.
+The plan of which rank writes what is made once.  It stays valid while the tensors keep their names, shapes and
+placements.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from trainer.model.parameters import local
 
 
 def signature_of(tensors: Tensors) -> tuple[Any, ...]:
-    """Return what a plan depends on."""
+    """Return the properties of the tensors that a plan depends on."""
     return tuple(
         (key, t.dtype, tuple(t.shape), (t.placements, tuple(t.device_mesh.shape)) if isinstance(t, DTensor) else None)
         for key, t in tensors.items()
@@ -39,35 +40,35 @@ def signature_of(tensors: Tensors) -> tuple[Any, ...]:
 
 
 class SavePlans:
-    """The chunks that each rank writes: planned once, then the same until the tensors change."""
+    """The chunks that each rank writes, planned once and reused until the tensors change."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._signature: tuple[Any, ...] | None = None
         self.boxes: list[Box] = []
-        """What this rank writes."""
+        """The boxes that this rank writes."""
         self.planned: dict[str, Planned] = {}
-        """Rank 0: what there will be of each tensor."""
+        """The planned chunks of every tensor.  On rank 0 only."""
 
     def is_stale(self, tensors: Tensors) -> bool:
         return signature_of(tensors) != self._signature
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the tensors that this rank writes."""
+        """Number of tensor bytes that this rank writes."""
         return sum(torch.Size(box.sizes).numel() * box.dtype.itemsize for box in self.boxes)
 
     def make(self, tensors: Tensors) -> None:
-        """Plan anew.  Raises on all ranks if any fails.
+        """Make a new plan.  Raises on all ranks if any rank fails.
 
-        Collective: two small messages, the boxes of all ranks to rank 0 (on 512 of them, for 70B, 0.1 MB each), its
-        answer to each.
+        Collectives: two small messages, a gather of all boxes to rank 0 (0.1 MB per rank for a 70B model on 512 ranks),
+        and a scatter of the result.
         """
 
         def find_own() -> list[Box]:
             from trainer.checkpoint.dcp import held_boxes
 
-            # What is the same everywhere is rank 0's to write.
+            # Rank 0 writes what is the same on all ranks.
             return held_boxes({k: t for k, t in tensors.items() if isinstance(t, DTensor) or self._channel.is_main})
 
         own = self._channel.agreed(find_own)
@@ -78,9 +79,10 @@ class SavePlans:
 
 
 class Staging:
-    """Memory for a copy of what this rank writes, used again for every save.
+    """Host memory for a copy of the data that this rank writes, reused by every save.
 
-    One buffer: page-locked for a GPU, so that it copies at full speed; faulted in once.  The first save pays for it.
+    It is one buffer, page-locked if the device is a GPU, so that copies run at full speed.  The first save pays for
+    allocating it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -88,7 +90,7 @@ class Staging:
         self._buffer, self._is_locked = np.empty(0, dtype=np.uint8), False
 
     def copy(self, tensors: Tensors, boxes: Iterable[Box]) -> dict[str, torch.Tensor]:
-        """Return copies, on the CPU, of this rank's parts of the tensors that `boxes` name.  Earlier ones are lost."""
+        """Return CPU copies of this rank's parts of the tensors in `boxes`.  Earlier copies are overwritten."""
         parts = {box.key: local(tensors[box.key]) for box in boxes}
         with torch.no_grad():
             copies = _views(self._room_for(parts), parts)
@@ -102,20 +104,20 @@ class Staging:
         needed = sum(_padded(part) for part in parts.values())
         if needed > self._buffer.nbytes:
             self._unlock()
-            self._buffer = np.empty(0, dtype=np.uint8)  # before the larger one is there
+            self._buffer = np.empty(0, dtype=np.uint8)  # free it before the larger one is allocated
             self._buffer = np.zeros(needed, dtype=np.uint8)
             if self._device.type == "cuda":
                 self._is_locked = self._lock()
         return self._buffer
 
     def _lock(self) -> bool:
-        """Register the buffer, rather than have torch allocate one, which would round up to a power of two."""
+        """Page-lock the buffer.  torch's own pinned allocator would round its size up to a power of two."""
         cudart: Any = torch.cuda.cudart()
         try:
             torch.cuda.check_error(cudart.cudaHostRegister(self._buffer.ctypes.data, self._buffer.nbytes, 0))
         except RuntimeError as error:
             with contextlib.suppress(RuntimeError):
-                torch.zeros(1, device=self._device)  # CUDA keeps its last error for the next kernel to report: this one
+                torch.zeros(1, device=self._device)  # clears CUDA's last error, which the next kernel would report
             say(
                 f"warning: {self._buffer.nbytes / 2**30:.2f} GiB of host memory cannot be page-locked "
                 f"({str(error).splitlines()[0]}): training pauses for longer while a save is copied"
@@ -135,7 +137,7 @@ def _padded(tensor: torch.Tensor) -> int:
 
 
 def _views(buffer: np.ndarray[Any, Any], like: Tensors) -> dict[str, torch.Tensor]:
-    """Return tensors over parts of `buffer`, each with a storage of its own: `torch.save` writes whole storages."""
+    """Return tensors over parts of `buffer`, each with its own storage, since `torch.save` writes entire storages."""
     views, start = {}, 0
     for key, tensor in like.items():
         size = tensor.numel() * tensor.element_size()
@@ -153,11 +155,11 @@ def write_tensors(
     limits: Mapping[str, float],
     rest: Callable[[float], None] | None = None,
 ) -> Written | None:
-    """Write this rank's chunks into one file and flush it to disk; None if it has none.  No collective.
+    """Write this rank's chunks into one file and flush it to disk; return None if it has no chunks.  No collective.
 
-    `tensors` are staged copies, or the live ones (then each is copied as it is written).  `rest` is called after each
-    block with the seconds that it took.  Raises ValueError for a
-    weight that is not finite, or reaches its limit in magnitude; OSError.
+    `tensors` are staged copies or the live tensors, which are then copied one by one during the write.  `rest` is
+    called after each block with the seconds that the block took.  Raises OSError, and ValueError for a weight that is
+    not finite or reaches its magnitude limit.
     """
     if not boxes:
         return None
@@ -166,7 +168,7 @@ def write_tensors(
     chunks = []
     scratch = np.empty(0, dtype=np.uint8)
     has_own_checksums = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(False)  # of torch's files: the blocks' own are taken instead
+    torch.serialization.set_crc32_options(False)  # torch's checksums are redundant: each block has one
     try:
         for box in boxes:
             part = tensors[box.key]
@@ -192,7 +194,7 @@ def _write_chunk(
 ) -> Chunk:
     watch = _DataWatch(writer, part, look)
     start = writer.tell()
-    torch.save(part, watch)  # type: ignore[arg-type]  # all that it asks of a file is write
+    torch.save(part, watch)  # type: ignore[arg-type]  # torch.save only calls write
     if watch.error is not None:
         raise watch.error
     assert watch.data_start is not None or not part.nbytes, "torch.save writes a tensor's bytes in one piece"
@@ -200,7 +202,7 @@ def _write_chunk(
 
 
 class _DataWatch:
-    """Hands on what `torch.save` writes, and notices where the tensor's own bytes begin."""
+    """Forwards the output of `torch.save`, and notes where the tensor's raw bytes begin."""
 
     def __init__(self, writer: BlockWriter, tensor: torch.Tensor, look: Callable[[memoryview], None] | None) -> None:
         self._writer, self._address, self._bytes = writer, tensor.data_ptr(), tensor.nbytes
@@ -219,7 +221,7 @@ class _DataWatch:
         def note(part: memoryview) -> None:
             try:
                 look(part)
-            except ValueError as error:  # raised here, torch's own complaint about its file would take its place
+            except ValueError as error:  # raised here, it would be masked by torch's error about the file
                 self.error = error
 
         before, self._writer.inspect = self._writer.inspect, note
@@ -236,10 +238,10 @@ _FLOATS = {torch.float32: np.float32, torch.float64: np.float64}
 
 
 def _sanity_check(key: str, dtype: torch.dtype, limit: float) -> Callable[[memoryview], None] | None:
-    """Return what looks at the bytes of a weight and raises ValueError if a value is not finite, or reaches `limit` in
-    magnitude; None for integers.
+    """Return a check of a weight's bytes; None for integers.
 
-    By numpy, in the thread that writes: torch's own would start OpenMP threads beside those of the training step.
+    The check raises ValueError if a value is not finite or reaches `limit` in magnitude.  It uses numpy in the writing
+    thread, because torch would start OpenMP threads that compete with the training step.
     """
 
     def look(part: memoryview) -> None:
@@ -255,7 +257,7 @@ def _sanity_check(key: str, dtype: torch.dtype, limit: float) -> Callable[[memor
 
 
 def _largest(part: memoryview, dtype: torch.dtype) -> float:
-    """Return the largest magnitude, of the narrow dtypes the power of two below it; of what is not finite, that."""
+    """Return the largest magnitude, rounded down to a power of two for 16-bit dtypes; NaN or inf if there is one."""
     if dtype in _FLOATS:
         values = np.frombuffer(part, dtype=_FLOATS[dtype])
         return float(np.maximum(values.max(), -values.min()))
@@ -270,9 +272,9 @@ def _largest(part: memoryview, dtype: torch.dtype) -> float:
 def read_tensors(
     place: Place, layout: Layout, blocks: Mapping[str, Blocks], targets: Tensors, check: bool = True
 ) -> None:
-    """Read `targets` (DTensors of any mesh, or plain tensors) in place, each rank its own parts, checked as they come.
+    """Read this rank's parts of `targets` (DTensors of any mesh, or plain tensors) in place, and verify them.
 
-    No collective.  Raises Damaged, OSError; then some targets are overwritten.
+    No collective.  Raises Damaged or OSError; some targets may then have been overwritten.
     """
     from trainer.checkpoint.dcp import load
 
@@ -287,17 +289,17 @@ class _Reader:
     """Reads parts of chunks from the files of one checkpoint."""
 
     _NUM_THREADS = 2
-    """They take the blocks of a file in turn: one waits for the disk while the other takes a checksum.  A thread for
-    every other tensor instead, which spoils the kernel's reading ahead, took 1.3 to 3 times as long."""
+    """The threads take the blocks of a file in turn: one waits for the disk while the other computes a checksum.  With
+    whole tensors per thread, which defeats the kernel's read-ahead, reading took 1.3 to 3 times as long."""
     _WAITING_BYTES = 64 << 20
-    """How much may have been read that is not yet where it belongs."""
+    """Limit of the data in flight: reads that have started and are not yet finished."""
 
     def __init__(self, place: Place, blocks: Mapping[str, Blocks], check: bool = True) -> None:
         self._place, self._blocks, self._check = place, blocks, check
         self._open: dict[str, BlockReader] = {}
 
     def read_parts(self, parts: Iterable[Part]) -> None:
-        """Fill the targets, in the order in which the files have them."""
+        """Fill the targets, in file order."""
         waiting: deque[_Reading] = deque()
         with ThreadPoolExecutor(self._NUM_THREADS) as threads:
             try:
@@ -313,7 +315,7 @@ class _Reader:
                 raise
 
     def _begin(self, threads: ThreadPoolExecutor, part: Part) -> _Reading:
-        """Have the threads read what a target needs of one chunk: straight into it, where it lies so in the file."""
+        """Start reading a part of a chunk, directly into the target if the target has the same memory layout."""
         chunk, target = part.chunk, part.target
         rows_only = part.sizes[1:] == chunk.sizes[1:]
         row_bytes = int(np.prod(chunk.sizes[1:], dtype=np.int64)) * part.dtype.itemsize
@@ -334,7 +336,7 @@ class _Reader:
         return self._open[name]
 
     def read_rows(self, chunk: Chunk, start: int, rows: torch.Tensor) -> None:
-        """Read rows of one chunk from `start` on."""
+        """Read rows of one chunk, from row `start` on."""
         position = chunk.data_start + start * (rows.nbytes // len(rows) if rows.ndim else 0)
         self._file(chunk.file).read_into(_bytes_of(rows), position)
 
@@ -345,11 +347,11 @@ class _Reader:
 
 @dataclass(frozen=True)
 class _Reading:
-    """A part of a chunk that is being read."""
+    """A read in progress of a part of a chunk."""
 
     jobs: Sequence[Future[None]]
     source: torch.Tensor | None
-    """Where it is read to first, if not where it belongs."""
+    """Intermediate buffer, if the data is not read directly into the target."""
     target: torch.Tensor | None
     num_bytes: int
 
@@ -367,7 +369,7 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 def read_rows(
     place: Place, stored: Stored, blocks: Mapping[str, Blocks], start: int = 0, stop: int | None = None
 ) -> torch.Tensor:
-    """Return rows [start, stop) along dim 0 of one tensor, or all of it, on the CPU.  Raises Damaged, OSError."""
+    """Return rows [start, stop) along dim 0 of one tensor, all by default, on the CPU.  Raises Damaged or OSError."""
     rows = stored.shape[0] if stored.shape else 1
     stop = rows if stop is None else stop
     out = torch.empty((stop - start, *stored.shape[1:]) if stored.shape else (), dtype=stored.dtype)
@@ -388,5 +390,5 @@ def read_rows(
 
 
 def _box_of_rows(shape: tuple[int, ...], start: int, stop: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return offsets and sizes of the rows [start, stop) of a tensor."""
+    """Return the offsets and sizes of rows [start, stop) of a tensor."""
     return ((start, *(0 for _ in shape[1:])), (stop - start, *shape[1:])) if shape else ((), ())

@@ -1,6 +1,6 @@
-"""State as a tree: what is a tensor goes one way, what is not becomes JSON and comes back the same.
+"""Splits a state dict into tensors and JSON, and joins them again without loss.
 
-No pickle, so that nothing in a checkpoint can run code when it is read.
+There is no pickle, so that reading a checkpoint cannot run code.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ import numpy as np
 import torch
 
 _TAG = "!"
-"""Key that marks what JSON has no word for."""
+"""Key that marks values without a JSON type."""
 
 Path = tuple[str, ...]
-"""Where a tensor stands in the tree; joined by dots it is the tensor's key in the checkpoint."""
+"""Path of a tensor in the state dict.  Joined by dots, it is the tensor's key in the checkpoint."""
 
 
 def split(state: Any, path: Path) -> tuple[Any, dict[Path, torch.Tensor]]:
-    """Return `state` as what JSON can hold, with its tensors apart, by their path (which begins with `path`).
+    """Return `state` as JSON values, and its tensors by path (each path begins with `path`).
 
-    Raises TypeError that says where something stands that is neither a tensor nor plain data.
+    Raises TypeError, naming the path, for a value that is neither a tensor nor plain data.
     """
     tensors: dict[Path, torch.Tensor] = {}
     return _plain(state, path, tensors), tensors
 
 
 def join(plain: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Return the state that `split` took apart; `tensors` by key, the path joined by dots."""
+    """Rebuild the state that was split by `split`.  `tensors` maps keys (paths joined by dots) to tensors."""
     if isinstance(plain, list):
         return [join(item, tensors) for item in plain]
     if not isinstance(plain, dict):
@@ -76,7 +76,7 @@ def _plain(value: Any, path: Path, tensors: dict[Path, torch.Tensor]) -> Any:
         if isinstance(value, list):
             return items
         return {_TAG: next(k for k in ("tuple", "set", "frozenset") if isinstance(value, _KINDS[k])), "value": items}
-    if isinstance(value, (int, float, str)):  # an enumeration, or another subclass: its plain value
+    if isinstance(value, (int, float, str)):  # store an enum or another subclass as its plain value
         return _plain(next(kind for kind in (int, float, str) if isinstance(value, kind))(value), path, tensors)
     raise TypeError(
         f"{'.'.join(path)} is a {type(value).__qualname__}; a state_dict may hold tensors, numbers, text, bytes, "
@@ -85,7 +85,7 @@ def _plain(value: Any, path: Path, tensors: dict[Path, torch.Tensor]) -> Any:
 
 
 def _put(tensor: torch.Tensor, path: Path, tensors: dict[Path, torch.Tensor]) -> str:
-    """Note a tensor under its path; returns its key."""
+    """Add a tensor under its path; return its key."""
     key = ".".join(path)
     if path in tensors:
         raise TypeError(f"two tensors of the state have the name {key} (a dictionary with keys such as 1 and '1'?)")

@@ -1,6 +1,6 @@
-"""The choice of a writer for each box: one of the ranks that hold it alike, so that the load is even.
+"""Chooses a writer for each box among the ranks that hold a copy of it, and balances the load.
 
-DCP's own planning of this compares objects: for a 70B model on 512 ranks some 16 seconds, in which all ranks wait.
+DCP's planner compares objects for this, which takes some 16 seconds for a 70B model on 512 ranks, while all ranks wait.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from trainer.checkpoint.layout import Planned, Tensors
 
 
 def choose_writers(held: Sequence[Boxes], tensors: Tensors) -> tuple[list[Rows], dict[str, Planned]]:
-    """Return which of its boxes each rank writes, and what there will be of each tensor.
+    """Return which of its boxes each rank writes (one bool mask per rank), and the planned chunks of each tensor.
 
-    held: the boxes that each rank holds.  The first are masks, (N,) of bool for each rank.  Raises ValueError unless
-    the boxes fill every tensor and none overlaps another.
+    held: the boxes that each rank holds.  Raises ValueError unless the boxes cover every tensor without overlap.
     """
     boxes = Boxes.joined(held)
     numbers = boxes.numbers({key: number for number, key in enumerate(tensors)})
@@ -37,9 +36,9 @@ def choose_writers(held: Sequence[Boxes], tensors: Tensors) -> tuple[list[Rows],
 
 
 def _chosen(ranks: Rows, starts: Rows, num_bytes: Rows, num_ranks: int) -> Rows:
-    """Return which of its holders writes each box: that with the fewest bytes so far.
+    """Return the index of each box's writer among its holders: the holder with the fewest bytes so far.
 
-    ranks: the holders, those of one box after those of another; a box's begin at one of `starts`.
+    ranks: the holders of all boxes, concatenated; those of box i begin at starts[i].
     """
     chosen = np.zeros(len(starts), dtype=np.int64)
     counts = np.diff(np.append(starts, len(ranks)))
@@ -55,7 +54,7 @@ def _chosen(ranks: Rows, starts: Rows, num_bytes: Rows, num_ranks: int) -> Rows:
 
 
 def _planned(rows: Rows, tensors: Tensors) -> dict[str, Planned]:
-    """Return what there will be of each tensor; rows: its number, offsets and sizes of each box, in order."""
+    """Return the planned chunks of each tensor.  rows: tensor number, offsets and sizes of each box, sorted."""
     width = (rows.shape[1] - 1) // 2
     bounds = np.searchsorted(rows[:, 0], np.arange(len(tensors) + 1)).tolist()
     planned = {}
@@ -68,7 +67,7 @@ def _planned(rows: Rows, tensors: Tensors) -> dict[str, Planned]:
 
 
 def _check_coverage(key: str, shape: tuple[int, ...], offsets: Rows, sizes: Rows) -> None:
-    """Raise unless the boxes fill a tensor: DCP demands it of several ranks only, and never when it loads."""
+    """Raise ValueError unless the boxes cover a tensor.  DCP checks this only for several ranks, and never on load."""
     filled, numel = int(sizes.prod(axis=1).sum()), int(np.prod(shape, dtype=np.int64))
     if filled != numel:
         raise ValueError(f"{key}: the ranks hold {filled} of its {numel} elements")
@@ -77,10 +76,10 @@ def _check_coverage(key: str, shape: tuple[int, ...], offsets: Rows, sizes: Rows
 
 
 def _overlap(offsets: Rows, sizes: Rows) -> bool:
-    """Return whether any two boxes share an element; offsets in ascending order."""
+    """Return whether any two boxes overlap.  offsets: in ascending order."""
     if len(offsets) < 2:
         return False
-    if not (offsets[:, 1:] != 0).any():  # whole rows: each begins where the one before ends
+    if not (offsets[:, 1:] != 0).any():  # sharded along dim 0 only: compare neighbors
         return bool((offsets[1:, 0] < offsets[:-1, 0] + sizes[:-1, 0]).any())
     stops = offsets + sizes
     meets = (offsets[:, None] < stops[None]).all(axis=2) & (offsets[None] < stops[:, None]).all(axis=2)

@@ -1,1 +1,1 @@
-"""Ranks: the processes of a run, their devices and mesh, and what they tell each other."""
+"""Ranks: the processes of a run, their devices and mesh, and the messages between them."""

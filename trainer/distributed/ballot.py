@@ -1,6 +1,6 @@
-"""The ballot: one small all-reduce per step in which the ranks tell each other all that they must agree on.
+"""One small CPU all-reduce per step that carries everything the ranks must agree on.
 
-Knows none of the questions: each collaborator asks its own when it is built, in the same order on every rank.
+Each component registers its own votes when it is created, in the same order on every rank.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from collections.abc import Callable
 from trainer.distributed.channel import Channel
 
 _AMOUNTS = 2
-"""Amounts that fit into every ballot, so that one with fewer may meet one with as many."""
+"""Values reserved in every message, so that a rank that passes fewer still sends a message of the same length."""
 
 
 class Question:
-    """A yes-or-no question that every rank answers each time a ballot is cast."""
+    """A yes-or-no question that every rank answers in each all-reduce."""
 
     def __init__(self, vote: Callable[[], bool], num_ranks: int, on_yes: Callable[[], None] | None) -> None:
         self.vote, self._num_ranks, self._on_yes = vote, num_ranks, on_yes
@@ -22,23 +22,23 @@ class Question:
 
     @property
     def anyone(self) -> bool:
-        """True if at least one rank said yes in the last ballot."""
+        """True if at least one rank answered yes in the last all-reduce."""
         return self._num_yes > 0
 
     @property
     def everyone(self) -> bool:
-        """True if every rank said yes in the last ballot."""
+        """True if every rank answered yes in the last all-reduce."""
         return self._num_yes == self._num_ranks
 
     def count(self, num_yes: int) -> None:
-        """Take the result of a ballot, the same on all ranks."""
+        """Record the result of an all-reduce, which is the same on all ranks."""
         self._num_yes = num_yes
         if num_yes and self._on_yes is not None:
             self._on_yes()
 
 
 class Ballot:
-    """Sums what a step counts over all ranks, and answers every question with the same message."""
+    """Sums a step's values over all ranks, and collects every vote in the same all-reduce."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -46,22 +46,22 @@ class Ballot:
         self._is_cast = False
 
     def ask(self, vote: Callable[[], bool], on_yes: Callable[[], None] | None = None) -> Question:
-        """Add a question; `vote()` is this rank's answer, `on_yes()` is called wherever a rank said yes.
+        """Register a vote.  `vote()` is this rank's answer; `on_yes()` is called on every rank if any rank says yes.
 
-        All ranks must ask the same questions in the same order.
+        All ranks must register the same votes in the same order.
         """
         question = Question(vote, self._channel.size, on_yes)
         self._questions.append(question)
         return question
 
     def begin_step(self) -> None:
-        """Begin a step, in which one ballot must be cast."""
+        """Begin a step, which must do one all-reduce."""
         self._is_cast = False
 
     def cast(self, *amounts: float) -> list[float]:
-        """Return the sum of each of `amounts` over all ranks; the questions are answered on the way.  One all-reduce.
+        """Return the sum of each of `amounts` over all ranks, and update every vote.  One all-reduce.
 
-        All ranks bring as many amounts, or two at most.
+        All ranks must pass the same number of amounts, unless each passes at most two.
         """
         padding = [0.0] * (_AMOUNTS - len(amounts))
         sums = self._channel.sum([*amounts, *padding, *(question.vote() for question in self._questions)])
@@ -71,6 +71,6 @@ class Ballot:
         return sums[: len(amounts)]
 
     def ensure_cast(self) -> None:
-        """Cast a ballot unless the step has: a train_step of your own need not know of it.  At most one all-reduce."""
+        """Do the all-reduce unless the step has done it, as a custom train_step may not.  At most one all-reduce."""
         if not self._is_cast:
             self.cast()

@@ -1,4 +1,4 @@
-"""Channels: small messages between ranks that never wait for the device, and messages left in a store."""
+"""Small messages between ranks: CPU collectives that never wait for the device, and a key-value store with timeouts."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ Result = TypeVar("Result")
 
 
 class Channel:
-    """Small messages between the ranks of one gloo group, messages that never wait for the device.
+    """Collectives for small messages between the ranks of a gloo group.  They never wait for the device.
 
-    Every method is a collective of the group's ranks; two threads need two channels.
+    Every method is a collective over the group.  Two threads need two channels.
     """
 
     def __init__(self, rank: int, size: int, timeout: timedelta, uses_default_group: bool = False) -> None:
-        """With `uses_default_group` the messages go through the default group, which must be gloo's.
+        """With `uses_default_group` the messages use the default process group, which must be a gloo group.
 
-        Otherwise, and if there is more than one rank, a group is opened.  Each costs CPU time whether it is used or
-        not: gloo has a thread for it that wakes up a hundred times a second.
+        Otherwise, if there is more than one rank, a new group is opened.  Every open group costs CPU time even while it
+        is idle, because gloo runs a thread for it that wakes up a hundred times a second.
         """
         self.rank, self.size = rank, size
         opens_group = size > 1 and not uses_default_group
@@ -37,11 +37,11 @@ class Channel:
         return self.rank == 0
 
     def sum(self, values: Sequence[float]) -> list[float]:
-        """Return the sums over all ranks, exact for integers below 2**53.  One all-reduce."""
+        """Return the sum of each value over all ranks, exact for integers below 2**53.  One all-reduce."""
         return self._reduce(values, dist.ReduceOp.SUM)
 
     def max(self, values: Sequence[float]) -> list[float]:
-        """Return the maxima over all ranks.  One all-reduce."""
+        """Return the maximum of each value over all ranks.  One all-reduce."""
         return self._reduce(values, dist.ReduceOp.MAX)
 
     def _reduce(self, values: Sequence[float], op: dist.ReduceOp.RedOpType) -> list[float]:
@@ -58,7 +58,7 @@ class Channel:
         return box[0]
 
     def gather(self, value: Any) -> list[Any]:
-        """Return every rank's `value`, in the order of ranks.  One all-gather."""
+        """Return every rank's `value` in rank order, on all ranks.  One all-gather."""
         box: list[Any] = [None] * self.size
         if self.size > 1:
             dist.all_gather_object(box, value, group=self.group)
@@ -66,7 +66,7 @@ class Channel:
         return [value]
 
     def gather_to_main(self, value: Any) -> list[Any]:
-        """Return every rank's `value` on rank 0, in the order of ranks; an empty list on the others.  One gather."""
+        """Return every rank's `value` in rank order on rank 0, and an empty list on the others.  One gather."""
         if self.size == 1:
             return [value]
         box: list[Any] | None = [None] * self.size if self.is_main else None
@@ -74,7 +74,7 @@ class Channel:
         return box or []
 
     def scatter(self, values: Sequence[Any]) -> Any:
-        """Return this rank's one of rank 0's `values`, of which there is one for each.  One scatter."""
+        """Return this rank's element of rank 0's `values`, which has one per rank.  One scatter."""
         if self.size == 1:
             return values[0]
         box = [None]
@@ -82,9 +82,9 @@ class Channel:
         return box[0]
 
     def agree(self, error: BaseException | None) -> None:
-        """Raise on every rank if any rank brings an error, so that none waits for one that has left.
+        """Raise on every rank if any rank passes an error, so that no rank waits for one that has failed.
 
-        The rank whose error it is raises it; the others raise the same kind with the same message.
+        A rank with an error raises that error.  The others raise UserError, if the error is one, or PeerFailed.
         """
         errors = self.gather(None if error is None else (isinstance(error, UserError), str(error) or repr(error)))
         if error is not None:
@@ -95,7 +95,7 @@ class Channel:
                 raise UserError(message) if is_user_error else PeerFailed(f"rank {rank} failed: {message}")
 
     def agreed(self, work: Callable[[], Result]) -> Result:
-        """Return what `work` returns; if it fails on any rank, raise on all of them.  See `agree`."""
+        """Return the result of `work()`; if it raises on any rank, raise on all ranks (see `agree`)."""
         result, error = None, None
         try:
             result = work()
@@ -111,13 +111,13 @@ class Channel:
 
 
 class NoAnswer(RuntimeError):
-    """The process that keeps the store is gone without a word, and its host with it: a cut cable, say."""
+    """Raised if the store does not respond, for example because its host has died or the network is cut."""
 
 
 class Messages:
-    """The store, with an end to waiting.  A dead process closes its connections; a dead host leaves one waiting.
+    """A key-value store with timeouts: a dead process closes its connections, but a dead host does not.
 
-    All methods raise RuntimeError if the store has gone, NoAnswer after `limit_s`.
+    All methods raise RuntimeError if the store is gone, and NoAnswer after `limit_s` seconds.
     """
 
     def __init__(self, store: Store, limit_s: float) -> None:
@@ -133,7 +133,7 @@ class Messages:
         return self._within(lambda: self._store.get(key)).decode()
 
     def compare_set(self, key: str, expected: str, value: str) -> str:
-        """Set the key if it is as expected; returns what it is then."""
+        """Set the key if its value is `expected`; return its value afterwards."""
         return self._within(lambda: self._store.compare_set(key, expected, value)).decode()
 
     def wait(self, key: str, timeout_s: float) -> None:

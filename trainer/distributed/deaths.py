@@ -1,7 +1,7 @@
 """Finds out which rank has died, and of which signal.
 
-What is left of a rank that was killed is a closed connection: the others fail with whatever their network says of that.
-Who started it learns how it ended, and the ranks beside it on its machine can see that it has gone.
+When a rank is killed, the other ranks only see a closed connection and raise unspecific network errors.  The launcher
+learns the exit status, and ranks on the same machine can see that the process is gone.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from typing import Protocol
 
 _LOST = re.compile(r"(closed|reset) by peer|broken pipe|remote process exit|ncclRemoteError", re.IGNORECASE)
 _MOST = 4
-"""How many of the dead are named."""
+"""Maximum number of dead ranks to name."""
 
 
 class End(Protocol):
-    """The end of a worker, as its launcher has seen it."""
+    """How a worker ended, as its launcher saw it."""
 
     pid: int
     exitcode: int
-    """As of Python's processes: negative, the signal that killed it."""
+    """As in `subprocess`: a negative value is the signal that killed the worker."""
     timestamp: int
-    """When, in seconds."""
+    """Time of the end, in seconds."""
 
 
 def describe_end(rank: int, pid: int, exit_code: int | None) -> str:
-    """Return in words how a rank ended; without an exit code, that it did."""
+    """Describe how a rank ended; without an exit code, only that it died."""
     who = f"rank {rank} (process {pid})"
     if exit_code is None:
         return f"{who} has died"
@@ -47,33 +47,33 @@ def describe_end(rank: int, pid: int, exit_code: int | None) -> str:
 
 
 def find_killed(ends: Mapping[int, End]) -> str:
-    """Return which ranks were killed, and by which signal; empty if none was, but by the launcher."""
+    """Describe which ranks were killed by which signals, ignoring kills by the launcher; empty if none was."""
     first = min((end.timestamp for end in ends.values()), default=0)
-    # What comes later the launcher has killed because it did not end.
+    # Later deaths are the launcher's kills of ranks that did not exit.
     killed = {rank: end for rank, end in ends.items() if end.exitcode < 0 and end.timestamp <= first + 1}
     by_others = {rank: end for rank, end in killed.items() if end.exitcode != -signal.SIGTERM}
     if not by_others and len(killed) < len(ends):
-        return ""  # it ends those that are left by SIGTERM, too
+        return ""  # the launcher also ends the remaining ranks by SIGTERM
     named = sorted((by_others or killed).items())
     words = [describe_end(rank, end.pid, end.exitcode) for rank, end in named[:_MOST]]
     return "; ".join([*words, *([f"and {len(named) - _MOST} more"] if len(named) > _MOST else [])])
 
 
 def is_lost_connection(error: BaseException) -> bool:
-    """Return whether an error only says that another rank no longer answers."""
+    """Return whether an error only says that the connection to another rank was lost."""
     return isinstance(error, (RuntimeError, OSError)) and _LOST.search(str(error)) is not None
 
 
 @dataclass(frozen=True)
 class Process:
-    """A process, and the machine (or container) in which its number means something."""
+    """A process, identified by its machine (or container) and its PID there."""
 
     machine: str
     pid: int
 
 
 def this_process() -> Process:
-    """Return what the other ranks are to know of this one."""
+    """Return this process, for the other ranks."""
     parts = [socket.gethostname()]
     with contextlib.suppress(OSError):
         parts += [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")]
@@ -81,9 +81,9 @@ def this_process() -> Process:
 
 
 def find_dead(ranks: Sequence[Process], patience_s: float) -> str:
-    """Return which of the ranks on this machine has died, and of what if that can still be seen; empty if none has.
+    """Describe which ranks on this machine have died, and how, if that is still visible; empty if none has.
 
-    Asks again for `patience_s`: the connections of a dying process are closed before it is dead.
+    Polls for `patience_s` seconds, because the connections of a dying process close before it is dead.
     """
     here = this_process().machine
     neighbours = {rank: process.pid for rank, process in enumerate(ranks) if process.machine == here}
@@ -96,7 +96,7 @@ def find_dead(ranks: Sequence[Process], patience_s: float) -> str:
 
 
 def _death_of(rank: int, pid: int) -> str:
-    """Return how a rank has died, empty if it is alive or there is no saying.  Linux only."""
+    """Describe how a rank has died; empty if it is alive or this is unknown.  Linux only."""
     if not Path("/proc/self/stat").exists():
         return ""
     try:
@@ -107,5 +107,5 @@ def _death_of(rank: int, pid: int) -> str:
         return ""
     if fields[0] not in ("Z", "X"):
         return ""
-    status = int(fields[49])  # as of wait(2): it has not been asked for yet
+    status = int(fields[49])  # a zombie's status, in the encoding of wait(2)
     return describe_end(rank, pid, -(status & 0x7F) or status >> 8)

@@ -1,4 +1,4 @@
-"""This rank's device: selects its GPU, and checks that no other rank uses it."""
+"""Selects this rank's device, and checks that no other rank uses the same GPU."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from trainer.errors import UserError, say, setting_error
 
 
 def find_device(wanted: str, env: Environment) -> torch.device:
-    """Return this rank's device, and make it the current one.
+    """Return this rank's device and make it the current device.
 
-    Raises UserError where `run.device` asks for a GPU and there is none, or where there are fewer than ranks.
+    Raises UserError if `run.device` requires a GPU and there is none, or if there are fewer GPUs than ranks.
     """
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     index = choose_gpu(wanted, env, num_gpus)
@@ -29,9 +29,9 @@ def find_device(wanted: str, env: Environment) -> torch.device:
 
 
 def add_in_order() -> None:
-    """Have torch use kernels that give the same bits each time, for the rest of this process.
+    """Use deterministic kernels for the rest of this process.
 
-    Before anything has run on a GPU: cuBLAS reads its workspace's size when it is first used.
+    Call this before anything runs on a GPU, because cuBLAS reads its workspace size at its first use.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
@@ -39,14 +39,14 @@ def add_in_order() -> None:
 
 
 def _try_memory(device: torch.device, env: Environment) -> None:
-    """Allocate a little; where the driver does not let memory grow in place, have it lie in blocks of fixed sizes."""
+    """Make a small allocation; if the driver does not support expandable segments, disable them."""
     try:
         torch.empty(1, device=device)
     except RuntimeError as error:
         if os.environ.get("PYTORCH_CUDA_ALLOC_CONF") != EXPANDABLE:
             raise
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # some versions announce a successor, older ones lack it
+            warnings.simplefilter("ignore", FutureWarning)  # newer torch deprecates this, older has nothing else
             torch.cuda.memory._set_allocator_settings("expandable_segments:False")
         torch.empty(1, device=device)
         if env.rank == 0:
@@ -54,11 +54,11 @@ def _try_memory(device: torch.device, env: Environment) -> None:
 
 
 def choose_gpu(wanted: str, env: Environment, num_gpus: int, variables: Mapping[str, str] = os.environ) -> int | None:
-    """Return which of the `num_gpus` that this rank sees is its own; None for the CPU.
+    """Return the index of this rank's GPU among the `num_gpus` visible ones; None for the CPU.
 
-    Each rank of a node takes the GPU of its local rank.  Where it sees only one, that is the one that its launcher has
-    given it: `srun --gpus-per-task=1`, or a wrapper that sets CUDA_VISIBLE_DEVICES for each rank.  That other ranks do
-    not see the same one shows when they meet: `claim_gpu`.  Raises UserError if there is none, or not enough.
+    Each rank takes the GPU of its local rank.  If it sees only one GPU, the launcher has assigned that one to it:
+    `srun --gpus-per-task=1`, or a wrapper that sets CUDA_VISIBLE_DEVICES per rank.  `claim_gpu` checks later that ranks
+    do not share a GPU.  Raises UserError if there is no GPU or there are too few.
     """
     if wanted == "cuda" and not num_gpus:
         raise setting_error("run.device", wanted, "torch finds no usable GPU", "cpu")
@@ -73,9 +73,9 @@ def choose_gpu(wanted: str, env: Environment, num_gpus: int, variables: Mapping[
 
 
 def claim_gpu(store: Store, rank: int, env: Environment, device: torch.device) -> str:
-    """Take this rank's GPU where others on the node may see the same one; return what is wrong, empty if nothing is.
+    """Claim this rank's GPU if other ranks on the node may see the same one; return an error message or "".
 
-    Known by its UUID: NCCL would fail on one that is taken twice, later and in words of its own.
+    GPUs are identified by UUID.  Without this check NCCL would fail later, with a less helpful message.
     """
     if device.type != "cuda" or env.local_world_size <= torch.cuda.device_count():
         return ""
@@ -84,7 +84,7 @@ def claim_gpu(store: Store, rank: int, env: Environment, device: torch.device) -
 
 
 def claim(store: Store, rank: int, uuid: str, num_ranks: int) -> str:
-    """Take the GPU with that UUID for one of the `num_ranks` of its node; return what is wrong if another has it."""
+    """Claim a GPU by UUID for one of the node's `num_ranks` ranks; return an error message if it is taken, or ""."""
     owner = store.compare_set(f"meeting/gpu/{uuid}", "", str(rank)).decode()
     return "" if owner == str(rank) else str(_too_few(num_ranks, 1, f"; ranks {owner} and {rank} see the same one"))
 

@@ -1,7 +1,7 @@
-"""Rank and world size of this process, read from its launcher.
+"""This process's rank and world size, read from the launcher's environment variables, and process-wide settings.
 
-Knows the variables of torchrun and Slurm and nothing else; imports no torch, so that a mistake in the
-configuration can be reported within a moment and before anything is spawned.
+Supports torchrun and Slurm.  Does not import torch, so that configuration errors are reported immediately, before any
+process is spawned.
 """
 
 from __future__ import annotations
@@ -22,31 +22,34 @@ from dataclasses import dataclass
 from trainer.errors import EXIT_FAILED, UserError, setting_error
 
 SPAWNED_BY_US = "MESHTRAINER_NPROC"
-"""Set in the worker processes that `nproc=N` starts: their parent has reported what there was to report."""
+"""Set in the worker processes that `nproc=N` starts: their parent has already printed any messages."""
 
 STARTED = "MESHTRAINER_STARTED"
-"""When the command began (`clock.uptime`): known to it, and to the workers that it starts on this machine."""
+"""Start time of the command (`clock.uptime`), inherited by the workers that it starts on this machine."""
 
 
 LAUNCHER = "MESHTRAINER_LAUNCHER"
-"""Set in the same processes: the process that has started them."""
+"""Set in the same processes: the PID of the process that started them."""
 
 EXPANDABLE = "expandable_segments:True"
-"""What the allocator is told by default."""
+"""Our default for the CUDA allocator's configuration."""
 
 _PR_SET_PDEATHSIG = 1
-"""Of <sys/prctl.h>."""
+"""From <sys/prctl.h>."""
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 _MOST_FILES, _USUAL_FILES = 65536, 1024
-"""Open files beyond which there is no use in more: some programs close each that there might be; what systems allow by
+"""Upper limit of the open files we ask for, since some programs close every possible descriptor; and the usual
 default."""
 
 
 @dataclass(frozen=True)
 class Environment:
-    """One process among those of a run.  `launcher` is `single`, `nproc`, `torchrun` or `srun`."""
+    """This process's place among the processes of a run.
+
+    `launcher` is `single`, `nproc`, `torchrun`, `srun`, or `joined` (a process group that was opened elsewhere).
+    """
 
     launcher: str = "single"
     rank: int = 0
@@ -54,18 +57,18 @@ class Environment:
     local_rank: int = 0
     local_world_size: int = 1
     job: str = ""
-    """What the launcher calls the job, the same when it starts it again; empty if it has no name of its own."""
+    """The launcher's identifier of the job, unchanged by restarts; empty if there is none."""
     num_restarts: int = 0
-    """How often the launcher has started the job again."""
+    """How often the launcher has restarted the job."""
 
     @property
     def num_nodes(self) -> int:
-        """Nodes, as far as one can tell from the ranks on this one."""
+        """Number of nodes, assuming that all nodes have as many ranks as this one."""
         return -(-self.world_size // self.local_world_size)
 
     @property
     def has_a_parent(self) -> bool:
-        """True if the process that started this one lives as long as the run: variables alone may be set by hand."""
+        """True if this process's parent is a launcher that outlives it.  The variables alone do not prove that."""
         return self.launcher in ("nproc", "srun") or (
             self.launcher == "torchrun" and "TORCHELASTIC_RUN_ID" in os.environ
         )
@@ -76,11 +79,11 @@ class Environment:
 
 
 def find_environment(env: MutableMapping[str, str] = os.environ) -> Environment:
-    """Return what the launcher's variables say; a process without a launcher is rank 0 of 1.
+    """Read the launcher's environment variables.  A process without a launcher is rank 0 of 1.
 
-    Under torchrun these are RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE
-    (https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables).  Under srun they are the step's
-    variables: the job's own are wrong as soon as a step uses a part of the job.
+    Under torchrun these are RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE
+    (https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables).  Under srun they are the variables of
+    the step, because those of the job are wrong for a step that uses only a part of the job.
     """
     if "RANK" in env and "WORLD_SIZE" in env:
         world_size = _read(env, "WORLD_SIZE")
@@ -112,7 +115,7 @@ def find_environment(env: MutableMapping[str, str] = os.environ) -> Environment:
 
 
 def check_rendezvous(here: Environment, env: Mapping[str, str] = os.environ) -> None:
-    """Raise UserError if the first rank cannot be found, as where torchrun's variables were set by hand."""
+    """Raise UserError if rank 0's address is not set, for example if torchrun's variables were set manually."""
     if here.launcher != "torchrun" or here.world_size == 1:
         return
     fix = "start with torchrun, which sets it, or set it to the host of rank 0 and a free port there"
@@ -125,7 +128,7 @@ def check_rendezvous(here: Environment, env: Mapping[str, str] = os.environ) -> 
 def _job(env: MutableMapping[str, str]) -> str:
     if env.get("SLURM_JOB_ID"):
         return f"slurm {env['SLURM_JOB_ID']}"
-    elastic = env.get("TORCHELASTIC_RUN_ID", "none")  # torchrun's default name, of whatever runs without one
+    elastic = env.get("TORCHELASTIC_RUN_ID", "none")  # torchrun's default for jobs without an id
     return "" if elastic == "none" else f"torchrun {elastic}"
 
 
@@ -134,25 +137,25 @@ def _restarts(env: MutableMapping[str, str]) -> int:
 
 
 def follow_parent(follows: bool, env: MutableMapping[str, str] = os.environ) -> None:
-    """Have the kernel end this process as soon as the one that started it has gone; or no longer.  Linux only.
+    """Turn on or off that the kernel kills this process when its parent dies.  Linux only.
 
-    Ranks that wait for each other when their launcher is killed would stay for minutes, and keep their GPUs.
+    If the launcher is killed, ranks that wait for each other would otherwise hold their GPUs for minutes.
     """
     prctl = getattr(ctypes.CDLL(None), "prctl", None) if os.name == "posix" else None
     if prctl is not None:
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL if follows else 0)
     if follows and env.get(LAUNCHER, str(os.getppid())) != str(os.getppid()):
-        os._exit(EXIT_FAILED)  # it has gone already
+        os._exit(EXIT_FAILED)  # the parent is already dead
 
 
 def note_start(began: float, env: MutableMapping[str, str] = os.environ) -> None:
-    """Note when the command began, for the first Trainer to take, here or in a worker."""
+    """Record the start time of the command, for the first Trainer in this process or in a worker."""
     if SPAWNED_BY_US not in env:
         env[STARTED] = repr(began)
 
 
 def take_start(env: MutableMapping[str, str] = os.environ) -> float | None:
-    """Return when the command began, once: a second Trainer in the same process has begun at another time."""
+    """Return the start time of the command, to one Trainer per process only; None to later ones, or if unknown."""
     text = env.get(STARTED, "")
     is_first = bool(text) and text not in _taken
     _taken.add(text)
@@ -160,72 +163,71 @@ def take_start(env: MutableMapping[str, str] = os.environ) -> float | None:
 
 
 _taken: set[str] = set()
-"""Starts that a Trainer of this process has taken.  They stay in the environment, which other threads read by now."""
+"""Start times that a Trainer of this process has taken.  The environment is left alone: other threads may read it."""
 
 
 def limit_spinning(env: MutableMapping[str, str] = os.environ) -> None:
-    """Have OpenMP's threads sleep after a short while of waiting, unless told otherwise.  Before torch is imported.
+    """Make idle OpenMP threads sleep after a short spin, unless the user configured this.  Call before importing torch.
 
-    By default they spin for long, a disaster on busy cores: beside other work on two cores llama_small trained some
-    600 tokens/s.  With this, beside two busy loops (another load, so no ratio): 5,100 to 7,900.  On idle cores: 22,000
-    against 24,000 when they always spin, and 12,400 when they sleep at once.
+    By default they spin for long, which is disastrous on busy cores: with another load on two cores llama_small trained
+    at some 600 tokens/s.  With this setting, next to two busy loops (a different load, so this is no ratio): 5,100 to
+    7,900.  On idle cores: 22,000, against 24,000 if threads always spin and 12,400 if they sleep at once.
     """
     if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & set(env):
         env["GOMP_SPINCOUNT"] = "10000"
 
 
 def share_compilers(num_cores: int, local_world_size: int, env: MutableMapping[str, str] = os.environ) -> None:
-    """Have torch.compile start no more processes on all ranks of the node than it has cores, unless told otherwise.
+    """Limit the compile processes of all ranks on a node to its number of cores, unless the user configured this.
 
-    By itself each rank starts 32.  Read when the compiler is imported.
+    By default each rank starts 32.  The variable is read when torch's compiler is imported.
     """
     env.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, min(32, num_cores // local_world_size))))
 
 
 def connect_late(env: MutableMapping[str, str] = os.environ) -> None:
-    """Have gloo connect two ranks when they first talk, unless told otherwise.  Before a process group is opened.
+    """Make gloo connect two ranks lazily, unless the user configured this.  Call before opening a process group.
 
-    By itself each group connects every rank with every other: on 256 ranks more than a thousand sockets a rank.
+    By default each group connects every pair of ranks: on 256 ranks, more than a thousand sockets per rank.
     """
     env.setdefault("TORCH_GLOO_LAZY_INIT", "1")
 
 
 def allocate_in_segments(env: MutableMapping[str, str] = os.environ) -> None:
-    """Have CUDA's memory grow in place rather than in blocks of fixed sizes, unless told otherwise.  Before torch is
-    imported.
+    """Use expandable segments for CUDA memory, unless the user configured this.  Call before importing torch.
 
-    Else what is freed between blocks fits nothing: a model that needs 110 of 140 GiB runs out of memory.
+    Without them memory fragments: a model that needs 110 of 140 GiB runs out of memory.
     """
     if not {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & set(env):
         env["PYTORCH_CUDA_ALLOC_CONF"] = EXPANDABLE
 
 
 def keep_freed_memory(env: MutableMapping[str, str] = os.environ) -> None:
-    """Have malloc keep what is freed for the next step, unless told otherwise.  glibc only; does nothing elsewhere.
+    """Make malloc keep freed memory for the next step, unless the user configured this.  A no-op without glibc.
 
-    Otherwise it gives memory back and asks for it again in every step, and the kernel clears each page anew.  Where
-    the page cache takes those pages meanwhile, as while a checkpoint is written, steps took 1.28 to 1.43 times as
-    long; with this, 0.92 to 1.29 (206 M parameters, one thread).
+    Otherwise malloc returns memory to the kernel and requests it again in every step, and the kernel zeroes each page.
+    If the page cache takes those pages in between, as it does while a checkpoint is written, steps took 1.28 to 1.43
+    times as long; with this setting, 0.92 to 1.29 (206 M parameters, one thread).
     """
     if {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"} & set(env):
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
-    if mallopt is not None:  # values of malloc.h; the first is what glibc would find by itself
+    if mallopt is not None:  # constants of malloc.h; glibc would arrive at the first value by itself
         mallopt(_M_MMAP_THRESHOLD, 32 << 20)
         mallopt(_M_TRIM_THRESHOLD, -1)
 
 
 def file_limit() -> int:
-    """Return how many files this process may have open: `ulimit -n`."""
+    """Return this process's limit of open files (`ulimit -n`)."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return _MOST_FILES if soft == resource.RLIM_INFINITY else soft
 
 
 def raise_file_limit() -> str:
-    """Allow this process, and those that it starts, as many open files as it may allow itself.
+    """Raise the limit of open files for this process and its children, as far as permitted.
 
-    Returns advice where that is little still, else nothing.  Sockets to other ranks, batches of loader workers, shards
-    and checkpoints all take their share.
+    Returns advice if the limit is still low, otherwise an empty string.  Open files are needed for sockets to other
+    ranks, batches of loader workers, shards and checkpoints.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
@@ -242,10 +244,10 @@ def raise_file_limit() -> str:
 
 @contextmanager
 def without_collecting() -> Iterator[None]:
-    """Leave the garbage collector off meanwhile.
+    """Disable the garbage collector inside the block.
 
-    What is imported stays, and the collector looks through all of it 700 times while torch is being imported: 0.8 of
-    4.1 s of CPU time from the command to the first step of llama_small.
+    Imported modules are never garbage, but the collector scans them 700 times while torch is imported: 0.8 of the 4.1 s
+    of CPU time from the command to the first step of llama_small.
     """
     was_on = gc.isenabled()
     gc.disable()
@@ -259,8 +261,8 @@ def without_collecting() -> Iterator[None]:
 def export_slurm_rendezvous(env: MutableMapping[str, str] = os.environ) -> None:
     """Set the variables that `init_process_group` reads, from those of a Slurm step.
 
-    The address is the first node's; the port follows from job, step and restart, so that every task finds the same
-    one without a message, and two steps on one node do not meet.
+    The address is that of the first node.  The port is derived from job, step and restart, so that every task computes
+    the same port without communication, and two steps on one node use different ports.
     """
     here = find_environment(env)
     env["RANK"], env["WORLD_SIZE"] = str(here.rank), str(here.world_size)
@@ -275,7 +277,7 @@ def export_slurm_rendezvous(env: MutableMapping[str, str] = os.environ) -> None:
 def _read(
     env: MutableMapping[str, str], name: str, default: int | None = None, below: tuple[str, int] | None = None
 ) -> int:
-    """Return the number in a variable; `below` names another one that it must be below, and what that says."""
+    """Return the integer in a variable.  `below`: name and value of another variable that it must be less than."""
     text = env.get(name, "" if default is None else str(default))
     if not text.isdecimal():
         raise setting_error(name, text, "the launcher's variable must be a whole number", default)
@@ -315,7 +317,7 @@ def first_address(node_list: str) -> str:
     name = scontrol("show", "hostnames", node_list).split()[0]
     try:
         return socket.gethostbyname(name)
-    except OSError:  # the name does not resolve here: Slurm knows the address all the same
+    except OSError:  # the name does not resolve here, but Slurm knows the address
         found = re.search(r"NodeAddr=(\S+)", scontrol("show", "node", "-o", name))
         if found is None:
             raise

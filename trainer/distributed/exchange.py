@@ -1,7 +1,7 @@
-"""The messages between ranks in the midst of a forward pass, as operators.
+"""Collectives inside a forward pass, as custom operators with gradients.
 
-Autograd, compiled code, activation checkpointing and tensors without values see one operator each, whose shapes depend
-on no rank.  Each waits for its collective on the stream that it is called on.
+Autograd, torch.compile, activation checkpointing and fake tensors each see a single operator whose shapes do not depend
+on the rank.  Each operator waits for its collective on the stream that it is called on.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ import torch
 import torch.distributed as dist
 
 gather_whole: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-"""All-gather into one tensor, by its newer name where this torch has it: the older one warns there."""
+"""All-gather into one tensor, by its newer name if this torch has it, since the older name is deprecated there."""
 _scatter_sum: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _groups: dict[str, dist.ProcessGroup] = {}
 
 
 def know_group(group: dist.ProcessGroup) -> str:
-    """Return the name by which the operators know a process group of this rank."""
+    """Register a process group for the operators; return the name to pass to them."""
     _groups[group.group_name] = group
     return group.group_name
 
 
 @torch.library.custom_op("meshtrainer::gather_parts", mutates_args=())
 def gather_parts(part: torch.Tensor, num_parts: int, group: str) -> torch.Tensor:
-    """Return the parts of all ranks of a group, (num_parts, *part.shape), in the order of ranks.  One all-gather.
+    """Return the parts of all ranks of a group in rank order, (num_parts, *part.shape).  One all-gather.
 
     Backward: one reduce-scatter.
     """
@@ -38,7 +38,7 @@ def gather_parts(part: torch.Tensor, num_parts: int, group: str) -> torch.Tensor
 
 @torch.library.custom_op("meshtrainer::sum_parts", mutates_args=())
 def sum_parts(parts: torch.Tensor, group: str) -> torch.Tensor:
-    """Return the sum over a group of what each rank has for this one, of shape parts.shape[1:].  One reduce-scatter."""
+    """Return the sum over a group of the parts for this rank, of shape parts.shape[1:].  One reduce-scatter."""
     part = parts.new_empty(parts.shape[1:])
     _scatter_sum(part.view(-1), parts.contiguous().view(-1), group=_groups[group])
     return part
@@ -46,9 +46,9 @@ def sum_parts(parts: torch.Tensor, group: str) -> torch.Tensor:
 
 @torch.library.custom_op("meshtrainer::exchange_parts", mutates_args=())
 def exchange_parts(parts: torch.Tensor, group: str) -> torch.Tensor:
-    """Send part n to the n-th rank of a group; return what each has sent, in the order of ranks.  One all-to-all.
+    """Send part n to the n-th rank of a group; return the received parts in rank order.  One all-to-all.
 
-    Backward: another one.
+    Backward: one all-to-all.
     """
     received = torch.empty_like(parts, memory_format=torch.contiguous_format)
     dist.all_to_all_single(received.view(-1), parts.contiguous().view(-1), group=_groups[group])

@@ -1,4 +1,4 @@
-"""Failures elsewhere: this process ends soon after another rank has failed or the launcher has died."""
+"""Ends this process soon after another rank has failed or the launcher has died."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from trainer.distributed.channel import Messages, NoAnswer
 from trainer.errors import EXIT_FAILED, say
 
 FAILURE = "meshtrainer/failure"
-"""Key in the store: what has failed first."""
+"""Store key that holds the first failure."""
 
 _GRACE_S, _PATIENCE_S = 3.0, 600.0
-"""How long the main thread has to end by itself; a save in flight to end."""
+"""Time for the main thread to exit by itself, and for a save in flight to end."""
 
 
 class FailureListener(Protocol):
-    """Told when the run has failed somewhere else than in this rank's main thread; on other threads."""
+    """Receives events if the run fails elsewhere than in this rank's main thread.  Called on other threads."""
 
     def peer_failed(self) -> None:
-        """Another rank has failed, or the launcher has died."""
+        """Note that another rank has failed, or the launcher has died."""
 
     def before_exit(self, patience_s: float, reason: str) -> None:
-        """This process is about to end, because of `reason`; there are `patience_s` seconds."""
+        """Finish what must be finished within `patience_s` seconds: the process exits because of `reason`."""
 
     def give_up(self, reason: str) -> None:
-        """This rank's main thread hangs, and the process ends."""
+        """Note that the process exits because this rank's main thread hangs."""
 
 
 class FailureWatch(threading.Thread):
-    """Ends this process some seconds after another rank has failed, or the launcher has died.
+    """Ends this process some seconds after another rank has failed or the launcher has died.
 
-    The main thread may be waiting in a collective, or anywhere else, and would notice only at the timeout.
+    The main thread may be blocked in a collective or elsewhere, and would notice the failure only at the timeout.
     """
 
     def __init__(
@@ -67,12 +67,12 @@ class FailureWatch(threading.Thread):
                 os._exit(EXIT_FAILED)
 
     def _failure(self) -> str:
-        """Return what has failed first, on whichever rank; empty if nothing has."""
+        """Return the first failure on any rank; empty if there is none."""
         if self._messages.check(FAILURE):
             return self._messages.get(FAILURE)
         if self._parent is None or os.getppid() == self._parent:
             return ""
-        orphaned = f"rank {self._rank}: its parent process has died"  # nothing would start or end us
+        orphaned = f"rank {self._rank}: its parent process has died"  # no launcher is left to manage this process
         say(f"error: {orphaned}; this rank ends")
         return self._messages.compare_set(FAILURE, "", orphaned)
 

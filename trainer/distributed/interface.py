@@ -1,7 +1,7 @@
-"""The network interface by which other nodes reach this one.
+"""Finds the network interface on which other nodes can reach this one.
 
-gloo listens on the address of the host's own name, which many systems resolve to 127.0.1.1: ranks of other nodes wait
-there until the timeout.  The way to the meeting place leads out of the right one.
+gloo listens on the address that the host name resolves to, which is 127.0.1.1 on many systems, so that ranks on other
+nodes cannot connect and time out.  The route to the rendezvous address shows the right interface.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from trainer.distributed.environment import Environment
 
 _VARIABLE = "GLOO_SOCKET_IFNAME"
 _ELSEWHERE = "192.0.2.1"
-"""An address that no host has (RFC 5737): the way there is the default route."""
+"""An address that no host has (RFC 5737), so that the route to it is the default route."""
 _SIOCGIFADDR = 0x8915
 
 
 def choose_interface(env: Environment, variables: MutableMapping[str, str] = os.environ) -> str:
-    """Have gloo listen where the other nodes are, unless told otherwise; return the interface's name, empty if gloo is
-    to choose.  Before the process group is opened.
+    """Make gloo listen on the interface that other nodes can reach, unless the user chose one.
+
+    Returns the interface's name, or an empty string if gloo chooses.  Call before opening the process group.
     """
     if variables.get(_VARIABLE) or env.local_world_size >= env.world_size:
         return variables.get(_VARIABLE, "")
@@ -34,10 +35,10 @@ def choose_interface(env: Environment, variables: MutableMapping[str, str] = os.
 
 
 def find_interface(hosts: Sequence[str], own_address: Callable[[str], str], interfaces: Mapping[str, str]) -> str:
-    """Return the interface by which the first of `hosts` is reached that is not reached within this machine.
+    """Return the interface of the route to the first of `hosts` that is not on this machine; empty if there is none.
 
-    own_address: the address from which a host would be talked to, empty if there is no way.  interfaces: names by
-    their addresses.  Empty if there is none.
+    own_address: returns the source address of the route to a host, or an empty string if there is no route.
+    interfaces: interface names by address.
     """
     for host in hosts:
         address = own_address(host) if host else ""
@@ -47,7 +48,7 @@ def find_interface(hosts: Sequence[str], own_address: Callable[[str], str], inte
 
 
 def _own_address(host: str) -> str:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # connecting it sends nothing
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # connecting a UDP socket sends nothing
         try:
             probe.connect((host, 9))
         except OSError:
@@ -62,7 +63,7 @@ def _addresses() -> dict[str, str]:
         for _, name in socket.if_nameindex():
             try:
                 answer = fcntl.ioctl(any_socket.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-            except OSError:  # it has none
+            except OSError:  # the interface has no address
                 continue
             found[socket.inet_ntoa(answer[20:24])] = name
     return found

@@ -1,4 +1,4 @@
-"""The random states of one rank: seeded, kept and restored."""
+"""Seeds, saves and restores the random states of one rank."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def seed_everything(seed: int, rank: int, step: int = 0) -> None:
-    """Seed Python, numpy and torch with a value of this rank's own (dropout differs between ranks)."""
+    """Seed Python, numpy and torch with a value that differs between ranks (and so does dropout)."""
     mixed = int(np.random.SeedSequence([seed, rank, step] if step else [seed, rank]).generate_state(1)[0])
     random.seed(mixed)
     np.random.seed(mixed)
@@ -18,13 +18,13 @@ def seed_everything(seed: int, rank: int, step: int = 0) -> None:
 
 
 class RandomState:
-    """The random states of this rank, as one resumable thing."""
+    """The random states of this rank as one resumable object."""
 
     def __init__(self, seed: int, rank: int) -> None:
         self._seed, self._rank = seed, rank
 
     def restart(self, step: int) -> None:
-        """Begin anew at `step`, where there is no state of this rank: not with the noise of the first steps again."""
+        """Reseed at `step`, without a stored state of this rank, so that the noise of the first steps does not repeat."""
         seed_everything(self._seed, self._rank, step)
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Rendezvous: all ranks meet in a store and decide there whether they begin, before any collective can hang."""
+"""Rendezvous: all ranks join a store and decide there whether to start, before any collective can hang."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from trainer.distributed.stop import was_asked_early
 from trainer.errors import EXIT_STOPPED, TrainingFailed, UserError, say
 
 _ANSWER_S = 5.0
-"""How long rank 0, which may keep the store, waits for the others to have read the decision to stop."""
+"""How long rank 0, which may host the store, waits for the others to read a decision to stop."""
 
 
 @functools.cache
 def meet_in_a_store(timeout: timedelta) -> tuple[Store, int, int]:
-    """Return the store where all ranks meet, this rank, and their number; one store for the life of the process.
+    """Join the rendezvous store; return it, this rank and the world size.  One store for the life of the process.
 
-    Group names start again with each opening: in a store that still holds those of the one before, ranks read
-    addresses that are not listened to, and hang.
+    Callers must use a new prefix for each process group: group names repeat, and a rank that read the stale address of
+    an earlier group would hang.
     """
     found: list[tuple[Store, int, int]] = []
     errors: list[BaseException] = []
@@ -37,7 +37,7 @@ def meet_in_a_store(timeout: timedelta) -> tuple[Store, int, int]:
 
     meeting = threading.Thread(target=meet, name="rendezvous", daemon=True)
     meeting.start()
-    while meeting.is_alive():  # in a thread, so that signals are heard meanwhile
+    while meeting.is_alive():  # in a thread, so that signals are handled meanwhile
         meeting.join(0.2)
         if was_asked_early():
             _leave_before_the_start(say_so=True)
@@ -51,11 +51,12 @@ _PROBLEM = "meeting/problem"
 
 
 def begin_together(store: Store, rank: int, size: int, timeout_s: float, problem: str = "") -> None:
-    """Return once all ranks are here and none was asked to stop; else all of them leave, with 75.
+    """Return once all ranks have joined; if one of them was asked to stop before that, all exit with code 75.
 
-    Opening a process group hears no signal: a rank that has left would be waited for there until the timeout.  So
-    they decide in the store, where the first word counts: the last one to come says go, one that was asked to stop
-    before that says stop.  `problem`: the user's mistake that this rank has found; all raise UserError with the first.
+    Opening a process group does not react to signals, so ranks would wait for a rank that has left until the timeout.
+    Therefore they decide in the store, where the first decision wins: the last rank to join writes "go", and a rank
+    that was asked to stop writes "stop".  `problem`: a user error that this rank has found; all ranks raise UserError
+    with the first one.
     """
     if problem:
         store.compare_set(_PROBLEM, "", problem)
@@ -81,7 +82,7 @@ def begin_together(store: Store, rank: int, size: int, timeout_s: float, problem
 
 
 def _let_all_read(store: Store, rank: int, size: int) -> None:
-    """Wait on rank 0, whose process may keep the store in which the others still look."""
+    """On rank 0, which may host the store, wait until the other ranks have read it."""
     store.add("meeting/left", 1)
     until = time.monotonic() + _ANSWER_S
     while rank == 0 and store.add("meeting/left", 0) < size and time.monotonic() < until:

@@ -1,8 +1,8 @@
-"""Requests to stop: a signal, a file `notice` in the run's folder, or the end of the time that the job has.
+"""Requests to stop: a signal, a file `notice` in the run folder, or the time limit of the job.
 
-The handlers set a flag and print a line; the one small message of each step tells all ranks.  Before the first step,
-when there is nothing to save, a signal ends the process within seconds instead (`trainer.stopping`).  Imports no torch,
-so that the handlers are installed before it is imported.
+The signal handlers set a flag and print a line; the all-reduce of each step then tells all ranks.  Before the first
+step, when there is nothing to save, a signal ends the process within seconds instead (`trainer.stopping`).  Does not
+import torch, so that the handlers are installed before torch is imported.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from trainer.errors import EXIT_FAILED, EXIT_STOPPED, PeerFailed
 from trainer.stopping import PromptStop, StopRequested, asked_promptly
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
-"""A launcher, Ctrl-C, Slurm, a terminal that is closed, Ctrl-\\ (which also prints where all threads are)."""
+"""Sent by a launcher, Ctrl-C, Slurm, a closed terminal and Ctrl-\\ (which also prints the stacks of all threads)."""
 
 _MAY_BE_IGNORED = (signal.SIGHUP, signal.SIGQUIT)
-"""Signals that stay ignored where the parent has had them ignored: `nohup`, a shell's background jobs."""
+"""Signals that stay ignored if the parent ignored them, as with `nohup` and a shell's background jobs."""
 
 NOTICE = "notice"
-"""Name of the file that asks a run to stop.  Under cgroup tracking a signal to a Slurm step reaches what srun has
-started, torchrun's agents say, and never the ranks behind them: a file reaches everybody."""
+"""Name of the file that asks a run to stop.  With cgroup tracking, a signal to a Slurm step reaches only the processes
+that srun started, such as torchrun's agents, and not their ranks.  A file reaches every rank."""
 
 
 _STALE = "MESHTRAINER_STALE_NOTICE"
 
 
 class StopRequest:
-    """A request to stop this process: whether there is one, and its reason.
+    """Detects requests to stop this process, and their reasons.
 
-    Signals are caught in the main thread only: under Ray Train they belong to Ray.  A second SIGINT ends the process
-    at once.
+    Signals are caught only in the main thread; under Ray Train, Ray handles them.  A second SIGINT ends the process
+    immediately.
     """
 
     POLL_S = 1.0
-    """How often the file is looked for; on a network file system that costs a message."""
+    """Interval between checks for the file.  On a network file system each check is a round trip."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
@@ -54,30 +54,30 @@ class StopRequest:
         self._deadline: float | None = None
         self._found: str | None = None
         self.at_once = False
-        """After a failure elsewhere a SIGTERM ends this process: it may be waiting in a collective for ever."""
+        """If True, a SIGTERM exits immediately: after another rank's failure, this one may hang in a collective."""
         self.on_ask: Callable[[], None] | None = None
-        """Called once, in the handler of the first signal: the request is answered at once."""
+        """Called once, in the handler of the first signal, to acknowledge the request immediately."""
         self.is_answered = False
         self.on_second_interrupt: Callable[[], None] | None = None
         """Called before a second Ctrl-C ends the process."""
         self._polled_at = 0.0
         self.prompt: PromptStop | None = None
-        """What ends the process within seconds, as long as there is nothing to save."""
+        """Ends the process within seconds while there is nothing to save."""
 
     def install(self) -> None:
-        """Catch the signals, unless that is done already."""
+        """Install the signal handlers, unless they are installed already."""
         if threading.current_thread() is threading.main_thread() and not self._previous:
             for number in caught_signals():
                 self._previous[number] = signal.signal(number, self._on_signal)
 
     def stop_promptly(self) -> None:
-        """Have a signal end the process within seconds, with EXIT_STOPPED, until `stop_in_order`."""
+        """Let a signal end the process within seconds, with EXIT_STOPPED, until `stop_in_order` is called."""
         if self._previous:
             self.prompt = PromptStop(self._previous, lambda name: EXIT_STOPPED)
             self.prompt.start()
 
     def stop_in_order(self) -> None:
-        """Have signals only ask from now on: there are steps to save, or the run is ending already."""
+        """Let signals only set the request from now on: there are steps to save, or the run is already ending."""
         if self.prompt is not None:
             self.prompt.cancel()
 
@@ -88,16 +88,16 @@ class StopRequest:
         self._previous.clear()
 
     def watch(self, notice: Path | None, deadline: float | None) -> None:
-        """Look for the file too, and at the clock: `deadline` in seconds since 1970.  One rank does it for all."""
+        """Also watch the notice file and the clock, on one rank for all.  `deadline`: seconds since the epoch."""
         self._notice, self._deadline, self._found = notice, deadline, None
 
     def reason(self, needs_s: float = 0.0) -> str | None:
-        """Return what asks to stop by now, or None.  `needs_s`: how long stopping takes, so when to begin with it."""
+        """Return the reason to stop now, or None.  `needs_s`: seconds that stopping takes, before the deadline."""
         if self._signal is not None:
             return self._signal
         now = self._clock()
         if self._deadline is not None and now + needs_s >= self._deadline:
-            self._found = "deadline"  # for good: later stopping may be thought to take less
+            self._found = "deadline"  # final, even if later estimates of `needs_s` are shorter
         if self._notice is not None and now - self._polled_at >= self.POLL_S:
             self._polled_at = now
             if self._notice.exists():
@@ -132,12 +132,12 @@ GIVING_UP = "Stopping: the evaluation is abandoned. Press Ctrl-C again to quit i
 
 
 def answer_at_once(text: str = "") -> None:
-    """Say that the run is stopping.  In a signal's handler: what it has interrupted may hold any lock."""
+    """Print that the run is stopping.  Safe in a signal handler, where the interrupted code may hold any lock."""
     _write(2, f"{text or (STOPPING_EARLY if asked_promptly() else STOPPING)}\n", _CLEAR_LINE)
 
 
 def show_cursor() -> None:
-    """Show the cursor that a status bar has hidden.  In a signal's handler, too."""
+    """Show the cursor that a status bar has hidden.  Safe in a signal handler."""
     _write(1, "", _SHOW_CURSOR)
 
 
@@ -150,7 +150,7 @@ def _write(descriptor: int, text: str, on_a_terminal: str) -> None:
 
 
 def caught_signals() -> list[signal.Signals]:
-    """Return the signals that ask this process to stop: those of STOP_SIGNALS that its parent has not had ignored."""
+    """Return the signals that ask this process to stop: STOP_SIGNALS without those that its parent ignored."""
     return [
         number
         for number in STOP_SIGNALS
@@ -159,13 +159,13 @@ def caught_signals() -> list[signal.Signals]:
 
 
 def note_stale_notice(run_dir: Path) -> None:
-    """Note which notice lies there as the command begins: it was for an attempt before.  Inherited by its workers."""
+    """Record the notice that exists when the command starts, which was for an earlier attempt.  Workers inherit it."""
     os.environ[_STALE] = f"{run_dir}\n{identity(run_dir / NOTICE)}"
     _taken.discard(os.environ[_STALE])
 
 
 def take_stale_notice(run_dir: Path) -> str:
-    """Return the identity of the notice that is from before this attempt began, as far back as that is known."""
+    """Return the identity of the notice that existed when the command started, or exists now if that is unknown."""
     text = os.environ.get(_STALE, "")
     noted_dir, _, noted = text.partition("\n")
     is_known = noted_dir == str(run_dir) and text not in _taken
@@ -174,13 +174,13 @@ def take_stale_notice(run_dir: Path) -> str:
 
 
 _taken: set[str] = set()
-"""Notices that a Trainer of this process has taken.  They stay in the environment, which other threads read by now."""
+"""Notices that a Trainer of this process has taken.  The environment is left alone: other threads may read it."""
 
 
 def identity(path: Path) -> str:
-    """Return what tells a file from another of its name, and from itself touched again; empty if there is none.
+    """Return a token that changes if a file is replaced or touched; empty if the file does not exist.
 
-    Compared with itself only, so that no two clocks are.
+    Tokens are only compared with earlier tokens of the same file, so that no two clocks are compared.
     """
     try:
         found = path.stat()
@@ -193,7 +193,7 @@ _installed: list[StopRequest] = []
 
 
 def catch_signals_early() -> StopRequest:
-    """Catch the signals from now on, for the Trainer that is to come; until its first step, they end the process."""
+    """Catch signals on behalf of the Trainer to be created; until its first step, they end the process."""
     request = StopRequest()
     request.install()
     request.stop_promptly()
@@ -202,30 +202,32 @@ def catch_signals_early() -> StopRequest:
 
 
 def announce_early(is_main: bool) -> None:
-    """On the first rank, have the handler say that it has heard, also before there is a Trainer."""
+    """On rank 0, let the signal handler print an acknowledgement even before there is a Trainer."""
     if is_main and _installed:
         _installed[0].on_ask = answer_at_once
 
 
 def behind(error: BaseException) -> StopRequested | None:
-    """Return the stop request that an error is a consequence of: one before the first step, whose exception something
-    has replaced by its own, or at which another rank has left before this one.
+    """Return the stop request that caused an error, or None.
+
+    Before the first step, the request's exception may have been replaced by another one, or another rank may have left
+    before this one.
     """
     name = asked_promptly()
     return StopRequested(name) if name and (isinstance(error, PeerFailed) or is_lost_connection(error)) else None
 
 
 def was_asked_early() -> bool:
-    """Return whether a signal has come to this process that no Trainer has taken up yet."""
+    """Return whether this process has received a signal that no Trainer has taken over yet."""
     return bool(_installed) and _installed[0].reason() is not None
 
 
 def find_stop_request() -> StopRequest:
-    """Return what catches this process's signals already, for one Trainer to have, or a new one."""
+    """Return the request that already catches this process's signals, for one Trainer to take over, or a new one."""
     return _installed.pop() if _installed else StopRequest()
 
 
 def let_go() -> None:
-    """Catch no signal any more: no Trainer is to come."""
+    """Stop catching signals, because no Trainer will be created."""
     while _installed:
         _installed.pop().uninstall()

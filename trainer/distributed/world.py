@@ -1,7 +1,7 @@
 """The processes of a run: the process group, this rank's device, the mesh, and messages between ranks.
 
-Small messages travel on a gloo group of their own (`control`), so that none of them waits for the device, and
-what the model sends stays apart.  Knows no model and no data.
+Small messages use a gloo group, which on GPUs is separate from the groups of the model, so that they never wait for the
+device.  Independent of models and data.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ from trainer.distributed.rendezvous import begin_together, meet_in_a_store
 from trainer.errors import PeerFailed, UserError, say
 
 REPLICATE, SHARD, CONTEXT = "replicate", "shard", "context"
-"""Names of the mesh's axes, and of the one inside `shard` whose ranks hold slices of the same sequences."""
+"""Names of the mesh axes, and of the context-parallel groups, which subdivide `shard`."""
 
 _ANSWER_S = 5.0
-"""How long the store has to answer."""
+"""Time limit for a response of the store."""
 
 
 class World(Channel):
-    """All ranks, seen from one of them.
+    """All ranks, as seen from one of them.
 
-    Opens the process group (gloo on CPU, NCCL on CUDA) unless there is one already, as under Ray Train; only what it
-    opened does it close.  Must be opened by all ranks.
+    Opens the process group (gloo on CPU, NCCL on CUDA) unless one is already open, as under Ray Train.  `close` closes
+    the group only if it was opened here.  All ranks must create a World.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -66,7 +66,7 @@ class World(Channel):
         except UserError as error:
             if not (self.owns_group and self.env.is_distributed):
                 raise
-            problem = str(error)  # the other ranks hear of it where they meet
+            problem = str(error)  # the rendezvous tells the other ranks
         torch.set_num_threads(config.run.threads or max(1, _num_cores() // self.env.local_world_size))
         share_compilers(_num_cores(), self.env.local_world_size)
         if config.run.deterministic:
@@ -77,18 +77,18 @@ class World(Channel):
             say(f"warning: {advice}")
         self._store: Store | None = None
         self.interface = ""
-        """The network interface that gloo listens on; empty where it is left to gloo."""
+        """The network interface that gloo listens on; empty if gloo chooses."""
         if self.owns_group:
             if self.device.type == "cuda":
                 _record_collectives(config.run_dir)
             self._open_group(timedelta(seconds=config.run.timeout_s), problem)
-        # On a CPU the default group is gloo's already.  It is the main thread that uses both.
+        # On a CPU the default group is already a gloo group, and the main thread alone uses it.
         uses_default_group = self.owns_group and self.device.type == "cpu"
         super().__init__(dist.get_rank(), dist.get_world_size(), self.timeout, uses_default_group)
         self._groups: list[dist.ProcessGroup] = [self.group]
         self._with_own_timeout: set[dist.ProcessGroup] = set()
         self.first_failure: str | None = None
-        """What failed first, if that was another rank; known after `announce_failure`."""
+        """The first failure, if it was on another rank; set by `announce_failure`."""
         self.failures: list[FailureListener] = []
         self._processes = self.gather(this_process())
         self._watch = None
@@ -96,22 +96,23 @@ class World(Channel):
             messages = Messages(self._store, config.run.timeout_s)
             parent = os.getppid() if self.env.has_a_parent else None
             self._watch = FailureWatch(self.rank, messages, parent, self.failures)
-            follow_parent(False)  # from here on the watch does, which leaves word of it
+            follow_parent(False)  # from here on the watch does this, and reports it
             _worlds.append(self)
 
     @property
     def messages(self) -> Messages | None:
-        """The store for messages without a collective; None if there is one rank, or the group is not ours."""
+        """The store, for messages without collectives; None for a single process or a group opened elsewhere."""
         return None if self._store is None else Messages(self._store, _ANSWER_S)
 
     def set_timeout(self, timeout_s: float) -> None:
-        """Give the process groups of this rank another timeout: all, or only those made here if a user opened them.
+        """Set the timeout of this rank's process groups.
 
-        The start and the first step compile and allocate, and have a longer one.
+        If the default group was opened elsewhere, only groups created here are changed.  The first step has a longer
+        timeout, because it compiles and allocates.
         """
         before, self.timeout = self.timeout, timedelta(seconds=timeout_s)
-        # All of them, because integer resharding opens some that are known nowhere else; but for those whose owner
-        # has chosen another timeout.
+        # All groups, because integer resharding opens some that are registered only with torch; except those whose
+        # owner has set another timeout.
         groups = list(dist.distributed_c10d._world.pg_map) if self.owns_group else self._groups
         for group in set(groups) - self._with_own_timeout:
             if group in self._groups or _timeout_of(group, self.device) in (None, before, *_DEFAULT_TIMEOUTS):
@@ -136,30 +137,31 @@ class World(Channel):
         )
 
     def open_channel(self, timeout: timedelta) -> Channel:
-        """Return one more channel, for a thread that talks beside the training step.  Called by all ranks."""
+        """Open another channel, for a thread that communicates during training steps.  All ranks must call this."""
         channel = Channel(self.rank, self.size, timeout)
         if self.size > 1:
             self._with_own_timeout.add(channel.group)
         return channel
 
     def mesh_of(self, shape: MeshShape) -> DeviceMesh:
-        """Return a mesh of the given shape: axes (shard,), or (replicate, shard) for HSDP.
+        """Create a mesh of the given shape, with axes (shard,), or (replicate, shard) for HSDP.
 
-        Every rank takes part in making the axes' process groups, which have this run's timeout.
+        All ranks must call this.  The axes' process groups get this run's timeout.
         """
         axes = {REPLICATE: shape.replicate, SHARD: shape.shard} if shape.is_hybrid else {SHARD: shape.shard}
         sizes, names = tuple(axes.values()), tuple(axes)
         mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=names)
         for axis in names:
-            # A mesh's groups do not inherit the timeout of the default group: theirs would be 30 minutes.
+            # A mesh's groups do not inherit the timeout of the default group; they would have 30 minutes.
             _set_timeout(self.timeout, mesh.get_group(axis))
             self._groups.append(mesh.get_group(axis))
         return mesh
 
     def open_context(self, num_ranks: int) -> str:
-        """Open the process group of this rank and its neighbours, `num_ranks` in all; return its name for `exchange`.
+        """Open this rank's context-parallel group of `num_ranks` neighbors; return its name for `exchange`.
 
-        One of its own: what attention sends would wait behind the parameters that FSDP gathers.  Called by all ranks.
+        A separate group is needed because attention's messages would otherwise queue behind FSDP's all-gathers.  All
+        ranks must call this.
         """
         first = self.rank - self.rank % num_ranks
         ranks = list(range(first, first + num_ranks))
@@ -168,15 +170,15 @@ class World(Channel):
         return know_group(group)
 
     def sum_on_device(self, value: torch.Tensor) -> torch.Tensor:
-        """Return the sum of a tensor over all ranks, on its device.  One all-reduce on the default group."""
+        """Sum a tensor over all ranks, in place on its device.  One all-reduce on the default group."""
         if self.size > 1:
             dist.all_reduce(value)
         return value
 
     def once(self, what: str, work: Callable[[], None]) -> None:
-        """Let the first rank that comes here do the work; the others wait for it, half a minute at most.
+        """Run `work` on the first rank that calls this; the others wait for it for up to half a minute.
 
-        No collective is called: some ranks may never come.
+        This uses no collective, because some ranks may never call it.
         """
         messages, key = self.messages, f"meshtrainer/once/{what}"
         if messages is None:
@@ -188,13 +190,13 @@ class World(Channel):
                 messages.set(f"{key}/done", "yes")
             else:
                 messages.wait(f"{key}/done", _ONCE_S)
-        except RuntimeError as lost:  # the store has gone, or it took too long: nothing depends on it
+        except RuntimeError as lost:  # the store is gone or it took too long: not essential
             say(f"warning: rank {self.rank}: {what}: {lost}")
 
     def announce_failure(self, error: BaseException) -> str | None:
-        """Tell the other ranks that this one fails.  Returns what failed first if that was another rank.
+        """Tell the other ranks that this one has failed.  Returns the first failure if it was on another rank.
 
-        No collective is called: the others may be anywhere.
+        This uses no collective, because the other ranks may be anywhere.
         """
         if self._store is None:
             return None
@@ -205,7 +207,7 @@ class World(Channel):
         dead = find_dead(self._processes, _DEATH_S) if is_lost_connection(error) else ""
         try:
             first = Messages(self._store, _ANSWER_S).compare_set(FAILURE, "", dead or message)
-        except RuntimeError:  # the process that keeps the store has gone
+        except RuntimeError:  # the process that hosts the store is gone
             first = self.first_failure or dead or message
         if first == dead:
             self._report_once(dead)
@@ -213,23 +215,25 @@ class World(Channel):
         return self.first_failure
 
     def _report_once(self, dead: str) -> None:
-        """Say who has died, on one of the ranks that have seen it, unless the launcher does."""
+        """Report a dead rank on one of the ranks that noticed, unless the launcher reports it."""
         if self.env.launcher != "nproc":
             self.once("death", lambda: say(f"error: {dead}"))
 
     def remember_failure(self) -> None:
-        """Keep what another rank has announced while it can still be read: rank 0, which may keep the store, leaves
-        first, and what this rank's main thread hangs in then fails for a reason that is not the run's.
+        """Fetch the failure that another rank announced while the store is still there.
+
+        Rank 0, which may host the store, may exit first.  This rank's main thread would then fail with a misleading
+        error.
         """
         if self._store is not None:
             with contextlib.suppress(RuntimeError):
                 self.first_failure = Messages(self._store, _ANSWER_S).get(FAILURE)
 
     def part(self) -> None:
-        """Stop using the store, before leaving because of a user's mistake that all ranks have heard of.
+        """Stop using the store, before exiting because of a user error that all ranks know.
 
-        Rank 0, whose process keeps the store, waits a moment until all have: torch prints a page of C++ frames on
-        every rank that asks a store which is gone.
+        Rank 0, whose process hosts the store, waits briefly for the other ranks: torch prints a page of C++ frames on
+        every rank that contacts a store that is gone.
         """
         if self._watch is not None:
             self._watch.stop()
@@ -243,43 +247,43 @@ class World(Channel):
                 num_parted = self._store.add("meshtrainer/parted", 0)
 
     def close(self) -> None:
-        """Leave together: wait for all ranks, then end the process group if this opened it."""
+        """Wait for all ranks, then destroy the process group if it was opened here."""
         if self._watch is not None:
             self._watch.stop()
         if self in _worlds:
-            _worlds.remove(self)  # which would keep the Trainer: it listens for failures
+            _worlds.remove(self)  # it would keep the Trainer alive, which listens for failures
         if dist.is_initialized() and self.owns_group:
             self.barrier()
             dist.destroy_process_group()
 
 
 def part() -> None:
-    """`World.part` of the world that this process opened last, if there is one: its Trainer may not have been built."""
+    """Call `World.part` on the latest open world, if any.  Its Trainer may not have been created yet."""
     if _worlds:
         _worlds.pop().part()
 
 
 _worlds: list[World] = []
-"""Those of several ranks that this process has opened and not closed."""
+"""Worlds with a store that this process has opened and not closed."""
 
 _PART_S = 2.0
-"""How long rank 0 waits for the others, at most."""
+"""Longest time that rank 0 waits for the others in `part`."""
 
 _openings = itertools.count()
-"""Numbers the process groups that this process opens, one after another: each has its own names in the store."""
+"""Numbers the process groups that this process opens, so that each has its own prefix in the store."""
 
 _DEATH_S = 1.0
-"""Seconds in which a rank whose connections are closed is dead."""
+"""Time for a rank to die after its connections have closed."""
 
 _ONCE_S = 30.0
-"""Seconds that ranks wait for one of them to do something for all."""
+"""Time that ranks wait for another one in `once`."""
 
 _DEFAULT_TIMEOUTS = (timedelta(minutes=30), timedelta(minutes=10))
-"""What torch gives a group by default: gloo and NCCL."""
+"""torch's default timeouts: gloo and NCCL."""
 
 
 def _set_timeout(timeout: timedelta, group: dist.ProcessGroup) -> None:
-    """Give a group another timeout, by torch's public function where this torch has one."""
+    """Set the timeout of a group, with torch's public function if this torch has one."""
     public = getattr(dist, "set_timeout", None)
     if public is not None:
         public(timeout, group)
@@ -288,15 +292,15 @@ def _set_timeout(timeout: timedelta, group: dist.ProcessGroup) -> None:
 
 
 def _timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
-    """Return the timeout of a group's collectives on `device`, or None if its backend does not tell."""
+    """Return the timeout of a group's collectives on `device`, or None if the backend does not expose it."""
     options = getattr(group._get_backend(device), "options", None)
     return getattr(options, "_timeout", None)
 
 
 def _record_collectives(folder: Path) -> None:
-    """Have NCCL keep a record of its last collectives, and write it into `folder` when one times out.
+    """Enable NCCL's flight recorder, which dumps the latest collectives into `folder` if one times out.
 
-    Read when a process group is opened:
+    The variables are read when a process group is opened:
     https://docs.pytorch.org/docs/stable/torch_nccl_environment_variables.html
     """
     for name, value in (
@@ -306,7 +310,7 @@ def _record_collectives(folder: Path) -> None:
         ("TORCH_FR_DUMP_TEMP_FILE", f"{folder}/collectives_rank_"),
     ):
         os.environ.setdefault(name, value)
-    # torch's launcher sets 1, by which a process ends itself before the record is written.
+    # torchrun sets 1, with which a process aborts before the record is written.
     if os.environ.get(_ON_TIMEOUT, "1") == "1":
         os.environ[_ON_TIMEOUT] = "3"
 
@@ -315,7 +319,7 @@ _ON_TIMEOUT = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
 def _joined_environment(env: Environment) -> Environment:
-    """Return the environment of a rank in a process group that was opened elsewhere."""
+    """Return the environment of a rank whose process group was opened elsewhere."""
     rank, size = dist.get_rank(), dist.get_world_size()
     return Environment(
         launcher="joined",
