@@ -1,1 +1,1 @@
-"""The model as it is trained: units, sharding, initial weights, activation checkpointing, parameters."""
+"""Prepares models for training: units, sharding, initialization, activation checkpointing, adapters."""

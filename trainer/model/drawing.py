@@ -1,9 +1,8 @@
-"""Random numbers for a part of a tensor, identical to drawing the whole tensor.
+"""Draws random numbers for part of a tensor, bit-identical to drawing the full tensor.
 
-A recipe fills whole tensors, of which a rank keeps some rows.  Of a large one only those are drawn, with the words that
-they would have had, by skipping the others: the values are those of a whole drawing, to the bit.  For the same reason
-several threads may share a drawing.  Whatever else is done
-to such a tensor finds all of its values, which are drawn at that moment.
+Recipes initialize full tensors, of which a rank keeps only some rows.  For a large tensor only those rows are drawn, by
+advancing the generator past the others.  For the same reason, several threads can share the work.  Any other operation
+on such a tensor first fills in all of its values.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trainer.model.mersenne import skip_words
 
 LEAST = 2**23
-"""Elements of a tensor that is worth it: to skip takes as long as to draw some two million."""
+"""Minimum number of elements for which this pays off: skipping takes as long as drawing about two million."""
 _PIECE = 2**24
-"""Elements that one thread draws at a time."""
+"""Number of elements that a thread draws at a time."""
 _BLOCK = 16
-"""So many normal numbers are made of as many words at a time."""
+"""Torch generates normal numbers in groups of this size, from the same number of words."""
 
 _DRAWN: dict[Any, Callable[..., torch.Tensor]] = {
     torch.ops.aten.normal_.default: torch.Tensor.normal_,
@@ -36,24 +35,24 @@ _LEAVING = (
     *(torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.tolist),
     *(torch.Tensor.data_ptr, torch.Tensor.untyped_storage, torch.Tensor.__dlpack__),
 )
-"""What reads a tensor's memory without an operator of torch."""
+"""Functions that read a tensor's memory without dispatching a torch operator."""
 
 
 def can_be_drawn_in_part(whole: torch.Tensor) -> bool:
-    """Return whether a part of this tensor can be drawn by itself, and it is worth it."""
+    """Return whether part of this tensor can be drawn alone, and the tensor is large enough for it to pay off."""
     is_large = whole.numel() >= LEAST and whole.numel() % _BLOCK == 0
     return is_large and whole.dtype == torch.float32 and whole.is_contiguous()
 
 
 @dataclass(frozen=True)
 class Drawing:
-    """A tensor that has been filled with random numbers, but is not there yet."""
+    """A deferred random initialization of a tensor."""
 
     fill: Callable[..., torch.Tensor]
     numbers: tuple[float, ...]
     """Mean and standard deviation, or the bounds."""
     state: torch.Tensor
-    """That of the generator before."""
+    """The generator's state before the draw."""
 
     def part(self, start: int, stop: int) -> torch.Tensor:
         """Return elements [start, stop) of the flat tensor."""
@@ -61,14 +60,14 @@ class Drawing:
         drawn = torch.empty(max(0, last - first), dtype=torch.float32)
         pieces = drawn.split(_PIECE) if drawn.numel() else ()
         with ThreadPoolExecutor(torch.get_num_threads()) as threads:
-            deque(threads.map(self._fill, pieces, self._generators(first)), maxlen=0)  # an error in one is raised here
+            deque(threads.map(self._fill, pieces, self._generators(first)), maxlen=0)  # re-raises errors of threads
         return drawn[start - first : stop - first]
 
     def _fill(self, piece: torch.Tensor, generator: torch.Generator) -> None:
         self.fill(piece, *self.numbers, generator=generator)
 
     def _generators(self, first: int) -> Iterator[torch.Generator]:
-        """Return the generators of one piece after another, from element `first` on."""
+        """Yield a generator for each successive piece, starting at element `first`."""
         state, distance = self.state, first
         while True:
             generator = torch.Generator()
@@ -79,33 +78,38 @@ class Drawing:
 
 
 class Drawings:
-    """Watches what is done to some whole tensors, by name, from before they are filled.
+    """Defers the random initialization of some full tensors, given by name.
 
-    Until one is drawn, or something else than a drawing is done to it, its memory is not touched.
+    It observes all operations from before the tensors are filled.  The memory of a tensor is not touched until another
+    operation uses it.
     """
 
     def __init__(self, wholes: Mapping[str, torch.Tensor]) -> None:
         self._wholes = {whole.data_ptr(): whole.detach() for whole in wholes.values()}
         self._addresses = {name: whole.data_ptr() for name, whole in wholes.items()}
         self._pending: dict[int, Drawing | None] = dict.fromkeys(self._wholes)
-        """None: it is to hold what no initialisation leaves."""
+        """Deferred draws by address.  None before the first draw: the tensor is then filled with NaN on first use."""
         self._num_owed = 0
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch inside the block; afterwards all have their values but those that `of` knows of."""
+        """Observe operations inside the block.  Afterwards all tensors have values, except those that `of` returns a
+        drawing for.
+        """
         with _Operators(self), _Departures(self):
             yield
         for address in [address for address, drawing in self._pending.items() if drawing is None]:
             self._do(address)
 
     def of(self, name: str, tensor: torch.Tensor) -> Drawing | None:
-        """Return how the tensor of that name is to be drawn; None if its values are there, or it is another one."""
+        """Return the deferred draw of the named tensor; None if its values exist, or if `tensor` is not the observed
+        one.
+        """
         address = self._addresses.get(name, -1)
         return self._pending.get(address) if tensor.data_ptr() == address else None
 
     def take(self, operator: Any, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> bool:
-        """Take note of what fills a watched tensor with random numbers; return whether that is left for later."""
+        """Record an operator that fills an observed tensor with random numbers; returns whether it was deferred."""
         if operator not in _DRAWN or options.get("generator") is not None:
             return False
         address = arguments[0].data_ptr()
@@ -118,12 +122,12 @@ class Drawings:
         return True
 
     def pay(self) -> None:
-        """Bring the generator to where it would be."""
+        """Advance the generator as if all recorded draws had been made."""
         owed, self._num_owed = self._num_owed, 0
         skip_words(torch.default_generator, owed)
 
     def settle(self, values: Any) -> None:
-        """Give those watched tensors their values whose memory is also that of a tensor in `values`."""
+        """Fill the observed tensors that share memory with a tensor in `values`."""
         for tensor in _tensors_in(values) if self._pending else ():
             if tensor.device.type == "cpu" and tensor.numel():
                 first, last = _reach(tensor)
@@ -139,7 +143,7 @@ class Drawings:
 
 
 def _tensors_in(values: Any) -> Iterator[torch.Tensor]:
-    """Return the tensors among the arguments of an operator, which may be lists of them."""
+    """Yield the tensors in an operator's arguments, including nested containers."""
     if isinstance(values, torch.Tensor):
         yield values
     elif isinstance(values, (tuple, list, dict)):
@@ -148,13 +152,13 @@ def _tensors_in(values: Any) -> Iterator[torch.Tensor]:
 
 
 def _reach(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return where a tensor's memory begins and ends."""
+    """Return the first and last address of a tensor's memory."""
     span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + span * tensor.element_size()
 
 
 class _Operators(TorchDispatchMode):
-    """Sees what is done by torch's operators, by any caller."""
+    """Intercepts torch operators, whoever calls them."""
 
     def __init__(self, drawings: Drawings) -> None:
         super().__init__()
@@ -171,7 +175,7 @@ class _Operators(TorchDispatchMode):
 
 
 class _Departures(TorchFunctionMode):
-    """Sees what reads memory in other ways."""
+    """Intercepts functions that read a tensor's memory without an operator."""
 
     def __init__(self, drawings: Drawings) -> None:
         super().__init__()

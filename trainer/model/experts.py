@@ -1,7 +1,7 @@
-"""Experts: products with one matrix for each group of rows, and their balance over the global batch.
+"""Mixture-of-experts operations: grouped matrix products, and the load-balancing loss over the global batch.
 
-The sizes of the groups are known on the device alone, so the products are operators of their own: tensors without
-values, compiled code and activation checkpointing see one operator, whatever computes it.  Knows no recipe.
+Group sizes are known only on the device, so the products are custom operators: fake tensors, compiled code and
+activation checkpointing see a single operator, whatever its implementation.  Independent of recipes.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from trainer.distributed.world import World
 
 @torch.library.custom_op("meshtrainer::grouped_mm", mutates_args=())
 def grouped_mm(x_MK: torch.Tensor, weight_EKN: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-    """Return each row of `x_MK` times the matrix of its group, (M, N): group e ends before row `ends_E[e]` (int32).
+    """Multiply each row of `x_MK` with the matrix of its group, giving (M, N).  Group e ends before row `ends_E[e]`
+    (int32).
 
-    The last group ends with the last row.  On a GPU, in bfloat16, one kernel, and the host waits for nothing;
-    elsewhere one product for each group.
+    The last group ends with the last row.  On a GPU in bfloat16 this is one kernel without host sync; elsewhere it is
+    one product per group.
     """
     if _has_kernel(x_MK, weight_EKN):
         return F.grouped_mm(x_MK, weight_EKN, offs=ends_E)
@@ -40,7 +41,7 @@ def grouped_mm(x_MK: torch.Tensor, weight_EKN: torch.Tensor, ends_E: torch.Tenso
 
 @torch.library.custom_op("meshtrainer::grouped_outer", mutates_args=())
 def grouped_outer(x_MK: torch.Tensor, y_MN: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-    """Return for each group the product of its rows, transposed, with its rows: (E, K, N).  See `grouped_mm`."""
+    """Return x.T @ y for the rows of each group: (E, K, N).  See `grouped_mm`."""
     if _has_kernel(x_MK, y_MN):
         return F.grouped_mm(x_MK.t(), y_MN, offs=ends_E)
     out_EKN = x_MK.new_empty(len(ends_E), x_MK.shape[1], y_MN.shape[1])
@@ -55,7 +56,7 @@ def _rows(ends_E: torch.Tensor) -> list[slice]:
 
 
 def _has_kernel(*tensors: torch.Tensor) -> bool:
-    """Return whether torch's kernel takes such tensors: its strides are multiples of 16 bytes."""
+    """Return whether torch's kernel supports these tensors: it needs strides that are multiples of 16 bytes."""
     fits = all(t.is_cuda and t.dtype == torch.bfloat16 and t.shape[-1] % 8 == t.shape[-2] % 8 == 0 for t in tensors[1:])
     first = tensors[0]
     return fits and first.is_cuda and first.dtype == torch.bfloat16 and first.shape[-1] % 8 == 0
@@ -88,7 +89,7 @@ def _backward(ctx: Any, grad_MN: torch.Tensor) -> tuple[torch.Tensor | None, tor
 grouped_mm.register_autograd(_backward, setup_context=_keep)
 
 GROUPED = torch.ops.meshtrainer.grouped_mm.default
-"""The operator, as dispatch modes see it."""
+"""The operator as seen by dispatch modes."""
 
 
 @register_flop_formula(torch.ops.meshtrainer.grouped_mm)
@@ -106,12 +107,14 @@ def _(x: Sequence[int], y: Sequence[int], ends: Sequence[int], *args: Any, **kwa
 
 
 class BalanceLoss(nn.Module):
-    """The load-balancing loss of all layers, over the global batch: it is least where all experts are chosen alike.
+    """The load-balancing loss of all layers, over the global batch; it is lowest if all experts are chosen equally
+    often.
 
-    For each expert the share of the choices that fell on it times its mean probability, summed, times the number of
-    experts and the coefficient (Fedus et al. 2021, arXiv:2101.03961, equations 4 to 6).  Shares and means are those of
-    the tokens that the loss counts, in all layers, micro-batches and ranks (Qiu et al. 2025, arXiv:2501.11873), so
-    that the loss depends on no mesh; `balanced` sees to that in training.  Elsewhere they are those of the batch.
+    For each expert, the share of choices that fell on it is multiplied by its mean probability; the sum over experts is
+    scaled by the number of experts and the coefficient (Fedus et al. 2021, arXiv:2101.03961, equations 4 to 6).  Shares
+    and means are over the tokens that the loss counts, in all layers, micro-batches and ranks (Qiu et al. 2025,
+    arXiv:2501.11873), so the loss does not depend on the mesh; `balanced` ensures this in training.  Elsewhere they are
+    those of the batch.
     """
 
     def __init__(self, coefficient: float, num_experts: int, num_chosen: int, num_layers: int) -> None:
@@ -123,8 +126,8 @@ class BalanceLoss(nn.Module):
     def forward(self, choices_E: torch.Tensor, probs_E: torch.Tensor) -> torch.Tensor:
         """Return the loss summed over this batch's tokens.
 
-        choices_E: how often each expert was chosen, integers; probs_E: the sum of its probabilities, in fp32: both over
-        the tokens that count, in all layers.
+        choices_E: how often each expert was chosen (integers).  probs_E: the sum of its probabilities (fp32).  Both are
+        over the tokens that count, in all layers.
         """
         all_choices_E = self.over_batch(choices_E)
         shares_E = all_choices_E * (self.num_chosen / all_choices_E.sum().clamp(min=1))
@@ -139,12 +142,12 @@ def _as_it_is(choices_E: torch.Tensor) -> torch.Tensor:
 def balanced(
     model: nn.Module, micro_batches: Sequence[Any], loss: Callable[[Any], torch.Tensor], world: World
 ) -> Iterator[None]:
-    """Have the balance of `model` inside the block be that of `micro_batches` on all ranks.
+    """Inside the block, compute the balance loss of `model` over `micro_batches` on all ranks.
 
-    It is a product of two sums, so the choices must be known before the first backward pass.  One micro-batch sums them
-    over the ranks in its own forward pass; several are counted first, with `loss`, in a forward pass each.  Nothing for
-    a model that has no `BalanceLoss` among its children.  Collectives: one all-reduce of an integer for each expert,
-    and those of these passes.
+    The loss is a product of two sums, so the choices must be known before the first backward pass.  A single
+    micro-batch sums them over the ranks in its own forward pass; with several, an extra forward pass of `loss` on each
+    counts them first.  No-op for a model without a `BalanceLoss` child.  Collectives: one all-reduce of an integer per
+    expert, and those of the extra passes.
     """
     found = [child for child in model.children() if isinstance(child, BalanceLoss)]
     for balance in found:
@@ -164,7 +167,7 @@ def balanced(
 def _count(
     balance: BalanceLoss, micro_batches: Sequence[Any], loss: Callable[[Any], torch.Tensor], device: torch.device
 ) -> torch.Tensor:
-    """Return how often each expert is chosen by the tokens of all micro-batches of this rank."""
+    """Count how often the tokens of all micro-batches of this rank choose each expert."""
     total_E = torch.zeros(balance.num_experts, dtype=torch.int64, device=device)
     balance.over_batch = total_E.add_
     for batch in prefetch_to_device(micro_batches, device):

@@ -1,7 +1,4 @@
-"""Fake tensors: only shapes and dtypes, on which a model runs in milliseconds without memory.
-
-Source: FakeTensorMode, https://docs.pytorch.org/docs/stable/torch.compiler_fake_tensor.html
-"""
+"""Runs models on fake tensors, which have only shapes and dtypes: in milliseconds, without memory."""
 
 from __future__ import annotations
 
@@ -13,18 +10,18 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 GROUPED_PRODUCT = torch.ops.aten._grouped_mm.default
-"""One product for each group of rows, as a mixture of experts has it."""
+"""Torch's grouped matrix product, used by mixture-of-experts models."""
 
 
 @contextmanager
 def without_values() -> Iterator[None]:
-    """Make every tensor inside the block one without values."""
+    """Make every tensor created inside the block a fake tensor."""
     with _WithoutValues():
         yield
 
 
 class _WithoutValues(FakeTensorMode):
-    """Answers for grouped products in any dtype: torch's own answer is a GPU kernel's, which has bfloat16 alone."""
+    """Supports grouped products in any dtype; torch's own fake kernel is for GPUs and only supports bfloat16."""
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -33,6 +30,6 @@ class _WithoutValues(FakeTensorMode):
         first, second, *rest = args
         ends = rest[0] if rest else kwargs["offs"]
         sizes = first.shape[-2], second.shape[-1]
-        if first.ndim == second.ndim:  # groups of columns of one and rows of the other; or one product for each matrix
+        if first.ndim == second.ndim:  # 2D: groups along the shared dimension; 3D: one product per matrix
             return first.new_empty(first.shape[0] if first.ndim == 3 else ends.shape[0], *sizes)
         return first.new_empty(sizes)

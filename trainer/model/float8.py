@@ -1,11 +1,8 @@
-"""Linear layers whose matrix products run in float8, by torchao: its only door, and entered only where it is asked for.
+"""Runs the matrix products of linear layers in float8, with torchao, which only this module imports, and only if
+needed.
 
-Weights, their gradients and all that is kept stay in their own dtype: a layer casts its input, its weight and what
-comes back from the layer behind it, scaled to what float8 can hold, by the tensor or by the row.  Knows no recipe and
-no mesh.
-
-Sources: Micikevicius et al. 2022, "FP8 Formats for Deep Learning", arXiv:2209.05433; torchao.float8,
-https://github.com/pytorch/ao/tree/main/torchao/float8.
+Weights, gradients and saved activations keep their dtype: a layer casts its input, its weight and the incoming
+gradient, scaled to the range of float8 per tensor or per row.  Independent of recipes and meshes.
 """
 
 from __future__ import annotations
@@ -23,18 +20,18 @@ from trainer.config.requirements import check_float8_installed
 from trainer.errors import setting_error
 
 _MULTIPLE = 16
-"""Both sizes of a matrix that the kernel multiplies are multiples of it (torch._scaled_mm)."""
+"""The kernel needs both sizes of a matrix to be multiples of this (torch._scaled_mm)."""
 
 
 def apply_float8(blocks: Sequence[nn.Module], setting: str, device_type: str, emulates: bool = False) -> int:
-    """Replace the linear layers inside `blocks` by torchao's, in place; returns how many.
+    """Replace the linear layers inside `blocks` by torchao's, in place; returns how many were replaced.
 
-    `setting`: none, tensorwise or rowwise.  Names, parameters and initialisation stay as they are.  Layers with a size
-    that is no multiple of 16 stay too, and so do classes with a `forward` of their own, and blocks that are nothing
-    but a layer.  What lies outside the blocks is left alone: the head is known to suffer.  With `emulates` products
-    are computed in float32 from rounded factors, on any device: for tests.
+    `setting`: none, tensorwise or rowwise.  Names, parameters and initialization do not change.  Layers with a size
+    that is not a multiple of 16 are left alone, and so are subclasses that override `forward`, and blocks that are a
+    single layer.  Layers outside the blocks are left alone: float8 is known to hurt the head.  With `emulates`,
+    products are computed in float32 from rounded factors, on any device, for tests.
 
-    Raises UserError without torchao, without a GPU that has such products, and if no layer can be replaced.
+    Raises UserError if torchao is missing, if the GPU has no float8 support, or if no layer can be replaced.
     """
     if setting == "none":
         return 0
@@ -72,7 +69,7 @@ def _can_be_replaced(module: nn.Module) -> bool:
 
 
 def _float8_layer(layer: nn.Module, setting: str, emulates: bool) -> nn.Module:
-    """Return torchao's layer with the parameters of `layer`; it fills itself as `layer` would have."""
+    """Return torchao's layer with the parameters of `layer`; its `reset_parameters` is that of `layer`."""
     convert, config = _torchao(setting, emulates)
     made = convert(layer, config=config)
     for name, value in vars(layer).items():
@@ -84,9 +81,9 @@ def _float8_layer(layer: nn.Module, setting: str, emulates: bool) -> nn.Module:
 
 @functools.cache
 def _torchao(setting: str, emulates: bool) -> tuple[Callable[..., nn.Module], Any]:
-    """Return torchao's conversion, and its configuration of the setting."""
+    """Return torchao's conversion function, and its configuration for the setting."""
     try:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-    except ImportError as error:  # one that this torch is too old or too new for
+    except ImportError as error:  # incompatible with this torch
         raise setting_error("train.float8", setting, f"torchao cannot be imported ({error})", "none") from error
     return convert_to_float8_training, replace(Float8LinearConfig.from_recipe_name(setting), emulate=emulates)

@@ -1,4 +1,4 @@
-"""Model FLOPs per token, recomputation not counted."""
+"""Model FLOPs per token, without recomputation."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from trainer.recipe import Recipe
 
 
 def flops_of(config: RunConfig, model: nn.Module, seq_len: float) -> float:
-    """Return the model FLOPs of a run's step for one token; with a reference, those of its forward pass too."""
+    """Return the model FLOPs per token of a training step, including the forward pass of a reference model, if any."""
     total = flops_per_token(config.recipe, config.model, model, seq_len)
     return total + (_whole(config.recipe, config.model, model, seq_len) / 3 if config.rows_per_sample > 1 else 0.0)
 
 
 def _whole(recipe: Recipe, model_config: Any, model: nn.Module, seq_len: float) -> float:
-    """Return the FLOPs of forward and backward for one token where all is trained, those of adapters left out."""
+    """Return the FLOPs per token of forward and backward passes if every weight is trained, without adapters."""
     if recipe.flops:
         return recipe.flops(model_config, seq_len)
     return 6.0 * (count_matrix_parameters(model) - _num_adapter_parameters(model))
@@ -32,20 +32,20 @@ def _num_adapter_parameters(model: nn.Module) -> int:
 
 
 def flops_per_token(recipe: Recipe, model_config: Any, model: nn.Module, seq_len: float) -> float:
-    """Return the model FLOPs of forward and backward for one token: 6 for each weight in a matrix, and attention's.
+    """Return the model FLOPs per token of forward and backward passes: 6 per weight in a matrix, plus attention.
 
-    What a recipe says is of its own model: adapters come on top.  seq_len: how many tokens attention spans; of
-    documents kept to themselves the mean of the lengths that the tokens' documents have, no whole number as a rule.
+    `Recipe.flops` covers the recipe's own model; adapters are added.  seq_len: the number of tokens that attention
+    spans; if documents are masked, the mean over tokens of their document's length, usually not an integer.
 
-    A frozen weight has no gradient, so it costs 4; what lies below the first trained parameter is not gone back to, so
-    it costs 2 a weight, and a third of its attention.  Below is what comes first in the order of `model.parameters()`.
-    Source: Chowdhery et al. 2022, arXiv:2204.02311, appendix B.
+    A frozen weight has no gradient, so it costs 4.  The backward pass stops at the first trained parameter; weights
+    before it cost 2, and their attention costs a third.  "Before" refers to the order of `model.parameters()`.  Source:
+    Chowdhery et al. 2022, arXiv:2204.02311, appendix B.
     """
     total = _whole(recipe, model_config, model, seq_len) + 6.0 * _num_adapter_parameters(model)
     if all(parameter.requires_grad for parameter in model.parameters()):
         return total
     matrices = _matrices(model, with_tied_tables=recipe.flops is not None)
-    # Of a mixture of experts a token goes through a share of the weights.
+    # In a mixture of experts, a token uses only a share of the weights.
     share = min(1.0, total / (6.0 * sum(p.numel() for p in matrices)))
     below = {id(p) for p in takewhile(lambda parameter: not parameter.requires_grad, model.parameters())}
     frozen = sum(p.numel() for p in matrices if not p.requires_grad)
@@ -58,7 +58,7 @@ def flops_per_token(recipe: Recipe, model_config: Any, model: nn.Module, seq_len
 
 
 def _matrices(model: nn.Module, with_tied_tables: bool) -> list[nn.Parameter]:
-    """Return the matrices that tokens are multiplied with; a table of embeddings is one only if a head shares it."""
+    """Return the matrices that tokens are multiplied with; an embedding table counts only if a head shares it."""
     tables = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
     others = {id(p) for m in model.modules() if not isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
     counted = others if with_tied_tables else others - tables

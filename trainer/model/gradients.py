@@ -1,4 +1,4 @@
-"""The step's view of a sharded model: when gradients are reduced, their global norm, evaluation without them."""
+"""Gradient synchronization, the global gradient norm, and evaluation mode of a sharded model."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from trainer.model.replicas import replicas_of
 
 @contextmanager
 def gradient_sync(model: nn.Module, enabled: bool, fsdp: FsdpSection | None = None) -> Iterator[None]:
-    """Reduce gradients in this backward pass, or let them accumulate until the one that does.
+    """Reduce gradients in this backward pass if `enabled`, otherwise accumulate them locally.
 
-    The reduce-scatter over `shard` and the all-reduce over `replicate` both run in the enabled pass alone, and all
-    gradients of the model lie unsharded on each rank in between; with `fsdp.accumulate=sharded` the reduce-scatter runs
-    in every pass, and only shards lie there.  On one rank nothing is reduced.
+    The reduce-scatter over `shard` and the all-reduce over `replicate` both run only in the enabled pass, and each rank
+    holds all gradients unsharded in between.  With `fsdp.accumulate=sharded` the reduce-scatter runs in every pass, and
+    only shards are held.  On one rank nothing is reduced.
     """
     fsdp = fsdp or FsdpSection()
     replicas = replicas_of(model)
     if replicas is not None:
         replicas.enable(enabled)
-    # Not `set_is_last_backward` as well: it keeps FSDP from forgetting the order of the forward pass, and each further
-    # micro-batch then gathers the last unit of the one before, for nothing.
+    # Do not call `set_is_last_backward`: FSDP would keep the recorded order of the forward pass, and each further
+    # micro-batch would needlessly gather the last unit of the previous one.
     for module in _fsdp_modules(model):
         module.set_requires_gradient_sync(enabled or fsdp.accumulate == "sharded", recurse=False)
         module.set_requires_all_reduce(enabled, recurse=False)
@@ -41,14 +41,14 @@ def gradient_sync(model: nn.Module, enabled: bool, fsdp: FsdpSection | None = No
 
 
 def reshard(model: nn.Module) -> None:
-    """Free what a forward pass without a backward pass has left gathered."""
+    """Free parameters that a forward pass without a backward pass left gathered."""
     for module in _fsdp_modules(model):
         module.reshard()
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Run forward passes alone inside the block: no gradients, evaluation mode; then free what they left gathered."""
+    """Enter evaluation mode without gradients inside the block; afterwards free parameters that are still gathered."""
     model.eval()
     with torch.no_grad():
         yield
@@ -60,7 +60,7 @@ _found: WeakKeyDictionary[nn.Module, list[ReferenceType[FSDPModule]]] = WeakKeyD
 
 
 def _fsdp_modules(model: nn.Module) -> list[FSDPModule]:
-    """Return the modules that `fully_shard` was called on; looked for once, as a walk of a large model takes long."""
+    """Return the modules that `fully_shard` was called on; cached, since walking a large model is slow."""
     if model not in _found:
         _found[model] = [ref(module) for module in model.modules() if isinstance(module, FSDPModule)]
     return [module for reference in _found[model] if (module := reference()) is not None]
@@ -71,8 +71,8 @@ def gradient_norm(gradients: list[torch.Tensor], mesh: DeviceMesh) -> torch.Tens
     """Return the 2-norm of all gradients over all ranks: a scalar, the same on every rank.
 
     `gradients` are this rank's shards.  One all-reduce of a scalar over the `shard` axis; replicas hold equal shards.
-    A value that is not finite on any rank makes the norm so on every rank of its replica group, and, the gradients
-    having been reduced, on all.
+    A non-finite gradient on any rank makes the norm non-finite on its whole replica group and, since gradients have
+    been reduced, on all ranks.
     """
     device = torch.device(mesh.device_type)
     dtype = functools.reduce(torch.promote_types, {gradient.dtype for gradient in gradients}, torch.float32)
@@ -86,11 +86,10 @@ def gradient_norm(gradients: list[torch.Tensor], mesh: DeviceMesh) -> torch.Tens
 def find_clipping(
     model: nn.Module, mesh: DeviceMesh, max_norm: float | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the global norm of all gradients, and what to multiply them by for a norm of at most `max_norm`.
+    """Return the global gradient norm, and the factor that clips it to `max_norm`, or None without a `max_norm`.
 
-    The latter is None without a `max_norm`; multiplying is left to the optimizer, whose kernel may do it on a GPU.
-    One all-reduce of a scalar over the `shard` axis, and no host synchronisation.  Works on the local shards: going
-    through DTensor costs a dispatch for every parameter.
+    Applying the factor is left to the optimizer, whose kernel may do it on a GPU.  One all-reduce of a scalar over the
+    `shard` axis, and no host sync.  Works on local shards, since DTensor costs one dispatch per parameter.
     """
     gradients = [local(p.grad) for p in model.parameters() if p.grad is not None]
     if not gradients:

@@ -1,8 +1,8 @@
 """LoRA: adds the product of two small trained matrices to the output of a frozen linear layer.
 
-Modules and parameters are called as peft calls them, so that what is trained here means the same there:
-`<layer>.base_layer.weight` is the layer's own weight, `<layer>.lora_A.default.weight` (rank, in) and
-`<layer>.lora_B.default.weight` (out, rank) are the adapter.  Knows no recipe by name, no mesh and no file.
+Modules and parameters have peft's names, so adapters are interchangeable with peft: `<layer>.base_layer.weight` is the
+layer's original weight, `<layer>.lora_A.default.weight` (rank, in) and `<layer>.lora_B.default.weight` (out, rank) are
+the adapter.  Independent of recipes, meshes and files.
 
 Source: Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models", arXiv:2106.09685.
 """
@@ -26,18 +26,18 @@ from trainer.errors import UserError, nearest, setting_error
 
 ALL_LINEAR = "all-linear"
 ADAPTER = "default"
-"""The name of the one adapter that a layer has here; peft has several."""
+"""The name of a layer's adapter; there is only one here, while peft supports several."""
 
 _ALIKE = 0.75
-"""How like a layer's a name must be to be taken for it: gate_proj is no slip of v_proj."""
+"""Minimum similarity for suggesting a layer's name; for example, gate_proj is too different from v_proj."""
 
 _WEIGHT = re.compile(rf"(?P<layer>.+)\.lora_(?P<part>[AB])\.{ADAPTER}\.weight")
 
 
 class Factor(nn.Module):
-    """One of the two matrices of an adapter: `weight` (out, in), in float32 whatever the model is kept in.
+    """One of the two matrices of an adapter: `weight` (out, in), always in float32.
 
-    The layer multiplies with it.
+    `AdaptedLinear` performs the product.
     """
 
     def __init__(self, in_features: int, out_features: int, starts_at_zero: bool) -> None:
@@ -56,7 +56,7 @@ class Factor(nn.Module):
 class AdaptedLinear(nn.Module):
     """A linear layer with an adapter: `base_layer(x) + scaling * lora_B(lora_A(dropout(x)))`.
 
-    x (..., in) to (..., out).  The second factor starts at zero, so that at first it computes what the layer does.
+    x (..., in) to (..., out).  The second factor starts at zero, so the initial output equals that of the base layer.
     """
 
     def __init__(self, base_layer: nn.Module, rank: int, scaling: float, dropout: float) -> None:
@@ -64,7 +64,7 @@ class AdaptedLinear(nn.Module):
         self.in_features, self.out_features = _sizes(base_layer)
         self.scaling = scaling
         self.is_on = True
-        """Whether the adapter adds anything (see `without_adapters`)."""
+        """Whether the adapter is applied (see `without_adapters`)."""
         self.base_layer = base_layer
         self.lora_dropout = nn.ModuleDict({ADAPTER: nn.Dropout(dropout) if dropout else nn.Identity()})
         self.lora_A = nn.ModuleDict({ADAPTER: Factor(self.in_features, rank, starts_at_zero=False)})
@@ -77,7 +77,7 @@ class AdaptedLinear(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """The layer's own weight: code of a model may ask for its dtype or device."""
+        """The base layer's weight, since model code may ask for its dtype or device."""
         weight: torch.Tensor = self.base_layer.weight  # type: ignore[assignment]
         return weight
 
@@ -93,22 +93,23 @@ class AdaptedLinear(nn.Module):
             return whole.view(*x.shape[:-1], self.out_features)  # type: ignore[no-any-return]
         own = self.base_layer(x)
         low = F.linear(self.lora_dropout[ADAPTER](x.to(down.dtype)), down)
-        # One product that adds to the layer's own, instead of a product, a scaling and a sum over (..., out).
+        # A single addmm instead of a product, a scaling and a sum over (..., out).
         whole = torch.addmm(own.flatten(0, -2).to(up.dtype), low.flatten(0, -2), up.t(), alpha=self.scaling)
         return whole.view(own.shape).to(own.dtype)
 
     def _is_one_product(self, x: torch.Tensor, *factors: torch.Tensor) -> bool:
-        """Return whether nothing needs to be converted, and the layer is no unit of its own, which would gather it."""
+        """Return whether the fused product applies: no dtype conversion, no DTensor, and a plain frozen base layer."""
         is_plain = _is_plain_linear(self.base_layer) and not self.weight.requires_grad
         tensors = (self.weight, *factors)
         return is_plain and all(t.dtype == x.dtype and not isinstance(t, DTensor) for t in tensors)
 
 
 class _Product(torch.autograd.Function):
-    """A frozen layer and its adapter as one operator, x (N, in) to (N, out), with its gradient.
+    """A frozen layer and its adapter as one operator with its gradient, x (N, in) to (N, out).
 
-    Keeps what goes in and what lies between the adapter's factors.  Each product of the backward pass adds to the one
-    before, so that no sum goes over (N, in) or (N, out) once more, and what needs no gradient has no product.
+    Saves the input and the intermediate between the two factors.  Each product of the backward pass accumulates into
+    the previous one, which saves separate sums over (N, in) and (N, out), and products for unneeded gradients are
+    skipped.
     """
 
     @staticmethod
@@ -122,12 +123,12 @@ class _Product(torch.autograd.Function):
         up: torch.Tensor,
         scaling: float,
     ) -> torch.Tensor:
-        """`dropped`: x after dropout, which is what goes into the adapter; None if that is x itself."""
+        """`dropped`: x after dropout, the input of the adapter; None if it equals x."""
         into = x if dropped is None else dropped
         low = F.linear(into, down)
         ctx.save_for_backward(into, low, weight, down, up)
         ctx.scaling, ctx.drops = scaling, dropped is not None
-        # Not in place: selective recomputation may keep what the layer itself has computed.
+        # Not in place: selective activation checkpointing may save the layer's own output.
         return torch.addmm(F.linear(x, weight, bias), low, up.t(), alpha=scaling)
 
     @staticmethod
@@ -151,11 +152,11 @@ def add_adapters(
     lora: LoraSection,
     alias: Callable[[str], str | None] = lambda layer: None,
 ) -> None:
-    """Freeze `model`, and give an adapter to each of its layers that `lora.targets` names, in place.
+    """Freeze `model`, and add an adapter to each layer that `lora.targets` names, in place.
 
-    `blocks` are the model's repeated blocks, whose linear layers are `all-linear`; of a model without any, all are.
-    `alias` tells another name of a layer, under which it may be asked for, too.
-    With `lora.rank=0` nothing happens.  Raises UserError for a target that no layer has the name of, with the nearest.
+    `blocks` are the model's repeated blocks; `all-linear` means their linear layers, or all of them in a model without
+    blocks.  `alias` returns an alternative name of a layer, which targets may use too.  No-op with `lora.rank=0`.
+    Raises UserError for a target that matches no layer, with the nearest name.
     """
     if not lora.rank:
         return
@@ -176,10 +177,10 @@ def find_layers(
     targets: str | Sequence[str],
     alias: Callable[[str], str | None] = lambda layer: None,
 ) -> list[str]:
-    """Return the names of the layers that `lora.targets` names.  Raises UserError for a target without a layer.
+    """Return the names of the layers that `lora.targets` matches.  Raises UserError for a target without a match.
 
-    A layer can have an adapter if it does nothing but multiply: the output projection, which computes the loss too,
-    cannot.
+    A layer can have an adapter only if it does nothing but multiply; the output projection, which also computes the
+    loss, cannot.
     """
     able = [name for name, module in model.named_modules() if _is_plain_linear(module)]
     if targets == ALL_LINEAR:
@@ -224,9 +225,9 @@ def _no_layer(
 
 
 def _is_plain_linear(module: nn.Module) -> bool:
-    """Return whether a module is a linear layer that computes nothing else: torch's, or the Conv1D of GPT-2's files.
+    """Return whether a module is a plain linear layer: torch's `Linear`, or the `Conv1D` of transformers' GPT-2.
 
-    One with `takes_adapter = False` says that it is to be left alone, as routers of experts do.
+    Modules with `takes_adapter = False`, such as the routers of experts, are excluded.
     """
     if "forward" in vars(module) or not getattr(module, "takes_adapter", True):
         return False
@@ -236,12 +237,12 @@ def _is_plain_linear(module: nn.Module) -> bool:
 
 
 def transposed_layers(model: nn.Module) -> set[str]:
-    """Return the names of the layers that have their weight as (in, out), as they are without adapters."""
+    """Return the names, without adapters, of the layers whose weight has shape (in, out)."""
     return {plain_name(name) for name, module in model.named_modules() if type(module).__name__ == "Conv1D"}
 
 
 def _sizes(layer: nn.Module) -> tuple[int, int]:
-    """Return the sizes of what goes into a linear layer, and of what comes out of it."""
+    """Return the input and output sizes of a linear layer."""
     if isinstance(layer, nn.Linear):
         return layer.in_features, layer.out_features
     return int(layer.nx), int(layer.nf)  # type: ignore[arg-type]
@@ -252,24 +253,24 @@ def _sizes(layer: nn.Module) -> tuple[int, int]:
 
 
 def adapter_part(name: str) -> tuple[str, str] | None:
-    """Return of which layer a parameter is the adapter's, and A or B; None for any other parameter."""
+    """Return the layer and the letter (A or B) of an adapter parameter; None for any other parameter."""
     match = _WEIGHT.fullmatch(name)
     return (match["layer"], match["part"]) if match else None
 
 
 def plain_name(name: str) -> str:
-    """Return the name of a parameter or module as it is in the model without adapters."""
+    """Return the name of a parameter or module in the model without adapters."""
     return name.replace(".base_layer.", ".").removesuffix(".base_layer")
 
 
 def is_of_the_base(name: str) -> bool:
-    """Return whether a parameter is none of an adapter's."""
+    """Return whether a parameter belongs to the base model, not to an adapter."""
     return adapter_part(name) is None
 
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """Have the model compute what its base does inside the block."""
+    """Disable all adapters inside the block."""
     layers = [module for module in model.modules() if isinstance(module, AdaptedLinear)]
     for layer in layers:
         layer.is_on = False

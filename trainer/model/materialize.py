@@ -1,10 +1,10 @@
-"""From the meta device to real weights: the same weights on every mesh.
+"""Initializes models that were built on the meta device, with the same weights on every mesh.
 
-A sharded model is filled module by module.  Each module's own tensors are made whole on the CPU for a moment,
-initialised by the recipe's ordinary code with the random generator seeded by (seed, module's name), and each rank keeps
-its part; of large tensors only that part is drawn.  So no rank holds more than its shards and one module, there is no
-communication, and the weights depend on the seed alone: not on the mesh, nor on the device, whose own generator would
-draw others.  Knows no recipe by name.
+A sharded model is filled module by module.  Each module's own tensors are temporarily full tensors on the CPU,
+initialized by the recipe's ordinary code with the generator seeded by (seed, module name); each rank keeps its shard.
+Of large tensors only that shard is drawn.  No rank holds more than its shards plus one module, there is no
+communication, and the weights depend only on the seed, not on the mesh or the device, whose own generator would give
+different values.  Independent of particular recipes.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ def materialize(
     cpu_offload: bool = False,
     filled_later: Callable[[str], bool] | None = None,
 ) -> None:
-    """Allocate and fill every parameter and buffer of `model` that is on the meta device, in place.
+    """Allocate and initialize every parameter and buffer of `model` that is on the meta device, in place.
 
-    `init(module)`, or `init(module, name, model)`, fills what one module owns itself; by default, and for adapters, it
-    is `module.reset_parameters()`.  Tied parameters are filled once, by the first module that owns them.  The values
-    are computed on the CPU and end on `device`; those of parameters stay on the CPU if `cpu_offload`.
+    `init(module)`, or `init(module, name, model)`, fills the tensors that one module owns directly; by default, and for
+    adapters, this is `module.reset_parameters()`.  Tied parameters are filled once, by the first module that owns them.
+    Values are computed on the CPU and moved to `device`; with `cpu_offload`, parameters stay on the CPU.
 
-    Parameters whose name `filled_later` is true of are not drawn, since they will be read from somewhere: until then
-    they are NaN.  Buffers always are filled.
+    Parameters for whose name `filled_later` is true are not drawn, since they will be loaded; until then they are NaN.
+    Buffers are always filled.
 
-    Raises UserError that names every parameter and buffer that was not filled (on all ranks alike: each rank sees
-    whole tensors).
+    Raises UserError that names every parameter and buffer that was not filled, on all ranks alike, since each rank sees
+    full tensors.
     """
     on_meta = {name for name, tensor in _tensors(model) if tensor.is_meta}
     if not on_meta:
@@ -79,7 +79,7 @@ def _own_names(module_name: str, module: nn.Module) -> list[str]:
 
 
 def _allocate(model: nn.Module, on_meta: set[str], parameter_device: torch.device) -> None:
-    """Give storage to all that is on the meta device, to buffers on the CPU; what has values already keeps them."""
+    """Allocate everything that is on the meta device, buffers on the CPU; tensors that have values are not changed."""
     model._apply(lambda tensor: torch.empty_like(tensor, device=parameter_device) if tensor.is_meta else tensor)
     for module_name, module in model.named_modules():
         for name, buffer in [*module.named_buffers(recurse=False, remove_duplicate=False)]:
@@ -94,7 +94,7 @@ def _move_buffers(module: nn.Module, names: Sequence[str], device: torch.device)
 
 
 def _tie_again(model: nn.Module, ties: list[list[str]]) -> None:
-    """Make the names of each group one parameter again: moving off the meta device has parted them."""
+    """Tie the names of each group again: moving off the meta device has separated them."""
     for first, *aliases in ties:
         parameter = model.get_parameter(first)
         for alias in aliases:
@@ -103,7 +103,7 @@ def _tie_again(model: nn.Module, ties: list[list[str]]) -> None:
 
 
 def _initializer(init: Callable[..., None] | None, model: nn.Module) -> Callable[[nn.Module, str], None]:
-    """Return what fills a module of `model`, which it is given with its name."""
+    """Return the function that fills a module, called with the module and its name."""
     if init is None:
         return _default
     if len(inspect.signature(init).parameters) > 1:
@@ -115,7 +115,7 @@ def _initializer(init: Callable[..., None] | None, model: nn.Module) -> Callable
 def _left_to_others(
     module: nn.Module, module_name: str, fresh: set[str], filled_later: Callable[[str], bool]
 ) -> set[str]:
-    """Return the names of the module's own parameters, of those in `fresh`, that are not drawn; they become NaN."""
+    """Fill the parameters in `fresh` that will be loaded later with NaN, and return their names."""
     prefix = f"{module_name}." if module_name else ""
     own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
     left = {name for name in own if prefix + name in fresh and filled_later(prefix + name)}
@@ -125,7 +125,7 @@ def _left_to_others(
 
 
 def _default(module: nn.Module, name: str) -> None:
-    # torch's MultiheadAttention and Transformer have theirs under a private name.
+    # torch's MultiheadAttention and Transformer use a private name.
     reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
     if callable(reset):
         reset()
@@ -140,9 +140,10 @@ def _fill(
     scratch: _Scratch,
     init: Callable[[nn.Module, str], None],
 ) -> list[str]:
-    """Fill what `module` owns itself.  Returns the names that it left unfilled; only `fresh` parameters are kept.
+    """Fill the tensors that `module` owns directly.  Returns the names that were left unfilled; only `fresh` ones are
+    kept.
 
-    In place of others there are parameters without values: what is written into them is nowhere, and costs nothing.
+    Other parameters are replaced by meta tensors, so that writing to them has no effect and no cost.
     """
     prefix = f"{module_name}." if module_name else ""
     sharded = dict(module.named_parameters(recurse=False, remove_duplicate=False))
@@ -179,25 +180,28 @@ def _fill(
 
 
 def _is_drawn_in_part(parameter: torch.Tensor, whole: torch.Tensor) -> bool:
-    """Return whether few rows of a large tensor are kept, or several threads are here to draw them."""
+    """Return whether to draw only part of a large tensor: this rank keeps few rows, or several threads can share the
+    work.
+    """
     rows = own_rows(parameter)
     is_less = rows is not None and (2 * (rows[1] - rows[0]) <= whole.shape[0] or torch.get_num_threads() > 1)
     return is_less and can_be_drawn_in_part(whole)
 
 
 class _Scratch:
-    """Memory for the whole tensors of one module at a time.
+    """Memory for the full tensors of one module at a time.
 
-    It is used again for every module: fresh memory for each would be faulted in page by page each time.
+    It is reused for every module, since new memory would be page-faulted in each time.
     """
 
     def __init__(self) -> None:
         self._bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def take(self, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return uninitialised tensors with the (global) shapes of `like`; earlier ones are overwritten.
+        """Return uninitialized tensors with the (global) shapes of `like`; earlier ones are overwritten.
 
-        Their dtypes are those of `like`, but float32 for bfloat16: weights are drawn as finely as ever, then rounded.
+        Their dtypes are those of `like`, except float32 for bfloat16: weights are drawn in full precision, then
+        rounded.
         """
         dtypes = {n: torch.float32 if t.dtype == torch.bfloat16 else t.dtype for n, t in like.items()}
         sizes = {name: -(-tensor.numel() * dtypes[name].itemsize // 64) * 64 for name, tensor in like.items()}
@@ -217,13 +221,15 @@ def _owned(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _keep_part(parameter: torch.Tensor, whole: torch.Tensor, drawing: Drawing | None = None) -> None:
-    """Copy this rank's part of `whole` into `parameter`, or draw it.  No communication: every rank has the whole."""
+    """Copy this rank's shard of `whole` into `parameter`, or draw it.  No communication: every rank has the full
+    tensor.
+    """
     rows = own_rows(parameter)
     if rows is not None and drawing is not None:
         columns, kept = math.prod(whole.shape[1:]), local(parameter.detach())
         kept.copy_(drawing.part(rows[0] * columns, rows[1] * columns).view(kept.shape))
     elif rows is not None and whole.ndim:
-        local(parameter.detach()).copy_(whole[slice(*rows)])  # no more of it goes to the device
+        local(parameter.detach()).copy_(whole[slice(*rows)])  # copies only these rows to the device
     elif isinstance(parameter, DTensor):
         part = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
         local(parameter.detach()).copy_(local(part))
@@ -232,10 +238,10 @@ def _keep_part(parameter: torch.Tensor, whole: torch.Tensor, drawing: Drawing | 
 
 
 def _poison(tensor: torch.Tensor) -> torch.Tensor:
-    """Fill with what no initialisation leaves: NaN.  Integers have none: there the write itself is looked for."""
+    """Fill with NaN, to detect values that initialization never writes.  Integers: the write itself is detected."""
     return tensor.fill_(torch.nan) if tensor.is_floating_point() or tensor.is_complex() else tensor
 
 
 def _is_poisoned(tensor: torch.Tensor) -> bool:
-    # A sum is NaN if any element is, and needs no memory of its own.
+    # The sum is NaN if any element is, and needs no temporary.
     return bool(tensor.sum().isnan()) if tensor.is_floating_point() or tensor.is_complex() else False

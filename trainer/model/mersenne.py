@@ -1,8 +1,8 @@
-"""Skipping ahead in torch's random numbers on the CPU, those of MT19937, without drawing what is skipped.
+"""Skips ahead in torch's CPU random number generator (MT19937) without drawing the skipped numbers.
 
-The generator is linear over GF(2): the state after d words is a polynomial in the generator's step, t^d modulo its
-characteristic polynomial, applied to the present one.  That takes milliseconds for any distance, and a fraction of a
-second for a distance that has not been asked for before.
+The generator is linear over GF(2): the state after d words is the polynomial t^d, modulo the generator's characteristic
+polynomial, applied to the current state.  This takes milliseconds for any distance, plus a fraction of a second the
+first time that a distance is used.
 
 Sources: Matsumoto and Nishimura 1998, "Mersenne Twister"; Haramoto et al. 2008, "Efficient Jump Ahead for F2-Linear
 Random Number Generators".
@@ -19,13 +19,13 @@ import torch
 _WORDS, _MIDDLE, _LOW_BITS, _TWIST = 624, 397, 31, 0x9908B0DF
 _DEGREE = 32 * _WORDS - _LOW_BITS
 _LEFT, _NEXT, _STATE = slice(8, 12), slice(16, 24), slice(24, 24 + 8 * _WORDS)
-"""Where torch's `Generator.get_state()` has how many words are left plus one, the next one's place, and the words."""
+"""Slices of torch's `Generator.get_state()`: number of words left plus one, index of the next word, the words."""
 
 Words = npt.NDArray[np.uint32]
 
 
 def skip_words(generator: torch.Generator, count: int) -> None:
-    """Leave `generator` as if `count` words had been drawn: one for each float32 that is uniform or normal."""
+    """Advance `generator` by `count` words: one for each uniform or normal float32."""
     if not count:
         return
     state = generator.get_state().numpy().copy()
@@ -41,20 +41,20 @@ def skip_words(generator: torch.Generator, count: int) -> None:
 
 
 def _jumped(words: Words, distance: int) -> Words:
-    """Return the 624 words that begin `distance` after those given."""
+    """Return the 624-word state that is `distance` words after `words`."""
     needed = np.flatnonzero(_power(distance))
     sequence = _continued(words, _DEGREE + _WORDS)
     windows = np.lib.stride_tricks.sliding_window_view(sequence, _WORDS)
     found = np.zeros(_WORDS, dtype=np.uint32)
-    for start in range(0, len(needed), 256):  # as much at a time as a cache holds
+    for start in range(0, len(needed), 256):  # in chunks that fit the CPU cache
         found ^= np.bitwise_xor.reduce(windows[needed[start : start + 256]], axis=0)
     return found
 
 
 def _continued(words: Words, count: int) -> Words:
-    """Return `count` words of the sequence that begins with those given."""
+    """Return the first `count` words of the sequence that begins with `words`."""
     sequence = np.concatenate((words, np.zeros(count - _WORDS, dtype=np.uint32)))
-    step = _WORDS - _MIDDLE  # so many at once depend on earlier ones alone
+    step = _WORDS - _MIDDLE  # this many words depend only on earlier ones
     for start in range(0, count - _WORDS, step):
         size = min(step, count - _WORDS - start)
         first, second = sequence[start : start + size], sequence[start + 1 : start + 1 + size]
@@ -66,7 +66,7 @@ def _continued(words: Words, count: int) -> Words:
 
 @cache
 def _power(exponent: int) -> npt.NDArray[np.uint8]:
-    """Return the coefficients of t^exponent modulo the characteristic polynomial, that of t^0 first."""
+    """Return the coefficients of t^exponent modulo the characteristic polynomial, lowest degree first."""
     power = 1
     for bit in bin(exponent)[2:]:
         power = _reduced(_squared(power) << (bit == "1"))
@@ -75,7 +75,7 @@ def _power(exponent: int) -> npt.NDArray[np.uint8]:
 
 
 def _squared(polynomial: int) -> int:
-    """Return the square: over GF(2) it has a zero between any two coefficients."""
+    """Return the square of a polynomial; over GF(2) this inserts a zero between any two coefficients."""
     data = np.frombuffer(polynomial.to_bytes(polynomial.bit_length() // 8 + 1, "little"), dtype=np.uint8)
     bits = np.unpackbits(data, bitorder="little")
     spread = np.zeros(2 * len(bits), dtype=np.uint8)
@@ -84,7 +84,7 @@ def _squared(polynomial: int) -> int:
 
 
 def _reduced(polynomial: int) -> int:
-    """Return the remainder of a division by the characteristic polynomial."""
+    """Return the remainder modulo the characteristic polynomial."""
     while (high := polynomial >> _DEGREE) != 0:
         polynomial &= (1 << _DEGREE) - 1
         for exponent in _lower_terms():

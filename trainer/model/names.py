@@ -1,4 +1,4 @@
-"""Hugging Face's names of a model's parameters, from its recipe (`Recipe.hf`)."""
+"""Translates parameter names between ours and Hugging Face's, as defined in `Recipe.hf`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from trainer.recipe import Recipe, Stacked, Transposed
 
 
 class Place(NamedTuple):
-    """The place of one of their tensors here: the tensor that it is or is a row of, and whether it is transposed."""
+    """Our counterpart of one of their tensors: our tensor's name, whether theirs is transposed, and which row it is, if
+    any.
+    """
 
     name: str
     is_transposed: bool = False
@@ -19,7 +21,7 @@ class Place(NamedTuple):
 
 
 class Names:
-    """The names of one model's tensors, from ours to theirs and back."""
+    """Translates the tensor names of one model, in both directions."""
 
     def __init__(self, recipe: Recipe, model_config: Any) -> None:
         self._hf = find_huggingface(recipe)
@@ -32,9 +34,9 @@ class Names:
                 )
 
     def theirs(self, name: str) -> str | None:
-        """Return their name of our tensor `name`, `Transposed` or `Stacked` if it is one; None if there is none.
+        """Return their name for our tensor `name` (`Transposed` or `Stacked` if applicable), or None.
 
-        In a stacked one the number of the row is still `*`.
+        The name of a stacked tensor still has `*` as the row number.
         """
         for ours, theirs in self._pairs:
             found = _translate(name, ours, theirs)
@@ -43,7 +45,7 @@ class Names:
         return None
 
     def ours(self, name: str) -> Place | None:
-        """Return where their tensor `name`, with or without the prefix, is here; None if it is nowhere."""
+        """Return our counterpart of their tensor `name`, with or without the prefix; None if there is none."""
         for full_name in (name, self._hf.prefix + name):
             for ours, theirs in self._pairs:
                 found = _translate(full_name, theirs, ours)
@@ -53,15 +55,15 @@ class Names:
         return None
 
     def is_ignored(self, name: str) -> bool:
-        """Return whether their tensor `name` is one that no model needs."""
+        """Return whether their tensor `name` can be ignored."""
         full_names = (name, self._hf.prefix + name)
         return any(_translate(n, ignored, ignored) for n in full_names for ignored in self._hf.ignored)
 
 
 def _translate(name: str, pattern: str, other: str) -> tuple[str, str | None] | None:
-    """Return `name` in the form of `other` if it has that of `pattern`, and what is left over.
+    """Match `name` against `pattern` and return it in the form of `other`, plus any unused match; None without a match.
 
-    What each * stands for is carried over; a * of `other` that nothing is left for stays.
+    The text matched by each * is carried over; a * of `other` without a counterpart stays.
     """
     match = re.fullmatch(re.escape(pattern).replace(r"\*", r"([^.]+)"), name)
     if match is None:

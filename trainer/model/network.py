@@ -1,6 +1,6 @@
-"""The network of a run before it is sharded: as its recipe builds it, in the run's dtypes, with adapters, part frozen.
+"""Builds a run's unsharded model: by its recipe, in the run's dtypes, with adapters and frozen parameters.
 
-Training, planning and checking all get the model of a configuration here, so that they see the same.
+Training, planning and checks all build the model here, so that they see the same one.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from trainer.model.units import find_blocks
 
 
 def build_network(config: RunConfig) -> nn.Module:
-    """Return the model of `config` on the meta device.
+    """Build the model of `config` on the meta device.
 
-    Raises UserError for layers or parameters that `lora.targets` and `train.freeze` name and the model does not have.
+    Raises UserError for layers in `lora.targets` or parameters in `train.freeze` that the model does not have.
     """
     theirs = _their_names(config)
     with torch.device("meta"):
@@ -34,7 +34,7 @@ def build_network(config: RunConfig) -> nn.Module:
 
 
 def _their_names(config: RunConfig) -> Callable[[str], str | None]:
-    """Return what tells a parameter's name in Hugging Face's world from its own: there it is known by that, too."""
+    """Return the function that maps a parameter's name to Hugging Face's, which settings may use as well."""
     if config.recipe.hf is None:
         return lambda name: None
     return Names(config.recipe, config.model).theirs
@@ -45,14 +45,14 @@ def _module(parameter: str | None) -> str | None:
 
 
 def kept_dtype(config: RunConfig) -> str:
-    """Return the dtype in which a run keeps its weights, those of adapters left out."""
+    """Return the dtype in which a run stores its weights, other than those of adapters."""
     return (config.lora.rank and config.lora.base_dtype) or config.train.weights_dtype
 
 
 def apply_weights_dtype(model: nn.Module, weights_dtype: str) -> None:
-    """Have the parameters of `model` kept in bfloat16, if that is asked for; what is tied stays so.
+    """Convert the parameters of `model` to bfloat16, if requested; ties are preserved.
 
-    With `float32` they are as the model has made them.  Buffers are left alone.
+    With `float32` the parameters are not changed.  Buffers are never changed.
     """
     for parameter in model.parameters() if weights_dtype == "bfloat16" else ():
         if parameter.is_floating_point():
@@ -60,11 +60,11 @@ def apply_weights_dtype(model: nn.Module, weights_dtype: str) -> None:
 
 
 def freeze(model: nn.Module, patterns: Sequence[str], theirs: Callable[[str], str | None] = lambda name: None) -> None:
-    """Have the parameters that `train.freeze` names get no gradient, and no step.
+    """Freeze the parameters that `train.freeze` matches.
 
-    A pattern is a parameter's name, that of a module, or either with `*` for any text; what is tied has several names,
-    and any of them will do.  `theirs` tells another name of a parameter, by which it may be called, too.  Raises
-    UserError for a pattern that matches nothing, and if nothing is left to train.
+    A pattern is the name of a parameter or module, with `*` for any text; a tied parameter may be matched by any of its
+    names.  `theirs` returns an alternative name of a parameter, which is matched too.  Raises UserError for a pattern
+    that matches nothing, and if no trainable parameter is left.
     """
     called = [(parameter, _names(name, theirs)) for name, parameter in model.named_parameters(remove_duplicate=False)]
     for pattern in patterns:
@@ -81,7 +81,7 @@ def freeze(model: nn.Module, patterns: Sequence[str], theirs: Callable[[str], st
 
 
 def _names(name: str, theirs: Callable[[str], str | None]) -> list[str]:
-    """Return what a parameter may be called: its name, as of before adapters first, and the one elsewhere."""
+    """Return the names by which a parameter may be matched: without adapters, its own, and the alternative name."""
     plain = plain_name(name)
     return list(dict.fromkeys(filter(None, [plain, name, theirs(plain)])))
 
@@ -91,6 +91,6 @@ def _matches(names: Sequence[str], pattern: str) -> bool:
 
 
 def _with_modules(name: str) -> list[str]:
-    """Return the names of the modules that a parameter is in, from the outside in, and its own."""
+    """Return the names of the modules that contain a parameter, outermost first, and its own name."""
     parts = name.split(".")
     return [".".join(parts[:depth]) for depth in range(1, len(parts) + 1)]

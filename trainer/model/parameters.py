@@ -1,4 +1,4 @@
-"""Facts about parameters: which names are one parameter, and which part of it is here."""
+"""Helpers for parameters: ties, counts, seeds, and this rank's part of a sharded tensor."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 
 def tied_names(model: nn.Module) -> list[list[str]]:
-    """Return the groups of names that stand for one parameter, in the order of the modules; the first is canonical."""
+    """Return the groups of names that share one parameter, in module order; the first name is canonical."""
     names: dict[int, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[id(parameter)].append(name)
@@ -21,27 +21,27 @@ def tied_names(model: nn.Module) -> list[list[str]]:
 
 
 def seed_of(seed: int, name: str) -> int:
-    """Return a 63-bit seed that depends on the run's seed and the name of a module or parameter alone."""
+    """Return a 63-bit seed that depends only on the run's seed and the name of a module or parameter."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "little") >> 1
 
 
 def num_writes(tensor: torch.Tensor) -> int:
-    """Return how many times a tensor has been written to in place, through it or a view of it."""
+    """Return how often a tensor was written to in place, including through views."""
     return tensor._version
 
 
 def count_parameters(model: nn.Module) -> int:
-    """Return the number of parameters of the whole model; shared ones count once."""
+    """Return the number of parameters of the full model; shared ones count once."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 
 def count_trained_parameters(model: nn.Module) -> int:
-    """Return how many of them are trained: those that are not frozen."""
+    """Return the number of parameters that are not frozen."""
     return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
 
 def count_matrix_parameters(model: nn.Module) -> int:
-    """Return the number of parameters outside embedding tables: those that each token is multiplied with."""
+    """Return the number of parameters outside embedding tables, i.e. those that each token is multiplied with."""
     tables = [m for m in model.modules() if isinstance(m, nn.Embedding)]
     embedded = {id(p): p.numel() for table in tables for p in table.parameters(recurse=False)}
     return count_parameters(model) - sum(embedded.values())
@@ -57,27 +57,27 @@ _replicated_on: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def mark_replicated(parameter: nn.Parameter, mesh: DeviceMesh) -> None:
-    """Note that every rank of `mesh` holds the whole parameter, and that its gradient is averaged over them."""
+    """Record that every rank of `mesh` holds the full parameter, and that its gradient is averaged over these ranks."""
     _replicated_on[parameter] = mesh
 
 
 def as_saved(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that belongs to `parameter` and has its shape as a checkpoint is to know it; copies nothing.
+    """Return a tensor that belongs to `parameter` and has its shape in the form for checkpoints; copies nothing.
 
-    Where all ranks hold the same that is a replicated DTensor: the ranks then share the work of writing it, and need
-    not compare what each of them has.
+    If all ranks hold the same values, this is a replicated DTensor, so that the ranks share the work of writing it and
+    need not compare their values.
     """
     mesh = _replicated_on.get(parameter)
     if mesh is None or isinstance(tensor, DTensor) or tensor.shape != parameter.shape:
-        # Without what makes it a parameter, which would be stored too: in the background its copy is, which has none.
+        # Detach, since being a Parameter would be stored; copies for background saves are plain tensors.
         return tensor if isinstance(tensor, DTensor) else tensor.detach()
     return DTensor.from_local(tensor.detach(), mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
 def own_rows(tensor: torch.Tensor) -> tuple[int, int] | None:
-    """Return which rows of dimension 0 this rank holds, as (start, stop); None if it is split in any other way.
+    """Return the rows of dimension 0 that this rank holds, as (start, stop); None if sharded in any other way.
 
-    A dimension is split as `torch.chunk` does: the last ranks may have fewer rows, or none.
+    A dimension is split as by `torch.chunk`: the last ranks may have fewer rows, or none.
     """
     num_rows = tensor.shape[0] if tensor.ndim else 1
     if not isinstance(tensor, DTensor):
@@ -94,5 +94,5 @@ def own_rows(tensor: torch.Tensor) -> tuple[int, int] | None:
 
 
 def storage_id(storage: torch.UntypedStorage) -> int:
-    """Return a number that two storages share if they are one; it may be used again once the storage is freed."""
+    """Return a number that identifies a storage; it may be reused once the storage is freed."""
     return storage._cdata

@@ -1,11 +1,11 @@
-"""Selective activation checkpointing: keeps some operators' results and recomputes others, by kind or memory budget.
+"""Selective activation checkpointing: saves the outputs of some operators and recomputes the others.
 
-With a budget the operators that cost most to run again for each byte are kept, as many as fit.  What they cost and what
-a block would keep on its own is found by one forward pass on tensors without values, so that every rank, the planner
-and a compiled block come to the same choice.  Knows no recipe, no mesh and no configuration.
+Operators are selected by kind, or to fit a memory budget.  With a budget, those that cost most to recompute per byte
+are saved until the budget is used up.  Costs and memory are measured in a forward pass on fake tensors, so that every
+rank, the planner and a compiled block make the same choice.  Independent of recipes, meshes and configuration.
 
 Sources: Korthikanti et al. 2022, arXiv:2205.05198 (by kind); for a budget, the knapsack of
-torch._functorch.config.activation_memory_budget, which does it for compiled code alone.
+torch._functorch.config.activation_memory_budget, which only works in compiled code.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ _KINDS = {
     GROUPED_PRODUCT: "grouped matmul of torch",
     **dict.fromkeys(OPERATORS, "attention"),
 }
-"""The operators that cost more than they write.  Which of the attention kernels runs depends on the device."""
+"""Operators that are expensive to recompute, by kind.  Which attention kernel runs depends on the device."""
 
 Place = tuple[str, int]
-"""A costly operator of a block: its kind, and the how manieth of that kind it is in the block's forward pass."""
+"""An expensive operator of a block: its kind, and its index among those of that kind in the block's forward pass."""
 
 
 def keep_all_costly() -> Any:
-    """Return the contexts of `torch.utils.checkpoint` in which all costly operators' outputs are kept."""
+    """Return the contexts of `torch.utils.checkpoint` that save the outputs of all expensive operators."""
 
-    costly = {*_KINDS, _aten._scaled_mm.default}  # a product in float8
+    costly = {*_KINDS, _aten._scaled_mm.default}  # float8 matrix product
 
     def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         return CheckpointPolicy.MUST_SAVE if operator in costly else CheckpointPolicy.PREFER_RECOMPUTE
@@ -58,9 +58,9 @@ def keep_all_costly() -> Any:
 
 @functools.cache
 def keeping(kept: frozenset[Place]) -> Callable[[], Any]:
-    """Return what makes the contexts in which the outputs of these operators are kept.
+    """Return a function that creates the contexts in which the outputs of the operators in `kept` are saved.
 
-    The same for the same set: compiled code is guarded by it.
+    Cached, so that equal sets share one function: compiled code is guarded on its identity.
     """
 
     def contexts() -> Any:
@@ -70,7 +70,7 @@ def keeping(kept: frozenset[Place]) -> Callable[[], Any]:
             kind = _KINDS.get(operator)
             if kind is None:
                 return CheckpointPolicy.PREFER_RECOMPUTE
-            # Before torch 2.13 it is asked again when the block is recomputed.
+            # Before torch 2.13 the policy is called again during recomputation.
             number = seen[kind, context.is_recompute]
             seen[kind, context.is_recompute] += 1
             return CheckpointPolicy.MUST_SAVE if (kind, number) in kept else CheckpointPolicy.PREFER_RECOMPUTE
@@ -89,18 +89,18 @@ class _Operator:
     place: Place
     flops: int
     num_bytes: int
-    """Of its outputs."""
+    """Size of its outputs."""
 
 
 @dataclass
 class _Block:
-    """Facts of one forward pass of a block."""
+    """What one forward pass of a block executed and saved."""
 
     operators: list[_Operator] = field(default_factory=list)
     saved: dict[int, torch.Tensor] = field(default_factory=dict)
-    """Tensors that autograd has kept, one for each storage."""
+    """Tensors saved by autograd, one per storage."""
     num_needed: int = 0
-    """Operators before the last of these: recomputation goes no further."""
+    """Number of operators before the last saved tensor, where recomputation stops."""
 
     @property
     def saved_bytes(self) -> int:
@@ -110,12 +110,11 @@ class _Block:
 def choose_kept(
     model: nn.Module, blocks: Sequence[nn.Module], tokens_shape: tuple[int, int], dtype: torch.dtype, share: float
 ) -> list[frozenset[Place]]:
-    """Return which operators of each block to keep, so that they take at most `share` of what the block keeps itself.
+    """Choose the operators whose outputs each block saves, up to `share` of the bytes it saves without checkpointing.
 
-    That is what autograd saves in the block, its input and parameters left out, for tokens of this shape (B, T) and
-    parameters in `dtype`, with the kernels of a CPU.  Those with most FLOPs for each byte come first, and of equals
-    the earlier ones.  `model` is as it was built, of any device, and left so.  Raises what the model does on tensors
-    without values.
+    Those bytes are what autograd saves in the block, except its input and parameters, for tokens of shape (B, T) and
+    parameters in `dtype`, with CPU kernels.  Operators with the most FLOPs per byte come first, and among equals the
+    earlier ones.  `model` may be on any device and is not changed.  Re-raises errors of the model on fake tensors.
     """
     found = {id(block): _Block() for block in blocks}
     with without_values():
@@ -150,7 +149,9 @@ def _fill_knapsack(block: _Block, share: float) -> frozenset[Place]:
 
 
 def _watched(forward: Callable[..., Any], block: _Block, known: set[int]) -> Callable[..., Any]:
-    """Return `forward`, noting its operators and what it saves into `block`; of several calls, the last one's."""
+    """Wrap `forward` to record its operators and saved tensors in `block`; if it is called repeatedly, only the last
+    call's.
+    """
 
     def run(*args: Any, **kwargs: Any) -> Any:
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
@@ -171,7 +172,7 @@ def _watched(forward: Callable[..., Any], block: _Block, known: set[int]) -> Cal
 
 
 class _Watcher(TorchDispatchMode):
-    """Notes the costly operators."""
+    """Records expensive operators."""
 
     def __init__(self, block: _Block) -> None:
         super().__init__()
@@ -191,7 +192,7 @@ class _Watcher(TorchDispatchMode):
 
 
 def _flops(kind: str, args: Sequence[Any], made: torch.Tensor) -> int:
-    """Return the operations; a causal mask leaves out half of an attention's."""
+    """Return the FLOPs of an operator; a causal mask halves those of attention."""
     tensors = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.is_floating_point()]
     if kind != "attention":
         return 2 * made.numel() * tensors[-1].shape[-2]

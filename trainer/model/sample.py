@@ -1,4 +1,4 @@
-"""Generates text, one token at a time; not a serving engine.  Independent of files and commands."""
+"""Generates text, one token at a time, for samples during training and the `generate` command; not a serving engine."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from trainer.distributed.world import World
 from trainer.sequence import Cache, whole
 
 NO_TOKEN = -1
-"""What is chosen where the logits are not finite: a text ends there, and training goes on."""
+"""Chosen if the logits are not finite: the text ends there, and training continues."""
 
 _TOGETHER = 512
-"""How many tokens of a prompt a model reads at once: the logits of all of them are there for a moment."""
+"""Number of prompt tokens to process at once, which bounds the memory for their logits."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """The way a token is chosen.
+    """How tokens are sampled.
 
-    temperature: what logits are divided by; 0 takes the likeliest token.  top_k: of how many likeliest tokens one is
-    drawn, 0 for all; top_p: and of those, of as few as have this share of the probability together.
+    temperature: divides the logits; 0 means greedy decoding.  top_k: sample from this many of the likeliest tokens, 0
+    for all.  top_p: sample from the fewest likeliest tokens whose total probability reaches this.
     """
 
     temperature: float = 0.8
@@ -33,7 +33,7 @@ class Sampling:
     top_p: float = 1.0
 
     def choose(self, logits_V: torch.Tensor, generator: torch.Generator) -> int:
-        """Return a token by its logits (V,); NO_TOKEN where they tell of none."""
+        """Sample a token from its logits (V,); NO_TOKEN if they are not finite."""
         logits_V = logits_V.float().cpu()
         probs_V = (logits_V / (self.temperature or 1.0)).softmax(0)
         if not probs_V.isfinite().all():
@@ -55,15 +55,16 @@ GREEDY = Sampling(temperature=0.0)
 
 
 class Reader(Protocol):
-    """Reads a text by and by: called with the tokens that follow those that it has read, it returns the logits (V,) of
-    the next one.
+    """Feeds a text to a model step by step.
+
+    A call with the tokens that follow those of earlier calls returns the logits (V,) of the next token.
     """
 
     def __call__(self, tokens: Sequence[int]) -> torch.Tensor: ...
 
 
 class CachedReader:
-    """Reads with a model that goes through `trainer.sequence`: each token once."""
+    """Uses a KV cache, with a model based on `trainer.sequence`: each token is processed once."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._model, self._device, self._cache = model, device, Cache()
@@ -77,9 +78,9 @@ class CachedReader:
 
 
 class WindowReader:
-    """Reads with any causal model: the last `context` tokens anew each time.
+    """Works with any causal model: processes the last `context` tokens again at each step.
 
-    Every forward has the shape (1, context), so that a compiled model is not compiled again.
+    Every forward pass has the shape (1, context), so that a compiled model is not recompiled.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, context: int) -> None:
@@ -94,7 +95,7 @@ class WindowReader:
 
 
 class TransformersReader:
-    """Reads with a model of transformers, and its own cache."""
+    """Uses a transformers model with its own KV cache."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._model, self._device = model, device
@@ -109,13 +110,13 @@ class TransformersReader:
 
 
 def goes_through_sequence(model: nn.Module) -> bool:
-    """Return whether the model takes a `Cache` for its documents: those of transformers have caches of their own."""
+    """Return whether the model accepts a `Cache` as its documents; transformers models have their own caches."""
     named = inspect.signature(model.forward).parameters
     return {"documents", "borders"} <= named.keys() and not is_of_transformers(model)
 
 
 def is_of_transformers(model: nn.Module) -> bool:
-    """Return whether the model's class is transformers', or derived from one."""
+    """Return whether the model's class is from transformers, or derived from one that is."""
     return any(kind.__module__.startswith("transformers.") for kind in type(model).__mro__)
 
 
@@ -129,9 +130,9 @@ def write(
     ends: Collection[int] = (),
     agree: Callable[[int], int] = int,
 ) -> Iterator[int]:
-    """Yield at most `num_tokens` tokens that follow `prompt`, up to and with the first of `ends`, or NO_TOKEN.
+    """Yield up to `num_tokens` tokens that continue `prompt`, ending with the first of `ends`, or before NO_TOKEN.
 
-    agree: called with each token that was chosen; what it returns is what is taken.
+    agree: maps each sampled token to the one to use, so that ranks agree.
     """
     given = list(prompt)
     for _ in range(num_tokens):
@@ -154,10 +155,10 @@ def write_sample(
     is_compiled: bool = False,
     ends: Collection[int] = (),
 ) -> list[int]:
-    """Return `prompt` followed by at most `num_tokens` that the model chose, up to and with the first of `ends`.
+    """Return `prompt` followed by up to `num_tokens` generated tokens, ending with the first of `ends`.
 
-    All ranks call it: each forward gathers a sharded model.  Rank 0 draws, and the others learn what it drew.
-    `context`: how many tokens the model has been trained on at once.
+    Called by all ranks, since each forward pass gathers a sharded model.  Rank 0 samples and broadcasts each token.
+    `context`: the sequence length that the model was trained with.
     """
     fits = len(prompt) + num_tokens <= context
     read: Reader = WindowReader(model, world.device, context)

@@ -1,8 +1,6 @@
-"""Prepares a model once: activation checkpointing, compilation, `fully_shard` bottom-up, prefetching.
+"""Prepares a model for training: activation checkpointing, compilation, `fully_shard` bottom-up, prefetching.
 
-After that the training step needs to know none of it.  `fully_shard` is called nowhere else.
-
-Source: FSDP2, https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
+Only this module calls `fully_shard`; the training step does not depend on any of it.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch._dynamo  # the first hook of FSDP2 would import it otherwise, in the midst of building
+import torch._dynamo  # otherwise FSDP2's first hook imports it while the model is built
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -36,9 +34,10 @@ def apply_sharding(model: nn.Module, recipe: Recipe, config: RunConfig, mesh: De
     """Checkpoint, compile and shard `model` in place, bottom-up: inside the units, the units, then the root.
 
     The mesh is (shard,) or (replicate, shard).  Parameters become DTensors sharded on dim 0; on the meta device nothing
-    is allocated.  A model that `stays_whole` keeps plain ones: once they have values, call `replicate`.  Returns the
-    units in the order of the forward pass.
-    Collective only where integer resharding makes process groups: one set, shared by all units.
+    is allocated.  A model for which `stays_whole` is true keeps plain parameters; call `replicate` once they have
+    values.  Returns the units in the order of the forward pass.
+
+    Collective only if integer resharding creates process groups: one set, shared by all units.
     """
     train = config.train
     compiles = compiles_blocks(train.compile, mesh.device_type)
@@ -64,11 +63,11 @@ def apply_sharding(model: nn.Module, recipe: Recipe, config: RunConfig, mesh: De
 
 
 def stays_whole(config: RunConfig, num_shards: int) -> bool:
-    """Return whether every rank has the model whole, as a plain module: it keeps one dtype, and there is one shard.
+    """Return whether every rank holds the full model as a plain module: there is a single shard and a single dtype.
 
-    FSDP would copy each parameter for every micro-batch and each gradient for every reduction, and a small model's step
-    would spend a tenth of its time in FSDP's hooks.  With several dtypes FSDP keeps those in which weights are stored
-    and gradients add up.
+    FSDP would copy each parameter for every micro-batch and each gradient for every reduction, and a small model would
+    spend a tenth of its step in FSDP's hooks.  With several dtypes FSDP is needed, since it keeps weights and
+    accumulated gradients in theirs.
     """
     fsdp, dtype = config.fsdp, kept_dtype(config)
     is_one_dtype = dtype == fsdp.param_dtype == fsdp.reduce_dtype and (dtype == "float32" or not config.lora.rank)
@@ -78,7 +77,7 @@ def stays_whole(config: RunConfig, num_shards: int) -> bool:
 def _shard(
     model: nn.Module, units: Sequence[ShardUnit], reshard: Sequence[bool | int], config: RunConfig, mesh: DeviceMesh
 ) -> None:
-    """Call `fully_shard` on the units, the innermost first, and on the model."""
+    """Call `fully_shard` on the units, innermost first, and on the model."""
     policy = _precision(config)
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if config.fsdp.cpu_offload else OffloadPolicy()
     shard = partial(fully_shard, mesh=mesh, offload_policy=offload)
@@ -93,7 +92,7 @@ def _shard(
 
 
 def _cast_at_borders(model: nn.Module, units: Sequence[ShardUnit], config: RunConfig) -> None:
-    """Cast what comes into a unit of an unsharded model, and what leaves the model, as FSDP does."""
+    """Cast the inputs of units and the output of an unsharded model, as FSDP would."""
     policy = _precision(config)(is_root=True)
     if policy.param_dtype is not None:
         for module in {model, *(unit.modules[0] for unit in units)}:
@@ -115,7 +114,7 @@ def _cast(tensors: Any, dtype: torch.dtype) -> Any:
 
 
 def check_sharding(config: RunConfig) -> None:
-    """Raise UserError if units or their resharding do not fit the model, which is built on the meta device."""
+    """Build the model on the meta device, and raise UserError if units or their resharding do not fit it."""
     model = build_network(config)
     units = find_units(model, config.recipe, config.fsdp.wrap)
     reshard_of_units(config.fsdp.reshard_after_forward, units, num_shards=1)
@@ -123,7 +122,7 @@ def check_sharding(config: RunConfig) -> None:
 
 
 def _check_blocks(blocks: Sequence[nn.Module], units: Sequence[ShardUnit], config: RunConfig) -> None:
-    """Raise UserError for what is to be done to blocks, and cannot be."""
+    """Raise UserError if a setting that applies to blocks cannot be applied."""
     train = config.train
     for key, value in (("activation_checkpoint", train.activation_checkpoint), ("compile", train.compile)):
         if value not in ("none", AUTO, False) and not blocks:
@@ -146,9 +145,10 @@ def reshard_of_units(
 
 
 def resharding(setting: int | str | list[int | str], names: Sequence[str], num_shards: int) -> list[bool | int]:
-    """Return what each unit does after its forward pass: stay as it is, reshard, or reshard to a number of ranks.
+    """Return `reshard_after_forward` of each unit: False, True, or the number of ranks to reshard to.
 
-    By default the last one stays where it is no block: its backward pass, which comes next, would gather it again.
+    By default the last unit does not reshard unless it is a block: its backward pass comes next and would gather it
+    again.
     """
     if setting == "default":
         return [*(True for _ in names[:-1]), *(_is_block(name) for name in names[-1:])]
@@ -158,12 +158,12 @@ def resharding(setting: int | str | list[int | str], names: Sequence[str], num_s
 
 
 def _is_block(name: str) -> bool:
-    """Return whether a unit is one of a list of modules, by its name."""
+    """Return whether a unit is an element of a module list, judging by its name."""
     return name.rpartition(".")[2].isdigit()
 
 
 def checkpointing_choices(config: RunConfig) -> list[int | str]:
-    """Return the settings of `train.activation_checkpoint` that the model's blocks and units allow."""
+    """Return the values of `train.activation_checkpoint` that the model's blocks and units support."""
     model = build_network(config)
     blocks = find_blocks(model, config.recipe)
     choices: list[int | str] = ["none", *(n for n in (4, 2) if n <= len(blocks)), *(["full"] if blocks else [])]
@@ -175,7 +175,10 @@ def checkpointing_choices(config: RunConfig) -> list[int | str]:
 
 
 def _check_no_unit_inside(blocks: Sequence[nn.Module], units: Sequence[ShardUnit], setting: int | str) -> None:
-    """Selective recomputation replays a block operator by operator, and a unit inside it gathers only once."""
+    """Raise UserError if a unit lies inside a block.
+
+    Selective checkpointing replays a block operator by operator, but a unit inside it is gathered only once.
+    """
     inside = {id(module) for block in blocks for module in block.modules() if module is not block}
     for unit in units:
         if any(id(module) in inside for module in unit.modules):
@@ -186,9 +189,9 @@ def _check_no_unit_inside(blocks: Sequence[nn.Module], units: Sequence[ShardUnit
 def kept_by_budget(
     model: nn.Module, blocks: Sequence[nn.Module], config: RunConfig, setting: int | str, micro_batch_size: int | str
 ) -> list[frozenset[Place]]:
-    """Return which operators each block keeps under the setting `budget:<share>`; nothing for other settings.
+    """Return the operators whose outputs each block saves with `budget:<share>`; an empty list for other settings.
 
-    Raises UserError for a model whose own code cannot be run on tensors without values.
+    Raises UserError if the model's own code does not run on fake tensors.
     """
     share = budget_of(setting)
     if share is None:
@@ -198,7 +201,7 @@ def kept_by_budget(
     try:
         with sliced(find_slices(config, rank=0)):
             return choose_kept(model, blocks, shape, dtype, share)
-    except Exception as error:  # the model's own
+    except Exception as error:  # raised by the model's code
         text = str(error).splitlines()[0] if str(error) else ""
         rule = (
             f"traced on meta tensors, which shows the memory of a block, it fails with {type(error).__name__}: {text}"
@@ -209,13 +212,13 @@ def kept_by_budget(
 def apply_activation_checkpointing(
     blocks: Sequence[nn.Module], setting: int | str, kept: Sequence[frozenset[Place]] = ()
 ) -> None:
-    """Make each block (or every n-th) recompute its activations in the backward pass.
+    """Wrap `blocks` so that what they save is recomputed in the backward pass.
 
-    `full` keeps a block's input alone; `selective` keeps the outputs of matrix products and attention too, and
-    recomputes what is cheap; `budget:<share>` keeps what `kept_by_budget` has found for each block.  The block's
-    `forward` is wrapped, not the block: names stay, and FSDP's hooks are outside, so that recomputation finds the
-    parameters gathered.  Source: Chen et al. 2016, arXiv:1604.06174; Korthikanti et al. 2022, arXiv:2205.05198
-    (selective).
+    `full` saves only a block's input; `selective` also saves the outputs of matrix products and attention, and
+    recomputes the cheap operators; `budget:<share>` saves the operators that `kept_by_budget` chose for each block.
+    The block's `forward` is wrapped, not the block: names do not change, and FSDP's hooks stay outside, so that
+    recomputation finds the parameters gathered.  Source: Chen et al. 2016, arXiv:1604.06174; Korthikanti et al. 2022,
+    arXiv:2205.05198 (selective).
     """
     if setting == "none":
         return
@@ -230,7 +233,7 @@ def apply_activation_checkpointing(
 
 
 def _recomputed(forward: Callable[..., Any], context: dict[str, Any]) -> Callable[..., Any]:
-    """Return `forward` under `checkpoint`, as a function of Python's own: torch.compile enters no other."""
+    """Wrap `forward` in `checkpoint`, as a plain Python function, since torch.compile cannot trace other callables."""
 
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         return checkpoint(forward, *args, use_reentrant=False, **context, **kwargs)
@@ -239,19 +242,19 @@ def _recomputed(forward: Callable[..., Any], context: dict[str, Any]) -> Callabl
 
 
 def own_outputs(modules: Iterable[nn.Module]) -> None:
-    """Have units hand on no view.  To be called before they are sharded, so that these hooks run before FSDP's.
+    """Make units return no views.  Call this before sharding, so that these hooks run before FSDP's.
 
-    FSDP hangs the gather of the backward pass on a unit's output.  Code that writes into that output in place would
-    take the hook off it if it is a view, as the output of `nn.Linear` with a bias is.  A model that is not sharded has
-    its outputs treated alike, so that whatever trains on several ranks trains on one.
+    FSDP attaches the all-gather of the backward pass to a unit's output.  If the output is a view, as that of
+    `nn.Linear` with a bias is, code that writes to it in place removes the hook.  An unsharded model is treated the
+    same, so that whatever trains on several ranks also trains on one.
     """
-    hook: Callable[..., Any] = torch._dynamo.disable(_own_output)  # as FSDP's own are
+    hook: Callable[..., Any] = torch._dynamo.disable(_own_output)  # like FSDP's own hooks
     for module in modules:
         module.register_forward_hook(hook)
 
 
 def _own_output(module: nn.Module, inputs: Any, output: Any) -> Any:
-    """Return `output` with tensors of their own for views: copies, but for a plain layer, which keeps no other name."""
+    """Replace views in `output` by copies; without a copy for a plain layer, whose output has no other reference."""
     if not torch.is_grad_enabled():
         return output
     is_plain = type(module).forward is nn.Linear.forward and "forward" not in vars(module)
@@ -261,13 +264,13 @@ def _own_output(module: nn.Module, inputs: Any, output: Any) -> Any:
             return tensor
         return torch.ops.aten._unsafe_view(tensor, tensor.shape) if is_plain else tensor.clone()
 
-    if isinstance(output, torch.Tensor):  # without a walk over a tree, in every forward pass of every unit
+    if isinstance(output, torch.Tensor):  # fast path: no tree traversal in every forward pass
         return own(output)
     return tree_map_only(torch.Tensor, own, output)
 
 
 def _precision(config: RunConfig) -> Callable[..., MixedPrecisionPolicy]:
-    """Return the precision policy of a unit or of the root; only the root casts the output."""
+    """Return a function that creates the precision policy of a unit or of the root; only the root casts its output."""
     fsdp = config.fsdp
     param_dtype, reduce_dtype = getattr(torch, fsdp.param_dtype), getattr(torch, fsdp.reduce_dtype)
     output_dtype = getattr(torch, fsdp.output_dtype) if fsdp.output_dtype else None
@@ -287,10 +290,10 @@ _MAKES_RESHARD_MESH = "_get_post_forward_mesh_info"
 
 @contextmanager
 def _shared_reshard_meshes() -> Iterator[None]:
-    """Let all units that reshard to n ranks share one mesh.
+    """Make all units that reshard to n ranks share one mesh.
 
-    `fully_shard` makes a mesh in every call: 80 blocks on 512 ranks made 5,760 process groups, this makes 72
-    (pytorch issue 153302).  Remembers what the function that makes it returned for each n.
+    `fully_shard` creates a mesh in every call: 80 blocks on 512 ranks created 5,760 process groups; with this it is 72
+    (pytorch issue 153302).  Caches the result of the function that creates it, by n.
     """
     made: dict[bool | int, Any] = {}
     make = getattr(fully_shard_module, _MAKES_RESHARD_MESH)
@@ -310,8 +313,8 @@ def _shared_reshard_meshes() -> Iterator[None]:
 
 
 def _set_communication(model: nn.Module, units: Sequence[ShardUnit], fsdp: FsdpSection) -> None:
-    """Leave out gathers that the backward pass has no use for, and give reductions a communicator of their own."""
-    if fsdp.reshard_after_backward:  # else what is gathered then saves the next micro-batch's
+    """Skip all-gathers that the backward pass does not need, and give reductions a separate communicator."""
+    if fsdp.reshard_after_backward:  # otherwise this all-gather saves the next micro-batch's
         for unit in units:
             if is_looked_up(unit.modules, model):
                 unit.fsdp_module.set_unshard_in_backward(False)

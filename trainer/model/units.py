@@ -1,4 +1,4 @@
-"""FSDP units: as a recipe lists them, by size, or by your own function."""
+"""Finds the FSDP units of a model: listed by its recipe, by size, or by a user's function."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainer.recipe import Recipe, Unit, resolve
 
 @dataclass(frozen=True)
 class ShardUnit:
-    """Modules whose parameters FSDP gathers together, with their dotted names."""
+    """Modules whose parameters FSDP gathers together, and their dotted names."""
 
     names: tuple[str, ...]
     modules: tuple[nn.Module, ...]
@@ -37,9 +37,9 @@ class ShardUnit:
 
 
 def find_units(model: nn.Module, recipe: Recipe, wrap: str = "block") -> list[ShardUnit]:
-    """Return the units that `fsdp.wrap` asks for, in the order of the forward pass, the root left out.
+    """Return the units for `fsdp.wrap`, in the order of the forward pass, without the root.
 
-    Raises UserError for names that the model does not have, and for units that would part tied parameters.
+    Raises UserError for names that the model does not have, and for units that would separate tied parameters.
     """
     if wrap.startswith("size:"):
         return _units_by_size(model, int(wrap.removeprefix("size:").replace("_", "")))
@@ -55,12 +55,13 @@ def find_units(model: nn.Module, recipe: Recipe, wrap: str = "block") -> list[Sh
 
 
 ROOT = "root"
-"""What parameters outside of all units are counted under."""
+"""Key for parameters outside all units."""
 
 
 def parameters_by_unit(model: nn.Module, units: Sequence[ShardUnit]) -> dict[str, list[nn.Parameter]]:
-    """Return the trained parameters of each unit that no unit inside it holds, in the order of the units, and of the
-    root; units without one are left out.
+    """Return the trainable parameters of each unit, without those of units inside it, and of the root.
+
+    Entries are in the order of the units, then the root; those without such parameters are left out.
     """
     found: dict[str, list[nn.Parameter]] = {name: [] for name in (*map(str, units), ROOT)}
     taken: set[int] = set()
@@ -74,9 +75,9 @@ def parameters_by_unit(model: nn.Module, units: Sequence[ShardUnit]) -> dict[str
 
 
 def is_looked_up(modules: Iterable[nn.Module], model: nn.Module) -> bool:
-    """Return whether a unit is made of embedding tables alone, whose backward pass does not read them.
+    """Return whether a unit consists only of embedding tables, whose backward pass does not read them.
 
-    A table that a head shares is read there, and one with a `forward` of its own may be.
+    A table that is shared with a head, or that overrides `forward`, may be read in the backward pass.
     """
     modules = list(modules)
     if not all(isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward for module in modules):
@@ -87,9 +88,9 @@ def is_looked_up(modules: Iterable[nn.Module], model: nn.Module) -> bool:
 
 
 def find_blocks(model: nn.Module, recipe: Recipe) -> list[nn.Module]:
-    """Return the model's repeated blocks: the recipe's units that are elements of a list of modules.
+    """Return the model's repeated blocks: the recipe's units that are elements of a module list.
 
-    Activation checkpointing and compilation work on these, whatever FSDP's own units are.
+    Activation checkpointing and compilation apply to these, whatever units FSDP uses.
     """
     repeated = {
         id(child)
@@ -115,7 +116,7 @@ def _resolve_unit(model: nn.Module, entry: Unit, source: str) -> Iterator[ShardU
             raise UserError(f"{source}: {type(entry).__name__} is not a submodule of the model")
         yield ShardUnit((names[id(entry)],), (entry,))
     elif isinstance(entry, str):
-        # `*` stands for one part of a name: "layers.*" means the blocks, not what is inside them.
+        # `*` matches one part of a name: "layers.*" matches the blocks, not the modules inside them.
         found = [n for n in by_name if n.count(".") == entry.count(".") and fnmatch.fnmatchcase(n, entry)]
         if not found:
             wildcards = [f"{name.rpartition('.')[0]}.*" for name in by_name if "." in name]
@@ -128,7 +129,7 @@ def _resolve_unit(model: nn.Module, entry: Unit, source: str) -> Iterator[ShardU
 
 
 def _units_by_function(model: nn.Module, function: Callable[[nn.Module], Any]) -> Sequence[Unit]:
-    """Return what the user's function lists; or, if it answers true or false, the modules for which it is true.
+    """Return the units that the user's function lists; if it returns booleans, the modules for which it returns True.
 
     The second form is FSDP1's `lambda_auto_wrap_policy`.
     """
@@ -145,15 +146,16 @@ def _units_by_function(model: nn.Module, function: Callable[[nn.Module], Any]) -
 
 
 def _units_by_size(model: nn.Module, min_parameters: int) -> list[ShardUnit]:
-    """Return the smallest subtrees with at least `min_parameters` that no smaller unit holds.
+    """Return the smallest subtrees with at least `min_parameters` parameters that are not in a smaller unit.
 
-    FSDP1's `size_based_auto_wrap_policy`.  A module that shares a parameter with the outside is left to a larger one.
+    FSDP1's `size_based_auto_wrap_policy`.  A module that shares a parameter with modules outside becomes part of a
+    larger unit.
     """
     ties = tied_names(model)
     chosen: list[ShardUnit] = []
 
     def visit(name: str, module: nn.Module) -> int:
-        """Return the parameters below `module` that no unit holds yet."""
+        """Return the number of parameters below `module` that are not in a unit yet."""
         inside = [
             visit(f"{name}.{child_name}" if name else child_name, child)
             for child_name, child in module.named_children()
@@ -195,7 +197,7 @@ def _check_units(model: nn.Module, units: list[ShardUnit], source: str) -> None:
 
 
 def _owner_of(parameter_name: str, owner: dict[str, ShardUnit]) -> ShardUnit | None:
-    """Return the innermost unit that holds the parameter, or None for the root."""
+    """Return the innermost unit that contains the parameter, or None for the root."""
     name = parameter_name
     while name:
         name = name.rpartition(".")[0]

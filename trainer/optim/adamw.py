@@ -1,9 +1,9 @@
 """AdamW: torch's, and one for weights or moments in bfloat16.
 
-The latter computes in float32, one parameter (or a piece of one) at a time, so that nothing is ever there twice, and
-rounds what it stores: stochastically, or to the nearest.  The random bits depend on the seed, the parameter's name, the
-number of the step and the element's place in the whole parameter.  Knows no model and no mesh: a shard says itself
-which rows of its parameter it holds.
+The latter computes in float32, one parameter (or a piece of one) at a time, so that no second copy exists, and rounds
+what it stores, stochastically or to nearest.  The random bits depend on the seed, the parameter's name, the step and
+the element's position in the full parameter.  Independent of models and meshes: a shard itself provides the rows of its
+parameter that it holds.
 
 Sources: Loshchilov and Hutter 2019, arXiv:1711.05101; `trainer.optim.rounding`.
 """
@@ -26,14 +26,15 @@ _MOST_GRAPHS = 64
 _NUM_COLUMNS = 12
 
 _PIECE = {"cpu": 2**16, "cuda": 2**30}
-"""Elements that are updated at a time.  Without a compiler their temporaries fit a cache; with one, 32 bits count
-them."""
+"""Number of elements to update at a time.  Without a compiler their temporaries fit in the cache; with one, the limit
+is that they are counted in 32 bits.
+"""
 
 
 class FusedAdamW(torch.optim.AdamW):
-    """Torch's AdamW, fused, on the local shards: it works element by element, so that no rank needs another's.
+    """Torch's fused AdamW on the local shards, which is possible since it works element by element.
 
-    Given DTensors, torch finds out for each of four tensors a parameter how it is sharded, in every step.
+    Given DTensors, torch would determine the sharding of four tensors per parameter in every step.
     """
 
     algorithm = "AdamW"
@@ -48,14 +49,14 @@ class FusedAdamW(torch.optim.AdamW):
 
 
 class RoundingAdamW(torch.optim.Optimizer):
-    """torch's AdamW, with parameters of any floating dtype, and moments of `state_dtype`.
+    """AdamW for parameters of any floating-point dtype, with moments of `state_dtype`.
 
-    The moments have torch's names; the number of steps is a float32 on the parameter's device (`capturable`), and
-    nothing here waits for the device.  As with torch's fused optimizers, a step is left out if the attribute
-    `found_inf`, a scalar tensor, is 1, and gradients are divided by the attribute `grad_scale`, another one.
+    The moments have torch's names; the step count is a float32 on the parameter's device (`capturable`), and there is
+    no host sync.  As with torch's fused optimizers, the step is skipped if the attribute `found_inf`, a scalar tensor,
+    is 1, and gradients are divided by the attribute `grad_scale`, also a scalar tensor.
 
-    names: of each parameter, by its id.  seed: of the rounding.  stochastic: round so, or else to the nearest.
-    Raises UserError if rounding stochastically for a parameter that is split along another dimension than the first.
+    names: of each parameter, by its id.  seed: for rounding.  stochastic: round stochastically instead of to nearest.
+    Raises UserError for stochastic rounding of a parameter that is sharded along a dimension other than the first.
     """
 
     algorithm = "AdamW"
@@ -82,7 +83,7 @@ class RoundingAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Do one step of all parameters that have a gradient.  No collective."""
+        """Perform one step for all parameters that have a gradient.  No collectives."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -98,7 +99,7 @@ class RoundingAdamW(torch.optim.Optimizer):
         step_counts = [state["step"] for state in states]
         found_inf, grad_scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         torch._foreach_add_(step_counts, 1)
-        if found_inf is not None:  # a list: a tensor in place of a number would be read by the host
+        if found_inf is not None:  # as a list: a tensor in place of a number would cause a host sync
             torch._foreach_sub_(step_counts, [found_inf] * len(step_counts))
         steps = torch.stack(step_counts)
         numbers = _numbers(group, steps, found_inf, grad_scale)
@@ -106,7 +107,7 @@ class RoundingAdamW(torch.optim.Optimizer):
         origins = torch.cat([keys_of(places[:, 0], steps)[:, None], places[:, 1:]], dim=1)
         for p, state, own, origin in zip(parameters, states, numbers.unbind(), origins.unbind(), strict=True):
             if not local(p).numel():
-                continue  # it has a state like those of other ranks, which checkpoints compare
+                continue  # has a state all the same, since checkpoints compare those of ranks
             tensors = [_flat(tensor) for tensor in (p, p.grad, state["exp_avg"], state["exp_avg_sq"])]
             _update_by_pieces(tensors, own, origin, self._stochastic)
 
@@ -119,9 +120,10 @@ class RoundingAdamW(torch.optim.Optimizer):
         return state
 
     def _place_of_all(self, parameters: list[torch.Tensor], device: torch.device) -> torch.Tensor:
-        """Return seed and first place of each one's shard: int32, (P, 4), sent to the device once.
+        """Return the seed and the position of the first element of each shard: int32, (P, 4), copied to the device
+        once.
 
-        Padded to 4, so that each row begins at a multiple of 16 bytes, as compiled kernels want it.
+        Padded to 4, so that each row starts at a multiple of 16 bytes, as compiled kernels require.
         """
         key = tuple(id(p) for p in parameters)
         if key not in self._stacked:
@@ -131,7 +133,7 @@ class RoundingAdamW(torch.optim.Optimizer):
 
 
 def _place(parameter: torch.Tensor, name: str, seed: int) -> tuple[int, int]:
-    """Return the seed of a parameter's bits, and how many of its elements lie before the shard here: int32, wrapped."""
+    """Return the seed of a parameter's bits, and the number of its elements before this shard: int32, wrapped."""
     rows = own_rows(parameter)
     if rows is None:
         rule = f"{name} is not split along its first dimension, and has no rows here to draw random bits for"
@@ -146,12 +148,12 @@ def _numbers(
     found_inf: torch.Tensor | None,
     grad_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return what the step of each parameter multiplies with: float32 of shape (P, 12), computed where the steps are.
+    """Return the scalars for each parameter's step: float32 of shape (P, 12), computed on the device of the steps.
 
-    Padded to 12, so that each row begins at a multiple of 16 bytes, as compiled kernels want it.
+    Padded to 12, so that each row starts at a multiple of 16 bytes, as compiled kernels require.
     """
     lr, (beta1, beta2) = group["lr"], group["betas"]
-    # 1 - beta^t, exact for a beta near 1: as a float32 that would be off by 2e-5 of 1 - beta.
+    # 1 - beta^t, accurate for beta near 1: computed directly in float32, the relative error would be 2e-5.
     corrections = [-torch.expm1(steps * math.log(beta)) if beta else torch.ones_like(steps) for beta in (beta1, beta2)]
     fixed = (1 - lr * group["weight_decay"], 1 - beta1, beta2, 1 - beta2, group["eps"])
     is_update = torch.ones_like(steps) if found_inf is None else (1 - found_inf).expand_as(steps)
@@ -162,7 +164,7 @@ def _numbers(
 
 
 def _flat(tensor: torch.Tensor | None) -> torch.Tensor:
-    """Return the elements of this rank's shard, in their order in the whole tensor."""
+    """Return the elements of this rank's shard, flattened."""
     assert tensor is not None
     return local(tensor).detach().view(-1)
 
@@ -181,7 +183,7 @@ def _update(tensors: list[torch.Tensor], numbers: torch.Tensor, origin: torch.Te
     new_v = keep2 * v + gain2 * g * g
     new_p = decay * p - step_size * new_m / (new_v.sqrt() * inverse_root + eps)
     bits = random_bits(origin, parameter.shape[0])
-    # 32 bits are enough for two of them.
+    # Each needs 16 random bits, so 32 are enough for two tensors.
     for tensor, before, after, own_bits in (
         (parameter, p, new_p, bits),
         (mean, m, new_m, bits >> 16),
@@ -195,11 +197,11 @@ def _update(tensors: list[torch.Tensor], numbers: torch.Tensor, origin: torch.Te
 def _update_by_pieces(
     tensors: list[torch.Tensor], numbers: torch.Tensor, origin: torch.Tensor, stochastic: bool
 ) -> None:
-    """Update whole shards, of shape (N,) each; on a GPU with a compiled kernel.  See `_update`."""
+    """Update full shards of shape (N,), on a GPU with a compiled kernel.  See `_update`."""
     device, count = origin.device.type, tensors[0].numel()
     update: Callable[..., None] = _update
     if device == "cuda":
-        # Copies: views at different places of one tensor would be compiled for each of some places.
+        # Clone: views at different offsets of one tensor would cause recompilation.
         update, numbers, origin = _compiled_update(), numbers.clone(), origin.clone()
     for start in range(0, count, _PIECE[device]):
         piece = slice(start, min(count, start + _PIECE[device]))
@@ -209,15 +211,15 @@ def _update_by_pieces(
 
 @cache
 def _compiled_update() -> Callable[..., None]:
-    """Return `_update` as one kernel that reads and writes each element once; eagerly it would be some fifty.
+    """Compile `_update` into one kernel that reads and writes each element once; eagerly it would take about fifty.
 
-    One graph for shards of all sizes, and one more for each further set of dtypes: with more dimensions than one, each
-    element's place would be found by dividing by a size, in 64 bits.
+    One graph serves shards of all sizes, with one more for each further set of dtypes.  Tensors are flat: with more
+    dimensions, each element's position would require 64-bit divisions.
     """
     compiled: Callable[..., None] = torch.compile(_update, dynamic=True, fullgraph=True)
 
     def update(*arguments: Any) -> None:
-        # Several models in one process, of several dtypes, come to more graphs than are allowed by default.
+        # Several models of several dtypes in one process can need more graphs than the default limit.
         with torch._dynamo.config.patch(recompile_limit=_MOST_GRAPHS):
             compiled(*arguments)
 

@@ -1,10 +1,10 @@
-"""An exponential moving average of the weights (EMA), kept beside them and sharded as they are.
+"""Exponential moving average (EMA) of the weights, sharded like the weights.
 
-Each rank averages its own shards, element by element and in float32, so that the average is the same on any mesh and
-costs no message.  After the first step it is the weights themselves; a step that is skipped leaves it as it is.
+Each rank averages its own shards, element by element in float32, so the average is the same on any mesh and needs no
+communication.  After the first step it equals the weights; skipped steps do not change it.
 
-Source: Polyak and Juditsky 1992, "Acceleration of stochastic approximation by averaging"; as an exponential average
-torch.optim.swa_utils has it.
+Source: Polyak and Juditsky 1992, "Acceleration of stochastic approximation by averaging"; as an exponential average,
+torch.optim.swa_utils.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from torch import nn
 from trainer.model.parameters import as_saved, local
 
 EMA = "ema"
-"""The part of a run's state that is the average."""
+"""Key of the state entry for the average."""
 
 
 class WeightAverage:
-    """The average of some parameters; with a decay of 0 of none, and then everything here does nothing."""
+    """The average of some parameters.  With a decay of 0 every method is a no-op."""
 
     may_be_absent = True
-    """In checkpoints of before there was one."""
+    """Older checkpoints do not have it."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], decay: float, is_evaluated: bool = True) -> None:
-        """`parameters`: by name, those that are trained.  `is_evaluated`: whether evaluations are to be with it."""
+        """`parameters`: the trainable ones, by name.  `is_evaluated`: whether evaluations use the average."""
         self._decay, self._is_evaluated = decay, is_evaluated
         self._parameters = dict(parameters) if decay else {}
         self._averages = {name: _like(parameter) for name, parameter in self._parameters.items()}
@@ -37,9 +37,9 @@ class WeightAverage:
 
     @torch.no_grad()
     def follow(self, is_finite: torch.Tensor | None = None) -> None:
-        """Take the weights of a step into the average, unless the scalar `is_finite` is false.
+        """Update the average with the current weights, unless the scalar `is_finite` is false.
 
-        The host does not wait for the device.  No collective.
+        No host sync, no collectives.
         """
         if not self._has_begun:
             self._has_begun = True
@@ -53,7 +53,7 @@ class WeightAverage:
             average.lerp_(parameter.to(average.dtype), weight)
 
     def _pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield this rank's shard of each parameter, and of its average."""
+        """Yield this rank's shards of each parameter and of its average."""
         for name, parameter in self._parameters.items():
             yield local(parameter.detach()), local(self._averages[name])
 
@@ -63,9 +63,9 @@ class WeightAverage:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Have the average in place of the weights inside the block, which is to leave them alone.
+        """Swap in the average for the weights inside the block, which must not modify them.
 
-        The weights are kept meanwhile: where training would have the gradients.
+        The weights are copied meanwhile; this needs no extra memory at the peak, since there are no gradients then.
         """
         if not (self._has_begun and self._is_evaluated):
             yield
@@ -82,7 +82,7 @@ class WeightAverage:
     # -- as a part of the state ----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        if not self._has_begun:  # of no step it is the weights
+        if not self._has_begun:  # before the first step, the average is the weights
             with torch.no_grad():
                 self._take_weights()
         weights = {name: as_saved(average, self._parameters[name]) for name, average in self._averages.items()}
@@ -105,10 +105,10 @@ class WeightAverage:
         return [f"train.ema: the average is {where} (allow it: checkpoint.allow_changes=[state.{EMA}])"]
 
     def prepare(self, stored: Mapping[str, Any]) -> None:
-        """Nothing: all that can be loaded is there."""
+        """Do nothing: every tensor to load into exists already."""
 
     def may_differ(self, key: str) -> bool:
-        """Nothing may: all ranks make the same step."""
+        """Return False: all ranks take the same steps."""
         return False
 
 

@@ -1,8 +1,8 @@
 """Optimizers and learning-rate schedules.
 
-An optimizer here is a list of torch optimizers that step together (Muon takes matrices only and leaves the rest to
-AdamW).  A schedule is a pure function of the step: it has no state of its own, so that a changed schedule or horizon
-takes effect as configured.
+An `Optimizer` is a list of torch optimizers that step together; for example, Muon handles only matrices, and AdamW the
+rest.  A schedule is a stateless, pure function of the step, so that changes of the schedule or the number of steps take
+effect as configured.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from trainer.optim.adamw import FusedAdamW, RoundingAdamW
 
 
 class Follower(Protocol):
-    """Follows the weights from step to step."""
+    """Is called after every optimizer step."""
 
     def follow(self, is_finite: torch.Tensor | None) -> None:
-        """A step has been made, and left out if the scalar `is_finite` is false.  Waits for no device."""
+        """Handle a step, which was skipped if the scalar `is_finite` is false.  Must not wait for the device."""
 
 
 class Optimizer:
@@ -32,11 +32,11 @@ class Optimizer:
     def __init__(self, *parts: torch.optim.Optimizer) -> None:
         self.parts = parts
         self.followers: list[Follower] = []
-        """Told of each step once it is made."""
+        """Called after each step."""
 
     @classmethod
     def of(cls, built: Optimizer | torch.optim.Optimizer) -> Optimizer:
-        """Return what `build_optimizer` has returned as an Optimizer."""
+        """Wrap what `build_optimizer` returned in an `Optimizer`, unless it is one."""
         return built if isinstance(built, Optimizer) else cls(built)
 
     @property
@@ -54,26 +54,25 @@ class Optimizer:
         return [{k: v for k, v in g.items() if k != "params"} for part in self.parts for g in part.param_groups]
 
     def set_hyperparameters(self, settings: list[dict[str, Any]]) -> None:
-        """Set what `hyperparameters` returned."""
+        """Restore settings returned by `hyperparameters`."""
         groups = [group for part in self.parts for group in part.param_groups]
         for group, values in zip(groups, settings, strict=True):
             group.update(values)
 
     def step(self, is_finite: torch.Tensor | None = None, scale: torch.Tensor | None = None) -> None:
-        """Update the parameters by their gradients times the scalar `scale`, on which all ranks agree; gradients may
-        or may not be multiplied by it afterwards.
+        """Update the parameters with their gradients times the scalar `scale`, which is the same on all ranks.
 
-        Nothing changes if the scalar `is_finite`, the same on all ranks, is false.  AdamW looks at that on the device.
-        On a GPU its kernel takes `scale` too, as it reads the gradients anyway; elsewhere they are multiplied first.
-        For any other optimizer the host must know whether gradients are finite: it waits, as it does for parameters
-        that are offloaded to it.
+        The gradients themselves may or may not be multiplied by `scale` afterwards.  Nothing changes if the scalar
+        `is_finite`, the same on all ranks, is false.  AdamW checks it on the device, and on a GPU its kernel also
+        applies `scale`, since it reads the gradients anyway; elsewhere they are multiplied first.  Any other optimizer
+        needs a host sync to know whether gradients are finite, and so do offloaded parameters.
         """
         for part in self.parts:
             is_fused = getattr(part, "looks_at_found_inf", False)
             if not is_fused and is_finite is not None and not is_finite:
                 continue
-            # Not on the CPU: the kernel divides by the inverse of `scale`, which is not the same to the last bit, and
-            # runs of before go on with the bits that they had.
+            # Not on the CPU: the kernel divides by the inverse of `scale`, which is not bit-identical, and existing runs
+            # must continue bit-identically.
             scales = is_fused and _device_of(part).type != "cpu"
             if scale is not None and not scales:
                 _multiply_gradients(part, scale)
@@ -94,10 +93,10 @@ def _device_of(part: torch.optim.Optimizer) -> torch.device:
 
 
 def step_on_device(part: torch.optim.Optimizer, is_finite: torch.Tensor | None, scale: torch.Tensor | None) -> None:
-    """Step with what the kernel looks at: `found_inf`, and `grad_scale`, which gradients are divided by.
+    """Step with the attributes that the fused kernel reads: `found_inf`, and `grad_scale`, which divides gradients.
 
-    As torch.amp.GradScaler says them; where the parameters are, and there before they are looked at: torch itself would
-    not wait for the copy.
+    These follow torch.amp.GradScaler.  They are copied to the parameters' device before the step, since torch itself
+    would not wait for the copy.
     """
     device = _device_of(part)
     given = {"found_inf": None if is_finite is None else ~is_finite, "grad_scale": None if scale is None else 1 / scale}
@@ -119,9 +118,9 @@ def _multiply_gradients(part: torch.optim.Optimizer, scale: torch.Tensor) -> Non
 
 
 def build_optimizer(model: nn.Module, config: OptimSection, seed: int = 0) -> Optimizer:
-    """Return the configured optimizer over the trainable parameters of `model` (DTensors, or plain tensors).
+    """Build the configured optimizer for the trainable parameters of `model` (DTensors or plain tensors).
 
-    Weight decay is for matrices: norms, biases and embeddings have none, unless `decay_all`.  `seed` is that of
+    Weight decay applies to matrices; norms, biases and embeddings have none, unless `decay_all`.  `seed` is for
     stochastic rounding.
     """
     decayed, rest = _split(model, config.decay_all)
@@ -152,9 +151,9 @@ def build_optimizer(model: nn.Module, config: OptimSection, seed: int = 0) -> Op
 
 
 def moments_of(model: nn.Module, config: OptimSection) -> dict[int, tuple[int, int]]:
-    """Return what the configured optimizer keeps for each parameter, by the latter's id.
+    """Return the size of the configured optimizer's state for each parameter, by the parameter's id.
 
-    That is how many tensors of the parameter's own size, and the bytes of one element of these.
+    The size is the number of tensors of the parameter's shape, and the bytes per element.
     """
     decayed, rest = _split(model, config.decay_all)
     own_size = None
@@ -166,12 +165,12 @@ def moments_of(model: nn.Module, config: OptimSection) -> dict[int, tuple[int, i
 
 
 AVERAGE_SIZE = 4
-"""Bytes of an element of an average of the weights."""
+"""Bytes per element of an average of the weights."""
 
 
 def bytes_of_training(model: nn.Module, config: OptimSection, averages: bool = False) -> tuple[int, int, int]:
-    """Return the bytes on this rank of the weights, of their gradients, and of what is kept for them from step to step:
-    by the optimizer, and as an average if there is one.
+    """Return this rank's bytes of weights, of gradients, and of persistent state: optimizer state, and the average if
+    any.
     """
     moments = moments_of(model, config)
     weights = gradients = kept = 0
@@ -185,12 +184,12 @@ def bytes_of_training(model: nn.Module, config: OptimSection, averages: bool = F
 
 
 def _keeps_bfloat16(parameters: list[nn.Parameter], config: OptimSection) -> bool:
-    """Return whether AdamW has anything to round; torch's own, which has not, is one fused kernel."""
+    """Return whether AdamW must round; otherwise torch's, which does not round, is a single fused kernel."""
     return config.state_dtype == "bfloat16" or any(p.dtype == torch.bfloat16 for p in parameters)
 
 
 def _matrices(model: nn.Module, decayed: list[nn.Parameter]) -> list[nn.Parameter]:
-    """Return the parameters that Muon is for."""
+    """Return the parameters that Muon handles."""
     embeddings = _embeddings(model)
     return [p for p in decayed if p.ndim == 2 and id(p) not in embeddings]
 
@@ -203,7 +202,7 @@ def _build(
         return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, foreach=True)
     for group in groups:
         if all(parameter.dtype == torch.float32 for parameter in group["params"]):
-            group["state_dtype"] = "float32"  # whatever a checkpoint has
+            group["state_dtype"] = "float32"  # overrides the value in a checkpoint
     return FusedAdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
 
 
@@ -227,7 +226,7 @@ def _split(model: nn.Module, decay_all: bool) -> tuple[list[nn.Parameter], list[
 
 
 def _embeddings(model: nn.Module) -> set[int]:
-    """Return the ids of embedding tables, a tied head's included."""
+    """Return the ids of the parameters of embedding tables, including a tied head's."""
     tables = [module for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))]
     return {id(parameter) for table in tables for parameter in table.parameters(recurse=False)}
 
@@ -240,10 +239,12 @@ class Schedule:
         self.num_steps = config.train.steps
         self.shape: ScheduleSection = config.schedule
         self.zero_after_end = True
-        """Whether a decay to zero reaches it a step after the last one.  A resumed run keeps what it began with."""
+        """Whether a decay to zero reaches zero one step after the last.  A resumed run keeps the value that it started
+        with.
+        """
 
     def lr(self, step: int) -> float:
-        """Return the learning rate of step `step`, the first being 1."""
+        """Return the learning rate of step `step`, counted from 1."""
         shape, warmup = self.shape, self.shape.warmup(self.num_steps)
         if shape.name == "range":
             first, last = shape.lr_range
@@ -253,10 +254,10 @@ class Schedule:
         return self.peak * (shape.min_lr_ratio + (1 - shape.min_lr_ratio) * self._height(step))
 
     def _height(self, step: int) -> float:
-        """Return how much of the way from floor to peak is left after the warmup, from 1 to 0.
+        """Return the height between floor (0) and peak (1) after the warmup.
 
-        The last step is at the floor.  Where the floor is zero that step would change nothing, and a run of one step
-        would train nothing at all: the decay is a step longer then, and reaches zero just after the last one.
+        The last step is at the floor.  If the floor is zero, that step would change nothing, and a run of one step
+        would train nothing at all; the decay is then one step longer, and reaches zero just after the last step.
 
         wsd (warmup, stable, decay): Hu et al. 2024, arXiv:2404.06395; its decay is linear, over a share of the run.
         """
