@@ -733,8 +733,8 @@ DEFECTS: list[Defect] = [
     Defect(
         "parts-from-behind-a-gap",
         "chats-continue",
-        "Parts.read",
-        "self._remove_from(self._num_parts)  # they follow one that is damaged",
+        "PartialResults.read",
+        "self._remove_from(self._num_parts)  # these parts follow a damaged one",
         "pass",
     ),
     Defect(

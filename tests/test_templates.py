@@ -215,7 +215,7 @@ def test_a_template_that_is_costly_on_some_conversation_alone_is_ended_there(
 def test_a_block_that_cannot_be_entered_leaves_no_limit_behind(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stop request may come between any two instructions."""
     before, real = resource.getrlimit(resource.RLIMIT_AS), resource.setrlimit
-    watch, lock = limits._Watch(), limits._ONE_AT_A_TIME
+    watch, lock = limits._Watchdog(), limits._RENDER_LOCK
 
     def set_and_raise(*arguments: Any) -> None:
         real(*arguments)
@@ -227,7 +227,7 @@ def test_a_block_that_cannot_be_entered_leaves_no_limit_behind(where: str, monke
         raise StopRequested("SIGTERM")
 
     def begin_and_raise() -> None:
-        limits._Watch.begin(watch)
+        limits._Watchdog.begin(watch)
         raise StopRequested("SIGTERM")
 
     monkeypatch.setattr(limits, "_WATCH", watch)
@@ -247,12 +247,12 @@ def test_a_block_that_cannot_be_entered_leaves_no_limit_behind(where: str, monke
 
 def test_a_block_that_is_late_at_its_very_end_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """The exception that ends a rendering may be raised where the watch is about to be told of its end."""
-    watch = limits._Watch()
+    watch = limits._Watchdog()
     monkeypatch.setattr(limits, "_WATCH", watch)
     with pytest.raises(limits.TemplateTimeout), limited():
         watch._lock = LateLock()  # type: ignore[assignment]
     assert watch.renderer is None
-    assert is_free(limits._ONE_AT_A_TIME)
+    assert is_free(limits._RENDER_LOCK)
 
 
 class LateLock:

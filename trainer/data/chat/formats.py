@@ -154,16 +154,20 @@ def _read_prompt_completion(values: Mapping[str, Any]) -> Sample:
 
 def _read_preference(values: Mapping[str, Any]) -> Pair:
     prompt, tools = values["prompt"], _tools(values["tools"])
-    chosen, rejected = (_preferred(prompt, values[key], key, tools) for key in ("chosen", "rejected"))
+    chosen, rejected = (_preference_answer(prompt, values[key], key, tools) for key in ("chosen", "rejected"))
     if chosen == rejected:
         raise BadChat("chosen and rejected are identical")
-    if isinstance(chosen, Conversation) and isinstance(rejected, Conversation) and _asked(chosen) != _asked(rejected):
+    if (
+        isinstance(chosen, Conversation)
+        and isinstance(rejected, Conversation)
+        and _prompt_of(chosen) != _prompt_of(rejected)
+    ):
         rule = "chosen and rejected answer different prompts: they must be the same up to the user's last message"
         raise BadChat(rule, fix="remove the record")
     return Pair(chosen, rejected)
 
 
-def _preferred(prompt: Any, answer: Any, key: str, tools: Sequence[Mapping[str, Any]]) -> Sample:
+def _preference_answer(prompt: Any, answer: Any, key: str, tools: Sequence[Mapping[str, Any]]) -> Sample:
     if prompt is not None:
         return _prompt_with_answer(prompt, answer, key, tools)
     messages = _messages(answer, key)
@@ -171,11 +175,11 @@ def _preferred(prompt: Any, answer: Any, key: str, tools: Sequence[Mapping[str, 
     return Conversation(messages, tools, first=last + 1)
 
 
-def _asked(chat: Conversation) -> list[tuple[str, str]]:
-    return _spoken(chat.messages[: chat.first])
+def _prompt_of(chat: Conversation) -> list[tuple[str, str]]:
+    return _roles_and_texts(chat.messages[: chat.first])
 
 
-def _spoken(messages: Sequence[Message]) -> list[tuple[str, str]]:
+def _roles_and_texts(messages: Sequence[Message]) -> list[tuple[str, str]]:
     """Return the role and stripped text of each message, so that leading and trailing white space is ignored."""
     return [(message["role"], message["content"].strip()) for message in messages]
 
@@ -211,7 +215,7 @@ def _index_after_prompt(prompt: Sequence[Message], answer: Sequence[Message]) ->
 
     A prompt at the start of the answer is preferred, otherwise its last occurrence.
     """
-    asked, spoken = _spoken(prompt), _spoken(answer)
+    asked, spoken = _roles_and_texts(prompt), _roles_and_texts(answer)
     starts = (0, *range(len(spoken) - len(asked), 0, -1))
     return next((start + len(asked) for start in starts if spoken[start : start + len(asked)] == asked), None)
 

@@ -128,17 +128,17 @@ class limited:
     """
 
     def __enter__(self) -> None:
-        self._is_inner = _WATCH.renderer == threading.get_ident()
+        self._is_inner = _WATCHDOG.renderer == threading.get_ident()
         if self._is_inner:
-            _WATCH.number += 1
+            _WATCHDOG.number += 1
             return
         self._before: tuple[Limits, Limits] | None = None
         try:  # a stop request may be raised at any point in here
             _RENDER_LOCK.acquire()
-            limits = self._before = _SPACE.limits()
+            limits = self._before = _MEMORY_LIMITS.limits()
             if limits is not None:
                 resource.setrlimit(resource.RLIMIT_AS, limits[1])
-            _WATCH.begin()
+            _WATCHDOG.begin()
         except BaseException:
             self._leave()
             raise
@@ -150,7 +150,7 @@ class limited:
     def _leave(self) -> None:
         """Undo what `__enter__` did, even if it did not complete."""
         try:
-            _WATCH.end()
+            _WATCHDOG.end()
         finally:
             try:
                 if self._before is not None:
@@ -184,7 +184,7 @@ def _memory_limits() -> tuple[Limits, Limits] | None:
     return (soft, hard), (used + MEMORY, hard)
 
 
-class _Space:
+class _MemoryLimits:
     """Caches the address-space limits for a tenth of a second."""
 
     def __init__(self) -> None:
@@ -198,13 +198,13 @@ class _Space:
         return self._limits
 
 
-class _Watch:
+class _Watchdog:
     """A watchdog thread that raises TemplateTimeout in the rendering thread after CPU_S seconds of CPU time.
 
     It starts with the first rendering, and ends after a few seconds without one.
     """
 
-    _EVERY_S = 0.2
+    _POLL_S = 0.2
     _IDLE_S = 5.0
 
     def __init__(self) -> None:
@@ -213,15 +213,15 @@ class _Watch:
         """Number of renderings started; the watchdog detects a new rendering by a change of it."""
         self.renderer: int | None = None
         """The rendering thread, or None."""
-        self._is_late = False
+        self._has_fired = False
         self._thread: threading.Thread | None = None
 
     def begin(self) -> None:
         with self._lock:
             self.number += 1
-            self.renderer, self._is_late = threading.get_ident(), False
+            self.renderer, self._has_fired = threading.get_ident(), False
             if self._thread is None:
-                thread = threading.Thread(target=self._look, name="template-limits", daemon=True)
+                thread = threading.Thread(target=self._watch, name="template-limits", daemon=True)
                 with contextlib.suppress(RuntimeError):  # no more threads are allowed: rely on the trial alone
                     thread.start()
                     self._thread = thread
@@ -238,14 +238,14 @@ class _Watch:
         with self._lock:
             if self.renderer != threading.get_ident():
                 return
-            if self._is_late:  # cancel a pending TemplateTimeout, which must not be raised after the block
+            if self._has_fired:  # cancel a pending TemplateTimeout, which must not be raised after the block
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.renderer), None)
             self.renderer = None
 
-    def _look(self) -> None:
+    def _watch(self) -> None:
         seen, began, idle_since = 0, 0.0, time.monotonic()
         while True:
-            time.sleep(self._EVERY_S)
+            time.sleep(self._POLL_S)
             with self._lock:
                 if self.renderer is None:
                     if self.number == seen and time.monotonic() - idle_since > self._IDLE_S:
@@ -257,8 +257,8 @@ class _Watch:
                 now = _cpu_s(self.renderer)
                 if self.number != seen:
                     seen, began, idle_since = self.number, now, time.monotonic()
-                elif now - began > CPU_S and not self._is_late:
-                    self._is_late = True
+                elif now - began > CPU_S and not self._has_fired:
+                    self._has_fired = True
                     error = ctypes.py_object(TemplateTimeout)
                     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.renderer), error)
 
@@ -269,13 +269,13 @@ def _cpu_s(thread: int) -> float:
     return time.clock_gettime(clock(thread)) if clock is not None else time.monotonic()
 
 
-_SPACE, _WATCH = _Space(), _Watch()
+_MEMORY_LIMITS, _WATCHDOG = _MemoryLimits(), _Watchdog()
 
 
 def _reset_after_fork() -> None:
     """Reset the locks and the watchdog in a forked child, where the threads that held or ran them do not exist."""
-    global _RENDER_LOCK, _WATCH
-    _RENDER_LOCK, _WATCH = threading.RLock(), _Watch()
+    global _RENDER_LOCK, _WATCHDOG
+    _RENDER_LOCK, _WATCHDOG = threading.RLock(), _Watchdog()
 
 
 os.register_at_fork(after_in_child=_reset_after_fork)

@@ -59,13 +59,15 @@ class Encoder:
         template = self._template
         return [self.tokenizer.name, self._train_on, [template.sources, template.tokens] if template else None]
 
-    def encode(self, sample: Sample, most: int | None = None) -> Encoded:
+    def encode(self, sample: Sample, max_tokens: int | None = None) -> Encoded:
         """Encode a conversation or a completion.  Raises BadChat.
 
         most: tokens from this index on may be left out of the mask, because they will be truncated.  Masking a turn
             renders everything before it again, so that a conversation of 20,000 turns would take minutes otherwise.
         """
-        return self._encode_completion(sample) if isinstance(sample, Completion) else self._encode_chat(sample, most)
+        return (
+            self._encode_completion(sample) if isinstance(sample, Completion) else self._encode_chat(sample, max_tokens)
+        )
 
     def _encode_completion(self, sample: Completion) -> Encoded:
         """Encode prompt and completion separately, so that the prompt's tokens are the same as at inference time."""
@@ -76,8 +78,8 @@ class Encoder:
         spelled = self.tokenizer.spelled_in(sample.prompt + sample.completion)
         return Encoded(np.concatenate([prompt, completion]), trained, spelled)
 
-    def _encode_chat(self, chat: Conversation, most: int | None) -> Encoded:
-        text, ids, _, trained = self._marked(chat, most)
+    def _encode_chat(self, chat: Conversation, max_tokens: int | None) -> Encoded:
+        text, ids, _, trained = self._marked(chat, max_tokens)
         return Encoded(ids, trained, self.tokenizer.spelled_by_content(text))
 
     @property
@@ -95,21 +97,21 @@ class Encoder:
         for before in ([asked], [system, asked]):
             try:
                 prompt = template.render(before, prompts=True).text
-                whole = template.render([*before, answer]).text
+                full = template.render([*before, answer]).text
                 encoded = Encoder(self.tokenizer, template, "last").encode(Conversation([*before, answer]))
             except BadChat:  # a template may require a system message, or reject one
                 continue
             notes = []
-            header = whole[len(prompt) : whole.rfind("Hello")] if "Hello" in whole[len(prompt) :] else ""
+            header = full[len(prompt) : full.rfind("Hello")] if "Hello" in full[len(prompt) :] else ""
             if prompt == template.render(before).text and header.strip():
                 notes.append(
                     f"the chat template ignores add_generation_prompt: the model learns to write {header!r} itself, as "
                     "every client will make it do"
                 )
             targets = encoded.ids[encoded.trained]
-            is_shown = len(targets) and "Hello" in whole  # a template may mark only some turns, or alter the text
+            is_shown = len(targets) and "Hello" in full  # a template may mark only some turns, or alter the text
             if is_shown and self._train_on != "all" and not self.tokenizer.is_added(int(targets[-1])):
-                end = whole[whole.rfind("Hello") + 5 :].strip()
+                end = full[full.rfind("Hello") + 5 :].strip()
                 notes.append(
                     f"warning: the chat template ends turns with {end!r}, which is not a token of its own: generation "
                     "does not stop there"
@@ -132,37 +134,39 @@ class Encoder:
         ]
 
     def _marked(
-        self, chat: Conversation, most: int | None = None
+        self, chat: Conversation, max_tokens: int | None = None
     ) -> tuple[str, NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
         """Return a conversation's text, its ids, the character span of each id, and the loss mask.
 
-        Turns that start after the first `most` ids are skipped.
+        Turns that start after the first `max_tokens` ids are skipped.
         """
         template = self._template
         if template is None:
-            raise BadChat("needs a chat template, and the tokenizer has none", "data.chat_template", fix=_NAME_ONE)
+            raise BadChat(
+                "needs a chat template, and the tokenizer has none", "data.chat_template", fix=_FIX_NO_TEMPLATE
+            )
         _check_support(chat, template)
         quoted = self.tokenizer.quoted
         try:
             chat = replace(chat, messages=quoted(chat.messages), tools=quoted(chat.tools))
-            whole = template.render(chat.messages, chat.tools)
+            full = template.render(chat.messages, chat.tools)
         except RecursionError as error:
             raise BadChat("is nested too deeply", fix="remove the record") from error
-        _check_whole(chat, whole.text)
-        ids, places = self.tokenizer.encode(whole.text)
-        everything = self._train_on == "all"
-        turns = chat.excluded if everything else self._turns(chat)
+        _check_all_included(chat, full.text)
+        ids, places = self.tokenizer.encode(full.text)
+        is_all_trained = self._train_on == "all"
+        turns = chat.excluded if is_all_trained else self._turns(chat)
         marked = np.zeros(len(ids), bool)
-        until = len(whole.text) if most is None or len(ids) <= most else int(places[most, 0])
-        with template.several():
+        until = len(full.text) if max_tokens is None or len(ids) <= max_tokens else int(places[max_tokens, 0])
+        with template.limits_for_many():
             for turn in turns:
                 stop_if_asked()
-                spans = _message_spans(template, chat, whole, turn)
+                spans = _message_spans(template, chat, full, turn)
                 for start, end in spans:
                     marked |= (places[:, 0] < end) & (places[:, 1] > start)
                 if spans and spans[0][0] >= until:
                     break
-        return whole.text, ids, places, ~marked if everything else marked
+        return full.text, ids, places, ~marked if is_all_trained else marked
 
     def _turns(self, chat: Conversation) -> list[int]:
         turns = chat.assistant_turns
@@ -178,48 +182,48 @@ class Encoder:
 def _check_support(chat: Conversation, template: ChatTemplate) -> None:
     """Raise BadChat for tools or tool calls that the template would silently omit."""
     if chat.tools and not template.reads_tools:
-        raise BadChat("has tools, which the chat template does not support", "data.chat_template", fix=_OTHER)
+        raise BadChat("has tools, which the chat template does not support", "data.chat_template", fix=_FIX_NO_TOOLS)
     calls = [number for number, message in enumerate(chat.messages) if message.get("tool_calls")]
     if calls and not template.reads_tool_calls:
         rule = f"messages[{calls[0]}].tool_calls: the chat template does not support tool calls"
-        raise BadChat(rule, "data.chat_template", fix=_OTHER)
+        raise BadChat(rule, "data.chat_template", fix=_FIX_NO_TOOLS)
 
 
-_NAME_ONE = "data.chat_template=chatml, or a .jinja file"
-_OTHER = "give a .jinja file that has one"
+_FIX_NO_TEMPLATE = "data.chat_template=chatml, or a .jinja file"
+_FIX_NO_TOOLS = "give a .jinja file that has one"
 
 
-def _check_whole(chat: Conversation, text: str) -> None:
+def _check_all_included(chat: Conversation, text: str) -> None:
     """Raise BadChat if the template omitted a message."""
     for number, message in enumerate(chat.messages):
         content = message.get("content") or ""
-        if message["role"] != "assistant" and not _is_within(content, text):
+        if message["role"] != "assistant" and not _contains_message(content, text):
             rule = f"messages[{number}].role={message['role']!r}: the chat template leaves this message out"
             raise BadChat(rule, "data.chat_template", fix="give a .jinja file that includes it")
 
 
-def _is_within(content: str, text: str) -> bool:
+def _contains_message(content: str, text: str) -> bool:
     """Return whether the text contains a message: verbatim, JSON-escaped, or with its lines indented."""
     as_json = json.dumps(content.strip(), ensure_ascii=False)[1:-1]
     return as_json in text or all(line.strip() in text for line in content.splitlines())
 
 
-def _message_spans(template: ChatTemplate, chat: Conversation, whole: Rendered, number: int) -> list[tuple[int, int]]:
+def _message_spans(template: ChatTemplate, chat: Conversation, full: Rendered, number: int) -> list[tuple[int, int]]:
     """Return the character spans of a message in the full text; for the assistant, of the text that it generates.
 
     Raises BadChat; see `_assistant_spans`.
     """
     if chat.messages[number]["role"] == "assistant":
-        return _assistant_spans(template, chat, whole, number)
+        return _assistant_spans(template, chat, full, number)
     before, until = (
         template.render(chat.messages[:end], chat.tools).text if end else "" for end in (number, number + 1)
     )
-    if not (whole.text.startswith(before) and whole.text.startswith(until)):
+    if not (full.text.startswith(before) and full.text.startswith(until)):
         raise _changes_later(number)
     return [(len(before), len(until))]
 
 
-def _assistant_spans(template: ChatTemplate, chat: Conversation, whole: Rendered, turn: int) -> list[tuple[int, int]]:
+def _assistant_spans(template: ChatTemplate, chat: Conversation, full: Rendered, turn: int) -> list[tuple[int, int]]:
     """Return the (start, end) character spans that the assistant generates in a turn, including the end-of-turn token.
 
     A span starts at the end of the prompt that a client would render (`add_generation_prompt`), so that training and
@@ -227,25 +231,25 @@ def _assistant_spans(template: ChatTemplate, chat: Conversation, whole: Rendered
     differently once other turns follow.
     """
     before = template.render(chat.messages[:turn], chat.tools).text
-    until = whole.text
+    until = full.text
     if turn + 1 < len(chat.messages):
         until = template.render(chat.messages[: turn + 1], chat.tools).text
     end = _end_of_turn(template, chat, until, turn)
-    if not whole.text.startswith(until[:end]):
+    if not full.text.startswith(until[:end]):
         raise _changes_later(turn)
     prompt = template.render(chat.messages[:turn], chat.tools, prompts=True).text
     if template.has_generation:
-        if not whole.text.startswith(before.rstrip()):
+        if not full.text.startswith(before.rstrip()):
             raise _changes_later(turn)
-        spans = [(start, min(stop, end)) for start, stop in whole.generated if len(before.rstrip()) <= start < end]
+        spans = [(start, min(stop, end)) for start, stop in full.generated if len(before.rstrip()) <= start < end]
         if not spans:
             return []
         spans[-1] = (spans[-1][0], end)
         if prompt == before:  # no generation prompt: the model has to generate the header outside the tag as well
             spans[0] = (len(before), spans[0][1])
         return spans
-    if not whole.text.startswith(prompt):
-        raise _lacks_generation_prompt(turn) if whole.text.startswith(before) else _changes_later(turn)
+    if not full.text.startswith(prompt):
+        raise _lacks_generation_prompt(turn) if full.text.startswith(before) else _changes_later(turn)
     return [(len(prompt), end)]
 
 

@@ -34,11 +34,11 @@ def first_chats(data: DataSection, inputs: Sequence[str], number: int, key: str)
     check_columns(data.columns or {}, data.format)
     encoder = encoder_of(data)
     records = (found for given in inputs for path in find_files(key, given) for found in read_records(path, key))
-    chosen: Format | None = None
+    detected: Format | None = None
     for place, record in islice(records, number):
         try:
-            chosen = chosen or Format.detect(record, data.format, data.columns)
-            sample = chosen.read(record)
+            detected = detected or Format.detect(record, data.format, data.columns)
+            sample = detected.read(record)
             if isinstance(sample, Pair):
                 yield DisplayedChat(f"{place}, chosen", encoder.pieces(sample.chosen))
                 yield DisplayedChat(f"{place}, rejected", encoder.pieces(sample.rejected))

@@ -37,16 +37,16 @@ def open_chats(data: DataSection, vocab_size: int | None, split: Split) -> Sourc
     check_columns(data.columns or {}, data.format)
     encoder = encoder_of(data)
     if vocab_size is not None and encoder.tokenizer.vocab_size > vocab_size:
-        least = encoder.tokenizer.vocab_size
-        rule = f"the ids of data.tokenizer={data.tokenizer} need at least {least}"
-        fix = f"the tokenizer that the weights came with; for new weights also model.vocab_size={least}"
+        min_vocab_size = encoder.tokenizer.vocab_size
+        rule = f"the ids of data.tokenizer={data.tokenizer} need at least {min_vocab_size}"
+        fix = f"the tokenizer that the weights came with; for new weights also model.vocab_size={min_vocab_size}"
         raise setting_error("model.vocab_size", vocab_size, rule, fix=fix)
     if split == "eval" and data.eval_path is not None:
-        kept = _tokenized(data, "data.eval_path", str(data.eval_path), 0.0, encoder)
-        return _make_source(kept.train, kept, data, encoder)
+        chat_shards = _tokenized(data, "data.eval_path", str(data.eval_path), 0.0, encoder)
+        return _make_source(chat_shards.train, chat_shards, data, encoder)
     holdout = 0.0 if data.eval_path is not None else data.holdout or 0.0
-    kept = _tokenized(data, "data.path", str(data.path), holdout, encoder)
-    return _make_source(kept.train if split == "train" else kept.held_out, kept, data, encoder)
+    chat_shards = _tokenized(data, "data.path", str(data.path), holdout, encoder)
+    return _make_source(chat_shards.train if split == "train" else chat_shards.held_out, chat_shards, data, encoder)
 
 
 def encoder_of(data: DataSection) -> Encoder:
@@ -61,7 +61,7 @@ def encoder_of(data: DataSection) -> Encoder:
 
 
 def _tokenized(data: DataSection, key: str, path: str, holdout: float, encoder: Encoder) -> ChatShards:
-    order = ChatSpec(
+    spec = ChatSpec(
         key=key,
         files=tuple(map(Path, find_files(key, path))),
         format=data.format,
@@ -71,18 +71,18 @@ def _tokenized(data: DataSection, key: str, path: str, holdout: float, encoder: 
         too_long="drop" if data.too_long == "auto" else data.too_long,
         holdout=holdout,
     )
-    kept = get_or_tokenize(order, encoder, data.cache_dir)
+    chat_shards = get_or_tokenize(spec, encoder, data.cache_dir)
     if data.too_long == "auto":
-        check_dropped(kept.report, key, data.seq_len)
-    return kept
+        check_dropped(chat_shards.report, key, data.seq_len)
+    return chat_shards
 
 
-def _make_source(shard: Shard | None, kept: ChatShards, data: DataSection, encoder: Encoder) -> Source | None:
+def _make_source(shard: Shard | None, chat_shards: ChatShards, data: DataSection, encoder: Encoder) -> Source | None:
     if shard is None:
         return None
-    if kept.report.pairs:
-        return PairSource(shard, kept.report, data.seq_len, encoder)
-    return ChatSource(shard, kept.report, data.seq_len, data.arrangement != "apart", encoder)
+    if chat_shards.report.pairs:
+        return PairSource(shard, chat_shards.report, data.seq_len, encoder)
+    return ChatSource(shard, chat_shards.report, data.seq_len, data.arrangement != "apart", encoder)
 
 
 class _Conversations(Source):

@@ -150,7 +150,7 @@ class ChatReport:
         ]
         lines = [", ".join(facts)]
         if self.unused:
-            lines.append(f"  no targets in {_listed(self.unused)}")
+            lines.append(f"  no targets in {_list_places(self.unused)}")
         if self.most_dropped > _WARN_DROPPED_SHARE:
             lines.append(f"warning: {self.dropped_facts()} are not trained on; {self.suggested_lengths()}")
         if self.plain and has_template:
@@ -161,7 +161,7 @@ class ChatReport:
         if self.spelling:
             lines.append(
                 f"warning: {self.spelling:,} {self.kind} spell {self.token} in their text, where it is text, not the "
-                f"token ({_listed(self.spelled, self.spelling)}): has a chat template been applied to them before?"
+                f"token ({_list_places(self.spelled, self.spelling)}): has a chat template been applied to them before?"
             )
         return "\n".join(lines)
 
@@ -189,7 +189,7 @@ def check_dropped(report: ChatReport, key: str, seq_len: int) -> None:
     raise setting_error("data.seq_len", seq_len, rule, fix=fix)
 
 
-def _listed(places: Sequence[str], count: int | None = None) -> str:
+def _list_places(places: Sequence[str], count: int | None = None) -> str:
     """List the first few of `count` locations."""
     more = (len(places) if count is None else count) - len(places[:5])
     return ", ".join(places[:5]) + (f" and {more:,} more" if more > 0 else "")
@@ -204,21 +204,21 @@ class ChatShards:
     report: ChatReport
 
 
-def get_or_tokenize(order: ChatSpec, encoder: Encoder, cache_dir: str | None) -> ChatShards:
+def get_or_tokenize(spec: ChatSpec, encoder: Encoder, cache_dir: str | None) -> ChatShards:
     """Return the tokenized conversations from the cache, tokenizing them first if they are not in it.
 
     Raises UserError if a conversation cannot be trained on, or no cache folder is writable.
     """
-    name = f"chat-{_digest(order, encoder)}"
-    size = sum(path.stat().st_size for path in order.files)
+    name = f"chat-{_digest(spec, encoder)}"
+    size = sum(path.stat().st_size for path in spec.files)
     return get_or_build(
-        cache_dir, name, "conversations", lambda folder: _tokenize_all(folder, name, order, encoder), _load, size
+        cache_dir, name, "conversations", lambda folder: _tokenize_all(folder, name, spec, encoder), _load, size
     )
 
 
-def _digest(order: ChatSpec, encoder: Encoder) -> str:
-    files = [(str(path.absolute()), path.stat().st_size, path.stat().st_mtime_ns) for path in order.files]
-    settings = dataclasses.asdict(dataclasses.replace(order, files=(), key=""))
+def _digest(spec: ChatSpec, encoder: Encoder) -> str:
+    files = [(str(path.absolute()), path.stat().st_size, path.stat().st_mtime_ns) for path in spec.files]
+    settings = dataclasses.asdict(dataclasses.replace(spec, files=(), key=""))
     facts = [_VERSION, files, settings, encoder.identity]
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:20]
 
@@ -260,9 +260,9 @@ class PartialResults:
         self.num_records = 0
         """Number of records that the parts cover, including records without documents."""
         self._num_parts = 0
-        self._new: list[Sequence[Encoded]] = []
-        self._kept_at = time.monotonic()
-        self._seen = 0
+        self._pending: list[Sequence[Encoded]] = []
+        self._flushed_at = time.monotonic()
+        self._num_seen = 0
 
     def _path(self, number: int) -> Path:
         return self._folder / f"{self._name}.part-{number:05d}"
@@ -274,7 +274,7 @@ class PartialResults:
             found = np.split(tokens, np.cumsum(counts)[:-1]) if len(counts) else []
             documents = [decode_sample(each) for each in found]
             ends = np.cumsum(sizes)
-            self.num_records = self._seen = about["num_records"]
+            self.num_records = self._num_seen = about["num_records"]
             self._num_parts += 1
             yield [documents[end - size : end] for end, size in zip(ends, sizes, strict=True)], about["report"]
         self._remove_from(self._num_parts)  # these parts follow a damaged one
@@ -289,18 +289,18 @@ class PartialResults:
 
     def add(self, documents: Sequence[Encoded], report: ChatReport) -> None:
         """Add the documents of one record."""
-        self._seen += 1
+        self._num_seen += 1
         if documents:
-            self._new.append(documents)
-        if time.monotonic() - self._kept_at > _PART_S:
-            self.keep(report)
+            self._pending.append(documents)
+        if time.monotonic() - self._flushed_at > _PART_S:
+            self.flush(report)
 
-    def keep(self, report: ChatReport) -> None:
+    def flush(self, report: ChatReport) -> None:
         """Write the documents added since the last call as a new part."""
-        if self._seen == self.num_records:
+        if self._num_seen == self.num_records:
             return
-        about = json.dumps({"num_records": self._seen, "report": dataclasses.asdict(report)})
-        documents = [document for some in self._new for document in some]
+        about = json.dumps({"num_records": self._num_seen, "report": dataclasses.asdict(report)})
+        documents = [document for some in self._pending for document in some]
         with contextlib.suppress(OSError):  # such as a full disk: the final shards may still fit
             with replacing(self._path(self._num_parts)) as partial, open(partial, "wb") as file:
                 np.savez(
@@ -309,12 +309,12 @@ class PartialResults:
                         [np.zeros(0, np.int64), *(2 * each.ids + each.trained for each in documents)]
                     ),
                     counts=np.array([len(each.ids) for each in documents], np.int64),
-                    sizes=np.array([len(some) for some in self._new], np.int64),
+                    sizes=np.array([len(some) for some in self._pending], np.int64),
                     about=np.frombuffer(about.encode(), np.uint8),
                 )
             self._num_parts += 1
-            self.num_records, self._new = self._seen, []
-        self._kept_at = time.monotonic()
+            self.num_records, self._pending = self._num_seen, []
+        self._flushed_at = time.monotonic()
 
     def remove_old(self) -> None:
         """Remove stale parts of any files from this folder."""
@@ -377,21 +377,21 @@ class _SplitWriter:
             self._writer.discard()
 
 
-def _tokenize_all(folder: Path, name: str, order: ChatSpec, encoder: Encoder) -> None:
-    if sum(path.stat().st_size for path in order.files) > _ANNOUNCE_BYTES:
-        say(f"tokenizing {order.key}, once: the conversations are stored in {folder.parent}")
+def _tokenize_all(folder: Path, name: str, spec: ChatSpec, encoder: Encoder) -> None:
+    if sum(path.stat().st_size for path in spec.files) > _ANNOUNCE_BYTES:
+        say(f"tokenizing {spec.key}, once: the conversations are stored in {folder.parent}")
     tokenizer = encoder.tokenizer
     doubled = _DoubledTokenizer(tokenizer.name, 2 * tokenizer.vocab_size, 2 * tokenizer.plain.end_id)
     train, held_out = (_SplitWriter(folder / f"{split}.bin", doubled) for split in ("train", "eval"))
     report, parts = ChatReport(), PartialResults(folder.parent, name)
     parts.remove_old()
-    reading = _ChatReader(order, encoder, report, parts)
+    reading = _ChatReader(spec, encoder, report, parts)
     try:
-        with Counting(lambda: f"tokenizing {order.key}: {report.chats:,} {report.kind}"):
-            _write(reading.conversations(), order.holdout, train, held_out, report)
+        with Counting(lambda: f"tokenizing {spec.key}: {report.chats:,} {report.kind}"):
+            _write(reading.conversations(), spec.holdout, train, held_out, report)
         report.tokens, report.trained = train.tokens, train.trained
         report.held_out, report.held_out_tokens = held_out.samples, held_out.tokens
-        _check(order, report, is_empty=train.is_empty)
+        _check(spec, report, is_empty=train.is_empty)
         train.publish()
         held_out.publish()
     finally:
@@ -414,25 +414,27 @@ def _write(
     If `holdout` is positive and there are at least two distinct conversations, at least one of them is held out.
     """
     digest = hashlib.blake2b(digest_size=8)
-    spare: list[Sequence[Encoded]] = []  # lowest hash so far, with its duplicates, until a conversation is held out
+    lowest_hashed: list[
+        Sequence[Encoded]
+    ] = []  # lowest hash so far, with its duplicates, until a conversation is held out
     lowest = 1.0
     for documents in conversations:
         own = hashlib.blake2b(b"".join(document.ids.tobytes() for document in documents), digest_size=8).digest()
         digest.update(own + b"".join(document.trained.tobytes() for document in documents))
-        drawn = int.from_bytes(own, "little") / 2**64
-        if drawn < holdout:
+        hash_fraction = int.from_bytes(own, "little") / 2**64
+        if hash_fraction < holdout:
             held_out.write(documents)
-        elif not holdout or not held_out.is_empty or (spare and drawn > lowest):
+        elif not holdout or not held_out.is_empty or (lowest_hashed and hash_fraction > lowest):
             train.write(documents)
-        elif spare and drawn == lowest:
-            spare.append(documents)
+        elif lowest_hashed and hash_fraction == lowest:
+            lowest_hashed.append(documents)
         else:
-            for each in spare:
+            for each in lowest_hashed:
                 train.write(each)
-            spare, lowest = [documents], drawn
-    kept_in = train if train.is_empty or not held_out.is_empty else held_out
-    for each in spare:
-        kept_in.write(each)
+            lowest_hashed, lowest = [documents], hash_fraction
+    remaining_split = train if train.is_empty or not held_out.is_empty else held_out
+    for each in lowest_hashed:
+        remaining_split.write(each)
     report.content = digest.hexdigest()
 
 
@@ -442,8 +444,8 @@ class _ChatReader:
     Writes partial results every few seconds, and when this process is asked to stop; the next run continues from them.
     """
 
-    def __init__(self, order: ChatSpec, encoder: Encoder, report: ChatReport, parts: PartialResults) -> None:
-        self._order, self._encoder, self._report, self._parts = order, encoder, report, parts
+    def __init__(self, spec: ChatSpec, encoder: Encoder, report: ChatReport, parts: PartialResults) -> None:
+        self._spec, self._encoder, self._report, self._parts = spec, encoder, report, parts
         self._format: Format | None = None
 
     def conversations(self) -> Iterator[Sequence[Encoded]]:
@@ -451,13 +453,13 @@ class _ChatReader:
 
         Raises UserError for an invalid record.
         """
-        yield from self._kept()
-        num_kept = self._parts.num_records
-        records = (record for path in self._order.files for record in read_records(path, self._order.key))
+        yield from self._restored()
+        num_restored = self._parts.num_records
+        records = (record for path in self._spec.files for record in read_records(path, self._spec.key))
         try:
             for number, (place, record) in enumerate(records):
                 stop_if_asked()
-                if number < num_kept:
+                if number < num_restored:
                     if not number:
                         self._samples(record)  # detects the format
                     continue
@@ -466,11 +468,11 @@ class _ChatReader:
                     yield documents
                 self._parts.add(documents, self._report)
         except StopRequested as request:
-            self._parts.keep(self._report)
+            self._parts.flush(self._report)
             done = f"{self._report.chats:,} {self._report.kind} are tokenized, and the next run continues from there"
             raise StopRequested(request.name, done if self._report.chats else "") from request
 
-    def _kept(self) -> Iterator[Sequence[Encoded]]:
+    def _restored(self) -> Iterator[Sequence[Encoded]]:
         """Yield the conversations stored by an earlier run, and restore its statistics."""
         for documents, account in self._parts.read():
             for name, value in account.items():
@@ -479,19 +481,19 @@ class _ChatReader:
 
     def _encoded(self, place: str, record: Mapping[str, Any]) -> list[Encoded]:
         """Return the documents of a record, or an empty list if it is dropped as too long or has no targets."""
-        most = self._order.seq_len + 1
+        max_tokens = self._spec.seq_len + 1
         try:
             samples = self._samples(record)
-            documents = [self._encoder.encode(sample, most) for sample in samples]
+            documents = [self._encoder.encode(sample, max_tokens) for sample in samples]
             self._count(samples, documents, place)
             documents = self._fit_length(documents)
         except BadChat as error:
-            raise self._named(error, place) from error
+            raise self._user_error(error, place) from error
         return documents if documents and self._is_used(documents, place) else []
 
     def _samples(self, record: Mapping[str, Any]) -> Sequence[Sample]:
         if self._format is None:
-            self._format = Format.detect(record, self._order.format, self._order.columns)
+            self._format = Format.detect(record, self._spec.format, self._spec.columns)
             self._report.pairs = self._format.has_pairs
         found = self._format.read(record)
         return [found.chosen, found.rejected] if isinstance(found, Pair) else [found]
@@ -508,20 +510,22 @@ class _ChatReader:
 
     def _fit_length(self, documents: list[Encoded]) -> list[Encoded]:
         """Apply `data.too_long` to a record's documents: return them unchanged, truncated, or an empty list."""
-        most, longest = self._order.seq_len + 1, max(len(document.ids) for document in documents)
-        if longest <= most:
+        max_tokens, longest = self._spec.seq_len + 1, max(len(document.ids) for document in documents)
+        if longest <= max_tokens:
             return documents
-        if self._order.too_long == "error":
-            raise BadChat(f"has {longest} tokens, but a sequence fits only {most}", "data.seq_len", legal=longest - 1)
-        if self._order.too_long == "drop":
+        if self._spec.too_long == "error":
+            raise BadChat(
+                f"has {longest} tokens, but a sequence fits only {max_tokens}", "data.seq_len", legal=longest - 1
+            )
+        if self._spec.too_long == "drop":
             self._report.dropped += 1
             needed = str(-(-(longest - 1) // 64) * 64)
             self._report.longer[needed] = self._report.longer.get(needed, 0) + 1
             self._report.dropped_tokens += sum(len(document.ids) for document in documents)
             return []
         self._report.truncated += 1
-        self._report.truncated_tokens += sum(max(0, len(document.ids) - most) for document in documents)
-        return [Encoded(document.ids[:most], document.trained[:most]) for document in documents]
+        self._report.truncated_tokens += sum(max(0, len(document.ids) - max_tokens) for document in documents)
+        return [Encoded(document.ids[:max_tokens], document.trained[:max_tokens]) for document in documents]
 
     def _is_used(self, documents: Sequence[Encoded], place: str) -> bool:
         if all(document.trained[1:].any() for document in documents):
@@ -529,31 +533,31 @@ class _ChatReader:
         self._report.unused.append(place)
         return False
 
-    def _named(self, error: BadChat, place: str) -> UserError:
+    def _user_error(self, error: BadChat, place: str) -> UserError:
         """Convert a BadChat to a UserError with the record's location, for the setting that has to be changed."""
-        order = self._order
-        values = {"data.train_on": order.train_on, "data.format": order.format, "data.seq_len": order.seq_len}
-        key = error.key or order.key
+        spec = self._spec
+        values = {"data.train_on": spec.train_on, "data.format": spec.format, "data.seq_len": spec.seq_len}
+        key = error.key or spec.key
         if values.get(key) == error.legal and key in values:  # the setting already has the suggested value
-            key, error.legal = order.key, None
-        shown = {**values, "data.columns": json.dumps(dict(order.columns)), "data.chat_template": self._encoder.setting}
-        value = shown.get(key, ", ".join(map(str, order.files)))
+            key, error.legal = spec.key, None
+        shown = {**values, "data.columns": json.dumps(dict(spec.columns)), "data.chat_template": self._encoder.setting}
+        value = shown.get(key, ", ".join(map(str, spec.files)))
         return setting_error(key, value, f"{place}: {error}", error.legal, fix=error.fix)
 
 
-def _check(order: ChatSpec, report: ChatReport, is_empty: bool) -> None:
+def _check(spec: ChatSpec, report: ChatReport, is_empty: bool) -> None:
     """Raise UserError if there are no conversations to train on, or too many without targets."""
-    files = ", ".join(map(str, order.files))
+    files = ", ".join(map(str, spec.files))
     if not report.chats:
-        raise setting_error(order.key, files, "it contains no conversations")
+        raise setting_error(spec.key, files, "it contains no conversations")
     if len(report.unused) > _MAX_UNUSED_SHARE * report.chats:
         share = len(report.unused) / report.chats
         rule = f"{share:.1%} of {report.chats} {report.kind} have no targets, more than {_MAX_UNUSED_SHARE:.0%}"
-        raise setting_error(order.key, files, f"{rule}: {_listed(report.unused)} (data.train_on={order.train_on})")
+        raise setting_error(spec.key, files, f"{rule}: {_list_places(report.unused)} (data.train_on={spec.train_on})")
     if is_empty:
         rule = f"all {report.chats} {report.kind} are longer than a sequence"
         fix = f"{report.suggested_lengths()}, if the model has that many positions; data.too_long=truncate cuts them"
-        raise setting_error("data.seq_len", order.seq_len, rule, fix=fix)
+        raise setting_error("data.seq_len", spec.seq_len, rule, fix=fix)
 
 
 def decode_sample(found: NDArray[np.unsignedinteger[Any]]) -> Encoded:

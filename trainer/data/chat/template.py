@@ -94,7 +94,7 @@ class ChatTemplate:
             raise _too_costly(error) from error
 
     @contextmanager
-    def several(self) -> Iterator[None]:
+    def limits_for_many(self) -> Iterator[None]:
         """Context manager that makes many renderings cheaper: sets up limits once, and limits the time of each."""
         try:
             with limited():
@@ -136,13 +136,13 @@ class ChatTemplate:
 
 def _too_costly(error: BaseException) -> BadChat:
     what = TOO_MUCH_TIME if isinstance(error, TemplateTimeout) else TOO_MUCH_MEMORY
-    return BadChat(f"the chat template {what}", "data.chat_template", fix=_OTHER)
+    return BadChat(f"the chat template {what}", "data.chat_template", fix=_FIX_OTHER_TEMPLATE)
 
 
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 """Matches unpaired surrogates, which are not valid characters."""
 
-_OTHER = "give another template, in a .jinja file"
+_FIX_OTHER_TEMPLATE = "give another template, in a .jinja file"
 
 
 def _aliased(message: dict[str, Any]) -> dict[str, Any]:
@@ -177,10 +177,10 @@ def find_template(setting: str, tokenizer: str, key: str = "data.chat_template")
     for text in templates.values():
         _check_size(len(text), key, setting)
     if not templates["default"].strip():
-        raise setting_error(key, setting, "the template is empty", fix=_OTHER)
+        raise setting_error(key, setting, "the template is empty", fix=_FIX_OTHER_TEMPLATE)
     problem = _problem_of(tuple(templates.items()), tuple(tokens.items()))
     if problem:
-        raise setting_error(key, setting, f"the template {problem}", fix=_OTHER)
+        raise setting_error(key, setting, f"the template {problem}", fix=_FIX_OTHER_TEMPLATE)
     try:
         return ChatTemplate(templates, tokens)
     except jinja2.TemplateSyntaxError as error:
@@ -195,7 +195,7 @@ _MAX_TEMPLATE_BYTES = 1 << 20
 def _check_size(size: int, key: str, setting: str) -> None:
     if size > _MAX_TEMPLATE_BYTES:
         rule = f"the template has {size:,} bytes; at most {_MAX_TEMPLATE_BYTES:,} are supported"
-        raise setting_error(key, setting, rule, fix=_OTHER)
+        raise setting_error(key, setting, rule, fix=_FIX_OTHER_TEMPLATE)
 
 
 def _read_template(path: Path, key: str, setting: str) -> str:
@@ -279,7 +279,7 @@ def _templates_of(folder: Path, config: Mapping[str, Any], key: str) -> dict[str
         found = {"default": stated}
     if not all(isinstance(text, str) for text in found.values()) or (stated and not found):
         rule = f"chat_template in {folder / 'tokenizer_config.json'} must be text, or a list of names and templates"
-        raise setting_error(key, "model", rule, fix=_OTHER)
+        raise setting_error(key, "model", rule, fix=_FIX_OTHER_TEMPLATE)
     files = {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
     if (folder / "chat_template.jinja").is_file():
         files["default"] = folder / "chat_template.jinja"
@@ -383,7 +383,7 @@ def _environment(now: Callable[[], datetime]) -> ImmutableSandboxedEnvironment:
     extensions = [_Generation, "jinja2.ext.loopcontrols"]
     environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     environment.filters["tojson"] = _to_json
-    environment.globals.update(raise_exception=_refuse, namespace=_Namespace)
+    environment.globals.update(raise_exception=_raise_exception, namespace=_Namespace)
     environment.globals["strftime_now"] = lambda form: now().strftime(form)
     return environment
 
@@ -395,5 +395,5 @@ def _to_json(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def _refuse(message: str) -> None:
+def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
