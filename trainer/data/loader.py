@@ -3,8 +3,8 @@
 Training counts positions in an endless sequence of samples (see `sample_order`).  With a global batch size of G, step u
 (counted from 0) reads positions u * G up to (u + 1) * G.  Each data-parallel rank takes a contiguous slice of them and
 splits it into micro-batches.  So a resume needs just one integer, the number of samples consumed by finished steps,
-which is valid on any mesh.  A fingerprint of the data is stored with it, since the same position in different data means
-a different sample.
+which is valid on any mesh.  A fingerprint of the data is stored with it, since the same position in different data
+means a different sample.
 
 Ranks are plain integers here; no collectives are issued.
 """
@@ -328,8 +328,7 @@ def _unpack(message: Message) -> Iterable[Arrays | TrainingFailed]:
 
 
 def _group_into_messages(indices: Iterator[NDArray[np.int64]], most: int) -> Iterator[list[NDArray[np.int64]]]:
-    """Yield the indices of each message: a single micro-batch first, so that training starts soon, then more and more.
-    """
+    """Yield the indices of each message: a single micro-batch first, so that training starts soon, then twice as many."""
     length = 1
     while message := list(islice(indices, length)):
         yield message
@@ -441,8 +440,7 @@ class _BatchReader:
         self._source, self._slices = source, slices
 
     def read(self, indices: NDArray[np.int64]) -> Arrays | TrainingFailed:
-        """Return the micro-batch of samples `indices`, or this rank's slice of it; or the error if it cannot be read.
-        """
+        """Return the micro-batch of samples `indices`, or this rank's slice of it, or the error if reading fails."""
         try:
             batch = entries(self._source.batch(indices))
         except ShardError as error:

@@ -29,7 +29,7 @@ _KEYS_ALLOWING_OTHER_SHARES = frozenset({"data", "data.weights", "data.phases"})
 
 
 def shares_of(weights: Mapping[str, float]) -> dict[str, int]:
-    """Return how many samples of each source a block holds, by the largest-remainder method; ties go to the first name."""
+    """Return the number of samples of each source in a block (largest-remainder method; ties go to the first name)."""
     whole = sum(map(Fraction, weights.values()))
     exact = {name: Fraction(weight) * BLOCK / whole for name, weight in weights.items()}
     shares = {name: int(share) for name, share in exact.items()}
@@ -144,8 +144,8 @@ class Mixture:
         number = next(n for n in range(len(before) + 1) if before[n : n + 1] != now[n : n + 1])
         line = (
             f"data.phases: phase {number + 1} {_describe_phase(before[number:], batch)} in the checkpoint, "
-            f"{_describe_phase(now[number:], batch)} now; the run is past step {samples // batch}, and samples already used "
-            f"cannot change{_phase_hint(before[number:], self.phases[number:], batch)}"
+            f"{_describe_phase(now[number:], batch)} now; the run is past step {samples // batch}, and samples already "
+            f"used cannot change{_phase_hint(before[number:], self.phases[number:], batch)}"
         )
         if not _KEYS_ALLOWING_OTHER_SHARES.isdisjoint(allowed):
             return [], [f"{line}, but it was allowed"]

@@ -305,7 +305,9 @@ class ShardWriter:
     def write_documents(self, ids: NDArray[np.integer[Any]], counts: NDArray[np.int64], num_bytes: int) -> None:
         """Append complete documents, and add special tokens around each.
 
-        ids: the concatenated ids of all documents.  counts: the number of ids in each.  num_bytes: the size of all text.
+        ids: the concatenated ids of all documents.
+        counts: the number of ids in each document.
+        num_bytes: the size of the text of all documents.
         """
         start, end = self._tokenizer.start_ids, self._tokenizer.end_ids
         ends = np.cumsum(counts + (len(start) + len(end)))

@@ -55,8 +55,8 @@ class Source(ABC):
     attended: attention length: twice the mean number of tokens that a token attends to; None for complete rows, where
         it is seq_len.
     checks_ids: whether `batch` itself checks that ids are within the vocabulary; otherwise the loader does.
-    waits_for_storage: whether `batch` is I/O-bound and thread-safe.  A thread of the rank then prefetches batches, since
-        worker processes would only add copies.
+    waits_for_storage: whether `batch` is I/O-bound and thread-safe.  A thread of the rank then prefetches batches,
+        since worker processes would only add copies.
     is_here: whether `batch` only reads local files and never waits for a connection.  The rank may then call it
         directly when that is faster than a thread.
     rows_per_sample: sequences per sample; 2 for preference pairs.
@@ -308,7 +308,9 @@ class TokenSource(Source):
     def _read_rows(self, indices: Sequence[int], starts: Sequence[int], count: int) -> NDArray[np.unsignedinteger[Any]]:
         """Return `count` tokens of the stream from each of `starts` on, shape (len(starts), count).
 
-        indices: the sample that each row belongs to, for errors.  Raises ShardError, also for ids beyond the vocabulary.
+        indices: the sample that each row belongs to, for errors.
+
+        Raises ShardError, also for ids beyond the vocabulary.
         """
         rows = np.empty((len(starts), count), self._dtype)
         for index, row, start in zip(indices, rows, starts, strict=True):

@@ -1,7 +1,7 @@
-"""The special tokens around a document, as a Hugging Face tokenizer adds them: those that begin it and end it.
+"""Finds the special tokens that a Hugging Face tokenizer puts around a document, such as BOS and EOS.
 
-Its post-processor says what it adds itself.  Which token ends a text stands in the configuration files beside
-tokenizer.json, and nowhere in it.
+The post-processor in tokenizer.json defines the tokens that the tokenizer adds itself.  Only the configuration files
+next to tokenizer.json say which token is EOS.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _EOS_KEYS = (
     ("generation_config.json", "eos_token_id"),
     ("config.json", "eos_token_id"),
 )
-"""The files that may say which token ends a text, and under which key; the tokenizer's own come first."""
+"""The files that may name the EOS token, and the key in each; the tokenizer's own files come first."""
 
 _BOS_KEYS = tuple((name, field.replace("eos", "bos")) for name, field in _EOS_KEYS)
 
 
 def added_ids(tokenizer: tokenizers.Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the ids that the post-processor puts before a text, and those that it puts behind it."""
+    """Return the ids that the post-processor adds before a text, and those that it adds after it."""
     if tokenizer.num_special_tokens_to_add(is_pair=False) == 0:
         return (), ()
     for text in ("a", "0", *sorted(tokenizer.get_vocab(with_added_tokens=False))):
@@ -38,20 +38,23 @@ def added_ids(tokenizer: tokenizers.Tokenizer) -> tuple[tuple[int, ...], tuple[i
         if any(is_text):
             start, stop = is_text.index(True), len(is_text) - is_text[::-1].index(True)
             return tuple(found.ids[:start]), tuple(found.ids[stop:])
-    return (), ()  # no text has tokens
+    return (), ()  # no text encodes to any token
 
 
 def configured_eos(path: Path, ids: Mapping[str, int], key: str) -> int | None:
-    """Return the id of the token that ends a text by the files beside the tokenizer at `path`; None if none says so.
+    """Return the id of the EOS token from the configuration files next to the tokenizer, or None if no file names it.
 
-    Files of these names belong to a tokenizer.json alone.  Raises UserError, with `key` for the setting, for one that
-    cannot be read or names a token that `ids`, the vocabulary, does not have.
+    path: the tokenizer file.  The configuration files are ignored unless it is called tokenizer.json.
+    ids: the vocabulary.
+    key: the setting to name in errors.
+
+    Raises UserError if a file cannot be read, or names a token that is not in the vocabulary.
     """
     return _configured(_EOS_KEYS, path, ids, key)
 
 
 def configured_bos(path: Path, ids: Mapping[str, int], key: str) -> int | None:
-    """Return the id of the token that begins a text; see `configured_eos`."""
+    """Return the id of the BOS token; see `configured_eos`."""
     return _configured(_BOS_KEYS, path, ids, key)
 
 
@@ -70,7 +73,7 @@ def _configured(files: Sequence[tuple[str, str]], path: Path, ids: Mapping[str, 
 
 
 def _first(value: Any) -> Any:
-    """Return a token's text or id, as it stands or within what describes it; of several the first."""
+    """Return a token's text or id, unwrapped from a list (its first item) or from an added-token object."""
     if isinstance(value, list):
         value = value[0] if value else None
     return value.get("content") if isinstance(value, dict) else value

@@ -1,6 +1,7 @@
-"""Text tokenized by the settings of a run: made into shards on first use, and kept in `data.cache_dir`.
+"""Tokenizes a run's text into shards on first use, and caches them in `data.cache_dir`.
 
-A folder there is named after all that its shards depend on, so that every process and every later run finds it.
+The name of a cached folder is a hash of everything that its shards depend on, so that all processes and later runs find
+it.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ if TYPE_CHECKING:
     from trainer.config import DataSection
 
 _LAYOUT_VERSION = 1
-"""Changes with what is made of the same text and settings, so that no shards of before are taken for those of now."""
+"""Increase when the same text and settings give different shards, so that older cached shards are not used."""
 
 TokenizedShards: TypeAlias = "tuple[list[Shard], str, list[Shard], str]"
-"""The shards to train on and the digest of their content, and the same of those held out."""
+"""(training shards, digest of their content, held-out shards, digest of their content)."""
 
 
 def is_cached(inputs: Sequence[Input], data: DataSection, holdout: float, key: str) -> bool:
-    """Return whether the shards of these files are in the cache.  Raises UserError for settings that are none."""
+    """Return whether the shards of these files are in the cache.  Raises UserError if the settings are invalid."""
     name = _name(_job_of(inputs, data, holdout, key))
     return any((base / name / MANIFEST).exists() for base in find_cache_folders(data.cache_dir))
 
@@ -43,10 +44,13 @@ def is_cached(inputs: Sequence[Input], data: DataSection, holdout: float, key: s
 def make_shards(
     inputs: Sequence[Input], data: DataSection, holdout: float, key: str, fetch: Callable[[], None]
 ) -> TokenizedShards:
-    """Return the shards of files: those that are in the cache, or else they are made, and kept there.
+    """Return the shards of text files from the cache, building them first if they are missing.
 
-    `holdout` is the share of documents that is held out, `key` the setting that names the files; `fetch` is called
-    before they are read.  Raises UserError.
+    holdout: the share of documents to hold out.
+    key: the setting that names the files.
+    fetch: called before the files are read, to download them.
+
+    Raises UserError.
     """
     job = _job_of(inputs, data, holdout, key)
     failures: list[UserError] = []
@@ -75,9 +79,9 @@ def _job_of(inputs: Sequence[Input], data: DataSection, holdout: float, key: str
 
 
 def _get_or_build(job: Job, path: Path, fetch: Callable[[], None]) -> TokenizedShards:
-    """Return the shards of a job, and the digests of their contents; they are made in `path` if they are not there.
+    """Return the shards of a job and the digests of their contents, building them in `path` if they are missing.
 
-    Those that are there are verified (see `verify_at_start`), and made again if they are damaged.
+    Existing shards are verified (see `verify_at_start`) and rebuilt if they are corrupt.
     """
     manifest = _manifest_of(job, path, fetch)
     check_limit(Tally.of(manifest), job.bad, job.keys)
@@ -92,12 +96,12 @@ def _get_or_build(job: Job, path: Path, fetch: Callable[[], None]) -> TokenizedS
 
 
 def _verified(path: Path) -> tuple[list[Shard], list[Shard]]:
-    """Return the shards to train on, and those held out.  Raises ShardError."""
+    """Return the training shards and the held-out shards, verified.  Raises ShardError."""
     manifest = Manifest.read(path / MANIFEST)
     train, held_out = manifest.shards(path), manifest.shards(path, held_out=True)
     verify_at_start([*train, *held_out])
     for shard in (*train, *held_out):
-        shard.is_rebuilt = True  # from now on damage is only found while it is read
+        shard.is_rebuilt = True  # from here on, corruption is only detected when the shard is read
     return train, held_out
 
 
@@ -116,7 +120,7 @@ def _manifest_of(job: Job, path: Path, fetch: Callable[[], None]) -> Manifest:
 
 
 def _name(job: Job) -> str:
-    """Return a folder's name for all that the shards of a job depend on, without reading the text."""
+    """Return the name of a job's folder: a hash of everything that its shards depend on, without reading the text."""
     files = [(os.path.realpath(each.path), each.kind, each.packing, each.size, each.changed) for each in job.inputs]
     content = json.dumps([_LAYOUT_VERSION, job.tokenizer.name, job.text_key, job.holdout, files])
     return f"tokens-{hashlib.sha256(content.encode()).hexdigest()[:20]}"

@@ -1,6 +1,6 @@
 """Tokenizers: text to token ids and back.
 
-Every tokenizer has an id that ends a document.  Knows no file of samples and imports no torch.
+Every tokenizer has an end-of-document token.  This module does not import torch.
 """
 
 from __future__ import annotations
@@ -22,22 +22,21 @@ if TYPE_CHECKING:
     from trainer.config import DataSection
 
 END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>")
-"""Names under which a tokenizer file that stands alone may hold its end-of-document token, in the order in which they
-are tried: where nothing says which it is."""
+"""Common names of the end-of-document token, tried in this order if no configuration file names the token."""
 
 _BEGIN_OF_DOCUMENT = ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>", "[BOS]")
-"""The same for the token that begins a text."""
+"""The same for the beginning-of-text token."""
 
 _RULES_VERSION = "text is text"
-"""Changes with what is made of the same file, so that no tokens of before are taken for those of now."""
+"""Change this when the same tokenizer file gives different tokens, so that cached tokens are not reused."""
 
 
 class Tokenizer(Protocol):
-    """Turns text into ids below `vocab_size`, and back.
+    """Converts text to ids below `vocab_size`, and back.
 
-    name: the same for two tokenizers exactly if they give the same ids; kept with the tokens that it made.
-    end_id: the id that ends a document.
-    start_ids, end_ids: all that stands before a document, and behind it.  `encode` adds none of them.
+    name: identifies the tokenizer: equal for two tokenizers only if they give the same ids.  Stored with the tokens.
+    end_id: the end-of-document token.
+    start_ids, end_ids: all special tokens before and after a document.  `encode` adds none of them.
     """
 
     name: str
@@ -51,16 +50,16 @@ class Tokenizer(Protocol):
     def end_ids(self) -> tuple[int, ...]: ...
 
     def encode(self, text: str | bytes) -> NDArray[np.integer[Any]]:
-        """Return the ids of `text`, one dimension."""
+        """Return the ids of `text`, a one-dimensional array."""
         ...
 
     def decode(self, ids: Sequence[int] | NDArray[np.integer[Any]]) -> str:
-        """Return the text of `ids`; what is no valid UTF-8 becomes U+FFFD, ends of documents become nothing."""
+        """Return the text of `ids`; invalid UTF-8 becomes U+FFFD, and end-of-document tokens are dropped."""
         ...
 
 
 class ByteTokenizer:
-    """The 256 bytes, and id 256 that ends a document."""
+    """Byte-level tokenizer: ids 0 to 255 are the bytes, 256 is the end-of-document token."""
 
     name = "bytes"
     vocab_size = 257
@@ -69,15 +68,15 @@ class ByteTokenizer:
 
     @property
     def end_ids(self) -> tuple[int, ...]:
-        """The one id that ends a document."""
+        """The end-of-document token alone."""
         return (self.end_id,)
 
     def encode(self, text: str | bytes) -> NDArray[np.integer[Any]]:
-        """Return the bytes of `text`, as uint8; of a str, those of its UTF-8 form."""
+        """Return the bytes of `text` as uint8; a str is encoded as UTF-8."""
         return np.frombuffer(text.encode() if isinstance(text, str) else text, dtype=np.uint8)
 
     def decode(self, ids: Sequence[int] | NDArray[np.integer[Any]]) -> str:
-        """Return the text of `ids`; what is no valid UTF-8 becomes U+FFFD, ends of documents become nothing."""
+        """Return the text of `ids`; invalid UTF-8 becomes U+FFFD, and end-of-document tokens are dropped."""
         values = np.asarray(ids, dtype=np.int64)
         return values[values < 256].astype(np.uint8).tobytes().decode(errors="replace")
 
@@ -85,14 +84,16 @@ class ByteTokenizer:
 class FileTokenizer:
     """A Hugging Face `tokenizer.json`, read with the `tokenizers` library (the extra `hf`).
 
-    Text is text: what spells a special token in it does not become one.  A document begins and ends with what the
-    tokenizer's post-processor adds, and ends with its end-of-document token: that of the files beside it (see
-    `surroundings`), else the last that the post-processor adds, else one of END_OF_DOCUMENT.
+    Text never becomes a special token, even if it spells one.  A document starts and ends with the tokens that the
+    tokenizer's post-processor adds, and ends with the end-of-document token.  That is the one named in the
+    configuration files next to the tokenizer (see `special_tokens`), otherwise the last one that the post-processor
+    adds, otherwise one of END_OF_DOCUMENT.
 
-    bos: whether a document begins with the token that begins a text; None for what the post-processor does.
+    bos: whether documents start with the beginning-of-text token; None to do what the post-processor does.
+    key: the setting to name in errors.
 
-    `key` is the setting that errors name.  Raises UserError if the library or the file is missing, the file is no
-    tokenizer, or it has no end-of-document token, or none to begin with.
+    Raises UserError if the library or the file is missing, the file is not a tokenizer, or it lacks an end-of-document
+    token or a required beginning-of-text token.
     """
 
     def __init__(self, path: str, key: str = "data.tokenizer", bos: bool | None = None) -> None:
@@ -107,16 +108,16 @@ class FileTokenizer:
             raise setting_error(key, path, rule, "bytes") from error
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
-        except BaseException as error:  # of a file that `tokenizers` does not understand: bare Exception, or a panic
+        except BaseException as error:  # `tokenizers` raises a bare Exception or a Rust panic for an invalid file
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
             rule = f"is not a Hugging Face tokenizer.json ({error})"
             raise setting_error(key, path, rule, "bytes") from error
         self._tokenizer.encode_special_tokens = True
-        self._tokenizer.no_truncation()  # to the length of some model's input, which a file may have been saved with
+        self._tokenizer.no_truncation()  # the file may have been saved with a model's maximum length
         self._tokenizer.no_padding()
         ids: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
-        self.vocab_size = max(ids.values()) + 1  # ids may have gaps, so that their number is not enough
+        self.vocab_size = max(ids.values()) + 1  # not len(ids): there may be gaps
         self.start_ids, behind = added_ids(self._tokenizer)
         if bos is not None:
             begin = self._find_begin(Path(path).expanduser(), ids, key)
@@ -132,7 +133,7 @@ class FileTokenizer:
 
     @property
     def library(self) -> tokenizers.Tokenizer:
-        """The tokenizer of the library `tokenizers`, set so that text is text; not to be changed."""
+        """The underlying `tokenizers.Tokenizer`, set to encode special tokens as text; must not be modified."""
         return self._tokenizer
 
     def _find_begin(self, path: Path, ids: dict[str, int], key: str) -> int | None:
@@ -154,30 +155,32 @@ class FileTokenizer:
         return end
 
     def encode(self, text: str | bytes) -> NDArray[np.integer[Any]]:
-        """Return the ids of `text`, without special tokens; what is no valid UTF-8 becomes U+FFFD first."""
+        """Return the ids of `text`, without special tokens; invalid UTF-8 becomes U+FFFD first."""
         if isinstance(text, bytes):
             text = text.decode(errors="replace")
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.uint32)
 
     def decode(self, ids: Sequence[int] | NDArray[np.integer[Any]]) -> str:
-        """Return the text of `ids`; special tokens, ends of documents among them, become nothing."""
+        """Return the text of `ids`; special tokens, including the end-of-document token, are dropped."""
         return str(self._tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=True))
 
 
 def missing_bos_error(tokenizer: object, why: str) -> UserError:
-    """Return the error for documents that are to begin with a token which their tokenizer does not have."""
+    """Return the error for `data.bos` with a tokenizer that has no beginning-of-text token."""
     return setting_error("data.bos", True, f"{tokenizer} has no beginning-of-text token: {why}", None)
 
 
 def tokenizer_of(data: DataSection) -> Tokenizer:
-    """Return the tokenizer that the settings name.  Raises UserError if there is none."""
+    """Return the tokenizer that the data settings name.  Raises UserError if there is none."""
     return find_tokenizer(data.tokenizer, bos=data.bos)
 
 
 def find_tokenizer(setting: str, key: str = "data.tokenizer", bos: bool | None = None) -> Tokenizer:
-    """Return the tokenizer that `setting` names: `bytes`, or the path of a tokenizer.json, or the folder of one.
+    """Return the tokenizer that `setting` names: `bytes`, or the path of a tokenizer.json or of its folder.
 
-    bos: see `FileTokenizer`.  Raises UserError that names `key` if there is none.
+    bos: see `FileTokenizer`.
+
+    Raises UserError for the setting `key` if there is no such tokenizer.
     """
     if setting == "bytes":
         if bos:
@@ -193,6 +196,6 @@ def find_tokenizer(setting: str, key: str = "data.tokenizer", bos: bool | None =
 
 
 def tokenizer_file(setting: str) -> Path:
-    """Return the file that a path means: itself, or of a folder the tokenizer.json in it."""
+    """Return the tokenizer file at a path: the path itself, or the tokenizer.json in a folder."""
     path = Path(setting).expanduser()
     return path / "tokenizer.json" if path.is_dir() else path

@@ -1,7 +1,7 @@
-"""Transfers between host and device beside the step: batches ahead of their use, a few numbers behind it.
+"""Asynchronous transfers between host and device: prefetches batches, and copies a step's metrics back.
 
-The host never waits for the device in a step; it reads what a step came to once the next one is queued.  So the
-device has always work to do, and the host is one step ahead of it at most.  Knows no model.
+The host never waits for the device within a step; it reads a step's metrics once the next step is queued.  So the
+device always has work queued, and the host is at most one step ahead.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import torch
 def prefetch_to_device(
     batches: Iterable[dict[str, torch.Tensor]], device: torch.device
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield each batch on `device`; on a GPU its copy is under way on a stream of its own while the one before is used.
+    """Yield each batch on `device`.  On a GPU, it is copied on a separate stream while the previous batch is in use.
 
-    The copies do not hold up the host if the batches lie in pinned memory.
+    The copies do not block the host if the batches are in pinned memory.
     """
     if device.type != "cuda":
         yield from ({name: tensor.to(device) for name, tensor in batch.items()} for batch in batches)
@@ -35,11 +35,11 @@ def prefetch_to_device(
 
 
 def _handed_over(batch: dict[str, torch.Tensor], copying: torch.cuda.Stream) -> dict[str, torch.Tensor]:
-    """Return the batch for use on the current stream, which waits for the copy."""
+    """Make the current stream wait for the copy, and return the batch for use on that stream."""
     current = torch.cuda.current_stream(copying.device)
     current.wait_stream(copying)
     for tensor in batch.values():
-        tensor.record_stream(current)  # or its memory were free for the next copy while it is still read
+        tensor.record_stream(current)  # otherwise the next copy could reuse its memory while it is still being read
     return batch
 
 
@@ -53,20 +53,18 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class HostScalars:
-    """A few numbers, or tensors of one element, on their way to the host.  `read` waits for them; until then nothing
-    does.
-    """
+    """Asynchronous copy of a few scalars (numbers or one-element tensors) to the host.  Only `read` waits for it."""
 
     def __init__(self, *values: float | torch.Tensor) -> None:
         device = next((value.device for value in values if isinstance(value, torch.Tensor)), torch.device("cpu"))
         self.waited_s = 0.0
-        """How long `read` has waited."""
+        """Seconds that `read` has waited."""
         self._found_at: float | None = None
         self._was_waited_for = False
         self._values, self._arrival = _sent_to_host(stack_scalars(values, device))
 
     def read(self) -> list[float]:
-        """Return the numbers, once they are here."""
+        """Wait for the values and return them.  Host sync."""
         if self._found_at is None:
             started = time.perf_counter()
             if self._arrival is not None:
@@ -77,9 +75,10 @@ class HostScalars:
         return self._values.tolist()
 
     def arrived_at(self, before: HostScalars | None, before_at: float) -> float | None:
-        """Return when they arrived, by `time.perf_counter`; waits for them.  None if they have been here all the time.
+        """Return when the values arrived, by `time.perf_counter`, or None if they were on the host from the start.
 
-        If they were here before the host looked, the device says how long after `before`, which arrived at `before_at`.
+        Waits for them.  If they arrived before the host checked, the time is `before_at` plus the time between the two
+        arrivals by the device's events, where `before` is an earlier copy that arrived at `before_at`.
         """
         self.read()
         if self._arrival is None or self._found_at is None:
@@ -90,26 +89,26 @@ class HostScalars:
 
 
 def stack_scalars(values: Sequence[float | torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Return numbers, or tensors of one element, as one tensor on `device`, without the host waiting for that.
+    """Stack numbers and one-element tensors into one tensor on `device`, without a host sync.
 
-    In fp64, which holds whatever a scalar of another dtype says.
+    The result is fp64, which loses nothing of other floating-point dtypes.
     """
 
     def on_device(value: float | torch.Tensor) -> torch.Tensor:
         if isinstance(value, torch.Tensor) and value.device == device:
             return value.detach().double().reshape(())
-        return torch.full((), float(value), dtype=torch.float64, device=device)  # a copy would be waited for
+        return torch.full((), float(value), dtype=torch.float64, device=device)  # a copy would block the host
 
     return torch.stack([on_device(value) for value in values])
 
 
 def _sent_to_host(values: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
-    """Return where the values will be on the host, and the event of their arrival; None if they are there."""
+    """Start a copy to pinned host memory.  Return the host tensor and the event of its arrival, None if it is there."""
     if values.device.type != "cuda":
         return values, None
     there = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
     there.copy_(values, non_blocking=True)
-    # One that is waited for asleep: spinning, the host would take a core from the loader's workers.
+    # A blocking event sleeps while waiting; spinning would take a core from the loader's workers.
     arrival = torch.cuda.Event(enable_timing=True, blocking=True)
     arrival.record(torch.cuda.current_stream(values.device))
     return there, arrival
