@@ -26,7 +26,7 @@ from tests.tiny import fit, lines, tiny_config
 from trainer import Trainer, UserError, checkpoints, export, load_config, run
 from trainer.config import DataSection, check_config, compare_configs
 from trainer.data.source_factory import open_source
-from trainer.errors import is_masked, mask_credentials, masked, printable, say, setting_error, tell
+from trainer.errors import is_masked, mask_credentials, masked, print_stderr, print_stdout, printable, setting_error
 from trainer.lifecycle.folder import RunFolder
 from trainer.metrics.console import ConsoleSink
 from trainer.metrics.screen import PlainScreen
@@ -189,7 +189,7 @@ def test_a_mistake_shows_no_credentials(tmp_path: Path, capsys: pytest.CaptureFi
         Trainer(tiny_config(tmp_path / "run", f"checkpoint.dir={url}"))
     assert PASSWORD not in str(mistake.value)
     assert PASSWORD not in str(setting_error("train.init_from", url, "is not there", url))
-    say(f"Traceback\n  open({url!r})")
+    print_stderr(f"Traceback\n  open({url!r})")
     folder = RunFolder(tiny_config(tmp_path / "run"), is_main=True)
     folder.own()
     folder.write_status("failed", 1, 3, f"OSError: {url} is away")
@@ -259,8 +259,8 @@ def test_what_a_terminal_obeys_is_stripped(attack: str, capsys: pytest.CaptureFi
     cleaned = f"before {left} after\n\tnext line: ü, 日本"
     whole = f"before {text} after\n\tnext line: ü, 日本"
     assert printable(whole) == cleaned
-    say(whole)
-    tell(whole)
+    print_stderr(whole)
+    print_stdout(whole)
     assert capsys.readouterr() == (cleaned + "\n", cleaned + "\n")
 
 
@@ -358,7 +358,7 @@ def test_keys_in_a_url_sign_and_are_kept_nowhere(
             fit(
                 tmp_path / "six", "train.steps=1", setting.format(wrong), *(data if setting.startswith("data.") else ())
             )
-        say(str(refused.value))
+        print_stderr(str(refused.value))
         assert "WR0NGS3KRET" not in str(refused.value)
     said = "".join(capfd.readouterr())
     assert "Traceback" not in said
@@ -502,7 +502,7 @@ SAID = [
 
 @pytest.mark.parametrize("text", SAID)
 def test_secrets_in_messages_are_masked(text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    say(text.format("B34r3r-t0ken"))
+    print_stderr(text.format("B34r3r-t0ken"))
     assert "B34r3r" not in capsys.readouterr().err
 
 

@@ -323,7 +323,7 @@ def test_the_last_evaluation_is_made_up_for(tmp_path: Path) -> None:
 
 def test_what_is_said_to_nobody_does_not_end_a_thread() -> None:
     """Whoever read stderr has died with the launcher; the rank still has to announce that, and to end."""
-    code = "from trainer.errors import say; say('lost'); print('goes on')"
+    code = "from trainer.errors import print_stderr; print_stderr('lost'); print('goes on')"
     reader, writer = os.pipe()
     os.close(reader)
     try:

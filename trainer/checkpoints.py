@@ -32,10 +32,10 @@ from trainer.errors import (
     EXIT_FINISHED,
     CommandParser,
     UserError,
+    print_stdout,
     printable,
     run_command,
     setting_error,
-    tell,
 )
 from trainer.tables import table_lines, terminal_width
 
@@ -195,7 +195,7 @@ def _show(chosen: argparse.Namespace) -> int:
             return EXIT_FINISHED
         entries = list_checkpoints(place, chosen.verify)
     if chosen.json:
-        tell(json.dumps([asdict(entry) for entry in entries]))
+        print_stdout(json.dumps([asdict(entry) for entry in entries]))
     else:
         _show_list(place, entries)
     return EXIT_FAILED if any(entry.state == "damaged" for entry in entries) else EXIT_FINISHED
@@ -226,7 +226,7 @@ def _show_diff(place: Place, names: Sequence[str], as_json: bool, everything: bo
     configuration = compare_stored(*(each.config_yaml for each in weights))
     changes = list(compare_tensors(*weights))
     if as_json:
-        tell(json.dumps({"configuration": configuration, "tensors": [asdict(change) for change in changes]}))
+        print_stdout(json.dumps({"configuration": configuration, "tensors": [asdict(change) for change in changes]}))
         return
     console = Console(highlight=False)
     console.print(f"configuration: {len(configuration)} keys differ", style="bold")

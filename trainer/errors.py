@@ -59,7 +59,7 @@ _LONGEST = 500
 """Characters of a value that are shown."""
 
 
-def say(text: str) -> None:
+def print_stderr(text: str) -> None:
     """Print on stderr, without credentials and what a terminal would obey, whatever reads it: where nothing does any
     more, because who started this process has died, what follows must still be done.
     """
@@ -67,7 +67,7 @@ def say(text: str) -> None:
         print(printable(text), file=sys.stderr, flush=True)
 
 
-def tell(text: str, end: str = "\n") -> None:
+def print_stdout(text: str, end: str = "\n") -> None:
     """Print on standard output, as `say` does.  Where its reader has gone (`--help | head`), the rest is dropped."""
     try:
         print(printable(text), end=end, flush=True)
@@ -95,7 +95,7 @@ class CommandParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Say what is wrong and leave with the exit code of a user's mistake."""
-        say(f"error: {message}\n  to fix: see {self.prog} --help")
+        print_stderr(f"error: {message}\n  to fix: see {self.prog} --help")
         raise SystemExit(EXIT_USER_ERROR)
 
     def format_help(self) -> str:
@@ -120,21 +120,21 @@ def run_command(work: Callable[[], int]) -> int:
         discard_stream(sys.stdout)
         return EXIT_FINISHED
     except KeyboardInterrupt:
-        say("interrupted")
+        print_stderr("interrupted")
         return EXIT_INTERRUPTED
     except StopRequested as request:
-        say(stopped(request.name, request.kept))
+        print_stderr(stopped(request.name, request.kept))
         return code_of_signal(request.name)
     except UserError as error:
-        say(f"error: {error}")
+        print_stderr(f"error: {error}")
         return EXIT_USER_ERROR
     except (TrainingFailed, OSError) as error:
         if not is_disk_full(error):
-            say(f"error: {error}")
+            print_stderr(f"error: {error}")
             return EXIT_FAILED
         discard_stream(sys.stdout)  # where that goes to the full disk, it cannot be flushed when the process ends
         where = getattr(error, "filename", None) or "standard output"
-        say(f"error: {where}: cannot be written: the disk is full\n  to fix: free some space there")
+        print_stderr(f"error: {where}: cannot be written: the disk is full\n  to fix: free some space there")
         return EXIT_USER_ERROR
 
 
@@ -359,13 +359,13 @@ def redact_everything() -> None:
 
 
 def _say_exception(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    say("".join(traceback.format_exception(kind, error, trace)).rstrip())
+    print_stderr("".join(traceback.format_exception(kind, error, trace)).rstrip())
 
 
 def _say_exception_of_thread(failed: threading.ExceptHookArgs) -> None:
     if failed.exc_type is not SystemExit:
         text = "".join(traceback.format_exception(failed.exc_type, failed.exc_value, failed.exc_traceback))
-        say(f"Exception in thread {failed.thread.name if failed.thread else '?'}:\n{text.rstrip()}")
+        print_stderr(f"Exception in thread {failed.thread.name if failed.thread else '?'}:\n{text.rstrip()}")
 
 
 def _redacted(function: Callable[..., str]) -> Callable[..., str]:

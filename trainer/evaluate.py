@@ -38,9 +38,9 @@ from trainer.errors import (
     TrainingFailed,
     UserError,
     choice_error,
+    print_stdout,
     run_command,
     setting_error,
-    tell,
 )
 from trainer.lifecycle.launch import spawn
 from trainer.metrics.record import Record, logged_names
@@ -266,7 +266,7 @@ def _show(subject: Subject, as_object: bool, trainer: Trainer) -> int:
         return EXIT_STOPPED
     read = EvaluationStats.of(trainer)
     if trainer.world.is_main:
-        tell(as_json(subject, record, read) if as_object else table(subject, record, read))
+        print_stdout(as_json(subject, record, read) if as_object else table(subject, record, read))
     return EXIT_FINISHED
 
 
@@ -305,9 +305,9 @@ def lm_eval(path: str, tasks: Sequence[str], more_tasks: str | None = None) -> d
 def _show_lm_eval(path: str, tasks: Sequence[str], more_tasks: str | None, as_object: bool) -> int:
     found = lm_eval(path, tasks, more_tasks)
     if as_object:
-        tell(json.dumps({"weights": path, "results": found["results"]}, default=str))
+        print_stdout(json.dumps({"weights": path, "results": found["results"]}, default=str))
     else:
-        tell(importlib.import_module("lm_eval.utils").make_table(found))
+        print_stdout(importlib.import_module("lm_eval.utils").make_table(found))
     return EXIT_FINISHED
 
 
@@ -319,7 +319,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run what the command line asks for.  Returns the exit code; prints a user's mistake once, without traceback."""
     words = sys.argv[1:] if argv is None else list(argv)
     if {"-h", "--help"} & set(words):
-        tell(__doc__.rstrip())
+        print_stdout(__doc__.rstrip())
         return EXIT_FINISHED
     add_working_folder_to_path()
     tasks, words = _option(words, "--lm-eval")

@@ -25,7 +25,7 @@ from trainer.config.initial_weights import allows_another
 from trainer.data.ingest.inputs import kind_of
 from trainer.data.prompts import chat_end_ids
 from trainer.data.tokenizer import find_tokenizer
-from trainer.errors import EXIT_FINISHED, CommandParser, UserError, run_command, say, tell
+from trainer.errors import EXIT_FINISHED, CommandParser, UserError, print_stderr, print_stdout, run_command
 from trainer.files import making, replacing
 from trainer.recipe import WeightSource, add_working_folder_to_path
 from trainer.weights.adapters import BASE
@@ -61,7 +61,9 @@ def export_checkpoint(
     config = config_from_yaml(stored.config_yaml, allow_import=allow_import)
     path, origin = Path(target), origin_of(stored)
     if TOKENIZER in origin.files and _reads_bytes(config):
-        say("warning: the run was trained on bytes: the tokenizer that came with its first weights is left out")
+        print_stderr(
+            "warning: the run was trained on bytes: the tokenizer that came with its first weights is left out"
+        )
         origin.files = {name: data for name, data in origin.files.items() if not is_tokenizer_file(name)}
     is_file, has_adapters = path.suffix in (".pt", ".safetensors"), config.lora.rank > 0
     if merges is False and not has_adapters:
@@ -183,7 +185,7 @@ def _export(chosen: argparse.Namespace) -> int:
     dtype = DTYPES[chosen.dtype] if chosen.dtype else None
     how = (dtype, chosen.max_shard_gb, chosen.overwrite, chosen.allow_import, chosen.merges, chosen.base, chosen.ema)
     for file in export_checkpoint(chosen.checkpoint, chosen.target, *how):
-        tell(str(file))
+        print_stdout(str(file))
     return EXIT_FINISHED
 
 

@@ -41,7 +41,15 @@ from trainer.data.ingest.writing import Job
 from trainer.data.manifest import Manifest
 from trainer.data.shards import ShardError
 from trainer.data.tokenizer import Tokenizer, find_tokenizer
-from trainer.errors import EXIT_FINISHED, CommandParser, is_disk_full, printable, run_command, setting_error, tell
+from trainer.errors import (
+    EXIT_FINISHED,
+    CommandParser,
+    is_disk_full,
+    print_stdout,
+    printable,
+    run_command,
+    setting_error,
+)
 from trainer.files import making
 
 _CHAT_KEYS = ("format", "chat_template", "train_on")
@@ -95,7 +103,7 @@ def _prepare(options: argparse.Namespace) -> int:
         procs=options.procs,
         bos=options.bos,
     )
-    tell(report)
+    print_stdout(report)
     return EXIT_FINISHED
 
 

@@ -50,11 +50,11 @@ from trainer.errors import (
     TrainingFailed,
     UserError,
     nearest,
+    print_stderr,
+    print_stdout,
     redact_everything,
     run_command,
-    say,
     setting_error,
-    tell,
 )
 from trainer.lifecycle.launch import spawn
 from trainer.lifecycle.rehearsal import rehearsing
@@ -133,14 +133,14 @@ def _read(arguments: Arguments, env: Environment) -> RunConfig | None:
     """Return the configuration to train; None where information was asked for, which is printed.  Raises UserError."""
     recipe, overrides = arguments.recipe, arguments.overrides
     if arguments.asks_for("--version"):
-        tell(f"meshtrainer {__version__}")
+        print_stdout(f"meshtrainer {__version__}")
         return None
     if arguments.asks_for("--help"):
         text = usage.full_help(
             arguments.sections,
             load_config(recipe, overrides, arguments.allow_import, needs_weights=False) if recipe else None,
         )
-        tell(fit_to_width(text, shutil.get_terminal_size().columns if sys.stdout.isatty() else 0))
+        print_stdout(fit_to_width(text, shutil.get_terminal_size().columns if sys.stdout.isatty() else 0))
         return None
     if recipe is None:
         if overrides or arguments.options:
@@ -149,13 +149,13 @@ def _read(arguments: Arguments, env: Environment) -> RunConfig | None:
     config = load_config(recipe, overrides, arguments.allow_import)
     if arguments.asks_for("--print-config"):
         _check_as_printed(config, arguments.nproc, env)
-        tell(_with_steps(config).to_yaml(), end="")
+        print_stdout(_with_steps(config).to_yaml(), end="")
         return None
     config, note = find_free_name(config, recipe, overrides)
     if env.launcher != "nproc":  # whose parent has done so
         stop.note_stale_notice(config.run_dir)
         if note and env.rank == 0:
-            say(note)
+            print_stderr(note)
     return config
 
 
@@ -251,7 +251,7 @@ def report(error: UserError | TrainingFailed, env: Environment, exit_code: int =
     ignore_termination()
     if env.rank == 0:
         prefix = "" if str(error).startswith("usage:") else "error: "
-        say(f"{prefix}{error}")
+        print_stderr(f"{prefix}{error}")
     else:
         time.sleep(_REPORT_S)
     return exit_code
@@ -261,7 +261,7 @@ def report_stop(request: StopRequested, env: Environment) -> int:
     """Print on the first rank that a signal has ended this run before its first step.  Returns the exit code."""
     ignore_termination()
     if not env.rank:
-        say(stopped(request.name, request.kept or "run the same command again"))
+        print_stderr(stopped(request.name, request.kept or "run the same command again"))
     return EXIT_STOPPED
 
 
@@ -310,9 +310,9 @@ def run_trainer(config: RunConfig, own: type[Trainer] | None, act: Callable[[Tra
         first = trainer.world.first_failure if trainer is not None else None
         if is_out_of_memory(error):
             if text := _out_of_memory(error, config, is_built=trainer is not None):
-                say(text)
+                print_stderr(text)
         elif first is None and not isinstance(error, PeerFailed):
-            say(traceback.format_exc().rstrip())
+            print_stderr(traceback.format_exc().rstrip())
         return EXIT_FAILED
 
 
@@ -336,7 +336,7 @@ def _rehearse(config: RunConfig, trainer: Trainer) -> int:
             rest = (
                 f"would train steps {step + 1} to {steps}" if step < steps else f"nothing to do: step {step} of {steps}"
             )
-            tell(f"dry run: {rest}; nothing was written")
+            print_stdout(f"dry run: {rest}; nothing was written")
     return EXIT_FINISHED
 
 
@@ -400,7 +400,7 @@ def meshtrainer() -> NoReturn:
 def _answer(words: Sequence[str]) -> int:
     """Answer a first word that is no subcommand with a command line of its own."""
     if words[0] == "completion":
-        tell(completion(words[1] if len(words) > 1 else "", COMMANDS), end="")
+        print_stdout(completion(words[1] if len(words) > 1 else "", COMMANDS), end="")
         return EXIT_FINISHED
     if words[0] == "help":
         raise UserError("meshtrainer help: no such command\n  did you mean meshtrainer --help?")

@@ -37,9 +37,9 @@ from trainer.errors import (
     EXIT_USER_ERROR,
     CommandParser,
     UserError,
+    print_stdout,
     run_command,
     setting_error,
-    tell,
 )
 from trainer.lifecycle.folder import read_status
 
@@ -169,7 +169,7 @@ class Job:
         step = int(read_status(self.run_dir).get("step") or 0)
         now = time.strftime("%FT%T")
         line = f"{now} job {self.job_id} restart {self.restart} step {step} {event}"
-        tell(line)
+        print_stdout(line)
         with self.log.open("a") as log:
             log.write(f"{line}\n")
 

@@ -27,7 +27,7 @@ from trainer.checkpoint.layout import Box, Chunk, Layout, Part, Planned, Stored,
 from trainer.checkpoint.place import Place
 from trainer.checkpoint.writers import choose_writers
 from trainer.distributed.channel import Channel
-from trainer.errors import say
+from trainer.errors import print_stderr
 from trainer.model.parameters import local
 
 
@@ -118,7 +118,7 @@ class Staging:
         except RuntimeError as error:
             with contextlib.suppress(RuntimeError):
                 torch.zeros(1, device=self._device)  # clears CUDA's last error, which the next kernel would report
-            say(
+            print_stderr(
                 f"warning: {self._buffer.nbytes / 2**30:.2f} GiB of host memory cannot be page-locked "
                 f"({str(error).splitlines()[0]}): training pauses for longer while a save is copied"
             )

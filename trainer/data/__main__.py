@@ -34,9 +34,9 @@ from trainer.errors import (
     EXIT_FINISHED,
     UserError,
     choice_error,
+    print_stdout,
     run_command,
     setting_error,
-    tell,
 )
 from trainer.recipe import add_working_folder_to_path
 from trainer.tables import table_lines
@@ -62,7 +62,7 @@ def command_line(argv: Sequence[str] | None = None) -> int:
     add_working_folder_to_path()
     arguments = list(sys.argv[1:] if argv is None else argv)
     if "--help" in arguments or "-h" in arguments:
-        tell(__doc__ or "")
+        print_stdout(__doc__ or "")
         return EXIT_FINISHED
     return run_command(lambda: _run(_parse(arguments)))
 
@@ -108,16 +108,16 @@ def _run(asked: _Arguments) -> int:
     check_config(config, least.num_ranks, least.shard)
     vocab_size = config.vocab_size if asked.recipe else None
     if asked.command == "check":
-        return EXIT_FAILED if check_data(config.data, vocab_size, tell) else EXIT_FINISHED
+        return EXIT_FAILED if check_data(config.data, vocab_size, print_stdout) else EXIT_FINISHED
     config = resolve_from_data(config)
     source = open_source(config.data, vocab_size, "train")
     order = find_order(source, config)
     if asked.command == "show":
         which = (asked.numbers["--step"], asked.numbers["--samples"], asked.is_full)
-        show_samples(source, order, config, *which, tell)
+        show_samples(source, order, config, *which, print_stdout)
         return EXIT_FINISHED
     found = usage_by_phase(order, config.train.global_batch_size, config.train.steps, source.seq_len)
-    tell("\n".join(_table(config, found)))
+    print_stdout("\n".join(_table(config, found)))
     return EXIT_FINISHED
 
 

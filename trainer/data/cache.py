@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from trainer.data.shards import ShardError
-from trainer.errors import UserError, say, setting_error
+from trainer.errors import UserError, print_stderr, setting_error
 from trainer.files import CHECKSUM, checked, replacing, sync_folder, with_checksum
 from trainer.stopping import stop_if_asked
 
@@ -112,7 +112,7 @@ def _build(path: Path, build: Callable[[Path], None], load: Callable[[Path], Ent
             try:
                 return load(path)  # another process built it in the meantime
             except DAMAGE as error:
-                say(f"{path}, in the cache, is damaged ({error}); building it again")
+                print_stderr(f"{path}, in the cache, is damaged ({error}); building it again")
                 remove(path)
         if is_locked:  # no other process is building, so temporary folders are leftovers of killed processes
             for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):

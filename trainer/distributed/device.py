@@ -10,7 +10,7 @@ import torch
 from torch.distributed import Store
 
 from trainer.distributed.environment import EXPANDABLE, Environment
-from trainer.errors import UserError, say, setting_error
+from trainer.errors import UserError, print_stderr, setting_error
 
 
 def find_device(wanted: str, env: Environment) -> torch.device:
@@ -50,7 +50,7 @@ def _try_memory(device: torch.device, env: Environment) -> None:
             torch.cuda.memory._set_allocator_settings("expandable_segments:False")
         torch.empty(1, device=device)
         if env.rank == 0:
-            say(f"warning: {EXPANDABLE} is off, since the driver refuses it: {str(error).splitlines()[0]}")
+            print_stderr(f"warning: {EXPANDABLE} is off, since the driver refuses it: {str(error).splitlines()[0]}")
 
 
 def choose_gpu(wanted: str, env: Environment, num_gpus: int, variables: Mapping[str, str] = os.environ) -> int | None:

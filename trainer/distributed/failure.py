@@ -7,7 +7,7 @@ import threading
 from typing import Protocol
 
 from trainer.distributed.channel import Messages, NoAnswer
-from trainer.errors import EXIT_FAILED, say
+from trainer.errors import EXIT_FAILED, print_stderr
 
 FAILURE = "meshtrainer/failure"
 """Store key that holds the first failure."""
@@ -54,7 +54,7 @@ class FailureWatch(threading.Thread):
             try:
                 failure = self._failure()
             except NoAnswer as lost:
-                say(f"error: rank {self._rank}: lost rank 0: {lost}; this rank ends")
+                print_stderr(f"error: rank {self._rank}: lost rank 0: {lost}; this rank ends")
                 failure, patience_s = f"lost rank 0: {lost}", 0.0
             except RuntimeError:
                 failure = "lost rank 0, which hosted the store"
@@ -73,7 +73,7 @@ class FailureWatch(threading.Thread):
         if self._parent is None or os.getppid() == self._parent:
             return ""
         orphaned = f"rank {self._rank}: its parent process has died"  # no launcher is left to manage this process
-        say(f"error: {orphaned}; this rank ends")
+        print_stderr(f"error: {orphaned}; this rank ends")
         return self._messages.compare_set(FAILURE, "", orphaned)
 
     def stop(self, wait: bool = True) -> None:

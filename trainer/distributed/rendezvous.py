@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import Store
 
 from trainer.distributed.stop import was_asked_early
-from trainer.errors import EXIT_STOPPED, TrainingFailed, UserError, say
+from trainer.errors import EXIT_STOPPED, TrainingFailed, UserError, print_stderr
 
 _ANSWER_S = 5.0
 """How long rank 0, which may host the store, waits for the others to read a decision to stop."""
@@ -91,5 +91,5 @@ def _let_all_read(store: Store, rank: int, size: int) -> None:
 
 def _leave_before_the_start(say_so: bool) -> NoReturn:
     if say_so:
-        say("stopped before all ranks had joined")
+        print_stderr("stopped before all ranks had joined")
     os._exit(EXIT_STOPPED)

@@ -38,7 +38,7 @@ from trainer.distributed.exchange import know_group
 from trainer.distributed.failure import FAILURE, FailureListener, FailureWatch
 from trainer.distributed.interface import choose_interface
 from trainer.distributed.rendezvous import begin_together, meet_in_a_store
-from trainer.errors import PeerFailed, UserError, say
+from trainer.errors import PeerFailed, UserError, print_stderr
 
 REPLICATE, SHARD, CONTEXT = "replicate", "shard", "context"
 """Names of the mesh axes, and of the context-parallel groups, which subdivide `shard`."""
@@ -74,7 +74,7 @@ class World(Channel):
         if self.device.type == "cpu":
             keep_freed_memory()
         if (advice := raise_file_limit()) and self.env.rank == 0:
-            say(f"warning: {advice}")
+            print_stderr(f"warning: {advice}")
         self._store: Store | None = None
         self.interface = ""
         """The network interface that gloo listens on; empty if gloo chooses."""
@@ -191,7 +191,7 @@ class World(Channel):
             else:
                 messages.wait(f"{key}/done", _ONCE_S)
         except RuntimeError as lost:  # the store is gone or it took too long: not essential
-            say(f"warning: rank {self.rank}: {what}: {lost}")
+            print_stderr(f"warning: rank {self.rank}: {what}: {lost}")
 
     def announce_failure(self, error: BaseException) -> str | None:
         """Tell the other ranks that this one has failed.  Returns the first failure if it was on another rank.
@@ -217,7 +217,7 @@ class World(Channel):
     def _report_once(self, dead: str) -> None:
         """Report a dead rank on one of the ranks that noticed, unless the launcher reports it."""
         if self.env.launcher != "nproc":
-            self.once("death", lambda: say(f"error: {dead}"))
+            self.once("death", lambda: print_stderr(f"error: {dead}"))
 
     def remember_failure(self) -> None:
         """Fetch the failure that another rank announced while the store is still there.

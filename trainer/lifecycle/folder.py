@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 from trainer.config import RunConfig
 from trainer.config.run_paths import CONFIG
-from trainer.errors import EXIT_FAILED, UserError, masked, redact, say, setting_error, typed
+from trainer.errors import EXIT_FAILED, UserError, masked, print_stderr, redact, setting_error, typed
 from trainer.files import find_folder, write_and_sync, write_atomically
 
 RECORD = ("metrics.jsonl", "metrics_superseded.jsonl", "console.log", "samples.txt", "tensorboard", "wandb", "profile")
@@ -111,7 +111,7 @@ class RunFolder:
         """Remember the first loss and say so.  On rank 0, by the main thread or the thread of the heartbeat."""
         if self.loss is None:
             self.loss = loss
-            say(f"warning: {loss}; the run stops after this step and saves its state elsewhere")
+            print_stderr(f"warning: {loss}; the run stops after this step and saves its state elsewhere")
 
     def move(self) -> None:
         """Have the run write elsewhere, now that a folder of it is lost: to where the folder was renamed to, or to a
@@ -245,7 +245,7 @@ def write_status(run_dir: Path, status: Mapping[str, Any]) -> None:
             return
         except OSError as error:
             if pause_s is None:
-                say(f"warning: {run_dir}/status.json cannot be written: {error}")
+                print_stderr(f"warning: {run_dir}/status.json cannot be written: {error}")
             else:
                 time.sleep(pause_s)
 
@@ -470,7 +470,7 @@ class Owner:
 
     def _give_way(self, owner: dict[str, Any]) -> NoReturn:
         """End this process: it stood still for so long that another run took it for dead.  Two must not write here."""
-        say(
+        print_stderr(
             f"error: {self.setting}={self.folder}: another run has taken it over ({_name(owner)}), because this one "
             f"gave no sign of life for {self.STALE_S:.0f} s\n  this run ends here, without saving; the other one "
             "continues from the newest checkpoint"

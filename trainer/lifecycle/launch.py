@@ -13,7 +13,7 @@ from trainer.config import RunConfig
 from trainer.distributed import stop
 from trainer.distributed.deaths import find_killed
 from trainer.distributed.environment import LAUNCHER, SPAWNED_BY_US
-from trainer.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_USER_ERROR, say
+from trainer.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_USER_ERROR, print_stderr
 from trainer.lifecycle.folder import note_end, read_status
 from trainer.metrics.record import last_step
 
@@ -88,5 +88,5 @@ def _launch_config(nproc: int) -> LaunchConfig:
 
 def _note_end(config: RunConfig, before: Mapping[str, Any], reason: str) -> None:
     """Say, and leave in `status.json`, how the ranks ended where they could not say it themselves."""
-    say(f"error: {reason}")
+    print_stderr(f"error: {reason}")
     note_end(config.run_dir, before, last_step(config.run_dir / "metrics.jsonl"), reason)

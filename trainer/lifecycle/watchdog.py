@@ -35,7 +35,7 @@ from trainer.config import RunConfig
 from trainer.distributed import exchange
 from trainer.distributed.channel import Messages
 from trainer.distributed.world import CONTEXT, World
-from trainer.errors import EXIT_FAILED, PeerFailed, say
+from trainer.errors import EXIT_FAILED, PeerFailed, print_stderr
 from trainer.lifecycle.phases import IN_STEP
 from trainer.lifecycle.recorder import keep_record, progress_of, read_record
 from trainer.lifecycle.standing import Standing, find_late, is_stuck, reason_of, table
@@ -216,7 +216,7 @@ class Watchdog:
         store, rank = self._world.messages, self._world.rank
         if store is None:
             own = self.standing(why)
-            say(table(why, [own]))
+            print_stderr(table(why, [own]))
             if self._world.owns_group:
                 self._end(reason_of(why, [own]), is_stuck=is_stuck([own]))
             return
@@ -229,7 +229,7 @@ class Watchdog:
                 if all(standing.within for standing in find_late(standings)) and not why.startswith(_TIMED_OUT):
                     verdict = "go on"
                 else:
-                    say(table(why, standings))
+                    print_stderr(table(why, standings))
                     self._world.announce_failure(PeerFailed(reason_of(why, standings)))
                 store.set(self._key("verdict"), verdict)
                 if verdict != "go on":
@@ -241,7 +241,7 @@ class Watchdog:
                 with suppress(RuntimeError):
                     store.set(self._key(f"heard/{rank}"), "")
         except RuntimeError as lost:  # the store has gone, or rank 0 does not answer
-            say(f"{table(why, [self.standing(why)])}\nrank 0 does not answer rank {rank}: {lost}")
+            print_stderr(f"{table(why, [self.standing(why)])}\nrank 0 does not answer rank {rank}: {lost}")
             self._leave(is_stuck=True)
         if verdict == "go on":
             self._round += 1

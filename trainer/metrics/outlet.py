@@ -16,7 +16,7 @@ import threading
 from pathlib import Path
 from typing import TextIO
 
-from trainer.errors import discard_stream, say
+from trainer.errors import discard_stream, print_stderr
 from trainer.files import content_of
 
 
@@ -88,7 +88,7 @@ class Outlet(io.TextIOBase):
         except (OSError, ValueError) as error:  # ValueError: this process has closed it
             self._has_gone = True
             discard_stream(self._stream)
-            say(f"warning: standard output was closed ({error}); the run continues without it")
+            print_stderr(f"warning: standard output was closed ({error}); the run continues without it")
 
 
 class KeptText(io.TextIOBase):

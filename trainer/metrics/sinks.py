@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from trainer.config import RunConfig
-from trainer.errors import masked_argument, redact, say, setting_error
+from trainer.errors import masked_argument, print_stderr, redact, setting_error
 from trainer.files import append_and_sync, content_of, write_atomically
 from trainer.metrics.goodput import Ledger
 from trainer.metrics.outlet import KeptText
@@ -337,4 +337,4 @@ def _numbers(record: Record) -> dict[str, float]:
 
 def warn(message: str) -> None:
     """Say something on stderr that does not stop the run."""
-    say(f"warning: {message}")
+    print_stderr(f"warning: {message}")

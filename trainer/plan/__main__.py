@@ -40,7 +40,7 @@ from trainer.config.arguments import no_recipe, split_allow_import
 from trainer.config.suggestions import unexpected_argument, unknown_option
 from trainer.data.resolve import resolve_from_data
 from trainer.distributed.environment import find_environment
-from trainer.errors import EXIT_DOES_NOT_FIT, EXIT_FINISHED, run_command, say, setting_error, tell
+from trainer.errors import EXIT_DOES_NOT_FIT, EXIT_FINISHED, print_stderr, print_stdout, run_command, setting_error
 from trainer.model.shard import check_sharding
 from trainer.plan.calibrate import calibrate
 from trainer.plan.machine import Machine, find_machine
@@ -72,7 +72,7 @@ def command_line(argv: Sequence[str] | None = None) -> int:
     add_working_folder_to_path()
     arguments = list(sys.argv[1:] if argv is None else argv)
     if "--help" in arguments or "-h" in arguments:
-        tell(__doc__ or "")
+        print_stdout(__doc__ or "")
         return EXIT_FINISHED
     return run_command(lambda: _plan(arguments))
 
@@ -97,25 +97,25 @@ def _plan(arguments: list[str]) -> int:
     config = resolve_context_method(config, min(num_ranks, machine.rates.ranks_per_node))
     check_sharding(config)
     if advice := mesh.advice(min(num_ranks, machine.rates.ranks_per_node)):
-        say(f"warning: {advice}")
+        print_stderr(f"warning: {advice}")
     try:
         choice = settle(config, mesh, machine) if asks_for_auto(config) else None
     except NothingFits as error:
         _show(error.plan, None, asked)
-        say(f"error: {error}")
+        print_stderr(f"error: {error}")
         return EXIT_DOES_NOT_FIT
     plan = choice.plan if choice else make_plan(config, mesh, machine)
     _show(plan, choice, asked)
     if plan.fits:
         return EXIT_FINISHED
     if not asked.as_json:
-        tell(remedies_text(plan))
+        print_stdout(remedies_text(plan))
     return EXIT_DOES_NOT_FIT
 
 
 def _show(plan: Plan, choice: Choice | None, asked: _Asked) -> None:
     if asked.as_json:
-        tell(json.dumps(to_json(plan, choice)))
+        print_stdout(json.dumps(to_json(plan, choice)))
     else:
         print_plan(plan, choice)
     if asked.picture is not None:

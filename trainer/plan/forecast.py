@@ -14,7 +14,7 @@ from torch import nn
 
 from trainer.config import MeshShape, RunConfig, resolve_context_method
 from trainer.distributed.world import World
-from trainer.errors import UserError, redact, say
+from trainer.errors import UserError, print_stderr, redact
 from trainer.metrics.console import readable_bytes
 from trainer.metrics.meter import peak_memory_gib, resident_gib
 from trainer.model.parameters import local
@@ -218,14 +218,16 @@ class Forecast:
         """
         if is_out_of_memory(error):
             kept = self._keep_traceback(error)
-            self._world.once("explain", lambda: getattr(error, "add_note", say)(self._explanation(error, kept)))
+            self._world.once(
+                "explain", lambda: getattr(error, "add_note", print_stderr)(self._explanation(error, kept))
+            )
 
     def _keep_traceback(self, error: BaseException) -> str:
         path = self._config.run_dir / f"traceback_rank{self._world.rank}.txt"
         try:
             path.write_text(redact("".join(traceback.format_exception(error))))
         except OSError:  # no folder yet, or a full disk: then it is printed
-            say("".join(traceback.format_exception(error)).rstrip())
+            print_stderr("".join(traceback.format_exception(error)).rstrip())
             return "above"
         return f"in {path}"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from trainer.checkpoint.interval import sentences
-from trainer.errors import tell
+from trainer.errors import print_stdout
 from trainer.metrics.console import readable_bytes, readable_duration
 from trainer.plan.machine import GIB
 from trainer.plan.memory import Moment, memory_of
@@ -37,9 +37,9 @@ def print_plan(plan: Plan, choice: Choice | None = None) -> None:
     """Print the plan as tables that fit the terminal."""
     width = terminal_width()
     for line in _heading(plan):
-        tell(textwrap.fill(line, width, subsequent_indent="  ", break_on_hyphens=False))
+        print_stdout(textwrap.fill(line, width, subsequent_indent="  ", break_on_hyphens=False))
     if choice is not None:
-        tell(f"\n{choice_text(choice)}")
+        print_stdout(f"\n{choice_text(choice)}")
     fits = "fits" if plan.fits else "DOES NOT FIT"
     _print_table(f"{_peak_text(plan)}, {fits}", ("kind", "GiB"), _memory_rows(plan), text_columns=(0,))
     if plan.collectives:
@@ -51,12 +51,12 @@ def print_plan(plan: Plan, choice: Choice | None = None) -> None:
     title = "saves and failures (guesses, until a run has seen them)"
     _print_table(title, ("", ""), saving, text_columns=(0, 1))
     for line in _left_out(plan):
-        tell(textwrap.fill(line, width))
+        print_stdout(textwrap.fill(line, width))
 
 
 def _print_table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]], text_columns: Sequence[int]) -> None:
     lines = table_lines(heads, rows, text_columns=text_columns)
-    tell("\n".join(["", textwrap.fill(title, terminal_width()), *lines]))
+    print_stdout("\n".join(["", textwrap.fill(title, terminal_width()), *lines]))
 
 
 def remedies_text(plan: Plan) -> str:

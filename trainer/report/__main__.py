@@ -16,7 +16,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from trainer.errors import EXIT_FINISHED, CommandParser, run_command, setting_error, tell
+from trainer.errors import EXIT_FINISHED, CommandParser, print_stdout, run_command, setting_error
 from trainer.files import making, replacing
 from trainer.report.charts import draw_png
 from trainer.report.live import PORT, serve, watch
@@ -45,10 +45,10 @@ def command_line(argv: Sequence[str] | None = None) -> int:
 def _answer(chosen: argparse.Namespace) -> int:
     folders, out = [Path(folder) for folder in chosen.run_dirs], chosen.out and Path(chosen.out)
     if chosen.serve is not None:
-        serve(folders, chosen.serve, tell)
+        serve(folders, chosen.serve, print_stdout)
         return EXIT_FINISHED
     for path in write_report(folders, out):
-        tell(str(path))
+        print_stdout(str(path))
     if chosen.watch:
         with contextlib.suppress(KeyboardInterrupt):
             watch(folders, lambda: write_report(folders, out))

@@ -29,7 +29,7 @@ from trainer.config.pretrained import (
     read_config,
 )
 from trainer.distributed.channel import Channel
-from trainer.errors import UserError, say, setting_error
+from trainer.errors import UserError, print_stderr, setting_error
 from trainer.model.lora import is_of_the_base, plain_name, transposed_layers
 from trainer.model.materialize import materialize
 from trainer.model.network import build_network
@@ -267,7 +267,7 @@ def begin_from(model: nn.Module, origin: Origin, config: RunConfig, channel: Cha
     """
     source, setting, path = _first_weights(config, channel)
     if config.train.init_from and channel.is_main and (doubt := doubts(path)):
-        say(f"warning: {doubt}")
+        print_stderr(f"warning: {doubt}")
     if source is not None and not config.lora.rank:  # base weights under adapters are loaded already
         channel.agreed(lambda: fill(model, source, setting))
     came = channel.agreed(lambda: _files_of(source, config) if channel.is_main else {})

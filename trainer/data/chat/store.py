@@ -29,7 +29,7 @@ from trainer.data.chat.masking import Encoded, Encoder
 from trainer.data.chat.records import read_records
 from trainer.data.ingest.progress import Counting
 from trainer.data.shards import Shard, ShardWriter
-from trainer.errors import UserError, say, setting_error
+from trainer.errors import UserError, print_stderr, setting_error
 from trainer.files import replacing
 from trainer.stopping import StopRequested, stop_if_asked
 
@@ -379,7 +379,7 @@ class _SplitWriter:
 
 def _tokenize_all(folder: Path, name: str, spec: ChatSpec, encoder: Encoder) -> None:
     if sum(path.stat().st_size for path in spec.files) > _ANNOUNCE_BYTES:
-        say(f"tokenizing {spec.key}, once: the conversations are stored in {folder.parent}")
+        print_stderr(f"tokenizing {spec.key}, once: the conversations are stored in {folder.parent}")
     tokenizer = encoder.tokenizer
     doubled = _DoubledTokenizer(tokenizer.name, 2 * tokenizer.vocab_size, 2 * tokenizer.plain.end_id)
     train, held_out = (_SplitWriter(folder / f"{split}.bin", doubled) for split in ("train", "eval"))

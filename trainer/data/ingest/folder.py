@@ -23,7 +23,7 @@ from trainer.data.cache import DAMAGE, open_lock, remove
 from trainer.data.ingest.report import Tally
 from trainer.data.manifest import Manifest
 from trainer.data.shards import Shard, ShardError
-from trainer.errors import say
+from trainer.errors import print_stderr
 from trainer.files import checked, replacing, sync_folder, with_checksum
 
 MANIFEST = "manifest.json"
@@ -146,7 +146,7 @@ class BuildFolder:
                 except ShardError as error:
                     if self.is_complete:
                         return  # another process has finished meanwhile, and removed the records
-                    say(f"{error}; building this part again")
+                    print_stderr(f"{error}; building this part again")
                     remove(self._record_path(unit))
 
     def discard(self, is_damaged: Callable[[], Exception | None]) -> None:
@@ -157,7 +157,7 @@ class BuildFolder:
         """
         with self.taken(_REPAIRING):
             if self.is_complete and (error := is_damaged()) is not None:
-                say(f"{str(error).partition('; ')[0]}; building {self.path} again")
+                print_stderr(f"{str(error).partition('; ')[0]}; building {self.path} again")
                 remove(self.manifest_path)
                 for path in self.path.glob("*.damaged"):
                     remove(path)

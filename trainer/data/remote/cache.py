@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from trainer.data.cache import is_at, open_lock, read_value, remove, write_value
 from trainer.data.descriptors import SHARD_FILES, FileVersion
 from trainer.data.remote.transport import MANY, Broken, Changed, again, download
-from trainer.errors import masked, say
+from trainer.errors import masked, print_stderr
 from trainer.files import crc32
 from trainer.stopping import add_partial, drop_partial, stop_if_asked
 
@@ -106,7 +106,7 @@ class ShardCache:
                 with _held(self._folder / f".{item.name}{_PART}") as partial:
                     if not self._is_whole(item, path):  # another process may have fetched it
                         if os.path.lexists(path):
-                            say(f"{path}, in the cache, is damaged; fetching it again")
+                            print_stderr(f"{path}, in the cache, is damaged; fetching it again")
                             remove(path)
                         self._make_room(item.size, due)
                         again(item.url, MANY, lambda: _get(item, partial))

@@ -17,7 +17,7 @@ from trainer.data.remote.cache import Item, ShardCache, sum_file
 from trainer.data.remote.listing import find_folder_of
 from trainer.data.remote.transport import Unreachable, find, look_up, looked_up, unusable_url
 from trainer.data.shards import ShardError
-from trainer.errors import UserError, masked, say, setting_error
+from trainer.errors import UserError, masked, print_stderr, setting_error
 from trainer.files import find_folder
 from trainer.stopping import stop_if_asked
 from trainer.urls import has_pattern, split_query, with_credentials_of, without_credentials
@@ -45,7 +45,7 @@ class RemoteText:
         if missing:
             size = sum(item.size for item in missing)
             what = "a file" if len(missing) == 1 else f"{len(missing)} files"
-            say(f"fetching {what} of text, {size / 1e6:,.1f} MB, into {self.folder}")
+            print_stderr(f"fetching {what} of text, {size / 1e6:,.1f} MB, into {self.folder}")
         for item in self.items:  # also the cached ones, to verify them
             stop_if_asked()
             cache.fetch(item)
@@ -122,7 +122,7 @@ def find_text(setting: str, cache_dir: str | None) -> RemoteText:
         facts = _recall(known, setting) if error.is_away else []
         if not facts:
             raise
-        say(f"{error}; assuming that it has not changed since the last check")
+        print_stderr(f"{error}; assuming that it has not changed since the last check")
     else:
         _remember(known, facts)
     return RemoteText([_item_of(*each) for each in facts], folder)

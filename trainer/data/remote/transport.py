@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from trainer.data.shards import ShardError
-from trainer.errors import UserError, masked, redact, say, setting_error
+from trainer.errors import UserError, masked, print_stderr, redact, setting_error
 from trainer.stopping import stop_if_asked
 from trainer.urls import (
     has_pattern,
@@ -201,7 +201,9 @@ def again(url: str, tries: int, act: Callable[[], Result]) -> Result:
                 message = redact(f"{masked(url)} cannot be read ({_reason(error)})")
                 raise Unreachable(message, _is_absent(error), not _is_final(error)) from error
             pause = min(LONGEST_PAUSE_S, 2.0 ** (tries - 1 - left))
-            say(f"{masked(url)}: {_reason(error)}; trying again ({left} more {'try' if left == 1 else 'tries'})")
+            print_stderr(
+                f"{masked(url)}: {_reason(error)}; trying again ({left} more {'try' if left == 1 else 'tries'})"
+            )
             _sleep(pause)
     raise AssertionError(tries)
 
