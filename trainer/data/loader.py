@@ -328,7 +328,7 @@ def _unpack(message: Message) -> Iterable[Arrays | TrainingFailed]:
 
 
 def _group_into_messages(indices: Iterator[NDArray[np.int64]], most: int) -> Iterator[list[NDArray[np.int64]]]:
-    """Yield the indices of each message: a single micro-batch first, so that training starts soon, then twice as many."""
+    """Yield the indices of each message: one micro-batch first, so that training starts soon, then twice as many."""
     length = 1
     while message := list(islice(indices, length)):
         yield message

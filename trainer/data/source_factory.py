@@ -100,7 +100,7 @@ def _each(key: str, setting: str | Mapping[str, str] | None) -> list[tuple[str, 
 def _open_several(
     data: DataSection, paths: Mapping[str, str], vocab_size: int | None, split: Split
 ) -> MixedSource | None:
-    """Return the mixture of the sources in data.path; for `eval`, only those with held-out data, or None without any."""
+    """Return the mixture of the sources in data.path; for `eval`, only those with held-out data, or None."""
     held_out = data.eval_path if isinstance(data.eval_path, Mapping) else {}
     if split == "train":
         _check_sources_apart(data, paths, held_out)
