@@ -1,7 +1,7 @@
-"""Cross-entropy, summed over targets, with and without materialising all logits.
+"""Cross-entropy summed over targets, with or without materializing all logits.
 
-Every loss here is a sum: the step divides by the number of targets of the whole global batch, which makes the result
-the same on every mesh and for every micro-batch size.  Knows no model; recipes use it.
+Every loss here is a sum: the step divides it by the number of targets in the full global batch, so that the result is
+the same on every mesh and for every micro-batch size.  Independent of models; recipes use it.
 """
 
 from __future__ import annotations
@@ -26,11 +26,16 @@ IGNORE = -100
 """Target that does not count (PyTorch's default `ignore_index`)."""
 
 _CHUNK_BYTES = 64 * 2**20
-"""Size of one chunk of fp32 logits: large enough for full speed of a CPU's matrix product, small beside a model."""
+"""Size of a chunk of fp32 logits: large enough for a CPU's matrix product to run at full speed, and small relative to a
+model.
+"""
 
 _GPU_CHUNK_ROWS = 2048
-"""Least rows of a chunk on a GPU.  Each chunk reads and writes the whole gradient of the weight, some 10 bytes an
-element, while it computes 6 FLOPs an element and row: at 800 TFLOP/s and 4 TB/s that takes as long as 330 rows do."""
+"""Minimum number of rows in a chunk on a GPU.
+
+Each chunk reads and writes the full gradient of the weight, about 10 bytes per element, and computes 6 FLOPs per
+element and row: at 800 TFLOP/s and 4 TB/s the former takes as long as 330 rows do.
+"""
 
 
 _plans_for_a_gpu = ContextVar("plans_for_a_gpu", default=False)
@@ -38,7 +43,7 @@ _plans_for_a_gpu = ContextVar("plans_for_a_gpu", default=False)
 
 @contextmanager
 def as_on_a_gpu() -> Iterator[None]:
-    """Work in a GPU's chunks and kernels, wherever the tensors are: for a plan, whose tensors are nowhere."""
+    """Use a GPU's chunks and kernels whatever the device, for plans on fake tensors."""
     token = _plans_for_a_gpu.set(True)
     try:
         yield
@@ -51,7 +56,7 @@ _rows: ContextVar[list[torch.Tensor] | None] = ContextVar("rows", default=None)
 
 @contextmanager
 def row_losses() -> Iterator[list[torch.Tensor]]:
-    """Note, inside the block, what each cross-entropy over sequences sums up for each of them: float64, (B,)."""
+    """Record the summed loss of each sequence in every cross-entropy inside the block: float64, (B,)."""
     noted: list[torch.Tensor] = []
     token = _rows.set(noted)
     try:
@@ -65,10 +70,10 @@ _sums_by_row = ContextVar("sums_by_row", default=False)
 
 @contextmanager
 def by_row() -> Iterator[None]:
-    """Have the losses of models inside the block be one sum for each sequence, (B,), instead of one for all.
+    """Make the losses of models inside the block one sum per sequence, (B,), instead of a single sum.
 
-    In fp64: such sums are compared, and a small difference of two large ones is worth no less than what is summed.  For
-    models whose loss is computed by the functions here.
+    They are in fp64, since such sums are compared, and their small difference must be as accurate as the terms.  Works
+    for models whose loss is computed by the functions in this module.
     """
     token = _sums_by_row.set(True)
     try:
@@ -104,14 +109,14 @@ def linear_cross_entropy(
 ) -> torch.Tensor:
     """Return the summed cross-entropy of `hidden @ weight.T` (..., V) against `targets` (...), in fp32.
 
-    Works in equal chunks of at most `chunk_bytes` of fp32 logits: the whole of them, often the peak of a step, never
-    exists.  By default a chunk has 64 MiB, and on a GPU 2048 rows if that is more.  hidden (..., D), weight (V, D).
-    Gradients support a first derivative only.
+    Works in equal chunks of at most `chunk_bytes` of fp32 logits, so the full logits, often the peak memory of a step,
+    are never materialized.  By default a chunk has 64 MiB, and on a GPU 2048 rows if that is more.  hidden (..., D),
+    weight (V, D).  Gradients support a first derivative only.
 
-    With `reduction="sum"` the result is a scalar, and the gradients are computed in the forward pass, while a chunk's
-    logits are there, so that nothing is computed twice.  After Liger Kernel (arXiv:2410.10989).  With `"row"` it is one
-    sum for each sequence, targets (B, T) to (B,), whose gradients may differ: the backward pass computes the logits
-    again.  By default it is "sum", and inside `by_row` "row", summed in fp64.
+    With `reduction="sum"` the result is a scalar, and gradients are computed in the forward pass, while a chunk's
+    logits exist, so that nothing is computed twice.  After Liger Kernel (arXiv:2410.10989).  With `"row"` it is one sum
+    per sequence, targets (B, T) to (B,), and the backward pass recomputes the logits, since the incoming gradients may
+    differ.  The default is "sum", and inside `by_row` it is "row", summed in fp64.
     """
     hidden_ND, targets_N = hidden.flatten(0, -2), targets.flatten()
     row_bytes = 4 * weight.shape[0]
@@ -133,12 +138,12 @@ def linear_cross_entropy(
 
 
 class _Chunk:
-    """Some rows of the product: their log-probabilities, losses, and the gradient of the logits, in their place."""
+    """Some rows of the product: their log-probabilities and losses, and, in place, the gradient of the logits."""
 
     def __init__(self, hidden_nD: torch.Tensor, weight_VD: torch.Tensor, targets_n: torch.Tensor) -> None:
         self._counts_n1 = (targets_n != IGNORE).unsqueeze(1)
         self._index_n1 = targets_n.unsqueeze(1).where(self._counts_n1, 0)
-        # From here on each pass over (n, V) counts: they are the memory traffic of the loss.
+        # From here on every pass over (n, V) matters: they dominate the memory traffic of the loss.
         self._log_probs_nV = torch.log_softmax(hidden_nD @ weight_VD.T, 1, dtype=torch.float32)
 
     def losses(self) -> torch.Tensor:
@@ -146,9 +151,9 @@ class _Chunk:
         return -self._log_probs_nV.gather(1, self._index_n1).where(self._counts_n1, 0.0).squeeze(1)
 
     def take_gradient(self, scale_n1: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return d loss / d logits = softmax - one-hot, times `scale_n1`, zero where the target does not count.
+        """Return d loss / d logits = softmax - one-hot, times `scale_n1`, zero if the target does not count.
 
-        What the chunk holds is gone afterwards: the products that follow need memory themselves.
+        This consumes the chunk's buffers, since the products that follow need memory themselves.
         """
         probs_nV = self._log_probs_nV.exp_()
         del self._log_probs_nV
@@ -158,7 +163,7 @@ class _Chunk:
 
 
 class _FusedChunk:
-    """The same in three compiled kernels, each of which goes over the logits once, in their own dtype."""
+    """The same in three compiled kernels, each of which passes over the logits once, in their own dtype."""
 
     def __init__(self, hidden_nD: torch.Tensor, weight_VD: torch.Tensor, targets_n: torch.Tensor) -> None:
         self._logits_nV, self._targets_n = _in_aligned_rows(hidden_nD, weight_VD), targets_n
@@ -173,10 +178,10 @@ class _FusedChunk:
 
 
 def _in_aligned_rows(hidden_nD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
-    """Return `hidden @ weight.T`, whose rows begin at multiples of 128 bytes, whatever the size of the vocabulary.
+    """Return `hidden @ weight.T` with rows aligned to 128 bytes, whatever the size of the vocabulary.
 
-    A GPU's kernels load 16 bytes at a time where they may.  GPT-2's vocabulary of 50,257 would have its rows begin
-    anywhere: in the logits, and in both products that their gradient is multiplied in.
+    GPU kernels load 16 bytes at a time if rows are aligned.  With GPT-2's vocabulary of 50,257 they would not be,
+    neither in the logits nor in the two products with their gradient.
     """
     size, aligned = weight_VD.shape[0], 128 // hidden_nD.element_size()
     room_nW = hidden_nD.new_empty(hidden_nD.shape[0], math.ceil(size / aligned) * aligned)
@@ -184,7 +189,7 @@ def _in_aligned_rows(hidden_nD: torch.Tensor, weight_VD: torch.Tensor) -> torch.
 
 
 class _PlannedChunk(_FusedChunk):
-    """The same without values: what it keeps, and what its kernels read and write."""
+    """The same on fake tensors: the memory that it holds, and what its kernels read and write."""
 
     def __init__(self, hidden_nD: torch.Tensor, weight_VD: torch.Tensor, targets_n: torch.Tensor) -> None:
         self._logits_nV = hidden_nD @ weight_VD.T
@@ -195,7 +200,7 @@ class _PlannedChunk(_FusedChunk):
 
 
 def _losses(logits_nV: torch.Tensor, targets_n: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the loss and the log of the sum of exponentials of each row, (n,) in fp32."""
+    """Return the loss and the log-sum-exp of each row, (n,) in fp32."""
     values_nV, counts_n = logits_nV.float(), targets_n != IGNORE
     logsumexp_n = values_nV.logsumexp(1)
     picked_n = values_nV.gather(1, targets_n.where(counts_n, 0).unsqueeze(1)).squeeze(1)
@@ -205,7 +210,7 @@ def _losses(logits_nV: torch.Tensor, targets_n: torch.Tensor) -> tuple[torch.Ten
 def _put_gradient(
     logits_nV: torch.Tensor, logsumexp_n: torch.Tensor, targets_n: torch.Tensor, scale_n1: torch.Tensor
 ) -> None:
-    """Put the gradient of the losses, times `scale_n1`, in the place of the logits."""
+    """Overwrite the logits with the gradient of the losses, times `scale_n1`."""
     places_V, targets_n1 = torch.arange(logits_nV.shape[1], device=logits_nV.device), targets_n.unsqueeze(1)
     probs_nV = (logits_nV.float() - logsumexp_n.unsqueeze(1)).exp()
     grad_nV = (probs_nV - (places_V == targets_n1).float()) * scale_n1.where(targets_n1 != IGNORE, 0.0)
@@ -214,13 +219,13 @@ def _put_gradient(
 
 @cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function compiled, as long as its first shape is the only one for that shape, then for any."""
+    """Compile a function: for its first shape, and dynamically once it is called with others."""
     compiled: Callable[..., Any] = torch.compile(function, fullgraph=True)
     return compiled
 
 
 def _chunk(hidden_nD: torch.Tensor, weight_VD: torch.Tensor, targets_n: torch.Tensor) -> _Chunk | _FusedChunk:
-    """Return a chunk as it is best made where the weight lies: compiled on a GPU, if there is a compiler."""
+    """Return the best chunk implementation for the weight's device: compiled on a GPU, if there is a compiler."""
     kind: type[_Chunk | _FusedChunk] = _Chunk
     if _plans_for_a_gpu.get():
         kind = _PlannedChunk
@@ -230,7 +235,7 @@ def _chunk(hidden_nD: torch.Tensor, weight_VD: torch.Tensor, targets_n: torch.Te
 
 
 class _Gradients:
-    """The gradients of hidden states and weight, from chunk to chunk; None for what needs none."""
+    """The gradients of hidden states and weight, accumulated over chunks; None if not needed."""
 
     def __init__(self, hidden_ND: torch.Tensor, wants_hidden: bool, wants_weight: bool) -> None:
         self.hidden_ND = torch.empty_like(hidden_ND) if wants_hidden else None
@@ -239,11 +244,11 @@ class _Gradients:
         self._wants_weight = wants_weight
 
     def add(self, grad_nV: torch.Tensor, hidden_nD: torch.Tensor, weight_VD: torch.Tensor, start: int) -> None:
-        """Add what the rows from `start` on contribute."""
+        """Add the contribution of the rows from `start` on."""
         if self.hidden_ND is not None:
             self.hidden_ND[start : start + len(hidden_nD)] = grad_nV @ weight_VD
         if self._wants_weight:
-            # Sums over chunks in fp32: the weight's gradient has one addend a chunk.
+            # Accumulate in fp32: the weight's gradient is a sum over chunks.
             if self.weight_VD is not None and grad_nV.dtype == self.weight_VD.dtype:
                 self.weight_VD.addmm_(grad_nV.T, hidden_nD)
                 return
@@ -290,7 +295,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 class _LinearCrossEntropyOfTokens(torch.autograd.Function):
-    """The losses one by one: what each of their gradients is, only the backward pass knows."""
+    """Returns the loss of each token; their gradients are known only in the backward pass."""
 
     @staticmethod
     def forward(
@@ -321,8 +326,8 @@ class _LinearCrossEntropyOfTokens(torch.autograd.Function):
 def find_loss(model: nn.Module) -> Callable[[dict[str, torch.Tensor]], torch.Tensor]:
     """Return the function that maps a batch to the model's summed loss.
 
-    The model is called with `tokens`, and with every other entry of the batch that its `forward` names.  One that takes
-    `targets` sums its own loss; the logits of any other go through `cross_entropy`.
+    The model is called with `tokens`, and with every other entry of the batch that its `forward` names.  A model that
+    takes `targets` sums its own loss; the logits of any other are passed to `cross_entropy`.
     """
     named = set(inspect.signature(model.forward).parameters)
 

@@ -71,7 +71,7 @@ class Optimizer:
             is_fused = getattr(part, "looks_at_found_inf", False)
             if not is_fused and is_finite is not None and not is_finite:
                 continue
-            # Not on the CPU: the kernel divides by the inverse of `scale`, which is not bit-identical, and existing runs
+            # Not on the CPU: the kernel divides by the inverse of `scale`, which is not bit-identical, and resumed runs
             # must continue bit-identically.
             scales = is_fused and _device_of(part).type != "cpu"
             if scale is not None and not scales:

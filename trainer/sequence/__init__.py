@@ -1,9 +1,10 @@
 """Operations across tokens: attention and positions.
 
-A model that calls nothing else to mix or to count tokens keeps the documents of a batch to themselves, however they are
-packed into its rows: `attend` lets a token see what comes before it in its own document, `positions` counts from 0 in
-each.  Without documents a row is one.  Such a model also trains on sequences of which each rank holds a slice: what it
-is called with is the slice, and both functions mean the whole sequence.  Knows no model and no mesh.
+A model that uses only these functions to mix or count tokens keeps packed documents separate: `attend` lets a token
+attend only to earlier tokens of its own document, and `positions` counts from 0 in each document.  Without documents,
+each row is one document.  Such a model also supports context parallelism, where each rank holds a slice of every
+sequence: the model is called with the slice, and both functions refer to the full sequence.  Independent of models and
+meshes.
 
 Shape suffixes: B batch, T time, N query heads, K key and value heads, H head size.
 """
@@ -38,15 +39,15 @@ def attend(
     documents: Documents | None = None,
     dropout: float = 0.0,
 ) -> torch.Tensor:
-    """Return causal attention of each token to its document, (B, N, T, H); query heads may share those of keys.
+    """Return causal attention of each token within its document, (B, N, T, H); query heads may share key heads.
 
-    On a GPU in half precision one kernel takes all documents as they lie, and the host waits for nothing.  On a CPU a
-    loop over them computes what is needed and no more, unless they are tiny.  Everything else, compiled code for a CPU
-    among it, masks.  dropout: the share of attention weights that is dropped.
+    On a GPU in half precision, one kernel processes all documents without host sync.  On a CPU, a loop over the
+    documents computes only what is needed, unless they are tiny.  All other cases, including compiled code on a CPU,
+    use a mask. dropout: the share of attention weights to drop.
 
-    Of slices of sequences T is a slice's, and collectives of the ranks that share them are an all-gather of keys and
-    values, once more backward unless the block keeps them, and one reduce-scatter backward; or two all-to-alls and two
-    backward.
+    With context parallelism T is the length of a slice.  Collectives of the ranks that share sequences: an all-gather
+    of keys and values, repeated in the backward pass unless the block saves them, and one reduce-scatter in the
+    backward pass; or, by heads, two all-to-alls forward and two backward.
     """
     if isinstance(documents, Cache):
         return attend_further(q_BNTH, *documents.extend(k_BKTH, v_BKTH))
@@ -59,9 +60,9 @@ def attend(
 def positions(
     tokens_BT: torch.Tensor, given_BT: torch.Tensor | None = None, documents: Documents | None = None
 ) -> torch.Tensor:
-    """Return where tokens stand: `given_BT` if the batch says so, else counted from 0 in each document or row.
+    """Return the positions of tokens: `given_BT` if not None, otherwise counted from 0 in each document or row.
 
-    Of shape (B, T), or (T,) where all rows are alike.
+    The shape is (B, T), or (T,) if all rows are alike.
     """
     if given_BT is not None:
         return given_BT

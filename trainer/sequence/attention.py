@@ -1,4 +1,4 @@
-"""Attention of tokens to those before them, all of which are here.
+"""Causal attention within one rank, which holds all keys and values.
 
 Shape suffixes: B batch, T time, N query heads, K key and value heads, H head size.
 """
@@ -23,12 +23,12 @@ KERNELS = (
     "_scaled_dot_product_efficient_attention",
     "_scaled_dot_product_cudnn_attention",
 )
-"""Names of the attention kernels: which one runs depends on the device.  Each has a `_backward`."""
+"""Names of the attention kernels, of which one is used, depending on the device.  Each has a `_backward`."""
 
 OPERATORS = frozenset(
     {*(getattr(torch.ops.aten, name).default for name in KERNELS), torch.ops.torch_attn._varlen_attn.default}
 )
-"""All operators that attend and never hold all scores."""
+"""All attention operators that never materialize all scores."""
 
 Kernels: TypeAlias = "Callable[[], AbstractContextManager[Any]]"
 
@@ -37,9 +37,9 @@ _planned: Kernels | None = None
 
 @contextmanager
 def as_on_a_gpu(kernels: Kernels) -> Iterator[None]:
-    """Attend as a GPU does, which makes no mask of what is causal: for a plan, whose tensors are nowhere.
+    """Attend as on a GPU, where no causal mask is materialized, for plans on fake tensors.
 
-    kernels: makes what stands in for the kernels of a GPU, and is entered again where `as_now` recomputes.
+    kernels: creates a context that stands in for GPU kernels; it is entered again when `as_now` recomputes.
     """
     global _planned
     before, _planned = _planned, kernels
@@ -50,7 +50,7 @@ def as_on_a_gpu(kernels: Kernels) -> Iterator[None]:
 
 
 def as_now(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Return a function that attends, for a later call in the backward pass: with kernels as they are now."""
+    """Wrap an attention function to run later, in the backward pass, with the stand-in kernels active now."""
     kernels = _planned
     if kernels is None:
         return function
@@ -69,7 +69,7 @@ def attend_whole(
     documents: Documents | None = None,
     dropout: float = 0.0,
 ) -> torch.Tensor:
-    """Return causal attention of the last Q tokens to their documents in all T of a row: (B, N, Q, H).
+    """Return causal attention of the last Q of T tokens within their documents: (B, N, Q, H).
 
     See `trainer.sequence.attend`.
     """
@@ -88,7 +88,7 @@ def attend_whole(
 
 
 def attend_further(q_BNQH: torch.Tensor, k_BKTH: torch.Tensor, v_BKTH: torch.Tensor) -> torch.Tensor:
-    """Attend from the last Q of T tokens, where a text is still being written."""
+    """Attend from the last Q of T tokens, during generation."""
     num_new, num_all = q_BNQH.shape[2], k_BKTH.shape[2]
     grouped = k_BKTH.shape[1] != q_BNQH.shape[1]
     if num_new == 1 < num_all:
@@ -97,7 +97,9 @@ def attend_further(q_BNQH: torch.Tensor, k_BKTH: torch.Tensor, v_BKTH: torch.Ten
 
 
 def _takes_groups(device_type: str, dtype: torch.dtype) -> bool:
-    """Return whether a kernel that never holds all scores takes heads that share keys: on a GPU in fp32 none does."""
+    """Return whether a kernel that never materializes all scores supports grouped-query heads; in fp32 on a GPU none
+    does.
+    """
     return device_type != "cuda" or dtype in (torch.bfloat16, torch.float16)
 
 
@@ -109,16 +111,16 @@ def _attend_causally(
     if num_new == num_all or (not q_BNQH.is_cuda and _planned is not None):
         return F.scaled_dot_product_attention(q_BNQH, k_BKTH, v_BKTH, is_causal=True, **options)
     if q_BNQH.is_cuda:
-        bias = causal_lower_right(num_new, num_all)  # which no kernel of a GPU ever makes
+        bias = causal_lower_right(num_new, num_all)  # which GPU kernels never materialize
         return F.scaled_dot_product_attention(q_BNQH, k_BKTH, v_BKTH, bias, **options)
     mask = _last_to_first(q_BNQH, num_all)
     return F.scaled_dot_product_attention(q_BNQH.flip(2), k_BKTH, v_BKTH, mask, **options).flip(2)
 
 
 def _last_to_first(q_BNQH: torch.Tensor, num_all: int) -> torch.Tensor:
-    """Return the mask of the last Q of T tokens, from the last to the first of them: 0 where one sees another, (Q, T).
+    """Return the mask of the last Q of T tokens, in reverse order: (Q, T), 0 where attention is allowed, else -inf.
 
-    Each row is the one before, moved on by one: a view of Q + T numbers, for any length.
+    Each row is the previous one shifted by one: a strided view of Q + T numbers, for any length.
     """
     num_new = q_BNQH.shape[2]
     line = q_BNQH.new_zeros(num_new + num_all - 1)
@@ -147,13 +149,15 @@ def _attend_in_turn(
 _TAKES = inspect.signature(varlen_attn).parameters
 _CAUSAL: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in _TAKES else {"is_causal": True}
 _GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in _TAKES else {}
-"""How this version of torch is told of a causal mask, and of heads that share keys; some take those unasked."""
+"""Arguments of this torch version for a causal mask and for grouped-query heads, which some versions support
+implicitly.
+"""
 
 
 def _attend_packed(
     q_BNQH: torch.Tensor, k_BKTH: torch.Tensor, v_BKTH: torch.Tensor, documents: Documents
 ) -> torch.Tensor:
-    """Lay all rows end to end.  No document is longer than a row, which is all that the kernel is told of that."""
+    """Concatenate all rows and attend with the variable-length kernel; the row length bounds that of documents."""
     (num_rows, _, num_queries, _), num_tokens = q_BNQH.shape, k_BKTH.shape[2]
     q_MNH, k_MKH, v_MKH = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (q_BNQH, k_BKTH, v_BKTH))
     of_q, of_k = documents.query_borders, documents.borders

@@ -1,6 +1,6 @@
-"""Attention from a slice to its whole sequence, most of which is on other ranks.
+"""Attention from a rank's slice to the full sequence, most of which is on other ranks (context parallelism).
 
-Shape suffixes: B batch, T tokens of a whole sequence, t of a slice, S of a piece, N query heads, K key and value heads,
+Shape suffixes: B batch, T tokens of a full sequence, t of a slice, S of a piece, N query heads, K key and value heads,
 H head size, C slices.
 """
 
@@ -27,7 +27,7 @@ def attend_slices(
     documents: Documents | None,
     dropout: float,
 ) -> torch.Tensor:
-    """Return causal attention of a slice's tokens to their sequence, or to their documents in it: (B, N, t, H)."""
+    """Return causal attention of a slice's tokens within their sequence, or within their documents: (B, N, t, H)."""
     if q_BNtH.shape[2] != slices.num_tokens:
         raise UserError(
             f"attention of {q_BNtH.shape[2]} tokens, where a slice of data.seq_len={slices.seq_len} has "
@@ -46,7 +46,7 @@ def _attend_gathered(
     documents: Documents | None,
     dropout: float,
 ) -> torch.Tensor:
-    """Gather all keys and values, which do not outlive this call where they are gathered again in backward."""
+    """Gather all keys and values; they are freed when this call ends if the backward pass gathers them again."""
     if not slices.regathers_in_backward:
         return _attend_to_all(slices, q_BNtH, k_BKtH, v_BKtH, documents, dropout)
     kept: Any = {"use_reentrant": False, "context_fn": _keep_attended, "preserve_rng_state": dropout > 0}
@@ -62,7 +62,7 @@ def _attend_to_all(
     documents: Documents | None,
     dropout: float,
 ) -> torch.Tensor:
-    """Let each piece attend to what comes before it in the sequence."""
+    """Let each piece attend to the preceding part of the sequence."""
     k_BKTH, v_BKTH = _in_order(gather_parts(torch.stack((k_BKtH, v_BKtH)), slices.count, slices.group)).unbind()
     found = []
     for number, (q_BNSH, (_, stop)) in enumerate(zip(q_BNtH.chunk(2, 2), slices.pieces, strict=True)):
@@ -72,13 +72,13 @@ def _attend_to_all(
 
 
 def _in_order(slices_C2BKtH: torch.Tensor) -> torch.Tensor:
-    """Return all slices as the sequence that they are cut from: (2, B, K, T, H).  One copy, backward too."""
+    """Reassemble the sequence from all slices: (2, B, K, T, H).  One copy, also in the backward pass."""
     heads_C2BKSH, tails_C2BKSH = slices_C2BKtH.unflatten(-2, (2, -1)).unbind(-3)
     return torch.cat([*heads_C2BKSH.unbind(), *reversed(tails_C2BKSH.unbind())], -2)
 
 
 def _keep_attended() -> Any:
-    """Return the contexts of `torch.utils.checkpoint` in which what the attention kernels return is kept, no more."""
+    """Return the contexts of `torch.utils.checkpoint` that save only the outputs of attention kernels."""
     return create_selective_checkpoint_contexts(_is_kept)
 
 
@@ -94,7 +94,7 @@ def _attend_by_heads(
     documents: Documents | None,
     dropout: float,
 ) -> torch.Tensor:
-    """Exchange slices for heads: a rank attends from whole sequences with some of the heads, then sends them back."""
+    """Exchange slices for heads: each rank attends on full sequences with some heads, then sends the results back."""
     num_ranks, num_heads, num_kv_heads = slices.count, q_BNtH.shape[1], k_BKtH.shape[1]
     if num_heads % num_ranks:
         rule = f"needs mesh.context={num_ranks} to divide the number of query heads, {num_heads}"

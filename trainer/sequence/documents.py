@@ -1,4 +1,4 @@
-"""The documents that share the rows of a batch, and what attention wants of them.
+"""Packed documents in the rows of a batch, in the forms that attention needs.
 
 Shape suffixes: B batch, T time, K key and value heads, H head size.
 """
@@ -14,19 +14,23 @@ import torch.nn.functional as F
 from trainer.sequence.slices import current_slices
 
 _FEW_TOKENS = 8
-"""Documents shorter than this on average make a loop over them slower than one pass with a mask.  Measured on a CPU:
-0.04 ms a document, forward and backward, against 1.5 ms for a mask over 256 tokens and 14 ms over 512."""
+"""If documents are shorter than this on average, a loop over them is slower than one pass with a mask.
+
+Measured on a CPU: 0.04 ms per document, forward and backward, against 1.5 ms for a mask over 256 tokens and 14 ms over
+512.
+"""
 
 
 class Documents:
-    """The document of each token of a batch, and what attention wants of that: made once, used by every layer."""
+    """The document of each token of a batch, in the forms that attention needs; created once and used by all layers."""
 
     @classmethod
     def of(cls, documents_BT: torch.Tensor | Cache | None, borders: torch.Tensor | None = None) -> Documents | None:
-        """Return those of a batch, or None for a batch without: its entries `documents` and, if it has them, `borders`.
+        """Return the documents of a batch from its entries `documents` and, if present, `borders`; None without
+        documents.
 
-        Tokens of a row that follow one another with the same number are one document.  A `Cache` is given as it is.
-        Both entries are of whole rows, also where the model is called with slices of them.
+        Consecutive tokens of a row with the same number form one document.  A `Cache` is returned unchanged.  Both
+        entries describe full rows, even if the model is called with slices of them.
         """
         if documents_BT is None or isinstance(documents_BT, Cache):
             return documents_BT
@@ -39,22 +43,22 @@ class Documents:
         self, documents_BT: torch.Tensor, borders: torch.Tensor | None = None, num_queries: int | None = None
     ) -> None:
         self.num_queries = documents_BT.shape[1] if num_queries is None else num_queries
-        """The last so many tokens of each row attend, to all: Q below."""
+        """Number of tokens at the end of each row that attend, to all tokens: Q below."""
         self.pieces: list[Documents] = []
-        """The documents up to the end of each piece of a slice, whose tokens attend."""
+        """For each piece of a slice, the documents up to its end; the tokens of the piece attend."""
         begins_BT = _begins(documents_BT)
         self.numbers_BT = begins_BT.cumsum(1)
-        """Each document's number in its row: no two have the same."""
+        """Each token's document number, unique within its row."""
         index_T = torch.arange(documents_BT.shape[1], device=documents_BT.device)
         self.positions_BT = index_T - torch.where(begins_BT, index_T, 0).cummax(1).values
         self.borders = find_borders(documents_BT) if borders is None else borders
-        """See `find_borders`.  A batch that brings none has them found here: the host then waits for a GPU."""
+        """See `find_borders`.  For a batch without `borders` they are computed here, with a host sync on a GPU."""
         self._mask: torch.Tensor | None = None
 
     def up_to(self, stop: int, num_queries: int) -> Documents:
-        """Return the documents before the token `stop` of each row, the last `num_queries` tokens of which attend.
+        """Return the documents before token `stop` of each row, with the last `num_queries` of these tokens attending.
 
-        Those that begin later are still among the borders, without a token.
+        Documents that begin later still have borders, with zero tokens.
         """
         num_tokens = self.numbers_BT.shape[1]
         rows, places = self.borders // num_tokens, self.borders % num_tokens
@@ -63,7 +67,7 @@ class Documents:
 
     @property
     def query_borders(self) -> torch.Tensor:
-        """The borders among the tokens that attend: see `find_borders`."""
+        """The borders among the tokens that attend; see `find_borders`."""
         num_tokens = self.numbers_BT.shape[1]
         if self.num_queries == num_tokens:
             return self.borders
@@ -73,9 +77,9 @@ class Documents:
 
     @property
     def mask(self) -> torch.Tensor:
-        """True where a token that attends (third dimension of four) may see another one (fourth): (B, 1, Q, T).
+        """Boolean mask (B, 1, Q, T): True if the attending token (third dimension) may see the other (fourth).
 
-        Compiled code keeps none, but makes it on its way.
+        Cached, except in compiled code, which recomputes it.
         """
         if torch.compiler.is_compiling():
             return self._make_mask()
@@ -101,30 +105,30 @@ class Documents:
 
     @property
     def are_tiny(self) -> bool:
-        """True if they are so short that a mask is faster than a loop."""
+        """True if documents are so short that a mask is faster than a loop."""
         return (len(self.borders) - 1) * _FEW_TOKENS > self.numbers_BT.numel()
 
 
 class Cache(Documents):
-    """A text that is still being written: the keys and values of its tokens so far, layer by layer.
+    """A KV cache for generation: the keys and values of the text so far, layer by layer.
 
-    Given to a model in place of a batch's `documents`, it lets the tokens of a call follow those of the calls before:
-    `model(tokens, documents=cache)`, and then `cache.advance(tokens.shape[1])`.
+    Passed to a model instead of a batch's `documents`, it makes the tokens of a call continue those of earlier calls:
+    `model(tokens, documents=cache)`, followed by `cache.advance(tokens.shape[1])`.
     """
 
     def __init__(self) -> None:
         self.num_tokens = 0
-        """Tokens of the calls that are over."""
+        """Number of tokens in finished calls."""
         self._layers: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._next = 0
 
     def advance(self, num_tokens: int) -> None:
-        """Note that a call is over, in which the model has read so many tokens."""
+        """Record that a call with this many tokens has finished."""
         self.num_tokens += num_tokens
         self._next = 0
 
     def extend(self, k_BKTH: torch.Tensor, v_BKTH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the keys and values of all tokens so far in the layer whose turn it is, these the last of them."""
+        """Append keys and values to the next layer's, and return those of all tokens so far."""
         if self._next < len(self._layers):
             k_BKSH, v_BKSH = self._layers[self._next]
             k_BKTH, v_BKTH = torch.cat((k_BKSH, k_BKTH), 2), torch.cat((v_BKSH, v_BKTH), 2)
@@ -136,14 +140,14 @@ class Cache(Documents):
 
 
 def find_borders(documents_BT: torch.Tensor) -> torch.Tensor:
-    """Return where documents begin in the tokens of all rows, and where the last one ends (int32).
+    """Return the start of each document in the concatenated rows, and the end of the last one (int32).
 
-    The number of documents is its length, so that the host has to know them.
+    The length depends on the number of documents, so this needs a host sync.
     """
     (starts,) = torch.nonzero(_begins(documents_BT).flatten(), as_tuple=True)
     return F.pad(starts, (0, 1), value=documents_BT.numel()).to(torch.int32)
 
 
 def _begins(documents_BT: torch.Tensor) -> torch.Tensor:
-    """Return True for the first token of each document."""
+    """Return a mask that is True for the first token of each document."""
     return F.pad(documents_BT[:, 1:] != documents_BT[:, :-1], (1, 0), value=True)

@@ -1,4 +1,4 @@
-"""The slices that models of this process hold of their sequences, if they do not hold all of them."""
+"""The slices of sequences that this process's models are called with, under context parallelism."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from trainer.config import RunConfig, Slices, find_slices
 from trainer.distributed.world import World
 
 _current: Slices | None = None
-"""Not a context variable: autograd recomputes activations in threads of its own."""
+"""Not a context variable, since autograd recomputes activations in its own threads."""
 
 
 def current_slices() -> Slices | None:
-    """Return the slices that models hold of their sequences; None where they hold all of them."""
+    """Return the current slices; None if models are called with full sequences."""
     return _current
 
 
 def slice_sequences(config: RunConfig, world: World) -> None:
-    """Have the models of this process hold slices of their sequences from now on, as `mesh.context` says.
+    """Call the models of this process with slices of sequences from now on, if `mesh.context` says so.
 
     Opens the process group of the ranks that share sequences.  Called by all ranks.
     """
@@ -32,14 +32,14 @@ def slice_sequences(config: RunConfig, world: World) -> None:
 
 
 def forget_slices() -> None:
-    """Have the models of this process hold whole sequences again."""
+    """Call the models of this process with full sequences again."""
     global _current
     _current = None
 
 
 @contextmanager
 def sliced(slices: Slices | None) -> Iterator[None]:
-    """Have models inside the block hold these slices of their sequences, or all of them."""
+    """Set the current slices inside the block; None for full sequences."""
     global _current
     before, _current = _current, slices
     try:
@@ -49,7 +49,7 @@ def sliced(slices: Slices | None) -> Iterator[None]:
 
 
 def whole() -> AbstractContextManager[None]:
-    """Have models inside the block be called with whole sequences, whatever slices a step is trained in."""
+    """Call models with full sequences inside the block, even if training uses slices."""
     return sliced(None)
 
 

@@ -116,13 +116,13 @@ def _one_thread() -> Iterator[None]:
 
 
 def _joined(ids: Sequence[NDArray[Any]], dtype: str) -> Encoded:
-    """Concatenate ids into one array of `dtype`, which is as narrow as possible since the array is copied again later."""
+    """Concatenate ids into one array of `dtype`, which should be narrow, since the array is copied again later."""
     counts = np.fromiter(map(len, ids), np.int64, len(ids))
     return np.concatenate([np.empty(0, dtype), *ids], dtype=dtype, casting="unsafe"), counts
 
 
 class _Fast:
-    """Base class of fast engines, which know no added tokens: texts in which one occurs are encoded by the reference."""
+    """Base class of fast engines, which know no added tokens; the reference encodes texts that contain one."""
 
     name = ""
 
@@ -230,7 +230,7 @@ def _ranks(model: dict[str, Any]) -> tuple[dict[bytes, int], NDArray[np.uint32]]
 
 
 def _bytes_of_characters() -> dict[str, int]:
-    """Return the byte that each character of a byte-level vocabulary represents.  Printable bytes represent themselves."""
+    """Return the byte for each character of a byte-level vocabulary; printable bytes represent themselves."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {**{chr(byte): byte for byte in printable}, **{chr(256 + n): byte for n, byte in enumerate(others)}}

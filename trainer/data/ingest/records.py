@@ -140,7 +140,9 @@ def _open_parquet(each: Input) -> Any:
 
 
 def _open_arrow(arrow: Any, stored: Any) -> tuple[Any, Iterator[Any]]:
-    """Return the schema and the record batches of an Arrow file, in the stream format of `datasets` or the file format."""
+    """Return the schema and the record batches of an Arrow file, in the stream format (used by `datasets`) or file
+    format.
+    """
     is_indexed = stored.read(6) == b"ARROW1"
     stored.seek(0)
     if not is_indexed:

@@ -121,7 +121,7 @@ def read_lines(each: Input, start: int, stop: int | None, text_key: str, bad: Ba
 
 
 def _blocks(file: BinaryIO, start: int, stop: int | None) -> Iterator[tuple[int, bytes | None]]:
-    """Yield blocks of complete lines, each with its byte position; None in place of a line too long to hold in memory."""
+    """Yield blocks of complete lines with their byte positions; None in place of a line too long to hold in memory."""
     position, pending = start, b""
     if start:
         move_to(file, start - 1)
