@@ -230,11 +230,11 @@ def test_a_block_that_cannot_be_entered_leaves_no_limit_behind(where: str, monke
         limits._Watchdog.begin(watch)
         raise StopRequested("SIGTERM")
 
-    monkeypatch.setattr(limits, "_WATCH", watch)
+    monkeypatch.setattr(limits, "_WATCHDOG", watch)
     if where == "setrlimit":
         monkeypatch.setattr(resource, "setrlimit", set_and_raise)
     elif where == "lock":
-        monkeypatch.setattr(limits, "_ONE_AT_A_TIME", SimpleNamespace(acquire=acquire_and_raise, release=lock.release))
+        monkeypatch.setattr(limits, "_RENDER_LOCK", SimpleNamespace(acquire=acquire_and_raise, release=lock.release))
     else:
         monkeypatch.setattr(watch, "begin", begin_and_raise)
     with pytest.raises(StopRequested), limited():
@@ -248,7 +248,7 @@ def test_a_block_that_cannot_be_entered_leaves_no_limit_behind(where: str, monke
 def test_a_block_that_is_late_at_its_very_end_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """The exception that ends a rendering may be raised where the watch is about to be told of its end."""
     watch = limits._Watchdog()
-    monkeypatch.setattr(limits, "_WATCH", watch)
+    monkeypatch.setattr(limits, "_WATCHDOG", watch)
     with pytest.raises(limits.TemplateTimeout), limited():
         watch._lock = LateLock()  # type: ignore[assignment]
     assert watch.renderer is None
