@@ -141,14 +141,14 @@ DEFECTS: list[Defect] = [
         "pages-taken-unchecked",
         "shard-pages",
         "Shard._fill_checked",
-        "if crc32(content[place : place + _PAGE]) != own:",
+        "if crc32(content[place : place + _PAGE_BYTES]) != own:",
         "if False:",
     ),
     Defect(
         "lock-of-a-removed-file",
         "caches-heal",
         "locked",
-        "if not is_locked or is_at(descriptor, path):",
+        "if not is_locked or is_same_file(descriptor, path):",
         "if True:",
     ),
     # -- saving as it pays ---------------------------------------------------------------------------------------
@@ -462,7 +462,7 @@ DEFECTS: list[Defect] = [
     Defect(
         "grams-half-as-often",
         "data-command",
-        "_Hasher.some_grams",
+        "_Hasher.strided_grams",
         "return (parts[:-1] + parts[1:]) * self._inverses[: (whole - 1) * _STRIDE : _STRIDE]",
         "return ((parts[:-1] + parts[1:]) * self._inverses[: (whole - 1) * _STRIDE : _STRIDE])[:1]",
     ),
@@ -975,9 +975,9 @@ DEFECTS: list[Defect] = [
     Defect(
         "ids-unchecked",
         "damaged-data",
-        "TokenSource._is_beyond",
-        "return self._may_be_beyond and bool(found.max(initial=0) >= self.vocab_size)",
-        "return self._may_be_beyond and bool(found.max(initial=0) > 10**6)",
+        "TokenSource._has_unknown_ids",
+        "return self._can_hold_unknown_ids and bool(found.max(initial=0) >= self.vocab_size)",
+        "return self._can_hold_unknown_ids and bool(found.max(initial=0) > 10**6)",
     ),
 ]
 

@@ -35,7 +35,7 @@ from trainer.data.ingest.folder import BuildFolder
 from trainer.data.manifest import Manifest, rows_of
 from trainer.data.remote import transport
 from trainer.data.shards import Shard, ShardError
-from trainer.data.source import entries
+from trainer.data.source import as_mapping
 from trainer.data.source_factory import open_source
 from trainer.errors import UserError
 from trainer.plan.machine import calibration_path, read_calibration, write_calibration
@@ -63,7 +63,7 @@ def samples_of(data: DataSection) -> list[Any]:
     for split in ("train", "eval"):
         source = open_source(data, None, split)  # type: ignore[call-overload]
         if source is not None:
-            batch = {name: entry.tolist() for name, entry in entries(source.batch(np.arange(len(source)))).items()}
+            batch = {name: entry.tolist() for name, entry in as_mapping(source.batch(np.arange(len(source)))).items()}
             found += [batch, source.fingerprint.to_state(), source.bytes_per_token, source.sentence]
     return found
 
@@ -295,16 +295,16 @@ def manifest_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cac
 def large_shards_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
     """With checksums of their pages, which are compared when a page is read."""
     monkeypatch.setattr(shards, "VERIFIED_AT_START", 0)
-    monkeypatch.setattr(shards, "_LARGE", 64)
-    monkeypatch.setattr(shards, "_PAGE", 32)
+    monkeypatch.setattr(shards, "_MAX_BYTES_WITHOUT_CRC", 64)
+    monkeypatch.setattr(shards, "_PAGE_BYTES", 32)
     return shards_of_the_user(tmp_path, monkeypatch)
 
 
 def large_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
     """Damaged pages are refused once, and the next start builds them again."""
     monkeypatch.setattr(shards, "VERIFIED_AT_START", 0)
-    monkeypatch.setattr(shards, "_LARGE", 64)
-    monkeypatch.setattr(shards, "_PAGE", 32)
+    monkeypatch.setattr(shards, "_MAX_BYTES_WITHOUT_CRC", 64)
+    monkeypatch.setattr(shards, "_PAGE_BYTES", 32)
     data = of_text(tmp_path)
 
     def use() -> Any:
@@ -497,7 +497,7 @@ def test_checksums_of_pages_that_are_damaged_do_no_harm(large: Shard) -> None:
 def test_a_small_shard_in_place_of_a_large_one_leaves_no_checksums_of_pages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shards, "_LARGE", 1000)
+    monkeypatch.setattr(shards, "_MAX_BYTES_WITHOUT_CRC", 1000)
     for count, suffixes in ((100, {".bin", ".idx", ".crc", ".json"}), (10, {".bin", ".idx", ".json"})):
         lines = write_lines(tmp_path / "a.jsonl", count)
         prepare([str(lines)], str(tmp_path / "out" / "x"), overwrite=True, procs=1)

@@ -218,7 +218,7 @@ class Slow:
 @pytest.mark.parametrize("reads_losses", [False, True])
 def test_the_devices_time_is_the_updates(reads_losses: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever waits for it, and wherever: in rates, goodput, and in what is compared with the plan."""
-    monkeypatch.setattr("trainer.data.transfer._sent_to_host", lambda values: (values, Slow()))
+    monkeypatch.setattr("trainer.data.transfer._copy_to_host", lambda values: (values, Slow()))
     trainer = make(tmp_path, "train.steps=9", "log.every=4")
     trainer.accounts.reads_late = True
     for record in trainer.steps():
@@ -356,7 +356,7 @@ def test_a_line_is_written_once_the_next_step_is_queued(
     own = ("train.steps=8", f"log.every={every}", "eval.every=0", "checkpoint.every=5", "checkpoint.mode=sync")
     assert make(tmp_path / "at once", *own).fit() == 0
     device = Device(launch_s)
-    monkeypatch.setattr("trainer.data.transfer._sent_to_host", device.send)
+    monkeypatch.setattr("trainer.data.transfer._copy_to_host", device.send)
     for module in ("trainer.data.transfer", "trainer.metrics.accounts"):
         monkeypatch.setattr(f"{module}.time", device)
     trainer = make(tmp_path / "late", *own, kind=Pausing)

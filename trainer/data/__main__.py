@@ -69,31 +69,31 @@ def command_line(argv: Sequence[str] | None = None) -> int:
 
 def _parse(arguments: Sequence[str]) -> _Arguments:
     arguments, allow_import = split_allow_import(arguments)
-    asked, rest = _Arguments(allow_import=allow_import), iter(arguments)
+    parsed, rest = _Arguments(allow_import=allow_import), iter(arguments)
     for argument in rest:
         key, _, value = argument.partition("=")
-        if key in asked.numbers:
-            asked.numbers[key] = _number(key, value or next(rest, ""))
+        if key in parsed.numbers:
+            parsed.numbers[key] = _number(key, value or next(rest, ""))
         elif argument == "--full":
-            asked.is_full = True
+            parsed.is_full = True
         elif argument.startswith("-"):
-            raise unknown_option(argument, [*asked.numbers, "--full"], declared_keys())
+            raise unknown_option(argument, [*parsed.numbers, "--full"], declared_keys())
         elif key == "recipe":
-            asked.recipe = value
+            parsed.recipe = value
         elif "=" in argument:
-            asked.overrides.append(argument)
-        elif asked.command:
+            parsed.overrides.append(argument)
+        elif parsed.command:
             raise unexpected_argument(
-                arguments, list(arguments).index(argument), recipe_files(), asked.recipe is not None
+                arguments, list(arguments).index(argument), recipe_files(), parsed.recipe is not None
             )
         else:
-            asked.command = argument
-    if asked.command not in _COMMANDS:
-        if not asked.command:
+            parsed.command = argument
+    if parsed.command not in _COMMANDS:
+        if not parsed.command:
             example = "for example: python -m trainer.data show recipe=llama_small"
             raise UserError(f"missing command: {', '.join(_COMMANDS)}\n  {example}")
-        raise choice_error("command", asked.command, _COMMANDS)
-    return asked
+        raise choice_error("command", parsed.command, _COMMANDS)
+    return parsed
 
 
 def _number(option: str, text: str) -> int:
@@ -102,43 +102,47 @@ def _number(option: str, text: str) -> int:
     return int(text)
 
 
-def _run(asked: _Arguments) -> int:
-    config = load_config(asked.recipe or "llama_small", asked.overrides, asked.allow_import, needs_weights=False)
-    least = smallest_mesh(config)
-    check_config(config, least.num_ranks, least.shard)
-    vocab_size = config.vocab_size if asked.recipe else None
-    if asked.command == "check":
+def _run(parsed: _Arguments) -> int:
+    config = load_config(parsed.recipe or "llama_small", parsed.overrides, parsed.allow_import, needs_weights=False)
+    mesh = smallest_mesh(config)
+    check_config(config, mesh.num_ranks, mesh.shard)
+    vocab_size = config.vocab_size if parsed.recipe else None
+    if parsed.command == "check":
         return EXIT_FAILED if check_data(config.data, vocab_size, print_stdout) else EXIT_FINISHED
     config = resolve_from_data(config)
     source = open_source(config.data, vocab_size, "train")
     order = find_order(source, config)
-    if asked.command == "show":
-        which = (asked.numbers["--step"], asked.numbers["--samples"], asked.is_full)
+    if parsed.command == "show":
+        which = (parsed.numbers["--step"], parsed.numbers["--samples"], parsed.is_full)
         show_samples(source, order, config, *which, print_stdout)
         return EXIT_FINISHED
-    found = usage_by_phase(order, config.train.global_batch_size, config.train.steps, source.seq_len)
-    print_stdout("\n".join(_table(config, found)))
+    usages = usage_by_phase(order, config.train.global_batch_size, config.train.steps, source.seq_len)
+    print_stdout("\n".join(_table(config, usages)))
     return EXIT_FINISHED
 
 
-def _table(config: RunConfig, found: Sequence[SourceUsage]) -> list[str]:
-    heads = ("steps", "source", "tokens", "share", "samples", "epochs")
+def _table(config: RunConfig, usages: Sequence[SourceUsage]) -> list[str]:
+    header = ("steps", "source", "tokens", "share", "samples", "epochs")
     rows = [
         (
-            f"{portion.first_step}-{portion.last_step}",
-            portion.source or config.data.source,
-            f"{portion.tokens:,}",
-            f"{100 * portion.share:.2f} %",
-            f"{portion.samples:,}",
-            f"{portion.epochs:.3f}",
+            f"{usage.first_step}-{usage.last_step}",
+            usage.source or config.data.source,
+            f"{usage.tokens:,}",
+            f"{100 * usage.share:.2f} %",
+            f"{usage.samples:,}",
+            f"{usage.epochs:.3f}",
         )
-        for portion in found
+        for usage in usages
     ]
-    return [*table_lines(heads, rows), "epochs: passes over the source by the end of the phase", *_repeat_lines(found)]
+    return [
+        *table_lines(header, rows),
+        "epochs: passes over the source by the end of the phase",
+        *_repeat_lines(usages),
+    ]
 
 
-def _repeat_lines(found: Sequence[SourceUsage]) -> list[str]:
-    return [line for line in describe_usage(found) if line.startswith("repeats")]
+def _repeat_lines(usages: Sequence[SourceUsage]) -> list[str]:
+    return [line for line in describe_usage(usages) if line.startswith("repeats")]
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ Entry = TypeVar("Entry")
 DAMAGE = (OSError, ValueError, TypeError, LookupError, AttributeError, ShardError)
 """Exceptions that reading a corrupt file may raise."""
 
-_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
+_MIN_RETRY_S, _MAX_RETRY_S = 0.001, 0.05
 """First and longest pause between attempts to get a lock, in seconds; the pause doubles each time."""
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -65,7 +65,7 @@ def get_or_build(
     load: reads an entry from its folder.  It must verify the checksum of everything that is used later, and raise one
         of DAMAGE if anything is wrong.
     build: writes the files of an entry into an empty folder.
-    what, made_of: a description of the entry and the size of its input files in bytes, for messages.
+    what, input_bytes: a description of the entry and the size of its input files in bytes, for messages.
 
     Any number of processes may request the same entry: one builds it while the others wait.  On a file system without
     locks each process builds its own copy, and the first to finish publishes it.  Raises UserError if no cache folder
@@ -154,7 +154,7 @@ def locked(path: Path) -> Iterator[bool]:
     while True:
         descriptor = open_lock(path)
         is_locked = _lock(descriptor)
-        if not is_locked or is_at(descriptor, path):
+        if not is_locked or is_same_file(descriptor, path):
             break
         os.close(descriptor)  # its last holder removed the file after we opened it and before we locked it
     try:
@@ -174,7 +174,7 @@ def open_lock(path: Path) -> int:
 
 def _lock(descriptor: int) -> bool:
     """Wait until the open file can be locked, and lock it; return False if its file system has no locks."""
-    pause = _PAUSE_S
+    pause = _MIN_RETRY_S
     while True:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -182,12 +182,12 @@ def _lock(descriptor: int) -> bool:
         except BlockingIOError:
             stop_if_asked()
             time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_S)
+            pause = min(2 * pause, _MAX_RETRY_S)
         except OSError:
             return False
 
 
-def is_at(descriptor: int, path: Path) -> bool:
+def is_same_file(descriptor: int, path: Path) -> bool:
     """Return whether the open file is still the one at `path`."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(path))

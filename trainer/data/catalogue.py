@@ -25,7 +25,7 @@ def read_shards(paths: Sequence[str], cache_dir: str | None) -> tuple[list[Shard
     """Return the shards at `paths` and their `sample_content`, or "" if it is not known.  Raises ShardError."""
     if len(paths) < MANY:
         return [Shard(path) for path in paths], ""
-    name = _name(paths)
+    name = _cache_name(paths)
     for folder in find_cache_folders(cache_dir):
         with contextlib.suppress(ShardError):  # absent, or the shards have changed
             manifest = Manifest.read(folder / name)
@@ -49,7 +49,7 @@ def read_shards(paths: Sequence[str], cache_dir: str | None) -> tuple[list[Shard
     return shards, content
 
 
-def _name(paths: Sequence[str]) -> str:
+def _cache_name(paths: Sequence[str]) -> str:
     """Return the cache file's name for the shards in their current state.  Raises ShardError if metadata is missing."""
     digest = hashlib.blake2b(b"2" + os.fsencode(os.getcwd()), digest_size=12)
     for path in paths:

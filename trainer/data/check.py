@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from trainer.config import DataSection
 from trainer.data.shards import Shard, ShardError
-from trainer.data.source import IGNORE, Source, entries
+from trainer.data.source import IGNORE, Source, as_mapping
 from trainer.data.source_factory import open_source
 from trainer.data.tokenizer import tokenizer_of
 
@@ -37,38 +37,38 @@ def check_data(data: DataSection, vocab_size: int | None, tell: Tell) -> int:
 
     Raises UserError if the settings do not name any data.
     """
-    named = _named(data)
-    shards = {name: found for name, found in named.items() if isinstance(found, Shard)}
-    broken = [str(found) for found in named.values() if isinstance(found, ShardError)]
-    broken += filter(None, map(_damage, shards.values()))
+    opened = _open_named_shards(data)
+    shards = {name: found for name, found in opened.items() if isinstance(found, Shard)}
+    broken = [str(found) for found in opened.values() if isinstance(found, ShardError)]
+    broken += filter(None, map(_find_damage, shards.values()))
     train, held_out = None, None
     if not broken:
         train, held_out = open_source(data, vocab_size, "train"), open_source(data, vocab_size, "eval")
         of_both = [shard for source in (train, held_out) if source is not None for shard in source.shards]
         others = {shard.name: shard for shard in of_both if shard.name not in shards}
-        broken += filter(None, map(_damage, others.values()))
+        broken += filter(None, map(_find_damage, others.values()))
         shards = {shard.name: shard for shard in of_both}
     for text in broken:
         tell(f"broken: {text}")
     if broken or train is None:
         return len(broken)
     num_tokens = sum(shard.info.num_tokens for shard in shards.values())
-    tell(f"{_count(len(shards), 'shard')}, {num_tokens:,} tokens: none broken")
-    twice = _tell_duplicates(list(shards.values()), tell)
+    tell(f"{_plural(len(shards), 'shard')}, {num_tokens:,} tokens: none broken")
+    num_duplicates = _report_duplicates(list(shards.values()), tell)
     if held_out is None:
         tell("nothing is held out")
-        return twice
-    return twice + _tell_leaks(train, held_out, data, tell)
+        return num_duplicates
+    return num_duplicates + _report_leaks(train, held_out, data, tell)
 
 
-def _count(number: int, what: str) -> str:
+def _plural(number: int, what: str) -> str:
     return f"{number:,} {what}{'s' * (number != 1)}"
 
 
 # -- shards -----------------------------------------------------------------------------------------------------
 
 
-def _named(data: DataSection) -> dict[str, Shard | ShardError]:
+def _open_named_shards(data: DataSection) -> dict[str, Shard | ShardError]:
     """Return the shards that the paths, globs and folders name, by file name; the error for those that do not open."""
     settings = [setting for setting in (data.path, data.eval_path) if setting is not None]
     paths = [
@@ -89,7 +89,7 @@ def _named(data: DataSection) -> dict[str, Shard | ShardError]:
     return found
 
 
-def _damage(shard: Shard) -> str | None:
+def _find_damage(shard: Shard) -> str | None:
     """Return a message about the first problem in a shard's content, or None."""
     try:
         shard.verify()
@@ -117,23 +117,23 @@ def _powers(base: int, count: int) -> Hashes:
     return np.multiply.accumulate(powers)
 
 
-def _mixed(vocab_size: int) -> Hashes:
+def _random_table(vocab_size: int) -> Hashes:
     """Return a fixed pseudorandom number for each token id."""
     return np.random.Philox(key=vocab_size).random_raw(vocab_size)
 
 
 class _Hasher:
     def __init__(self, vocab_size: int) -> None:
-        self._mixed = _mixed(vocab_size)
+        self._random_table = _random_table(vocab_size)
         self._powers, self._inverses = _powers(_BASE, 1 << 12), _powers(_INVERSE, 1 << 12)
 
     def _terms(self, tokens: NDArray[Any]) -> Hashes:
-        self._reach(len(tokens))
-        terms = self._mixed.take(tokens)
+        self._extend_powers(len(tokens))
+        terms = self._random_table.take(tokens)
         terms *= self._powers[: len(tokens)]
         return terms
 
-    def _reach(self, count: int) -> None:
+    def _extend_powers(self, count: int) -> None:
         if count > len(self._powers):
             self._powers, self._inverses = _powers(_BASE, 2 * count), _powers(_INVERSE, 2 * count)
 
@@ -143,7 +143,7 @@ class _Hasher:
         found = sums[_GRAM:] - sums[:-_GRAM]
         return found * self._inverses[: len(found)]
 
-    def some_grams(self, tokens: NDArray[Any]) -> Hashes:
+    def strided_grams(self, tokens: NDArray[Any]) -> Hashes:
         """Return the hashes of the 32-grams that start at every 16th token."""
         whole = len(tokens) // _STRIDE
         parts = np.add.reduceat(self._terms(tokens)[: whole * _STRIDE], np.arange(0, whole * _STRIDE, _STRIDE))
@@ -158,10 +158,10 @@ class _Hasher:
             end = int(np.searchsorted(starts, first + len(terms)))
             sums = np.add.reduceat(terms, np.maximum(starts[begin:end] - first, 0))
             found[begin:end] += sums * np.uint64(pow(_BASE, first, 2**64))
-        return found * _raised(_INVERSE, starts)
+        return found * _powers_at(_INVERSE, starts)
 
 
-def _raised(base: int, exponents: NDArray[np.int64]) -> Hashes:
+def _powers_at(base: int, exponents: NDArray[np.int64]) -> Hashes:
     """Return base**exponents, modulo 2**64."""
     found = np.ones(len(exponents), dtype=np.uint64)
     for bit in range(int(exponents.max(initial=0)).bit_length()):
@@ -172,7 +172,7 @@ def _raised(base: int, exponents: NDArray[np.int64]) -> Hashes:
 # -- duplicate documents ----------------------------------------------------------------------------------------
 
 
-def _tell_duplicates(shards: list[Shard], tell: Tell) -> int:
+def _report_duplicates(shards: list[Shard], tell: Tell) -> int:
     """Report identical documents across all shards, and return how many documents repeat an earlier one."""
     starts, hashes = [], []
     for shard in shards:
@@ -197,14 +197,14 @@ def _tell_duplicates(shards: list[Shard], tell: Tell) -> int:
     for first, second in same[:_MAX_LISTED]:
         tell(f"twice: {second} is {first}")
     more = f", of which {_MAX_LISTED} are listed" if len(same) > _MAX_LISTED else ""
-    tell(f"{_count(len(all_hashes), 'document')}: {len(same):,} duplicates{more}")
+    tell(f"{_plural(len(all_hashes), 'document')}: {len(same):,} duplicates{more}")
     return len(same)
 
 
 # -- held-out text that is trained on ---------------------------------------------------------------------------
 
 
-class _HeldOut:
+class _HeldOutIndex:
     """Index of the 32-grams in the held-out samples."""
 
     def __init__(self, source: Source) -> None:
@@ -213,13 +213,13 @@ class _HeldOut:
         self.tokens = np.concatenate(tokens)
         grams = _Hasher(source.vocab_size).grams(self.tokens)
         # Ignore padding and repetitions of a single token, which are the same everywhere.
-        is_told = _windows(np.concatenate(ignored), len(grams)) == 0
-        is_told &= _windows(np.diff(self.tokens, append=-1) != 0, len(grams), _GRAM - 1) > 0
-        places = np.flatnonzero(is_told)
+        is_indexed = _windows(np.concatenate(ignored), len(grams)) == 0
+        is_indexed &= _windows(np.diff(self.tokens, append=-1) != 0, len(grams), _GRAM - 1) > 0
+        places = np.flatnonzero(is_indexed)
         order = np.argsort(grams[places], kind="stable")
         self._grams, self._places = grams[places][order], places[order]
-        self._may_be = np.zeros(1 << 24, dtype=bool)
-        self._may_be[self._grams >> np.uint64(40)] = True
+        self._may_contain = np.zeros(1 << 24, dtype=bool)
+        self._may_contain[self._grams >> np.uint64(40)] = True
 
     def find(self, grams: Hashes, tokens: NDArray[Any], known: Container[int]) -> Iterator[tuple[int, int]]:
         """Yield (training, held-out) token positions of matching 32-grams.
@@ -227,10 +227,10 @@ class _HeldOut:
         grams: the hashes of the training tokens' 32-grams at every 16th token.
         known: held-out samples to skip; the caller may add to them between items.
         """
-        numbers = np.flatnonzero(self._may_be[grams >> np.uint64(40)])
+        numbers = np.flatnonzero(self._may_contain[grams >> np.uint64(40)])
         firsts, ends = (np.searchsorted(self._grams, grams[numbers], side=side) for side in ("left", "right"))
-        is_there = firsts < ends
-        for number, first, end in zip(*(each[is_there].tolist() for each in (numbers, firsts, ends)), strict=True):
+        is_match = firsts < ends
+        for number, first, end in zip(*(each[is_match].tolist() for each in (numbers, firsts, ends)), strict=True):
             start = number * _STRIDE
             for place in self._places[first:end].tolist():
                 if place // self.seq_len in known:
@@ -238,12 +238,12 @@ class _HeldOut:
                 if np.array_equal(self.tokens[place : place + _GRAM], tokens[start : start + _GRAM]):
                     yield start, place
 
-    def leave_out(self, samples: Iterable[int]) -> None:
+    def drop_samples(self, samples: Iterable[int]) -> None:
         """Drop the 32-grams of some samples from the index: boilerplate would otherwise match millions of times."""
-        is_out = np.zeros(len(self.tokens) // self.seq_len + 1, dtype=bool)
-        is_out[list(samples)] = True
-        stays = ~is_out[self._places // self.seq_len]
-        self._grams, self._places = self._grams[stays], self._places[stays]
+        is_dropped = np.zeros(len(self.tokens) // self.seq_len + 1, dtype=bool)
+        is_dropped[list(samples)] = True
+        is_kept = ~is_dropped[self._places // self.seq_len]
+        self._grams, self._places = self._grams[is_kept], self._places[is_kept]
 
 
 def _windows(flags: NDArray[np.bool_], count: int, width: int = _GRAM) -> NDArray[np.int64]:
@@ -256,23 +256,23 @@ def _samples(source: Source) -> Iterator[tuple[NDArray[np.int64], NDArray[np.boo
     """Yield the tokens of all samples in order, each with a mask of the ignored ones, in chunks."""
     step = max(1, _CHUNK // source.seq_len)
     for first in range(0, len(source), step):
-        found = entries(source.batch(np.arange(first, min(len(source), first + step))))
+        found = as_mapping(source.batch(np.arange(first, min(len(source), first + step))))
         yield found["tokens"].ravel(), found["targets"].ravel() == IGNORE
 
 
-def _tell_leaks(train: Source, held_out: Source, data: DataSection, tell: Tell) -> int:
+def _report_leaks(train: Source, held_out: Source, data: DataSection, tell: Tell) -> int:
     """Report held-out samples that share text with the training data, and return their number."""
-    held, found = _HeldOut(held_out), dict[int, tuple[int, int]]()
+    held, found = _HeldOutIndex(held_out), dict[int, tuple[int, int]]()
     hasher, seq_len = _Hasher(train.vocab_size), train.seq_len
     overlap, step = -(-(_GRAM + _STRIDE) // seq_len), max(1, _CHUNK // seq_len)
     for first in range(0, len(train), step):
         tokens = train.stretch(first, min(len(train), first + step + overlap))
         if len(tokens) >= 2 * _STRIDE:
             num_known = len(found)
-            for start, place in held.find(hasher.some_grams(tokens), tokens, found):
+            for start, place in held.find(hasher.strided_grams(tokens), tokens, found):
                 found[place // held.seq_len] = (first + start // seq_len, place)
             if len(found) > num_known:
-                held.leave_out(found)
+                held.drop_samples(found)
     tokenizer = tokenizer_of(data) if found else None
     for sample, (trained, place) in sorted(found.items())[:_MAX_LISTED]:
         piece = held.tokens[place : place + _GRAM]
@@ -283,5 +283,5 @@ def _tell_leaks(train: Source, held_out: Source, data: DataSection, tell: Tell) 
         )
         tell(f"leak: held-out sample {sample} shares text with training sample {trained}: {text}")
     more = f", of which {_MAX_LISTED} are listed" if len(found) > _MAX_LISTED else ""
-    tell(f"{_count(len(held_out), 'held-out sample')}: {len(found):,} share text with the training data{more}")
+    tell(f"{_plural(len(held_out), 'held-out sample')}: {len(found):,} share text with the training data{more}")
     return len(found)

@@ -48,14 +48,14 @@ class DescriptorCache:
         self._open: dict[FileVersion, _Descriptor] = {}
         self._lock = threading.Lock()
         if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=self._renew_lock)
+            os.register_at_fork(after_in_child=self._reset_lock)
 
     def read_into(self, buffer: NDArray[Any], file: FileVersion, offset: int) -> int:
         """Fill the contiguous `buffer` with bytes from `offset` on, and return their number: fewer at end of file.
 
         Each version of a file has its own descriptor, since the file may have been replaced.  Raises OSError.
         """
-        descriptor = self._open.get(file) or self._take(file)
+        descriptor = self._open.get(file) or self._get_or_open(file)
         count = os.preadv(descriptor.number, [buffer.data], offset)
         while 0 < count < buffer.nbytes:  # interrupted by a signal, or end of file
             more = os.preadv(descriptor.number, [buffer.data.cast("B")[count:]], offset + count)
@@ -74,7 +74,7 @@ class DescriptorCache:
         with self._lock:
             self._open.clear()
 
-    def _take(self, file: FileVersion) -> _Descriptor:
+    def _get_or_open(self, file: FileVersion) -> _Descriptor:
         with self._lock:
             descriptor = self._open.get(file)  # another thread may just have opened it
             if descriptor is None:
@@ -95,7 +95,7 @@ class DescriptorCache:
     def _max_open(self) -> int:
         return max(1, min(MAX_OPEN_FILES, file_limit() // 4))
 
-    def _renew_lock(self) -> None:
+    def _reset_lock(self) -> None:
         self._lock = threading.Lock()  # a thread of the parent may have held it during the fork
 
 

@@ -28,12 +28,12 @@ def open_shards(shards: Sequence[Shard], data: DataSection, content: str = "") -
 
     content: the shards' `sample_content`, or "" if it is not known yet.  Raises ShardError, UserError.
     """
-    source = _open(shards, data, content)
+    source = _open_arranged(shards, data, content)
     source.known_content = content
     return source
 
 
-def _open(shards: Sequence[Shard], data: DataSection, content: str) -> TokenSource:
+def _open_arranged(shards: Sequence[Shard], data: DataSection, content: str) -> TokenSource:
     if data.arrangement == "apart":
         return PackedSource(shards, data, content, packs=False)
     if data.fit == "best":
@@ -41,14 +41,14 @@ def _open(shards: Sequence[Shard], data: DataSection, content: str) -> TokenSour
     return MaskedSource(shards, data.seq_len) if data.arrangement == "masked" else TokenSource(shards, data.seq_len)
 
 
-def _document_entries(begins: NDArray[np.bool_]) -> dict[str, NDArray[Any]]:
+def _document_entries(is_start: NDArray[np.bool_]) -> dict[str, NDArray[Any]]:
     """Return the batch entries `documents` and `positions`, both (B, T).
 
-    begins: True wherever a document starts that is not the first of its row, (B, T).
+    is_start: True wherever a document starts that is not the first of its row, (B, T).
     """
-    index = np.arange(begins.shape[1])
-    starts = np.maximum.accumulate(np.where(begins, index, 0), axis=1)
-    return {"documents": begins.cumsum(1, dtype=np.int32), "positions": (index - starts).astype(np.int32)}
+    index = np.arange(is_start.shape[1])
+    starts = np.maximum.accumulate(np.where(is_start, index, 0), axis=1)
+    return {"documents": is_start.cumsum(1, dtype=np.int32), "positions": (index - starts).astype(np.int32)}
 
 
 class MaskedSource(TokenSource):
@@ -70,12 +70,12 @@ class MaskedSource(TokenSource):
     def batch(self, indices: NDArray[np.int64]) -> Samples:
         """Return the samples at `indices`, with `documents` and `positions` (int32); see `Source.batch`."""
         tokens, targets = self._windows(indices)
-        begins = np.zeros((len(indices), self.seq_len + 1), bool)
+        is_start = np.zeros((len(indices), self.seq_len + 1), bool)
         for row, index in enumerate(np.asarray(indices).tolist()):
             for start, count in self._pieces_of(index):
-                begins[row, self._index.between(start + 1, start + count + 1) - start] = True
-        targets[begins[:, 1:]] = IGNORE
-        return {"tokens": tokens, "targets": targets, **_document_entries(begins[:, :-1])}
+                is_start[row, self._index.between(start + 1, start + count + 1) - start] = True
+        targets[is_start[:, 1:]] = IGNORE
+        return {"tokens": tokens, "targets": targets, **_document_entries(is_start[:, :-1])}
 
     @cached_property
     def attended(self) -> float:  # type: ignore[override]
@@ -123,8 +123,8 @@ class PackedSource(TokenSource):
         tokens, targets = self._windows(indices)
         if not self._masked:
             return tokens, targets
-        begins = np.zeros(tokens.shape, bool)
+        is_start = np.zeros(tokens.shape, bool)
         for row, index in enumerate(np.asarray(indices).tolist()):
             ends = np.cumsum([count for _, count in self._pieces_of(index)], dtype=np.int64)
-            begins[row, ends[ends < self.seq_len]] = True
-        return {"tokens": tokens, "targets": targets, **_document_entries(begins)}
+            is_start[row, ends[ends < self.seq_len]] = True
+        return {"tokens": tokens, "targets": targets, **_document_entries(is_start)}

@@ -54,13 +54,13 @@ class Fingerprint:
         before = Fingerprint.from_state(stored)
         if not (before.sources and self.sources):
             return self._changes(before, allowed, "data")
-        refused, told = [], []
+        refused, reported = [], []
         for name in sorted({*before.sources, *self.sources}):
             own, other = self.sources.get(name, Fingerprint(0)), before.sources.get(name, Fingerprint(0))
             found = own._changes(other, allowed, f"data, source {name}")
             refused += found[0]
-            told += found[1]
-        return refused, told
+            reported += found[1]
+        return refused, reported
 
     def _changes(self, before: Fingerprint, allowed: Collection[str], name: str) -> tuple[list[str], list[str]]:
         if before == self:

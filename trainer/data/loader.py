@@ -32,7 +32,7 @@ from trainer.data.mixed_source import evenly_spaced_indices, find_order
 from trainer.data.prefetch import Prefetcher, WaitAbandoned
 from trainer.data.sample_order import Permutation, SampleOrder, epochs
 from trainer.data.shards import ShardError
-from trainer.data.source import Source, entries
+from trainer.data.source import Source, as_mapping
 from trainer.data.tokenizer_check import check_tokenizer
 from trainer.data.usage import SourceUsage, usage_by_phase
 from trainer.distributed.stop import STOP_SIGNALS
@@ -63,7 +63,7 @@ class TrainLoader:
 
         Raises UserError if the data do not match `train.objective`.
         """
-        _check_rows(source, config)
+        _check_rows_per_sample(source, config)
         check_tokenizer(source, config)
         return cls(
             source,
@@ -97,7 +97,7 @@ class TrainLoader:
         self.source, self._seed = source, seed
         self._order = Permutation(len(source), seed) if order is None else order
         self._global_batch_size, self._micro_batch_size = global_batch_size, micro_batch_size
-        self._dp_rank, self._share = dp_rank, global_batch_size // num_dp_ranks
+        self._dp_rank, self._samples_per_rank = dp_rank, global_batch_size // num_dp_ranks
         self._num_workers, self._pin_memory = num_workers, pin_memory
         self.slices = slices
         """The slices of each sample that this rank takes; all ranks of a context-parallel group read the same samples.
@@ -115,7 +115,7 @@ class TrainLoader:
     @property
     def micro_batches_per_step(self) -> int:
         """Micro-batches per step on this rank."""
-        return self._share // self._micro_batch_size
+        return self._samples_per_rank // self._micro_batch_size
 
     @property
     def samples(self) -> int:
@@ -145,11 +145,13 @@ class TrainLoader:
             return self._order.at(positions)
         return np.concatenate(list(islice(self._sample_indices(), self.micro_batches_per_step)))
 
-    def beginning(self, num_tokens: int, slices: Slices | None = None) -> Batch:
+    def first_tokens(self, num_tokens: int, slices: Slices | None = None) -> Batch:
         """Return the first `num_tokens` tokens of this rank's next sample as a batch of one, or `slices` of them."""
-        whole = entries(self.source.batch(self.next_samples()[:1]))
-        is_of_tokens = {name: entry.ndim > 1 and entry.shape[1] == self.source.seq_len for name, entry in whole.items()}
-        first = {name: entry[:, :num_tokens] if is_of_tokens[name] else entry for name, entry in whole.items()}
+        complete = as_mapping(self.source.batch(self.next_samples()[:1]))
+        is_of_tokens = {
+            name: entry.ndim > 1 and entry.shape[1] == self.source.seq_len for name, entry in complete.items()
+        }
+        first = {name: entry[:, :num_tokens] if is_of_tokens[name] else entry for name, entry in complete.items()}
         return _raise_if_failed(_tensors(first if slices is None else slice_batch(first, slices), pins=False))
 
     def __iter__(self) -> Iterator[Batch]:
@@ -178,9 +180,9 @@ class TrainLoader:
         """
         if "data" not in plain:
             return [], ["does not record its training data, so changes to it cannot be detected"]
-        refused, told = self.fingerprint.changes(plain["data"], allowed)
+        refused, reported = self.fingerprint.changes(plain["data"], allowed)
         others = self._order.changes(plain, plain["samples"], self._global_batch_size, allowed)
-        return [*refused, *others[0]], [*told, *others[1]]
+        return [*refused, *others[0]], [*reported, *others[1]]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from the position in `state`."""
@@ -204,25 +206,27 @@ class TrainLoader:
 
     def _open(self) -> Iterator[Batch | TrainingFailed]:
         """Return an iterator over the micro-batches from here on: prefetched by a thread, by workers, or not at all."""
-        made = _BatchReader(self.source, self.slices)
+        reader = _BatchReader(self.source, self.slices)
         num_bytes = 16 * self._micro_batch_size * self.source.seq_len
         if self._num_workers and not self.source.waits_for_storage:
-            most = max(1, min(_MAX_IN_MESSAGE, _MAX_MESSAGE_BYTES // num_bytes))
-            return _Workers(made, self._sample_indices(), self._num_workers, most, self._pin_memory)
-        most = max(2, min(_MAX_PREFETCHED, _MAX_PREFETCHED_BYTES // num_bytes))
+            max_per_message = max(1, min(_MAX_IN_MESSAGE, _MAX_MESSAGE_BYTES // num_bytes))
+            return _Workers(reader, self._sample_indices(), self._num_workers, max_per_message, self._pin_memory)
+        max_per_message = max(2, min(_MAX_PREFETCHED, _MAX_PREFETCHED_BYTES // num_bytes))
         device = torch.cuda.current_device() if self._pin_memory else None
-        everywhere = self._global_batch_size
-        steps = _indices(self._order, self._samples, everywhere, 0, everywhere, everywhere)
-        own = slice(self._dp_rank * self._share, (self._dp_rank + 1) * self._share)
-        batches = _batches_in_process(made, self.source.follow(self._sample_indices(), steps, own), device)
+        global_batch = self._global_batch_size
+        steps = _micro_batch_indices(self._order, self._samples, global_batch, 0, global_batch, global_batch)
+        own = slice(self._dp_rank * self._samples_per_rank, (self._dp_rank + 1) * self._samples_per_rank)
+        batches = _batches_in_process(reader, self.source.follow(self._sample_indices(), steps, own), device)
         if not self.source.waits_for_storage:
             return batches
-        return Prefetcher(batches, most, lambda: self.should_abandon(), is_nonblocking=self.source.is_here)
+        return Prefetcher(batches, max_per_message, lambda: self.should_abandon(), is_nonblocking=self.source.is_here)
 
     def _sample_indices(self) -> Iterator[NDArray[np.int64]]:
         """Yield the sample indices of each of this rank's micro-batches."""
-        own = self._dp_rank * self._share
-        return _indices(self._order, self._samples, self._global_batch_size, own, self._share, self._micro_batch_size)
+        own = self._dp_rank * self._samples_per_rank
+        return _micro_batch_indices(
+            self._order, self._samples, self._global_batch_size, own, self._samples_per_rank, self._micro_batch_size
+        )
 
 
 _MAX_PREFETCHED, _MAX_PREFETCHED_BYTES = 16, 4 << 20
@@ -232,7 +236,7 @@ _MAX_IN_MESSAGE, _MAX_MESSAGE_BYTES = 32, 8 << 20
 """The same limits for the micro-batches that a worker sends in one message."""
 
 
-def _indices(
+def _micro_batch_indices(
     order: SampleOrder, start: int, global_batch: int, own: int, share: int, micro_batch: int
 ) -> Iterator[NDArray[np.int64]]:
     """Yield the sample indices of a rank's micro-batches from position `start` on.
@@ -240,11 +244,11 @@ def _indices(
     The rank takes samples `own` to `own + share` of each global batch.  Many steps are computed at a time, which is
     cheaper.
     """
-    num_updates = max(1, 4096 // share)
-    positions = np.arange(num_updates)[:, None] * global_batch + own + np.arange(share)
+    num_steps = max(1, 4096 // share)
+    positions = np.arange(num_steps)[:, None] * global_batch + own + np.arange(share)
     while True:
         yield from order.at(start + positions).reshape(-1, micro_batch)
-        start += num_updates * global_batch
+        start += num_steps * global_batch
 
 
 def _batches_in_process(
@@ -253,23 +257,28 @@ def _batches_in_process(
     """Yield the micro-batches, in pinned memory if `device` is given."""
     if device is not None:
         torch.cuda.set_device(device)  # per thread; otherwise this one would pin memory for device 0
-    for some in indices:
-        yield _tensors(batches.read(some), device is not None)
+    for batch_indices in indices:
+        yield _tensors(batches.read(batch_indices), device is not None)
 
 
 class _Workers:
     """Iterator over micro-batches made by worker processes."""
 
     def __init__(
-        self, made: _BatchReader, indices: Iterator[NDArray[np.int64]], num_workers: int, most: int, pins: bool
+        self,
+        reader: _BatchReader,
+        indices: Iterator[NDArray[np.int64]],
+        num_workers: int,
+        max_per_message: int,
+        pins: bool,
     ):
         from torchdata.stateful_dataloader import StatefulDataLoader
 
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # torchdata 0.11 on torch 2.13
             loader = StatefulDataLoader(
-                _Messages(made),
-                batch_sampler=_group_into_messages(indices, most),
+                _Messages(reader),
+                batch_sampler=_group_into_messages(indices, max_per_message),
                 collate_fn=_identity,
                 num_workers=num_workers,
                 worker_init_fn=_ignore_signals,
@@ -314,10 +323,10 @@ class _Messages(Dataset["Message"]):
 
     def __getitems__(self, message: list[NDArray[np.int64]]) -> Message:
         found = [self._batches.read(indices) for indices in message]
-        whole = [batch for batch in found if not isinstance(batch, TrainingFailed)]
-        if len(whole) < len(found):
+        complete = [batch for batch in found if not isinstance(batch, TrainingFailed)]
+        if len(complete) < len(found):
             return found
-        return {name: torch.from_numpy(np.stack([batch[name] for batch in whole])) for name in whole[0]}
+        return {name: torch.from_numpy(np.stack([batch[name] for batch in complete])) for name in complete[0]}
 
 
 def _unpack(message: Message) -> Iterable[Arrays | TrainingFailed]:
@@ -327,12 +336,14 @@ def _unpack(message: Message) -> Iterable[Arrays | TrainingFailed]:
     return [dict(zip(names, entries, strict=True)) for entries in zip(*arrays, strict=True)]
 
 
-def _group_into_messages(indices: Iterator[NDArray[np.int64]], most: int) -> Iterator[list[NDArray[np.int64]]]:
+def _group_into_messages(
+    indices: Iterator[NDArray[np.int64]], max_per_message: int
+) -> Iterator[list[NDArray[np.int64]]]:
     """Yield the indices of each message: one micro-batch first, so that training starts soon, then twice as many."""
     length = 1
     while message := list(islice(indices, length)):
         yield message
-        length = min(most, 2 * length)
+        length = min(max_per_message, 2 * length)
 
 
 def _fingerprint_of(source: Source) -> Fingerprint:
@@ -347,7 +358,7 @@ def attended_length(loader: object) -> float | None:
     return loader.source.attended if isinstance(loader, TrainLoader) else None
 
 
-def _check_rows(source: Source, config: RunConfig) -> None:
+def _check_rows_per_sample(source: Source, config: RunConfig) -> None:
     objective = config.train.objective
     if source.rows_per_sample == config.rows_per_sample:
         return
@@ -368,7 +379,7 @@ class EvalLoader:
     @classmethod
     def from_config(cls, source: Source, config: RunConfig, rank: int, num_ranks: int) -> EvalLoader:
         """Return the loader that a configuration describes, for one rank; see `TrainLoader.from_config`."""
-        _check_rows(source, config)
+        _check_rows_per_sample(source, config)
         check_tokenizer(source, config)
         return cls(
             source,
@@ -404,19 +415,19 @@ class EvalLoader:
         return len(self._sample_indices())
 
     def __iter__(self) -> Iterator[Batch]:
-        made = (_tensors(self._batches.read(indices), pins=False) for indices in self._sample_indices())
+        batches = (_tensors(self._batches.read(indices), pins=False) for indices in self._sample_indices())
         if self.source.is_here or not self.source.waits_for_storage:
-            yield from map(_raise_if_failed, made)
+            yield from map(_raise_if_failed, batches)
             return
-        coming = Prefetcher(made, 2, lambda: self.should_abandon())
+        prefetcher = Prefetcher(batches, 2, lambda: self.should_abandon())
         try:
-            yield from map(_raise_if_failed, coming)
+            yield from map(_raise_if_failed, prefetcher)
         except WaitAbandoned:
             nothing = np.full(self._shape[-1], -1)
             yield _raise_if_failed(_tensors(self._batches.read(nothing), pins=False))
             raise TrainingFailed("held-out data do not come, and the run was asked to stop") from None
         finally:
-            coming.close()
+            prefetcher.close()
 
     def _sample_indices(self) -> NDArray[np.int64]:
         """Return this rank's sample indices, a row for each micro-batch; ranks take micro-batches round-robin."""
@@ -442,7 +453,7 @@ class _BatchReader:
     def read(self, indices: NDArray[np.int64]) -> Arrays | TrainingFailed:
         """Return the micro-batch of samples `indices`, or this rank's slice of it, or the error if reading fails."""
         try:
-            batch = entries(self._source.batch(indices))
+            batch = as_mapping(self._source.batch(indices))
         except ShardError as error:
             return TrainingFailed(str(error))
         ids = (batch["tokens"], batch["targets"])
@@ -493,7 +504,7 @@ def _identity(message: Message) -> Message:
 
 
 def _ignore_signals(worker_id: int) -> None:
-    """Make a worker ignore signals that ask the whole process group to stop: its rank must still finish its step."""
+    """Make a worker ignore signals that ask the whole process group to stop: its rank must still finish the step and save."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 

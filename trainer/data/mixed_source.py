@@ -18,7 +18,7 @@ from trainer.config import find_phases
 from trainer.data.fingerprint import Fingerprint
 from trainer.data.mixture import Mixture
 from trainer.data.sample_order import Permutation, SampleOrder
-from trainer.data.source import Samples, Source, entries
+from trainer.data.source import Samples, Source, as_mapping
 from trainer.data.usage import check_epochs, usage_by_phase
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class MixedSource(Source):
             rows = numbers == number
             if rows.any():
                 own = np.where(indices[rows] < 0, -1, indices[rows] - self._starts[number])
-                for name, entry in entries(source.batch(own)).items():
+                for name, entry in as_mapping(source.batch(own)).items():
                     whole = found.setdefault(name, np.zeros((len(indices), *entry.shape[1:]), entry.dtype))
                     whole[rows] = entry
         return found

@@ -30,8 +30,8 @@ _KEYS_ALLOWING_OTHER_SHARES = frozenset({"data", "data.weights", "data.phases"})
 
 def shares_of(weights: Mapping[str, float]) -> dict[str, int]:
     """Return the number of samples of each source in a block (largest-remainder method; ties go to the first name)."""
-    whole = sum(map(Fraction, weights.values()))
-    exact = {name: Fraction(weight) * BLOCK / whole for name, weight in weights.items()}
+    total = sum(map(Fraction, weights.values()))
+    exact = {name: Fraction(weight) * BLOCK / total for name, weight in weights.items()}
     shares = {name: int(share) for name, share in exact.items()}
     by_remainder = sorted(exact, key=lambda name: (shares[name] - exact[name], name))
     for name in by_remainder[: BLOCK - sum(shares.values())]:
@@ -66,7 +66,7 @@ class _PhasePattern:
     def locate(self, offsets: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the source at each offset into the phase, and how many samples of that source precede it."""
         blocks, places = np.divmod(offsets, BLOCK)
-        begins = self._begin_of(blocks)
+        begins = self._pattern_offsets(blocks)
         sources = self._pattern[begins + places]
         before = self._before[begins + places, sources] - self._before[begins, sources]
         return sources, blocks * self.shares[sources] + before
@@ -74,10 +74,10 @@ class _PhasePattern:
     def count(self, length: int) -> NDArray[np.int64]:
         """Return how many of the first `length` positions belong to each source."""
         block, rest = divmod(length, BLOCK)
-        (begin,) = self._begin_of(np.array([block]))
+        (begin,) = self._pattern_offsets(np.array([block]))
         return block * self.shares + self._before[begin + rest] - self._before[begin]
 
-    def _begin_of(self, blocks: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _pattern_offsets(self, blocks: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return where in the pattern each block starts, drawn pseudorandomly for each block."""
         return sample_at((self.start + blocks) * BLOCK, BLOCK, self._seed)
 

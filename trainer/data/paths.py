@@ -74,11 +74,11 @@ def open_path(
         verify_at_start(shards)
         source = open_shards(shards, data, content)
     except ShardError as error:
-        raise unusable(key, setting, error) from error
+        raise unusable_shards_error(key, setting, error) from error
     source.left_out = _left_out_summary(shards)
     _check_bos(source, data, setting)
     check_size(source, data, vocab_size, split, key, setting)
-    return source if is_divided or key == "data.eval_path" else _part_of(source, holdout, split)
+    return source if is_divided or key == "data.eval_path" else _split_samples(source, holdout, split)
 
 
 def _left_out_summary(shards: Sequence[Shard]) -> str:
@@ -123,7 +123,7 @@ def check_size(
         raise setting_error("model.vocab_size", vocab_size, rule, source.vocab_size)
 
 
-def _part_of(source: TokenSource, holdout: float, split: Split) -> Source | None:
+def _split_samples(source: TokenSource, holdout: float, split: Split) -> Source | None:
     """Return the training part or the held-out part of a source.
 
     The last windows are held out: at least one, if there are two or more.
@@ -146,7 +146,7 @@ def check_same_tokenizer(shards: Sequence[Shard]) -> None:
             )
 
 
-def unusable(key: str, setting: str, error: ShardError) -> UserError:
+def unusable_shards_error(key: str, setting: str, error: ShardError) -> UserError:
     """Return the error for shards that cannot be used."""
     if find_folder(setting) is None:
         from trainer.data.remote.transport import unusable_url
@@ -167,17 +167,17 @@ def find_shards(setting: str | None, data: DataSection, key: str) -> ShardSet:
     if not setting:
         raise setting_error(key, setting or None, f"data.source=tokens needs a path: token shards, or {NAMES}")
     if find_folder(setting) is None:
-        return _remote(setting, data, key)
+        return _open_remote(setting, data, key)
     manifest, paths = _find_shard_files(setting, key)
     try:
         if manifest is not None:
             return _manifest_shards(manifest)
         if paths:
-            _check_none_is_missing(setting)
+            _check_complete(setting)
             return ShardSet(paths, *read_shards(paths, data.cache_dir))
     except ShardError as error:
-        raise unusable(key, setting, error) from error
-    return _tokenize_text(_inputs_of(setting, key), data, key)
+        raise unusable_shards_error(key, setting, error) from error
+    return _tokenize_text(_find_inputs(setting, key), data, key)
 
 
 def named_files(setting: str, key: str) -> list[str]:
@@ -192,8 +192,8 @@ def named_files(setting: str, key: str) -> list[str]:
         try:
             files = [str(manifest.parent / row[0]) for row in Manifest.read(manifest).train]
         except ShardError as error:
-            raise unusable(key, setting, error) from error
-    return [os.path.realpath(file) for file in files or (each.path for each in _inputs_of(setting, key))]
+            raise unusable_shards_error(key, setting, error) from error
+    return [os.path.realpath(file) for file in files or (each.path for each in _find_inputs(setting, key))]
 
 
 def needs_tokenizing(setting: str, data: DataSection, key: str) -> bool:
@@ -206,11 +206,11 @@ def needs_tokenizing(setting: str, data: DataSection, key: str) -> bool:
         try:
             inputs = find_text(setting, data.cache_dir).inputs(key)
         except ShardError as error:
-            raise unusable(key, setting, error) from error
+            raise unusable_shards_error(key, setting, error) from error
     elif any(_find_shard_files(setting, key)):
         return False
     else:
-        inputs = _inputs_of(setting, key)
+        inputs = _find_inputs(setting, key)
     from trainer.data.tokenized_cache import is_cached
 
     return not is_cached(inputs, data, _holdout_share(data, key), key)
@@ -231,11 +231,11 @@ def _find_shard_files(setting: str, key: str) -> tuple[Path | None, list[str]]:
         raise setting_error(key, setting, advice[0], fix=advice[1])
     if manifest.endswith(".json") and os.path.isfile(manifest):
         return Path(manifest), []
-    found = _bins(pattern)
-    return None, [] if _are_of_others(found) else found
+    found = _find_bins(pattern)
+    return None, [] if _are_foreign(found) else found
 
 
-def _bins(pattern: str) -> list[str]:
+def _find_bins(pattern: str) -> list[str]:
     """Return the .bin files that a path, glob or folder matches."""
     names = [pattern] if os.path.isfile(pattern) else glob.glob(os.path.expanduser(pattern), recursive=True)
     if os.path.isdir(os.path.expanduser(pattern)):
@@ -243,7 +243,7 @@ def _bins(pattern: str) -> list[str]:
     return sorted(name for name in names if name.endswith(".bin"))
 
 
-def _check_none_is_missing(setting: str) -> None:
+def _check_complete(setting: str) -> None:
     """Raise ShardError if a glob or folder has the index and metadata of a shard, but not its tokens."""
     pattern = os.path.expanduser(setting.removeprefix("file://"))
     stem = os.path.join(glob.escape(pattern), "*") if os.path.isdir(pattern) else pattern.removesuffix(".bin")
@@ -253,17 +253,17 @@ def _check_none_is_missing(setting: str) -> None:
             raise ShardError(f"{name}.bin is missing, but the shard's {name}.idx and {name}.json are there")
 
 
-def _bins_of_others(pattern: str) -> list[str]:
+def _foreign_bins(pattern: str) -> list[str]:
     """Return the matching .bin files if all of them are token files in another tool's format, otherwise none."""
-    found = _bins(pattern)
-    return found if _are_of_others(found) else []
+    found = _find_bins(pattern)
+    return found if _are_foreign(found) else []
 
 
-def _are_of_others(paths: Sequence[str]) -> bool:
+def _are_foreign(paths: Sequence[str]) -> bool:
     return bool(paths) and all(map(is_of_others, paths))
 
 
-def _remote(setting: str, data: DataSection, key: str) -> ShardSet:
+def _open_remote(setting: str, data: DataSection, key: str) -> ShardSet:
     """Return the shards at a URL, or those made from the text at a URL."""
     from trainer.data.remote.listing import NoShards, open_remote
     from trainer.data.remote.text import find_text, is_text
@@ -290,7 +290,7 @@ def _remote(setting: str, data: DataSection, key: str) -> ShardSet:
             raise storage_error(data.cache_dir, "text", text.folder, error) from error
         return dataclasses.replace(built, files=[item.url for item in text.items])
     except ShardError as error:
-        raise unusable(key, setting, error) from error
+        raise unusable_shards_error(key, setting, error) from error
 
 
 def _manifest_shards(path: Path) -> ShardSet:
@@ -309,10 +309,10 @@ def _tokenize_text(
     return ShardSet([each.path for each in inputs], *make_shards(inputs, data, _holdout_share(data, key), key, fetch))
 
 
-def _inputs_of(setting: str, key: str) -> list[Input]:
+def _find_inputs(setting: str, key: str) -> list[Input]:
     """Return the input files that a path names.  Raises UserError if there are none."""
     path = setting.removeprefix("file://")
-    return find_inputs(_bins_of_others(path) or [path], key)
+    return find_inputs(_foreign_bins(path) or [path], key)
 
 
 def _holdout_share(data: DataSection, key: str) -> float:

@@ -77,7 +77,7 @@ class _Buffer(Generic[Item]):
 
     def __init__(self, source: Iterator[Item], capacity: int, is_nonblocking: bool) -> None:
         self._source, self._capacity, self._items = source, capacity, deque[Item]()
-        self._is_quick = is_nonblocking
+        self._is_nonblocking = is_nonblocking
         self._error: BaseException | None = None
         self._is_closed = self._is_resting = self._is_caller_faster = False
         self._taken_at = -math.inf
@@ -102,7 +102,7 @@ class _Buffer(Generic[Item]):
             self._has_space.wait()
 
     def take(self, should_abandon: Callable[[], bool]) -> Item:
-        is_caller_idle = self._is_quick and time.perf_counter() - self._taken_at < _IDLE_CALLER_S
+        is_caller_idle = self._is_nonblocking and time.perf_counter() - self._taken_at < _IDLE_CALLER_S
         self._is_caller_faster &= is_caller_idle
         item = self._wait_for_item(is_caller_idle, should_abandon)
         self._taken_at = time.perf_counter()

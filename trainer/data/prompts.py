@@ -27,13 +27,13 @@ def chat_end_ids(tokenizer: str, template: str = "model") -> set[int]:
     from trainer.data.chat.template import find_template
     from trainer.data.chat.tokens import ChatTokenizer
 
-    found, of_chats = find_template(template, tokenizer), ChatTokenizer(tokenizer)
-    ends, system = {of_chats.plain.end_id}, {"role": "system", "content": "Hi"}
+    chat_template, chat_tokenizer = find_template(template, tokenizer), ChatTokenizer(tokenizer)
+    ends, system = {chat_tokenizer.plain.end_id}, {"role": "system", "content": "Hi"}
     exchange = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hi"}]
-    for messages in (exchange, [system, *exchange]) if found is not None else ():
+    for messages in (exchange, [system, *exchange]) if chat_template is not None else ():
         with suppress(BadChat):  # a template may require a system message, or refuse one
-            encoded = Encoder(of_chats, found, "last").encode(Conversation(messages))
-            ends |= {int(last) for last in encoded.ids[encoded.trained][-1:] if of_chats.is_added(int(last))}
+            encoded = Encoder(chat_tokenizer, chat_template, "last").encode(Conversation(messages))
+            ends |= {int(last) for last in encoded.ids[encoded.trained][-1:] if chat_tokenizer.is_added(int(last))}
     return ends
 
 
@@ -52,13 +52,13 @@ def chat_prompt_tokens(text: str, tokenizer: str, key: str, template: str = "mod
     from trainer.data.chat.conversation import BadChat
     from trainer.data.chat.tokens import ChatTokenizer
 
-    found, of_chats = find_template(template, tokenizer, key=key), ChatTokenizer(tokenizer)
-    if found is None:
+    chat_template, chat_tokenizer = find_template(template, tokenizer, key=key), ChatTokenizer(tokenizer)
+    if chat_template is None:
         raise setting_error(key, text, f"data.tokenizer={tokenizer} has no chat template", fix="--prompt TEXT")
-    message = {"role": "user", "content": of_chats.quoted(text)}
+    message = {"role": "user", "content": chat_tokenizer.quoted(text)}
     try:
-        rendered = found.render([message], prompts=True).text
+        rendered = chat_template.render([message], prompts=True).text
     except BadChat as error:
         raise setting_error(key, text, str(error), fix=error.fix) from error
-    ids, _ = of_chats.encode(rendered)
+    ids, _ = chat_tokenizer.encode(rendered)
     return [int(number) for number in ids]

@@ -18,10 +18,10 @@ def resolve_from_data(config: RunConfig) -> RunConfig:
 
     Opens the data only if one of these settings needs it.  Raises UserError as `open_source` does.
     """
-    return _with_steps(_with_trimmed_rows(config))
+    return _epochs_to_steps(_trim_rows(config))
 
 
-def _with_trimmed_rows(config: RunConfig) -> RunConfig:
+def _trim_rows(config: RunConfig) -> RunConfig:
     """Shrink `data.seq_len` to the longest conversation in the training and evaluation data."""
     data = config.data
     if not data.trim_rows:
@@ -35,7 +35,7 @@ def _with_trimmed_rows(config: RunConfig) -> RunConfig:
     return dataclasses.replace(config, data=dataclasses.replace(data, seq_len=seq_len))
 
 
-def _with_steps(config: RunConfig) -> RunConfig:
+def _epochs_to_steps(config: RunConfig) -> RunConfig:
     """Replace `train.epochs` by the equivalent `train.steps`, at least `train.small_model_steps`."""
     train = config.train
     if train.epochs is None:

@@ -92,10 +92,10 @@ def _blocks(shards: Sequence[Shard], seq_len: int, packs: bool) -> Iterator[_Blo
     for documents in _documents(shards):
         waiting.append(documents)
         if sum(map(len, waiting)) >= _BLOCK:
-            yield _lay_out(np.concatenate(waiting), seq_len, packs)
+            yield _make_rows(np.concatenate(waiting), seq_len, packs)
             waiting = []
     if waiting:
-        yield _lay_out(np.concatenate(waiting), seq_len, packs)
+        yield _make_rows(np.concatenate(waiting), seq_len, packs)
 
 
 def _documents(shards: Sequence[Shard]) -> Iterator[NDArray[np.int64]]:
@@ -108,7 +108,7 @@ def _documents(shards: Sequence[Shard]) -> Iterator[NDArray[np.int64]]:
         before += shard.info.num_tokens
 
 
-def _lay_out(documents: NDArray[np.int64], seq_len: int, packs: bool) -> _Block:
+def _make_rows(documents: NDArray[np.int64], seq_len: int, packs: bool) -> _Block:
     starts, targets = documents.T
     counts = np.maximum(0, -(-targets // seq_len))
     document = np.repeat(np.arange(len(documents)), counts)
@@ -127,14 +127,14 @@ def _lay_out(documents: NDArray[np.int64], seq_len: int, packs: bool) -> _Block:
     return pieces[order[places]], sizes
 
 
-def _sum_up(pieces: NDArray[Any]) -> Totals:
+def _totals_of(pieces: NDArray[Any]) -> Totals:
     counts = pieces["count"].astype(np.int64)
     return Totals(int(counts.sum()), int(counts @ counts))
 
 
 def _in_memory(blocks: Sequence[_Block]) -> RowLayout:
     pieces = np.concatenate([pieces for pieces, _ in blocks])
-    return RowLayout(pieces, np.cumsum(np.concatenate([sizes for _, sizes in blocks])), _sum_up(pieces))
+    return RowLayout(pieces, np.cumsum(np.concatenate([sizes for _, sizes in blocks])), _totals_of(pieces))
 
 
 def _write(folder: Path, blocks: Iterator[_Block]) -> None:
@@ -147,7 +147,7 @@ def _write(folder: Path, blocks: Iterator[_Block]) -> None:
             ends_file.write(ends)
             pieces_crc, ends_crc = crc32(pieces.tobytes(), pieces_crc), crc32(ends, ends_crc)
             end += len(pieces)
-            totals = _sum_up(pieces)
+            totals = _totals_of(pieces)
             targets, squares = targets + totals.targets, squares + totals.squares
     facts = {"totals": asdict(Totals(targets, squares)), "pieces": pieces_crc, "ends": ends_crc}
     (folder / "totals.json").write_text(json.dumps(with_checksum(facts)))

@@ -26,17 +26,17 @@ from trainer.files import CHECKSUM, checked, crc32, with_checksum
 from trainer.stopping import add_partial, drop_partial
 
 SUFFIXES = (".bin", ".idx", ".crc", ".json")
-"""The files of a shard, metadata last.  Only large shards have a .crc: see `_PAGE`."""
+"""The files of a shard, metadata last.  Only large shards have a .crc: see `_PAGE_BYTES`."""
 
 VERIFIED_AT_START = 1 << 30
 """Total bytes of shards up to which all checksums are verified when the data are opened, which takes half a second.  In
 larger data, each page is verified when it is read."""
 
-_PAGE = 4096
+_PAGE_BYTES = 4096
 """Bytes covered by each checksum in NAME.crc.  The kernel reads complete pages of this size anyway, so verifying them
 before a sample is used costs no additional reads."""
 
-_LARGE = 1 << 22
+_MAX_BYTES_WITHOUT_CRC = 1 << 22
 """Bytes of tokens up to which a shard has no .crc: the complete shard is verified before its first use."""
 
 _VERIFIED: set[FileVersion] = set()
@@ -71,7 +71,7 @@ class ShardInfo:
         return self.dtype, self.vocab_size, self.tokenizer, self.end_id
 
 
-_KINDS = [(declared.name, declared.type) for declared in dataclasses.fields(ShardInfo)]
+_FIELD_TYPES = [(declared.name, declared.type) for declared in dataclasses.fields(ShardInfo)]
 
 
 class Shard:
@@ -103,8 +103,8 @@ class Shard:
         """
         shard = cls.__new__(cls)
         shard.name, shard.info = name, info
-        shard._file = _look_at(name, info.num_tokens * shard.dtype.itemsize)
-        _look_at(f"{name.removesuffix('.bin')}.idx", (info.num_documents + 1) * 8)
+        shard._file = _stat(name, info.num_tokens * shard.dtype.itemsize)
+        _stat(f"{name.removesuffix('.bin')}.idx", (info.num_documents + 1) * 8)
         return shard
 
     @property
@@ -115,7 +115,7 @@ class Shard:
     @property
     def dtype(self) -> np.dtype[Any]:
         """The dtype of the tokens: unsigned, little-endian."""
-        return _stored(self.info.dtype)
+        return _little_endian(self.info.dtype)
 
     def read(self, start: int, count: int) -> NDArray[np.unsignedinteger[Any]]:
         """Return `count` tokens from `start` on.  Raises ShardError."""
@@ -201,17 +201,17 @@ class Shard:
     def _verify(self, file: FileVersion, is_index: bool) -> None:
         if file in _VERIFIED:
             return
-        recorded = self._recorded[8:] if is_index else self._recorded[:8]
+        recorded = self._recorded_checksum[8:] if is_index else self._recorded_checksum[:8]
         if recorded:
             try:
                 found = f"{_crc_of(file):08x}"
             except OSError as error:
                 raise ShardError(f"{file[0]} cannot be read ({reason(error)})") from error
             if found != recorded:
-                raise self._damaged(file[0], f"its checksum is {found}, but {recorded} was written")
+                raise self._corruption_error(file[0], f"its checksum is {found}, but {recorded} was written")
         _VERIFIED.add(file)
 
-    def _damaged(self, path: str, why: str) -> ShardError:
+    def _corruption_error(self, path: str, why: str) -> ShardError:
         if not self.is_rebuilt:
             return ShardError(f"{path} is damaged: {why}")
         with contextlib.suppress(OSError):
@@ -219,7 +219,7 @@ class Shard:
         return ShardError(f"{path}, in the cache, is damaged: {why}; the next start builds it again")
 
     @functools.cached_property
-    def _recorded(self) -> str:
+    def _recorded_checksum(self) -> str:
         """The checksum recorded when the shard was written, or "" if there is none."""
         metadata = f"{self.name.removesuffix('.bin')}.json"
         if self.info.checksum or not os.path.lexists(metadata):
@@ -231,31 +231,31 @@ class Shard:
         """The file of page checksums, or None if it is missing or does not belong to these tokens."""
         size = self.info.num_tokens * self.dtype.itemsize
         path = f"{self.name.removesuffix('.bin')}.crc"
-        if size <= _LARGE or not self._recorded or not os.path.isfile(path):
+        if size <= _MAX_BYTES_WITHOUT_CRC or not self._recorded_checksum or not os.path.isfile(path):
             return None
         try:
-            file = check_size(path, 8 + 4 * -(-size // _PAGE))
+            file = check_size(path, 8 + 4 * -(-size // _PAGE_BYTES))
             header = np.empty(8, np.uint8)
             SHARD_FILES.read_into(header, file, 0)
         except (OSError, ShardError):
             return None
-        return file if header.tobytes() == bytes.fromhex(self._recorded) else None
+        return file if header.tobytes() == bytes.fromhex(self._recorded_checksum) else None
 
     def _fill_checked(self, buffer: NDArray[Any], offset: int, page_sums: FileVersion) -> int:
         """Fill `buffer` with tokens like `_fill`, after verifying the pages that contain them."""
         size, stop = self.info.num_tokens * self.dtype.itemsize, offset + buffer.nbytes
-        first, last = offset // _PAGE, -(-min(stop, size) // _PAGE)
-        pages = np.empty(min(last * _PAGE, size) - first * _PAGE, np.uint8)
+        first, last = offset // _PAGE_BYTES, -(-min(stop, size) // _PAGE_BYTES)
+        pages = np.empty(min(last * _PAGE_BYTES, size) - first * _PAGE_BYTES, np.uint8)
         sums = np.empty(last - first, "<u4")
         SHARD_FILES.read_into(sums, page_sums, 8 + 4 * first)
-        if SHARD_FILES.read_into(pages, self._file, first * _PAGE) == len(pages):
+        if SHARD_FILES.read_into(pages, self._file, first * _PAGE_BYTES) == len(pages):
             place, content = 0, pages.data
             for own in sums.tolist():
-                if crc32(content[place : place + _PAGE]) != own:
+                if crc32(content[place : place + _PAGE_BYTES]) != own:
                     break
-                place += _PAGE
+                place += _PAGE_BYTES
             else:
-                found = pages[offset - first * _PAGE : stop - first * _PAGE]
+                found = pages[offset - first * _PAGE_BYTES : stop - first * _PAGE_BYTES]
                 buffer.view(np.uint8)[: len(found)] = found
                 return len(found)
             self._verify(self._file, is_index=False)  # if this passes, the .crc is corrupt and not the tokens
@@ -286,7 +286,7 @@ class ShardWriter:
         except OSError:
             self.discard()
             raise
-        self._put(".idx", bytes(8))
+        self._write_bytes(".idx", bytes(8))
         self.num_tokens = self.num_documents = self.num_bytes = 0
         self._has_begun = False
 
@@ -299,7 +299,7 @@ class ShardWriter:
         self.num_bytes += num_bytes
 
     def _append(self, ids: NDArray[np.integer[Any]]) -> None:
-        self._put(".bin", ids.astype(self._dtype.newbyteorder("<"), copy=False).tobytes())
+        self._write_bytes(".bin", ids.astype(self._dtype.newbyteorder("<"), copy=False).tobytes())
         self.num_tokens += len(ids)
 
     def write_documents(self, ids: NDArray[np.integer[Any]], counts: NDArray[np.int64], num_bytes: int) -> None:
@@ -318,14 +318,14 @@ class ShardWriter:
             for number, special in enumerate(around):
                 found[places + number], is_text[places + number] = special, False
         found[is_text] = ids
-        self._put(".bin", found.data)
-        self._put(".idx", (self.num_tokens + ends).astype("<u8").data)
+        self._write_bytes(".bin", found.data)
+        self._write_bytes(".idx", (self.num_tokens + ends).astype("<u8").data)
         self.num_tokens, self.num_documents = self.num_tokens + len(found), self.num_documents + len(counts)
         self.num_bytes += num_bytes
 
     def write_tokens(self, ids: NDArray[np.integer[Any]], ends: NDArray[np.int64]) -> None:
         """Append tokens unchanged; `ends` are the ends of the documents among them."""
-        self._put(".idx", (self.num_tokens + ends).astype("<u8").data)
+        self._write_bytes(".idx", (self.num_tokens + ends).astype("<u8").data)
         self._append(ids)
         self.num_documents += len(ends)
 
@@ -334,9 +334,9 @@ class ShardWriter:
         self.write(np.array(self._tokenizer.end_ids, dtype=self._dtype), num_bytes=0)
         self._has_begun = False
         self.num_documents += 1
-        self._put(".idx", self.num_tokens.to_bytes(8, "little"))
+        self._write_bytes(".idx", self.num_tokens.to_bytes(8, "little"))
 
-    def _put(self, suffix: str, content: bytes | memoryview) -> None:
+    def _write_bytes(self, suffix: str, content: bytes | memoryview) -> None:
         self._files[suffix].write(content)
         self._checksums[suffix] = crc32(content, self._checksums[suffix])
 
@@ -354,7 +354,7 @@ class ShardWriter:
         )
         self._files[".json"].write(json.dumps(with_checksum(dataclasses.asdict(info)), indent=1).encode() + b"\n")
         self._files[".bin"].flush()
-        if self.num_tokens * self._dtype.itemsize > _LARGE:
+        if self.num_tokens * self._dtype.itemsize > _MAX_BYTES_WITHOUT_CRC:
             add_partial(self._temporary(".crc"))
             self._files[".crc"] = open(self._temporary(".crc"), "wb")  # noqa: SIM115
             self._files[".crc"].write(bytes.fromhex(info.checksum) + _page_sums_of(self._temporary(".bin")))
@@ -404,7 +404,7 @@ def parse_info(content: bytes, path: str) -> ShardInfo:
         info = ShardInfo(**{name: value for name, value in stored.items() if name != CHECKSUM})
     except (ValueError, TypeError, AttributeError) as error:
         raise ShardError(f"{path} is not the metadata of a token shard") from error
-    for name, kind in _KINDS:
+    for name, kind in _FIELD_TYPES:
         if type(value := getattr(info, name)).__name__ != kind:
             raise ShardError(f"{path} is damaged: {name} is {value!r}")
     if info.format != ShardInfo.format:
@@ -427,17 +427,17 @@ def check_size(path: str, num_bytes: int) -> FileVersion:
             found = os.fstat(file.fileno())
     except OSError as error:
         raise ShardError(f"{path} cannot be read ({error.strerror})") from error
-    return _checked(path, found, num_bytes)
+    return _check_stat(path, found, num_bytes)
 
 
-def _look_at(path: str, num_bytes: int) -> FileVersion:
+def _stat(path: str, num_bytes: int) -> FileVersion:
     try:
-        return _checked(path, os.stat(path), num_bytes)
+        return _check_stat(path, os.stat(path), num_bytes)
     except OSError as error:
         raise ShardError(f"{path} cannot be read ({error.strerror})") from error
 
 
-def _checked(path: str, found: os.stat_result, num_bytes: int) -> FileVersion:
+def _check_stat(path: str, found: os.stat_result, num_bytes: int) -> FileVersion:
     if found.st_size != num_bytes:
         raise ShardError(f"{path} has {found.st_size} bytes, but its metadata says {num_bytes}")
     return path, found.st_ino, found.st_ctime_ns  # unlike mtime, ctime cannot be set
@@ -465,7 +465,7 @@ def _page_sums_of(path: Path) -> bytes:
     """Return the concatenated checksums of a file's pages, little-endian."""
     found = []
     with open(path, "rb") as file:
-        while page := file.read(_PAGE):
+        while page := file.read(_PAGE_BYTES):
             found.append(crc32(page))
     return np.array(found, "<u4").tobytes()
 
@@ -479,7 +479,7 @@ def reason(error: OSError) -> str:
 
 
 @functools.cache
-def _stored(dtype: str) -> np.dtype[Any]:
+def _little_endian(dtype: str) -> np.dtype[Any]:
     return np.dtype(dtype).newbyteorder("<")
 
 

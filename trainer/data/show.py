@@ -12,11 +12,11 @@ from trainer.config import RunConfig
 from trainer.data.mixed_source import SOURCE, MixedSource
 from trainer.data.sample_order import SampleOrder, epochs
 from trainer.data.shards import ShardError
-from trainer.data.source import IGNORE, Source, entries
+from trainer.data.source import IGNORE, Source, as_mapping
 from trainer.data.tokenizer import Tokenizer, tokenizer_of
 from trainer.errors import TrainingFailed
 
-_SHOWN = 60
+_EDGE_CHARS = 60
 """Characters shown of the start and of the end of a long piece."""
 
 
@@ -39,7 +39,7 @@ def show_samples(
     positions = first + np.arange(min(count, batch))
     indices = order.at(positions)
     try:
-        found = entries(source.batch(indices))
+        found = as_mapping(source.batch(indices))
     except ShardError as error:
         raise TrainingFailed(str(error)) from error
     names = list(source.sources) if isinstance(source, MixedSource) else [""]
@@ -48,10 +48,10 @@ def show_samples(
         name = names[int(found[SOURCE][number * many])] if SOURCE in found else ""
         rows = range(number * many, (number + 1) * many)
         lines = [line for row in rows for line in _lines(found, row, tokenizer, is_chat, is_full)]
-        tell("\n".join([_title(step, position, index, name, order), *lines, ""]))
+        tell("\n".join([_header(step, position, index, name, order), *lines, ""]))
 
 
-def _title(step: int, position: int, index: int, name: str, order: SampleOrder) -> str:
+def _header(step: int, position: int, index: int, name: str, order: SampleOrder) -> str:
     of = f", source {name}" if name else ""
     return f"step {step}, position {position}: sample {index}{of}, epoch {epochs(order, position)[name]:.4f}"
 
@@ -107,6 +107,6 @@ def _text(tokens: NDArray[Any], tokenizer: Tokenizer | None, is_full: bool) -> s
     start = len(tokenizer.start_ids)
     begins = "[begin] " if start and tuple(tokens[:start].tolist()) == tokenizer.start_ids else ""
     ends = " [end]" if tokens[-1] == tokenizer.end_id else ""
-    if is_full or len(text) <= 2 * _SHOWN + 5:
+    if is_full or len(text) <= 2 * _EDGE_CHARS + 5:
         return begins + repr(text) + ends
-    return f"{begins}{text[:_SHOWN]!r} ... {text[-_SHOWN:]!r}{ends}"
+    return f"{begins}{text[:_EDGE_CHARS]!r} ... {text[-_EDGE_CHARS:]!r}{ends}"

@@ -37,7 +37,7 @@ Samples: TypeAlias = "tuple[NDArray[np.int64], NDArray[np.int64]] | Mapping[str,
 """(tokens, targets), or a mapping with these and further entries; the first dimension of each entry is the sample."""
 
 
-def entries(samples: Samples) -> dict[str, NDArray[Any]]:
+def as_mapping(samples: Samples) -> dict[str, NDArray[Any]]:
     """Return samples as a dict of entries."""
     if isinstance(samples, Mapping):
         return dict(samples)
@@ -89,7 +89,7 @@ class Source(ABC):
 
     def stretch(self, first: int, last: int) -> NDArray[np.integer[Any]]:
         """Return the concatenated tokens of samples `first` to `last` (exclusive)."""
-        found: NDArray[np.integer[Any]] = entries(self.batch(np.arange(first, last)))["tokens"].ravel()
+        found: NDArray[np.integer[Any]] = as_mapping(self.batch(np.arange(first, last)))["tokens"].ravel()
         return found
 
     def follow(
@@ -140,9 +140,9 @@ class SourceSubset(Source):
     def batch(self, indices: NDArray[np.int64]) -> Samples:
         """Return the samples at `indices`; see `Source.batch`."""
         assert np.size(indices) == 0 or np.max(indices) < self._length, (indices, self._length)
-        return self.whole.batch(self._in_whole(np.asarray(indices)))
+        return self.whole.batch(self._to_base_indices(np.asarray(indices)))
 
-    def _in_whole(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _to_base_indices(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         return np.where(indices < 0, -1, indices + self._start)
 
     def stretch(self, first: int, last: int) -> NDArray[np.integer[Any]]:
@@ -153,7 +153,7 @@ class SourceSubset(Source):
         self, indices: Iterator[NDArray[np.int64]], steps: Iterator[NDArray[np.int64]], own: slice
     ) -> Iterator[NDArray[np.int64]]:
         """Let the underlying source prefetch; see `Source.follow`."""
-        return self.whole.follow(indices, map(self._in_whole, steps), own)
+        return self.whole.follow(indices, map(self._to_base_indices, steps), own)
 
     @property
     def sentence(self) -> str:
@@ -229,7 +229,7 @@ class TokenSource(Source):
         self.seq_len, self.vocab_size, self.tokenizer = seq_len, info.vocab_size, info.tokenizer
         self.shards, self._padding, self._dtype = list(shards), info.end_id, shards[0].dtype
         self.is_here = not any(shard.is_elsewhere for shard in shards)
-        self._may_be_beyond = info.vocab_size <= np.iinfo(self._dtype).max
+        self._can_hold_unknown_ids = info.vocab_size <= np.iinfo(self._dtype).max
         self._shard_starts: list[int] = np.cumsum([0, *(shard.info.num_tokens for shard in shards)]).tolist()
         self.num_targets = self._count_targets()
         num_bytes = sum(shard.info.num_bytes for shard in shards)
@@ -318,15 +318,15 @@ class TokenSource(Source):
                 self._read(row, start)
             except ShardError as error:
                 raise ShardError(f"sample {index} cannot be read: {error}") from error
-        if self._is_beyond(rows):
+        if self._has_unknown_ids(rows):
             number = int(np.argmax((rows >= self.vocab_size).any(axis=1)))
-            raise ShardError(self._beyond(rows[number], indices[number], starts[number]))
+            raise ShardError(self._out_of_vocabulary_message(rows[number], indices[number], starts[number]))
         return rows
 
-    def _is_beyond(self, found: NDArray[np.unsignedinteger[Any]]) -> bool:
-        return self._may_be_beyond and bool(found.max(initial=0) >= self.vocab_size)
+    def _has_unknown_ids(self, found: NDArray[np.unsignedinteger[Any]]) -> bool:
+        return self._can_hold_unknown_ids and bool(found.max(initial=0) >= self.vocab_size)
 
-    def _beyond(self, found: NDArray[np.unsignedinteger[Any]], index: int, start: int) -> str:
+    def _out_of_vocabulary_message(self, found: NDArray[np.unsignedinteger[Any]], index: int, start: int) -> str:
         """Return the message about the first id beyond the vocabulary."""
         position = int(np.argmax(found >= self.vocab_size))
         number, first = self._locate(start + position)

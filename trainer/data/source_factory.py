@@ -22,7 +22,7 @@ from trainer.data.paths import (
     named_files,
     needs_tokenizing,
     open_path,
-    unusable,
+    unusable_shards_error,
 )
 from trainer.data.shards import ShardError
 from trainer.data.source import Source, SyntheticSource
@@ -54,14 +54,14 @@ def open_source(data: DataSection, vocab_size: int | None, split: Split) -> Sour
     """
     parse_limit(data.bad, "data.bad")
     if isinstance(data.path, Mapping):
-        return _open_several(data, data.path, vocab_size, split)
+        return _open_mixture(data, data.path, vocab_size, split)
     if data.source == "chat":
         if data.bad != "error":
             rule = "only applies to text; correct an unreadable chat, or remove it from the file"
             raise setting_error("data.bad", data.bad, rule, "error")
         from trainer.data.chat.source import open_chats  # imports jinja2, so only when needed
 
-        _check_chats_apart(data)
+        _check_chats_disjoint(data)
         return open_chats(data, vocab_size, split)
     if data.source == "synthetic":
         return SyntheticSource(data.seq_len, vocab_size or 256, data.seed, split)
@@ -73,7 +73,7 @@ def open_source(data: DataSection, vocab_size: int | None, split: Split) -> Sour
     path, held_out = data.path or "", data.eval_path
     assert not isinstance(held_out, Mapping), "several sources must be opened one by one"
     if held_out is not None:
-        _check_apart(path, held_out, data)
+        _check_disjoint(path, held_out, data)
     if split == "eval" and held_out is not None:
         return open_path(held_out, data, vocab_size, split, "data.eval_path")
     return open_path(path, data, vocab_size, split)
@@ -86,30 +86,30 @@ def is_untokenized(data: DataSection) -> bool:
     """
     if data.source != "tokens":
         return False
-    settings = [*_each("data.path", data.path), *_each("data.eval_path", data.eval_path)]
+    settings = [*_paths_in("data.path", data.path), *_paths_in("data.eval_path", data.eval_path)]
     needed = [needs_tokenizing(setting, data, key) for key, setting in settings]  # checks that all of them exist
     return any(needed)
 
 
-def _each(key: str, setting: str | Mapping[str, str] | None) -> list[tuple[str, str]]:
+def _paths_in(key: str, setting: str | Mapping[str, str] | None) -> list[tuple[str, str]]:
     """Return the paths in a setting, each as (key of the setting, path)."""
     paths = setting.values() if isinstance(setting, Mapping) else [setting]
     return [(key, path) for path in paths if path]
 
 
-def _open_several(
+def _open_mixture(
     data: DataSection, paths: Mapping[str, str], vocab_size: int | None, split: Split
 ) -> MixedSource | None:
     """Return the mixture of the sources in data.path; for `eval`, only those with held-out data, or None."""
     held_out = data.eval_path if isinstance(data.eval_path, Mapping) else {}
     if split == "train":
-        _check_sources_apart(data, paths, held_out)
+        _check_sources_disjoint(data, paths, held_out)
     found: dict[str, Source] = {}
     for name, path in paths.items():
         if split == "eval" and held_out and name not in held_out:
             continue
         alone = dataclasses.replace(data, path=path, eval_path=held_out.get(name), weights=None, phases=())
-        with _naming(name):
+        with _prefix_errors(name):
             source = open_source(alone, vocab_size, split)
         if source is not None:
             found[name] = source
@@ -125,7 +125,7 @@ def _open_several(
 
 
 @contextmanager
-def _naming(source: str) -> Iterator[None]:
+def _prefix_errors(source: str) -> Iterator[None]:
     """Prefix the messages of UserErrors with the name of the source."""
     try:
         yield
@@ -133,17 +133,17 @@ def _naming(source: str) -> Iterator[None]:
         raise UserError(f"source {source}: {error}") from error
 
 
-def _check_sources_apart(data: DataSection, paths: Mapping[str, str], held_out: Mapping[str, str]) -> None:
+def _check_sources_disjoint(data: DataSection, paths: Mapping[str, str], held_out: Mapping[str, str]) -> None:
     """Raise UserError if one source trains on a file that another source holds out."""
     holders: dict[str, set[str]] = {}
     for name, path in held_out.items():
-        with _naming(name):
+        with _prefix_errors(name):
             for file in _files_of(data, path, "data.eval_path"):
                 holders.setdefault(file, set()).add(name)
     stated = [data.weights, *(phase.get("weights") for phase in data.phases)]
     for name, path in paths.items() if holders else ():
         is_used = any(weights is None or weights.get(name) for weights in stated)
-        with _naming(name):
+        with _prefix_errors(name):
             for file in _files_of(data, path, "data.path") if is_used else ():
                 if others := sorted(holders.get(file, set()) - {name}):
                     rule = f"takes in {file}, which data.eval_path holds out for source {others[0]}"
@@ -158,33 +158,33 @@ def _files_of(data: DataSection, path: str, key: str) -> list[str]:
     return [os.path.realpath(file) for file in find_files(key, path)]
 
 
-def _check_apart(path: str, held_out_path: str, data: DataSection) -> None:
+def _check_disjoint(path: str, held_out_path: str, data: DataSection) -> None:
     """Raise UserError if data.eval_path shares files with data.path or was made by a different tokenizer."""
     train, held_out = find_shards(path, data, "data.path"), find_shards(held_out_path, data, "data.eval_path")
-    _check_files_apart(path, held_out_path, train.files, held_out.files)
+    _check_files_disjoint(path, held_out_path, train.files, held_out.files)
     try:
         check_same_tokenizer([*held_out.train, *train.train[:1]])
     except ShardError as error:
-        raise unusable("data.eval_path", held_out_path, error) from error
+        raise unusable_shards_error("data.eval_path", held_out_path, error) from error
 
 
-def _check_chats_apart(data: DataSection) -> None:
+def _check_chats_disjoint(data: DataSection) -> None:
     """Raise UserError if data.eval_path names a chat file that is also trained on."""
     if isinstance(data.path, str) and isinstance(data.eval_path, str):
         sides = ("data.path", data.path), ("data.eval_path", data.eval_path)
-        _check_files_apart(data.path, data.eval_path, *(_files_of(data, path, key) for key, path in sides))
+        _check_files_disjoint(data.path, data.eval_path, *(_files_of(data, path, key) for key, path in sides))
 
 
-def _check_files_apart(path: str, held_out_path: str, train: Sequence[str], held_out: Sequence[str]) -> None:
+def _check_files_disjoint(path: str, held_out_path: str, train: Sequence[str], held_out: Sequence[str]) -> None:
     """Raise UserError if a file is both trained on and held out, even under different path names."""
-    shared = sorted({*map(_real, train)} & {*map(_real, held_out)})
+    shared = sorted({*map(_canonical, train)} & {*map(_canonical, held_out)})
     if shared and path != held_out_path:  # an identical setting is intended; a glob that matches too much is not
-        rest = [file for file in train if _real(file) not in shared]
+        rest = [file for file in train if _canonical(file) not in shared]
         legal = re.sub(r"\d{5}\.bin$", "?????.bin", str(rest[0])) if rest else None
         raise setting_error("data.path", path, f"takes in {shared[0]}, which data.eval_path holds out", legal)
 
 
-def _real(file: str) -> str:
+def _canonical(file: str) -> str:
     """Return the canonical path of a file; a URL is returned unchanged."""
     return file if "://" in file else os.path.realpath(file)
 

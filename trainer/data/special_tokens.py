@@ -50,17 +50,17 @@ def configured_eos(path: Path, ids: Mapping[str, int], key: str) -> int | None:
 
     Raises UserError if a file cannot be read, or names a token that is not in the vocabulary.
     """
-    return _configured(_EOS_KEYS, path, ids, key)
+    return _configured_id(_EOS_KEYS, path, ids, key)
 
 
 def configured_bos(path: Path, ids: Mapping[str, int], key: str) -> int | None:
     """Return the id of the BOS token; see `configured_eos`."""
-    return _configured(_BOS_KEYS, path, ids, key)
+    return _configured_id(_BOS_KEYS, path, ids, key)
 
 
-def _configured(files: Sequence[tuple[str, str]], path: Path, ids: Mapping[str, int], key: str) -> int | None:
+def _configured_id(files: Sequence[tuple[str, str]], path: Path, ids: Mapping[str, int], key: str) -> int | None:
     for name, field in files if path.name == "tokenizer.json" else ():
-        value = _first(_read(path, name, key).get(field))
+        value = _unwrap_token(_read(path, name, key).get(field))
         if value is None:
             continue
         end = ids.get(value) if isinstance(value, str) else value
@@ -72,7 +72,7 @@ def _configured(files: Sequence[tuple[str, str]], path: Path, ids: Mapping[str, 
     return None
 
 
-def _first(value: Any) -> Any:
+def _unwrap_token(value: Any) -> Any:
     """Return a token's text or id, unwrapped from a list (its first item) or from an added-token object."""
     if isinstance(value, list):
         value = value[0] if value else None

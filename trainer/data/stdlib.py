@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Split: TypeAlias = Literal["train", "eval"]
 
 
-_LEFT_OUT = frozenset(
+_EXCLUDED_FOLDERS = frozenset(
     ["test", "tests", "idle_test", "encodings", "pydoc_data", "site-packages", "dist-packages", "__pycache__"]
 )
 
@@ -51,7 +51,7 @@ def _walk(folder: str, prefix: str) -> Iterator[SourceFile]:
         entries = list(os.scandir(folder))
     for entry in entries:
         if entry.is_dir():
-            if entry.name not in _LEFT_OUT and not entry.is_symlink():
+            if entry.name not in _EXCLUDED_FOLDERS and not entry.is_symlink():
                 yield from _walk(entry.path, f"{prefix}{entry.name}/")
         elif entry.name.endswith(".py"):
             stat = entry.stat()
@@ -87,7 +87,9 @@ class StdlibCorpus:
             _write_shard(folder / "text.bin", tokenizer, self.documents(split))
 
         name = f"stdlib-{self._fingerprint(tokenizer)}-{split}"
-        return get_or_build(cache_dir, name, "tokenized text", build, lambda folder: _verified(folder / "text.bin"))
+        return get_or_build(
+            cache_dir, name, "tokenized text", build, lambda folder: _load_verified(folder / "text.bin")
+        )
 
     def _find_names(self, split: Split) -> list[str]:
         return [file.name for file in self._files if _is_held_out(file.name) == (split == "eval")]
@@ -98,7 +100,7 @@ class StdlibCorpus:
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
-def _verified(path: Path) -> Shard:
+def _load_verified(path: Path) -> Shard:
     shard = Shard(path)
     shard.verify()
     return shard

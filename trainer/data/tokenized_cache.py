@@ -37,7 +37,7 @@ TokenizedShards: TypeAlias = "tuple[list[Shard], str, list[Shard], str]"
 
 def is_cached(inputs: Sequence[Input], data: DataSection, holdout: float, key: str) -> bool:
     """Return whether the shards of these files are in the cache.  Raises UserError if the settings are invalid."""
-    name = _name(_job_of(inputs, data, holdout, key))
+    name = _folder_name(_make_job(inputs, data, holdout, key))
     return any((base / name / MANIFEST).exists() for base in find_cache_folders(data.cache_dir))
 
 
@@ -52,11 +52,11 @@ def make_shards(
 
     Raises UserError.
     """
-    job = _job_of(inputs, data, holdout, key)
+    job = _make_job(inputs, data, holdout, key)
     failures: list[UserError] = []
     for base in find_cache_folders(data.cache_dir):
         try:
-            return _get_or_build(job, base / _name(job), fetch)
+            return _get_or_build(job, base / _folder_name(job), fetch)
         except OSError as error:
             size = sum(each.size for each in job.inputs)
             failures.append(storage_error(data.cache_dir, "tokenized text", base, error, size))
@@ -69,7 +69,7 @@ def make_shards(
     )
 
 
-def _job_of(inputs: Sequence[Input], data: DataSection, holdout: float, key: str) -> Job:
+def _make_job(inputs: Sequence[Input], data: DataSection, holdout: float, key: str) -> Job:
     keys = Keys(inputs=key)
     parse_limit(data.bad, keys.bad)
     tokenizer = tokenizer_of(data)
@@ -86,16 +86,16 @@ def _get_or_build(job: Job, path: Path, fetch: Callable[[], None]) -> TokenizedS
     manifest = _manifest_of(job, path, fetch)
     check_limit(Tally.of(manifest), job.bad, job.keys)
     try:
-        shards = _verified(path)
+        shards = _load_verified(path)
     except ShardError:
         with BuildFolder(path) as folder:
-            folder.discard(lambda: _damage_of(path))
+            folder.discard(lambda: _find_damage(path))
         manifest = _manifest_of(job, path, fetch)
-        shards = _verified(path)
+        shards = _load_verified(path)
     return shards[0], manifest.train_content, shards[1], manifest.held_out_content
 
 
-def _verified(path: Path) -> tuple[list[Shard], list[Shard]]:
+def _load_verified(path: Path) -> tuple[list[Shard], list[Shard]]:
     """Return the training shards and the held-out shards, verified.  Raises ShardError."""
     manifest = Manifest.read(path / MANIFEST)
     train, held_out = manifest.shards(path), manifest.shards(path, held_out=True)
@@ -105,9 +105,9 @@ def _verified(path: Path) -> tuple[list[Shard], list[Shard]]:
     return train, held_out
 
 
-def _damage_of(path: Path) -> ShardError | None:
+def _find_damage(path: Path) -> ShardError | None:
     try:
-        _verified(path)
+        _load_verified(path)
     except ShardError as error:
         return error
     return None
@@ -119,7 +119,7 @@ def _manifest_of(job: Job, path: Path, fetch: Callable[[], None]) -> Manifest:
     return build(job, path, usual_procs())
 
 
-def _name(job: Job) -> str:
+def _folder_name(job: Job) -> str:
     """Return the name of a job's folder: a hash of everything that its shards depend on, without reading the text."""
     files = [(os.path.realpath(each.path), each.kind, each.packing, each.size, each.changed) for each in job.inputs]
     content = json.dumps([_LAYOUT_VERSION, job.tokenizer.name, job.text_key, job.holdout, files])

@@ -118,7 +118,7 @@ class FileTokenizer:
         self._tokenizer.no_padding()
         ids: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(ids.values()) + 1  # not len(ids): there may be gaps
-        self.start_ids, behind = added_ids(self._tokenizer)
+        self.start_ids, added_after = added_ids(self._tokenizer)
         if bos is not None:
             begin = self._find_begin(Path(path).expanduser(), ids, key)
             others = tuple(number for number in self.start_ids if number != begin)
@@ -126,8 +126,8 @@ class FileTokenizer:
                 named = ", ".join(_BEGIN_OF_DOCUMENT)
                 raise missing_bos_error(path, f"tokenizer_config.json does not name one, and it has none of {named}")
             self.start_ids = (begin, *others) if bos and begin is not None else others
-        self.end_id = self._find_end(Path(path).expanduser(), ids, behind, key)
-        self.end_ids = behind if self.end_id in behind else (*behind, self.end_id)
+        self.end_id = self._find_end(Path(path).expanduser(), ids, added_after, key)
+        self.end_ids = added_after if self.end_id in added_after else (*added_after, self.end_id)
         made = repr((_RULES_VERSION, self.start_ids, self.end_ids, self.end_id)).encode()
         self.name = f"{Path(path).stem}:{hashlib.sha256(content + made).hexdigest()[:16]}"
 
@@ -142,10 +142,10 @@ class FileTokenizer:
             begin = self.start_ids[0]
         return next((ids[name] for name in _BEGIN_OF_DOCUMENT if name in ids), None) if begin is None else begin
 
-    def _find_end(self, path: Path, ids: dict[str, int], behind: tuple[int, ...], key: str) -> int:
+    def _find_end(self, path: Path, ids: dict[str, int], added_after: tuple[int, ...], key: str) -> int:
         end = configured_eos(path, ids, key)
-        if end is None and behind:
-            end = behind[-1]
+        if end is None and added_after:
+            end = added_after[-1]
         if end is None:
             end = next((ids[name] for name in END_OF_DOCUMENT if name in ids), None)
         if end is None:

@@ -22,22 +22,22 @@ def prefetch_to_device(
     if device.type != "cuda":
         yield from ({name: tensor.to(device) for name, tensor in batch.items()} for batch in batches)
         return
-    copying = _stream(device)
-    waiting: dict[str, torch.Tensor] | None = None
+    copy_stream = _stream(device)
+    pending: dict[str, torch.Tensor] | None = None
     for batch in batches:
-        with torch.cuda.stream(copying):
+        with torch.cuda.stream(copy_stream):
             copied = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
-        if waiting is not None:
-            yield waiting
-        waiting = _handed_over(copied, copying)
-    if waiting is not None:
-        yield waiting
+        if pending is not None:
+            yield pending
+        pending = _wait_for_copy(copied, copy_stream)
+    if pending is not None:
+        yield pending
 
 
-def _handed_over(batch: dict[str, torch.Tensor], copying: torch.cuda.Stream) -> dict[str, torch.Tensor]:
+def _wait_for_copy(batch: dict[str, torch.Tensor], copy_stream: torch.cuda.Stream) -> dict[str, torch.Tensor]:
     """Make the current stream wait for the copy, and return the batch for use on that stream."""
-    current = torch.cuda.current_stream(copying.device)
-    current.wait_stream(copying)
+    current = torch.cuda.current_stream(copy_stream.device)
+    current.wait_stream(copy_stream)
     for tensor in batch.values():
         tensor.record_stream(current)  # otherwise the next copy could reuse its memory while it is still being read
     return batch
@@ -61,7 +61,7 @@ class HostScalars:
         """Seconds that `read` has waited."""
         self._found_at: float | None = None
         self._was_waited_for = False
-        self._values, self._arrival = _sent_to_host(stack_scalars(values, device))
+        self._values, self._arrival = _copy_to_host(stack_scalars(values, device))
 
     def read(self) -> list[float]:
         """Wait for the values and return them.  Host sync."""
@@ -102,13 +102,13 @@ def stack_scalars(values: Sequence[float | torch.Tensor], device: torch.device) 
     return torch.stack([on_device(value) for value in values])
 
 
-def _sent_to_host(values: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
+def _copy_to_host(values: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
     """Start a copy to pinned host memory.  Return the host tensor and the event of its arrival, None if it is there."""
     if values.device.type != "cuda":
         return values, None
-    there = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-    there.copy_(values, non_blocking=True)
+    on_host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    on_host.copy_(values, non_blocking=True)
     # A blocking event sleeps while waiting; spinning would take a core from the loader's workers.
     arrival = torch.cuda.Event(enable_timing=True, blocking=True)
     arrival.record(torch.cuda.current_stream(values.device))
-    return there, arrival
+    return on_host, arrival

@@ -31,42 +31,42 @@ class SourceUsage:
 
 def usage_by_phase(order: SampleOrder, batch: int, steps: int, seq_len: int) -> list[SourceUsage]:
     """Return the usage of each source in `steps` steps of `batch` samples, for each phase that begins in them."""
-    found, starts = [], [start for start in order.starts if start < batch * steps]
+    usages, starts = [], [start for start in order.starts if start < batch * steps]
     before = order.counts(0)
     for start, end in pairwise([*starts, batch * steps]):
         after, first, last = order.counts(end), start // batch + 1, -(-end // batch)
         for name, count in after.items():
             samples, epochs = count - before[name], count / order.sizes[name]
             tokens, share = samples * seq_len, samples / (end - start)
-            found.append(SourceUsage(first, last, name, samples, tokens, share, epochs))
+            usages.append(SourceUsage(first, last, name, samples, tokens, share, epochs))
         before = after
-    return found
+    return usages
 
 
-def check_epochs(data: DataSection, found: Sequence[SourceUsage]) -> None:
+def check_epochs(data: DataSection, usages: Sequence[SourceUsage]) -> None:
     """Raise UserError if a source would be read more than `data.max_epochs` times."""
-    most = max(found, key=lambda portion: portion.epochs, default=None)
+    most = max(usages, key=lambda usage: usage.epochs, default=None)
     if most is not None and data.max_epochs is not None and most.epochs > data.max_epochs:
         name = f"source {most.source}" if most.source else "the data"
         rule = f"{name} would be read {most.epochs:.4g} times in {most.last_step} steps"
         raise setting_error("data.max_epochs", data.max_epochs, rule, float(f"{most.epochs * 1.0005:.4g}"))
 
 
-def describe_usage(found: Sequence[SourceUsage]) -> list[str]:
+def describe_usage(usages: Sequence[SourceUsage]) -> list[str]:
     """Return the lines printed at the start of a run: one per phase, then one about repeated sources, if any."""
     lines = []
-    for first in dict.fromkeys(portion.first_step for portion in found):
-        phase = [portion for portion in found if portion.first_step == first]
+    for first in dict.fromkeys(usage.first_step for usage in usages):
+        phase = [usage for usage in usages if usage.first_step == first]
         last = phase[0].last_step
         steps = f"steps {first} to {last}" if last > first else f"step {first}"
-        lines.append(f"{steps}: {', '.join(_describe_source(portion) for portion in phase if portion.samples)}")
-    again = {portion.source: portion.epochs for portion in found if portion.epochs > 1}
+        lines.append(f"{steps}: {', '.join(_describe_source(usage) for usage in phase if usage.samples)}")
+    again = {usage.source: usage.epochs for usage in usages if usage.epochs > 1}
     if again:
         names = ", ".join(f"{name or 'all'} is read {epochs:.2f} times" for name, epochs in again.items())
         lines.append(f"repeats its data: {names}")
     return lines
 
 
-def _describe_source(portion: SourceUsage) -> str:
-    name = f"{portion.source} {100 * portion.share:.1f} %, " if portion.source else ""
-    return f"{name}{portion.samples:,} samples (to epoch {portion.epochs:.2f})"
+def _describe_source(usage: SourceUsage) -> str:
+    name = f"{usage.source} {100 * usage.share:.1f} %, " if usage.source else ""
+    return f"{name}{usage.samples:,} samples (to epoch {usage.epochs:.2f})"
