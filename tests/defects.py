@@ -449,7 +449,7 @@ DEFECTS: list[Defect] = [
         "shares-overlap",
         "data-order",
         "TrainLoader._sample_indices",
-        "own = self._dp_rank * self._share",
+        "own = self._dp_rank * self._samples_per_rank",
         "own = self._dp_rank * self._micro_batch_size",
     ),
     Defect(

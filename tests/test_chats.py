@@ -23,7 +23,7 @@ from trainer.data.chat.source import ChatSource
 from trainer.data.chat.template import find_template
 from trainer.data.chat.tokens import ChatTokenizer
 from trainer.data.packing import best_fit
-from trainer.data.source import IGNORE, Source, entries
+from trainer.data.source import IGNORE, Source, as_mapping
 from trainer.data.source_factory import open_source
 
 
@@ -314,7 +314,7 @@ def data_of(folder: Path, records: list[Any], **settings: Any) -> DataSection:
 def trained_texts(source: Source, data: DataSection) -> list[str]:
     """Return what is trained on in each sample, decoded."""
     tokenizer = ChatTokenizer(data.tokenizer)
-    targets = entries(source.batch(np.arange(len(source))))["targets"]
+    targets = as_mapping(source.batch(np.arange(len(source))))["targets"]
     return ["".join(map(tokenizer.text_of, row[row != IGNORE].tolist())) for row in targets]
 
 
@@ -360,7 +360,7 @@ def test_formats(kind: str, tmp_path: Path) -> None:
     data = data_of(tmp_path, [record])
     source = open_source(data, None, "train")
     assert trained_texts(source, data) == expected
-    first = entries(source.batch(np.arange(1)))["tokens"][0].tolist()
+    first = as_mapping(source.batch(np.arange(1)))["tokens"][0].tolist()
     said_first = "".join(map(ChatTokenizer(data.tokenizer).text_of, first)).partition("<|im_start|>assistant")[0]
     assert said_first.count("Hi") <= 1, "nothing is said twice"
     again = open_source(dataclasses.replace(data, tokenizer=data.tokenizer), None, "train")
@@ -523,7 +523,7 @@ def test_each_conversation_is_packed_once_and_held_out_by_what_it_says(tmp_path:
     data = data_of(tmp_path, records, holdout=0.2)
     train, held_out = open_source(data, None, "train"), open_source(data, None, "eval")
     assert held_out is not None
-    found_rows = entries(train.batch(np.arange(len(train))))
+    found_rows = as_mapping(train.batch(np.arange(len(train))))
     own = [
         np.sum(row == number)
         for row, targets in zip(found_rows["documents"], found_rows["targets"], strict=True)
@@ -550,7 +550,7 @@ def test_no_twin_of_what_is_held_out_is_trained_on(tmp_path: Path) -> None:
         train, held_out = open_source(data, None, "train"), open_source(data, None, "eval")
         assert held_out is not None
         assert (len(train), len(held_out)) == (28, 2)
-        rows = [entries(source.batch(np.arange(len(source))))["tokens"].tolist() for source in (train, held_out)]
+        rows = [as_mapping(source.batch(np.arange(len(source))))["tokens"].tolist() for source in (train, held_out)]
         assert not any(row in rows[0] for row in rows[1])
     (tmp_path / "alike").mkdir()
     alike = data_of(tmp_path / "alike", records[:1] * 4, holdout=0.1, pack=False)

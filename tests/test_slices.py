@@ -22,7 +22,7 @@ from tests.test_exactness import relative
 from tests.tiny import full
 from trainer import RunConfig, Trainer, UserError, load_config
 from trainer.data.loader import Batch, EvalLoader, TrainLoader
-from trainer.data.source import IGNORE, Samples, Source, SourceSubset, entries
+from trainer.data.source import IGNORE, Samples, Source, SourceSubset, as_mapping
 from trainer.data.source_factory import open_source
 
 CAMPAIGN = pytest.mark.campaign
@@ -42,7 +42,7 @@ class WithHoles(SourceSubset):
         self._holes = holes
 
     def batch(self, indices: NDArray[np.int64]) -> Samples:
-        found = entries(super().batch(indices))
+        found = as_mapping(super().batch(indices))
         found["targets"] = found["targets"].copy()
         self._holes(indices, found["targets"])
         return found

@@ -504,7 +504,7 @@ def _identity(message: Message) -> Message:
 
 
 def _ignore_signals(worker_id: int) -> None:
-    """Make a worker ignore signals that ask the whole process group to stop: its rank must still finish the step and save."""
+    """Ignore stop signals to the process group in a worker: its rank must still finish the step and save."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 

@@ -60,8 +60,8 @@ def _batches(loader: TrainLoader, slices: Slices) -> tuple[Batch, Batch]:
 
     What has no target there, as a prompt has none, gets its own token for one: any loss tells both apart.
     """
-    batch = _with_targets(loader.beginning(slices.seq_len))
-    own = _with_targets(loader.beginning(slices.seq_len, slices))
+    batch = _with_targets(loader.first_tokens(slices.seq_len))
+    own = _with_targets(loader.first_tokens(slices.seq_len, slices))
     kept = torch.full_like(batch["targets"], IGNORE)
     for start, stop in slices.pieces:
         kept[:, start:stop] = batch["targets"][:, start:stop]

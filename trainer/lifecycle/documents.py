@@ -14,7 +14,7 @@ from torch import nn
 
 from trainer.config import RunConfig
 from trainer.data.loader import TrainLoader
-from trainer.data.source import entries
+from trainer.data.source import as_mapping
 from trainer.distributed.world import World
 from trainer.errors import setting_error
 from trainer.model.gradients import evaluating
@@ -35,7 +35,7 @@ def check_documents(world: World, model: nn.Module, loader: object, config: RunC
     A document must come out the same behind one document, behind another, and alone: one forward pass of three short
     rows.  Nothing is asked where the data has none, or the loader is a user's own.  Collectives: those of that pass.
     """
-    if not isinstance(loader, TrainLoader) or "documents" not in entries(loader.source.batch(np.array([-1]))):
+    if not isinstance(loader, TrainLoader) or "documents" not in as_mapping(loader.source.batch(np.array([-1]))):
         return
     is_told = "documents" in inspect.signature(model.forward).parameters
     if not is_told or _mixes(model, loader.source.vocab_size, world.device):

@@ -26,7 +26,7 @@ from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
-from trainer.data.cache import is_at, open_lock, read_value, remove, write_value
+from trainer.data.cache import is_same_file, open_lock, read_value, remove, write_value
 from trainer.data.descriptors import SHARD_FILES, FileVersion
 from trainer.data.remote.transport import MANY, Broken, Changed, again, download
 from trainer.errors import masked, print_stderr
@@ -238,14 +238,14 @@ def _held(path: Path) -> Iterator[Path]:
             os.close(descriptor)
             rule = f"the file system of the cache {path.parent} has no locks; set data.cache_dir to a local disk"
             raise OSError(error.errno, rule) from error
-        if is_at(descriptor, path):
+        if is_same_file(descriptor, path):
             break
         os.close(descriptor)  # it was renamed, or removed, before it could be locked
     add_partial(path)
     try:
         yield path
     finally:
-        if is_at(descriptor, path):
+        if is_same_file(descriptor, path):
             path.unlink()
         drop_partial(path)
         os.close(descriptor)
@@ -259,7 +259,7 @@ def _is_left(path: Path) -> bool:
         return False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return is_at(descriptor, path)
+        return is_same_file(descriptor, path)
     except BlockingIOError:
         return False
     finally:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
-from trainer.data.cache import is_at, open_lock, read_value, write_value
+from trainer.data.cache import is_same_file, open_lock, read_value, write_value
 from trainer.data.ingest.inputs import NAMES, Input, find_inputs, kind_of
 from trainer.data.remote.cache import Item, ShardCache, sum_file
 from trainer.data.remote.listing import find_folder_of
@@ -95,7 +95,7 @@ def _shared(lock: Path) -> int:
     while True:
         descriptor = open_lock(lock)
         fcntl.flock(descriptor, fcntl.LOCK_SH)
-        if is_at(descriptor, lock):
+        if is_same_file(descriptor, lock):
             return descriptor
         os.close(descriptor)  # it was removed before it could be locked
 
