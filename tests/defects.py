@@ -927,8 +927,8 @@ DEFECTS: list[Defect] = [
         "next-document-is-a-target",
         "packing",
         "MaskedSource.batch",
-        "targets[begins[:, 1:]] = IGNORE",
-        "targets[begins[:, :-1]] = IGNORE",
+        "targets[is_start[:, 1:]] = IGNORE",
+        "targets[is_start[:, :-1]] = IGNORE",
     ),
     Defect(
         "documents-see-those-before",
