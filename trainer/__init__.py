@@ -1,6 +1,6 @@
 """meshtrainer: trains transformers with PyTorch's FSDP2 on a DeviceMesh.
 
-`__all__` lists the public names.  They are loaded on first use, so code that does not need torch does not import it.
+`__all__` lists the public names.  They are imported on first use, so code that does not need torch does not load it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.stopping import leave_on_signals
 
 if sys.argv[:1] == ["-m"] and (_found := re.search(r"\0-m\0trainer\.(\w+)", "\0".join(sys.orig_argv))):
-    # `python -m trainer.run`: a signal is answered from the first of our lines on, before the slow imports.
+    # `python -m trainer.run`: handle signals right away, before the slow imports.
     leave_on_signals(_found[1])
 
 from trainer.distributed.environment import without_collecting
@@ -57,7 +57,7 @@ __all__ = [
     "register",
 ]
 
-_HOMES = {
+_MODULES = {
     "HuggingFace": "recipe",
     "Recipe": "recipe",
     "RunConfig": "config",
@@ -76,7 +76,7 @@ _HOMES = {
 }
 
 if not (Path(__file__).parent / "recipes").exists():
-    # A bare checkout: recipes/ and conf/ stand beside this folder; an installation maps them into the package.
+    # A bare checkout: recipes/ and conf/ are next to this folder; an installation maps them into the package.
     __path__.append(str(Path(__file__).parent.parent))
 
 
@@ -90,7 +90,7 @@ def main(trainer: type[Trainer], argv: Sequence[str] | None = None) -> int:
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'trainer' has no attribute {name!r}")
     with without_collecting():
-        return getattr(importlib.import_module(f"trainer.{_HOMES[name]}"), name)
+        return getattr(importlib.import_module(f"trainer.{_MODULES[name]}"), name)

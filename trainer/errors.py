@@ -1,9 +1,9 @@
-"""User errors and their wording, how a command reports them, and what makes any text safe to show and to store.
+"""Errors and their messages, how a command reports them, and the redaction of any text that is shown or stored.
 
-Knows nothing of the rest: every other room may raise from here.  Text for a terminal, a log or a file that others read
-comes through `printable`, without credentials and terminal control sequences.  A message names the setting and its
-value, the rule that it breaks, and what a person needs to mend it: the nearest legal value where there is one, what was
-meant where the spelling says so, an example of a form, or else what to do.  A wrong suggestion is worse than none.
+Every other module may import this one.  Text for a terminal, a log or a shared file passes through `printable`, which
+removes credentials and terminal control sequences.  A message names the setting and its value, the rule that it breaks,
+and how to fix it: the nearest legal value, the value that was probably meant, an example or an instruction.  A wrong
+suggestion is worse than none.
 """
 
 from __future__ import annotations
@@ -34,41 +34,42 @@ EXIT_FINISHED = 0
 EXIT_FAILED = 1
 EXIT_USER_ERROR = 2
 EXIT_DOES_NOT_FIT = 3
-"""Of the planner: what was planned needs more memory than there is."""
+"""Only from the planner: the planned run needs more memory than is available."""
 EXIT_STOPPED = 75
-"""Stopped on request after saving: "run me again" (`EX_TEMPFAIL` of sysexits.h)."""
+"""Stopped on request after saving; run again to resume (`EX_TEMPFAIL` in sysexits.h)."""
 
 
 EXIT_INTERRUPTED = 130
-"""What a shell gives a command that Ctrl-C has ended."""
+"""The exit code that shells report for a command ended by Ctrl-C."""
 
 
 class UserError(Exception):
-    """A mistake of the user's, found before training: shown as one message, exit code 2."""
+    """A mistake in the user's input, found before training: shown as one message, exit code 2."""
 
 
 class TrainingFailed(Exception):
-    """Training cannot go on for a reason that is no bug: shown as one message, exit code 1."""
+    """Training cannot continue, for a reason that is not a bug: shown as one message, exit code 1."""
 
 
 class PeerFailed(Exception):
-    """Another rank failed first; its error is the one to show, this rank only leaves.  Exit code 1."""
+    """Another rank failed first and reports the error; this rank exits silently.  Exit code 1."""
 
 
-_LONGEST = 500
-"""Characters of a value that are shown."""
+_MAX_SHOWN_CHARS = 500
+"""Longest value that a message shows in full, in characters."""
 
 
 def print_stderr(text: str) -> None:
-    """Print on stderr, without credentials and what a terminal would obey, whatever reads it: where nothing does any
-    more, because who started this process has died, what follows must still be done.
+    """Print to stderr, without credentials and terminal control sequences.
+
+    Write errors are ignored: if the parent process has died and nothing reads stderr, the caller must still continue.
     """
     with contextlib.suppress(OSError):
         print(printable(text), file=sys.stderr, flush=True)
 
 
 def print_stdout(text: str, end: str = "\n") -> None:
-    """Print on standard output, as `say` does.  Where its reader has gone (`--help | head`), the rest is dropped."""
+    """Print to stdout, redacted as in `print_stderr`.  If its reader has exited (`--help | head`), drop the output."""
     try:
         print(printable(text), end=end, flush=True)
     except BrokenPipeError:
@@ -76,7 +77,7 @@ def print_stdout(text: str, end: str = "\n") -> None:
 
 
 def discard_stream(stream: TextIO) -> None:
-    """Let what is buffered, and all that follows, go nowhere: flushed when the process ends it would fail once more."""
+    """Redirect a stream to /dev/null, so that flushing its buffer at exit does not fail again."""
     with contextlib.suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())
@@ -84,9 +85,9 @@ def discard_stream(stream: TextIO) -> None:
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser of options that reports a mistake in one message, without the whole usage.
+    """An argument parser that reports a mistake in one message, without printing the full usage.
 
-    The description is printed as it is laid out: it holds examples.
+    The description is printed with its own line breaks, since it contains examples.
     """
 
     def __init__(self, prog: str, description: str | None) -> None:
@@ -94,25 +95,25 @@ class CommandParser(argparse.ArgumentParser):
         super().__init__(prog=prog, description=description, formatter_class=layout)
 
     def error(self, message: str) -> NoReturn:
-        """Say what is wrong and leave with the exit code of a user's mistake."""
+        """Print the message and exit with `EXIT_USER_ERROR`."""
         print_stderr(f"error: {message}\n  to fix: see {self.prog} --help")
         raise SystemExit(EXIT_USER_ERROR)
 
     def format_help(self) -> str:
-        """Return the help; on a terminal its lines fit that."""
+        """Return the help text, wrapped to the width of the terminal if stdout is one."""
         return fit_to_width(super().format_help(), shutil.get_terminal_size().columns if sys.stdout.isatty() else 0)
 
     def add_allow_import(self) -> None:
-        """Add the option that lets a checkpoint's own module be imported, which runs its code."""
+        """Add `--allow-import`, which permits importing a module that a checkpoint names, and so running its code."""
         meaning = "allow importing this module if the checkpoint names it; may be repeated"
         self.add_argument("--allow-import", metavar="MODULE", action="append", default=[], help=meaning)
 
 
 def run_command(work: Callable[[], int]) -> int:
-    """Return the exit code of what a command line asks for; what a user should know is printed without a traceback."""
+    """Run a command and return its exit code; print expected errors as one message, without a traceback."""
     redact_everything()
     try:
-        with _unwinding():
+        with _raise_on_signals():
             code = work()
         sys.stdout.flush()
         return code
@@ -132,21 +133,21 @@ def run_command(work: Callable[[], int]) -> int:
         if not is_disk_full(error):
             print_stderr(f"error: {error}")
             return EXIT_FAILED
-        discard_stream(sys.stdout)  # where that goes to the full disk, it cannot be flushed when the process ends
+        discard_stream(sys.stdout)  # if stdout goes to the full disk, flushing it at exit would fail
         where = getattr(error, "filename", None) or "standard output"
         print_stderr(f"error: {where}: cannot be written: the disk is full\n  to fix: free some space there")
         return EXIT_USER_ERROR
 
 
 TORCH_SAVE_ERRORS = ("failed writing file", "unexpected pos")
-"""What torch.save says, without a reason, when it cannot write."""
+"""Texts of the errors that torch.save raises when it cannot write; they do not state the cause."""
 
 
 def is_disk_full(error: BaseException, path: Path | None = None, num_bytes: int = 0) -> bool:
-    """Return whether an error says that a disk, or a quota, is full.  Libraries wrap that in errors of their own.
+    """Return whether an error means that a disk or quota is full, including errors in which libraries wrap it.
 
-    torch.save gives no reason when it cannot write: then the disk of `path`, where `num_bytes` were to be written, is
-    looked at.
+    torch.save does not state the cause of a failed write, so then the free space at `path` is checked, where `num_bytes`
+    were to be written.
     """
     if isinstance(error, OSError):
         return error.errno in (errno.ENOSPC, errno.EDQUOT)
@@ -155,24 +156,24 @@ def is_disk_full(error: BaseException, path: Path | None = None, num_bytes: int 
     if path is None or not any(words in str(error) for words in TORCH_SAVE_ERRORS):
         return False
     existing = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
-    return shutil.disk_usage(existing).free < max(num_bytes, _NO_ROOM)
+    return shutil.disk_usage(existing).free < max(num_bytes, _FULL_BELOW_BYTES)
 
 
-_NO_ROOM = 1 << 20
-"""A disk with fewer free bytes is full."""
+_FULL_BELOW_BYTES = 1 << 20
+"""A disk with less free space, in bytes, counts as full."""
 
 
 def code_of_signal(name: str) -> int:
-    """Return the exit code of a command that a signal has ended, as a shell has it: 143 for SIGTERM."""
+    """Return the exit code that shells report for a command ended by a signal, for example 143 for SIGTERM."""
     return 128 + signal.Signals[name]
 
 
 @contextlib.contextmanager
-def _unwinding() -> Iterator[None]:
-    """Have SIGTERM and a closed terminal end a command as Ctrl-C does: temporary files and folders are removed.
+def _raise_on_signals() -> Iterator[None]:
+    """Raise an exception on SIGTERM, SIGHUP or Ctrl-C inside the block, so that temporary files are cleaned up.
 
-    If it does not end within seconds, because it is in a long call or something has swallowed the exception, the
-    process is ended (see `trainer.stopping`).
+    If the command does not end within seconds, because it is in a long call or the exception was swallowed, the process
+    is terminated (see `trainer.stopping`).
     """
     defaults = {
         signal.SIGTERM: signal.SIG_DFL,
@@ -202,9 +203,9 @@ def _unwinding() -> Iterator[None]:
 
 
 def nearest(value: object, legal: Iterable[object], cutoff: float = 0.6) -> object | None:
-    """Return the legal value whose spelling is nearest to `value`, or None if none is near.
+    """Return the legal value whose spelling is closest to `value`, or None if none is close.
 
-    `cutoff`: what share of their letters must be the same; more where all are short and end alike.
+    cutoff: minimum similarity, as in difflib; raise it if the values are short or share an ending.
     """
     by_text = {str(candidate): candidate for candidate in legal}
     found = difflib.get_close_matches(str(value), by_text, n=1, cutoff=cutoff)
@@ -226,9 +227,11 @@ def setting_error(
 ) -> UserError:
     """Return the error for one setting.
 
-    `rule` completes the sentence "<key>=<value> ...", for example "must be at least 1".  What follows it is one of:
-    `legal`, the legal value that is nearest, of those that have an order; `meant`, a legal value that is spelled, or
-    called elsewhere, much like this one; `example`, a value that shows the form; `fix`, what to do, in words.
+    rule: completes the sentence "KEY=VALUE: ...", for example "must be at least 1".
+    legal: the nearest legal value, for values that have an order.
+    meant: the legal value that was probably meant: one spelled similarly, or known elsewhere under this name.
+    example: a value of the correct form.
+    fix: what to do, in words.
     """
     advice = [
         *([] if legal is None else [f"nearest legal value: {typed(key, legal)}"]),
@@ -240,14 +243,14 @@ def setting_error(
 
 
 def typed(key: str, value: object) -> str:
-    """Return `key=value` as it is typed in a shell: in quotes where that would read something else into the value."""
+    """Return `key=value` as it is typed in a shell, quoted if necessary."""
     shown = _shown_value(key, value)
     text = f"{key}={shown}"
     return text if shlex.quote(shown) in (shown, "''") else shlex.quote(text)
 
 
 def _shown_value(key: str, value: object) -> str:
-    """Return a setting's value as messages show it: not of a setting whose name says that it is a secret."""
+    """Return a setting's value as messages show it; masked if the name of the setting suggests a secret."""
     return MASK if _SECRET_NAME.search(key) else _show(value)
 
 
@@ -258,9 +261,9 @@ def choice_error(
     noun: str = "one of",
     aliases: Mapping[str, object] | None = None,
 ) -> UserError:
-    """Return the error for a setting whose value is none of the `legal` ones.
+    """Return the error for a setting whose value is not one of the `legal` ones.
 
-    `aliases` are names that these go by elsewhere: {"gpu": "cuda"}.
+    aliases: other names of legal values, which are suggested instead: {"gpu": "cuda"}.
     """
     choices = list(legal)
     meant = (aliases or {}).get(_show(value).lower())
@@ -278,54 +281,54 @@ def _show(value: object) -> str:
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{_show(key)}: {_show(item)}" for key, item in value.items()) + "}"
     text = str(masked(str(value)))
-    return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]}..."
+    return text if len(text) <= _MAX_SHOWN_CHARS else f"{text[: _MAX_SHOWN_CHARS // 2]}..."
 
 
 # ---------------------------------------------------------------------------------------------------------------
 # Text that is safe to show
 
 MASK = "***"
-"""What stands where credentials were."""
+"""Replaces credentials."""
 
 
 def printable(text: str) -> str:
-    """Return the text as it may reach a terminal or a log: without control sequences and without secrets."""
-    return redact(_CONTROL.sub("", _LONE.sub("\ufffd", _SEQUENCE.sub("", text))))
+    """Return the text without control sequences and secrets, safe for a terminal or a log."""
+    return redact(_CONTROL.sub("", _SURROGATES.sub("\ufffd", _SEQUENCE.sub("", text))))
 
 
 _STRING = r"(?:\x1b[\]PX^_]|[\x90\x98\x9d-\x9f])[^\x07\x1b\x80-\x9f\n]*(?:\x07|\x1b\\|\x9c)"
 _SEQUENCE = re.compile(rf"{_STRING}|(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]|\x1b(?:[!-/][0-~]|[0-OQ-WYZ\\`-~])")
-"""Control sequences of ECMA-48, 7-bit and 8-bit (C1): commands with a text (a title, say), CSI, and short ones."""
+"""Control sequences of ECMA-48, 7-bit and 8-bit (C1): commands with a text (such as a title), CSI, and short ones."""
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-"""What is left of them, and of everything else that moves the cursor; lines and tabs stay."""
-_LONE = re.compile("[\ud800-\udfff]")
-"""Bytes that were no character; printed they would be bytes again."""
+"""All other control characters, some of which move the cursor, except newlines and tabs."""
+_SURROGATES = re.compile("[\ud800-\udfff]")
+"""Lone surrogates: undecodable bytes, which printing would turn back into raw bytes."""
 
 
 # ---------------------------------------------------------------------------------------------------------------
 # Secrets
 
-_known: set[str] = set()
-"""Secrets that this process was given.  See `remember_secrets`."""
+_known_secrets: set[str] = set()
+"""Secrets in this process's settings and environment.  See `remember_secrets`."""
 
-_SHORTEST = 6
-"""A shorter secret is not looked for by itself: it would be found inside of ordinary words."""
+_MIN_SECRET_CHARS = 6
+"""Shorter secrets are not searched for on their own: they would match inside ordinary words."""
 
 
 def redact(text: str) -> str:
     """Return a text that is about to be printed or stored, with every secret in it masked.
 
-    Beside what looks like a secret this finds those that the process was given, wherever a library quotes them.
+    This includes all known secrets (see `remember_secrets`), wherever a library quotes them.
     """
     text = mask_credentials(text)
-    for secret in sorted(_known, key=len, reverse=True):
+    for secret in sorted(_known_secrets, key=len, reverse=True):
         if secret in text:
             text = text.replace(secret, MASK)
     return text
 
 
 def remember_secrets(tree: Any) -> None:
-    """Have `redact` mask the secrets in a configuration's values (or in one text) wherever they occur by themselves."""
+    """Register the secrets in a configuration's values, or in one text, so that `redact` masks them everywhere."""
     if isinstance(tree, dict):
         for value in tree.values():
             remember_secrets(value)
@@ -337,32 +340,32 @@ def remember_secrets(tree: Any) -> None:
         _masked_text(tree, found)
         for secret in found:
             for spelled in (secret, urllib.parse.unquote(secret), urllib.parse.quote(secret, safe="")):
-                if len(spelled) >= _SHORTEST:
-                    _known.add(spelled)
+                if len(spelled) >= _MIN_SECRET_CHARS:
+                    _known_secrets.add(spelled)
 
 
 def redact_everything() -> None:
-    """Redact what this process prints without `say` and `tell`: uncaught exceptions, warnings, log records.
+    """Redact what this process prints by other means: uncaught exceptions, warnings and log records.
 
-    Secrets in environment variables, such as WANDB_API_KEY or the password of a proxy, are masked from here on, too.
+    From now on, secrets in environment variables, such as WANDB_API_KEY or a proxy's password, are masked too.
     """
     for name, value in os.environ.items():
         if _SECRET_NAME.search(name) and len(value) >= 8 and not os.path.exists(value):
-            _known.add(value)
+            _known_secrets.add(value)
         elif "://" in value:
             remember_secrets(value)
-    if sys.excepthook is not _say_exception:
-        sys.excepthook = _say_exception
-        threading.excepthook = _say_exception_of_thread
+    if sys.excepthook is not _print_exception:
+        sys.excepthook = _print_exception
+        threading.excepthook = _print_thread_exception
         warnings.formatwarning = _redacted(warnings.formatwarning)
         logging.setLogRecordFactory(_RedactedRecord)
 
 
-def _say_exception(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+def _print_exception(kind: type[BaseException], error: BaseException, trace: Any) -> None:
     print_stderr("".join(traceback.format_exception(kind, error, trace)).rstrip())
 
 
-def _say_exception_of_thread(failed: threading.ExceptHookArgs) -> None:
+def _print_thread_exception(failed: threading.ExceptHookArgs) -> None:
     if failed.exc_type is not SystemExit:
         text = "".join(traceback.format_exception(failed.exc_type, failed.exc_value, failed.exc_traceback))
         print_stderr(f"Exception in thread {failed.thread.name if failed.thread else '?'}:\n{text.rstrip()}")
@@ -373,52 +376,53 @@ def _redacted(function: Callable[..., str]) -> Callable[..., str]:
 
 
 class _RedactedRecord(logging.LogRecord):
-    """A log record whose message and traceback are redacted, whichever handler formats it."""
+    """A log record whose message and traceback are redacted for every handler."""
 
     def getMessage(self) -> str:  # noqa: N802 - the library's name
         return redact(super().getMessage())
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if self.exc_info and self.exc_info[0] is not None:  # a formatter uses the text that it finds here
+        if self.exc_info and self.exc_info[0] is not None:  # formatters reuse this cached text
             self.exc_text = redact("".join(traceback.format_exception(*self.exc_info)).rstrip())
 
 
 def mask_credentials(text: str) -> str:
-    """Return the text with what looks like a secret masked: passwords and keys in URLs
-    (scheme://user:***@host/path?token=***), headers (`Authorization: Bearer ***`), command options (--password ***),
-    and tokens that common services issue (hf_...).
+    """Mask everything in the text that looks like a secret.
+
+    These are passwords and keys in URLs (scheme://user:***@host/path?token=***), headers (`Authorization: Bearer ***`),
+    command options (--password ***), and tokens in the formats of common services (hf_...).
     """
     return _masked_text(text, [])
 
 
 def masked(tree: Any) -> Any:
-    """Return a configuration's tree with the credentials in it masked."""
+    """Return a configuration tree with its credentials masked."""
     if isinstance(tree, dict):
         return {key: masked(value) for key, value in tree.items()}
     if isinstance(tree, (list, tuple)):
         return type(tree)(masked(item) for item in tree)
     if not isinstance(tree, str):
         return tree
-    # A value is one URL up to its end, whatever the password has in it.
-    return _WHOLE.sub(lambda found: _mask_url(found[0], []), mask_credentials(tree))
+    # A value is a single URL to its end, whatever characters the password contains.
+    return _WHOLE_URL.sub(lambda found: _mask_url(found[0], []), mask_credentials(tree))
 
 
 def is_masked(value: object) -> bool:
-    """Return whether a value lacks secrets that were masked when it was stored: it cannot be used."""
+    """Return whether a stored value has masked secrets, so that it cannot be used."""
     return isinstance(value, str) and (value == MASK or _MASKED.search(value) is not None)
 
 
 def is_masked_query(part: str) -> bool:
-    """Return whether a part of a query, `name=value`, is one that is masked, or would be."""
+    """Return whether a query parameter `name=value` of a URL is one whose value is masked."""
     return _NAMED.match(f"?{part}") is not None
 
 
 def masked_command(command: str) -> str:
-    """Return a shell command as it may be stored: whole, or `***` if it may hold a secret.
+    """Return a shell command if it is safe to store, or `***` if it may contain a secret.
 
-    In a command a secret can be anywhere, so not a part is masked but all of it.  Harmless are commands without
-    anything that looks like one: credentials, a URL with a path (a webhook's path is its secret), a long random word.
+    A secret can be anywhere in a command, so the command is masked as a unit.  It counts as safe if it contains no
+    credentials, no URL with a path (the path of a webhook is its secret), and no long random word.
     """
     words = re.split(r"[\s'\"=:/,;|&<>()]+", command)
     is_suspicious = mask_credentials(command) != command or _SUSPICIOUS.search(command) is not None
@@ -426,28 +430,28 @@ def masked_command(command: str) -> str:
 
 
 def masked_argument(word: str) -> str:
-    """Return one word of a command line of ours as it may be stored."""
+    """Return one argument of the trainer's command line with its secrets masked, for storing."""
     key, _, value = word.partition("=")
     return f"{key}={masked_command(value)}" if key == "run.on_end" else redact(str(masked(word)))
 
 
 def _looks_random(word: str) -> bool:
-    """Return whether a word may be a key: long, with letters and digits mixed.
+    """Return whether a word may be a key: it is long and mixes letters and digits.
 
-    Names made of short parts, such as llama3b-8k-v2-chat or exp2b_lr3e4_bs64k, are not.
+    Names made of short parts, such as llama3b-8k-v2-chat or exp2b_lr3e4_bs64k, do not count.
     """
     longest = max(map(len, re.split(r"[-_.]", word)))
     return len(word) >= 16 and longest >= 12 and word[0] != "$" and len(_LETTER_BY_DIGIT.findall(word)) >= 3
 
 
-# The name of a scheme is short: a long word is not looked through again from each of its letters.
+# The length limit of the scheme avoids quadratic matching time on long words.
 _URL = re.compile(r"[A-Za-z][\w+.-]{0,30}://(?:[^\s/?#<>]*@)?[^\s'\"<>]*")
-_WHOLE = re.compile(r"[A-Za-z][\w+.-]{0,30}://.*", re.DOTALL)
+_WHOLE_URL = re.compile(r"[A-Za-z][\w+.-]{0,30}://.*", re.DOTALL)
 
 PASSWORD_IN_URL = re.compile(r"(://[^\s/:@?#\[]*:)(?!\d*(?:[/?#]|$))((?:[^/?#]*(?=@)|[^@]*(?=@)))@")
-"""In scheme://user:password@host; what is a port has digits alone.  A password may hold a slash that is not encoded."""
+"""Matches scheme://user:password@host.  Only digits are a port; a password may contain an unencoded slash."""
 _USER = re.compile(r"(https?://)([^\s/:@?#]+)@", re.IGNORECASE)
-"""Of the web, a user without a password is a token."""
+"""In an HTTP URL, a user name without a password is a token."""
 _SECRET_WORD = r"token|secret|signature|passw(?:or)?d|passphrase|credential|api[-_]?key|access[-_]?key(?:[-_]?id)?"
 _NAMED = re.compile(
     rf"([?&;#](?:[\w.-]*(?:{_SECRET_WORD})"
@@ -463,9 +467,9 @@ _IN_TEXT = tuple(
         r"['\"]?(?:(?:bearer|basic|token|digest|apikey)[ \t]+)?)(?!(?:bearer|basic|token|digest|apikey)[ \t])"
         r"([^\s'\",}*$][^\s'\",}*]{3,})",
         r"(?i)(\bbearer[ \t]+)([\w.~+/=-]{8,})",
-        # an entry of JSON, or of a mapping that a message quotes
+        # an entry of JSON, or of a mapping quoted in a message
         r"(?i)(['\"][\w-]{0,40}(?:password|passwd|secret|api_?key|access_?key|access_token)['\"]: ?['\"])([^'\"*]{4,})",
-        # an option of a command, or a variable that is set for it
+        # a command option, or a variable set for a command
         rf"(?i)((?:^|[\s'\"])--?[\w-]{{0,40}}(?:{_SECRET_WORD})(?:=|[ \t]+))([^\s'\"$*]+)",
         r"(\b\w{0,40}(?:TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_KEY)=)([^\s'\"$*&;]{4,})",
         r"((?:^|[\s'\"])(?:-u|--user|--proxy-user)[ \t]*['\"]?[^\s:'\"]+:)([^\s'\"$*]+)",
@@ -485,7 +489,7 @@ _LETTER_BY_DIGIT = re.compile(r"(?<=[A-Za-z])(?=\d)|(?<=\d)(?=[A-Za-z])")
 
 
 def _masked_text(text: str, found: list[str]) -> str:
-    """Return the text with what looks like a secret masked; the secrets are appended to `found`."""
+    """Mask everything that looks like a secret, and append the secrets to `found`."""
 
     def mask(match: re.Match[str]) -> str:
         found.append(match[2])

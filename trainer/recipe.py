@@ -1,7 +1,7 @@
 """Recipes describe models to the trainer; this module also holds the registry of all recipes.
 
-A recipe is data.  It knows no mesh and no rank, and importing one imports no torch: the module with the network is
-named, and loaded when it is built.
+A recipe is plain data, independent of mesh and ranks.  Importing a recipe does not import torch: it names the module
+with the network, which is imported when the model is built.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from torch import nn
 
 ENTRY_POINTS = "meshtrainer.recipes"
-"""Entry-point group in which other distributions name the modules that register their recipes."""
+"""Entry-point group in which other distributions list the modules that register their recipes."""
 
 Unit: TypeAlias = "str | nn.Module | tuple[str | nn.Module, ...] | list[str | nn.Module]"
-"""One FSDP unit: a module, a module's dotted name (`*` stands for one part), or several to be gathered together."""
+"""One FSDP unit: a module, a module's dotted name (`*` matches one part), or several that are gathered together."""
 
 
 class SupportsFit(Protocol):
-    """A Trainer, as far as a recipe needs to know it."""
+    """The part of the Trainer interface that recipes depend on."""
 
     def fit(self) -> int: ...
     def close(self) -> None: ...
@@ -43,10 +43,10 @@ TrainerType = TypeVar("TrainerType", bound=SupportsFit)
 
 
 class WeightSource(Protocol):
-    """A source of weights, under the names that our model has for them; needs no process group.
+    """A source of weights under the model's own parameter names; needs no process group.
 
-    description: where it is, for messages.
-    shapes, dtypes: of every tensor that it has, by name.  Of names that are tied it may have one or all.
+    description: where the weights are, for messages.
+    shapes, dtypes: the shape and dtype of every tensor, by name.  Tied weights may appear under one or all names.
     """
 
     @property
@@ -57,45 +57,45 @@ class WeightSource(Protocol):
     def dtypes(self) -> Mapping[str, torch.dtype]: ...
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """Return rows [start, stop) along dimension 0, on the CPU; of a tensor without dimensions, all of it.
+        """Return rows [start, stop) along dimension 0, on the CPU; a scalar is returned as it is.
 
-        The tensor may be a view of the source's own memory: it is for reading.
+        The tensor may be a view of the source's memory and must not be modified.
         """
         ...
 
 
 class Transposed(str):
-    """Hugging Face's name of a matrix that is stored (in, out) there, as GPT-2's are, and is (out, in) here."""
+    """Hugging Face name of a matrix that is stored as (in, out) there, as in GPT-2, and as (out, in) here."""
 
     __slots__ = ()
 
 
 class Stacked(str):
-    """Hugging Face's name of the rows of a tensor of ours, each a tensor of its own there: the last `*` is the row."""
+    """Hugging Face name of tensors that are stored separately there and are rows of one tensor here; the last `*` is the row."""
 
     __slots__ = ()
 
 
 @dataclass(frozen=True)
 class HuggingFace:
-    """The Hugging Face counterpart of a recipe's model: which of their models it is, and the names of its parts there.
+    """The mapping between a recipe's model and its Hugging Face counterpart.
 
-    model_type, architecture: of their model, for example "llama" and "LlamaForCausalLM"; or, for a recipe that builds
-        models of several types, functions of the model's configuration.
-    names: our name of each parameter (and persistent buffer) and theirs: {"layers.*.wq.weight":
-        "model.layers.*.self_attn.q_proj.weight"}, where `*` stands for one part, the same on both sides.  A name
-        wrapped in `Transposed` is of a matrix stored the other way round; one in `Stacked` is of the rows of a tensor,
-        such as experts, and has one `*` more.  Or a function of the model's configuration that returns those.  Tied
-        parameters are listed under all their names.
-    stored: `stored(model_config, source) -> WeightSource`, or "package.module:function", where names do not say it all:
-        the tensors of their files under their names, made of those of `source`, which has ours.
-    config: `config(model_config) -> dict`, what config.json says of the shape.
+    model_type, architecture: of the Hugging Face model, for example "llama" and "LlamaForCausalLM"; or, for a recipe
+        that builds models of several types, functions of the model's configuration.
+    names: maps our name of each parameter (and persistent buffer) to the Hugging Face name: {"layers.*.wq.weight":
+        "model.layers.*.self_attn.q_proj.weight"}, where `*` matches one part, the same on both sides.  Wrap the name of
+        a matrix that is stored transposed in `Transposed`, and that of tensors which are the rows of one tensor here,
+        such as experts, in `Stacked`, with one more `*`.  Or a function of the model's configuration that returns the
+        mapping.  Tied parameters are listed under all their names.
+    stored: `stored(model_config, source) -> WeightSource`, or "package.module:function", if a mapping of names is not
+        enough: returns the tensors of Hugging Face's files, computed from those of `source`, which has our names.
+    config: `config(model_config) -> dict`, the entries of config.json.
     model_fields: `model_fields(config_json) -> dict`, the inverse: the fields of our configuration.  Raises UserError
-        for a shape that the recipe cannot build.
-    fixed: entries of config.json that the network has no choice about, for example {"hidden_act": "silu"}: written on
-        export; a folder that says otherwise is refused.
-    prefix: what their names begin with in some files and not in others, for example "transformer.".
-    ignored: names (theirs) of what old files hold and no model needs, such as causal masks.
+        for a model that the recipe cannot build.
+    fixed: entries of config.json for which the network supports only one value, for example {"hidden_act": "silu"}.
+        They are written on export, and a folder with another value is refused.
+    prefix: a prefix that Hugging Face names have in some files only, for example "transformer.".
+    ignored: Hugging Face names of tensors in old files that the model does not need, such as causal masks.
     """
 
     model_type: str | Callable[[Any], str]
@@ -109,38 +109,40 @@ class HuggingFace:
     stored: Callable[[Any, WeightSource], WeightSource] | str | None = None
 
     def model_type_of(self, model_config: Any) -> str:
-        """Return what their model is called that this configuration describes."""
+        """Return the Hugging Face model type of the model that this configuration describes."""
         return self.model_type(model_config) if callable(self.model_type) else self.model_type
 
     def architecture_of(self, model_config: Any) -> str:
-        """Return the name of their class for the model that this configuration describes."""
+        """Return the Hugging Face class name of the model that this configuration describes."""
         return self.architecture(model_config) if callable(self.architecture) else self.architecture
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A model that the trainer can build, shard and fill.
+    """A model that the trainer can build, shard and initialise.
 
     name: what `model.name` selects.
     config: dataclass of the model's fields, with defaults; a `vocab_size` field, if any, is checked against the data.
     build: `build(config) -> nn.Module`, or "package.module:function".  It is called on the meta device.  The module
         maps `tokens` (B, T) to logits (B, T, V); or, called with `targets` too, to the loss summed over the targets
-        (which lets it avoid ever holding all logits).
-    units: the FSDP units, in the order of the forward pass: names such as "layers.*", tuples of names for a unit of
-        several modules, or a function of the model that returns these.  All other parameters belong to the root.
+        (so that it need not materialise all logits).
+    units: the FSDP units in forward order: names such as "layers.*", tuples of names for a unit of several modules, or
+        a function of the model that returns these.  All other parameters belong to the root unit.
     trainer: the `Trainer` subclass to use, or "package.module:class"; None for `Trainer` itself.
-    init: `init(module)` or `init(module, name, model)`, called for each submodule that owns parameters or buffers, to
-        fill them; by default the module's own `reset_parameters()`.
-    resolve: `resolve(config) -> config`, fields that others name: the shape of the model in a folder.  Called once,
-        when a configuration is read from a recipe file and the command line; what it returns is kept in config.yaml.
+    init: `init(module)` or `init(module, name, model)`, called for each submodule that directly owns parameters or
+        buffers, to initialise them; by default calls the module's `reset_parameters()`.
+    resolve: `resolve(config) -> config`, fills in fields that follow from others, such as the shape of the model in a
+        folder.  Called once, when a configuration is loaded from a recipe file and the command line; the result is
+        stored in config.yaml.
     weights: `weights(config) -> WeightSource`, the source of the initial weights, or None to initialise them; or
         "package.module:function".  `train.init_from` takes precedence.  The source must open its files lazily: a
         resumed run does not need them.
-    notes: `notes(config, model)`, phrases for the start block's line on the model; or "package.module:function".
-    check: `check(config)`, raises `UserError` for fields that do not fit together (see `setting_error`).
-    flops: `flops(config, seq_len)`, model FLOPs of forward and backward for one token, where attention spans
-        `seq_len` tokens (with masked documents, their mean); by default
-        6 x parameters outside embeddings (Kaplan et al. 2020, arXiv:2001.08361).
+    notes: `notes(config, model)`, phrases about the model that are shown when a run starts; or
+        "package.module:function".
+    check: `check(config)`, raises `UserError` for inconsistent fields (see `setting_error`).
+    flops: `flops(config, seq_len)`, model FLOPs per token of forward and backward, with attention over `seq_len` tokens
+        (with masked documents, their mean length); by default 6 x parameters outside embeddings (Kaplan et al. 2020,
+        arXiv:2001.08361).
     hf: the mapping to Hugging Face's names; needed to export to and import from that format.
     context: declares that only `trainer.sequence.attend` and `trainer.sequence.positions` mix or count tokens, so
         ranks may hold slices of sequences (`mesh.context`).
@@ -170,11 +172,11 @@ class Recipe:
         return self._function("build")(config)
 
     def first_weights(self, config: Any) -> WeightSource | None:
-        """Return where the first weights of the model that `config` describes are; None if they are drawn."""
+        """Return the source of the initial weights, or None if they are random."""
         return self._function("weights")(config) if self.weights is not None else None
 
     def stored_weights(self, config: Any, source: WeightSource) -> WeightSource | None:
-        """Return the tensors of Hugging Face's files, made of our `source`; None where names say which is which."""
+        """Return the tensors of Hugging Face's files, computed from `source`; None if renaming is enough."""
         if self.hf is None or self.hf.stored is None:
             return None
         path = self.hf.stored
@@ -182,7 +184,7 @@ class Recipe:
         return cast("WeightSource", function(config, source))
 
     def notes_on(self, config: Any, model: nn.Module) -> Sequence[str]:
-        """Return what the start block says of the model besides its size."""
+        """Return the phrases about the model that are shown when a run starts."""
         return self._function("notes")(config, model) if self.notes is not None else ()
 
     def _function(self, name: str) -> Callable[..., Any]:
@@ -190,7 +192,7 @@ class Recipe:
         return resolve(function, f"recipe {self.name!r}: {name}") if isinstance(function, str) else function
 
     def trainer_class(self, default: type[TrainerType]) -> type[TrainerType]:
-        """Return the Trainer class of this recipe, or `default` if it has none of its own."""
+        """Return the Trainer class of this recipe, or `default` if it does not define one."""
         if isinstance(self.trainer, str):
             return cast("type[TrainerType]", resolve(self.trainer, f"recipe {self.name!r}: trainer"))
         return cast("type[TrainerType]", self.trainer or default)
@@ -199,10 +201,10 @@ class Recipe:
 def declare(default: Any, meaning: str, **limits: Any) -> Any:
     """Return the dataclass field of one configuration key: its default, what `--help` says, and its limits.
 
-    Limits of numbers: `at_least`, `above`, `at_most`, `below`.  `aliases` are other names of values, which an error
-    takes for what was meant: {"gpu": "cuda"}.  `form` says what a value is like where its type does not.
-    With `free=True` a model's field is of training alone, as dropout is: it may be set to another value than the one
-    that the weights of `train.init_from` come with.
+    Limits of numbers: `at_least`, `above`, `at_most`, `below`.  `aliases` maps other names of values to the ones that
+    error messages suggest: {"gpu": "cuda"}.  `form` describes valid values if the type alone does not.
+    `free=True` marks a model field that only affects training, such as dropout: it may differ from the value that comes
+    with the weights of `train.init_from`.
     """
     return field(default=default, metadata={"meaning": meaning, **limits})
 
@@ -210,7 +212,7 @@ def declare(default: Any, meaning: str, **limits: Any) -> Any:
 def check_number(key: str, value: Any, number: float, limits: Mapping[str, Any], example: object = None) -> None:
     """Raise UserError unless `number`, which is `value` or in it, is finite and within the limits of `declare`.
 
-    `example` is a value to show where none is nearest.
+    example: a value to show if there is no nearest legal value.
     """
     if isinstance(number, int) and not -(2**63) <= number < 2**63:
         raise setting_error(key, "(a number of more than 63 bits)", "must be a number that fits in 64 bits")
@@ -237,15 +239,16 @@ _registered_by: dict[str, str] = {}
 
 
 def register(recipe: Recipe) -> Recipe:
-    """Make `recipe` known under its name; a later one of the same name replaces it."""
+    """Register `recipe` under its name, replacing any earlier recipe of that name."""
     _registry[recipe.name] = recipe
     _registered_by[recipe.name] = sys._getframe(1).f_globals.get("__name__", "")
     return recipe
 
 
 def module_to_allow(name: str) -> str | None:
-    """Return the module that another process has to import before it can find this recipe; None for recipes that every
-    process finds.
+    """Return the module that another process must import to find this recipe.
+
+    None for recipes that every process finds: the built-in ones and those of installed distributions.
     """
     module, colon, _ = name.partition(":")
     if colon:
@@ -258,9 +261,9 @@ def module_to_allow(name: str) -> str | None:
 def find_recipe(name: str, may_import: Collection[str] | None = None) -> Recipe:
     """Return the recipe that `model.name` asks for: a registered name, or "package.module:name".
 
-    The second form imports the module first, which is how a model from outside this package is used from the
-    command line.  `may_import`: the modules, with all that is in them, that may be imported for it; None for any, where
-    the name is the user's own.  What has been imported already may be used.  Raises UserError if there is none.
+    The second form imports the module first, so that a model from outside this package can be used from the command
+    line.  may_import: the modules that may be imported, including their submodules; None for any, if the name comes
+    from the user.  Modules that are already imported may always be used.  Raises UserError if there is no such recipe.
     """
     module_name, colon, registered = name.partition(":")
     if colon:
@@ -305,9 +308,10 @@ def _find_in_module(name: str, module_name: str, registered: str) -> Recipe:
 
 
 def check_import(key: str, name: str, may_import: Collection[str]) -> None:
-    """Raise UserError if the module in `name`, package.module:name, may not be imported for a setting from elsewhere.
+    """Raise UserError if the module in `name` (package.module:name) of an untrusted setting may not be imported.
 
-    May be: what has been imported already, this package's own modules, and those of `may_import` with all in them.
+    Allowed are modules that are already imported, this package's modules, and those in `may_import` with their
+    submodules.
     """
     module = name.partition(":")[0]
     if module in sys.modules or module.startswith("trainer."):
@@ -321,17 +325,17 @@ def check_import(key: str, name: str, may_import: Collection[str]) -> None:
 
 
 def all_recipes() -> list[Recipe]:
-    """Return every recipe that can be found: this package's, installed ones, and those registered so far."""
+    """Return all recipes: the built-in ones, those of installed distributions, and those registered so far."""
     load_recipes()
     return [_registry[name] for name in sorted(_registry)]
 
 
 def load_recipes() -> None:
-    """Import the modules that register recipes: the package's own, then those of other distributions."""
+    """Import the modules that register recipes: the built-in ones, then those of other distributions."""
     package = importlib.import_module("trainer.recipes")
     for module in pkgutil.iter_modules(package.__path__):
         if module.name.startswith("_"):
-            continue  # layers that recipes share
+            continue  # code shared by recipes
         importlib.import_module(f"trainer.recipes.{module.name}")
     for entry in entry_points(group=ENTRY_POINTS):
         entry.load()
@@ -351,13 +355,13 @@ def resolve(path: str, setting: str) -> Any:
 
 
 def add_working_folder_to_path() -> None:
-    """Have modules of a user's own found in the working folder, as `python -m` does and console scripts do not."""
+    """Make the user's modules importable from the working folder, as `python -m` does and console scripts do not."""
     if not {"", os.getcwd()} & set(sys.path):
         sys.path.append(os.getcwd())
 
 
 def _import_module(module_name: str, setting: str, value: str) -> Any:
-    """Return the module.  Raises UserError that says where its own code fails, whatever it raises."""
+    """Import a module.  Any exception becomes a UserError that names the line of user code that raised it."""
     try:
         return importlib.import_module(module_name)
     except Exception as error:
@@ -373,7 +377,7 @@ def _import_module(module_name: str, setting: str, value: str) -> Any:
 
 
 def _with_name(config: type, name: str) -> type:
-    """Return `config` with a `name` field, so that `model.name` stands beside the model's own fields."""
+    """Return the dataclass `config` with a `name` field added, which holds `model.name`."""
     if any(f.name == "name" for f in dataclasses.fields(config)):
         return config
     frozen = config.__dataclass_params__.frozen  # type: ignore[attr-defined]

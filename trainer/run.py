@@ -2,7 +2,7 @@
 
     python -m trainer.run recipe=llama_small [section.key=value ...] [nproc=N]
 
-Whatever can be found wrong is found before torch is imported and before a process is started.
+All input that can be checked is checked before torch is imported and before any process is started.
 """
 
 from __future__ import annotations
@@ -67,11 +67,11 @@ if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
 _REPORT_S = 2.0
-"""How long a rank that is not the first waits before it leaves with a user's mistake, for the first to report it."""
+"""How long ranks other than rank 0 wait before they exit on a user error, so that rank 0 can report it first."""
 
 
 def main(argv: Sequence[str] | None = None, trainer: type[Trainer] | None = None) -> int:
-    """Run what the command line asks for.  Returns the exit code; prints a user's mistake once, without traceback.
+    """Run the command line and return the exit code.  User errors are printed once, without a traceback.
 
     trainer: your own Trainer class, in place of the recipe's.
     """
@@ -119,7 +119,7 @@ def _main(argv: Sequence[str] | None, trainer: type[Trainer] | None) -> int:
 
 
 def unusable_path_error(error: OSError, argv: Sequence[str]) -> UserError:
-    """Return the error for a path that cannot even be looked for: its name is too long, or a folder is closed to us."""
+    """Return the error for a path that cannot be accessed: its name is too long, or permission is denied."""
     path = str(error.filename or "")
     given = (word.partition("=") for word in argv)
     key = next((key for key, _, value in given if value and value in path), "")
@@ -130,7 +130,7 @@ def unusable_path_error(error: OSError, argv: Sequence[str]) -> UserError:
 
 
 def _read(arguments: Arguments, env: Environment) -> RunConfig | None:
-    """Return the configuration to train; None where information was asked for, which is printed.  Raises UserError."""
+    """Return the configuration to train, or None after printing requested information.  Raises UserError."""
     recipe, overrides = arguments.recipe, arguments.overrides
     if arguments.asks_for("--version"):
         print_stdout(f"meshtrainer {__version__}")
@@ -152,7 +152,7 @@ def _read(arguments: Arguments, env: Environment) -> RunConfig | None:
         print_stdout(_with_steps(config).to_yaml(), end="")
         return None
     config, note = find_free_name(config, recipe, overrides)
-    if env.launcher != "nproc":  # whose parent has done so
+    if env.launcher != "nproc":  # with nproc, the parent process has done this
         stop.note_stale_notice(config.run_dir)
         if note and env.rank == 0:
             print_stderr(note)
@@ -160,7 +160,7 @@ def _read(arguments: Arguments, env: Environment) -> RunConfig | None:
 
 
 def _command(arguments: Arguments, trainer: type[Trainer] | None) -> list[str]:
-    """Return what a worker's interpreter is to run: this command line, of `trainer.run` or of the user's script."""
+    """Return the arguments for a worker's Python interpreter: `trainer.run` or the user's script, and its options."""
     program = ["-m", "trainer.run"]
     if trainer is not None:
         spec = getattr(sys.modules["__main__"], "__spec__", None)
@@ -170,7 +170,7 @@ def _command(arguments: Arguments, trainer: type[Trainer] | None) -> list[str]:
 
 
 def should_spawn(nproc: int | None, env: Environment) -> bool:
-    """Return whether this process is to start others.  Raises UserError where a launcher has started another number."""
+    """Return whether this process must start the ranks.  Raises UserError if a launcher started a different number."""
     if nproc is not None and env.is_distributed and nproc != env.world_size:
         rule = f"{env.launcher} has already started {env.world_size} processes; leave it out, or give that number"
         raise setting_error("nproc", nproc, rule, env.world_size)
@@ -178,13 +178,13 @@ def should_spawn(nproc: int | None, env: Environment) -> bool:
 
 
 def _check(config: RunConfig, nproc: int, env: Environment, is_spawning: bool, builds_own: bool) -> None:
-    """Find what can be found wrong before anything is started."""
+    """Check the configuration, and the data, before any process is started.  Raises UserError."""
     sizes = (nproc, nproc) if is_spawning else (env.world_size, env.local_world_size)
     _check_without_torch(config, *sizes, env, builds_own)
     if is_spawning and (config.fsdp.wrap != "block" or isinstance(config.fsdp.reshard_after_forward, list)):
         from trainer.model.shard import check_sharding
 
-        check_sharding(config)  # needs torch and the model's structure, so only where a setting speaks of it
+        check_sharding(config)  # needs torch and the model's structure, so it is only done for these settings
 
 
 def _check_without_torch(
@@ -195,9 +195,9 @@ def _check_without_torch(
     builds_own: bool = False,
     tokenizes: bool = True,
 ) -> None:
-    """Find rules between fields that are broken, libraries and compilers that are missing, data that cannot be read.
+    """Check the rules between settings, the required libraries and compilers, and that the data can be read.
 
-    Text that has not been tokenized yet is, on all ranks together, unless it is only to be looked at.
+    Text that has not been tokenized yet is tokenized by all ranks together, unless `tokenizes` is False.
     """
     from trainer.data.mixed_source import find_order
     from trainer.data.resolve import resolve_from_data
@@ -208,7 +208,7 @@ def _check_without_torch(
     check_requirements(config, likely_device(config.run.device))
     if config.recipe.trainer is not None or builds_own:
         return
-    has_work = is_untokenized(config.data)  # for every rank, before any of them waits for another
+    has_work = is_untokenized(config.data)  # all ranks share this work before any of them waits for another
     if tokenizes if has_work else env.rank == 0:
         source = open_source(config.data, config.vocab_size, "train")
         check_tokenizer(source, config)
@@ -219,9 +219,9 @@ def _check_without_torch(
 
 
 def _check_as_printed(config: RunConfig, nproc: int | None, env: Environment) -> None:
-    """Check a configuration that is printed: it may be for ranks that are elsewhere, and its data still to come.
+    """Check a configuration that is only printed: it may be meant for another machine, and its data may not exist yet.
 
-    Where neither a launcher nor `nproc` says how many ranks there are, they are the fewest that it can mean.
+    If neither a launcher nor `nproc` sets the number of ranks, the smallest possible number is assumed.
     """
     if config.data.source in ("tokens", "chat") and not config.data.path:
         config = replace(config, data=config.data.generated())
@@ -236,7 +236,7 @@ def _check_as_printed(config: RunConfig, nproc: int | None, env: Environment) ->
 
 
 def _with_steps(config: RunConfig) -> RunConfig:
-    """Return what is printed, with the steps that its epochs take if the data are there."""
+    """Return the configuration to print, with `train.epochs` converted to steps if the data is available."""
     from trainer.data.resolve import resolve_from_data
     from trainer.data.source_factory import is_untokenized
 
@@ -244,9 +244,9 @@ def _with_steps(config: RunConfig) -> RunConfig:
 
 
 def report(error: UserError | TrainingFailed, env: Environment, exit_code: int = EXIT_USER_ERROR) -> int:
-    """Print what all ranks know once, on the first; the others give it the time to.
+    """Print an error that all ranks share once, on rank 0, while the others wait.  Returns the exit code.
 
-    A launcher ends the other ranks as soon as one has left, and reports how they died: all leave with the same code.
+    A launcher kills the other ranks as soon as one exits, and reports how they died, so all exit with the same code.
     """
     ignore_termination()
     if env.rank == 0:
@@ -258,7 +258,7 @@ def report(error: UserError | TrainingFailed, env: Environment, exit_code: int =
 
 
 def report_stop(request: StopRequested, env: Environment) -> int:
-    """Print on the first rank that a signal has ended this run before its first step.  Returns the exit code."""
+    """Print on rank 0 that a signal ended this run before its first step.  Returns the exit code."""
     ignore_termination()
     if not env.rank:
         print_stderr(stopped(request.name, request.kept or "run the same command again"))
@@ -266,7 +266,7 @@ def report_stop(request: StopRequested, env: Environment) -> int:
 
 
 def ignore_termination() -> None:
-    """Let nothing but Ctrl-C end this process while it ends by itself."""
+    """Ignore all stop signals except Ctrl-C while this process shuts down."""
     if threading.current_thread() is threading.main_thread():
         for number in stop.STOP_SIGNALS:
             if number != signal.SIGINT:
@@ -274,18 +274,18 @@ def ignore_termination() -> None:
 
 
 def run_trainer(config: RunConfig, own: type[Trainer] | None, act: Callable[[Trainer], int]) -> int:
-    """Build a Trainer in this process, one rank of however many there are, and let it `act`.  Returns the exit code."""
+    """Build a Trainer on this rank, call `act` with it, and return the exit code.  `own`: the user's Trainer class."""
     try:
         with without_collecting(), interruptible():
             from trainer.plan.forecast import is_out_of_memory
             from trainer.trainer import Trainer
 
-            gc.freeze()  # what has been imported is not looked through again: a full collection took 0.3 s
+            gc.freeze()  # exclude imported objects from garbage collection: a full pass took 0.3 s
     except StopRequested as request:
         return report_stop(request, find_environment())
     trainer = None
     if find_environment().rank != 0:
-        warnings.simplefilter("ignore")  # the first rank warns for all
+        warnings.simplefilter("ignore")  # rank 0 shows the warnings
     try:
         with without_collecting():
             trainer = (own or config.trainer_class(Trainer))(config)
@@ -302,7 +302,7 @@ def run_trainer(config: RunConfig, own: type[Trainer] | None, act: Callable[[Tra
         return report(error, find_environment(), EXIT_FAILED)
     except StopRequested as request:
         return report_stop(request, find_environment())
-    except KeyboardInterrupt:  # of a command that catches no signals yet
+    except KeyboardInterrupt:  # before signals are handled
         return report(TrainingFailed("interrupted"), find_environment(), EXIT_INTERRUPTED)
     except BaseException as error:
         if (behind := stop.behind(error)) is not None:
@@ -321,7 +321,7 @@ def _fit(trainer: Trainer) -> int:
 
 
 def _rehearse(config: RunConfig, trainer: Trainer) -> int:
-    """Do what a start does short of the first step, and show the plan.  `config`: that of the run itself."""
+    """Start up without training, and show the plan.  `config`: the configuration of the actual run."""
     from trainer.checkpoint.place import find_place
     from trainer.plan.show import print_plan
 
@@ -341,7 +341,7 @@ def _rehearse(config: RunConfig, trainer: Trainer) -> int:
 
 
 def _out_of_memory(error: BaseException, config: RunConfig, is_built: bool) -> str:
-    """Return what is said last of a full memory; nothing where another rank says it."""
+    """Return the closing message of an out-of-memory error, or an empty string if another rank reports it."""
     if is_built:
         return "\n".join(getattr(error, "__notes__", []))
     return (
@@ -352,12 +352,12 @@ def _out_of_memory(error: BaseException, config: RunConfig, is_built: bool) -> s
 
 
 def leave(exit_code: int) -> NoReturn:
-    """End this process now.
+    """Exit immediately, without finalizing the interpreter.
 
-    Process groups that are still alive when the interpreter takes itself apart abort it: 13 of 16 finished runs died
-    with "terminate called without an active exception".
+    Process groups that are still alive at finalization abort the process: 13 of 16 finished runs died with "terminate
+    called without an active exception".
     """
-    with contextlib.suppress(OSError):  # it is not read any more
+    with contextlib.suppress(OSError):  # nothing reads the stream any more
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(exit_code)
@@ -374,10 +374,10 @@ COMMANDS = {
     "export": "trainer.export",
     "report": "trainer.report.__main__",
 }
-"""The subcommands of `meshtrainer`, and the module whose `command_line` each one is."""
+"""The subcommands of `meshtrainer`, each with the module whose `command_line` it runs."""
 
 
-_ALSO_CALLED = {
+_OTHER_NAMES = {
     **dict.fromkeys(("train", "fit", "launch", "start", "finetune", "sft", "resume"), "run"),
     **dict.fromkeys(("eval", "test", "validate"), "evaluate"),
     **dict.fromkeys(("chat", "sample", "inference", "infer"), "generate"),
@@ -385,32 +385,32 @@ _ALSO_CALLED = {
     **dict.fromkeys(("convert", "merge"), "export"),
     **dict.fromkeys(("estimate", "estimate-memory"), "plan"),
 }
-"""What other command lines call them."""
+"""Names of these subcommands in other tools."""
 
 
 def meshtrainer() -> NoReturn:
-    """The command `meshtrainer`: a subcommand with its arguments, or the arguments of `run` alone."""
+    """Run the command `meshtrainer`: a subcommand with its arguments, or the arguments of `run`."""
     words = sys.argv[1:]
     if words and words[0] in COMMANDS:
         sys.argv[1:] = words[1:]
         sys.exit(importlib.import_module(COMMANDS[words[0]]).command_line())
-    sys.exit(run_command(lambda: _answer(words)) if words and words[0].isidentifier() else command_line())
+    sys.exit(run_command(lambda: _run_other_word(words)) if words and words[0].isidentifier() else command_line())
 
 
-def _answer(words: Sequence[str]) -> int:
-    """Answer a first word that is no subcommand with a command line of its own."""
+def _run_other_word(words: Sequence[str]) -> int:
+    """Handle a first word that is not in COMMANDS: `completion`, or a mistake.  Raises UserError."""
     if words[0] == "completion":
         print_stdout(completion(words[1] if len(words) > 1 else "", COMMANDS), end="")
         return EXIT_FINISHED
     if words[0] == "help":
         raise UserError("meshtrainer help: no such command\n  did you mean meshtrainer --help?")
-    best = _ALSO_CALLED.get(words[0]) or nearest(words[0], [*COMMANDS, "completion"])
+    best = _OTHER_NAMES.get(words[0]) or nearest(words[0], [*COMMANDS, "completion"])
     meant = f"did you mean meshtrainer {best}?" if best else f"the commands are: {', '.join([*COMMANDS, 'completion'])}"
     raise UserError(f"meshtrainer {words[0]}: no such command\n  {meant}")
 
 
 def command_line() -> NoReturn:
-    """Run the command line and leave with its exit code."""
+    """Run the command line and exit with its exit code."""
     leave(main())
 
 

@@ -1,4 +1,4 @@
-"""Plain text that fits a terminal: tables, which become one short block per row where they are too wide, and usage."""
+"""Fits plain text to the width of a terminal: tables, which become one block per row if too wide, and help texts."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import textwrap
 from collections.abc import Sequence
 
 _GAP = "  "
-_LEAST_WIDTH = 20
+_MIN_WIDTH = 20
 
 
 def terminal_width() -> int:
-    """Return how many columns a table may have: those of the terminal, or of COLUMNS; 80 where neither is known."""
+    """Return the width of the terminal in characters, or of COLUMNS; 80 if neither is known."""
     return shutil.get_terminal_size().columns
 
 
@@ -21,16 +21,16 @@ def table_lines(
 ) -> list[str]:
     """Return the lines of a table that is at most `width` characters wide (default: as wide as the terminal).
 
-    Columns are aligned to the right, those numbered in `text_columns` to the left.  No value is ever cut short.  If the
-    columns do not fit side by side, the last one is wrapped if it is text, and otherwise each row becomes its first
-    cell with `head: value` for the others below it.  Without any heads there is no line for them.
+    Columns are right-aligned, except for those in `text_columns`, which are left-aligned.  Values are never truncated.
+    If the columns do not fit side by side, the last one is wrapped if it is text; otherwise each row becomes its first
+    cell with `head: value` for the other cells below it.  If all heads are empty, there is no header line.
     """
-    width = max(_LEAST_WIDTH, terminal_width() if width is None else width)
+    width = max(_MIN_WIDTH, terminal_width() if width is None else width)
     shown = [heads, *rows] if any(heads) else list(rows)
     *sizes, last = [max(len(row[column]) for row in shown) for column in range(len(heads))]
     room = width - sum(sizes) - len(_GAP) * len(sizes)
     has_text_last = len(heads) - 1 in text_columns
-    if room < min(last, _LEAST_WIDTH if has_text_last else last):
+    if room < min(last, _MIN_WIDTH if has_text_last else last):
         return [line for row in rows for line in _block(heads, row, width)]
     lines = []
     for *cells, final in shown:
@@ -46,7 +46,7 @@ def table_lines(
 
 
 def _block(heads: Sequence[str], row: Sequence[str], width: int) -> list[str]:
-    """Return the lines of one row where its columns do not fit side by side."""
+    """Return the lines of one row whose columns do not fit side by side."""
     first = textwrap.wrap(f"{heads[0]} {row[0]}".strip() or "-", width)
     others = [f"{head}: {cell}" if head else cell for head, cell in zip(heads[1:], row[1:], strict=True) if cell]
     below = textwrap.wrap(", ".join(others), width, initial_indent=_GAP, subsequent_indent=_GAP, break_on_hyphens=False)
@@ -54,9 +54,9 @@ def _block(heads: Sequence[str], row: Sequence[str], width: int) -> list[str]:
 
 
 def fit_to_width(text: str, columns: int) -> str:
-    """Return the text with lines of at most `columns` characters, where words allow it; 0: unchanged.
+    """Wrap the text to lines of at most `columns` characters, unless a word is longer; 0: unchanged.
 
-    Text after a wide gap, such as the meaning of an option, is continued below where it began.
+    Text after a wide gap, such as the meaning of an option, continues at its own indentation.
     """
     return "\n".join(_folded(line, columns) if 0 < columns < len(line) else line for line in text.split("\n"))
 

@@ -1,8 +1,8 @@
 """Trainer: builds what a configuration describes and trains it.
 
 Override one method to change one thing: `build_mesh`, `build_model`, `build_optimizer`, `build_loader`, `loss`,
-`train_step`, `evaluate`, `on_step`, `fit`.  Saving, resuming, accounting, and the start and end of a run are done by
-collaborators with a file of their own; the Trainer says when.
+`train_step`, `evaluate`, `on_step`, `fit`.  Saving, resuming, metrics, and the start and end of a run are handled by
+collaborators in other modules; the Trainer decides when they act.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Trainer:
         self._set_up_run(started)
 
     def _set_up_run(self, started: float) -> None:
-        """Make the collaborators, from those that know least to the lifecycle."""
+        """Create the collaborators in order of dependency; the lifecycle, which uses most of them, is last."""
         config, world = self.config, self.world
         self.skips = SkipCounter(config.train.max_skipped_updates, config.schedule.name == "range")
         self.metrics, self.horizon = Metrics(config, world.is_main), find_horizon(config)
@@ -127,10 +127,10 @@ class Trainer:
         self.optimizer.followers.append(self.average)
         self.state.add(EMA, self.average)
         self.origin = Origin()
-        """What came with the model: the files beside the weights that training started from, and its tokenizer's."""
+        """The files that came with the initial weights, including those of the tokenizer."""
         self.state.add(ORIGIN, self.origin)
         self.begun_from = ""
-        """Where the weights came from, if no checkpoint was loaded."""
+        """The source of the initial weights, if no checkpoint was loaded."""
 
         self.folder = RunFolder(config, world.is_main, describe_choice(self.plan_choice))
         self.watchdog = Watchdog(world, config)
@@ -141,7 +141,7 @@ class Trainer:
         sizes = mesh_sizes(self.mesh, config)
         facts = Facts(config.with_absolute_paths().to_yaml(), sizes, world.env.job, world.env.num_restarts)
         self.room_in = place
-        """The place whose disk is checked for room; a dry run checks that of the run itself."""
+        """Storage whose free space is checked; a dry run checks that of the actual run."""
         self.checkpoints = Checkpoints(place, world, Settings.of(config.checkpoint, config.eval.metric), facts)
 
         self.ballot = Ballot(world)
@@ -171,8 +171,8 @@ class Trainer:
     def build_model(self, config: RunConfig | None = None) -> torch.nn.Module:
         """Return the sharded, initialised model of `config` (default: this run's).
 
-        The model is built on the meta device, sharded, then initialised: no rank ever holds more than its shards and
-        one module.  Call it again for a second model, such as a teacher.  Collective.
+        The model is built on the meta device, sharded, then initialised: a rank holds at most its shards and one full
+        module.  Call it again for a second model, such as a teacher.  Collective.
         """
         config = config or self.config
         recipe = config.recipe
@@ -198,7 +198,7 @@ class Trainer:
         return build_optimizer(self.model, self.config.optim, self.config.run.seed)
 
     def build_loader(self) -> Iterable[Batch]:
-        """Return the training data: an endless iterable of this rank's micro-batches.
+        """Return the training data: an infinite iterable of this rank's micro-batches.
 
         One step takes `self.num_micro_batches` of them.  A loader with `state_dict` and `load_state_dict` is resumed.
         """
@@ -206,7 +206,7 @@ class Trainer:
         return TrainLoader.from_config(source, self.config, self.world.rank, self.world.size, self.world.device)
 
     def build_eval_loader(self) -> Iterable[Batch] | None:
-        """Return the held-out data: a finite iterable, equally long on every rank; None for no evaluation."""
+        """Return the held-out data: a finite iterable of equal length on every rank; None to skip evaluation."""
         if not self.config.eval.every:
             return None
         source = open_source(self.config.data, self.config.vocab_size, "eval")
@@ -219,7 +219,7 @@ class Trainer:
 
     @property
     def flops_per_token(self) -> float:
-        """Model FLOPs of forward and backward for one token, recomputation not counted."""
+        """Model FLOPs per token of forward and backward, without recomputation."""
         length = attended_length(self.loader) or self.config.data.seq_len
         return flops_of(self.config, self.model, length)
 
@@ -233,19 +233,19 @@ class Trainer:
         return self._batch_loss(batch)
 
     def count(self, batch: Batch) -> float:
-        """Return this batch's share of the number that divides the summed loss: by default, its targets not ignored."""
+        """Return this batch's contribution to the divisor of the summed loss: by default, its number of targets."""
         return count_targets(batch["targets"])
 
     def log(self, name: str, value: Amount, over: Amount | None = None) -> None:
         """Add `value` to a field of the next metrics line: summed over its steps, their micro-batches and all ranks.
 
         With `over`, the field is the ratio of the two sums: `log("accuracy", num_right, over=num)`.  During an
-        evaluation, the field goes to the evaluation's line.  The host does not wait for values on a GPU.
+        evaluation, the field goes to the evaluation's line.  Values on a GPU cause no host sync.
         """
         self.accounts.log(name, value, over)
 
     def train_step(self, micro_batches: Sequence[Batch]) -> Update:
-        """Do one optimizer step.  The loss is the mean over the targets of the whole global batch, on any mesh.
+        """Do one optimizer step.  The loss is the mean over the targets of the global batch, on any mesh.
 
         Collectives: one small CPU all-reduce, FSDP's own with one gradient reduction (with one shard that reduction
         alone), two scalar all-reduces.  The host never waits for the device, unless parameters are offloaded to it.
@@ -270,7 +270,7 @@ class Trainer:
     # -- the loop ------------------------------------------------------------------------------------------------
 
     def fit(self) -> int:
-        """Train to the end, with evaluation, checkpoints and an orderly stop.  Returns the exit code.
+        """Train to the end, with evaluation and checkpoints; stop cleanly on request.  Returns the exit code.
 
         0: finished; 75: stopped on request after saving.  An exception is recorded in `status.json` and the end record.
         """
@@ -322,9 +322,9 @@ class Trainer:
         """Called by `fit` after each step; does nothing by default."""
 
     def evaluate(self) -> Record | None:
-        """Return and log the mean loss over the held-out targets; None if nothing is held out.
+        """Return and log the mean loss over the held-out targets; None if there is no held-out data.
 
-        A stop request abandons it and returns None; `fit` repeats it after the next start.  Collectives: those of the
+        A stop request aborts the evaluation and returns None; `fit` repeats it after the next start.  Collectives: those of the
         forward passes, and one small CPU all-reduce per batch.
         """
         if self.eval_loader is None:
@@ -346,7 +346,7 @@ class Trainer:
     # -- start, save, resume, end --------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Resume and begin the run, unless that has been done or there is nothing left to do.  Collective."""
+        """Resume and start the run; a no-op if it has started or there is nothing left to do.  Collective."""
         if self.lifecycle.phase == "built":
             self.load_checkpoint()
         has_work = not self.horizon.is_reached(self.state.step) or self.state.eval_pending
@@ -371,22 +371,22 @@ class Trainer:
         if self.world.is_main:
             notes += room_notes(self.config, self.world, self.mesh, self.model, self.state, self.room_in)
         self.lifecycle.begin(start_facts(*shown), record, notes)
-        self.ballot.cast()  # a stop requested during the start gets no step, which may compile for minutes
+        self.ballot.cast()  # do not run a step, which may compile for minutes, if a stop was requested during the start
 
     def save_checkpoint(self, wait: bool = False) -> Path | str:
-        """Save the state as it is; return the checkpoint's folder or URL, or where it will be.  Collective.
+        """Save the current state and return the (future) folder or URL of the checkpoint.  Collective.
 
-        With `checkpoint.mode=async`, training waits only for a copy in memory.  The folder appears once it is complete:
-        with `wait` before this returns, otherwise at the latest when the next save, `close` or `fit` ends.  A failed
-        background save is reported after the next step; `fit` retries it, otherwise TrainingFailed is raised.
+        With `checkpoint.mode=async`, training waits only for a copy in memory.  The folder is published once it is
+        complete: with `wait`, before this method returns; otherwise before the next save, `close` or `fit` ends.  A
+        failed background save is reported after the next step: `fit` retries it, otherwise TrainingFailed is raised.
         """
         return self.saver.save(self.state, wait)
 
     def load_checkpoint(self, path: str | Path | None = None) -> int | None:
         """Restore the state from `path`, by default as `checkpoint.resume` selects.  Returns its step, or None.
 
-        Works on any mesh.  Files are verified; a damaged checkpoint of this run is moved aside, and the previous one is
-        used.  Raises UserError for a checkpoint that does not fit, TrainingFailed if none is good.  Collective.
+        Works on any mesh.  Files are verified; a corrupt checkpoint of this run is quarantined, and the previous one is
+        used.  Raises UserError for an incompatible checkpoint, TrainingFailed if no checkpoint is intact.  Collective.
         """
         self.saver.finish()
         self.world.agreed(self.folder.own)
@@ -405,7 +405,7 @@ class Trainer:
         return self.resume.step
 
     def finish(self) -> int:
-        """Evaluate if due, save for good, and record how the run ended.  Returns the exit code."""
+        """Evaluate if due, save the final checkpoint, and record how the run ended.  Returns the exit code."""
         self.lifecycle.stop_in_order()
         if not self.lifecycle.is_running:
             self.skips.check_end(self.state.step)
@@ -424,19 +424,22 @@ class Trainer:
     def close(self) -> None:
         """End the run if it is still running, and leave the process group if this Trainer opened it.  Collective.
 
-        Called while an exception propagates (from `finally`), the run has failed, and no rank waits for another.
+        If it is called while an exception propagates (from `finally`), the run counts as failed, and ranks do not wait for
+        each other.
         """
         self.lifecycle.close()
 
     def exempt_from_selfcheck(self) -> Iterable[str]:
-        """Return what `run.selfcheck` skips: patterns of parameter names ("adapter.*"), configuration keys and source
-        files that may differ between ranks, and "data" for the samples; nothing by default.
+        """Return what `run.selfcheck` skips; by default nothing.
+
+        Entries are patterns of parameter names ("adapter.*"), configuration keys and source files that may differ
+        between ranks, and "data" for the samples.
         """
         return ()
 
     @property
     def stopping(self) -> bool:
-        """True on all ranks alike once any of them was asked to stop: the current step is the last; may be set."""
+        """Whether the current step is the last: True on all ranks once any rank was asked to stop.  May be set."""
         return self.lifecycle.stopping
 
     @stopping.setter
