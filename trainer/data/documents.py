@@ -80,8 +80,8 @@ class MaskedSource(TokenSource):
     @cached_property
     def attended(self) -> float:  # type: ignore[override]
         """The mean attention length, estimated from evenly spaced windows."""
-        places = np.unique(np.linspace(0, len(self) - 1, _NUM_SAMPLED_WINDOWS).astype(np.int64))
-        found: Any = self.batch(places)
+        sampled = np.unique(np.linspace(0, len(self) - 1, _NUM_SAMPLED_WINDOWS).astype(np.int64))
+        found: Any = self.batch(sampled)
         # A document of n tokens adds 0 + 1 + ... + n - 1.
         return float(2.0 * found["positions"].mean(dtype=np.float64) + 1.0)
 

@@ -35,14 +35,14 @@ class Fingerprint:
     def to_state(self) -> dict[str, Any]:
         """Return the plain values to store in a checkpoint."""
         state = {name: value for name, value in vars(self).items() if name != "sources"}
-        own = {name: source.to_state() for name, source in self.sources.items()}
-        return {**state, "sources": own} if own else state
+        sources = {name: source.to_state() for name, source in self.sources.items()}
+        return {**state, "sources": sources} if sources else state
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Fingerprint:
         """Return the fingerprint that `to_state` converted."""
-        own = {name: cls.from_state(source) for name, source in state.get("sources", {}).items()}
-        return cls(state["num_samples"], state["num_shards"], state["num_tokens"], state["content"], own)
+        sources = {name: cls.from_state(source) for name, source in state.get("sources", {}).items()}
+        return cls(state["num_samples"], state["num_shards"], state["num_tokens"], state["content"], sources)
 
     def changes(self, stored: Mapping[str, Any], allowed: Collection[str]) -> tuple[list[str], list[str]]:
         """Compare with a stored fingerprint, as `to_state` returned it.
@@ -56,8 +56,8 @@ class Fingerprint:
             return self._changes(before, allowed, "data")
         refused, reported = [], []
         for name in sorted({*before.sources, *self.sources}):
-            own, other = self.sources.get(name, Fingerprint(0)), before.sources.get(name, Fingerprint(0))
-            found = own._changes(other, allowed, f"data, source {name}")
+            source, other = self.sources.get(name, Fingerprint(0)), before.sources.get(name, Fingerprint(0))
+            found = source._changes(other, allowed, f"data, source {name}")
             refused += found[0]
             reported += found[1]
         return refused, reported

@@ -211,21 +211,21 @@ class TrainLoader:
         if self._num_workers and not self.source.waits_for_storage:
             max_per_message = max(1, min(_MAX_IN_MESSAGE, _MAX_MESSAGE_BYTES // num_bytes))
             return _Workers(reader, self._sample_indices(), self._num_workers, max_per_message, self._pin_memory)
-        max_per_message = max(2, min(_MAX_PREFETCHED, _MAX_PREFETCHED_BYTES // num_bytes))
+        max_prefetched = max(2, min(_MAX_PREFETCHED, _MAX_PREFETCHED_BYTES // num_bytes))
         device = torch.cuda.current_device() if self._pin_memory else None
         global_batch = self._global_batch_size
         steps = _micro_batch_indices(self._order, self._samples, global_batch, 0, global_batch, global_batch)
-        own = slice(self._dp_rank * self._samples_per_rank, (self._dp_rank + 1) * self._samples_per_rank)
-        batches = _batches_in_process(reader, self.source.follow(self._sample_indices(), steps, own), device)
+        rank_slice = slice(self._dp_rank * self._samples_per_rank, (self._dp_rank + 1) * self._samples_per_rank)
+        batches = _batches_in_process(reader, self.source.follow(self._sample_indices(), steps, rank_slice), device)
         if not self.source.waits_for_storage:
             return batches
-        return Prefetcher(batches, max_per_message, lambda: self.should_abandon(), is_nonblocking=self.source.is_here)
+        return Prefetcher(batches, max_prefetched, lambda: self.should_abandon(), is_nonblocking=self.source.is_here)
 
     def _sample_indices(self) -> Iterator[NDArray[np.int64]]:
         """Yield the sample indices of each of this rank's micro-batches."""
-        own = self._dp_rank * self._samples_per_rank
+        offset = self._dp_rank * self._samples_per_rank
         return _micro_batch_indices(
-            self._order, self._samples, self._global_batch_size, own, self._samples_per_rank, self._micro_batch_size
+            self._order, self._samples, self._global_batch_size, offset, self._samples_per_rank, self._micro_batch_size
         )
 
 
@@ -237,15 +237,15 @@ _MAX_IN_MESSAGE, _MAX_MESSAGE_BYTES = 32, 8 << 20
 
 
 def _micro_batch_indices(
-    order: SampleOrder, start: int, global_batch: int, own: int, share: int, micro_batch: int
+    order: SampleOrder, start: int, global_batch: int, offset: int, num_samples: int, micro_batch: int
 ) -> Iterator[NDArray[np.int64]]:
     """Yield the sample indices of a rank's micro-batches from position `start` on.
 
-    The rank takes samples `own` to `own + share` of each global batch.  Many steps are computed at a time, which is
-    cheaper.
+    The rank takes samples `offset` to `offset + num_samples` of each global batch.  Many steps are computed at a time,
+    which is cheaper.
     """
-    num_steps = max(1, 4096 // share)
-    positions = np.arange(num_steps)[:, None] * global_batch + own + np.arange(share)
+    num_steps = max(1, 4096 // num_samples)
+    positions = np.arange(num_steps)[:, None] * global_batch + offset + np.arange(num_samples)
     while True:
         yield from order.at(start + positions).reshape(-1, micro_batch)
         start += num_steps * global_batch

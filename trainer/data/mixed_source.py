@@ -56,20 +56,20 @@ class MixedSource(Source):
         for number, source in enumerate(self.sources.values()):
             rows = numbers == number
             if rows.any():
-                own = np.where(indices[rows] < 0, -1, indices[rows] - self._starts[number])
-                for name, entry in as_mapping(source.batch(own)).items():
-                    whole = found.setdefault(name, np.zeros((len(indices), *entry.shape[1:]), entry.dtype))
-                    whole[rows] = entry
+                local = np.where(indices[rows] < 0, -1, indices[rows] - self._starts[number])
+                for name, entry in as_mapping(source.batch(local)).items():
+                    combined = found.setdefault(name, np.zeros((len(indices), *entry.shape[1:]), entry.dtype))
+                    combined[rows] = entry
         return found
 
     def follow(
-        self, indices: Iterator[NDArray[np.int64]], steps: Iterator[NDArray[np.int64]], own: slice
+        self, indices: Iterator[NDArray[np.int64]], steps: Iterator[NDArray[np.int64]], rank_slice: slice
     ) -> Iterator[NDArray[np.int64]]:
         """Let each source prefetch; see `Source.follow`."""
         for number, (source, of_source) in enumerate(
             zip(self.sources.values(), tee(steps, len(self.sources)), strict=True)
         ):
-            indices = source.follow(indices, map(partial(self._within, number), of_source), own)
+            indices = source.follow(indices, map(partial(self._within, number), of_source), rank_slice)
         return indices
 
     def _within(self, number: int, indices: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -80,12 +80,14 @@ class MixedSource(Source):
     @property
     def facts(self) -> Mapping[str, float]:
         """The facts of all sources, with the source's name appended to each key."""
-        return {f"{fact}_{name}": value for name, own in self.sources.items() for fact, value in own.facts.items()}
+        return {
+            f"{fact}_{name}": value for name, source in self.sources.items() for fact, value in source.facts.items()
+        }
 
     @property
     def sentence(self) -> str:
         """The sentences of the sources, one per line."""
-        return "\n".join(f"{name}: {own.sentence}" for name, own in self.sources.items() if own.sentence)
+        return "\n".join(f"{name}: {source.sentence}" for name, source in self.sources.items() if source.sentence)
 
     @property
     def attended(self) -> float | None:  # type: ignore[override]
@@ -98,9 +100,9 @@ class MixedSource(Source):
     @cached_property
     def fingerprint(self) -> Fingerprint:
         """The fingerprints of the sources, with a digest over all of them."""
-        own = {name: source.fingerprint for name, source in self.sources.items()}
-        content = hashlib.blake2b(repr(own).encode(), digest_size=8).hexdigest()
-        return Fingerprint(len(self), content=content, sources=own)
+        fingerprints = {name: source.fingerprint for name, source in self.sources.items()}
+        content = hashlib.blake2b(repr(fingerprints).encode(), digest_size=8).hexdigest()
+        return Fingerprint(len(self), content=content, sources=fingerprints)
 
 
 def find_order(source: Source, config: RunConfig) -> SampleOrder:
@@ -110,7 +112,7 @@ def find_order(source: Source, config: RunConfig) -> SampleOrder:
     """
     order: SampleOrder = Permutation(len(source), config.data.seed)
     if isinstance(source, MixedSource):
-        sizes = {name: len(own) for name, own in source.sources.items()}
+        sizes = {name: len(each) for name, each in source.sources.items()}
         order = Mixture(sizes, find_phases(config), config.data.seed)
     batch, steps = config.train.global_batch_size, config.train.steps
     check_epochs(config.data, usage_by_phase(order, batch, steps, source.seq_len))
@@ -124,5 +126,5 @@ def evenly_spaced_indices(source: Source, num_samples: int) -> NDArray[np.int64]
     """
     if not isinstance(source, MixedSource):
         return np.arange(num_samples)
-    places = [(np.arange(len(own)) + 0.5) / len(own) for own in source.sources.values()]
-    return np.argsort(np.concatenate(places), kind="stable")[:num_samples]
+    fractions = [(np.arange(len(each)) + 0.5) / len(each) for each in source.sources.values()]
+    return np.argsort(np.concatenate(fractions), kind="stable")[:num_samples]

@@ -66,16 +66,16 @@ class _PhasePattern:
     def locate(self, offsets: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the source at each offset into the phase, and how many samples of that source precede it."""
         blocks, places = np.divmod(offsets, BLOCK)
-        begins = self._pattern_offsets(blocks)
-        sources = self._pattern[begins + places]
-        before = self._before[begins + places, sources] - self._before[begins, sources]
+        pattern_starts = self._pattern_offsets(blocks)
+        sources = self._pattern[pattern_starts + places]
+        before = self._before[pattern_starts + places, sources] - self._before[pattern_starts, sources]
         return sources, blocks * self.shares[sources] + before
 
     def count(self, length: int) -> NDArray[np.int64]:
         """Return how many of the first `length` positions belong to each source."""
         block, rest = divmod(length, BLOCK)
-        (begin,) = self._pattern_offsets(np.array([block]))
-        return block * self.shares + self._before[begin + rest] - self._before[begin]
+        (pattern_start,) = self._pattern_offsets(np.array([block]))
+        return block * self.shares + self._before[pattern_start + rest] - self._before[pattern_start]
 
     def _pattern_offsets(self, blocks: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return where in the pattern each block starts, drawn pseudorandomly for each block."""
@@ -97,11 +97,11 @@ class Mixture:
         self.phases = [
             phase for number, phase in enumerate(self.phases) if not number or phase[1] != self.phases[number - 1][1]
         ]
-        self._stretches = [_PhasePattern(start, np.array(list(shares.values())), seed) for start, shares in self.phases]
+        self._patterns = [_PhasePattern(start, np.array(list(shares.values())), seed) for start, shares in self.phases]
         self.starts = [start for start, _ in self.phases]
         totals = [np.zeros(len(sizes), dtype=np.int64)]
-        for stretch, end in zip(self._stretches, self.starts[1:], strict=False):
-            totals.append(totals[-1] + stretch.count(end - stretch.start))
+        for pattern, end in zip(self._patterns, self.starts[1:], strict=False):
+            totals.append(totals[-1] + pattern.count(end - pattern.start))
         self._totals = totals
 
     def _shares(self, weights: Mapping[str, float] | None) -> dict[str, int]:
@@ -114,8 +114,8 @@ class Mixture:
         sources, numbers = np.empty_like(flat), np.empty_like(flat)
         phases = np.searchsorted(self.starts, flat, side="right") - 1
         for phase in np.unique(phases):
-            chosen, stretch = phases == phase, self._stretches[phase]
-            sources[chosen], within = stretch.locate(flat[chosen] - stretch.start)
+            chosen, pattern = phases == phase, self._patterns[phase]
+            sources[chosen], within = pattern.locate(flat[chosen] - pattern.start)
             numbers[chosen] = within + self._totals[phase][sources[chosen]]
         indices = np.empty_like(flat)
         for source, (size, seed) in enumerate(zip(self.sizes.values(), self._seeds, strict=True)):
@@ -126,13 +126,13 @@ class Mixture:
     def counts(self, samples: int) -> dict[str, int]:
         """Return how many of the run's first `samples` samples come from each source."""
         phase = int(np.searchsorted(self.starts, samples, side="right")) - 1
-        counted = self._totals[phase] + self._stretches[phase].count(samples - self._stretches[phase].start)
+        counted = self._totals[phase] + self._patterns[phase].count(samples - self._patterns[phase].start)
         return dict(zip(self.sizes, counted.tolist(), strict=True))
 
     def past(self, samples: int) -> dict[str, Any]:
         """Return the starts and shares of the phases that the first `samples` samples belong to."""
-        begun = self.phases[: int(np.searchsorted(self.starts, samples))]
-        return {"phases": [[start, {n: share for n, share in shares.items() if share}] for start, shares in begun]}
+        phases = self.phases[: int(np.searchsorted(self.starts, samples))]
+        return {"phases": [[start, {n: share for n, share in shares.items() if share}] for start, shares in phases]}
 
     def changes(
         self, stored: Mapping[str, Any], samples: int, batch: int, allowed: Collection[str]

@@ -88,14 +88,14 @@ _Block = tuple[NDArray[Any], NDArray[np.int64]]
 
 
 def _blocks(shards: Sequence[Shard], seq_len: int, packs: bool) -> Iterator[_Block]:
-    waiting: list[NDArray[np.int64]] = []
+    pending: list[NDArray[np.int64]] = []
     for documents in _documents(shards):
-        waiting.append(documents)
-        if sum(map(len, waiting)) >= _BLOCK:
-            yield _make_rows(np.concatenate(waiting), seq_len, packs)
-            waiting = []
-    if waiting:
-        yield _make_rows(np.concatenate(waiting), seq_len, packs)
+        pending.append(documents)
+        if sum(map(len, pending)) >= _BLOCK:
+            yield _make_rows(np.concatenate(pending), seq_len, packs)
+            pending = []
+    if pending:
+        yield _make_rows(np.concatenate(pending), seq_len, packs)
 
 
 def _documents(shards: Sequence[Shard]) -> Iterator[NDArray[np.int64]]:
@@ -112,19 +112,19 @@ def _make_rows(documents: NDArray[np.int64], seq_len: int, packs: bool) -> _Bloc
     starts, targets = documents.T
     counts = np.maximum(0, -(-targets // seq_len))
     document = np.repeat(np.arange(len(documents)), counts)
-    behind = (np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)) * seq_len
+    offset = (np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)) * seq_len
     pieces = np.empty(len(document), PIECE)
-    pieces["start"], pieces["count"] = starts[document] + behind, np.minimum(seq_len, targets[document] - behind)
+    pieces["start"], pieces["count"] = starts[document] + offset, np.minimum(seq_len, targets[document] - offset)
     if not packs:
         return pieces, np.ones(len(pieces), np.int64)
-    order, begins = best_fit(pieces["count"].astype(np.int64), seq_len)
-    sizes = np.diff(begins)
+    order, row_starts = best_fit(pieces["count"].astype(np.int64), seq_len)
+    sizes = np.diff(row_starts)
     # Packing puts the longest documents first.  Shuffle the rows, so that the last ones, which may be held out, are
     # representative.
-    mixed = sample_at(np.arange(len(sizes)), max(1, len(sizes)), 0)
-    begins, sizes = begins[mixed], sizes[mixed]
-    places = np.repeat(begins - (np.cumsum(sizes) - sizes), sizes) + np.arange(len(order))
-    return pieces[order[places]], sizes
+    shuffled = sample_at(np.arange(len(sizes)), max(1, len(sizes)), 0)
+    row_starts, sizes = row_starts[shuffled], sizes[shuffled]
+    piece_numbers = np.repeat(row_starts - (np.cumsum(sizes) - sizes), sizes) + np.arange(len(order))
+    return pieces[order[piece_numbers]], sizes
 
 
 def _totals_of(pieces: NDArray[Any]) -> Totals:

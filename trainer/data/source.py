@@ -93,12 +93,12 @@ class Source(ABC):
         return found
 
     def follow(
-        self, indices: Iterator[NDArray[np.int64]], steps: Iterator[NDArray[np.int64]], own: slice
+        self, indices: Iterator[NDArray[np.int64]], steps: Iterator[NDArray[np.int64]], rank_slice: slice
     ) -> Iterator[NDArray[np.int64]]:
         """Return `indices`, the sample indices of each micro-batch, wrapped so that the source may prefetch for them.
 
         Called before any of the samples are read.  `steps` yields the sample indices of each step for all ranks, and
-        `own` is this rank's slice of each.
+        `rank_slice` is this rank's slice of each.
         """
         return indices
 
@@ -128,11 +128,11 @@ class Source(ABC):
 class SourceSubset(Source):
     """Samples `start` to `stop` (exclusive) of another source."""
 
-    def __init__(self, whole: Source, start: int, stop: int) -> None:
-        self.seq_len, self.vocab_size, self.tokenizer = whole.seq_len, whole.vocab_size, whole.tokenizer
-        self.bytes_per_token, self.checks_ids = whole.bytes_per_token, whole.checks_ids
-        self.waits_for_storage, self.is_here, self.shards = whole.waits_for_storage, whole.is_here, whole.shards
-        self.whole, self._start, self._length = whole, start, stop - start
+    def __init__(self, base: Source, start: int, stop: int) -> None:
+        self.seq_len, self.vocab_size, self.tokenizer = base.seq_len, base.vocab_size, base.tokenizer
+        self.bytes_per_token, self.checks_ids = base.bytes_per_token, base.checks_ids
+        self.waits_for_storage, self.is_here, self.shards = base.waits_for_storage, base.is_here, base.shards
+        self.base, self._start, self._length = base, start, stop - start
 
     def __len__(self) -> int:
         return self._length
@@ -140,38 +140,38 @@ class SourceSubset(Source):
     def batch(self, indices: NDArray[np.int64]) -> Samples:
         """Return the samples at `indices`; see `Source.batch`."""
         assert np.size(indices) == 0 or np.max(indices) < self._length, (indices, self._length)
-        return self.whole.batch(self._to_base_indices(np.asarray(indices)))
+        return self.base.batch(self._to_base_indices(np.asarray(indices)))
 
     def _to_base_indices(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         return np.where(indices < 0, -1, indices + self._start)
 
     def stretch(self, first: int, last: int) -> NDArray[np.integer[Any]]:
         """Return the concatenated tokens of consecutive samples; see `Source.stretch`."""
-        return self.whole.stretch(self._start + first, self._start + last)
+        return self.base.stretch(self._start + first, self._start + last)
 
     def follow(
-        self, indices: Iterator[NDArray[np.int64]], steps: Iterator[NDArray[np.int64]], own: slice
+        self, indices: Iterator[NDArray[np.int64]], steps: Iterator[NDArray[np.int64]], rank_slice: slice
     ) -> Iterator[NDArray[np.int64]]:
         """Let the underlying source prefetch; see `Source.follow`."""
-        return self.whole.follow(indices, map(self._to_base_indices, steps), own)
+        return self.base.follow(indices, map(self._to_base_indices, steps), rank_slice)
 
     @property
     def sentence(self) -> str:
         """The underlying source's sentence, with the share of its samples in this slice."""
         kind = "held out" if self._start else "trained on, the others held out"
-        share = f"{len(self):,} of the {len(self.whole):,} samples are {kind}"
-        first, newline, rest = self.whole.sentence.partition("\n")
+        share = f"{len(self):,} of the {len(self.base):,} samples are {kind}"
+        first, newline, rest = self.base.sentence.partition("\n")
         return f"{first}; {share}{newline}{rest}" if first else share
 
     @property
     def attended(self) -> float | None:  # type: ignore[override]
         """The attention length of the underlying source."""
-        return self.whole.attended
+        return self.base.attended
 
     @property
     def fingerprint(self) -> Fingerprint:
         """The underlying source's fingerprint, with the number of samples in this slice."""
-        return dataclasses.replace(self.whole.fingerprint, num_samples=len(self))
+        return dataclasses.replace(self.base.fingerprint, num_samples=len(self))
 
 
 class SyntheticSource(Source):
@@ -262,14 +262,14 @@ class TokenSource(Source):
         return found
 
     def follow(
-        self, indices: Iterator[NDArray[np.int64]], steps: Iterator[NDArray[np.int64]], own: slice
+        self, indices: Iterator[NDArray[np.int64]], steps: Iterator[NDArray[np.int64]], rank_slice: slice
     ) -> Iterator[NDArray[np.int64]]:
         """Download remote shards before they are read; see `Source.follow`."""
         if not self.shards[0].is_elsewhere:
             return indices
         from trainer.data.remote.coming import coming_from
 
-        return coming_from(self.shards, self._shards_of, steps, own).follow(indices)
+        return coming_from(self.shards, self._shards_of, steps, rank_slice).follow(indices)
 
     def _shards_of(self, indices: NDArray[np.int64]) -> list[int]:
         """Return the numbers of the shards that contain the samples, in the order of the samples."""
