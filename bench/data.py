@@ -69,7 +69,7 @@ def read(case: Case, folder: Path, seconds: float) -> dict[str, float]:
     """Read micro-batches for some seconds.  Returns tokens for each second of CPU and of wall time."""
     from trainer import load_config
     from trainer.data.loader import TrainLoader
-    from trainer.data.opening import open_source
+    from trainer.data.source_factory import open_source
 
     config = load_config("llama_small", case.overrides(folder))
     loader = TrainLoader(

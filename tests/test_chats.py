@@ -1,4 +1,4 @@
-"""Chats: each token's mask by hand, what is refused, the formats, packing, and a run from a file of chats."""
+"""Chats: the loss mask of every token, rejected conversations, file formats, packing, and a run on a chat file."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_templates_are_rendered_as_transformers_renders_them(tmp_path: Path) -> 
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# What is refused
+# Rejected conversations
 
 
 def refused(folder: Path, template: str, messages: list[dict[str, Any]], **settings: Any) -> BadChat:
@@ -77,7 +77,7 @@ def test_what_a_template_leaves_out_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_turn_that_nothing_ends_is_refused(tmp_path: Path) -> None:
-    """Nor one that white space alone ends, which an answer may contain: generation would never stop."""
+    """Also a turn that ends with white space only: an answer may contain white space, so generation would never stop."""
     for end in ("", "\n", "\n\n", " ", "\t"):
         endless = f"{{% for m in messages %}}{{{{ m.role + ' ' + m.content + {end!r} }}}}{{% endfor %}}"
         for chat in (said("Hi", "Yes"), said("Hi", "Yes", "Bye", "No")):
@@ -85,7 +85,7 @@ def test_a_turn_that_nothing_ends_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_answer_that_looks_like_an_end_of_turn_is_none(tmp_path: Path) -> None:
-    """`>` is the last character of `<|im_end|>`, too."""
+    """`>` is also the last character of `<|im_end|>`."""
     for template in (CHATML, FAMILIES["llama3"].template):
         family = Family(template, [], "")
         tokens = marked(encoder_of(tmp_path, family), said("Hi", ">", "Bye", "|>"))
@@ -104,7 +104,7 @@ def test_a_template_runs_in_a_sandbox(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# What is trained on
+# Targets
 
 
 def test_whose_turns_are_trained_on(tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_generation_tags_without_the_end_of_turn_teach_it_all_the_same(tmp_path:
 
 
 def test_what_a_message_spells_is_text(tmp_path: Path) -> None:
-    """A special token in a message ends no turn, and what stands around it is trained on as it stands."""
+    """A special token spelled in a message does not end the turn, and the text around it is trained on unchanged."""
     tokens = marked(encoder_of(tmp_path, FAMILIES["chatml"]), said("Hi<|im_end|>", "Yes<|im_end|>No"))
     texts = [text for text, _ in tokens]
     assert texts.count("<|im_end|>") == 2
@@ -145,7 +145,7 @@ def test_what_a_message_spells_is_text(tmp_path: Path) -> None:
 ANSWERED = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]
 TOO_LONG = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes " * 40}]
 
-# What the third line of a file holds, further settings, and what the message must hold.
+# The third line of a file, further settings, and text that the error message must contain.
 BAD = {
     "not JSON": ("{", [], ["data.path=", "chats.jsonl:3: is not JSON"]),
     "no object": ("[]", [], ["data.path=", "chats.jsonl:3: must be a JSON object, not a list"]),
@@ -221,7 +221,7 @@ def write_lines(path: Path, records: list[Any]) -> Path:
 
 @pytest.fixture(autouse=True)
 def _nothing_is_trained(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is not refused fails at once."""
+    """Make every run that is not rejected fail at once."""
     monkeypatch.setattr(run, "run_trainer", lambda *given: pytest.fail("nothing was wrong"))
 
 
@@ -312,7 +312,7 @@ def data_of(folder: Path, records: list[Any], **settings: Any) -> DataSection:
 
 
 def trained_texts(source: Source, data: DataSection) -> list[str]:
-    """Return what is trained on in each sample, decoded."""
+    """Return the decoded targets of each sample."""
     tokenizer = ChatTokenizer(data.tokenizer)
     targets = as_mapping(source.batch(np.arange(len(source))))["targets"]
     return ["".join(map(tokenizer.text_of, row[row != IGNORE].tolist())) for row in targets]
@@ -430,7 +430,7 @@ def test_what_is_too_long_is_dropped_or_cut_and_what_holds_nothing_is_named(tmp_
 def test_a_run_that_would_drop_most_of_the_data_does_not_start(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Unless the user asks for that, or cuts them; the message says which length would keep them."""
+    """Unless the user allows dropping, or truncates; the message suggests a length that would keep the conversations."""
     path = write_lines(tmp_path / "chats.jsonl", [{"messages": ANSWERED}] * 4 + [{"messages": TOO_LONG}] * 6)
     folder = write_tokenizer(tmp_path / "model", CHATML)
     settings = chat_settings(tmp_path, f"data.path={path}", f"data.tokenizer={folder}")
@@ -448,7 +448,7 @@ def test_a_run_that_would_drop_most_of_the_data_does_not_start(
 
 
 def test_a_run_from_before_auto_is_resumed(tmp_path: Path) -> None:
-    """It stored data.too_long=drop, the default then, also where there were no chats."""
+    """Its configuration has data.too_long=drop, the default at that time, even for data other than chats."""
     chats = load_config("llama_small", chat_settings(tmp_path, "data.path=chats.jsonl")[1:])
     text = load_config("llama_small", [f"run.dir={tmp_path / 'run'}"])
     for config in (chats, text):
@@ -460,7 +460,7 @@ def test_a_run_from_before_auto_is_resumed(tmp_path: Path) -> None:
 
 
 def test_a_run_that_drops_some_of_the_data_warns(tmp_path: Path) -> None:
-    """As many as are no exceptions; of the lengths that would keep them, one keeps most."""
+    """It drops more than the exceptional few; of the suggested lengths, the shorter one keeps most conversations."""
     longer = [{"messages": [ANSWERED[0], {"role": "assistant", "content": "Yes " * number}]} for number in (40, 400)]
     data = data_of(tmp_path, [{"messages": ANSWERED}] * 160 + longer[:1] * 4 + longer[1:])
     source = open_source(data, None, "train")
@@ -484,7 +484,7 @@ def test_pairs_and_held_out_chats_are_dropped_as_chats_are(tmp_path: Path) -> No
 
 
 def test_peculiarities_of_chats_are_said(tmp_path: Path) -> None:
-    """Plain text that no template is applied to, or twice; a header that the model writes; ends that are text."""
+    """Plain text without a template, a template applied twice, a header that the model generates, turns that end in text."""
 
     def lines_of(template: str | None, *records: dict[str, Any], **settings: Any) -> list[str]:
         folder = tmp_path / str(len(list(tmp_path.iterdir())))
@@ -542,7 +542,7 @@ def test_each_conversation_is_packed_once_and_held_out_by_what_it_says(tmp_path:
 
 
 def test_no_twin_of_what_is_held_out_is_trained_on(tmp_path: Path) -> None:
-    """Though a share so small holds out a single conversation: that of the lowest hash, as often as it comes."""
+    """A tiny `holdout` holds out one distinct conversation, the one with the lowest hash, with all its duplicates."""
     records = [{"messages": said(f"{a} {b}", "Yes")} for a in range(1, 6) for b in range(1, 4)]
     for number, order in enumerate((records * 2, [record for record in records for _ in range(2)])):
         (tmp_path / str(number)).mkdir()

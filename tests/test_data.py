@@ -1,4 +1,4 @@
-"""What the data room promises: every sample in its place, whoever asks for it, and every token counted once."""
+"""Data pipeline: every sample is at its position for all ranks and workers, and every token is a target once."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from trainer.files import CHECKSUM
 
 
 class Numbered(Source):
-    """Sample i holds the number i, and the number of threads of the process that made it."""
+    """Sample i contains the number i, and the number of threads of the process that made it."""
 
     seq_len, vocab_size = 2, 10**6
 
@@ -73,14 +73,14 @@ def write_shards(folder: Path, *shards: list[bytes], name: str = "text", tokeniz
 
 
 def without_checksums(folder: Path) -> None:
-    """Have shards be as earlier versions wrote them: what they hold can be changed then."""
+    """Rewrite shards as earlier versions wrote them, without checksums, so that their content can be modified."""
     for path in folder.glob("*.json"):
         content = {**json.loads(path.read_text()), "checksum": ""}
         path.write_text(json.dumps({name: value for name, value in content.items() if name != CHECKSUM}))
 
 
 def test_a_run_says_which_documents_of_a_text_are_left_out(tmp_path: Path) -> None:
-    """Those that cannot be read, and the empty ones where they are more than a few."""
+    """It reports unreadable documents, and empty ones if there are more than a few."""
 
     def said_of(name: str, *lines: str, bad: str = "skip") -> list[str]:
         path = tmp_path / f"{name}.jsonl"
@@ -131,7 +131,7 @@ def test_huge_sizes_stay_in_range_without_collision(num_samples: int) -> None:
 
 
 def test_the_order_is_what_it_has_always_been() -> None:
-    """A run resumes from a position: changing these numbers would repeat samples and skip others, silently."""
+    """Runs resume from a position: changing these numbers would silently repeat some samples and skip others."""
     assert sample_at(np.arange(8), 10, 0).tolist() == [3, 5, 9, 4, 1, 6, 8, 7]
     assert sample_at(np.array([9, 10, 31]), 10, 0).tolist() == [0, 9, 2]
     assert sample_at(np.arange(8), 10, 1).tolist() == [5, 7, 9, 4, 6, 8, 3, 2]
@@ -307,7 +307,7 @@ def test_workers_outlive_signals_and_end_with_close() -> None:
 
 @pytest.mark.slow
 def test_a_process_that_forgets_to_close_ends_all_the_same() -> None:
-    """Workers ignore SIGTERM, the only thing that multiprocessing sends them at exit before it waits for them."""
+    """Workers ignore SIGTERM, the only signal that multiprocessing sends them at exit before it waits for them."""
     program = "from tests.test_data import make_loader; loader = make_loader(num_workers=1); next(loader); print('end')"
     root = Path(__file__).parent.parent
     done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, timeout=60)
@@ -328,7 +328,7 @@ def test_a_thread_works_ahead_and_hands_over_what_went_wrong_in_its_turn() -> No
         raise ValueError("the end")
 
     ahead = Prefetcher(items(), capacity=4)
-    assert [next(ahead) for _ in range(2)] == [0, 1]  # of four that were ready: half are left, so more are needed
+    assert [next(ahead) for _ in range(2)] == [0, 1]  # two of four prefetched items are left, so the thread continues
     assert full.wait(60)
     assert [next(ahead) for _ in range(8)] == list(range(2, 10))
     assert made == list(range(10))
@@ -343,7 +343,7 @@ def test_a_thread_works_ahead_and_hands_over_what_went_wrong_in_its_turn() -> No
 def test_a_caller_who_does_nothing_between_two_items_makes_them_itself(
     monkeypatch: pytest.MonkeyPatch, soon_s: float, makes_some: bool
 ) -> None:
-    """A thread would only take turns with it: half as much again of the processor's time a micro-batch."""
+    """A thread would only contend with it for the GIL, and take 50% more CPU time per micro-batch."""
     monkeypatch.setattr("trainer.data.prefetch._IDLE_CALLER_S", soon_s)
     makers: list[str] = []
 
@@ -436,7 +436,7 @@ def stream_of(documents: list[bytes]) -> list[int]:
 @pytest.mark.parametrize("seq_len", [1, 2, 3, 5, 7, 33, 34])
 @pytest.mark.parametrize("cut", [0, 1, 2, 3, 4])
 def test_packed_every_token_but_the_first_is_a_target_once(tmp_path: Path, seq_len: int, cut: int) -> None:
-    """Also where windows cross shards, and where the stream does not fill the last window."""
+    """Also if windows cross shard boundaries, and if the stream does not fill the last window."""
     shards = [part for part in (DOCUMENTS[:cut], DOCUMENTS[cut:3], DOCUMENTS[max(cut, 3) :]) if part]
     data = DataSection(source="tokens", path=write_shards(tmp_path, *shards), seq_len=seq_len)
     source = open_source(data, 257, "train")
@@ -630,12 +630,12 @@ def test_stdlib_cache_is_kept_where_it_is_asked_for(small_stdlib: Path, tmp_path
     assert len(list(private.glob("*/*"))) == 3
     assert private.stat().st_mode & 0o77 == 0
 
-    message = message_of(DataSection(cache_dir=str(tmp_path / "file")))  # asked for: no other place will do
+    message = message_of(DataSection(cache_dir=str(tmp_path / "file")))  # set explicitly: no other folder is tried
     assert message.startswith(f"data.cache_dir={tmp_path / 'file'}: ")
     assert message.endswith("to fix: give a writable folder")
 
     shutil.rmtree(private)
-    private.symlink_to(tmp_path)  # somebody else's doing
+    private.symlink_to(tmp_path)  # created by another user
     assert "data.cache_dir=null" in message_of(DataSection())
 
 
@@ -774,7 +774,7 @@ def test_too_few_tokens_and_too_small_a_vocabulary(tmp_path: Path) -> None:
     assert message.endswith("nearest legal value: data.seq_len=3")
     assert len(open_source(DataSection(source="tokens", path=path, seq_len=3), None, "train")) == 1
     long_and_short = DataSection(source="tokens", path=path, eval_path=path, seq_len=4)
-    assert len(open_source(long_and_short, None, "eval") or []) == 1  # padding does no harm there
+    assert len(open_source(long_and_short, None, "eval") or []) == 1  # padding is harmless in evaluation
     write_shards(tmp_path, [b""], name="empty")
     message = message_of(DataSection(source="tokens", path=str(tmp_path / "empty-00000.bin")))
     assert "has no targets" in message
@@ -788,7 +788,7 @@ def test_too_few_tokens_and_too_small_a_vocabulary(tmp_path: Path) -> None:
 
 
 def write_tokenizer(path: Path, end: str = "<|endoftext|>") -> Path:
-    """Write a tokenizer.json: byte-level BPE, learnt from a few words."""
+    """Write a tokenizer.json: byte-level BPE, trained on a few words."""
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers, trainers
 

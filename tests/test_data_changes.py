@@ -1,5 +1,5 @@
-"""Data that have changed since a checkpoint: its position in them means nothing any more, so that no run goes on
-unasked.
+"""Data that changed since a checkpoint: the stored position is no longer valid in them, so a run does not resume unless
+this is allowed.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def rewritten(folder: Path) -> None:
 
 
 def nudged(folder: Path) -> None:
-    """Half a page changes, of three shards of 602 bytes."""
+    """Change half a page of three shards of 602 bytes each."""
     content = bytearray((folder / "text-00001.bin").read_bytes())
     content[100:400] = content[101:401]
     (folder / "text-00001.bin").write_bytes(content)
@@ -76,7 +76,7 @@ CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 @pytest.mark.slow
 def test_a_tokenizer_that_has_moved_is_allowed(tmp_path: Path) -> None:
-    """Its setting is one of the data; whether it is the same the data tell."""
+    """Its setting belongs to the data section, but the data's own metadata show that the tokenizer is the same."""
     tokenizers = pytest.importorskip("tokenizers")
     made = []
     for name, words in (("one", "abcdefgh"), ("other", "hgfedcba")):
@@ -122,7 +122,7 @@ def test_each_change_of_the_data_is_seen(tmp_path: Path, change: str) -> None:
 
 
 def test_what_is_to_be_allowed_is_named_once() -> None:
-    """And no key of a section that is named as a whole."""
+    """A key is not listed if its entire section is."""
     unfit = [f"data, source {name}: 1 sample{REFUSAL}" for name in ("web", "code")]
     unfit.append("data.phases: phase 2 (allow it: checkpoint.allow_changes=[data.phases])")
     found = advice_on(["data.path: a in the checkpoint, b now", "run.seed: 1 in the checkpoint, 2 now"], unfit)
@@ -134,7 +134,7 @@ REFUSAL = " (allow it: checkpoint.allow_changes=[data])"
 
 @pytest.mark.slow
 def test_data_that_have_changed_are_refused(tmp_path: Path, capsys: Any) -> None:
-    """And taken up where that is allowed, once: the next checkpoint knows them."""
+    """If allowed, the run resumes on them; the next checkpoint then has their fingerprint, so no permission is needed again."""
     path = write(tmp_path / "data", *TEXTS[:3])
     fit(tmp_path / "run", *settings(path))
     write(tmp_path / "data", *TEXTS[:4])
@@ -165,7 +165,7 @@ def test_a_position_is_kept_where_changed_data_are_allowed(tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_the_same_data_elsewhere_are_the_same(tmp_path: Path, capsys: Any) -> None:
-    """In another folder, under other names, of another time."""
+    """Data in another folder, with other file names and modification times."""
     path = write(tmp_path / "data", *TEXTS[:3])
     fit(tmp_path / "run", *settings(path))
     shutil.move(tmp_path / "data", tmp_path / "moved")
@@ -197,7 +197,7 @@ def test_another_cut_of_the_same_data_needs_no_more_than_its_own_key(tmp_path: P
 
 @pytest.mark.campaign
 def test_a_checkpoint_of_before_there_were_fingerprints(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
-    """It is gone on from, with one warning; and the next one has a fingerprint."""
+    """A run resumes from it with one warning, and the next checkpoint has a fingerprint."""
     path = write(tmp_path / "data", *TEXTS[:3])
     with monkeypatch.context() as before:
         before.setattr(TrainLoader, "state_dict", lambda loader: {"samples": loader.samples})
@@ -223,12 +223,12 @@ def test_the_state_stays_small_and_readable_by_those_who_know_the_position_alone
 
 
 class OtherPython(StdlibCorpus):
-    """The standard library of a Python after a step, with other source text and other times."""
+    """The standard library of another Python version, with different source text and modification times."""
 
     texts = (b"x = 1\n" * 500, b"y = 2\n" * 500)
 
     def __init__(self) -> None:
-        """It has no files: their texts are given."""
+        """Use the given texts instead of files."""
 
     def documents(self, split: Any) -> list[bytes]:
         return list(self.texts)
@@ -291,7 +291,7 @@ def test_whole_sections_may_be_allowed_to_change() -> None:
 
 
 class OtherData(Trainer):
-    """Rank 1 has shards of before on its node."""
+    """Rank 1 has outdated shards on its node."""
 
     def build_loader(self) -> TrainLoader:
         folder = self.config.run_dir.parent / str(self.world.rank)

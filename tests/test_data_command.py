@@ -1,4 +1,4 @@
-"""`python -m trainer.data`: what is shown, found wrong and planned is what was put there."""
+"""`python -m trainer.data`: shows, checks and plans exactly the data that the tests write."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def ask(capsys: Any, *arguments: str) -> tuple[int, str, str]:
 
 @pytest.mark.parametrize("seq_len", [16, 100])
 def test_what_comes_twice_and_what_leaks_is_found(seq_len: int, tmp_path: Path, capsys: Any) -> None:
-    """Documents across shards, one that is held out too, and 47 tokens of another in the middle of some text."""
+    """Documents repeated in another shard, a held-out document, and 47 tokens of another one in the middle of other text."""
     train, held_out = [[words(150) for _ in range(40)] for _ in range(2)], [words(120) for _ in range(9)]
     train[1][7], train[0][11] = train[0][3], held_out[2]
     train[1][30] = words(33) + held_out[6][20:67] + words(20)
@@ -54,7 +54,7 @@ def test_what_comes_twice_and_what_leaks_is_found(seq_len: int, tmp_path: Path, 
 def test_text_that_stands_everywhere_takes_no_time(
     tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A licence of 400 documents and 40 held-out ones is the same thousands of times, and compared once a sample."""
+    """A licence text in 400 training and 40 held-out documents matches thousands of times, but is compared once per sample."""
     random, licence = np.random.default_rng(0), bytes(range(1, 97))
     texts = [licence + random.integers(0, 256, 32, dtype=np.uint8).tobytes() for _ in range(440)]
     path, held_out = (write_shards(tmp_path, part, name=n) for n, part in (("a", texts[:400]), ("b", texts[400:])))
@@ -92,7 +92,7 @@ def test_every_broken_shard_is_named(tmp_path: Path, capsys: Any) -> None:
 
 
 def test_every_way_to_name_shards_is_checked(tmp_path: Path, capsys: Any) -> None:
-    """A folder as well as a glob, by the ids and by the checksum; beside a shard that is as it was."""
+    """A folder and a glob, damage found by token ids and by checksum, next to an intact shard."""
     write_shards(tmp_path, *([words(200)] for _ in range(3)))
     for number, what in ((1, b"\xff\xff"), (2, b"a\x00")):
         content = bytearray((tmp_path / f"text-0000{number}.bin").read_bytes())
@@ -125,7 +125,7 @@ def test_several_sources_are_checked(tmp_path: Path, capsys: Any) -> None:
 
 
 def test_samples_are_shown_as_the_model_sees_them(tmp_path: Path, capsys: Any) -> None:
-    """One document a row, so that the rest of it is ignored; then two documents in one row."""
+    """One document per row with the rest ignored, then two documents in one row."""
     path = write_shards(tmp_path, [b"once upon"])
     settings = ["data.source=tokens", f"data.path={path}", "data.seq_len=14", "eval.every=0"]
     code, out, _ = ask(capsys, "show", *settings, "data.pack=false", "--samples", "1")
@@ -141,7 +141,7 @@ def test_samples_are_shown_as_the_model_sees_them(tmp_path: Path, capsys: Any) -
 
 
 def test_chats_are_shown_as_text_and_what_fills_a_row_is_no_document(tmp_path: Path, capsys: Any) -> None:
-    """One a row or two, and both answers of a pair; a held-out one that is trained on is told as text, too."""
+    """One or two chats per row, and both answers of a pair; a leaked held-out chat is also printed as text."""
     pytest.importorskip("tokenizers", reason="a chat model's tokenizer is read with the library `tokenizers`")
     tokenizer = write_tokenizer(tmp_path / "model", CHATML, eos_token="<|im_end|>")
     own = ["data.source=chat", f"data.tokenizer={tokenizer}", f"data.cache_dir={tmp_path / 'cache'}", "eval.every=0"]

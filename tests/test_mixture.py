@@ -1,4 +1,4 @@
-"""Several sources in one run: their shares, phases, and what of them may change."""
+"""Several sources in one run: their shares and phases, and which of these may change on resume."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ STARTS = {"code": 0, "math": 777, "web": 870}
 
 
 def drawn(phases: list[Phase] = PHASES, num: int = NUM, seed: int = 3) -> dict[str, list[list[int]]]:
-    """Return, for each source, the positions and the numbers of its samples, in the order in which they come."""
+    """Return, for each source, the positions and the indices of its samples, in the order of the run."""
     indices = Mixture(SIZES, phases, seed).at(np.arange(num)).tolist()
     found: dict[str, list[list[int]]] = {name: [[], []] for name in SIZES}
     for position, index in enumerate(indices):
@@ -72,7 +72,7 @@ def test_how_many_of_each_source_there_are_up_to_a_position() -> None:
 
 
 def test_the_order_of_a_mixture_is_what_it_has_always_been() -> None:
-    """A run resumes from a position: changing these numbers would repeat samples and skip others, silently."""
+    """Runs resume from a position: changing these numbers would silently repeat some samples and skip others."""
     mixture = Mixture(SIZES, PHASES, 0)
     assert mixture.at(np.arange(6)).tolist() == [818, 349, 3399, 475, 5792, 2393]
     assert mixture.at(np.array([2499, 2500, 2501, 10**12])).tolist() == [4993, 417, 814, 495]
@@ -107,7 +107,7 @@ def mixed_loader(rank: int = 0, num_ranks: int = 1, micro: int = 24, **more: Any
     [(1, 24, 0), (2, 3, 0), (4, 6, 0), (8, 1, 0), pytest.param(2, 4, 2, marks=pytest.mark.slow)],
 )
 def test_the_same_samples_for_any_ranks_micro_batches_and_workers(ranks: int, micro: int, workers: int) -> None:
-    """From step 104 on, in which the second and the third phase begin, goes on from a state of one rank."""
+    """Resume a one-rank state at step 104, in which the second and the third phase begin."""
     first = mixed_loader()
     for _ in range(103):
         next(first)
@@ -159,7 +159,7 @@ def test_when_a_phase_begins() -> None:
     assert [phase.weights for phase in phases] == [None, {"web": 1}, {"code": 1}, {"web": 1}]
     first = find_phases(config_of(SOURCES, "data.phases=[{from: 1, weights: {web: 1}}]"))
     assert first == [Phase(0, {"web": 1})]
-    # Of epochs it is not known yet how many steps they are, so that 80 % may be before step 1500 or behind it.
+    # With epochs the number of steps is not known yet, so 80 % may be before or after step 1500.
     mixed = "data.phases=[{from: 1500, weights: {web: 1}}, {from: 80%, weights: {code: 1}}]"
     check_config(config_of(SOURCES, mixed, "train.epochs=2"), 1, 1)
 
@@ -200,7 +200,7 @@ def test_a_mistake(mistake: str) -> None:
 
 
 def write_sources(folder: Path) -> str:
-    """Write three sources of 40, 12 and 5 samples of 16 tokens; returns the setting."""
+    """Write three sources of 40, 12 and 5 samples of 16 tokens, and return the setting."""
     for name, size in {"web": 40, "code": 12, "math": 5}.items():
         (folder / name).mkdir(parents=True)
         text = np.random.default_rng(size).integers(97, 123, 16 * size).astype(np.uint8).tobytes()
@@ -212,7 +212,7 @@ WHEN = {"second": 2, "third": "tokens:256", "fourth": "80%"}
 
 
 def phases_of(fourth: str = "{code: 1}", **when: object) -> str:
-    """Return the setting of phases from steps 2, 5 (after 256 tokens of 16 x 4 a step) and 6 (of six) on."""
+    """Return a setting with phases that start at steps 2, 5 (after 256 tokens, at 16 x 4 per step) and 6 (of six)."""
     when = {**WHEN, **when}
     second, third = "{web: 1, code: 1}", "{math: 3, web: 1}"
     return (
@@ -242,22 +242,23 @@ MixedRun = tuple[Path, list[dict[str, Any]], list[str]]
 
 @pytest.fixture(scope="module")
 def mixed_run(tmp_path_factory: pytest.TempPathFactory) -> MixedRun:
-    """Return the folder of six steps on one rank, their lines of metrics, and its settings."""
+    """Train six steps on one rank; return the run folder, its lines of metrics, and the settings."""
     folder = tmp_path_factory.mktemp("mixed")
     settings = [*OF_A_RUN, write_sources(folder / "data")]
     return folder / "run", fit(folder / "run", *settings, phases_of()), settings
 
 
 def losses(records: list[dict[str, Any]]) -> list[list[float]]:
-    """Return the losses of each line, infinity for null."""
+    """Return the losses of each line, with infinity for null."""
     lines = (record for record in records if record["kind"] in ("train", "eval"))
     return [[math.inf if line[field] is None else line[field] for field in FIELDS] for line in lines]
 
 
 @pytest.mark.slow
 def test_losses_of_the_sources_make_up_the_loss(mixed_run: MixedRun) -> None:
-    """Weighted by the samples that the phases have for each of them, of 32 held-out ones too; null where there are
-    none.
+    """The loss is their mean, weighted by the samples of each source in the phase, and in the 32 held-out samples.
+
+    The loss of a source without samples is null.
     """
     _, records, settings = mixed_run
     config = tiny_config(Path("run"), *settings, phases_of())

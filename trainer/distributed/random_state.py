@@ -24,7 +24,7 @@ class RandomState:
         self._seed, self._rank = seed, rank
 
     def restart(self, step: int) -> None:
-        """Reseed at `step`, without a stored state of this rank, so that the noise of the first steps does not repeat."""
+        """Reseed at `step`, if this rank has no stored state, so that the first steps' noise does not repeat."""
         seed_everything(self._seed, self._rank, step)
 
     def state_dict(self) -> dict[str, Any]:

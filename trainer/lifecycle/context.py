@@ -1,7 +1,7 @@
-"""Does the model give the same loss in slices of sequences as whole?  Asked of the model itself, before the first step.
+"""Checks before the first step that context parallelism does not change the model's loss.
 
-A model that mixes or counts tokens elsewhere than in `trainer.sequence` trains on something else in slices, and nothing
-in its curve shows that.  Knows no recipe by name.
+A model that mixes or counts tokens outside `trainer.sequence` computes a different loss on slices of sequences, and
+nothing in its loss curve shows that.  The check runs the model itself and works for any recipe.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from trainer.model.gradients import evaluating
 from trainer.sequence import current_slices, sliced
 
 _TOKENS = 32
-"""Tokens of each slice that it is tried on, at most."""
+"""Largest number of tokens per slice in the test input."""
 
 _CLOSE = {"float32": 1e-6, "bfloat16": 2e-3}
-"""Share by which the loss may differ where its parts are added in another order.  Fresh weights hardly attend to
-anything: with them, positions that begin anew in each slice change it by no more than 2e-6."""
+"""Relative tolerance of the loss, for a different order of summation.  It must be tight: freshly initialized weights
+hardly attend to anything, so that even restarting positions in each slice changes their loss by at most 2e-6."""
 
 
 def check_context(world: World, model: nn.Module, loader: object, config: RunConfig) -> None:
-    """Raise UserError, on all ranks alike, if a model gives another loss in slices than for the whole sequence.
+    """Raise UserError on all ranks if the model's loss on slices differs from that on complete sequences.
 
-    Asked of the first tokens of a rank's next sample, piece by piece, without gradients; nothing where sequences are
-    whole, or the loader is a user's own.  Collectives: those of two forward passes, and a gather of two numbers.
+    The test input is the beginning of this rank's next sample; no gradients are computed.  A no-op without context
+    parallelism, or with a custom loader.  Collectives: those of two forward passes, and a gather of two numbers.
     """
     slices = current_slices()
     if slices is None or not isinstance(loader, TrainLoader):
@@ -39,7 +39,7 @@ def check_context(world: World, model: nn.Module, loader: object, config: RunCon
     slices = replace(slices, seq_len=min(slices.seq_len, _TOKENS * slices.count))
     whole_batch, own_batch = world.agreed(lambda: _batches(loader, slices))
     loss_of = find_loss(model)
-    # Not compiled: that would be for these sizes, and once more for those of the run.
+    # Eager, because compiling for these sizes would not help the run, which has other sizes.
     with evaluating(model), torch.compiler.set_stance("force_eager"):
         with sliced(None):
             expected = float(loss_of(_on(whole_batch, world)))
@@ -56,9 +56,9 @@ def check_context(world: World, model: nn.Module, loader: object, config: RunCon
 
 
 def _batches(loader: TrainLoader, slices: Slices) -> tuple[Batch, Batch]:
-    """Return the beginning of the next sample, with the targets of this rank's slice alone, and that slice of it.
+    """Return the beginning of the next sample, with targets only in this rank's slice, and the slice itself.
 
-    What has no target there, as a prompt has none, gets its own token for one: any loss tells both apart.
+    Positions without a target, such as a prompt's, get their own token as target, so that every position counts.
     """
     batch = _with_targets(loader.first_tokens(slices.seq_len))
     own = _with_targets(loader.first_tokens(slices.seq_len, slices))

@@ -1,7 +1,7 @@
-"""Does the model keep documents that share a row to themselves?  Asked of the model itself, before the first step.
+"""Checks before the first step that attention does not cross documents packed into one row.
 
-A model that is told of documents and lets attention cross them all the same trains on what it will never see; nothing
-but its outputs shows it.  Knows no recipe by name.
+A model that accepts document ids but ignores them trains on contexts that it will never see, and only its outputs show
+that.  The check runs the model itself and works for any recipe.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from trainer.model.gradients import evaluating
 from trainer.sequence import whole
 
 _LENGTH = 6
-"""Tokens of each document that it is tried on."""
+"""Number of tokens of each test document."""
 
 _CLOSE = {torch.float32: 1e-4, torch.float64: 1e-8}
-"""By how much logits may differ, as a share of the largest, where the same sums are taken in another order; in
-dtypes that are not here by `_ROUGHLY`."""
+"""Tolerance of the logits relative to the largest one, for a different order of summation.  Other dtypes have
+`_ROUGHLY`."""
 _ROUGHLY = 3e-2
 
 
 def check_documents(world: World, model: nn.Module, loader: object, config: RunConfig) -> None:
-    """Raise UserError, on all ranks alike, if the data has documents that share rows, and the model mixes them.
+    """Raise UserError on all ranks if documents share rows and the model lets them attend to each other.
 
-    A document must come out the same behind one document, behind another, and alone: one forward pass of three short
-    rows.  Nothing is asked where the data has none, or the loader is a user's own.  Collectives: those of that pass.
+    The logits of a document must be the same after one document, after another one, and alone.  A no-op if documents do
+    not share rows, or with a custom loader.  Collectives: those of one forward pass of three short rows.
     """
     if not isinstance(loader, TrainLoader) or "documents" not in as_mapping(loader.source.batch(np.array([-1]))):
         return
@@ -48,7 +48,7 @@ def _mixes(model: nn.Module, vocab_size: int, device: torch.device) -> bool:
     one, two, tried = (torch.randint(vocab_size, (_LENGTH,), generator=generator) for _ in range(3))
     tokens = torch.stack([torch.cat(pair) for pair in ((one, tried), (two, tried), (tried, one))]).to(device)
     documents = torch.arange(2, device=device).repeat_interleave(_LENGTH).expand_as(tokens).contiguous()
-    # Not compiled: that would be for these sizes, and once more for those of the run.
+    # Eager, because compiling for these sizes would not help the run, which has other sizes.
     with evaluating(model), torch.compiler.set_stance("force_eager"), whole():
         logits = model(tokens, documents=documents)
     behind_one, behind_two, alone = logits[0, _LENGTH:], logits[1, _LENGTH:], logits[2, :_LENGTH]

@@ -1,4 +1,4 @@
-"""Evaluations: what happens around each evaluation of a run."""
+"""Runs the evaluations of a training run, and acts on their results."""
 
 from __future__ import annotations
 
@@ -13,18 +13,16 @@ from trainer.metrics.record import Record
 
 
 class Evaluations:
-    """Has an evaluation watched, its result taken into account (by the run's end, and by what is saved), and samples
-    written.
-    """
+    """Runs an evaluation under the watchdog, writes samples, and passes the result on to early stopping and saving."""
 
     def __init__(self, state: TrainState, phases: Phases, horizon: Horizon, saver: Saver, samples: Samples) -> None:
         self._state, self._phases, self._horizon, self._saver = state, phases, horizon, saver
         self._samples = samples
 
     def hold(self, evaluate: Callable[[], Record | None]) -> None:
-        """Evaluate the state as it is, and save it if it is one of the best.  Collective.
+        """Evaluate the current state, and save it if it is one of the best.  Collective.
 
-        `evaluate` returns the record, or None where nothing is held out or a stop was requested.
+        `evaluate` returns the record, or None if there is no held-out data or a stop was requested.
         """
         with self._phases.during("evaluate"):
             record = evaluate()

@@ -1,6 +1,6 @@
-"""The run folder: its owner, configuration, status and history.
+"""The run folder: its owner, configuration and status, and the files of earlier attempts.
 
-Written by rank 0 alone.  Nothing here is written before the run is known to be without mistake.
+Only rank 0 writes here, and only after the run's settings have been validated.
 """
 
 from __future__ import annotations
@@ -26,39 +26,39 @@ from trainer.errors import EXIT_FAILED, UserError, masked, print_stderr, redact,
 from trainer.files import find_folder, write_and_sync, write_atomically
 
 RECORD = ("metrics.jsonl", "metrics_superseded.jsonl", "console.log", "samples.txt", "tensorboard", "wandb", "profile")
-"""What a run that begins anew leaves behind, beside its checkpoints."""
+"""Files, other than checkpoints, that are moved aside when a run starts over."""
 
 
 @dataclass(frozen=True)
 class Loss:
-    """A folder of the run that is no longer where the run was told to put it."""
+    """A folder of the run that is no longer at its configured path."""
 
     setting: str
     folder: Path
     what: str
-    """What happened to it: "was deleted", say."""
+    """What happened to it, such as "was deleted"."""
     moved_to: Path | None = None
-    """Where the same folder is now, if it was renamed."""
+    """The folder's new path, if it was renamed."""
 
     def __str__(self) -> str:
         return f"{self.setting}={self.folder}: {self.what} while the run was training in it"
 
 
 class RunFolder:
-    """The folder `run.dir`: everything in it but metrics and checkpoints."""
+    """The folder `run.dir`: everything in it except metrics and checkpoints."""
 
     def __init__(self, config: RunConfig, is_main: bool, comment: str = "") -> None:
-        """`comment` is put above the configuration in `config.yaml`."""
+        """`comment` is written above the configuration in `config.yaml`."""
         self.config, self.path, self.is_main = config, config.run_dir, is_main
         self._comment = comment
         self._owners = [Owner(self.path, "run.dir")]
         self._is_owned = False
         self.loss: Loss | None = None
-        """The first folder of this run that was deleted, renamed or replaced.  On rank 0 alone."""
+        """The first folder of this run that was deleted, renamed or replaced.  On rank 0 only."""
         self.has_moved = False
-        """True once the run writes elsewhere because of that."""
+        """True once the run writes elsewhere because of a loss."""
         self.checkpoint_dir = config.checkpoint.dir
-        """Where checkpoints go; None: to a folder in this one."""
+        """The folder for checkpoints; None for one inside the run folder."""
         elsewhere = find_folder(config.checkpoint.dir) if config.checkpoint.dir else None
         if elsewhere is not None and self.path not in (elsewhere, *elsewhere.parents):
             self._owners.append(Owner(elsewhere, "checkpoint.dir"))
@@ -71,14 +71,14 @@ class RunFolder:
 
     @property
     def before(self) -> str | None:
-        """Content of `config.yaml`: until `begin`, that of the attempt before; None if there is none."""
+        """Content of `config.yaml`, which until `begin` is that of the previous attempt; None if there is none."""
         try:
             return (self.path / CONFIG).read_text()
         except (OSError, UnicodeDecodeError):
             return None
 
     def own(self) -> None:
-        """Make the folder this run's.  Raises UserError if another run that is alive owns it, or it cannot be used."""
+        """Acquire the folder for this run.  Raises UserError if a live run owns it, or it cannot be used."""
         if not self.is_main:
             return
         legal = {"run.dir": f"runs/{self.config.run.name}", "checkpoint.dir": None}
@@ -91,16 +91,16 @@ class RunFolder:
         self._is_owned = True
 
     def release(self) -> None:
-        """Let the next run have the folder; a folder made for nothing goes."""
+        """Release the folder for the next run.  Folders that were created and are still empty are removed."""
         self._is_owned = False
         if self.is_main:
             for owner in reversed(self._owners):
                 owner.release()
 
     def look(self) -> Loss | None:
-        """Look whether the folders of the run are still there; return the first one that is not, and say so once.
+        """Check that the run's folders still exist; return the first loss, and print it once.
 
-        None on all ranks but the first.
+        Always None except on rank 0.
         """
         for owner in self._owners if self._is_owned else ():
             if self.loss is None and (loss := owner.look()) is not None:
@@ -108,14 +108,15 @@ class RunFolder:
         return self.loss
 
     def _note_loss(self, loss: Loss) -> None:
-        """Remember the first loss and say so.  On rank 0, by the main thread or the thread of the heartbeat."""
+        """Remember and print the first loss.  On rank 0, called by the main thread or the heartbeat thread."""
         if self.loss is None:
             self.loss = loss
             print_stderr(f"warning: {loss}; the run stops after this step and saves its state elsewhere")
 
     def move(self) -> None:
-        """Have the run write elsewhere, now that a folder of it is lost: to where the folder was renamed to, or to a
-        new folder next to the old one.  On rank 0.  Raises OSError or UserError if that cannot be used.
+        """Move the run after a loss: to the folder's new name if it was renamed, otherwise to a new folder next to it.
+
+        On rank 0.  Raises OSError or UserError if that folder cannot be used.
         """
         for number, owner in enumerate(self._owners):
             loss = owner.look()
@@ -138,13 +139,14 @@ class RunFolder:
         self.has_moved = True
 
     def adopt(self, path: Path, checkpoint_dir: str | None) -> None:
-        """Rank 0 has moved the run: use its folders on this rank too."""
+        """Use the folders that rank 0 has moved the run to."""
         self.path, self.checkpoint_dir, self.has_moved = path, checkpoint_dir, True
 
     def _make_parents(self) -> None:
-        """Make the folders between `run.dir` and a `checkpoint.dir` inside it.
+        """Create the folders between `run.dir` and a `checkpoint.dir` inside it.
 
-        Once, when the run takes its folder: a save makes no parents, so that a folder that was deleted stays deleted.
+        This happens once, when the run acquires its folder.  Saves create no parents, so that a folder that was deleted
+        stays deleted.
         """
         kept = find_folder(self.checkpoint_dir) if self.checkpoint_dir else None
         if kept is not None and self.path.absolute() in kept.parents:
@@ -152,13 +154,13 @@ class RunFolder:
 
     @property
     def moved_settings(self) -> str:
-        """The settings that name where the run has moved to, as they are typed; empty if it has not moved."""
+        """Command-line settings for the folders that the run has moved to; empty if it has not moved."""
         before = {"run.dir": self.config.run_dir, "checkpoint.dir": self.config.checkpoint.dir}
         now = {"run.dir": self.path, "checkpoint.dir": self.checkpoint_dir}
         return " ".join(typed(key, now[key]) for key in now if now[key] != before[key])
 
     def using(self, work: Callable[[], object]) -> None:
-        """Do something of the start in this folder.  Raises UserError if it cannot be used: its disk is full, say."""
+        """Run `work`, and turn errors of this folder, such as a full disk, into UserError."""
         with _usable("run.dir", self.path, f"runs/{self.config.run.name}"):
             work()
 
@@ -176,9 +178,9 @@ class RunFolder:
             write_atomically(self.path / CONFIG, comment + config.to_yaml())
 
     def set_aside(self, *names: str) -> Path | None:
-        """Move what the new attempt leaves behind into a folder `previous_NNN`: never deleted.  Returns the folder.
+        """Move files that the new attempt does not continue into a folder `previous_NNN`; return that folder.
 
-        Where the metrics go, a copy goes along of what the new attempt is going to overwrite.
+        Nothing is deleted.  If the metrics are moved, files that the new attempt will overwrite are copied along.
         """
         existing = [self.path / name for name in names if (self.path / name).exists()]
         if not existing:
@@ -196,21 +198,21 @@ class RunFolder:
     def write_status(self, state: str, exit_code: int | None, step: int, reason: str) -> None:
         """Write `status.json`: `state` is running, finished, stopped or failed.
 
-        Nothing is written unless this run owns the folder: the file of another run is left as it is.
+        Nothing is written unless this run owns the folder, so that another run's file is never changed.
         """
         self.look()
         if self._is_owned and (self.loss is None or self.loss.setting != "run.dir" or self.has_moved):
             write_status(self.path, {"state": state, "exit_code": exit_code, "step": step, "reason": reason})
 
     def has_finished(self) -> bool:
-        """Return whether `status.json` says so."""
+        """Return whether `status.json` says that the run has finished."""
         try:
             return bool(json.loads((self.path / "status.json").read_text())["state"] == "finished")
         except (OSError, ValueError, KeyError, TypeError):
             return False
 
     def clean(self) -> None:
-        """Remove the half-written files of attempts that were killed."""
+        """Delete the partially written files of attempts that were killed."""
         for name in ("config.yaml", "status.json", "metrics.jsonl"):
             for partial in self.path.glob(f".{name}.*"):
                 partial.unlink()
@@ -218,7 +220,7 @@ class RunFolder:
 
 @contextlib.contextmanager
 def _usable(setting: str, folder: Path, legal: str | None) -> Iterator[None]:
-    """Turn what the file system refuses into a mistake in where things are to be: which file, and why."""
+    """Turn OSError inside the block into a UserError about the setting, with the file and the reason."""
     try:
         yield
     except OSError as error:
@@ -227,17 +229,17 @@ def _usable(setting: str, folder: Path, legal: str | None) -> Iterator[None]:
 
 
 def _free_name(folder: Path) -> Path:
-    """Return a name beside `folder` that is not taken, for what is saved of a run that has lost it."""
+    """Return an unused name next to `folder`, for rescuing the state of a run that has lost it."""
     names = (f"{folder.name}-rescued{'' if number == 1 else f'-{number}'}" for number in itertools.count(1))
     return next(path for name in names if not (path := folder.with_name(name)).exists())
 
 
 _PAUSES_S = (0.2, 1.0)
-"""Before each further try to say how a run stands: storage may be away for a moment."""
+"""Pauses before retries of writing the status, since storage may be unreachable for a moment."""
 
 
 def write_status(run_dir: Path, status: Mapping[str, Any]) -> None:
-    """Write `status.json`.  Where that cannot be it is said: a full disk must not hide what the run has to say."""
+    """Write `status.json`.  A failure is only printed, so that a full disk does not mask the run's own message."""
     text = json.dumps({**status, "reason": redact(str(status["reason"]))}) + "\n"
     for pause_s in (*_PAUSES_S, None):
         try:
@@ -251,7 +253,7 @@ def write_status(run_dir: Path, status: Mapping[str, Any]) -> None:
 
 
 def read_status(run_dir: Path) -> dict[str, Any]:
-    """Return what `status.json` holds, empty if there is none."""
+    """Return the content of `status.json`, or an empty dictionary if it cannot be read."""
     try:
         status = json.loads((run_dir / "status.json").read_text())
     except (OSError, ValueError):
@@ -260,10 +262,11 @@ def read_status(run_dir: Path) -> dict[str, Any]:
 
 
 def note_end(run_dir: Path, before: Mapping[str, Any], reached: int, reason: str) -> None:
-    """Have `status.json` say how the run ended: for a launcher that has seen all its ranks go.
+    """Write how the run ended into `status.json`, for a launcher whose ranks have all exited.
 
-    `reached` is the last step on record, `before` what it held when they were started: what an attempt before has said
-    stays, but for `running`; and so does all if another run that is alive owns the folder.
+    reached: the last recorded step.  before: the content of `status.json` when the ranks were started; if it is
+    unchanged and not `running`, it is an earlier attempt's and is left alone, as is everything if a live run owns the
+    folder.
     """
     status = read_status(run_dir)
     failed_now = status.get("state") == "failed" and status != before
@@ -273,19 +276,19 @@ def note_end(run_dir: Path, before: Mapping[str, Any], reached: int, reason: str
 
 
 class Owner:
-    """The process that owns a run's folder: one at a time, on any node, and never a dead one for long.
+    """A lock on a run's folder, held by one process at a time on any node, and broken if its owner is dead.
 
-    A file `.owner.json` names it.  On the same machine the process is looked for; on another (or on this one before it
-    was last started: host names are not unique) its heartbeat is, the file's modification time, compared with that of
-    a file made now, so that no two clocks are.
+    A file `.owner.json` identifies the owner.  On the same machine its process is looked up.  On another machine (or on
+    this one before a reboot, since host names are not unique) its heartbeat counts: the modification time of the file,
+    compared with that of a file written now, so that clocks are not compared.
     """
 
     NAME = ".owner.json"
     BEAT_S, STALE_S = 5.0, 30.0
     LOOK_S = 1.0
-    """How often the owner looks whether the folder is still there."""
+    """Interval at which the owner checks that the folder still exists."""
     _AGAIN_S = 0.2
-    """A folder that is gone is looked for again after this: it may be in the middle of being exchanged."""
+    """Delay before a missing folder is checked again, since it may be in the middle of being replaced."""
 
     def __init__(self, folder: Path, setting: str) -> None:
         self.folder, self.path, self.setting = folder, folder / self.NAME, setting
@@ -294,14 +297,14 @@ class Owner:
         self._stopped = threading.Event()
         self._beat: threading.Thread | None = None
         self._descriptor = -1
-        """The folder itself, whatever its name is by now."""
+        """An open descriptor of the folder, which stays valid if the folder is renamed."""
         self.on_loss: Callable[[Loss], None] = lambda loss: None
-        """Called, on another thread, when the folder is found to be deleted, renamed or replaced."""
+        """Called on another thread if the folder was deleted, renamed or replaced."""
 
     def acquire(self) -> None:
-        """Take the folder.  Waits up to `STALE_S` for the heartbeat of a process on another node.
+        """Acquire the folder.  Waits up to `STALE_S` for the heartbeat of an owner on another node.
 
-        Raises UserError that names the owner if it is alive; OSError if the folder cannot be written.
+        Raises UserError, naming the owner, if it is alive, and OSError if the folder cannot be written.
         """
         if self._beat is not None:
             return
@@ -321,7 +324,7 @@ class Owner:
         self._beat.start()
 
     def make(self, folder: Path) -> None:
-        """Make a folder inside this one, and its parents; `release` removes those that are still empty."""
+        """Create a folder inside this one, and its parents; `release` removes those that are still empty."""
         missing = [path for path in (folder, *folder.parents) if not path.exists()]
         folder.mkdir(parents=True, exist_ok=True)
         self._made = [*missing, *self._made]
@@ -333,18 +336,18 @@ class Owner:
         if self._beat is not threading.current_thread():
             self._beat.join()
         self._beat = None
-        with contextlib.suppress(OSError):  # a folder that can no longer be written: the next run finds us gone
+        with contextlib.suppress(OSError):  # if the folder is not writable, the next run sees that this process is gone
             if self._read() == self._own:
                 self.path.unlink(missing_ok=True)
                 for folder in self._made:
-                    folder.rmdir()  # unless it was of use
+                    folder.rmdir()  # fails unless it is empty
         os.close(self._descriptor)
         self._descriptor = -1
 
     def look(self) -> Loss | None:
-        """Return what happened to the folder, None if it is where it was.
+        """Return what happened to the folder, or None if it is still in place.
 
-        Storage that does not answer is not a loss: it may come back.
+        Unreachable storage is not a loss, since it may recover.
         """
         if self._descriptor < 0 or self._read() == self._own:
             return None
@@ -366,7 +369,7 @@ class Owner:
         return Loss(self.setting, self.folder, what, moved_to)
 
     def _is_in_place(self) -> bool:
-        """Return whether the folder that was taken still has its name."""
+        """Return whether the acquired folder is still at its path."""
         try:
             there, own = os.stat(self.folder), os.fstat(self._descriptor)
         except OSError as error:
@@ -374,7 +377,7 @@ class Owner:
         return os.path.samestat(there, own)
 
     def _find(self) -> Path | None:
-        """Return the present path of the folder, None if the system does not tell."""
+        """Return the current path of the folder, or None if it is unknown."""
         with contextlib.suppress(OSError):
             path = Path(os.readlink(f"/proc/self/fd/{self._descriptor}"))
             if os.path.samestat(path.stat(), os.fstat(self._descriptor)):
@@ -382,18 +385,18 @@ class Owner:
         return None
 
     def follow(self, folder: Path) -> None:
-        """The folder was renamed to `folder`, and is still this run's."""
+        """Continue with the folder under its new name `folder`."""
         self.folder, self.path, self._made = folder, folder / self.NAME, []
 
     def _clean(self) -> None:
-        """Remove what claimants that were killed have left, but nothing of one that is alive."""
+        """Delete the temporary files of dead claimants, but not those of live ones."""
         for path in self.folder.glob(f"{self.NAME}.*"):
             owner = _parse(path)
             if owner is None or (_where(owner) == _where(self._own) and _start_of(owner["pid"]) != owner["started"]):
                 path.unlink(missing_ok=True)
 
     def _wait_for_death(self, mine: Path) -> None:
-        """Return once the folder's owner has gone, and its file with it."""
+        """Return once the owner is dead and its file has been removed.  Raises UserError if the owner is alive."""
         owner, first_beat = self._read(), self._last_beat()
         while not self._is_dead(owner, mine):
             is_remote = owner is None or _where(owner) != _where(self._own)
@@ -403,13 +406,13 @@ class Owner:
                     f"it, or choose another {self.setting}"
                 )
             time.sleep(0.5)
-        # Of several that wait for the same death one moves the file; the others find it gone.
+        # If several processes wait for the same owner, one of them moves the file and the others find it gone.
         moved = self.path.with_name(f"{self.NAME}.stale-{self._own['token']}")
         try:
             os.rename(self.path, moved)
         except FileNotFoundError:
             return
-        if _parse(moved) != owner:  # another process was quicker: it is alive
+        if _parse(moved) != owner:  # another process was faster, and is alive
             _link(moved, self.path)
         moved.unlink()
 
@@ -421,7 +424,7 @@ class Owner:
             is_self = owner["pid"] == self._own["pid"]
             return is_self or _is_copied(owner, self.folder) or _start_of(owner["pid"]) != owner["started"]
         if owner is not None and owner["job"] and owner["job"] == self._own["job"]:
-            return bool(owner["restarts"] < self._own["restarts"])  # Slurm has requeued it: its processes have gone
+            return bool(owner["restarts"] < self._own["restarts"])  # Slurm requeued the job, so its old processes are gone
         os.utime(mine)
         return mine.stat().st_mtime - last_beat > self.STALE_S
 
@@ -446,20 +449,19 @@ class Owner:
                         self.on_loss(loss)
                     elif owner is None:
                         num_missed += 1
-                        if num_missed % 2 == 0:  # not at once: whoever deletes the whole folder has just begun
+                        if num_missed % 2 == 0:  # not immediately: the entire folder may be being deleted
                             self._claim_again()
                     elif owner.get("pid") != self._own["pid"] and self._read() == owner:
-                        # Read again: since the first look this run may have moved out of a folder whose name another
-                        # one has taken.
+                        # Read again: meanwhile this run may have moved out of a folder whose name another run took.
                         self._give_way(owner)
                 elif owner == self._own and time.monotonic() >= beat_at:
                     beat_at = time.monotonic() + self.BEAT_S
                     os.utime(self.path)
-            except OSError:  # the file system is away; it may come back
+            except OSError:  # the file system may recover
                 continue
 
     def _claim_again(self) -> None:
-        """Somebody has deleted the file that names the owner.  The folder is still there: put the file back."""
+        """Restore the owner file, which somebody deleted while the folder still exists."""
         if not self.path.exists():
             mine = self.folder / f"{self.NAME}.{self._own['token']}"
             try:
@@ -469,7 +471,7 @@ class Owner:
                 mine.unlink(missing_ok=True)
 
     def _give_way(self, owner: dict[str, Any]) -> NoReturn:
-        """End this process: it stood still for so long that another run took it for dead.  Two must not write here."""
+        """End this process, because it was suspended for so long that another run has taken over the folder."""
         print_stderr(
             f"error: {self.setting}={self.folder}: another run has taken it over ({_name(owner)}), because this one "
             f"gave no sign of life for {self.STALE_S:.0f} s\n  this run ends here, without saving; the other one "
@@ -479,7 +481,7 @@ class Owner:
 
 
 def _name(owner: Mapping[str, Any] | None) -> str:
-    """Return in words which process an owner's file names."""
+    """Describe the process in an owner file."""
     if owner is None:
         return "a process"
     job = f", Slurm job {owner['job']}" if owner.get("job") else ""
@@ -488,9 +490,9 @@ def _name(owner: Mapping[str, Any] | None) -> str:
 
 
 def is_owned(folder: Path) -> bool:
-    """Return whether the folder's owner is alive, as far as can be told by looking: for reports, not for claims.
+    """Return whether the folder's owner seems to be alive.  For reports, not for acquiring the folder.
 
-    Of a process on another node the heartbeat tells, compared with this node's clock.
+    The heartbeat of a process on another node is compared with this node's clock.
     """
     path = folder / Owner.NAME
     owner = _parse(path)
@@ -503,7 +505,7 @@ def is_owned(folder: Path) -> bool:
 
 
 def _link(source: Path, target: Path) -> bool:
-    """Give `source` the name `target` too, unless it is taken; returns whether it was free.  Atomic, on NFS as well."""
+    """Hard-link `source` to `target`; return False if `target` exists.  Atomic, also on NFS."""
     try:
         os.link(source, target)
     except FileExistsError:
@@ -543,12 +545,12 @@ def _this_folder(folder: Path) -> dict[str, Any]:
 
 
 def _is_copied(owner: dict[str, Any], folder: Path) -> bool:
-    """Return whether the file came with a copy of a run's folder: its owner, on this machine, has another one."""
+    """Return whether the owner file is part of a copied run folder, and its owner, on this machine, has the original."""
     return all(name in owner and owner[name] != value for name, value in _this_folder(folder).items())
 
 
 def _where(owner: dict[str, Any]) -> tuple[Any, ...]:
-    """Return where a process's number means something: the machine since its last start, and the container."""
+    """Return the scope of a PID: the machine since its last boot, and the PID namespace (container)."""
     return owner["host"], owner["boot"], owner["namespace"]
 
 
@@ -560,7 +562,7 @@ def _namespace() -> str:
 
 
 def _start_of(pid: int) -> str:
-    """Return when a process was started, in the kernel's ticks; empty if there is none (or it is dead, unburied)."""
+    """Return a process's start time in kernel ticks; empty if it does not exist or is a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,4 +1,4 @@
-"""Python's garbage collector, run by all ranks at the same steps."""
+"""Runs Python's garbage collector at the same steps on all ranks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import gc
 
 
 class GarbageCollection:
-    """Collects on all ranks at the same steps: a collection at a random moment on one rank holds up all others."""
+    """Collects at the same steps on all ranks, because a collection at a random moment on one rank delays all others."""
 
     def __init__(self, every: int = 100, full_every: int = 1000) -> None:
         self.every, self.full_every = every, full_every

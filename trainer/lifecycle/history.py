@@ -1,7 +1,7 @@
-"""Compares the record in a run's folder with its checkpoints: nothing that it mentions may be missing unnoticed.
+"""Compares the records in a run folder with its checkpoints, so that missing checkpoints are noticed.
 
-A run that had checkpoints does not begin anew because they are gone, and a copy of a run leaves those of the original
-alone.  Read before anything is written; rank 0 alone looks.
+A run whose checkpoints have disappeared must not silently start over, and a copy of a run must not touch the
+checkpoints of the original.  This runs on rank 0 before anything is written.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ METRICS, STATUS = "metrics.jsonl", "status.json"
 
 @dataclass(frozen=True)
 class Past:
-    """The progress of earlier attempts, as their record says."""
+    """The progress of earlier attempts according to their records."""
 
     saved: int | None = None
-    """The step of the newest checkpoint that was published, or gone on from; None if there never was one."""
+    """The step of the newest checkpoint that was published or resumed from; None if there never was one."""
     witness: str = ""
-    """The file that says so."""
+    """The file that mentions that checkpoint."""
 
 
 def read_past(folder: Path) -> Past:
-    """Return what the record in a run's folder says; nothing where there is none."""
+    """Return the progress that a run folder records; empty if there are no records."""
     past = Past()
     with contextlib.suppress(OSError):
         for record in read_kinds(folder / METRICS, "start", "checkpoint"):
-            if record["kind"] == "start":  # what it did not go on from was gone by then, or is left behind
+            if record["kind"] == "start":  # newer checkpoints were gone by then, or are superseded
                 past = Past(_step(record.get("resumed_step")), METRICS)
             else:
                 past = Past(max(past.saved or 0, _step(record.get("step")) or 0), METRICS)
     status = _read_status(folder)
     step = _step(status.get("step"))
-    # Ended in order, or begun at a step: that was saved.  A custom loop ends as "closed", saved or not.
+    # If the run ended in order, or resumed at a step, that step was saved.  A custom loop ends as "closed" either way.
     is_saved = status.get("state") in ("finished", "stopped", "running") and status.get("reason") != "closed"
     if past.saved is None and step and is_saved:
         return Past(step, STATUS)
@@ -68,14 +68,14 @@ def _read_status(folder: Path) -> dict[str, Any]:
 
 
 class History:
-    """The past of the run in a folder, whose checkpoints are now looked for in `place`."""
+    """The earlier attempts of the run in a folder, whose checkpoints are expected in `place`."""
 
     def __init__(self, folder: RunFolder) -> None:
         self._folder, self._config = folder, folder.config
         self.place = self._config.checkpoint.dir or str(folder.path / "checkpoints")
 
     def check_place(self) -> None:
-        """Raise UserError if this folder is a copy, and its checkpoints would be those of the original."""
+        """Raise UserError if this folder is a copy of a run and would use the checkpoints of the original."""
         if not self._folder.is_main or not (origin := self._copied_from()):
             return
         kept = stored_value(self._folder.before or "", "checkpoint.dir")
@@ -84,9 +84,9 @@ class History:
             raise setting_error("checkpoint.dir", self._config.checkpoint.dir, rule)
 
     def check(self, found: Found | None) -> None:
-        """Raise UserError if the run had checkpoints and there is none; warn if the newest of them is not there.
+        """Raise UserError if the run had checkpoints and has none now; warn if only the newest one is missing.
 
-        `found` is what the run goes on from by itself.
+        found: the checkpoint that `checkpoint.resume=auto` selected.
         """
         if not self._folder.is_main:
             return
@@ -103,22 +103,22 @@ class History:
             )
 
     def _is_aside(self, name: str) -> bool:
-        """Return whether the run itself has taken this checkpoint out of the way, or has passed it over."""
+        """Return whether the run itself has quarantined or moved this checkpoint, or did not choose it."""
         aside = [path.name for path in self._folder.path.glob(f"previous_*/{name}")]
         place = find_place(self.place)
         return place.is_published(name) or any(name in one for one in [*aside, *place.names_aside()])
 
     def is_copied(self, found: Found) -> bool:
-        """Return whether the checkpoint was written by another run, which is still there."""
+        """Return whether the checkpoint was written by another run that still exists."""
         return _is_another(stored_value(found.config_yaml, "run.dir"), self._folder.path)
 
     def leave_identity(self) -> None:
-        """Of a copy: leave behind what makes the original one run in Weights & Biases."""
+        """If this folder is a copy, move aside the files that identify the original in Weights & Biases."""
         if self._folder.is_main and self._copied_from():
             self._folder.set_aside("wandb")
 
     def _copied_from(self) -> str | None:
-        """Return the folder of the run that this one is a copy of; None if it is none."""
+        """Return the folder of the run that this one is a copy of, or None if it is not a copy."""
         stored = stored_value(self._folder.before or "", "run.dir")
         return str(stored) if _is_another(stored, self._folder.path) else None
 

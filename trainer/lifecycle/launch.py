@@ -1,4 +1,4 @@
-"""Starts the ranks of `nproc=N` on this machine through torch's elastic launcher, and says how they ended."""
+"""Starts the ranks of `nproc=N` on this machine through torch's elastic launcher, and reports how they ended."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def spawn(nproc: int, command: Sequence[str], config: RunConfig) -> int:
-    """Start `nproc` workers through torch's elastic launcher, and return the exit code that the run earned.
+    """Start `nproc` workers through torch's elastic launcher, and return the exit code of the run.
 
     command: arguments of the Python interpreter.
     """
@@ -36,7 +36,7 @@ def spawn(nproc: int, command: Sequence[str], config: RunConfig) -> int:
         logging.getLogger(name).setLevel(logging.CRITICAL)  # the workers report for themselves
     os.environ[SPAWNED_BY_US] = str(nproc)
     os.environ[LAUNCHER] = str(os.getpid())
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # each rank sets its own share once it knows it
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # each rank sets its number of threads later
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")  # a save may take longer than the 30 s before a kill
     launch = _launch_config(nproc)
     before = read_status(config.run_dir)
@@ -45,12 +45,12 @@ def spawn(nproc: int, command: Sequence[str], config: RunConfig) -> int:
         raise SignalException(f"asked to stop by {signal.Signals(number).name}", signal.Signals(number))
 
     request = stop.find_stop_request()
-    request.stop_in_order()  # the ranks may have steps to save, however long that takes: this process waits for them
+    request.stop_in_order()  # this process waits while the ranks save, however long that takes
     try:
-        for number in stop.caught_signals():  # until the launcher installs its own, which do the same
+        for number in stop.caught_signals():  # until the launcher installs its own handlers
             signal.signal(number, interrupt)
         if request.reason() is not None:
-            return EXIT_STOPPED  # while torch was being imported
+            return EXIT_STOPPED  # the signal came while torch was being imported
         elastic_launch(launch, sys.executable)(*command)
     except ChildFailedError as error:
         codes = {failure.exitcode for failure in error.failures.values()}
@@ -58,7 +58,7 @@ def spawn(nproc: int, command: Sequence[str], config: RunConfig) -> int:
             _note_end(config, before, killed)
         return next((code for code in (EXIT_USER_ERROR, EXIT_STOPPED) if code in codes), EXIT_FAILED)
     except SignalException:
-        # The launcher has only seen its workers go: what they achieved is on record.
+        # The launcher only knows that its workers have exited; status.json says how the run ended.
         status = read_status(config.run_dir)
         if status == before:
             return EXIT_STOPPED  # before the first step
@@ -81,12 +81,12 @@ def _launch_config(nproc: int) -> LaunchConfig:
         rdzv_endpoint="localhost:0",
         max_restarts=0,
         monitor_interval=0.1,
-        # Unhandled, SIGUSR1 kills it and orphans the ranks; what nohup has had ignored it would catch.
+        # An unhandled SIGUSR1 would kill the launcher and orphan the ranks.  Signals that nohup ignores stay ignored.
         signals_to_handle=",".join(number.name for number in stop.caught_signals()),
     )
 
 
 def _note_end(config: RunConfig, before: Mapping[str, Any], reason: str) -> None:
-    """Say, and leave in `status.json`, how the ranks ended where they could not say it themselves."""
+    """Print and record in `status.json` how the ranks ended, if they could not do so themselves."""
     print_stderr(f"error: {reason}")
     note_end(config.run_dir, before, last_step(config.run_dir / "metrics.jsonl"), reason)

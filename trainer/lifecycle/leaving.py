@@ -1,8 +1,8 @@
-"""Leaving a step whose data do not come: asked to stop, a run does not wait for a connection that is lost.
+"""Abandons a step whose data does not arrive, so that a run that was asked to stop does not wait for a lost connection.
 
-The rank that gives up says so in the ballot with which the others begin the step.  None of them has done anything in
-it by then, so that all are where the step began, and can save.  An evaluation is left as ever: in the ballot that is
-cast before each of its micro-batches.
+The rank that gives up votes for it in the step's first all-reduce, which the other ranks take part in when they begin
+the step.  None of them has changed any state by then, so that all ranks can save the state from before the step.  An
+evaluation is abandoned in the all-reduce before each of its micro-batches.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from trainer.data.prefetch import WaitAbandoned
 from trainer.distributed.ballot import Ballot
 
 PATIENCE_S = 5.0
-"""Seconds that data are waited for after a request to stop: those of most steps come by then."""
+"""Time to wait for data after a request to stop, which is enough for most steps."""
 
 
 class _Left(Exception):
-    """A rank has given up waiting for its data."""
+    """Raised on all ranks after one of them has given up waiting for its data."""
 
 
 class Leaving:
-    """Leaves a step if its data do not come on some rank that was asked to stop.
+    """Abandons a step if its data does not arrive on a rank that was asked to stop.
 
-    loader, eval_loader: ones of another class are waited for.  is_asked: whether this rank was asked to stop.
+    loader, eval_loader: custom loaders are never abandoned.  is_asked: returns whether this rank was asked to stop.
     """
 
     def __init__(self, ballot: Ballot, loader: object, eval_loader: object, is_asked: Callable[[], bool]) -> None:
@@ -40,7 +40,7 @@ class Leaving:
 
     @contextmanager
     def possible(self) -> Iterator[None]:
-        """Leave the block, on all ranks alike, with the step in it that cannot be.  At most one all-reduce."""
+        """Leave the block on all ranks if the step inside is abandoned on one.  At most one all-reduce."""
         try:
             try:
                 yield

@@ -1,10 +1,10 @@
-"""Lifecycle: the states of a run, from built to ended, and what each transition writes.
+"""The lifecycle of a run: its phases, from built to ended, and what each transition writes.
 
     built ----restore----> restored          a checkpoint was loaded
-    built, restored ----begin----> running   the folder is ours, the start record is written
+    built, restored ----begin----> running   the folder is acquired, the start record is written
     any ----end----> ended                   finished, stopped or failed: end record, status.json, folder released
 
-A mistake of the user found before `begin` leaves an existing run as it was: no transition, no record.
+A user error before `begin` leaves an existing run unchanged: no transition, no record.
 """
 
 from __future__ import annotations
@@ -62,14 +62,14 @@ TRANSITIONS: Mapping[tuple[Phase, Event], Phase] = {
     ("running", "end"): "ended",
     ("ended", "end"): "ended",
 }
-"""The phase after each event.  An event that is not listed for a phase is a mistake in the program."""
+"""The phase after each event.  An event that is not listed for a phase is a bug."""
 
 
 class Lifecycle:
-    """One run of this process: its phase, its folder, requests to stop, and how it ends.
+    """One run in this process: its phase, its folder, requests to stop, and how it ends.
 
-    Listens to failures elsewhere (`World.failures`): of other ranks, and of this rank's main thread as the watchdog
-    finds them.
+    It is a failure listener (`World.failures`) for failures of other ranks, and for hangs of this rank's main thread
+    that the watchdog detects.
     """
 
     def __init__(
@@ -93,11 +93,11 @@ class Lifecycle:
         self._folder, self._relocation, self._metrics, self._watchdog = folder, relocation, metrics, watchdog
         self._accounts, self._saver, self._forecast = accounts, saver, forecast
         self._loader, self._started = loader, started
-        self._earlier_error = sys.exc_info()[1]  # one that is being handled already
+        self._earlier_error = sys.exc_info()[1]  # an exception that is already being handled
         self.phase: Phase = "built"
         self._has_told = False
         self.stopping = False
-        """True on all ranks alike once any of them was asked to stop: the current step is the last."""
+        """True on all ranks once any rank was asked to stop: the current step is the last."""
         self.stop = find_stop_request()
         if world.is_main:
             self.stop.on_ask, self.stop.on_second_interrupt = answer_at_once, self._quit
@@ -120,19 +120,19 @@ class Lifecycle:
     # -- transitions ---------------------------------------------------------------------------------------------
 
     def restore(self) -> None:
-        """A checkpoint was loaded."""
+        """Note that a checkpoint was loaded."""
         self._enter("restore")
 
     def check_may_begin(self) -> None:
-        """Raise UserError, on all ranks alike, if this run has ended: another Trainer continues it."""
+        """Raise UserError on all ranks if this run has ended, since only a new Trainer can continue it."""
         if (self.phase, "begin") not in TRANSITIONS:
             raise UserError(f"this Trainer's run has {self.phase}: create a new Trainer, which continues from there")
 
     def begin(self, facts: Mapping[str, str], record: Mapping[str, Any], notes: Sequence[str]) -> None:
-        """Write config.yaml, open the metrics and write the start record; from here on the run counts as running.
+        """Write config.yaml, open the metrics and write the start record; from here on the run is running.
 
-        facts: the start block on the console.  record: fields of the start record.  notes: what else to say.
-        Collective; the folder is owned already.
+        facts: the start block on the console.  record: fields of the start record.  notes: further lines to print.
+        Collective; the folder must already be acquired.
         """
         opening = (self._folder.metrics, record["resumed_step"] or 0)
         for work in (self._folder.begin, lambda: self._metrics.open(*opening)):
@@ -147,18 +147,18 @@ class Lifecycle:
         nodes = self._world.env.num_nodes
         start = Record(kind="start", **record, nodes=nodes, started=self._began_at(), **self._metrics.before)
         self._metrics.write(start)
-        for note in self._saver.begin():  # which learns from the record
+        for note in self._saver.begin():  # after the start record, from which it takes measurements
             self._metrics.say(note)
 
     def _began_at(self) -> float:
-        """Return when the command began, or this Trainer, in seconds since 1970."""
+        """Return the start time of the command, or of this Trainer if unknown, in seconds since the epoch."""
         clock, command = self._metrics.clock, take_start()
         return clock.now() - (time.monotonic() - self._started) if command is None else clock.at(command)
 
     def end(self) -> int:
-        """End in order: stopped on request, or finished.  Returns the exit code.  Collective.
+        """End the run as finished, or as stopped on request.  Returns the exit code.  Collective.
 
-        Raises TrainingFailed if a folder of the run was lost; its state is saved elsewhere by then.
+        Raises TrainingFailed if a folder of the run was lost, after saving its state elsewhere.
         """
         self._end_if_lost(saves=True)
         if self.stopping:
@@ -182,23 +182,26 @@ class Lifecycle:
         return EXIT_FINISHED
 
     def _end_if_lost(self, saves: bool) -> None:
-        """Raise TrainingFailed, on all ranks alike, if a folder of the run was deleted, renamed or replaced.
+        """Raise TrainingFailed on all ranks if a folder of the run was deleted, renamed or replaced.
 
-        With `saves` the state is saved elsewhere first, unless it has been.
+        With `saves` the state is first saved elsewhere, unless it has been already.
         """
         had_moved, step = self._relocation.has_moved, self._progress.step
         if not self._relocation.check():
             return
         saved = "its state is not saved"
         if saves and step:
-            if not had_moved:  # the last save went where nothing is any more
+            if not had_moved:  # the last save was in the lost folder
                 self._saver.forget()
             self._saver.save_at_the_end(self._progress)
             saved = f"the state of step {step} is in {self._saver.place}"
         raise self._relocation.final_error(saved)
 
     def end_without_work(self, resumed_step: int | None, clean: Callable[[], None]) -> int:
-        """There is nothing left to train.  Returns the exit code.  `clean` removes what a killed attempt left."""
+        """End a run that has nothing left to train.  Returns the exit code.
+
+        clean: deletes the leftovers of an attempt that was killed.
+        """
         step, config, horizon = self._progress.step, self._config, self._accounts.horizon
         is_early = step < config.train.steps
         longer = "eval.patience=0" if is_early else f"train.steps={max(1, 2 * step)}"
@@ -216,7 +219,7 @@ class Lifecycle:
         return EXIT_FINISHED
 
     def fail(self, error: BaseException) -> None:
-        """Record how the run failed.  Calls no collective: the other ranks may be anywhere."""
+        """Record how the run failed.  Uses no collective, because the other ranks may be anywhere."""
         if isinstance(error, StopRequested):
             self._stop_promptly(error)
             return
@@ -224,7 +227,7 @@ class Lifecycle:
         self._watchdog.stop()
         self._forecast.explain(error)
         first = self._world.announce_failure(error)
-        self._saver.wait(self._config.run.timeout_s)  # the save in flight is good: let it end
+        self._saver.wait(self._config.run.timeout_s)  # let a good save in flight finish
         self._saver.doubt(self._accounts.good_until)
         if isinstance(error, UserError) and self.phase != "running":
             self._folder.release()
@@ -233,7 +236,7 @@ class Lifecycle:
         self._end("failed", exit_code, first or f"{type(error).__name__}: {error}")
 
     def _stop_promptly(self, request: StopRequested) -> None:
-        """Record a stop before the first step of this attempt.  Calls no collective."""
+        """Record a stop before the first step of this attempt.  Uses no collective."""
         self._watchdog.stop()
         if self.phase == "running":
             self._end("stopped", EXIT_STOPPED, request.name)
@@ -247,7 +250,7 @@ class Lifecycle:
         self._folder.release()
 
     def stop_in_order(self) -> None:
-        """From now on, finish the step and save when asked to stop: there is something to save."""
+        """From now on, finish the step and save when asked to stop, since there is something to save."""
         self.stop.stop_in_order()
 
     def _end(self, state: str, exit_code: int, reason: str) -> None:
@@ -269,7 +272,7 @@ class Lifecycle:
     def _tell_of_the_end(self, state: str, exit_code: int) -> None:
         command, step = self._config.run.on_end, self._progress.step
         if command and self._world.is_main and not self._has_told:
-            self._has_told = True  # the watchdog and the main thread may both find that the run has failed
+            self._has_told = True  # the watchdog and the main thread may both detect the failure
             facts = {"RUN_DIR": self._folder.path, "STATE": state, "EXIT_CODE": exit_code, "STEP": step}
             if failure := tell_of_the_end(command, facts):
                 self._metrics.say(failure, "yellow")
@@ -285,7 +288,7 @@ class Lifecycle:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Catch requests to stop inside the block; record an exception that leaves it."""
+        """Catch requests to stop inside the block, and record an exception that leaves it."""
         self.stop.install()
         try:
             yield
@@ -300,11 +303,11 @@ class Lifecycle:
 
     @contextmanager
     def looking(self) -> Iterator[None]:
-        """Catch requests to stop inside the block, in which nothing of the run is written, however it ends."""
+        """Catch requests to stop inside the block, without writing to the run, however the block ends."""
         self._enter("end")
         if self._world.is_main:
             self.stop.on_ask = partial(answer_at_once, GIVING_UP)
-        self.stop.is_answered = True  # what is said of a run, that it is saved, is not true here
+        self.stop.is_answered = True  # the usual message, which promises a save, would be wrong here
         self.stop.install()
         try:
             yield
@@ -312,9 +315,9 @@ class Lifecycle:
             self.stop.uninstall()
 
     def close(self) -> None:
-        """End the run if it is still running, and leave the process group if it is ours.  Collective.
+        """End the run if it is still running, and close the process group if it was opened here.  Collective.
 
-        Called while an exception propagates, the run has failed, and no rank waits for another.
+        If an exception is propagating, the run has failed; then this uses no collective.
         """
         error = sys.exc_info()[1]
         if error is not None and error is not self._earlier_error:
@@ -338,7 +341,7 @@ class Lifecycle:
         self._world.close()
 
     def _settle(self) -> None:
-        """Finish what is still on its way: a save, and the numbers of the last step."""
+        """Finish what is still pending: a save, and the metrics of the last step."""
         self._saver.finish()
         if self.is_running:
             self._end_if_lost(saves=False)
@@ -358,15 +361,15 @@ class Lifecycle:
                 self._metrics.say(STOPPING, "yellow")
 
     def _stop_for_good(self) -> None:
-        """A folder of the run is lost: the current step is the last.  The message is rank 0's, which has noticed it."""
+        """Make the current step the last one, because a folder of the run is lost.  Rank 0 has printed a message."""
         self.stopping = True
 
     def _stopping_s(self) -> float:
-        """Return how long stopping takes: two steps and a save as long as the longest so far, with room to spare."""
+        """Return the expected time to stop: two steps and the longest save so far, with a margin."""
         return 2.0 * self._accounts.step_s + 1.5 * self._saver.expected_s + 5.0
 
     def _watch_for_a_stop(self) -> None:
-        """Have rank 0 look for the notice and the deadline.  An older notice was meant for an earlier attempt."""
+        """Watch for the notice file and the deadline, on rank 0.  A stale notice of an earlier attempt is deleted."""
         if self._world.is_main:
             notice = self._folder.path / NOTICE
             if self._stale_notice and identity(notice) == self._stale_notice:
@@ -374,7 +377,7 @@ class Lifecycle:
             self.stop.watch(notice, find_deadline(self._config))
 
     def _quit(self) -> None:
-        """A second Ctrl-C: leave terminal and folder as they should be, whatever the process is doing; it ends now."""
+        """Restore the terminal and release the folder after a second Ctrl-C, before the process ends."""
         show_cursor()
         self.before_exit(2.0, "a second Ctrl-C", saves=False)
         releasing = threading.Thread(target=self._folder.release, daemon=True)
@@ -384,13 +387,13 @@ class Lifecycle:
     # -- failures elsewhere --------------------------------------------------------------------------------------
 
     def peer_failed(self) -> None:
-        """Another rank has failed: from now on SIGTERM ends this process, whose main thread may wait for ever."""
+        """After another rank's failure, let SIGTERM end this process, whose main thread may hang."""
         self.stop.at_once = True
 
     def before_exit(self, patience_s: float, reason: str, saves: bool = True) -> None:
-        """This process is about to end because of `reason`: say so in status.json, and let the save in flight end.
+        """Write `reason` to status.json before this process ends, and let the save in flight finish.
 
-        On another thread: this rank's main thread may hang, and so may the storage.
+        Called on another thread, since this rank's main thread may hang.  The storage may hang as well.
         """
         if self.is_running:
             status = ("failed", EXIT_FAILED, self._progress.step, reason)
@@ -401,6 +404,6 @@ class Lifecycle:
             self._saver.wait(min(patience_s, self._config.run.timeout_s))
 
     def give_up(self, reason: str) -> None:
-        """The watchdog has found that the main thread hangs: record that the run has failed.  On another thread."""
-        self._folder.write_status("failed", EXIT_FAILED, self._progress.step, reason)  # the rest may hang too
+        """Record the failure after the watchdog has found that the main thread hangs.  Called on another thread."""
+        self._folder.write_status("failed", EXIT_FAILED, self._progress.step, reason)  # first, as the rest may hang too
         self._end("failed", EXIT_FAILED, reason)

@@ -1,4 +1,4 @@
-"""The command in `run.on_end`: rank 0 runs it once, and tells it how the run ended."""
+"""Runs the command in `run.on_end` once, on rank 0, with the outcome of the run in its environment."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import subprocess
 from collections.abc import Mapping
 
 LIMIT_S = 30.0
-"""How long it may take: whatever has asked the run to stop waits for it."""
+"""Time limit of the command: whoever asked the run to stop waits for it."""
 _GRACE_S = 5.0
-"""After so much more the command is ended where the run no longer can: it was killed meanwhile, or left in a hurry."""
+"""Extra time after which `timeout` kills the command, if this process was killed meanwhile and cannot."""
 
 
 def tell_of_the_end(command: str, facts: Mapping[str, object]) -> str:
-    """Run a command in a shell, with `facts` in its environment.  Returns what went wrong, in words; empty if nothing.
+    """Run a shell command with `facts` in its environment; return an error message, or an empty string.
 
-    Signals to the run's process group do not reach it.
+    The command runs in its own session, so that signals to the run's process group do not reach it.
     """
     env = os.environ | {name: str(value) for name, value in facts.items()}
     try:
@@ -37,6 +37,6 @@ def tell_of_the_end(command: str, facts: Mapping[str, object]) -> str:
 
 
 def _limiter() -> list[str]:
-    """Return the command that ends another, and all that this has started, after a time; empty where there is none."""
+    """Return a `timeout` prefix that kills a command and its children after a time; empty if there is no `timeout`."""
     program = shutil.which("timeout")
     return [] if program is None else [program, "-s", "KILL", f"{LIMIT_S + _GRACE_S:g}"]

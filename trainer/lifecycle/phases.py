@@ -1,4 +1,4 @@
-"""Notices the phases of a step by hooks on the model and the optimizers, whatever step of your own they are used in."""
+"""Detects the phases of a step by hooks on the model and the optimizers, so that custom train steps work too."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 IN_STEP = ("data", "forward", "backward", "reduce", "optimizer")
-"""Phases of a step, in order; the others are start, evaluate, save, profile and between steps."""
+"""Phases of a step, in order.  Other phases: start, evaluate, save, profile and between steps."""
 
 
 class Watched(Protocol):
-    """Keeps the phase of this rank: the watchdog."""
+    """Tracks the phase of this rank; implemented by the watchdog."""
 
     phase: str
 
@@ -23,7 +23,7 @@ class Watched(Protocol):
 
 
 def watch_phases(watched: Watched, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Have the model and the optimizers report the phases of a step to `watched`."""
+    """Register hooks on the model and the optimizers that report the phases of a step to `watched`."""
 
     def before_forward(module: nn.Module, inputs: Any) -> None:
         watched.begin_forward()
@@ -47,7 +47,7 @@ def watch_phases(watched: Watched, model: nn.Module, optimizers: Sequence[torch.
         if watched.phase in IN_STEP:
             watched.enter("optimizer")
 
-    # Before FSDP's own hook, which gathers, and waits.
+    # Before FSDP's hook, which all-gathers and waits.
     model.register_forward_pre_hook(before_forward, prepend=True)
     model.register_forward_hook(after_forward)
     for optimizer in optimizers:

@@ -1,6 +1,6 @@
-"""NCCL's own record of its collectives: how far they have come on this rank's device, and the record as a file.
+"""Reads NCCL's flight recorder: the progress of collectives on this rank's GPU, and a dump of the record.
 
-It lies in host memory, so that it can be read while the device hangs.
+The record is in host memory, so that it can be read while the GPU hangs.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class Progress:
-    """The collectives of this rank, over all its process groups: how many have ended, have begun and are queued.
+    """Numbers of collectives completed, started and enqueued by this rank, over all its process groups.
 
-    All ranks call the same ones, so that these numbers can be compared.  `waiting_for` is the oldest that has not
-    ended, in words.
+    All ranks call the same collectives, so the numbers of different ranks can be compared.  `waiting_for` describes the
+    oldest unfinished collective.
     """
 
     completed: int
@@ -31,12 +31,12 @@ class Progress:
 
 
 def has_record() -> bool:
-    """Return whether NCCL is in use here."""
+    """Return whether NCCL is in use in this process."""
     return dist.is_nccl_available() and torch.cuda.is_initialized()
 
 
 def read_record() -> bytes:
-    """Return NCCL's record as JSON; empty where there is none."""
+    """Return NCCL's record as JSON; empty if NCCL is not in use."""
     if not has_record():
         return b""
     return bytes(_recorder()._dump_nccl_trace_json(includeCollectives=True, onlyActive=False))
@@ -49,7 +49,7 @@ def _recorder() -> Any:
 
 
 def progress_of(record: bytes) -> Progress | None:
-    """Return how far the collectives of a record have come; None if it does not say."""
+    """Return the progress of the collectives in a record; None if the record does not contain it."""
     with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
         content = json.loads(record)
         groups: Mapping[str, Mapping[str, Any]] = content["pg_status"]
@@ -63,7 +63,7 @@ def progress_of(record: bytes) -> Progress | None:
 
 
 def _in_words(entry: Mapping[str, Any]) -> str:
-    """Return a collective as `all_gather number 12 of group 0 (default_pg)`."""
+    """Describe a collective, such as `all_gather number 12 of group 0 (default_pg)`."""
     name = str(entry["profiling_name"]).removeprefix("nccl:").lstrip("_")
     group, *of = entry["process_group"]
     words = f"{name} number {entry['collective_seq_id']} of group {group}"
@@ -71,8 +71,9 @@ def _in_words(entry: Mapping[str, Any]) -> str:
 
 
 def keep_record(folder: Path, rank: int) -> None:
-    """Write the record into `folder`, if there is one: by the name and in the format in which NCCL does it itself, and
-    `python -m torch.distributed.flight_recorder.fr_trace` reads it.
+    """Dump the record, if there is one, into `folder`.
+
+    Name and format are those of NCCL's own dumps, for `python -m torch.distributed.flight_recorder.fr_trace`.
     """
     if has_record():
         with contextlib.suppress(OSError):

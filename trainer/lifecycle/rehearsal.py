@@ -1,4 +1,4 @@
-"""A dry run: all that a start does short of the first step, in a folder that is gone afterwards."""
+"""Dry runs: everything that a start does before the first step, in a temporary folder."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from trainer.config import RunConfig
 from trainer.distributed.environment import Environment
 
 _FOLDER = "MESHTRAINER_DRY_RUN"
-"""The folder of a dry run, as the process that starts its ranks has told them."""
+"""The folder of a dry run, set by the process that starts the ranks."""
 
 
 @contextmanager
 def rehearsing(config: RunConfig, env: Environment) -> Iterator[RunConfig]:
-    """Yield the configuration of a dry run: nothing is written but into a folder of its own, removed in the end.
+    """Yield the configuration of a dry run, which writes only to a temporary folder that is removed afterwards.
 
-    It resumes as the run itself would, from checkpoints that it leaves alone.
+    A dry run resumes as the run itself would, without changing its checkpoints.
     """
     told = os.environ.get(_FOLDER)
     folder = Path(told or _name_of(config, env))
@@ -41,12 +41,12 @@ def rehearsing(config: RunConfig, env: Environment) -> Iterator[RunConfig]:
     finally:
         if told is None:
             os.environ.pop(_FOLDER)
-            if env.rank == 0:  # which alone writes
+            if env.rank == 0:  # only rank 0 writes
                 shutil.rmtree(folder, ignore_errors=True)
 
 
 def _name_of(config: RunConfig, env: Environment) -> Path:
-    """Return the folder, the same on all ranks of a node whatever has started them."""
+    """Return the temporary folder, the same on all ranks of a node with any launcher."""
     started_by = os.environ.get("TORCHELASTIC_RUN_ID") or env.job or os.getpid()
     seed = f"{os.getuid()} {started_by} {Path(config.run.dir).absolute()}"
     return Path(tempfile.gettempdir()) / f"meshtrainer-dry-run-{hashlib.sha256(seed.encode()).hexdigest()[:16]}"

@@ -1,8 +1,8 @@
-"""Relocation: where a run saves its state once a folder of it was deleted, renamed or replaced by another one.
+"""Relocation: saves a run elsewhere after one of its folders was deleted, renamed or replaced.
 
-To train on would lose the results, and to make the folder again would put files where somebody has just cleared them
-away, or where another run has begun.  So the run ends after the current step.  Its state, metrics and status go to
-where the folder was renamed to, or to a new folder next to the old one; from there the run can be continued.
+To continue training would lose the results, and to recreate the folder would put files where somebody has just deleted
+them or where another run has started.  So the run ends after the current step.  Its state, metrics and status go to the
+folder's new name if it was renamed, otherwise to a new folder next to the old one, and the run can be resumed there.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Result = TypeVar("Result")
 
 
 class Relocation:
-    """Moves the files of a run once its folder is lost.  All methods are collective."""
+    """Moves a run after its folder was lost.  All methods are collective."""
 
     def __init__(self, world: World, folder: RunFolder, checkpoints: Checkpoints, metrics: Metrics) -> None:
         self._world, self._folder, self._checkpoints, self._metrics = world, folder, checkpoints, metrics
@@ -29,10 +29,10 @@ class Relocation:
         """True on all ranks once the run writes elsewhere."""
 
     def check(self) -> bool:
-        """Look whether the folder is still there; if not, have all that is still to be written go elsewhere.
+        """Check whether a folder of the run is lost; if so, redirect all further writes to another folder.
 
-        Returns whether it is lost.  Raises on all ranks if no other folder can be made.  One broadcast as long as the
-        folder is there.
+        Returns whether a folder is lost.  Raises on all ranks if no other folder can be created.  One broadcast if no
+        folder is lost.
         """
         if self.has_moved:
             return True
@@ -52,7 +52,7 @@ class Relocation:
             self._metrics.move_to(self._folder.path)
 
     def _agreed(self, loss: Loss, work: Callable[[], Result]) -> Result:
-        """Return what `work` returns; raise on all ranks if it fails on one, also if another run owns the folder."""
+        """Return the result of `work()`; if it fails on any rank, raise TrainingFailed there and an error on all."""
 
         def attempt() -> Result:
             try:
@@ -63,9 +63,9 @@ class Relocation:
         return self._world.agreed(attempt)
 
     def final_error(self, saved: str) -> TrainingFailed:
-        """Return the error with which the run ends: what happened, what is where, and how to continue.
+        """Return the error that ends the run: what happened, where the files are, and how to continue.
 
-        saved: what is known of its state, such as "the state of step 7 is in runs/a-rescued/checkpoints".
+        saved: where its state is, such as "the state of step 7 is in runs/a-rescued/checkpoints".
         """
         settings = self._folder.moved_settings
         lines = [str(self._folder.loss), saved]

@@ -1,4 +1,4 @@
-"""Resume: which checkpoint a run starts from, and what it leaves behind when it does."""
+"""Resume: selects the checkpoint that a run starts from, and moves aside what the run does not continue."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from trainer.metrics.sinks import warn
 
 
 class Resume:
-    """Restores a state from the checkpoint that `checkpoint.resume` selects, or from one that is named.
+    """Restores a state from the checkpoint that `checkpoint.resume` selects, or from a given one.
 
     All methods are collective unless they say otherwise.
     """
@@ -40,22 +40,22 @@ class Resume:
         self._checkpoints, self._folder, self._metrics = checkpoints, folder, metrics
         self.history = History(folder)
         self.step: int | None = None
-        """Step of the checkpoint loaded last; None for a fresh start."""
+        """Step of the last loaded checkpoint; None for a fresh start."""
         self.path = ""
-        """Where that checkpoint is."""
+        """Path or URL of that checkpoint."""
         self.is_own = False
-        """True if that checkpoint is one of this run."""
+        """True if that checkpoint belongs to this run."""
         self.changed: list[str] = []
         """Settings that differ from those of the checkpoint, one line each."""
         self.seconds = 0.0
-        """Seconds spent loading."""
+        """Time spent loading, in seconds."""
         self._has_gone_back = False
 
     def load(self, state: Savable, path: str | Path | None, is_running: bool) -> Found | None:
-        """Restore `state` from `path`, by default from what `checkpoint.resume` selects; None for a fresh start.
+        """Restore `state` from `path`, by default from the checkpoint that `checkpoint.resume` selects.
 
-        Raises UserError for a checkpoint that does not fit, with the first differences and a file of all of them;
-        TrainingFailed if none is good.
+        Returns None for a fresh start.  Raises UserError for an incompatible checkpoint, with the first differences and
+        a file of all of them, and TrainingFailed if no checkpoint is good.
         """
         self._world.agreed(self.history.check_place)
         found = self._find(state, str(path) if path is not None else None, is_running)
@@ -65,7 +65,7 @@ class Resume:
         own_path = f"{self._checkpoints.place}/{name_of(found.manifest.step)}"
         self.is_own = self._world.broadcast(is_same_place(found.path, own_path))
         if not self.is_own or self._world.broadcast(self.history.is_copied(found)):
-            self._metrics.wandb_id = None  # the other run's
+            self._metrics.wandb_id = None  # it belongs to the other run
         self._has_gone_back = is_running
         if self._world.is_main:
             _report(found)
@@ -88,16 +88,16 @@ class Resume:
             if self.step is None and not is_running:
                 self._world.agreed(lambda: self.history.check(found))
             return found
-        # Rank 0 decides which: a run still training elsewhere has another newest checkpoint a moment later.
+        # Rank 0 decides, because the newest checkpoint of a live run may change at any moment.
         named = self._world.agreed(lambda: str(find_checkpoint(resume)) if self._world.is_main else "")
         with self._listing():
             return self._checkpoints.reader.load(find_place(self._world.broadcast(named)), *how)
 
     @contextmanager
     def _listing(self) -> Iterator[None]:
-        """Put all differences of a checkpoint that does not fit into a file, where they are too many to be told.
+        """Write all differences of an incompatible checkpoint to a file, if they are too many to print.
 
-        It is a temporary one, always the same for a run: a refused start leaves the run's folder as it was.
+        This is a temporary file with a fixed name per run, since a refused start must not change the run's folder.
         """
         try:
             yield
@@ -109,7 +109,7 @@ class Resume:
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """Count the time inside the block as loading.  Not collective."""
+        """Add the time inside the block to the loading time.  Not collective."""
         started = time.perf_counter()
         try:
             yield
@@ -117,10 +117,10 @@ class Resume:
             self.seconds += time.perf_counter() - started
 
     def _is_restart(self, resume: str) -> bool:
-        """Return whether the newest checkpoint here is of an attempt that started as this one is asked to.
+        """Return whether the newest checkpoint here is from an attempt that was started with the same `resume`.
 
-        Then this is that attempt, started again after it was stopped or killed, and its progress is kept: the same
-        command continues.  With `none` only if it is the same job, started again by its launcher.
+        Then this is a restart of that attempt after it was stopped or killed, and continues from its progress.  With
+        `none` this holds only if the launcher has restarted the same job.
         """
         if resume == "auto":
             return False
@@ -142,18 +142,18 @@ class Resume:
         return is_restart
 
     def confirm(self, step: int) -> None:
-        """Training continues at `step`: what came after a checkpoint that was loaded in mid-run is superseded."""
+        """Note that training continues at `step`; if a checkpoint was loaded in mid-run, later ones are superseded."""
         if self._has_gone_back:
             self._has_gone_back = False
             self.supersede(is_running=True)
             self._world.agreed(lambda: self._metrics.go_back(step))
 
     def supersede(self, is_running: bool = False) -> None:
-        """Move aside what this attempt does not continue from, and remove what killed attempts left half written.
+        """Move aside what this attempt does not continue, and delete the partial files of attempts that were killed.
 
-        Asked to start anew (`checkpoint.resume=none`) or from an older checkpoint, the run supersedes the checkpoints
-        past it, which `auto` would otherwise resume from.  Continuing from elsewhere, it supersedes all that are here,
-        and their metrics.
+        A run that starts over (`checkpoint.resume=none`) or from an older checkpoint supersedes later checkpoints, from
+        which `auto` would otherwise resume.  A run that continues a checkpoint from elsewhere supersedes all
+        checkpoints here, and their metrics.
         """
         work = partial(self._supersede, is_running)
         if not is_running:
@@ -182,11 +182,11 @@ class Resume:
 
 
 def _kept_outside(folder: Path, text: str) -> str:
-    """Write the text to the temporary file of the run in `folder`.  Returns its path; empty if it cannot be written."""
+    """Write text to the temporary file for the run in `folder`; return its path, or "" if it cannot be written."""
     number = hashlib.sha256(os.fsencode(folder)).hexdigest()[:12]
     path = os.path.join(gettempdir(), f"meshtrainer-{os.getuid()}-{number}.txt")
     with suppress(OSError):
-        # Others may write there, too: what they have put under this name is not followed, nor can they read this.
+        # The folder is shared with other users: do not follow their links, and do not let them read the file.
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "w") as file:
             file.write(text)
         return path

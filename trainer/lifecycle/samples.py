@@ -1,4 +1,4 @@
-"""Samples: continues the user's prompts at each evaluation."""
+"""Generates samples from the prompts in `log.prompts` at each evaluation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trainer.optim.average import WeightAverage
 
 
 class Samples:
-    """Continues `log.prompts`: of chats, answers them.  The same seed each time, so that samples can be compared."""
+    """Continues `log.prompts`, or answers them if the data is chats.  The seed is fixed, so that samples compare."""
 
     def __init__(
         self, config: RunConfig, world: World, model: nn.Module, average: WeightAverage, metrics: Metrics
@@ -41,14 +41,14 @@ class Samples:
 
     @cached_property
     def _ends(self) -> set[int]:
-        """The tokens that end a sample: of a document, or of the assistant's turn."""
+        """The tokens that end a document or an assistant's turn."""
         data = self._config.data
         if data.source == "chat":
             return chat_end_ids(data.tokenizer, data.chat_template)
         return {find_tokenizer(data.tokenizer).end_id}
 
     def check(self) -> None:
-        """Raise UserError for a prompt that has no tokens: the tokenizer knows no chats, say."""
+        """Raise UserError for a prompt that cannot be tokenized, for example if the tokenizer has no chat template."""
         assert len(self._prompts) == len(self._config.log.prompts)
 
     def write(self, step: int) -> None:

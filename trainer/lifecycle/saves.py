@@ -1,4 +1,4 @@
-"""Work around each save of a run: before it, while training waits for it, and after it."""
+"""Connects saves with the rest of a run: what happens before, during and after each save."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trainer.metrics.sinks import warn
 
 
 class RunSaves:
-    """The SaveListener of a run: owns the folder, settles the accounts, watches the save and writes its record."""
+    """The SaveListener of a run: acquires the folder, resolves pending metrics, and times and records the save."""
 
     def __init__(
         self,

@@ -1,12 +1,12 @@
-"""Is this run set up as it was asked to be?  Asked once, before the first step, of all ranks together.
+"""Self-check before the first step: verifies across all ranks that the run is set up as configured.
 
-What goes wrong here goes wrong without a word later: a parameter that FSDP never saw trains on each rank by itself,
-replicas that differ once differ for ever, samples that two ranks read count twice.
+The errors it finds would otherwise stay silent: a parameter that FSDP does not manage trains separately on each rank,
+replicas that differ once never become equal again, and samples that two ranks read count twice.
 
-Not looked at: loaders of a user's own, which have no indices to compare; buffers, which may be each rank's own (those
-that are saved are compared when they are); models beside `Trainer.model`, such as a teacher or an average.
+Not checked: custom loaders, which have no sample indices to compare; buffers, which may differ between ranks (saved
+ones are compared at the save); and models other than `Trainer.model`, such as a teacher or an average.
 
-Changes nothing, and draws no random number.  Knows no recipe by name.
+The check changes nothing, draws no random numbers, and works for any recipe.
 """
 
 from __future__ import annotations
@@ -42,25 +42,25 @@ from trainer.model.parameters import tied_names
 from trainer.model.replicas import replicas_of
 
 DATA = "data"
-"""What a Trainer lists in `exempt_from_selfcheck` to have the share of the samples left alone."""
+"""Entry of `Trainer.exempt_from_selfcheck` that skips the check of the samples."""
 
 _OF_A_RANK = ("run.threads", "data.cache_dir", "data.num_workers")
-"""Keys that may differ between ranks: they change no result."""
+"""Keys that may differ between ranks, since they do not affect results."""
 
 _MAX_LINES = 10
 _BLOCK = 4096
-"""Words of 8 bytes that go into one sum of a checksum."""
+"""Number of 8-byte words per partial sum of a checksum."""
 
 # ---------------------------------------------------------------------------------------------------------------
-# The same run on all ranks
+# Comparing configuration and code
 
 
 def check_same_run(channel: Channel, config: RunConfig, owner: type, exempt: Iterable[str] = ()) -> None:
-    """Raise UserError, on all ranks alike, unless all have the same configuration and the same code.
+    """Raise UserError on all ranks unless they have the same configuration and the same code.
 
-    Code is this package with its recipes, the modules of the model and of `owner` (the Trainer's class), torch and
-    Python; `exempt` has patterns of keys and files that may differ.  To be called before anything is built, because
-    ranks with different meshes would wait for each other.  One gather of a number where all is well.
+    Code means this package with its recipes, the modules of the model and of `owner` (the Trainer's class), torch and
+    Python.  `exempt`: patterns of keys and files that may differ.  Call this before anything is built, because ranks
+    with different meshes would wait for each other.  One gather of a number if there is no difference.
     """
     if config.train.objective != getattr(owner, "objective", "tokens"):
         rule = f"must be trained by {config.trainer_class(owner).__name__}, but this is {owner.__name__}"  # type: ignore[type-var]
@@ -70,7 +70,7 @@ def check_same_run(channel: Channel, config: RunConfig, owner: type, exempt: Ite
     exempt = tuple(exempt)
     facts = {name: fact for name, fact in _facts(config, owner) if not _matches(name, exempt)}
     digest = zlib.crc32(json.dumps(facts, sort_keys=True).encode())
-    # Also where this rank has the self-check off: whether all have is a part of what is compared.
+    # Gather even if the self-check is off on this rank: it may be on elsewhere.
     wanted = channel.gather((digest, config.run.selfcheck))
     if len(set(wanted)) == 1 or not any(is_on for _, is_on in wanted):
         return
@@ -85,10 +85,10 @@ def check_same_run(channel: Channel, config: RunConfig, owner: type, exempt: Ite
 
 
 def check_shape(world: World, config: RunConfig) -> MeshShape:
-    """Return the mesh's shape on this number of ranks.
+    """Return the shape of the mesh for this number of ranks.
 
-    Raises UserError, on all ranks alike, for settings that do not fit it, or that need what is not installed; warns
-    where it is badly placed.
+    Raises UserError on all ranks for settings that do not match it or that require missing packages; warns if the shape
+    is inefficient.
     """
     local_world_size = world.env.local_world_size
     shape = world.agreed(lambda: check_config(config, world.size, local_world_size))
@@ -110,7 +110,7 @@ def _facts(config: RunConfig, owner: type) -> Iterator[tuple[str, str]]:
 
 
 def _sources(config: RunConfig, owner: type) -> dict[str, Path]:
-    """Return the files of this package, of its recipes and of what the user brings, by names that are no paths."""
+    """Return the source files of this package, its recipes and the user's modules, by names that are not paths."""
     found = {}
     for package in ("trainer", "trainer.recipes"):
         for folder in map(Path, sys.modules[package].__path__ if package in sys.modules else ()):
@@ -129,12 +129,12 @@ def _sources(config: RunConfig, owner: type) -> dict[str, Path]:
 
 
 def _file_of(module: str) -> str | None:
-    """Return the file of a module that is named but not imported yet."""
+    """Return the file of a module that has not been imported yet."""
     if module in sys.modules or not module:
-        return None  # a built-in, or typed in by hand
+        return None  # a built-in, or defined interactively
     try:
         spec = importlib.util.find_spec(module)
-    except ModuleNotFoundError:  # building the model will say so
+    except ModuleNotFoundError:  # building the model will report it
         return None
     return spec.origin if spec is not None else None
 
@@ -152,38 +152,37 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# What was built
+# Comparing model and data
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """This rank's part of one parameter: `length` of `total` along one dim, from `start` on."""
+    """This rank's part of one parameter: `length` of `total` rows along one dim, from `start` on."""
 
     name: str
     facts: str
-    """What must be the same on all ranks."""
+    """Properties that must be the same on all ranks."""
     tensor: torch.Tensor
     start: int
     length: int
     total: int
     copies: int
-    """How many ranks hold the same piece."""
+    """Number of ranks that hold the same piece."""
 
 
 @dataclass(frozen=True)
 class _Report:
-    """The report of one rank to the others: small, whatever the model."""
+    """What one rank reports to the others; small for any model."""
 
     problems: list[str]
     digest: int
-    """Of what its parameters are, which must be the same on all ranks."""
+    """Digest of the parameters' properties, which must be the same on all ranks."""
     pieces: NDArray[np.int64]
-    """A row for each parameter: start, length, checksum."""
+    """One row per parameter: start, length, checksum."""
     order: tuple[int, int, int, str] | None
-    """Where in the data it stands: position, number of samples, seed, and a digest of the data; None if that is not
-    checked."""
+    """Position in the data, number of samples, seed, and a digest of the data; None if the data is not checked."""
     samples: NDArray[np.int64] | None
-    """What it reads for the next step."""
+    """Indices of the samples that this rank reads for the next step."""
 
 
 def check_start(
@@ -194,20 +193,17 @@ def check_start(
     loader: object,
     exempt: Iterable[str] = (),
 ) -> None:
-    """Raise TrainingFailed, on all ranks alike, with all that is wrong on any of them.
+    """Raise TrainingFailed on all ranks, with the problems of all of them.
 
     Every trainable parameter must be sharded over the last axis of `mesh` and replicated over the one before, or be
-    whole on each rank and have its gradient averaged (`trainer.model.replicas`); the pieces must make up the whole;
-    replicas (and frozen parameters that are whole on every rank) must be equal bit for bit; `ties`, groups of names,
-    must still be one parameter; and what the ranks read for the next step must be the global batch, each sample once,
-    in order, and once for each rank that holds a slice of it.  `exempt`: patterns of parameter names to pass over, and
+    unsharded with its gradient averaged (`trainer.model.replicas`).  The shards must cover the parameter without
+    overlap.  Replicas, and frozen unsharded parameters, must be bitwise equal.  `ties`, groups of names, must still be
+    the same parameter.  The samples that the ranks read for the next step must be the global batch: each sample once,
+    in order, or once for each rank that holds a slice of it.  `exempt`: patterns of parameter names to skip, and
     `DATA`.
-
-    Reads each replicated parameter once; two gathers, of 24 bytes for each parameter and 8 for each sample.
-    """
     exempt = tuple(exempt)
     replicas = replicas_of(model)
-    reshard(model)  # a forward pass of the user's own may have left units gathered
+    reshard(model)  # a custom forward pass may have left units unsharded
     pieces: list[_Piece] = []
 
     def look() -> _Report:
@@ -260,7 +256,7 @@ def _untied(model: nn.Module, ties: Sequence[Sequence[str]], exempt: Sequence[st
     for first, *aliases in ties:
         home: set[str] = next((group for group in still_tied if first in group), set())
         for alias in aliases:
-            # A name that is no longer there was taken away on purpose.
+            # A name that no longer exists was removed on purpose.
             if {first, alias} <= names and alias not in home and not _matches(alias, exempt):
                 yield f"{alias} is a parameter of its own; expected: one with {first}, as the model was built"
 
@@ -268,9 +264,9 @@ def _untied(model: nn.Module, ties: Sequence[Sequence[str]], exempt: Sequence[st
 def _examine(
     name: str, parameter: nn.Parameter, mesh: DeviceMesh, world_size: int, is_reduced: bool
 ) -> tuple[str, _Piece | None]:
-    """Return what is wrong with a parameter, and the piece of it that is here, if there is one to compare.
+    """Return the problem with a parameter, and this rank's piece of it, if there is one to compare.
 
-    `is_reduced`: whether its gradient is averaged over all ranks although it is no DTensor, or there is one rank.
+    `is_reduced`: whether its gradient is averaged over all ranks even if it is not a DTensor, or there is one rank.
     """
     shape, wanted = tuple(parameter.shape), parameter.requires_grad
     facts = f"{parameter.dtype} {shape}, {'trainable' if wanted else 'frozen'}"
@@ -283,7 +279,7 @@ def _examine(
     *outer, last = parameter.placements
     if parameter.device_mesh != mesh or outer != [Replicate()] * len(outer) or not isinstance(last, Shard):
         if not wanted:
-            return "", None  # frozen, and the user's own affair
+            return "", None  # a frozen parameter may be placed in any way
         placed = f"{tuple(parameter.placements)} on {_axes(parameter.device_mesh)}"
         return f"{name} is placed {placed}; expected: {_asked_for(mesh)}", None
     local, dim = parameter.to_local(), last.dim
@@ -308,10 +304,10 @@ def _axes(mesh: DeviceMesh) -> str:
 
 @torch.no_grad()
 def _checksum(piece: _Piece) -> int:
-    """Return a checksum over the bytes of a piece that others hold too, else 0.
+    """Return a checksum of the bytes of a piece that other ranks hold as well, otherwise 0.
 
-    Sums of blocks of 64-bit words, which the tensor's own device adds up at the speed of its memory, then CRC-32 over
-    the sums: any single change is found, and so are blocks that have changed places.
+    The device sums up blocks of 64-bit words at the speed of its memory, and CRC-32 is computed over the sums.  This
+    detects any single change, and swapped blocks.
     """
     tensor = piece.tensor.detach()
     if piece.copies == 1 or tensor.numel() == 0 or is_traceable_wrapper_subclass(tensor):
@@ -339,7 +335,7 @@ def _different_parameters(of_ranks: Sequence[Mapping[str, str]]) -> Iterator[str
 
 
 def _compare_pieces(pieces: Sequence[_Piece], tables: NDArray[np.int64]) -> Iterator[str]:
-    """Yield what does not fit together; `tables` has for each rank and parameter start, length and checksum."""
+    """Yield inconsistencies between ranks.  tables: start, length and checksum by rank and parameter."""
     for number, piece in enumerate(pieces):
         holders: dict[tuple[int, int], list[int]] = {}
         for rank, (start, length) in enumerate(tables[:, number, :2].tolist()):
@@ -365,7 +361,7 @@ def _compare_pieces(pieces: Sequence[_Piece], tables: NDArray[np.int64]) -> Iter
 
 
 def _compare_replicas(name: str, ranks: Sequence[int], checksums: Sequence[int]) -> Iterator[str]:
-    # What most hold is taken to be right, and of two what the first one holds.
+    # The majority is taken to be right; with two replicas, the first one.
     right = max(checksums, key=checksums.count)
     model = ranks[checksums.index(right)]
     for rank, checksum in zip(ranks, checksums, strict=True):
@@ -385,7 +381,7 @@ def _compare_data(reports: Sequence[_Report], loader: object) -> Iterator[str]:
     for rank, report in enumerate(reports):
         own = report.samples if report.samples is not None else np.empty(0, dtype=np.int64)
         share = expected[first : first + own.size]
-        if (rank + 1) % num_sharing == 0:  # the last of those that hold slices of the same samples
+        if (rank + 1) % num_sharing == 0:  # the last rank with a slice of these samples
             first += own.size
         if not np.array_equal(own, share):
             others = sorted({owner[sample] for sample in own.tolist() if sample in owner})
