@@ -77,7 +77,7 @@ def test_what_a_template_leaves_out_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_turn_that_nothing_ends_is_refused(tmp_path: Path) -> None:
-    """Also a turn that ends with white space only: an answer may contain white space, so generation would never stop."""
+    """Also a turn that ends with white space only, which an answer may contain: generation would never stop."""
     for end in ("", "\n", "\n\n", " ", "\t"):
         endless = f"{{% for m in messages %}}{{{{ m.role + ' ' + m.content + {end!r} }}}}{{% endfor %}}"
         for chat in (said("Hi", "Yes"), said("Hi", "Yes", "Bye", "No")):
@@ -430,7 +430,7 @@ def test_what_is_too_long_is_dropped_or_cut_and_what_holds_nothing_is_named(tmp_
 def test_a_run_that_would_drop_most_of_the_data_does_not_start(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Unless the user allows dropping, or truncates; the message suggests a length that would keep the conversations."""
+    """Unless the user allows dropping, or truncates; the message suggests a length that keeps the conversations."""
     path = write_lines(tmp_path / "chats.jsonl", [{"messages": ANSWERED}] * 4 + [{"messages": TOO_LONG}] * 6)
     folder = write_tokenizer(tmp_path / "model", CHATML)
     settings = chat_settings(tmp_path, f"data.path={path}", f"data.tokenizer={folder}")
@@ -484,7 +484,7 @@ def test_pairs_and_held_out_chats_are_dropped_as_chats_are(tmp_path: Path) -> No
 
 
 def test_peculiarities_of_chats_are_said(tmp_path: Path) -> None:
-    """Plain text without a template, a template applied twice, a header that the model generates, turns that end in text."""
+    """Plain text without a template, a template applied twice, a generated header, turns that end in text."""
 
     def lines_of(template: str | None, *records: dict[str, Any], **settings: Any) -> list[str]:
         folder = tmp_path / str(len(list(tmp_path.iterdir())))

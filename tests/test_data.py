@@ -327,16 +327,19 @@ def test_a_thread_works_ahead_and_hands_over_what_went_wrong_in_its_turn() -> No
         go_on.wait()
         raise ValueError("the end")
 
-    ahead = Prefetcher(items(), capacity=4)
-    assert [next(ahead) for _ in range(2)] == [0, 1]  # two of four prefetched items are left, so the thread continues
+    prefetcher = Prefetcher(items(), capacity=4)
+    assert [next(prefetcher) for _ in range(2)] == [
+        0,
+        1,
+    ]  # two of four prefetched items are left, so the thread continues
     assert full.wait(60)
-    assert [next(ahead) for _ in range(8)] == list(range(2, 10))
+    assert [next(prefetcher) for _ in range(8)] == list(range(2, 10))
     assert made == list(range(10))
     go_on.set()
     for _ in range(2):
         with pytest.raises(ValueError, match="the end"):
-            next(ahead)
-    ahead.close()
+            next(prefetcher)
+    prefetcher.close()
 
 
 @pytest.mark.parametrize(("soon_s", "makes_some"), [(0.0, False), (math.inf, True)])
@@ -353,18 +356,18 @@ def test_a_caller_who_does_nothing_between_two_items_makes_them_itself(
             yield number
         raise ValueError("the end")
 
-    ahead = Prefetcher(items(), capacity=4, is_nonblocking=True)
+    prefetcher = Prefetcher(items(), capacity=4, is_nonblocking=True)
     caller = threading.current_thread().name
-    assert [next(ahead) for _ in range(150)] == list(range(150))
+    assert [next(prefetcher) for _ in range(150)] == list(range(150))
     assert (caller in makers) == makes_some
     monkeypatch.setattr("trainer.data.prefetch._IDLE_CALLER_S", 0.0)  # the caller works again, and the thread resumes
     first = len(makers)
-    assert [next(ahead) for _ in range(50)] == list(range(150, 200))
+    assert [next(prefetcher) for _ in range(50)] == list(range(150, 200))
     assert set(makers[first:]) == {"data"}
     for _ in range(2):
         with pytest.raises(ValueError, match="the end"):
-            next(ahead)
-    ahead.close()
+            next(prefetcher)
+    prefetcher.close()
 
 
 def test_what_a_caller_makes_itself_may_go_wrong_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -374,21 +377,21 @@ def test_what_a_caller_makes_itself_may_go_wrong_too(monkeypatch: pytest.MonkeyP
         yield from range(100)
         raise ValueError("the end")
 
-    ahead = Prefetcher(items(), capacity=4, is_nonblocking=True)
-    assert [next(ahead) for _ in range(100)] == list(range(100))
+    prefetcher = Prefetcher(items(), capacity=4, is_nonblocking=True)
+    assert [next(prefetcher) for _ in range(100)] == list(range(100))
     for _ in range(2):
         with pytest.raises(ValueError, match="the end"):
-            next(ahead)
-    ahead.close()
+            next(prefetcher)
+    prefetcher.close()
     assert not any(thread.name == "data" for thread in threading.enumerate())
 
 
 def test_a_thread_ends_with_what_it_works_for() -> None:
     before = threading.active_count()
-    ahead = Prefetcher(itertools.count(), capacity=2)
-    assert next(ahead) == 0
+    prefetcher = Prefetcher(itertools.count(), capacity=2)
+    assert next(prefetcher) == 0
     (thread,) = (thread for thread in threading.enumerate() if thread.name == "data")
-    del ahead
+    del prefetcher
     thread.join(60)
     assert threading.active_count() == before
 

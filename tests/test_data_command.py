@@ -30,7 +30,7 @@ def ask(capsys: Any, *arguments: str) -> tuple[int, str, str]:
 
 @pytest.mark.parametrize("seq_len", [16, 100])
 def test_what_comes_twice_and_what_leaks_is_found(seq_len: int, tmp_path: Path, capsys: Any) -> None:
-    """Documents repeated in another shard, a held-out document, and 47 tokens of another one in the middle of other text."""
+    """Documents repeated in another shard, a held-out one, and 47 tokens of another in the middle of other text."""
     train, held_out = [[words(150) for _ in range(40)] for _ in range(2)], [words(120) for _ in range(9)]
     train[1][7], train[0][11] = train[0][3], held_out[2]
     train[1][30] = words(33) + held_out[6][20:67] + words(20)
@@ -54,7 +54,7 @@ def test_what_comes_twice_and_what_leaks_is_found(seq_len: int, tmp_path: Path, 
 def test_text_that_stands_everywhere_takes_no_time(
     tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A licence text in 400 training and 40 held-out documents matches thousands of times, but is compared once per sample."""
+    """A licence in 400 training and 40 held-out documents matches thousands of times; it is compared once per sample."""
     random, licence = np.random.default_rng(0), bytes(range(1, 97))
     texts = [licence + random.integers(0, 256, 32, dtype=np.uint8).tobytes() for _ in range(440)]
     path, held_out = (write_shards(tmp_path, part, name=n) for n, part in (("a", texts[:400]), ("b", texts[400:])))
