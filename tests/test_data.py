@@ -331,7 +331,7 @@ def test_a_thread_works_ahead_and_hands_over_what_went_wrong_in_its_turn() -> No
     assert [next(prefetcher) for _ in range(2)] == [
         0,
         1,
-    ]  # two of four prefetched items are left, so the thread continues
+    ]  # two of four items are left: the thread continues
     assert full.wait(60)
     assert [next(prefetcher) for _ in range(8)] == list(range(2, 10))
     assert made == list(range(10))

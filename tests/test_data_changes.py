@@ -134,7 +134,7 @@ REFUSAL = " (allow it: checkpoint.allow_changes=[data])"
 
 @pytest.mark.slow
 def test_data_that_have_changed_are_refused(tmp_path: Path, capsys: Any) -> None:
-    """If allowed, the run resumes on them; the next checkpoint has their fingerprint, so later runs need no permission."""
+    """If allowed, the run resumes on them; the next checkpoint has their fingerprint, and needs no permission."""
     path = write(tmp_path / "data", *TEXTS[:3])
     fit(tmp_path / "run", *settings(path))
     write(tmp_path / "data", *TEXTS[:4])

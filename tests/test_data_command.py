@@ -54,7 +54,7 @@ def test_what_comes_twice_and_what_leaks_is_found(seq_len: int, tmp_path: Path, 
 def test_text_that_stands_everywhere_takes_no_time(
     tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A licence in 400 training and 40 held-out documents matches thousands of times; it is compared once per sample."""
+    """A text in 400 training and 40 held-out documents matches thousands of times, and is compared once per sample."""
     random, licence = np.random.default_rng(0), bytes(range(1, 97))
     texts = [licence + random.integers(0, 256, 32, dtype=np.uint8).tobytes() for _ in range(440)]
     path, held_out = (write_shards(tmp_path, part, name=n) for n, part in (("a", texts[:400]), ("b", texts[400:])))

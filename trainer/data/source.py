@@ -87,7 +87,7 @@ class Source(ABC):
         for, and `Trainer.loss` receives all.
         """
 
-    def stretch(self, first: int, last: int) -> NDArray[np.integer[Any]]:
+    def read_tokens(self, first: int, last: int) -> NDArray[np.integer[Any]]:
         """Return the concatenated tokens of samples `first` to `last` (exclusive)."""
         found: NDArray[np.integer[Any]] = as_mapping(self.batch(np.arange(first, last)))["tokens"].ravel()
         return found
@@ -145,9 +145,9 @@ class SourceSubset(Source):
     def _to_base_indices(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         return np.where(indices < 0, -1, indices + self._start)
 
-    def stretch(self, first: int, last: int) -> NDArray[np.integer[Any]]:
-        """Return the concatenated tokens of consecutive samples; see `Source.stretch`."""
-        return self.base.stretch(self._start + first, self._start + last)
+    def read_tokens(self, first: int, last: int) -> NDArray[np.integer[Any]]:
+        """Return the concatenated tokens of consecutive samples; see `Source.read_tokens`."""
+        return self.base.read_tokens(self._start + first, self._start + last)
 
     def follow(
         self, indices: Iterator[NDArray[np.int64]], steps: Iterator[NDArray[np.int64]], rank_slice: slice
@@ -157,7 +157,7 @@ class SourceSubset(Source):
 
     @property
     def sentence(self) -> str:
-        """The underlying source's sentence, with the share of its samples in this slice."""
+        """The underlying source's sentence, with the share of its samples in this subset."""
         kind = "held out" if self._start else "trained on, the others held out"
         share = f"{len(self):,} of the {len(self.base):,} samples are {kind}"
         first, newline, rest = self.base.sentence.partition("\n")
@@ -170,7 +170,7 @@ class SourceSubset(Source):
 
     @property
     def fingerprint(self) -> Fingerprint:
-        """The underlying source's fingerprint, with the number of samples in this slice."""
+        """The underlying source's fingerprint, with the number of samples in this subset."""
         return dataclasses.replace(self.base.fingerprint, num_samples=len(self))
 
 
@@ -254,8 +254,8 @@ class TokenSource(Source):
         """Return tokens and targets of the samples at `indices`; see `Source.batch`."""
         return self._windows(indices)
 
-    def stretch(self, first: int, last: int) -> NDArray[np.integer[Any]]:
-        """Return the concatenated tokens of consecutive samples, in the shards' dtype; see `Source.stretch`."""
+    def read_tokens(self, first: int, last: int) -> NDArray[np.integer[Any]]:
+        """Return the concatenated tokens of consecutive samples, in the shards' dtype; see `Source.read_tokens`."""
         start, stop = first * self.seq_len, min(last * self.seq_len, self._shard_starts[-1])
         found = np.empty(stop - start, self._dtype)
         self._read(found, start)
