@@ -906,8 +906,8 @@ DEFECTS: list[Defect] = [
         "fingerprint-without-content",
         "data-changes",
         "sample_content",
-        "digest.update(shard.look(start, count).tobytes())",
-        "digest.update(shard.look(start, 0).tobytes())",
+        "digest.update(shard.peek(start, count).tobytes())",
+        "digest.update(shard.peek(start, 0).tobytes())",
     ),
     Defect(
         "descriptor-per-shard",

@@ -110,7 +110,7 @@ def tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
 
 def interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
     """Tokens of which all parts are built, and no manifest is there yet."""
-    monkeypatch.setattr("trainer.data.ingest.units.SMALLEST", 1300)
+    monkeypatch.setattr("trainer.data.ingest.units.MIN_UNIT_BYTES", 1300)
     monkeypatch.setattr("trainer.data.ingest.builder.usual_procs", lambda: 1)
     monkeypatch.setattr("trainer.data.tokenized_cache.usual_procs", lambda: 1)
     data = of_text(tmp_path)
@@ -118,7 +118,7 @@ def interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
     def interrupt() -> None:
         shutil.rmtree(tmp_path / "cache")
         with monkeypatch.context() as patch:
-            patch.setattr(BuildFolder, "complete", interrupted_there)
+            patch.setattr(BuildFolder, "finish", interrupted_there)
             with pytest.raises(KeyboardInterrupt):
                 samples_of(data)
 
@@ -169,7 +169,7 @@ def pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
 
 
 def packing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
-    monkeypatch.setattr(row_layout, "FEW_DOCUMENTS", 0)
+    monkeypatch.setattr(row_layout, "MAX_DOCUMENTS_IN_MEMORY", 0)
     (tmp_path / "data").mkdir()
     path = write_shards(tmp_path / "data", [text.encode() for text in texts(40)])
     data = DataSection(
@@ -180,7 +180,7 @@ def packing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
 
 def many_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
     """With a catalogue."""
-    monkeypatch.setattr(catalogue, "MANY", 4)
+    monkeypatch.setattr(catalogue, "MIN_SHARDS", 4)
     (tmp_path / "data").mkdir()
     path = write_shards(tmp_path / "data", *([text.encode()] for text in texts(5)))
     data = DataSection(source="tokens", path=path, cache_dir=str(tmp_path / "cache"), seq_len=8)
@@ -233,7 +233,7 @@ def text_from_afar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
 
 def prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
     """What `trainer.prepare` leaves if it is interrupted."""
-    monkeypatch.setattr("trainer.data.ingest.units.SMALLEST", 1300)
+    monkeypatch.setattr("trainer.data.ingest.units.MIN_UNIT_BYTES", 1300)
     lines = write_lines(tmp_path / "a.jsonl")
     out = tmp_path / "out"
 
@@ -247,7 +247,7 @@ def prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
         for path in out.glob("x-*"):
             path.unlink()
         with monkeypatch.context() as patch:
-            patch.setattr(BuildFolder, "complete", interrupted_there)
+            patch.setattr(BuildFolder, "finish", interrupted_there)
             with pytest.raises(KeyboardInterrupt):
                 prepare([str(lines)], str(out / "x"), holdout=0.2, procs=1)
 

@@ -18,7 +18,7 @@ from trainer import Trainer, UserError, load_config
 from trainer.config import BLOCK, Phase, check_config, find_phases
 from trainer.data.loader import TrainLoader
 from trainer.data.mixed_source import MixedSource, find_order
-from trainer.data.mixture import Mixture, shares_of
+from trainer.data.mixture import Mixture, shares_per_block
 from trainer.data.source_factory import open_source
 from trainer.data.usage import describe_usage, usage_by_phase
 
@@ -88,9 +88,9 @@ def test_a_position_depends_on_nothing_that_comes_later() -> None:
 
 
 def test_weights_become_shares_by_largest_remainders() -> None:
-    assert shares_of({"web": 0.7, "code": 0.3}) == {"web": 717, "code": 307}
-    assert shares_of({"web": 2, "code": 1, "math": 0}) == {"web": 683, "code": 341, "math": 0}
-    assert shares_of({"b": 1, "c": 1, "a": 1}) == {"a": 342, "b": 341, "c": 341}
+    assert shares_per_block({"web": 0.7, "code": 0.3}) == {"web": 717, "code": 307}
+    assert shares_per_block({"web": 2, "code": 1, "math": 0}) == {"web": 683, "code": 341, "math": 0}
+    assert shares_per_block({"b": 1, "c": 1, "a": 1}) == {"a": 342, "b": 341, "c": 341}
     assert Mixture(SIZES, [Phase(0, None)], 0).past(1) == {"phases": [[0, {"code": 136, "math": 16, "web": 872}]]}
     with pytest.raises(UserError, match=r"data.weights=null: by size, source rare \(2 of 5002 samples\)"):
         Mixture({"web": 5000, "rare": 2}, [Phase(0, None)], 0)

@@ -58,7 +58,7 @@ def large(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_p
     """Few documents as they are, and as if they were many."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     if request.param == "kept in files":
-        monkeypatch.setattr(row_layout, "FEW_DOCUMENTS", 0)
+        monkeypatch.setattr(row_layout, "MAX_DOCUMENTS_IN_MEMORY", 0)
         monkeypatch.setattr(row_layout, "_BLOCK", 7)
 
 
@@ -101,7 +101,9 @@ def test_each_document_is_in_one_row_once(tmp_path: Path, documents: str) -> Non
         assert sorted(pairs for _, pairs in found) == sorted(pairs for pairs in expected if pairs)
         assert all(where == list(range(len(where))) for where, _ in found)
     if fit == "best":
-        assert kept.mean() > (0.95 if row_layout.FEW_DOCUMENTS else 0.85), "of small blocks some rows are left over"
+        assert kept.mean() > (0.95 if row_layout.MAX_DOCUMENTS_IN_MEMORY else 0.85), (
+            "of small blocks some rows are left over"
+        )
 
 
 def _entries(source: Any) -> Any:
@@ -121,7 +123,7 @@ def test_best_fit_fills_rows_and_is_stable() -> None:
 
 
 def test_a_packing_is_made_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_layout, "FEW_DOCUMENTS", 0)
+    monkeypatch.setattr(row_layout, "MAX_DOCUMENTS_IN_MEMORY", 0)
     data = section(write_shards(tmp_path, texts(0, 50)), 32, fit="best", cache_dir=str(tmp_path / "cache"))
     first = open_source(data, 257, "train").batch(np.arange(8))
     monkeypatch.setattr(row_layout, "_blocks", lambda *_: pytest.fail("it is there"))

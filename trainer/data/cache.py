@@ -28,7 +28,7 @@ from trainer.stopping import stop_if_asked
 
 Entry = TypeVar("Entry")
 
-DAMAGE = (OSError, ValueError, TypeError, LookupError, AttributeError, ShardError)
+CORRUPTION_ERRORS = (OSError, ValueError, TypeError, LookupError, AttributeError, ShardError)
 """Exceptions that reading a corrupt file may raise."""
 
 _MIN_RETRY_S, _MAX_RETRY_S = 0.001, 0.05
@@ -63,7 +63,7 @@ def get_or_build(
     """Return the cache entry `name`, building it first if it is missing or corrupt.
 
     load: reads an entry from its folder.  It must verify the checksum of everything that is used later, and raise one
-        of DAMAGE if anything is wrong.
+        of CORRUPTION_ERRORS if anything is wrong.
     build: writes the files of an entry into an empty folder.
     what, input_bytes: a description of the entry and the size of its input files in bytes, for messages.
 
@@ -73,7 +73,7 @@ def get_or_build(
     """
     folders = find_cache_folders(cache_dir)
     for folder in folders:
-        with contextlib.suppress(*DAMAGE):  # missing or corrupt: checked again under the lock
+        with contextlib.suppress(*CORRUPTION_ERRORS):  # missing or corrupt: checked again under the lock
             return load(folder / name)
     failures: list[UserError] = []
     for folder in folders:
@@ -111,7 +111,7 @@ def _build(path: Path, build: Callable[[Path], None], load: Callable[[Path], Ent
         if os.path.lexists(path):
             try:
                 return load(path)  # another process built it in the meantime
-            except DAMAGE as error:
+            except CORRUPTION_ERRORS as error:
                 print_stderr(f"{path}, in the cache, is damaged ({error}); building it again")
                 remove(path)
         if is_locked:  # no other process is building, so temporary folders are leftovers of killed processes
@@ -132,7 +132,7 @@ def _build(path: Path, build: Callable[[Path], None], load: Callable[[Path], Ent
             remove(made)
         try:
             return load(path)
-        except DAMAGE as error:
+        except CORRUPTION_ERRORS as error:
             raise OSError(f"{path} cannot be read back: {error}") from error
 
 
@@ -214,7 +214,7 @@ def write_value(path: Path, value: Any) -> None:
 
 def read_value(path: Path) -> Any:
     """Return the stored JSON value, or None if it is missing or corrupt."""
-    with contextlib.suppress(*DAMAGE):
+    with contextlib.suppress(*CORRUPTION_ERRORS):
         content = json.loads(path.read_bytes())
         return checked(content)["value"] if CHECKSUM in content else None
     return None

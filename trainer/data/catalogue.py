@@ -17,13 +17,13 @@ from trainer.data.manifest import Manifest
 from trainer.data.shards import Shard, ShardError
 from trainer.data.source import sample_content
 
-MANY = 64
+MIN_SHARDS = 64
 """The smallest number of shards whose metadata are cached."""
 
 
-def read_shards(paths: Sequence[str], cache_dir: str | None) -> tuple[list[Shard], str]:
+def open_shard_files(paths: Sequence[str], cache_dir: str | None) -> tuple[list[Shard], str]:
     """Return the shards at `paths` and their `sample_content`, or "" if it is not known.  Raises ShardError."""
-    if len(paths) < MANY:
+    if len(paths) < MIN_SHARDS:
         return [Shard(path) for path in paths], ""
     name = _cache_name(paths)
     for folder in find_cache_folders(cache_dir):

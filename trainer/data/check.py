@@ -266,7 +266,7 @@ def _report_leaks(train: Source, held_out: Source, data: DataSection, tell: Tell
     hasher, seq_len = _Hasher(train.vocab_size), train.seq_len
     overlap, step = -(-(_GRAM + _STRIDE) // seq_len), max(1, _CHUNK // seq_len)
     for first in range(0, len(train), step):
-        tokens = train.stretch(first, min(len(train), first + step + overlap))
+        tokens = train.read_tokens(first, min(len(train), first + step + overlap))
         if len(tokens) >= 2 * _STRIDE:
             num_known = len(found)
             for start, place in held.find(hasher.strided_grams(tokens), tokens, found):

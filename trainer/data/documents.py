@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.data.row_layout import DocumentIndex, find_rows
+from trainer.data.row_layout import DocumentIndex, load_row_layout
 from trainer.data.shards import Shard
 from trainer.data.source import IGNORE, Samples, Source, TokenSource, sample_content
 
@@ -94,7 +94,7 @@ class PackedSource(TokenSource):
 
     def __init__(self, shards: Sequence[Shard], data: DataSection, content: str, packs: bool) -> None:
         self._masked = data.arrangement == "masked"
-        self._rows = find_rows(shards, data.seq_len, packs, content or sample_content(shards), data.cache_dir)
+        self._rows = load_row_layout(shards, data.seq_len, packs, content or sample_content(shards), data.cache_dir)
         super().__init__(shards, data.seq_len)
         if self._masked and len(self):
             self.attended = self._rows.totals.squares / (len(self) * self.seq_len)
@@ -111,9 +111,9 @@ class PackedSource(TokenSource):
     def _starts_of(self, indices: Sequence[int]) -> None:
         """Return None: a row is assembled from pieces."""
 
-    def stretch(self, first: int, last: int) -> NDArray[np.integer[Any]]:
-        """Return the concatenated tokens of consecutive samples; see `Source.stretch`."""
-        return Source.stretch(self, first, last)
+    def read_tokens(self, first: int, last: int) -> NDArray[np.integer[Any]]:
+        """Return the concatenated tokens of consecutive samples; see `Source.read_tokens`."""
+        return Source.read_tokens(self, first, last)
 
     def batch(self, indices: NDArray[np.int64]) -> Samples:
         """Return the samples at `indices`, with `documents` and `positions` (int32) if documents are masked.

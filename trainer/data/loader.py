@@ -219,7 +219,7 @@ class TrainLoader:
         batches = _batches_in_process(reader, self.source.follow(self._sample_indices(), steps, rank_slice), device)
         if not self.source.waits_for_storage:
             return batches
-        return Prefetcher(batches, max_prefetched, lambda: self.should_abandon(), is_nonblocking=self.source.is_here)
+        return Prefetcher(batches, max_prefetched, lambda: self.should_abandon(), is_nonblocking=self.source.is_local)
 
     def _sample_indices(self) -> Iterator[NDArray[np.int64]]:
         """Yield the sample indices of each of this rank's micro-batches."""
@@ -416,7 +416,7 @@ class EvalLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         batches = (_tensors(self._batches.read(indices), pins=False) for indices in self._sample_indices())
-        if self.source.is_here or not self.source.waits_for_storage:
+        if self.source.is_local or not self.source.waits_for_storage:
             yield from map(_raise_if_failed, batches)
             return
         prefetcher = Prefetcher(batches, 2, lambda: self.should_abandon())

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 from trainer.data.shards import Shard, ShardError, ShardInfo, find_dtype
 from trainer.files import checked, replacing, with_checksum
 
-Row: TypeAlias = "tuple[str, int, int, int]"
+ShardRow: TypeAlias = "tuple[str, int, int, int]"
 """A shard: its path, absolute or relative to the manifest's folder, and its numbers of tokens, documents and raw text
 bytes."""
 
@@ -36,8 +36,8 @@ class Manifest:
     vocab_size: int
     tokenizer: str
     end_id: int
-    train: list[Row]
-    held_out: list[Row]
+    train: list[ShardRow]
+    held_out: list[ShardRow]
     train_content: str = ""
     held_out_content: str = ""
     notes: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -80,7 +80,8 @@ class Manifest:
         """Return the shards; their files are checked with `stat`, not opened.  Raises ShardError."""
         inside = f"{folder}/"
         return [
-            Shard.listed(name if name.startswith("/") else inside + name, info) for name, info in self.infos(held_out)
+            Shard.from_manifest(name if name.startswith("/") else inside + name, info)
+            for name, info in self.infos(held_out)
         ]
 
     def infos(self, held_out: bool = False) -> list[tuple[str, ShardInfo]]:
@@ -112,12 +113,12 @@ def _check_types(manifest: Manifest) -> None:
         raise ValueError(f"dtype is {manifest.dtype}")
 
 
-def row_of(shard: Shard, folder: Path) -> Row:
+def row_of(shard: Shard, folder: Path) -> ShardRow:
     """Return the manifest row of a shard, for a manifest in `folder`."""
     info = shard.info
     return shard.path.relative_to(folder).as_posix(), info.num_tokens, info.num_documents, info.num_bytes
 
 
-def rows_of(shards: Sequence[Shard], folder: Path) -> list[Row]:
+def rows_of(shards: Sequence[Shard], folder: Path) -> list[ShardRow]:
     """Return the manifest rows of shards, for a manifest in `folder`."""
     return [row_of(shard, folder) for shard in shards]

@@ -38,7 +38,7 @@ class MixedSource(Source):
         self.seq_len, self.vocab_size, self.tokenizer = first.seq_len, first.vocab_size, first.tokenizer
         self.checks_ids = all(source.checks_ids for source in self.sources.values())
         self.waits_for_storage = all(source.waits_for_storage for source in self.sources.values())
-        self.is_here = all(source.is_here for source in self.sources.values())
+        self.is_local = all(source.is_local for source in self.sources.values())
         self.shards = [shard for source in self.sources.values() for shard in source.shards]
         self._starts = np.cumsum([0, *map(len, self.sources.values())])
 

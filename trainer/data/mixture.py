@@ -28,7 +28,7 @@ _KEYS_ALLOWING_OTHER_SHARES = frozenset({"data", "data.weights", "data.phases"})
 """Keys in `checkpoint.allow_changes` that permit different weights for samples already consumed."""
 
 
-def shares_of(weights: Mapping[str, float]) -> dict[str, int]:
+def shares_per_block(weights: Mapping[str, float]) -> dict[str, int]:
     """Return the number of samples of each source in a block (largest-remainder method; ties go to the first name)."""
     total = sum(map(Fraction, weights.values()))
     exact = {name: Fraction(weight) * BLOCK / total for name, weight in weights.items()}
@@ -40,7 +40,7 @@ def shares_of(weights: Mapping[str, float]) -> dict[str, int]:
 
 
 def _shares_by_size(sizes: Mapping[str, int]) -> dict[str, int]:
-    shares = shares_of(sizes)
+    shares = shares_per_block(sizes)
     for name, share in shares.items():
         if not share:
             rule = (
@@ -105,7 +105,7 @@ class Mixture:
         self._totals = totals
 
     def _shares(self, weights: Mapping[str, float] | None) -> dict[str, int]:
-        shares = _shares_by_size(self.sizes) if weights is None else shares_of(dict(sorted(weights.items())))
+        shares = _shares_by_size(self.sizes) if weights is None else shares_per_block(dict(sorted(weights.items())))
         return {name: shares.get(name, 0) for name in self.sizes}
 
     def at(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.data.cache import storage_error
-from trainer.data.catalogue import read_shards
+from trainer.data.catalogue import open_shard_files
 from trainer.data.documents import open_shards
 from trainer.data.ingest.folder import MANIFEST
-from trainer.data.ingest.inputs import NAMES, Input, find_inputs, is_of_others
-from trainer.data.ingest.report import Tally, describe
+from trainer.data.ingest.inputs import SUPPORTED_SUFFIXES, InputFile, find_inputs, is_foreign_token_file
+from trainer.data.ingest.report import DocumentCounts, describe
 from trainer.data.json_files import json_advice
 from trainer.data.manifest import Manifest
 from trainer.data.shards import Shard, ShardError, verify_at_start
@@ -77,7 +77,7 @@ def open_path(
         raise unusable_shards_error(key, setting, error) from error
     source.left_out = _left_out_summary(shards)
     _check_bos(source, data, setting)
-    check_size(source, data, vocab_size, split, key, setting)
+    check_source(source, data, vocab_size, split, key, setting)
     return source if is_divided or key == "data.eval_path" else _split_samples(source, holdout, split)
 
 
@@ -86,11 +86,11 @@ def _left_out_summary(shards: Sequence[Shard]) -> str:
 
     A few empty documents are normal and give no warning.
     """
-    folders = {Path(shard.path).parent for shard in shards if not shard.is_elsewhere}
-    tally = Tally()
+    folders = {Path(shard.path).parent for shard in shards if not shard.is_remote}
+    tally = DocumentCounts()
     for folder in folders:
         with contextlib.suppress(ShardError, OSError):
-            tally.add(Tally.of(Manifest.read(folder / MANIFEST)))
+            tally.add(DocumentCounts.of(Manifest.read(folder / MANIFEST)))
     total = tally.documents + tally.bad
     lines = [f"warning: {describe(tally)}"] if tally.bad else []
     if tally.empty > _USUAL_EMPTY_SHARE * total:
@@ -109,7 +109,7 @@ def _check_bos(source: TokenSource, data: DataSection, setting: str) -> None:
         raise setting_error("data.bos", data.bos, rule, fix="prepare the text again, or leave data.bos out")
 
 
-def check_size(
+def check_source(
     source: TokenSource, data: DataSection, vocab_size: int | None, split: Split, key: str, setting: str
 ) -> None:
     """Raise UserError if a source is too small for one sample, or has ids beyond the model's vocabulary."""
@@ -165,7 +165,9 @@ def find_shards(setting: str | None, data: DataSection, key: str) -> ShardSet:
     Raises UserError.
     """
     if not setting:
-        raise setting_error(key, setting or None, f"data.source=tokens needs a path: token shards, or {NAMES}")
+        raise setting_error(
+            key, setting or None, f"data.source=tokens needs a path: token shards, or {SUPPORTED_SUFFIXES}"
+        )
     if find_folder(setting) is None:
         return _open_remote(setting, data, key)
     manifest, paths = _find_shard_files(setting, key)
@@ -174,7 +176,7 @@ def find_shards(setting: str | None, data: DataSection, key: str) -> ShardSet:
             return _manifest_shards(manifest)
         if paths:
             _check_complete(setting)
-            return ShardSet(paths, *read_shards(paths, data.cache_dir))
+            return ShardSet(paths, *open_shard_files(paths, data.cache_dir))
     except ShardError as error:
         raise unusable_shards_error(key, setting, error) from error
     return _tokenize_text(_find_inputs(setting, key), data, key)
@@ -260,7 +262,7 @@ def _foreign_bins(pattern: str) -> list[str]:
 
 
 def _are_foreign(paths: Sequence[str]) -> bool:
-    return bool(paths) and all(map(is_of_others, paths))
+    return bool(paths) and all(map(is_foreign_token_file, paths))
 
 
 def _open_remote(setting: str, data: DataSection, key: str) -> ShardSet:
@@ -282,7 +284,7 @@ def _open_remote(setting: str, data: DataSection, key: str) -> ShardSet:
         text = find_text(setting, data.cache_dir)
         if not text.items:
             rule = "contains neither token shards (.bin files or a manifest.json) nor text"
-            raise setting_error(key, setting, rule, fix=f"give files that end in {NAMES}")
+            raise setting_error(key, setting, rule, fix=f"give files that end in {SUPPORTED_SUFFIXES}")
         try:
             with text.kept():
                 built = _tokenize_text(text.inputs(key), data, key, text.fetch)
@@ -302,14 +304,16 @@ def _manifest_shards(path: Path) -> ShardSet:
 
 
 def _tokenize_text(
-    inputs: Sequence[Input], data: DataSection, key: str, fetch: Callable[[], None] = lambda: None
+    inputs: Sequence[InputFile], data: DataSection, key: str, fetch: Callable[[], None] = lambda: None
 ) -> ShardSet:
-    from trainer.data.tokenized_cache import make_shards  # imports the text readers, so only when needed
+    from trainer.data.tokenized_cache import get_or_build_shards  # imports the text readers, so only when needed
 
-    return ShardSet([each.path for each in inputs], *make_shards(inputs, data, _holdout_share(data, key), key, fetch))
+    return ShardSet(
+        [each.path for each in inputs], *get_or_build_shards(inputs, data, _holdout_share(data, key), key, fetch)
+    )
 
 
-def _find_inputs(setting: str, key: str) -> list[Input]:
+def _find_inputs(setting: str, key: str) -> list[InputFile]:
     """Return the input files that a path names.  Raises UserError if there are none."""
     path = setting.removeprefix("file://")
     return find_inputs(_foreign_bins(path) or [path], key)

@@ -29,7 +29,7 @@ PIECE = np.dtype([("start", "<i8"), ("count", "<i4")])
 _FILES = {"pieces": PIECE, "ends": np.dtype("<i8")}
 """The files of a stored layout, with their dtypes."""
 
-FEW_DOCUMENTS = 2**20
+MAX_DOCUMENTS_IN_MEMORY = 2**20
 """The layout of up to this many documents is held in memory, at about 24 bytes per document."""
 
 _BLOCK = 2**16
@@ -64,7 +64,9 @@ class RowLayout:
         return found
 
 
-def find_rows(shards: Sequence[Shard], seq_len: int, packs: bool, content: str, cache_dir: str | None) -> RowLayout:
+def load_row_layout(
+    shards: Sequence[Shard], seq_len: int, packs: bool, content: str, cache_dir: str | None
+) -> RowLayout:
     """Return the layout of rows of at most `seq_len` targets.
 
     With `packs` each row holds as many pieces as fit; otherwise it holds one, in the order of the documents.
@@ -73,7 +75,7 @@ def find_rows(shards: Sequence[Shard], seq_len: int, packs: bool, content: str, 
 
     Raises ShardError, or UserError if the cache is not writable.
     """
-    if sum(shard.info.num_documents for shard in shards) <= FEW_DOCUMENTS:
+    if sum(shard.info.num_documents for shard in shards) <= MAX_DOCUMENTS_IN_MEMORY:
         return _in_memory(list(_blocks(shards, seq_len, packs)))
     name = f"packing-{content}-{seq_len}-{'best' if packs else 'apart'}"
 
@@ -177,7 +179,7 @@ class DocumentIndex:
     def __init__(self, shards: Sequence[Shard]) -> None:
         self._shards = shards
         self._ends: list[int] = np.cumsum([shard.info.num_tokens for shard in shards]).tolist()
-        is_small = sum(shard.info.num_documents for shard in shards) <= FEW_DOCUMENTS
+        is_small = sum(shard.info.num_documents for shard in shards) <= MAX_DOCUMENTS_IN_MEMORY
         self._starts = np.concatenate([documents[:, 0] for documents in _documents(shards)]) if is_small else None
 
     def between(self, first: int, last: int) -> NDArray[np.int64]:

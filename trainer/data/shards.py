@@ -81,7 +81,7 @@ class Shard:
     Raises ShardError.
     """
 
-    is_elsewhere = False
+    is_remote = False
     """Whether the shard must be downloaded before it can be read."""
     is_rebuilt = False
     """Whether the next start rebuilds the shard if its file is missing, as in a cache.  If so, a corrupt file is moved
@@ -92,11 +92,11 @@ class Shard:
         """The shard's path; for a remote shard, its URL."""
         stem = os.path.splitext(self.name)[0]
         self.info = read_info(f"{stem}.json")
-        self._file = check_size(self.name, self.info.num_tokens * self.dtype.itemsize)
-        check_size(f"{stem}.idx", (self.info.num_documents + 1) * 8)
+        self._file = check_file_size(self.name, self.info.num_tokens * self.dtype.itemsize)
+        check_file_size(f"{stem}.idx", (self.info.num_documents + 1) * 8)
 
     @classmethod
-    def listed(cls, name: str, info: ShardInfo) -> Shard:
+    def from_manifest(cls, name: str, info: ShardInfo) -> Shard:
         """Return the shard at the path `name`, with `info` from a manifest.
 
         The files are checked with `stat`, not opened: thousands of shards take a fraction of a second.
@@ -129,7 +129,7 @@ class Shard:
         try:
             count = self._fill(found, offset, is_index=False)
         except OSError as error:
-            raise ShardError(f"{self.name} cannot be read ({reason(error)})") from error
+            raise ShardError(f"{self.name} cannot be read ({describe_os_error(error)})") from error
         if count < found.nbytes:
             size, expected = offset + count, self.info.num_tokens * found.itemsize
             with contextlib.suppress(OSError):
@@ -166,14 +166,14 @@ class Shard:
 
     @functools.cached_property
     def _index(self) -> FileVersion:
-        return check_size(self._index_name, (self.info.num_documents + 1) * 8)
+        return check_file_size(self._index_name, (self.info.num_documents + 1) * 8)
 
     def _read_offsets(self, first: int, count: int) -> NDArray[np.int64]:
         found = np.empty(count, "<u8")
         try:
             num_bytes = self._fill(found, first * 8, is_index=True)
         except OSError as error:
-            raise ShardError(f"{self._index_name} cannot be read ({reason(error)})") from error
+            raise ShardError(f"{self._index_name} cannot be read ({describe_os_error(error)})") from error
         if num_bytes < found.nbytes:
             raise ShardError(f"{self._index_name} is truncated")
         return found.astype(np.int64)
@@ -206,7 +206,7 @@ class Shard:
             try:
                 found = f"{_crc_of(file):08x}"
             except OSError as error:
-                raise ShardError(f"{file[0]} cannot be read ({reason(error)})") from error
+                raise ShardError(f"{file[0]} cannot be read ({describe_os_error(error)})") from error
             if found != recorded:
                 raise self._corruption_error(file[0], f"its checksum is {found}, but {recorded} was written")
         _VERIFIED.add(file)
@@ -234,7 +234,7 @@ class Shard:
         if size <= _MAX_BYTES_WITHOUT_CRC or not self._recorded_checksum or not os.path.isfile(path):
             return None
         try:
-            file = check_size(path, 8 + 4 * -(-size // _PAGE_BYTES))
+            file = check_file_size(path, 8 + 4 * -(-size // _PAGE_BYTES))
             header = np.empty(8, np.uint8)
             SHARD_FILES.read_into(header, file, 0)
         except (OSError, ShardError):
@@ -261,7 +261,7 @@ class Shard:
             self._verify(self._file, is_index=False)  # if this passes, the .crc is corrupt and not the tokens
         return SHARD_FILES.read_into(buffer, self._file, offset)
 
-    def look(self, start: int, count: int) -> NDArray[np.unsignedinteger[Any]]:
+    def peek(self, start: int, count: int) -> NDArray[np.unsignedinteger[Any]]:
         """Return a few tokens, like `read`; a remote shard downloads only these."""
         return self.read(start, count)
 
@@ -420,7 +420,7 @@ def parse_info(content: bytes, path: str) -> ShardInfo:
     return info
 
 
-def check_size(path: str, num_bytes: int) -> FileVersion:
+def check_file_size(path: str, num_bytes: int) -> FileVersion:
     """Return the current version of a file.  Raises ShardError unless it is readable and has `num_bytes` bytes."""
     try:
         with open(path, "rb", buffering=0) as file:  # `stat` alone would not show that it is readable
@@ -470,7 +470,7 @@ def _page_sums_of(path: Path) -> bytes:
     return np.array(found, "<u4").tobytes()
 
 
-def reason(error: OSError) -> str:
+def describe_os_error(error: OSError) -> str:
     """Describe an OSError, with the limit that was reached or advice about a full disk if that is the cause."""
     limit = f"; `ulimit -n` is {file_limit()}" if error.errno in (errno.EMFILE, errno.ENFILE) else ""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):

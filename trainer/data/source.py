@@ -57,7 +57,7 @@ class Source(ABC):
     checks_ids: whether `batch` itself checks that ids are within the vocabulary; otherwise the loader does.
     waits_for_storage: whether `batch` is I/O-bound and thread-safe.  A thread of the rank then prefetches batches,
         since worker processes would only add copies.
-    is_here: whether `batch` only reads local files and never waits for a connection.  The rank may then call it
+    is_local: whether `batch` only reads local files and never waits for a connection.  The rank may then call it
         directly when that is faster than a thread.
     rows_per_sample: sequences per sample; 2 for preference pairs.
     shards: the token shards that the source reads, if any.
@@ -70,7 +70,7 @@ class Source(ABC):
     attended: float | None = None
     checks_ids: bool = False
     waits_for_storage: bool = False
-    is_here: bool = False
+    is_local: bool = False
     rows_per_sample: int = 1
     shards: Sequence[Shard] = ()
 
@@ -131,7 +131,7 @@ class SourceSubset(Source):
     def __init__(self, base: Source, start: int, stop: int) -> None:
         self.seq_len, self.vocab_size, self.tokenizer = base.seq_len, base.vocab_size, base.tokenizer
         self.bytes_per_token, self.checks_ids = base.bytes_per_token, base.checks_ids
-        self.waits_for_storage, self.is_here, self.shards = base.waits_for_storage, base.is_here, base.shards
+        self.waits_for_storage, self.is_local, self.shards = base.waits_for_storage, base.is_local, base.shards
         self.base, self._start, self._length = base, start, stop - start
 
     def __len__(self) -> int:
@@ -228,7 +228,7 @@ class TokenSource(Source):
         info = shards[0].info
         self.seq_len, self.vocab_size, self.tokenizer = seq_len, info.vocab_size, info.tokenizer
         self.shards, self._padding, self._dtype = list(shards), info.end_id, shards[0].dtype
-        self.is_here = not any(shard.is_elsewhere for shard in shards)
+        self.is_local = not any(shard.is_remote for shard in shards)
         self._can_hold_unknown_ids = info.vocab_size <= np.iinfo(self._dtype).max
         self._shard_starts: list[int] = np.cumsum([0, *(shard.info.num_tokens for shard in shards)]).tolist()
         self.num_targets = self._count_targets()
@@ -265,7 +265,7 @@ class TokenSource(Source):
         self, indices: Iterator[NDArray[np.int64]], steps: Iterator[NDArray[np.int64]], rank_slice: slice
     ) -> Iterator[NDArray[np.int64]]:
         """Download remote shards before they are read; see `Source.follow`."""
-        if not self.shards[0].is_elsewhere:
+        if not self.shards[0].is_remote:
             return indices
         from trainer.data.remote.coming import coming_from
 
@@ -375,5 +375,5 @@ def sample_content(shards: Sequence[Shard]) -> str:
         count = min(info.num_tokens, _SAMPLE_TOKENS)
         last = info.num_tokens - count
         for start in sorted({last - last * place // num_places for place in range(num_places)}):
-            digest.update(shard.look(start, count).tobytes())
+            digest.update(shard.peek(start, count).tobytes())
     return digest.hexdigest()

@@ -17,7 +17,7 @@ from trainer.data.ingest.report import parse_limit
 from trainer.data.mixed_source import MixedSource
 from trainer.data.paths import (
     check_same_tokenizer,
-    check_size,
+    check_source,
     find_shards,
     named_files,
     needs_tokenizing,
@@ -68,7 +68,7 @@ def open_source(data: DataSection, vocab_size: int | None, split: Split) -> Sour
     if data.source == "stdlib":
         shard = StdlibCorpus().shard(split, tokenizer_of(data), data.cache_dir)
         stdlib = open_shards([shard], data)
-        check_size(stdlib, data, vocab_size, split, "data.source", "stdlib")
+        check_source(stdlib, data, vocab_size, split, "data.source", "stdlib")
         return stdlib
     path, held_out = data.path or "", data.eval_path
     assert not isinstance(held_out, Mapping), "several sources must be opened one by one"

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from trainer.data.cache import find_cache_folders, storage_error
-from trainer.data.ingest.builder import build, usual_procs
+from trainer.data.ingest.builder import build, default_num_procs
 from trainer.data.ingest.folder import MANIFEST, BuildFolder
-from trainer.data.ingest.inputs import Input
-from trainer.data.ingest.report import Keys, Tally, check_limit, parse_limit
+from trainer.data.ingest.inputs import InputFile
+from trainer.data.ingest.report import DocumentCounts, SettingNames, check_limit, parse_limit
 from trainer.data.ingest.tokens import check_tokens
-from trainer.data.ingest.writing import Job
+from trainer.data.ingest.writing import BuildJob
 from trainer.data.manifest import Manifest
 from trainer.data.shards import Shard, ShardError, verify_at_start
 from trainer.data.tokenizer import tokenizer_of
@@ -35,14 +35,14 @@ TokenizedShards: TypeAlias = "tuple[list[Shard], str, list[Shard], str]"
 """(training shards, digest of their content, held-out shards, digest of their content)."""
 
 
-def is_cached(inputs: Sequence[Input], data: DataSection, holdout: float, key: str) -> bool:
+def is_cached(inputs: Sequence[InputFile], data: DataSection, holdout: float, key: str) -> bool:
     """Return whether the shards of these files are in the cache.  Raises UserError if the settings are invalid."""
     name = _folder_name(_make_job(inputs, data, holdout, key))
     return any((base / name / MANIFEST).exists() for base in find_cache_folders(data.cache_dir))
 
 
-def make_shards(
-    inputs: Sequence[Input], data: DataSection, holdout: float, key: str, fetch: Callable[[], None]
+def get_or_build_shards(
+    inputs: Sequence[InputFile], data: DataSection, holdout: float, key: str, fetch: Callable[[], None]
 ) -> TokenizedShards:
     """Return the shards of text files from the cache, building them first if they are missing.
 
@@ -69,27 +69,27 @@ def make_shards(
     )
 
 
-def _make_job(inputs: Sequence[Input], data: DataSection, holdout: float, key: str) -> Job:
-    keys = Keys(inputs=key)
+def _make_job(inputs: Sequence[InputFile], data: DataSection, holdout: float, key: str) -> BuildJob:
+    keys = SettingNames(inputs=key)
     parse_limit(data.bad, keys.bad)
     tokenizer = tokenizer_of(data)
     check_tokens(inputs, tokenizer, data.bos, keys)
     share = 0.0 if all(each.kind == "tokens" for each in inputs) else holdout
-    return Job(tuple(inputs), tokenizer, data.text_key, data.bad, share, keys=keys)
+    return BuildJob(tuple(inputs), tokenizer, data.text_key, data.bad, share, keys=keys)
 
 
-def _get_or_build(job: Job, path: Path, fetch: Callable[[], None]) -> TokenizedShards:
+def _get_or_build(job: BuildJob, path: Path, fetch: Callable[[], None]) -> TokenizedShards:
     """Return the shards of a job and the digests of their contents, building them in `path` if they are missing.
 
     Existing shards are verified (see `verify_at_start`) and rebuilt if they are corrupt.
     """
     manifest = _manifest_of(job, path, fetch)
-    check_limit(Tally.of(manifest), job.bad, job.keys)
+    check_limit(DocumentCounts.of(manifest), job.bad, job.keys)
     try:
         shards = _load_verified(path)
     except ShardError:
         with BuildFolder(path) as folder:
-            folder.discard(lambda: _find_damage(path))
+            folder.invalidate(lambda: _find_damage(path))
         manifest = _manifest_of(job, path, fetch)
         shards = _load_verified(path)
     return shards[0], manifest.train_content, shards[1], manifest.held_out_content
@@ -113,14 +113,16 @@ def _find_damage(path: Path) -> ShardError | None:
     return None
 
 
-def _manifest_of(job: Job, path: Path, fetch: Callable[[], None]) -> Manifest:
+def _manifest_of(job: BuildJob, path: Path, fetch: Callable[[], None]) -> Manifest:
     if not (path / MANIFEST).exists():
         fetch()
-    return build(job, path, usual_procs())
+    return build(job, path, default_num_procs())
 
 
-def _folder_name(job: Job) -> str:
+def _folder_name(job: BuildJob) -> str:
     """Return the name of a job's folder: a hash of everything that its shards depend on, without reading the text."""
-    files = [(os.path.realpath(each.path), each.kind, each.packing, each.size, each.changed) for each in job.inputs]
+    files = [
+        (os.path.realpath(each.path), each.kind, each.compression, each.size, each.mtime_ns) for each in job.inputs
+    ]
     content = json.dumps([_LAYOUT_VERSION, job.tokenizer.name, job.text_key, job.holdout, files])
     return f"tokens-{hashlib.sha256(content.encode()).hexdigest()[:20]}"

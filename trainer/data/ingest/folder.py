@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trainer.data.cache import DAMAGE, open_lock, remove
-from trainer.data.ingest.report import Tally
+from trainer.data.cache import CORRUPTION_ERRORS, open_lock, remove
+from trainer.data.ingest.report import DocumentCounts
 from trainer.data.manifest import Manifest
 from trainer.data.shards import Shard, ShardError
 from trainer.errors import print_stderr
@@ -29,17 +29,17 @@ from trainer.files import checked, replacing, sync_folder, with_checksum
 MANIFEST = "manifest.json"
 _LOCK = "lock"
 
-_REPAIRING = 2**40 + 2
+_REPAIR_LOCK = 2**40 + 2
 """The byte of the lock file that is locked while damaged files are removed."""
 
 
 @dataclass(frozen=True)
-class Record:
+class UnitRecord:
     """A finished unit: the names of its training and held-out shards, and counts of its documents."""
 
     train: list[str] = field(default_factory=list)
     held_out: list[str] = field(default_factory=list)
-    tally: Tally = field(default_factory=Tally)
+    tally: DocumentCounts = field(default_factory=DocumentCounts)
     lowest: float = 1.0
     """The smallest hash value of a document, scaled to [0, 1): a `data.holdout` above it would hold out at least one
     document.
@@ -75,47 +75,47 @@ class BuildFolder:
         """Return the file name of a unit's shard, without suffix."""
         return f"{unit:05d}{f'.{number:03d}' if number else ''}{'-eval' if is_held_out else ''}"
 
-    def try_take(self, unit: int) -> bool:
+    def try_lock(self, unit: int) -> bool:
         """Lock a unit without blocking; returns False if another process holds it."""
         try:
-            fcntl.lockf(self._lock(), fcntl.LOCK_EX | fcntl.LOCK_NB, 1, unit)
+            fcntl.lockf(self._lock_file(), fcntl.LOCK_EX | fcntl.LOCK_NB, 1, unit)
         except OSError as error:
             if error.errno in (errno.EACCES, errno.EAGAIN):
                 return False
             raise
         return True
 
-    def take(self, unit: int) -> None:
+    def lock(self, unit: int) -> None:
         """Lock a unit, waiting until its holder has finished or died."""
-        fcntl.lockf(self._lock(), fcntl.LOCK_EX, 1, unit)
+        fcntl.lockf(self._lock_file(), fcntl.LOCK_EX, 1, unit)
 
-    def release(self, unit: int) -> None:
+    def unlock(self, unit: int) -> None:
         """Unlock a unit."""
-        fcntl.lockf(self._lock(), fcntl.LOCK_UN, 1, unit)
+        fcntl.lockf(self._lock_file(), fcntl.LOCK_UN, 1, unit)
 
     @contextlib.contextmanager
-    def taken(self, unit: int) -> Iterator[None]:
+    def locked(self, unit: int) -> Iterator[None]:
         """Hold the lock of a unit inside the block."""
-        self.take(unit)
+        self.lock(unit)
         try:
             yield
         finally:
-            self.release(unit)
+            self.unlock(unit)
 
     def is_done(self, unit: int) -> bool:
         """Return whether there is a record of the unit."""
         return self._record_path(unit).exists()
 
-    def read(self, unit: int) -> Record:
+    def read(self, unit: int) -> UnitRecord:
         """Return the record of a finished unit.  Raises ShardError if it is damaged."""
         path = self._record_path(unit)
         try:
             stored = checked(json.loads(path.read_bytes()))
-            return Record(**{**stored, "tally": Tally(**stored["tally"])})
-        except DAMAGE as error:
+            return UnitRecord(**{**stored, "tally": DocumentCounts(**stored["tally"])})
+        except CORRUPTION_ERRORS as error:
             raise ShardError(f"{path} is damaged ({error})") from error
 
-    def write(self, unit: int, record: Record) -> None:
+    def write(self, unit: int, record: UnitRecord) -> None:
         """Record that a unit's shards are complete: on disk, under their final names."""
         sync_folder(self.path)
         with replacing(self._record_path(unit)) as partial:
@@ -133,12 +133,12 @@ class BuildFolder:
             if path.is_dir():
                 remove(path)
 
-    def forget_damaged(self, num_units: int) -> None:
+    def remove_damaged(self, num_units: int) -> None:
         """Remove records that are damaged or whose shards are missing or damaged, so that these units are rebuilt."""
         for unit in range(num_units):
             if not self.is_done(unit):
                 continue
-            with self.taken(unit):
+            with self.locked(unit):
                 try:
                     record = self.read(unit)
                     for name in (*record.train, *record.held_out):
@@ -149,25 +149,25 @@ class BuildFolder:
                     print_stderr(f"{error}; building this part again")
                     remove(self._record_path(unit))
 
-    def discard(self, is_damaged: Callable[[], Exception | None]) -> None:
+    def invalidate(self, is_damaged: Callable[[], Exception | None]) -> None:
         """Cause everything in the folder to be rebuilt, if it is complete and still damaged.
 
         Shards stay until they are replaced, since other runs may be reading those that are intact.  `is_damaged` checks
         again, as another process may have done this already; it returns the error, or None.
         """
-        with self.taken(_REPAIRING):
+        with self.locked(_REPAIR_LOCK):
             if self.is_complete and (error := is_damaged()) is not None:
                 print_stderr(f"{str(error).partition('; ')[0]}; building {self.path} again")
                 remove(self.manifest_path)
                 for path in self.path.glob("*.damaged"):
                     remove(path)
 
-    def complete(self, manifest: Manifest) -> None:
+    def finish(self, manifest: Manifest) -> None:
         """Write the manifest, then remove the files that were only needed to build."""
         manifest.write(self.manifest_path)
-        self.tidy()
+        self.clean_up()
 
-    def tidy(self) -> None:
+    def clean_up(self) -> None:
         """Remove the records, which the manifest replaces, and temporary files left by killed builders."""
         for path in [*self.path.glob("[0-9]*.done"), *self.path.glob(".[0-9]*")]:
             remove(path)
@@ -175,7 +175,7 @@ class BuildFolder:
     def _record_path(self, unit: int) -> Path:
         return self.path / f"{unit:05d}.done"
 
-    def _lock(self) -> int:
+    def _lock_file(self) -> int:
         if self._descriptor < 0:
             self._descriptor = open_lock(self.path / _LOCK)
         return self._descriptor

@@ -9,11 +9,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from trainer.data.ingest.folder import MANIFEST, BuildFolder
-from trainer.data.manifest import Manifest, Row, row_of
+from trainer.data.manifest import Manifest, ShardRow, row_of
 from trainer.data.shards import SUFFIXES, Shard
 from trainer.files import sync_folder
 
-_PUBLISHING = 2**40 + 1
+_PUBLISH_LOCK = 2**40 + 1
 """The byte of the folder's lock file that is locked while shards are renamed."""
 
 
@@ -23,14 +23,14 @@ def find_published(stem: Path) -> list[Path]:
     return sorted(path for path in stem.parent.iterdir() if name.fullmatch(path.name))
 
 
-def is_under_way(work: Path) -> bool:
+def is_in_progress(work: Path) -> bool:
     """Return whether a build in the folder `work` was started and has not finished."""
-    return work.exists() or _past(work).exists()
+    return work.exists() or _finished_path(work).exists()
 
 
 def was_published(work: Path, stem: Path) -> bool:
     """Return whether the shards built in `work` were published, even by a process that was killed right afterwards."""
-    past = _past(work)
+    past = _finished_path(work)
     if past.exists():
         shutil.rmtree(past, ignore_errors=True)
         return True
@@ -44,8 +44,8 @@ def publish(manifest: Manifest, work: Path, stem: Path) -> None:
     If it is killed, calling it again continues.  Processes that call it at the same time wait for the first.
     """
     train, held_out = paths_of(manifest, stem)
-    moves = list(_moves(work, [*manifest.train, *manifest.held_out], [*train, *held_out]))
-    with BuildFolder(work) as folder, folder.taken(_PUBLISHING):
+    moves = list(_renames(work, [*manifest.train, *manifest.held_out], [*train, *held_out]))
+    with BuildFolder(work) as folder, folder.locked(_PUBLISH_LOCK):
         if (work / MANIFEST).exists():  # else another process has published it
             wanted = {target for source, target in moves if source.exists() or not source.with_suffix(".bin").exists()}
             for path in find_published(stem):
@@ -55,9 +55,9 @@ def publish(manifest: Manifest, work: Path, stem: Path) -> None:
                 if source.exists():
                     os.replace(source, target)
             sync_folder(stem.parent)
-            shutil.rmtree(_past(work), ignore_errors=True)
-            os.rename(work, _past(work))  # atomic: no other process may see a half-removed build
-    shutil.rmtree(_past(work), ignore_errors=True)
+            shutil.rmtree(_finished_path(work), ignore_errors=True)
+            os.rename(work, _finished_path(work))  # atomic: no other process may see a half-removed build
+    shutil.rmtree(_finished_path(work), ignore_errors=True)
 
 
 def read_published(stem: Path) -> Manifest:
@@ -77,15 +77,15 @@ def paths_of(manifest: Manifest, stem: Path) -> tuple[list[Path], list[Path]]:
     return _paths(stem, manifest.train), _paths(stem.with_name(f"{stem.name}-eval"), manifest.held_out)
 
 
-def _past(work: Path) -> Path:
+def _finished_path(work: Path) -> Path:
     return work.with_name(f"{work.name}.past")
 
 
-def _paths(stem: Path, rows: Sequence[Row]) -> list[Path]:
+def _paths(stem: Path, rows: Sequence[ShardRow]) -> list[Path]:
     return [stem.with_name(f"{stem.name}-{number:05d}.bin") for number in range(len(rows))]
 
 
-def _moves(work: Path, rows: Sequence[Row], paths: Sequence[Path]) -> Iterator[tuple[Path, Path]]:
+def _renames(work: Path, rows: Sequence[ShardRow], paths: Sequence[Path]) -> Iterator[tuple[Path, Path]]:
     """Yield (source, target) of each file.  Metadata files come last: a shard without metadata is rejected."""
     for suffix in SUFFIXES:
         for (name, *_), path in zip(rows, paths, strict=True):

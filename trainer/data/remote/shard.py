@@ -42,7 +42,7 @@ class RemoteShard(Shard):
     version: a string that changes with the manifest or metadata that lists the shard, so that stale files are not used.
     """
 
-    is_elsewhere = True
+    is_remote = True
 
     def __init__(self, url: str, info: ShardInfo, keep: Keep, version: str) -> None:
         self._url, self.name, self.info = url, without_credentials(url), info
@@ -58,7 +58,7 @@ class RemoteShard(Shard):
         """The index file: where documents start."""
         return self._item(".idx", (self.info.num_documents + 1) * 8, slice(8, 16))
 
-    def look(self, start: int, count: int) -> NDArray[np.unsignedinteger[Any]]:
+    def peek(self, start: int, count: int) -> NDArray[np.unsignedinteger[Any]]:
         """Return a few tokens, downloading only these if the server supports range requests."""
         if not self.keep.cache.has(self.tokens.name):
             size = self.dtype.itemsize
