@@ -1,4 +1,4 @@
-"""Files that survive a crash: a reader finds the old content or the new, never a part."""
+"""Crash-safe files: a reader finds either the old content or the new content, never a part of it."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from trainer.errors import TORCH_SAVE_ERRORS, UserError, is_disk_full, setting_e
 from trainer.stopping import partial_file
 
 try:
-    from isal.isal_zlib import crc32 as crc32  # the same sum: 26 GB/s, where this machine's zlib does 6
+    from isal.isal_zlib import crc32 as crc32  # the same checksum, at 26 GB/s instead of zlib's 6
 except ImportError:  # no wheel for this machine
     from zlib import crc32 as crc32
 
 
 def find_folder(path: str | os.PathLike[str]) -> Path | None:
-    """Return the folder or file that a path, or a URL file://..., names; None for what is on no file system."""
+    """Return the local path that a path or file:// URL refers to; None for other URLs."""
     text = os.fspath(path).removeprefix("file://")
     return None if "://" in text else Path(text).absolute()
 
 
 LARGEST_JSON = 16 << 20
-"""Bytes of a JSON file that comes with a model, its tokenizer apart.  Real ones have a few megabytes at most."""
+"""Size limit of JSON files that come with a model, except its tokenizer.  Real ones have a few megabytes at most."""
 
 
 def read_json(path: Path, largest: int = LARGEST_JSON) -> Any:
-    """Return what a JSON file from elsewhere holds.
+    """Parse an untrusted JSON file.
 
-    Raises OSError, and ValueError for what is not JSON, or is JSON that two readers would understand differently or
-    that takes too much to read: a key given twice, a file of more than `largest` bytes, a hundred thousand brackets.
+    Raises OSError, and ValueError for invalid, ambiguous or oversized JSON: a duplicate key, a file of more than
+    `largest` bytes, or too deep a nesting.
     """
     if (size := path.stat().st_size) > largest:
         raise ValueError(f"it has {size / 2**20:.0f} MiB, more than the {largest / 2**20:.0f} that are read")
@@ -41,7 +41,7 @@ def read_json(path: Path, largest: int = LARGEST_JSON) -> Any:
 
 
 def parse_json(content: bytes) -> Any:
-    """Return what JSON from elsewhere holds; see `read_json`.  Raises ValueError."""
+    """Parse untrusted JSON; see `read_json`.  Raises ValueError."""
     try:
         return json.loads(content.decode("utf-8"), object_pairs_hook=_without_repetition)
     except RecursionError:
@@ -60,9 +60,9 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def link_outside(folder: Path, name: str) -> Path | None:
-    """Return where a file of a folder really is, if a link leads out of the folder; None if it stays inside.
+    """Return the real path of a file in a folder if a link leads out of the folder; otherwise None.
 
-    In a hub's cache (models--*/snapshots/*/file -> ../../blobs/*) the links into its own blobs are inside.
+    In a Hugging Face cache (models--*/snapshots/*/file -> ../../blobs/*), links into the model's blobs are allowed.
     """
     real, inside = Path(os.path.realpath(folder / name)), [Path(os.path.realpath(folder))]
     if inside[0].parent.name == "snapshots":
@@ -71,7 +71,7 @@ def link_outside(folder: Path, name: str) -> Path | None:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write `text` under another name, flush it to disk, and rename it to `path`; if that fails, nothing is left."""
+    """Write `text` to a temporary file, flush it to disk, and rename it to `path`.  A failed attempt is deleted."""
     with partial_file(path.with_name(f".{path.name}.{os.getpid()}")) as partial:
         write_and_sync(partial, text)
         os.replace(partial, path)
@@ -79,9 +79,9 @@ def write_atomically(path: Path, text: str) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Give the name of another file to write; after the block it is flushed to disk and renamed to `path`.
+    """Yield a temporary path to write; after the block the file is flushed to disk and renamed to `path`.
 
-    If the block raises, it is removed, and what was at `path` stays.
+    If the block raises, the temporary file is deleted and `path` is unchanged.
     """
     with partial_file(path.with_name(f".{path.name}.{os.getpid()}")) as partial:
         yield partial
@@ -92,10 +92,10 @@ def replacing(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def making(setting: str, path: Path, num_bytes: int = 0) -> Iterator[None]:
-    """Write what is asked for at `path`, a file or a folder, inside the block; `num_bytes` is how much at least.
+    """Wrap the writing of a file or folder at `path`, which needs at least `num_bytes` bytes.
 
-    Raises UserError, named `setting`, if the disk has no room for it, at once or in the middle.  If the block raises,
-    folders that were made on the way to `path` are removed again, unless there is something in them.
+    Raises UserError about `setting` if the disk is too full, before or during the block.  If the block raises, folders
+    that were created for `path` are removed again if they are empty.
     """
     missing = [folder for folder in (path, *path.absolute().parents) if not folder.exists()]
     free = free_bytes(path)
@@ -117,12 +117,12 @@ def making(setting: str, path: Path, num_bytes: int = 0) -> Iterator[None]:
 
 
 def free_bytes(path: Path) -> int:
-    """Return how much room there is on the disk of `path`, which need not exist."""
+    """Return the free space on the disk of `path`, which need not exist."""
     return shutil.disk_usage(next(folder for folder in (path, *path.absolute().parents) if folder.exists())).free
 
 
 def readable_size(num_bytes: int) -> str:
-    """Return a size in GiB, or in MiB where it is small."""
+    """Format a size in GiB, or in MiB if it is small."""
     return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**28 else f"{num_bytes / 2**20:.1f} MiB"
 
 
@@ -149,18 +149,18 @@ def append_and_sync(path: Path, text: str) -> None:
 
 
 CHECKSUM = "crc32"
-"""The key of a JSON object's own checksum."""
+"""Key of the checksum inside a JSON object."""
 
 
 def with_checksum(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a JSON object with a checksum of its own, which `checked` compares."""
+    """Return a JSON object with a checksum added, which `checked` verifies."""
     return {**content, CHECKSUM: _checksum_of(content)}
 
 
 def checked(content: Any) -> dict[str, Any]:
-    """Return a JSON object that was read from a file, without its checksum.  Raises ValueError if that is wrong.
+    """Verify and remove the checksum of a JSON object that was read from a file.  Raises ValueError if it is wrong.
 
-    Files of earlier versions have none.
+    Files of earlier versions have no checksum.
     """
     if not isinstance(content, dict):
         raise ValueError("it is not a JSON object")
@@ -175,7 +175,7 @@ def _checksum_of(content: Mapping[str, Any]) -> str:
 
 
 def content_of(descriptor: int) -> bytes:
-    """Return all that an open file holds.  It can be read even after its name was deleted."""
+    """Return the content of an open file, which can be read even after it was deleted."""
     pieces, start = [], 0
     while piece := os.pread(descriptor, 1 << 20, start):
         pieces.append(piece)
@@ -184,7 +184,7 @@ def content_of(descriptor: int) -> bytes:
 
 
 def sync_folder(path: Path) -> None:
-    """Flush a folder's entries to disk: what makes new names and renames in it last."""
+    """Flush a folder's entries to disk, which makes new files and renames in it durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

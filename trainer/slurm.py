@@ -1,18 +1,18 @@
 """Supervises a run inside a Slurm batch job: `python -m trainer.slurm recipe=NAME [section.key=value ...]`.
 
-The batch file asks Slurm for resources and runs this command, nothing else; see launch/slurm.sbatch.  It starts the
-ranks with `srun`, passes the job's notice on to them, requeues the job when the run stopped before it was finished, and
-gives up when several attempts in a row made no progress.  Each attempt leaves two lines in RUN_DIR/attempts.log.
+The batch file only requests resources from Slurm and runs this command; see launch/slurm.sbatch.  The command starts
+the ranks with `srun`, passes the job's notice on to them, requeues the job if the run stopped before it was finished,
+and gives up if several attempts in a row made no progress.  Each attempt adds two lines to RUN_DIR/attempts.log.
 
 Options go before or between the overrides, which are those of `trainer.run`.  Environment variables:
 
-  RECIPE, RUN_DIR     used where the arguments have no recipe= or run.dir= (RUN_DIR: runs/<name of the job>)
-  REQUEUE_FAILED=1    also requeue after a crash, but never after a mistake in the settings (exit code 2)
+  RECIPE, RUN_DIR     used if the arguments have no recipe= or run.dir= (default of RUN_DIR: runs/<name of the job>)
+  REQUEUE_FAILED=1    also requeue after a crash, but never after an error in the settings (exit code 2)
   REQUEUE=no          never requeue
   MAX_IDLE, MIN_STEPS stop requeuing after MAX_IDLE attempts in a row with fewer than MIN_STEPS steps each (3, 3)
-  LEAVE_S             seconds that the other ranks have to exit once one has, or once the run has ended (60)
+  LEAVE_S             seconds that the other ranks have to exit once one rank has, or once the run has ended (60)
 
-Imports no torch.
+Does not import torch.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from trainer.errors import (
 from trainer.lifecycle.folder import read_status
 
 STEP_NAME = "ranks"
-"""Name of the Slurm step that holds the ranks.  It is looked up by name: it need not be the job's first step."""
+"""Name of the Slurm step that holds the ranks.  It is looked up by name, since it may not be the job's first step."""
 
 
 @dataclass
@@ -53,10 +53,10 @@ class Signals:
 
     stop_requested: bool = False
     is_cancelled: bool = False
-    """Cancelled by a user, or being requeued by Slurm: either way this process must not requeue the job."""
+    """True if a user cancelled the job or Slurm is requeuing it.  In either case it must not be requeued here."""
 
     def install(self) -> None:
-        """Handle both signals from now on, those included that arrived while the batch file had them blocked."""
+        """Handle both signals from now on, including those that arrived while the batch file had them blocked."""
         signal.signal(signal.SIGUSR1, self._handle)
         signal.signal(signal.SIGTERM, self._handle)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1, signal.SIGTERM])
@@ -68,13 +68,13 @@ class Signals:
 
 @dataclass(frozen=True)
 class Job:
-    """One attempt of a run inside a Slurm job: what it runs, and when it is requeued."""
+    """One attempt of a run inside a Slurm job: its command, and when it is requeued."""
 
     recipe: str
     run_dir: Path
     overrides: Sequence[str]
     job_id: str
-    """As scontrol takes it.  The bare id of an array's job can mean the whole array, so that is ARRAY_TASK."""
+    """Job id for scontrol.  For a job array's task it is ARRAY_TASK, because the bare id can mean the entire array."""
     restart: int
     requeue: bool = True
     requeue_failed: bool = False
@@ -89,21 +89,21 @@ class Job:
 
     @property
     def train_command(self) -> list[str]:
-        """Arguments of the Python interpreter that run one rank."""
+        """Arguments of the Python interpreter to run one rank."""
         return ["-m", "trainer.run", f"recipe={self.recipe}", f"run.dir={self.run_dir}", *self.overrides]
 
     def run(self, command: Sequence[str], env: Mapping[str, str]) -> int:
-        """Run `command`, an srun, as one attempt.  Returns the exit code of the batch job; may requeue the job."""
+        """Run `command`, an srun, as one attempt, and requeue the job if needed.  Returns the batch job's exit code."""
         self.run_dir.mkdir(parents=True, exist_ok=True)
         (self.run_dir / NOTICE).unlink(missing_ok=True)
-        if self.restart and self._is_idle():  # Slurm itself requeues after a node failure, without asking anybody
+        if self.restart and self._is_idle():  # Slurm itself requeues after a node failure
             return EXIT_FAILED
         self._record("begins")
         with subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL) as srun:
             self._wait(srun)
         code = srun.returncode if srun.returncode >= 0 else 128 - srun.returncode  # as a shell reports a signal
 
-        # Under torchrun the exit code is 1 whatever happened, and a cancelled step exits with 0.
+        # Under torchrun the exit code of any failure or stop is 1, and a cancelled step exits with 0.
         state = self._reported_state()
         if code == EXIT_FINISHED and state not in ("stopped", "failed"):
             return EXIT_FINISHED
@@ -117,10 +117,10 @@ class Job:
         return subprocess.run(["scontrol", "requeue", self.job_id]).returncode
 
     def _wait(self, srun: subprocess.Popen[bytes]) -> None:
-        """Wait for srun; pass a notice on; end a step that outlives its ranks.
+        """Wait for srun, pass a notice on, and end a step that outlives its ranks.
 
-        srun waits without limit for a slurmstepd that has died: LEAVE_S after the run reported its end the step is
-        cancelled, and after another LEAVE_S srun is killed, so that the job can end.
+        srun waits forever for a slurmstepd that has died.  Therefore the step is cancelled LEAVE_S after the run
+        reported its end, and srun is killed after another LEAVE_S, so that the job can end.
         """
         cancel_at = kill_at = float("inf")
         while True:
@@ -129,8 +129,8 @@ class Job:
                 return
             now = time.monotonic()
             if self.signals.stop_requested:
-                # A file, because with cgroup tracking no signal reaches ranks behind torchrun; and every second,
-                # because a run that is just starting takes an existing file for one that an earlier attempt left.
+                # A file, because with cgroup tracking no signal reaches ranks started by torchrun.  Touched every
+                # second, because a run that is just starting ignores an existing file as an earlier attempt's.
                 with suppress(OSError):  # a full disk: the next second tries again
                     (self.run_dir / NOTICE).touch()
             if cancel_at == float("inf") and self._reported_state() in ("finished", "stopped", "failed"):
@@ -148,7 +148,7 @@ class Job:
             subprocess.run(["scancel", *steps])
 
     def _reported_state(self) -> str:
-        """Return the state in status.json, or nothing if this attempt has not written one yet."""
+        """Return the state in status.json, or an empty string if this attempt has not written one yet."""
         with suppress(OSError):
             if (self.run_dir / "status.json").stat().st_mtime_ns >= self.log.stat().st_mtime_ns:
                 return str(read_status(self.run_dir).get("state", ""))
@@ -165,7 +165,7 @@ class Job:
         return True
 
     def _record(self, event: str) -> None:
-        """Append a line to attempts.log and print it; `count_idle` reads it by its words."""
+        """Append a line to attempts.log, which `count_idle` parses, and print it."""
         step = int(read_status(self.run_dir).get("step") or 0)
         now = time.strftime("%FT%T")
         line = f"{now} job {self.job_id} restart {self.restart} step {step} {event}"
@@ -175,10 +175,10 @@ class Job:
 
 
 def count_idle(lines: Sequence[str], job_id: str, step: int, min_steps: int) -> int:
-    """Return how many of the newest attempts of a job, in a row, made fewer than `min_steps` steps.
+    """Return how many of a job's latest attempts, in a row, made fewer than `min_steps` steps.
 
-    lines: of attempts.log.  An attempt reaches from the step at which it began to the one at which the next began, of
-    whatever job; the newest one to `step`.  Attempts of other jobs that share the folder end the row.
+    lines: of attempts.log.  An attempt's steps are counted from its start to the start of the next attempt of any job;
+    those of the latest attempt, to `step`.  An attempt of another job that shares the folder ends the row.
     """
     begun = [(words[2], int(words[6])) for line in lines if (words := line.split())[7:8] == ["begins"]]
     reached = [from_step for _, from_step in begun[1:]] + [step]
@@ -191,7 +191,7 @@ def count_idle(lines: Sequence[str], job_id: str, step: int, min_steps: int) -> 
 def srun_command(options: argparse.Namespace, job: Job, env: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
     """Return the srun that starts the ranks on all nodes of the job, and its environment.
 
-    The ranks exit together, each with its own exit code; those still there LEAVE_S after the first are ended by srun.
+    The ranks exit together, each with its own exit code.  srun ends ranks that remain LEAVE_S after the first exit.
     """
     env = dict(env)
     srun = ["srun", f"--job-name={STEP_NAME}", "--kill-on-bad-exit=0", f"--wait={job.leave_s}"]
@@ -201,7 +201,7 @@ def srun_command(options: argparse.Namespace, job: Job, env: Mapping[str, str]) 
         # No --max-restarts: torchrun would also restart a run that has stopped on request.
         env.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")  # seconds for the ranks' last save; by default 30
         number = int(env["SLURM_JOB_ID"])
-        port = 20000 + (number * 7 + job.restart) % 10000  # the same on all nodes, another one in the next attempt
+        port = 20000 + (number * 7 + job.restart) % 10000  # the same on all nodes, different for each attempt
         return [
             *(*srun, "--ntasks-per-node=1", options.python, "-m", "torch.distributed.run"),
             f"--nnodes={env.get('SLURM_JOB_NUM_NODES', '1')}",

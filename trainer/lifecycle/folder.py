@@ -424,7 +424,7 @@ class Owner:
             is_self = owner["pid"] == self._own["pid"]
             return is_self or _is_copied(owner, self.folder) or _start_of(owner["pid"]) != owner["started"]
         if owner is not None and owner["job"] and owner["job"] == self._own["job"]:
-            return bool(owner["restarts"] < self._own["restarts"])  # Slurm requeued the job, so its old processes are gone
+            return bool(owner["restarts"] < self._own["restarts"])  # Slurm requeued the job: its old processes are gone
         os.utime(mine)
         return mine.stat().st_mtime - last_beat > self.STALE_S
 
@@ -545,7 +545,7 @@ def _this_folder(folder: Path) -> dict[str, Any]:
 
 
 def _is_copied(owner: dict[str, Any], folder: Path) -> bool:
-    """Return whether the owner file is part of a copied run folder, and its owner, on this machine, has the original."""
+    """Return whether the owner file was copied along with a run folder; its owner, on this machine, has the original."""
     return all(name in owner and owner[name] != value for name, value in _this_folder(folder).items())
 
 

@@ -6,7 +6,7 @@ import gc
 
 
 class GarbageCollection:
-    """Collects at the same steps on all ranks, because a collection at a random moment on one rank delays all others."""
+    """Collects at the same steps on all ranks, since a collection at a random moment on one rank delays all others."""
 
     def __init__(self, every: int = 100, full_every: int = 1000) -> None:
         self.every, self.full_every = every, full_every

@@ -201,6 +201,9 @@ def check_start(
     the same parameter.  The samples that the ranks read for the next step must be the global batch: each sample once,
     in order, or once for each rank that holds a slice of it.  `exempt`: patterns of parameter names to skip, and
     `DATA`.
+
+    Reads each replicated parameter once.  Two gathers, of 24 bytes per parameter and 8 per sample.
+    """
     """
     exempt = tuple(exempt)
     replicas = replicas_of(model)

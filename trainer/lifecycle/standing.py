@@ -1,4 +1,4 @@
-"""Standings: where each rank stands, whom the others wait for, and the table that says so.  Knows no process."""
+"""What each rank is doing, which ranks the others wait for, and the table that shows it."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ class Standing:
     rank: int
     phase: str
     phase_s: float
-    """How long it has been in the phase."""
+    """Time since the rank entered the phase."""
     step: int
-    """Of the step in hand, or of the last one."""
+    """The current step, or the last one."""
     marks: int
-    """How many phases it has entered since the step began."""
+    """Number of phases entered since the step began."""
     waits: bool
-    """Whether it is in a collective, so that another rank holds it up."""
+    """True if the rank is in a collective, so that it waits for another rank."""
     within: bool = False
-    """Whether it is in a save, an evaluation or the writing of a profile, which may take longer than a step, and has
-    not taken too long."""
+    """True during a save, an evaluation or the writing of a profile that is still within its own time limit."""
     answers: bool = True
     stack: list[str] = field(default_factory=list)
-    """Where its main thread is, and the thread that saves, where that is what it waits for."""
+    """Stack of the main thread, and of the saving thread if the main thread waits for it."""
     collectives: list[int] = field(default_factory=list)
-    """How many collectives its device has ended, has begun, and has queued; empty without a GPU."""
+    """Numbers of collectives completed, started and enqueued on its GPU; empty without a GPU."""
     device: str = ""
-    """What its device waits for, in words."""
+    """Description of the collective that its GPU waits for."""
     group: str = ""
-    """The ranks whose collective it is in, where these are those that share sequences: `context`."""
+    """`context` if the rank is in a collective of its context-parallel group, otherwise empty."""
 
 
 def find_late(standings: Sequence[Standing]) -> list[Standing]:
-    """Return those that the others wait for.
+    """Return the ranks that the others wait for.
 
-    Who does not answer; else, of those that are in no collective, who has come least far.  If all are in one, whose
-    device has come least far, or, on a CPU, who has come least far of all: ranks whose collectives do not match.
+    These are the ranks that do not answer; otherwise the ranks furthest behind among those outside collectives.  If all
+    ranks are in collectives, which then do not match, these are the ranks whose GPUs (on a CPU: whose step and phase)
+    are furthest behind.
     """
     silent = [standing for standing in standings if not standing.answers]
     if silent:
@@ -55,15 +55,16 @@ def find_late(standings: Sequence[Standing]) -> list[Standing]:
 
 
 def is_stuck(standings: Sequence[Standing]) -> bool:
-    """Return whether a save in flight cannot end, so that no rank needs to wait for it: it is what took too long, or a
-    rank whose part of it is missing does not answer.
+    """Return whether a save in flight cannot finish, so that no rank needs to wait for it.
+
+    Either the save itself has timed out, or a rank that others wait for does not answer.
     """
     late = find_late(standings)
     return any(not standing.answers or (standing.phase == "save" and not standing.within) for standing in late)
 
 
 def reason_of(why: str, standings: Sequence[Standing]) -> str:
-    """Return one line: who is late, in which phase, and which limit has passed."""
+    """Describe in one line which ranks are late, in which phase, and which limit has passed."""
     late = find_late(standings)
     ranks = ", ".join(str(standing.rank) for standing in late[:8]) + (", ..." if len(late) > 8 else "")
     who = f"rank {ranks}" if len(late) == 1 else f"ranks {ranks}"
@@ -78,7 +79,7 @@ def reason_of(why: str, standings: Sequence[Standing]) -> str:
 
 
 def table(why: str, standings: Sequence[Standing]) -> str:
-    """Return what a person is to see: a row for each rank, the late ones marked, and where these are."""
+    """Return the table to print: one row per rank, with the late ranks marked, and the stacks of late ranks."""
     late = find_late(standings)
     rows = [*late, *(standing for standing in standings if standing not in late)]
     lines = [reason_of(why, standings), "     rank    step  phase            for"]
@@ -95,7 +96,7 @@ def table(why: str, standings: Sequence[Standing]) -> str:
     answering = [row for row in late[:4] if row.answers]
     for row in answering:
         lines += [f"rank {row.rank} is at", *(f"  {line}" for line in row.stack)]
-    if not answering:  # where it is itself cannot be known
+    if not answering:  # no stack of a late rank is known: show one of a waiting rank
         for row in sorted((row for row in rows if row.waits), key=lambda row: not row.group)[:1]:
             lines += [f"rank {row.rank} waits at", *(f"  {line}" for line in row.stack)]
     return "\n".join(lines)

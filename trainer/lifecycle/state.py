@@ -1,8 +1,8 @@
 """TrainState: everything that a resume restores.
 
-What is not in this list is not resumed.  A subclass of Trainer adds its own state with one line,
-`self.state.add("name", thing)`, where the thing has `state_dict` and `load_state_dict`; what it has and forgot to add
-is an error at the first save.
+Anything not registered here is not restored.  A subclass of Trainer registers its own state with one line,
+`self.state.add("name", thing)`, where the object has `state_dict` and `load_state_dict`.  State that it forgot to
+register raises an error at the first save.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from trainer.optim.optimizer import Optimizer
 from trainer.weights.adapters import BASE, Base
 
 BEYOND_BELIEF = 2.0**64
-"""A magnitude that no weight is trained to: its square is not finite in float32, so that no loss is."""
+"""No trained weight is this large: its square overflows float32, so the loss could not be finite."""
 
 
 class TrainState:
@@ -46,16 +46,17 @@ class TrainState:
         random_state: RandomState,
         base: Base | None = None,
     ) -> None:
-        """`base`: the weights under the model's adapters, which are named and not stored."""
+        """`base`: the frozen weights beneath the adapters; checkpoints refer to them instead of storing them."""
         self._owner = owner
         self.step = 0
         self.tokens = 0
         self.zero_after_end = True
-        """Whether a decay to zero reaches it a step after the last one: not in runs from when the last had rate 0."""
+        """Whether a decay to zero reaches 0 one step after the last step.  False in runs of older versions, whose last
+        step had learning rate 0."""
         self.eval_pending = False
-        """True if the evaluation of this step was abandoned: `fit` repeats it after the next start."""
+        """True if the evaluation at this step was abandoned; `fit` repeats it after the next start."""
         self.evaluation: dict[str, float] = {}
-        """The losses of the evaluation of this step, by field, where they are finite; empty before there is one."""
+        """This step's finite evaluation losses, by field; empty until it has been evaluated."""
         self.model, self.random, self.skips = model, random_state, skips
         names = {id(p): clean_name(name) for name, p in model.named_parameters()}
         self.parts: dict[str, Stateful] = {
@@ -78,7 +79,7 @@ class TrainState:
 
     @property
     def trained(self) -> dict[str, nn.Parameter]:
-        """The parameters that are trained, by name; shared ones once."""
+        """The trainable parameters by name; tied ones appear once."""
         named = self.model.named_parameters()
         return {clean_name(name): parameter for name, parameter in named if parameter.requires_grad}
 
@@ -87,10 +88,11 @@ class TrainState:
         return self.skips.in_a_row
 
     def add(self, name: str, part: Any, per_rank: bool = False) -> None:
-        """Resume `part` too, under `name`: something with `state_dict` and `load_state_dict`, or a random generator.
+        """Save and restore `part` under `name`.
 
-        By default its state may hold tensors (DTensors are saved sharded) and must be the same on all ranks
-        otherwise.  With `per_rank` each rank keeps its own, restored only on the same number of ranks.
+        `part` is an object with `state_dict` and `load_state_dict`, or a random generator.  Its state may contain
+        DTensors, which are saved sharded; everything else must be the same on all ranks.  With `per_rank` each rank
+        saves its own state, which is restored only on the same number of ranks.
         """
         if name in {*self.parts, *self.rank_parts}:
             raise ValueError(f"TrainState already has a part named {name!r}")
@@ -99,7 +101,7 @@ class TrainState:
         where[name] = part if per_rank and _is_stateful(part) else _as_part(part)
 
     def add_loaders(self, loader: object, eval_loader: object, channel: Channel) -> None:
-        """Resume the training data's position; what evaluation reads needs none.  Collective."""
+        """Save and restore the position in the training data.  Evaluation has no position.  Collective."""
         if isinstance(loader, TrainLoader):
             loader.fingerprint = channel.broadcast(loader.fingerprint)
             self.add("loader", loader)
@@ -114,25 +116,26 @@ class TrainState:
         self.evaluation = {}
 
     def evaluated(self, record: Mapping[str, Any]) -> None:
-        """Note the losses of the evaluation of this step."""
+        """Record the losses of the evaluation at this step."""
         losses = {name: value for name, value in record.items() if name == "loss" or name.startswith("loss_")}
         self.evaluation = {k: v for k, v in losses.items() if isinstance(v, float) and math.isfinite(v)}
 
     @contextmanager
     def keeping_random_state(self) -> Iterator[None]:
-        """Restore the random state after the block, which may draw from it."""
+        """Restore the random state after the block, in which random numbers may be drawn."""
         before = self.random.state_dict()
         yield
         self.random.load_state_dict(before)
 
     def leave_out(self, *things: object) -> None:
-        """Say that these need not be resumed: what is made anew from the configuration, say."""
+        """Exclude objects that need not be restored, for example because they are rebuilt from the configuration."""
         self._known += things
 
     def check_complete(self) -> None:
-        """Raise UserError if an attribute of the owner, a Trainer, has state that was not added.
+        """Raise UserError if an attribute of the owner, a Trainer, has state that was not registered.
 
-        A module without a trainable parameter is no state (a frozen teacher) until it is seen to change (an average).
+        A module without trainable parameters, such as a frozen teacher, is not state unless it is seen to change, as an
+        average does.
         """
         known = {id(thing) for thing in self._known} | {
             id(p) for p in (*self.parts.values(), *self.rank_parts.values())
@@ -158,13 +161,14 @@ class TrainState:
             return False
         seen = [_glance(tensor) for tensor in (*thing.parameters(), *thing.buffers())]
         before = self._frozen.setdefault(id(thing), seen)
-        # A gathered unit has other tensors than a sharded one: of those nothing can be said.
+        # An unsharded FSDP unit has other tensors than a sharded one; these cannot be compared.
         return not any(a != b for (form, a), (other, b) in zip(before, seen, strict=False) if form == other)
 
 
 def _glance(tensor: torch.Tensor) -> tuple[object, list[float]]:
-    """Return a tensor's form, and what changes when it does: how often it was written to (`.data` is not counted), and
-    a few values.
+    """Return a tensor's form, and a cheap fingerprint of its content.
+
+    The fingerprint is its number of in-place writes (those to `.data` are not counted) and a few values.
     """
     own = local(tensor.detach())
     some = own.real.flatten()[:: max(1, own.numel() // 16)]
@@ -175,7 +179,7 @@ def _glance(tensor: torch.Tensor) -> tuple[object, list[float]]:
 
 
 def _attributes(owner: object) -> Iterator[tuple[str, Any]]:
-    """Yield the attributes of an object, and what is in its lists and dictionaries, with the names to reach them."""
+    """Yield the attributes of an object and the items of its lists and dictionaries, with their access expressions."""
     for name, value in vars(owner).items():
         yield name, value
         if isinstance(value, (list, tuple)):
@@ -232,21 +236,24 @@ _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
 def clean_name(name: str) -> str:
-    """Return a parameter's name without what wrappers of modules put into it."""
+    """Return a parameter's name without the prefixes of module wrappers."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
 
 
 class ModelState:
-    """Parameters and persistent buffers by name, but those `elsewhere`; a tied parameter once, under its first name."""
+    """Parameters and persistent buffers by name, except those in `elsewhere`.
+
+    A tied parameter appears once, under its first name.
+    """
 
     def __init__(self, model: nn.Module, elsewhere: Collection[str] = ()) -> None:
         self.model = model
         self._left_out = {alias for _, *aliases in tied_names(model) for alias in aliases} | set(elsewhere)
 
     def state_dict(self) -> dict[str, Any]:
-        # With keep_vars no tensor is copied or detached; on a DTensor that alone costs some 50 us.
+        # keep_vars avoids detaching each tensor, which costs some 50 us per DTensor.
         whole = self.model.state_dict(keep_vars=True)
         kept = {clean_name(name): value for name, value in whole.items() if name not in self._left_out}
         return {n: as_saved(value, value) if isinstance(value, nn.Parameter) else value for n, value in kept.items()}
@@ -269,29 +276,29 @@ class ModelState:
         return list(tensor_differences(own, stored))
 
     def prepare(self, stored: Mapping[str, Stored]) -> None:
-        """Nothing: all that can be loaded is there."""
+        """Do nothing: all tensors already exist."""
 
     def may_differ(self, key: str) -> bool:
-        """Buffers may: running means of the data that a rank has seen, say."""
+        """Return True for buffers, such as running means of the data that a rank has seen."""
         return key in {clean_name(name) for name, _ in self.model.named_buffers()}
 
 
 def _take_over(live: torch.Tensor, loaded: torch.Tensor) -> None:
-    """Copy what was loaded, unless it was read straight into its place."""
+    """Copy a loaded tensor, unless it was read directly into the live one."""
     if local(live).data_ptr() != local(loaded).data_ptr():
         live.detach().copy_(loaded)
 
 
 def _algorithm(part: torch.optim.Optimizer) -> str:
-    """Return what an optimizer computes, which checkpoints have to agree on: its class, whatever that is made of."""
+    """Return the name of an optimizer's algorithm, which must match the checkpoint; by default its class name."""
     return getattr(type(part), "algorithm", type(part).__name__)
 
 
 class OptimizerState:
-    """The optimizer's moments by parameter name.  Its settings are the configuration's, not the checkpoint's.
+    """The optimizer's moments by parameter name.  Hyperparameters come from the configuration, not the checkpoint.
 
-    But what the optimizer itself has changed of its settings in the course of training (as some adapt theirs) is state,
-    and comes back; the learning rate belongs to the schedule.
+    However, hyperparameters that the optimizer itself changed during training are state and are restored, except the
+    learning rate, which belongs to the schedule.
     """
 
     def __init__(self, optimizer: Optimizer, names: Mapping[int, str]) -> None:
@@ -360,13 +367,13 @@ class OptimizerState:
         return lines
 
     def may_differ(self, key: str) -> bool:
-        """Nothing may: all ranks make the same step."""
+        """Return False: all ranks perform the same optimizer step."""
         return False
 
     def prepare(self, stored: Mapping[str, Stored]) -> None:
-        """Allocate the moments that the checkpoint has, sharded like their parameters; drop those that it has not.
+        """Allocate the moments that the checkpoint has, sharded like their parameters, and drop all others.
 
-        A fresh optimizer has none before its first step, and `load_state_dict` of torch would want them whole.
+        A fresh optimizer has no moments before its first step, and torch's `load_state_dict` expects unsharded ones.
         """
         wanted: dict[str, dict[str, Stored]] = {}
         for key, tensor in stored.items():
@@ -391,7 +398,7 @@ def _kind_of(parameter: torch.Tensor) -> str:
 
 def _moment_like(parameter: torch.Tensor, group: Mapping[str, Any], field: str, stored: Stored) -> torch.Tensor:
     if stored.shape == tuple(parameter.shape):
-        # The optimizer's dtype, where it names one: a checkpoint's moments in another are converted as they are read.
+        # Use the optimizer's dtype if it sets one; moments stored in another dtype are converted while they are read.
         named = group.get("state_dtype") if field != "step" else None
         dtype = getattr(torch, named) if named else stored.dtype
         return torch.empty_like(parameter.detach(), dtype=dtype)

@@ -45,16 +45,16 @@ from trainer.weights.adapters import BASE, REFERENCE, Base
 
 
 def mesh_sizes(mesh: DeviceMesh, config: RunConfig) -> dict[str, int]:
-    """Return the size of each axis of a run's mesh, `replicate` first, also where it has only one.
+    """Return the size of each axis of a run's mesh, always including `replicate`, which comes first.
 
-    And `context`, the ranks of the shard axis that share sequences, where there is more than one.
+    The size of the context-parallel groups, if above 1, is added as `context`.
     """
     shared = {CONTEXT: config.context} if config.context > 1 else {}
     return {REPLICATE: 1, **dict(zip(mesh.mesh_dim_names or (SHARD,), mesh.shape, strict=True)), **shared}
 
 
 def device_name(device: torch.device) -> str:
-    """Return what the device is called."""
+    """Return the name of the device."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
@@ -69,9 +69,9 @@ def start_facts(
     plan: str,
     weights: str,
 ) -> Mapping[str, str]:
-    """Return the start block by name: run, model, weights, tokenizer, chat template, mesh, memory, plan, step, data.
+    """Return the entries of the start block by name, from `run` to `data`.
 
-    sizes: FSDP units, and micro-batches per step on each rank.  weights: where the weights come from.
+    sizes: numbers of FSDP units, and of micro-batches per step on each rank.  weights: where the weights come from.
     """
     num_units, num_micro_batches = sizes
     axes = zip(mesh.mesh_dim_names or (SHARD,), mesh.shape, strict=True)
@@ -106,9 +106,9 @@ def start_facts(
 
 
 def weights_facts(config: RunConfig, begun_from: str, resume: Resume, parts: Mapping[str, object]) -> str:
-    """Return where the weights come from: those that are trained, and those beside them that stay as they are.
+    """Describe where the trained weights come from, and any frozen base or reference weights.
 
-    begun_from: what `begin_from` returned.  parts: of the run's state.
+    begun_from: the source of the initial weights, as `begin_from` returned it.  parts: parts of the run's state.
     """
     if resume.step is not None:
         begun_from = f"checkpoint {resume.path} (step {resume.step})"
@@ -125,7 +125,7 @@ def weights_facts(config: RunConfig, begun_from: str, resume: Resume, parts: Map
 
 
 def _tokenizer_facts(config: RunConfig, loader: object) -> str:
-    """Return which tokenizer made the tokens, and how many ids it has."""
+    """Describe the tokenizer of the data and the size of its vocabulary."""
     data = config.data
     if not isinstance(loader, TrainLoader):
         return f"{data.tokenizer} (data.tokenizer; the samples come from a loader of your own)"
@@ -140,20 +140,20 @@ def _tokenizer_facts(config: RunConfig, loader: object) -> str:
 
 
 def _template_facts(config: RunConfig) -> str:
-    """Return where the chat template comes from."""
+    """Describe where the chat template comes from."""
     data = config.data
     if data.source != "chat":
         return "none: the data are not chats"
     if data.chat_template != MODEL:
         return f"{data.chat_template} (data.chat_template)"
-    from trainer.data.chat.template import template_path  # with jinja2, which only chats need
+    from trainer.data.chat.template import template_path  # imports jinja2, which only chats need
 
     found = template_path(data.tokenizer)
     return f"none in {data.tokenizer}" if found is None else str(found)
 
 
 def _data_facts(config: RunConfig, loader: object) -> str:
-    """Return what the run reads, and how much of that is trained on; of your own loader only its setting is known."""
+    """Describe the data that the run reads and how much of it is used; for a custom loader, only its setting."""
     if not isinstance(loader, TrainLoader):
         return f"{config.data.source} (data.source), {config.train.steps} steps; the samples come from your own loader"
     path = config.data.path
@@ -168,8 +168,9 @@ def _data_facts(config: RunConfig, loader: object) -> str:
 
 
 def start_notes(choice: Choice | None, advice: str, changed: Sequence[str], unevaluated: str) -> list[str]:
-    """Return what else there is to say at the start: the plan's choice, the profile's advice, changed settings, and why
-    there is no evaluation where one was asked for.
+    """Return further lines to print at the start.
+
+    These are the plan's choice, advice from the profile, changed settings, and why a requested evaluation is missing.
     """
     lines = ["configuration changed since:", *(f"  {line}" for line in changed)]
     notes = (describe_choice(choice), advice, "\n".join(lines) if changed else "", unevaluated)
@@ -177,7 +178,7 @@ def start_notes(choice: Choice | None, advice: str, changed: Sequence[str], unev
 
 
 def why_unevaluated(config: RunConfig, is_evaluated: bool) -> str:
-    """Return a warning if the user asked for evaluations and there is nothing to evaluate on."""
+    """Return a warning if the user asked for evaluations but there is no data to evaluate on; otherwise empty."""
     if not config.eval.every or is_evaluated:
         return ""
     too_few = "data.holdout=0" if config.data.holdout == 0 else "there is too little data to divide"
@@ -190,7 +191,7 @@ def why_unevaluated(config: RunConfig, is_evaluated: bool) -> str:
 def room_notes(
     config: RunConfig, world: World, mesh: DeviceMesh, model: nn.Module, state: TrainState, place: Place
 ) -> list[str]:
-    """Return a warning if the checkpoints to come do not fit on the disk of `place`, nothing if they do."""
+    """Return a warning if future checkpoints do not fit on the disk of `place`; empty if they do."""
     stored = state.parts["model"].state_dict()
     weights = sum(t.numel() * t.element_size() for t in stored.values() if isinstance(t, torch.Tensor))
     _, _, kept = bytes_of_training(model, config.optim, config.train.ema > 0)
@@ -209,7 +210,7 @@ def start_record(
     skips: SkipCounter,
     loader: object,
 ) -> Mapping[str, Any]:
-    """Return the fields of the start record.  A loader of a user's own says nothing of how its samples were made."""
+    """Return the fields of the start record.  For a custom loader it has no facts about the data."""
     return {
         "world_size": world.size,
         "mesh": mesh_sizes(mesh, config),
@@ -227,9 +228,9 @@ def start_record(
 def closing(
     config: RunConfig, metrics: Metrics, horizon: Horizon, best: tuple[float, int] | None, seconds: float
 ) -> list[str]:
-    """Return the closing block of a run that has finished: how long, how well, where things are, what next.
+    """Return the closing block of a finished run: duration, losses, files and next commands.
 
-    best: loss and step of the best checkpoint.  Empty on all ranks but the first.
+    best: loss and step of the best checkpoint.  The block is empty except on rank 0.
     """
     trained, evaluated = metrics.latest.get("train"), metrics.latest.get("eval")
     if trained is None:
@@ -250,14 +251,14 @@ def closing(
 
 
 def next_commands(config: RunConfig) -> list[str]:
-    """Return what to do with a run that has finished, as commands that work when they are pasted into the same shell.
+    """Return commands to use a finished run, ready to paste into the same shell.
 
-    Weights can be used only where another process finds the model: a model of the user's own is named with
-    `--allow-import`, and one in a script that would train again when imported is left out.
+    Commands that use the weights must be able to import the model: a custom model needs `--allow-import`, and they are
+    left out if the model is in a script that would train again when it is imported.
     """
     folder = shlex.quote(config.run.dir)
     report = f"python -m trainer.report {folder}"
-    if config.schedule.name == "range":  # its weights have diverged
+    if config.schedule.name == "range":  # the weights of a range test have diverged
         return [report]
     module, python = module_to_allow(config.model.name), "python"
     if module == "__main__":
@@ -270,15 +271,15 @@ def next_commands(config: RunConfig) -> list[str]:
             python = f"PYTHONPATH={shlex.quote(str(script.resolve().parent))} python"
     allow = f" --allow-import {shlex.quote(module)}" if module else ""
     is_folder = config.recipe.hf is not None or config.lora.rank > 0
-    target = "OUT" if is_folder else "OUT.safetensors"  # whose format needs no mapping to Hugging Face's names
+    target = "OUT" if is_folder else "OUT.safetensors"  # this format needs no mapping to Hugging Face names
     commands = [report, f"{python} -m trainer.generate {folder} {_text_option(config)} TEXT{allow}"]
-    if config.data.source == "synthetic":  # its tokens are no text
+    if config.data.source == "synthetic":  # its tokens are not text
         commands.pop()
     return [*commands, f"{python} -m trainer.export {folder} {target}{allow}"]
 
 
 def _text_option(config: RunConfig) -> str:
-    """Return the option of `trainer.generate` that fits the data: a chat needs a template, which pairs may lack."""
+    """Return the option of `trainer.generate` that suits the data: `--chat` if there is a chat template for it."""
     if config.data.source != "chat":
         return "--prompt"
     try:
@@ -289,7 +290,7 @@ def _text_option(config: RunConfig) -> str:
 
 
 def show_result(config: RunConfig, world: World, model: nn.Module, metrics: Metrics) -> None:
-    """Show what the model has learnt, if `log.sample_tokens` asks for it: bits per byte of gzip, and a sample.
+    """Print what the model has learned, if `log.sample_tokens` is set: a sample, and gzip's bits per byte to compare.
 
     Collectives: those of one forward pass per token.
     """
@@ -316,8 +317,8 @@ def show_result(config: RunConfig, world: World, model: nn.Module, metrics: Metr
 
 
 def _prompt_of_chat(config: RunConfig) -> list[int]:
-    """Return the tokens of a conversation up to the assistant's turn: a held-out one if there is any."""
-    from trainer.data.chat.source import ChatSource, PairSource  # with the library that renders templates
+    """Return the tokens of a conversation up to the assistant's turn, held-out if possible."""
+    from trainer.data.chat.source import ChatSource, PairSource  # imports jinja2
 
     splits: tuple[Split, ...] = ("eval", "train")
     for split in splits:

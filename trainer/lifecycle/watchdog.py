@@ -1,21 +1,20 @@
-"""Watchdog: names the rank that the others wait for.  Every rank notes its phase; a thread watches the clock.
+"""Watchdog: detects hangs and names the ranks that the others wait for.
 
-When a step, a save or an evaluation makes no progress for too long, all ranks say through the store (never by a
-collective: some are waiting in one) which phase they are in and where in the code.  Rank 0 prints one table, names
-those that the others wait for, and the run ends as failed on all ranks.
+Every rank tracks its phase, and a thread watches the clock.  When a step, a save or an evaluation makes no progress for
+too long, all ranks report their phase and stack through the store, not by a collective, since some ranks are blocked in
+one.  Rank 0 prints one table, names the ranks that the others wait for, and the run ends as failed on all ranks.
 
-What the limits cover: `run.step_timeout_s` one step, from asking for its data to its log line; the first one, which
-compiles and allocates, has `run.first_step_timeout_s`, and so has in an evaluation the time between two forward passes,
-and a profile that is begun or written.
-`checkpoint.timeout_s` covers what training waits for in a save, and a save in the background from its beginning; ranks
-that wait meanwhile for one of these wait as long.  What a loop of the user's own does between steps has no limit, nor
-has the start; but ranks that wait for that in a step of theirs have one.
+Limits: `run.step_timeout_s` covers one step, from requesting its data to its log line.  `run.first_step_timeout_s`
+covers the first step, which compiles and allocates, the time between two forward passes of an evaluation, and starting
+or writing a profile.  `checkpoint.timeout_s` covers the time that training waits for a save, and a background save from
+its start.  A rank that waits for another rank's evaluation, save or profile is allowed the same time.  Code of a custom
+loop between steps and the start of a run have no limit, but a rank that waits for them inside a step does.
 
-Out of reach: a process that never lets go of Python's lock, or is stopped.  It is named, because it does not answer; if
-it is rank 0, there is no table, and the others end by themselves.  In a process group that was
-opened elsewhere there is no store to talk through: each rank reports on itself alone, and ending is left to the opener.
+Not covered: a process that holds Python's GIL forever or is suspended.  It is named because it does not answer; if it
+is rank 0, there is no table, and the others exit by themselves.  In a process group that was opened elsewhere there is
+no store to communicate through: each rank reports only on itself and does not end the process.
 
-Knows no model by name and calls no collective.
+The watchdog uses no collectives and works for any model.
 """
 
 from __future__ import annotations
@@ -50,9 +49,9 @@ _IN_BACKGROUND = "a save in the background"
 
 
 class Watchdog:
-    """Notes what this rank is doing, which costs two attributes a phase, and watches that it does not do so for ever.
+    """Tracks what this rank is doing, at the cost of setting two attributes per phase, and detects hangs.
 
-    On rank 0 the world's failure listeners record how the run has failed, called from the watching thread.
+    On rank 0 it calls the world's failure listeners, from the watching thread, to record the failure.
     """
 
     def __init__(self, world: World, config: RunConfig) -> None:
@@ -62,9 +61,9 @@ class Watchdog:
         self.phase, self.since, self.marks, self.step = "start", time.monotonic(), 0, 0
         self.observers: list[PhaseObserver] = []
         self._round = 0
-        """How often the ranks have said where they are: each time has keys of its own in the store."""
+        """Number of completed reports; each report uses separate keys in the store."""
         self._armed: tuple[float, str, float] | None = None
-        """When the present limit ends, its key, and what it is."""
+        """Current limit: when it expires, its setting and its value."""
         self._num_updates = 0
         self._saving_since: float | None = None
         self._watched = 0
@@ -72,7 +71,7 @@ class Watchdog:
         self._timed_out = ""
         self._thread: threading.Thread | None = None
 
-    # -- what the training thread notes ----------------------------------------------------------------------------
+    # -- called by the training thread -----------------------------------------------------------------------------
 
     def enter(self, phase: str) -> None:
         """Enter a phase."""
@@ -82,7 +81,7 @@ class Watchdog:
             observer.enter_phase(phase)
 
     def begin_step(self, step: int) -> None:
-        """Begin a step, with its data."""
+        """Begin a step, in the phase `data`."""
         self.step, self.marks = step, 0
         self.enter("data")
         is_first = self._num_updates == 0
@@ -90,7 +89,7 @@ class Watchdog:
         self._arm("run.first_step_timeout_s" if is_first else "run.step_timeout_s", limit)
 
     def end_step(self, step: int) -> None:
-        """End a step.  After the first all collectives get the ordinary timeout."""
+        """End a step.  After the first step, collectives get the ordinary timeout."""
         self._armed = None
         self.enter("between steps")
         self._num_updates += 1
@@ -99,7 +98,7 @@ class Watchdog:
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """Be in a phase outside the step, with its own limit, inside the block."""
+        """Enter a phase outside the step, with its own limit, for the block."""
         before, self._armed = (self.phase, self._armed), None
         self.enter(phase)
         if phase == "save":
@@ -114,7 +113,7 @@ class Watchdog:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Watch, and have no limit any more after the block, however it is left."""
+        """Start watching; after the block no limit is active, even if it raised."""
         self._start()
         try:
             yield
@@ -122,15 +121,15 @@ class Watchdog:
             self._armed = None
 
     def save_begins(self, stage: Callable[[], str]) -> None:
-        """Say that a save in the background has begun; `stage()` says what it is about."""
+        """Note that a background save has started.  `stage()` describes what it is doing."""
         self._saving_since, self._save_stage = time.monotonic(), stage
 
     def save_ends(self) -> None:
-        """Say that there is none any more."""
+        """Note that the background save has ended."""
         self._saving_since = None
 
     def begin_forward(self) -> None:
-        """Note a forward pass: of a step, or of an evaluation, which makes progress by it."""
+        """Note a forward pass, which in an evaluation counts as progress."""
         if self.phase in IN_STEP:
             self.enter("forward")
         else:
@@ -152,11 +151,11 @@ class Watchdog:
             self._thread.start()
 
     def stop(self) -> None:
-        """Watch no longer."""
+        """Stop watching."""
         self._stopped.set()
 
     def explain(self, error: BaseException) -> None:
-        """If a collective has timed out, have all ranks say where they are, as if a limit had passed, and end."""
+        """If `error` is a collective's timeout, make all ranks report and exit, as if a limit had passed."""
         frame, trace = None, error.__traceback__
         while trace is not None:
             frame, trace = trace.tb_frame, trace.tb_next
@@ -170,7 +169,7 @@ class Watchdog:
         while not stopped.wait(_POLL_S):
             stood_still_s = time.monotonic() - polled
             polled, num_polls = time.monotonic(), num_polls + 1
-            if stood_still_s > _STOOD_STILL_S:  # the whole process did, suspended by Slurm say: that is no fault
+            if stood_still_s > _STOOD_STILL_S:  # the process was suspended, for example by Slurm
                 self._forgive(stood_still_s)
             why = self._timed_out or self._overdue()
             if why or (num_polls % _ASK_EVERY == 0 and self._is_asked()):
@@ -188,7 +187,7 @@ class Watchdog:
             self._saving_since += seconds
 
     def _overdue(self) -> str:
-        """Return which limit has passed, or an empty text."""
+        """Describe the limit that has passed; empty if none has."""
         armed, saving = self._armed, self._saving_since
         if armed is not None and time.monotonic() > armed[0]:
             return f"no progress within {armed[1]}, {armed[2]:g} s"
@@ -201,17 +200,17 @@ class Watchdog:
         store = self._world.messages
         try:
             return store is not None and store.check(self._key("ask"))
-        except RuntimeError:  # the store has gone, which the failure watch sees too
+        except RuntimeError:  # the store is gone; the failure watch handles that
             return False
 
     def _key(self, name: str | int) -> str:
         return f"meshtrainer/watchdog/{self._round}/{name}"
 
     def _report(self, why: str) -> None:
-        """Say where this rank stands; on rank 0, print where all of them do, and end, which the others do then.
+        """Report this rank's status; on rank 0, print the table of all ranks.  Then all ranks exit.
 
-        Returns if the late ranks have good reason to be: the limit that has passed begins again.  And in a process
-        group that is not ours.
+        Returns, and restarts the limit, if the late ranks are in a phase with a longer limit.  Also returns if the
+        process group was opened elsewhere.
         """
         store, rank = self._world.messages, self._world.rank
         if store is None:
@@ -221,7 +220,7 @@ class Watchdog:
                 self._end(reason_of(why, [own]), is_stuck=is_stuck([own]))
             return
         try:
-            why = store.compare_set(self._key("ask"), "", why)  # what the first one said, if this is not the first
+            why = store.compare_set(self._key("ask"), "", why)  # the reason of the first rank to report
             store.set(self._key(rank), json.dumps(asdict(self.standing(why))))
             if rank == 0:
                 standings = self._gather(store)
@@ -240,7 +239,7 @@ class Watchdog:
                 verdict = store.get(self._key("verdict"))
                 with suppress(RuntimeError):
                     store.set(self._key(f"heard/{rank}"), "")
-        except RuntimeError as lost:  # the store has gone, or rank 0 does not answer
+        except RuntimeError as lost:  # the store is gone, or rank 0 does not answer
             print_stderr(f"{table(why, [self.standing(why)])}\nrank 0 does not answer rank {rank}: {lost}")
             self._leave(is_stuck=True)
         if verdict == "go on":
@@ -264,7 +263,7 @@ class Watchdog:
         return list(found.values())
 
     def _end(self, reason: str, is_stuck: bool) -> NoReturn:
-        """Record the failure, as far as that can be done within a moment, and leave."""
+        """Record the failure, within a time limit, and exit."""
         recording = threading.Thread(target=self._record, args=(reason,), daemon=True)
         recording.start()
         recording.join(_GRACE_S)
@@ -275,7 +274,7 @@ class Watchdog:
             listener.give_up(reason)
 
     def _leave(self, is_stuck: bool) -> NoReturn:
-        """End this process, which may be asleep for ever; a save in flight may end before, unless that is stuck."""
+        """Exit this process, whose main thread may hang.  A save in flight may finish first, unless it is stuck."""
         keeping = threading.Thread(target=keep_record, args=(self._folder, self._world.rank), daemon=True)
         keeping.start()
         keeping.join(_GRACE_S)
@@ -283,11 +282,11 @@ class Watchdog:
         while not is_stuck and _saving_frame() is not None and time.monotonic() < until:
             time.sleep(0.1)
         if self._world.rank != 0:
-            time.sleep(_GRACE_S)  # rank 0 has something to write, and to tell
+            time.sleep(_GRACE_S)  # leave rank 0 time to record and print
         os._exit(EXIT_FAILED)
 
     def standing(self, why: str = "") -> Standing:
-        """Return where this rank stands, seen from another thread, asked for the reason `why`."""
+        """Return this rank's status, as seen from another thread.  `why`: the reason for the report."""
         phase, since = self.phase, self.since
         main, saving = sys._current_frames().get(self._watched), _saving_frame()
         armed, limit = self._armed, self._save_limit_s
@@ -296,9 +295,9 @@ class Watchdog:
         progress = progress_of(read_record()) if why else None
         collectives = [] if progress is None else [progress.completed, progress.started, progress.enqueued]
         if _is_waiting_for_the_device(main):
-            phase, waits = "device", True  # the host is in the next step already
+            phase, waits = "device", True  # the host may already be in the next step
         if why.startswith(_IN_BACKGROUND):
-            waits = saving is None or _is_in_a_collective(saving)  # without one, its part of the save is through
+            waits = saving is None or _is_in_a_collective(saving)  # no saving frame: its part is done
             if saving is not None:
                 phase, since, stack = "save", self._saving_since or since, [self._save_stage(), *_lines(saving)]
                 within = time.monotonic() < since + limit
@@ -312,7 +311,7 @@ class Watchdog:
 
 
 def _wait_until_set(store: Messages, keys: Sequence[str]) -> None:
-    """Let the others read the verdict: the store ends with this process, and without it they would report, too."""
+    """Wait for the others to read the verdict: the store ends with this process, and they would report its loss."""
     until = time.monotonic() + _ANSWER_S
     with suppress(RuntimeError):
         while (keys := [key for key in keys if not store.check(key)]) and time.monotonic() < until:
@@ -324,7 +323,7 @@ def _wait_until_set(store: Messages, keys: Sequence[str]) -> None:
 
 
 def _saving_frame() -> FrameType | None:
-    """Return where the thread that saves is; None if there is none, or it has nothing to do."""
+    """Return the frame of the saving thread; None if there is no such thread or it is idle."""
     frames = sys._current_frames()
     for thread in threading.enumerate():
         if thread.name.startswith("checkpoint"):
@@ -335,7 +334,7 @@ def _saving_frame() -> FrameType | None:
 
 
 def _is_in_a_collective(frame: FrameType | None) -> bool:
-    """Return whether the innermost code is torch.distributed, or torch called from there."""
+    """Return whether the innermost frames are in torch.distributed, or in torch called from there."""
     while frame is not None and f"{os.sep}torch{os.sep}" in frame.f_code.co_filename:
         if f"{os.sep}torch{os.sep}distributed{os.sep}" in frame.f_code.co_filename:
             return True
@@ -344,14 +343,14 @@ def _is_in_a_collective(frame: FrameType | None) -> bool:
 
 
 def _group_of(frame: FrameType | None) -> str:
-    """Return `context` inside a collective of the ranks that share sequences, else nothing."""
+    """Return `context` inside a collective of the context-parallel group, otherwise an empty string."""
     while frame is not None and frame.f_code.co_filename != exchange.__file__:
         frame = frame.f_back
     return "" if frame is None else CONTEXT
 
 
 def _is_waiting_for_the_device(frame: FrameType | None) -> bool:
-    """Return whether the innermost code waits for what is queued on a GPU, where a collective may hang."""
+    """Return whether the innermost frame waits for work queued on a GPU, where a collective may hang."""
     return frame is not None and frame.f_code.co_filename.endswith(_WAITS_FOR_DEVICE)
 
 
@@ -365,13 +364,13 @@ def _is_in_another_thread(frame: FrameType | None) -> bool:
 _OF_OPERATORS = ("_ops.py", "_compile.py", "_library/custom_ops.py", "_library/autograd.py", "_dynamo/eval_frame.py")
 _OF_TORCH = ("nn/modules/module.py", "autograd/function.py", *_OF_OPERATORS)
 _LEFT_OUT = (f"{os.sep}contextlib.py", *(os.sep + os.path.join("torch", *name.split("/")) for name in _OF_TORCH))
-"""Files whose frames only stand between those that tell something."""
+"""Files whose frames are left out of printed stacks as uninformative."""
 
 
 def _lines(frame: FrameType | None) -> list[str]:
-    """Return file, line and function of each useful frame, the innermost last, from the Trainer on.
+    """Return file, line and function of each informative frame, innermost last.
 
-    Not the source's text: reading it may block for ever, where that is what the others do.
+    Source lines are not included, because reading them may block forever if the file system hangs.
     """
     lines: list[str] = []
     while frame is not None:
