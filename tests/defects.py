@@ -406,7 +406,7 @@ DEFECTS: list[Defect] = [
     Defect(
         "prompt-trained-on",
         "chat-masks",
-        "Encoder._marked",
+        "Encoder._encode_with_spans",
         "(places[:, 0] < end) & (places[:, 1] > start)",
         "(places[:, 0] < end) & (places[:, 1] >= start)",
     ),

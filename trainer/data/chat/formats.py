@@ -135,7 +135,7 @@ def _read_alpaca(values: Mapping[str, Any]) -> Sample:
     for key in ("instruction", "output"):
         if not texts.get(key, "").strip():
             raise BadChat(f"{key}={values[key]!r} is empty")
-    asked = "\n\n".join(texts[key] for key in ("instruction", "input") if texts.get(key, "").strip())
+    prompt = "\n\n".join(texts[key] for key in ("instruction", "input") if texts.get(key, "").strip())
     system = [{"role": "system", "content": texts["system"]}] if texts.get("system") else []
     history, past = values["history"] or [], []
     if not isinstance(history, list):
@@ -144,7 +144,7 @@ def _read_alpaca(values: Mapping[str, Any]) -> Sample:
         if not isinstance(turn, list) or len(turn) != 2:
             raise BadChat(f"history[{number}] must be a question and its answer")
         past += [{"role": "user", "content": turn[0]}, {"role": "assistant", "content": turn[1]}]
-    last = [{"role": "user", "content": asked}, {"role": "assistant", "content": texts["output"]}]
+    last = [{"role": "user", "content": prompt}, {"role": "assistant", "content": texts["output"]}]
     return Conversation(_messages([*system, *past, *last], "messages"))
 
 
@@ -215,9 +215,9 @@ def _index_after_prompt(prompt: Sequence[Message], answer: Sequence[Message]) ->
 
     A prompt at the start of the answer is preferred, otherwise its last occurrence.
     """
-    asked, spoken = _roles_and_texts(prompt), _roles_and_texts(answer)
-    starts = (0, *range(len(spoken) - len(asked), 0, -1))
-    return next((start + len(asked) for start in starts if spoken[start : start + len(asked)] == asked), None)
+    head, turns = _roles_and_texts(prompt), _roles_and_texts(answer)
+    starts = (0, *range(len(turns) - len(head), 0, -1))
+    return next((start + len(head) for start in starts if turns[start : start + len(head)] == head), None)
 
 
 # ---------------------------------------------------------------------------------------------------------------

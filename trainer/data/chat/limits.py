@@ -230,7 +230,7 @@ class _Watchdog:
         """Stop watching the calling thread, if it is the rendering thread."""
         try:
             self._end()
-        except BaseException:  # TooSlow itself, or a stop request, before it was done
+        except BaseException:  # TemplateTimeout or a stop request interrupted it
             self._end()
             raise
 

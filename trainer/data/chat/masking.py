@@ -79,7 +79,7 @@ class Encoder:
         return Encoded(np.concatenate([prompt, completion]), trained, spelled)
 
     def _encode_chat(self, chat: Conversation, max_tokens: int | None) -> Encoded:
-        text, ids, _, trained = self._marked(chat, max_tokens)
+        text, ids, _, trained = self._encode_with_spans(chat, max_tokens)
         return Encoded(ids, trained, self.tokenizer.spelled_by_content(text))
 
     @property
@@ -125,7 +125,7 @@ class Encoder:
             plain = self.tokenizer.plain
             ends = "".join(map(self.tokenizer.text_of, plain.end_ids))
             return [(sample.prompt, self._train_on == "all"), (sample.completion + ends, True)]
-        text, _, places, trained = self._marked(sample)
+        text, _, places, trained = self._encode_with_spans(sample)
         changes = [0, *(np.flatnonzero(np.diff(trained)) + 1).tolist()]
         starts = [0, *places[changes[1:], 0].tolist(), len(text)]
         return [
@@ -133,7 +133,7 @@ class Encoder:
             for change, start, stop in zip(changes, starts[:-1], starts[1:], strict=True)
         ]
 
-    def _marked(
+    def _encode_with_spans(
         self, chat: Conversation, max_tokens: int | None = None
     ) -> tuple[str, NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
         """Return a conversation's text, its ids, the character span of each id, and the loss mask.
@@ -156,17 +156,17 @@ class Encoder:
         ids, places = self.tokenizer.encode(full.text)
         is_all_trained = self._train_on == "all"
         turns = chat.excluded if is_all_trained else self._turns(chat)
-        marked = np.zeros(len(ids), bool)
-        until = len(full.text) if max_tokens is None or len(ids) <= max_tokens else int(places[max_tokens, 0])
+        loss_mask = np.zeros(len(ids), bool)
+        end_of_needed = len(full.text) if max_tokens is None or len(ids) <= max_tokens else int(places[max_tokens, 0])
         with template.limits_for_many():
             for turn in turns:
                 stop_if_asked()
                 spans = _message_spans(template, chat, full, turn)
                 for start, end in spans:
-                    marked |= (places[:, 0] < end) & (places[:, 1] > start)
-                if spans and spans[0][0] >= until:
+                    loss_mask |= (places[:, 0] < end) & (places[:, 1] > start)
+                if spans and spans[0][0] >= end_of_needed:
                     break
-        return full.text, ids, places, ~marked if is_all_trained else marked
+        return full.text, ids, places, ~loss_mask if is_all_trained else loss_mask
 
     def _turns(self, chat: Conversation) -> list[int]:
         turns = chat.assistant_turns
@@ -174,8 +174,8 @@ class Encoder:
             last = max((i for i, message in enumerate(chat.messages) if message["role"] == "assistant"), default=-1)
             return [turn for turn in turns if turn == last]
         if self._train_on == "completion":
-            asked = max((i for i, message in enumerate(chat.messages) if message["role"] == "user"), default=-1)
-            return [turn for turn in turns if turn > asked]
+            last_user = max((i for i, message in enumerate(chat.messages) if message["role"] == "user"), default=-1)
+            return [turn for turn in turns if turn > last_user]
         return turns
 
 
@@ -215,12 +215,12 @@ def _message_spans(template: ChatTemplate, chat: Conversation, full: Rendered, n
     """
     if chat.messages[number]["role"] == "assistant":
         return _assistant_spans(template, chat, full, number)
-    before, until = (
+    before, through = (
         template.render(chat.messages[:end], chat.tools).text if end else "" for end in (number, number + 1)
     )
-    if not (full.text.startswith(before) and full.text.startswith(until)):
+    if not (full.text.startswith(before) and full.text.startswith(through)):
         raise _changes_later(number)
-    return [(len(before), len(until))]
+    return [(len(before), len(through))]
 
 
 def _assistant_spans(template: ChatTemplate, chat: Conversation, full: Rendered, turn: int) -> list[tuple[int, int]]:
@@ -231,11 +231,11 @@ def _assistant_spans(template: ChatTemplate, chat: Conversation, full: Rendered,
     differently once other turns follow.
     """
     before = template.render(chat.messages[:turn], chat.tools).text
-    until = full.text
+    through = full.text
     if turn + 1 < len(chat.messages):
-        until = template.render(chat.messages[: turn + 1], chat.tools).text
-    end = _end_of_turn(template, chat, until, turn)
-    if not full.text.startswith(until[:end]):
+        through = template.render(chat.messages[: turn + 1], chat.tools).text
+    end = _end_of_turn(template, chat, through, turn)
+    if not full.text.startswith(through[:end]):
         raise _changes_later(turn)
     prompt = template.render(chat.messages[:turn], chat.tools, prompts=True).text
     if template.has_generation:

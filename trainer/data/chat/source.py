@@ -122,10 +122,10 @@ class _Conversations(Source):
         Returns None if each of the first 100 conversations starts with a target.
         """
         for number in range(min(len(self._offsets) - 1, 100)):
-            found = self._read(number)
-            start = int(np.argmax(found.trained))
+            encoded = self._read(number)
+            start = int(np.argmax(encoded.trained))
             if start:
-                prompt: list[int] = found.ids[:start].tolist()
+                prompt: list[int] = encoded.ids[:start].tolist()
                 return prompt
         return None
 
@@ -142,10 +142,10 @@ class _Conversations(Source):
 
     def _write_row(self, rows: Mapping[str, NDArray[Any]], row: int, start: int, number: int) -> int:
         """Write a conversation into a row at offset `start`, and return its end.  Its last token is only a target."""
-        found = self._read(number)
-        stop = start + len(found.ids) - 1
-        rows["tokens"][row, start:stop] = found.ids[:-1]
-        rows["targets"][row, start:stop] = np.where(found.trained[1:], found.ids[1:], IGNORE)
+        encoded = self._read(number)
+        stop = start + len(encoded.ids) - 1
+        rows["tokens"][row, start:stop] = encoded.ids[:-1]
+        rows["targets"][row, start:stop] = np.where(encoded.trained[1:], encoded.ids[1:], IGNORE)
         return stop
 
 

@@ -27,7 +27,7 @@ from trainer.data.chat.conversation import BadChat, Completion, Pair, Sample
 from trainer.data.chat.formats import Format
 from trainer.data.chat.masking import Encoded, Encoder
 from trainer.data.chat.records import read_records
-from trainer.data.ingest.progress import Counting
+from trainer.data.ingest.progress import ProgressLine
 from trainer.data.shards import Shard, ShardWriter
 from trainer.errors import UserError, print_stderr, setting_error
 from trainer.files import replacing
@@ -103,19 +103,19 @@ class ChatReport:
     def shares(self) -> dict[str, float]:
         """Share of training tokens that are targets, and shares of all tokens that were dropped or truncated."""
         kept = self.tokens + self.held_out_tokens
-        everything = max(1, kept + self.dropped_tokens + self.truncated_tokens)
+        total = max(1, kept + self.dropped_tokens + self.truncated_tokens)
         return {
             "trained_share": self.trained / max(1, self.tokens),
-            "dropped_share": self.dropped_tokens / everything,
-            "truncated_share": self.truncated_tokens / everything,
+            "dropped_share": self.dropped_tokens / total,
+            "truncated_share": self.truncated_tokens / total,
         }
 
     @property
-    def most_dropped(self) -> float:
+    def max_dropped_share(self) -> float:
         """The dropped share of conversations or of tokens, whichever is larger."""
         return max(self.dropped / max(1, self.chats), self.shares["dropped_share"])
 
-    def dropped_facts(self) -> str:
+    def describe_dropped(self) -> str:
         """Describe how much was dropped: `50 of 60 conversations (99.8% of the tokens)`."""
         share = self.shares["dropped_share"]
         return f"{self.dropped:,} of {self.chats:,} {self.kind} ({share:.1%} of the tokens)"
@@ -151,8 +151,8 @@ class ChatReport:
         lines = [", ".join(facts)]
         if self.unused:
             lines.append(f"  no targets in {_list_places(self.unused)}")
-        if self.most_dropped > _WARN_DROPPED_SHARE:
-            lines.append(f"warning: {self.dropped_facts()} are not trained on; {self.suggested_lengths()}")
+        if self.max_dropped_share > _WARN_DROPPED_SHARE:
+            lines.append(f"warning: {self.describe_dropped()} are not trained on; {self.suggested_lengths()}")
         if self.plain and has_template:
             lines.append(
                 f"note: {self.plain:,} {self.kind} are plain text, used as they are, without the chat template; with "
@@ -178,10 +178,10 @@ def check_dropped(report: ChatReport, key: str, seq_len: int) -> None:
 
     key: the setting that names the files.
     """
-    if report.most_dropped <= _MAX_DROPPED_SHARE:
+    if report.max_dropped_share <= _MAX_DROPPED_SHARE:
         return
     files = "" if key == "data.path" else f" of {key}"
-    rule = f"{report.dropped_facts()}{files} are longer than a sequence, and would be dropped"
+    rule = f"{report.describe_dropped()}{files} are longer than a sequence, and would be dropped"
     fix = (
         f"{report.suggested_lengths()}, if the model has that many positions; data.too_long=truncate cuts them, and "
         "data.too_long=drop drops them all the same"
@@ -300,7 +300,7 @@ class PartialResults:
         if self._num_seen == self.num_records:
             return
         about = json.dumps({"num_records": self._num_seen, "report": dataclasses.asdict(report)})
-        documents = [document for some in self._pending for document in some]
+        documents = [document for record_documents in self._pending for document in record_documents]
         with contextlib.suppress(OSError):  # such as a full disk: the final shards may still fit
             with replacing(self._path(self._num_parts)) as partial, open(partial, "wb") as file:
                 np.savez(
@@ -309,7 +309,7 @@ class PartialResults:
                         [np.zeros(0, np.int64), *(2 * each.ids + each.trained for each in documents)]
                     ),
                     counts=np.array([len(each.ids) for each in documents], np.int64),
-                    sizes=np.array([len(some) for some in self._pending], np.int64),
+                    sizes=np.array([len(record_documents) for record_documents in self._pending], np.int64),
                     about=np.frombuffer(about.encode(), np.uint8),
                 )
             self._num_parts += 1
@@ -387,7 +387,7 @@ def _tokenize_all(folder: Path, name: str, spec: ChatSpec, encoder: Encoder) -> 
     parts.remove_old()
     reading = _ChatReader(spec, encoder, report, parts)
     try:
-        with Counting(lambda: f"tokenizing {spec.key}: {report.chats:,} {report.kind}"):
+        with ProgressLine(lambda: f"tokenizing {spec.key}: {report.chats:,} {report.kind}"):
             _write(reading.conversations(), spec.holdout, train, held_out, report)
         report.tokens, report.trained = train.tokens, train.trained
         report.held_out, report.held_out_tokens = held_out.samples, held_out.tokens
@@ -414,26 +414,24 @@ def _write(
     If `holdout` is positive and there are at least two distinct conversations, at least one of them is held out.
     """
     digest = hashlib.blake2b(digest_size=8)
-    lowest_hashed: list[
-        Sequence[Encoded]
-    ] = []  # lowest hash so far, with its duplicates, until a conversation is held out
+    held_back: list[Sequence[Encoded]] = []  # lowest hash so far, with its duplicates, until a conversation is held out
     lowest = 1.0
     for documents in conversations:
-        own = hashlib.blake2b(b"".join(document.ids.tobytes() for document in documents), digest_size=8).digest()
-        digest.update(own + b"".join(document.trained.tobytes() for document in documents))
-        hash_fraction = int.from_bytes(own, "little") / 2**64
+        key = hashlib.blake2b(b"".join(document.ids.tobytes() for document in documents), digest_size=8).digest()
+        digest.update(key + b"".join(document.trained.tobytes() for document in documents))
+        hash_fraction = int.from_bytes(key, "little") / 2**64
         if hash_fraction < holdout:
             held_out.write(documents)
-        elif not holdout or not held_out.is_empty or (lowest_hashed and hash_fraction > lowest):
+        elif not holdout or not held_out.is_empty or (held_back and hash_fraction > lowest):
             train.write(documents)
-        elif lowest_hashed and hash_fraction == lowest:
-            lowest_hashed.append(documents)
+        elif held_back and hash_fraction == lowest:
+            held_back.append(documents)
         else:
-            for each in lowest_hashed:
+            for each in held_back:
                 train.write(each)
-            lowest_hashed, lowest = [documents], hash_fraction
+            held_back, lowest = [documents], hash_fraction
     remaining_split = train if train.is_empty or not held_out.is_empty else held_out
-    for each in lowest_hashed:
+    for each in held_back:
         remaining_split.write(each)
     report.content = digest.hexdigest()
 

@@ -271,13 +271,13 @@ def _folder_of(tokenizer: str) -> Path | None:
 
 def _templates_of(folder: Path, config: Mapping[str, Any], key: str) -> dict[str, str]:
     """Return the templates in a tokenizer's folder, by name; .jinja files override tokenizer_config.json."""
-    stated = config.get("chat_template")
+    configured = config.get("chat_template")
     found: dict[str, str] = {}
-    if isinstance(stated, list):
-        found = {str(each.get("name")): each.get("template") for each in stated if isinstance(each, dict)}  # type: ignore[misc]
-    elif stated is not None:
-        found = {"default": stated}
-    if not all(isinstance(text, str) for text in found.values()) or (stated and not found):
+    if isinstance(configured, list):
+        found = {str(each.get("name")): each.get("template") for each in configured if isinstance(each, dict)}  # type: ignore[misc]
+    elif configured is not None:
+        found = {"default": configured}
+    if not all(isinstance(text, str) for text in found.values()) or (configured and not found):
         rule = f"chat_template in {folder / 'tokenizer_config.json'} must be text, or a list of names and templates"
         raise setting_error(key, "model", rule, fix=_FIX_OTHER_TEMPLATE)
     files = {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}

@@ -37,8 +37,8 @@ class ChatTokenizer:
             self._content["post_processor"] = None
         special = [token["content"] for token in self._content.get("added_tokens", ()) if token.get("special")]
         longest_first = sorted(filter(None, special), key=len, reverse=True)
-        self._special = longest_first
-        self._spelled = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        self._special_tokens = longest_first
+        self._special_pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
     @property
     def vocab_size(self) -> int:
@@ -53,21 +53,23 @@ class ChatTokenizer:
     def quoted(self, value: Any) -> Any:
         """Return a message, or any JSON value, with QUOTE inserted into every special token that it spells."""
         if isinstance(value, str):
-            return self._spelled.sub(lambda found: found[0][:1] + QUOTE + found[0][1:], value.replace(QUOTE, ""))
+            return self._special_pattern.sub(
+                lambda found: found[0][:1] + QUOTE + found[0][1:], value.replace(QUOTE, "")
+            )
         if isinstance(value, Mapping):
             return {key: self.quoted(item) for key, item in value.items()}
         return [self.quoted(item) for item in value] if isinstance(value, (list, tuple)) else value
 
     def spelled_in(self, text: str) -> str:
         """Return the first special token that a text spells, or an empty string."""
-        found = self._spelled.search(text)
+        found = self._special_pattern.search(text)
         return found[0] if found else ""
 
     def spelled_by_content(self, text: str) -> str:
         """Return a special token that both the template and a message spell, or an empty string."""
         if QUOTE not in text:
             return ""
-        rendered = (token for token in self._special if token in text)
+        rendered = (token for token in self._special_tokens if token in text)
         return next((token for token in rendered if f"{token[:1]}{QUOTE}{token[1:]}" in text), "")
 
     def is_added(self, number: int) -> bool:
@@ -80,7 +82,7 @@ class ChatTokenizer:
 
     def text_of(self, number: int) -> str:
         """Return the text of one id, which may be a special token."""
-        return self.plain.decode([number]) if not self._content else str(self._reads_special.id_to_token(number))
+        return self.plain.decode([number]) if not self._content else str(self._special_tokenizer.id_to_token(number))
 
     def encode(self, text: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the ids of a text, and the (start, end) character span of each, of shape (num_ids, 2).
@@ -91,34 +93,37 @@ class ChatTokenizer:
             return self._encode_bytes(text)
         if QUOTE not in text:
             return self._encode(text, 0)
-        parts, at = [], 0
-        for found in re.finditer(f"{self._spelled.pattern}|$", text):
-            parts += [self._encode_quoted(text[at : found.start()], at), self._encode(found[0], found.start())]
-            at = found.end()
-        return np.concatenate([ids for ids, _ in parts]), np.concatenate([places for _, places in parts])
+        parts, position = [], 0
+        for found in re.finditer(f"{self._special_pattern.pattern}|$", text):
+            parts += [
+                self._encode_quoted(text[position : found.start()], position),
+                self._encode(found[0], found.start()),
+            ]
+            position = found.end()
+        return np.concatenate([ids for ids, _ in parts]), np.concatenate([spans for _, spans in parts])
 
     def _encode(self, text: str, start: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        found = self._reads_special.encode(text, add_special_tokens=False)
+        found = self._special_tokenizer.encode(text, add_special_tokens=False)
         return np.array(found.ids, np.int64), np.array(found.offsets, np.int64).reshape(-1, 2) + start
 
     def _encode_quoted(self, text: str, start: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         is_text = np.array([character != QUOTE for character in text], bool)
-        place_of = np.append(np.flatnonzero(is_text), len(text))
-        found = self._reads_text.encode(text.replace(QUOTE, ""), add_special_tokens=False)
-        places = np.array(found.offsets, np.int64).reshape(-1, 2)
-        return np.array(found.ids, np.int64), place_of[places] + start
+        original_offsets = np.append(np.flatnonzero(is_text), len(text))
+        found = self._plain_tokenizer.encode(text.replace(QUOTE, ""), add_special_tokens=False)
+        spans = np.array(found.offsets, np.int64).reshape(-1, 2)
+        return np.array(found.ids, np.int64), original_offsets[spans] + start
 
     def _encode_bytes(self, text: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         ids = np.frombuffer(text.encode(), np.uint8).astype(np.int64)
-        places = np.repeat(np.arange(len(text)), [len(character.encode()) for character in text])
-        return ids, np.stack([places, places + 1], axis=1)
+        spans = np.repeat(np.arange(len(text)), [len(character.encode()) for character in text])
+        return ids, np.stack([spans, spans + 1], axis=1)
 
     @cached_property
-    def _reads_special(self) -> Any:
+    def _special_tokenizer(self) -> Any:
         return _tokenizer_of(self._content)
 
     @cached_property
-    def _reads_text(self) -> Any:
+    def _plain_tokenizer(self) -> Any:
         tokenizer = _tokenizer_of(self._content)
         tokenizer.encode_special_tokens = True
         return tokenizer
