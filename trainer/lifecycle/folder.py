@@ -545,7 +545,7 @@ def _this_folder(folder: Path) -> dict[str, Any]:
 
 
 def _is_copied(owner: dict[str, Any], folder: Path) -> bool:
-    """Return whether the owner file was copied along with a run folder; its owner, on this machine, has the original."""
+    """Return whether the owner file was copied with its run folder: its owner, on this machine, has the original."""
     return all(name in owner and owner[name] != value for name, value in _this_folder(folder).items())
 
 

@@ -204,7 +204,6 @@ def check_start(
 
     Reads each replicated parameter once.  Two gathers, of 24 bytes per parameter and 8 per sample.
     """
-    """
     exempt = tuple(exempt)
     replicas = replicas_of(model)
     reshard(model)  # a custom forward pass may have left units unsharded
