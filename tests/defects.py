@@ -449,8 +449,8 @@ DEFECTS: list[Defect] = [
         "shares-overlap",
         "data-order",
         "TrainLoader._sample_indices",
-        "own = self._dp_rank * self._samples_per_rank",
-        "own = self._dp_rank * self._micro_batch_size",
+        "offset = self._dp_rank * self._samples_per_rank",
+        "offset = self._dp_rank * self._micro_batch_size",
     ),
     Defect(
         "phases-begin-anew",
@@ -604,7 +604,7 @@ DEFECTS: list[Defect] = [
     Defect(
         "shape-of-the-recipe-kept",
         "source-says-what-it-is",
-        "_follow",
+        "_copy_model_fields",
         "if key in legal and key not in assignments and not (name in free and key in values):",
         "if key in legal and key not in assignments and key not in values:",
     ),
@@ -625,9 +625,9 @@ DEFECTS: list[Defect] = [
     Defect(
         "reference-with-adapters",
         "preferences",
-        "PreferenceTrainer._expected",
-        "with _evaluated(self.model), without_adapters(self.model):",
-        "with _evaluated(self.model):",
+        "PreferenceTrainer._reference_logprobs",
+        "with _eval_mode(self.model), without_adapters(self.model):",
+        "with _eval_mode(self.model):",
     ),
     Defect(
         "any-base-will-do",
