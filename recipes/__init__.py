@@ -1,4 +1,4 @@
-"""The models that come with the trainer: each a plain torch module, a dataclass, and a `register(Recipe(...))`.
+"""The built-in models: each consists of a plain torch module, a dataclass, and a call of `register(Recipe(...))`.
 
-Nothing here knows of meshes, ranks or sharding beyond the list of units.
+Apart from the lists of FSDP units, this code is independent of meshes, ranks and sharding.
 """

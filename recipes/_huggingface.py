@@ -1,4 +1,4 @@
-"""Entries of config.json that several recipes read."""
+"""Parsing of config.json entries shared by several recipes."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from trainer.errors import UserError
 
 
 def rope_of(content: Mapping[str, Any], kinds: Sequence[str]) -> dict[str, Any]:
-    """Return the entries of the rotary embedding, `rope_type` and `rope_theta` among them.
+    """Return the entries of the rotary embedding, including `rope_type` and `rope_theta`.
 
-    Of several spellings that disagree, those that transformers takes.  Raises UserError for a type that is not one of
-    `kinds`, for embeddings that differ between layers, and for those that turn a part of a head.
+    If old and new spellings disagree, the result is what transformers would use.  Raises UserError for a type that is
+    not in `kinds`, for embeddings that differ between layers, and for those that rotate only part of a head.
     """
     key = "rope_scaling" if content.get("rope_scaling") else "rope_parameters"
     rope = content.get(key) or {}
@@ -23,6 +23,6 @@ def rope_of(content: Mapping[str, Any], kinds: Sequence[str]) -> dict[str, Any]:
         raise UserError(f"rope_type={kind}: this recipe has only {' and '.join(kinds)}")
     share = content.get("partial_rotary_factor")
     if (rope.get("partial_rotary_factor") or (1.0 if share is None else share)) != 1.0:
-        raise UserError("partial_rotary_factor: this recipe turns whole heads")
+        raise UserError("partial_rotary_factor: this recipe rotates full heads")
     theta = rope.get("rope_theta", content.get("rope_theta", 10000.0))
     return {**rope, "rope_type": kind, "rope_theta": theta}

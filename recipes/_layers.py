@@ -1,4 +1,4 @@
-"""Layers that recipes share: torch's own, with an initialisation that is told its standard deviation."""
+"""Layers shared by the recipes: torch's layers, initialised with a given standard deviation, and RoPE."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Linear(nn.Linear):
 
 
 class Output(Linear):
-    """The projection onto the vocabulary; with targets, the summed loss without ever holding all logits.
+    """The projection onto the vocabulary; with targets, returns the summed loss without materialising all logits.
 
-    The weight is used in this module's own forward alone, so that it may be an FSDP unit of its own.
+    The weight is only used in this module's forward, so the module can be a separate FSDP unit.
     """
 
     def forward(self, hidden_BTD: torch.Tensor, targets_BT: torch.Tensor | None = None) -> torch.Tensor:
@@ -35,7 +35,7 @@ class Output(Linear):
 
 
 class Head(nn.Module):
-    """Final norm and output projection, or with targets their summed loss."""
+    """Final norm and output projection; with targets, returns the summed loss."""
 
     def __init__(self, norm: nn.Module, dim: int, vocab_size: int, std: float) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Head(nn.Module):
 
 
 class Embedding(nn.Embedding):
-    """A table of vectors from N(0, std)."""
+    """An embedding table initialised from N(0, std)."""
 
     def __init__(self, num_embeddings: int, embedding_dim: int, std: float) -> None:
         self.std = std
@@ -71,9 +71,9 @@ class FeedForward(nn.Module):
 
 
 class Rope(nn.Module):
-    """Rotary position embedding (Su et al. 2021, arXiv:2104.09864), pairs half a head apart.
+    """Rotary position embedding (Su et al. 2021, arXiv:2104.09864) with pairs half a head apart.
 
-    Angles are computed in fp32 where they are used: as a block's inputs they would be cast to FSDP's param_dtype.
+    Each attention layer computes the angles itself, in fp32: as inputs of a block, FSDP would cast them to param_dtype.
     """
 
     inv_freq: torch.Tensor
@@ -88,7 +88,7 @@ class Rope(nn.Module):
         self.inv_freq.copy_(self.frequencies())
 
     def frequencies(self) -> torch.Tensor:
-        """Return the angle that each pair turns by from one position to the next, (H/2,)."""
+        """Return the rotation angle per position of each pair, (H/2,)."""
         size = self.inv_freq.numel()
         exponents = torch.arange(size, dtype=torch.float32, device=self.inv_freq.device) / size
         return self.theta**-exponents
@@ -100,9 +100,9 @@ class Rope(nn.Module):
 
 
 def rotate(x_BNTH: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Turn each pair of a head by its angle; in fp32, returned in the dtype of `x_BNTH`.
+    """Rotate each pair of a head by its angle, in fp32; the result has the dtype of `x_BNTH`.
 
-    In the order in which heads lie in memory once they are split, position by position: kernels read and write rows.
+    Works on (B, T, N, H), the memory order of the split heads, so that kernels access contiguous rows.
     """
     first, second = x_BNTH.transpose(1, 2).float().chunk(2, dim=-1)
     turned_BTNH = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

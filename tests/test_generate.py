@@ -96,7 +96,7 @@ def test_logits_that_are_not_finite_end_a_text(sampling: Sampling, value: float)
     generator = torch.Generator()
     assert list(write(lambda _: logits, [0], 5, sampling, generator)) == []
     with pytest.raises(TrainingFailed, match="logits are not finite"):
-        list(write(lambda _: logits, [0], 5, sampling, generator, agree=generate._demanded))
+        list(write(lambda _: logits, [0], 5, sampling, generator, agree=generate._require_token))
 
 
 def test_text_comes_in_whole_characters() -> None:

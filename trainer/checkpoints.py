@@ -4,7 +4,7 @@
     python -m trainer.checkpoints <run folder> --verify         check every checksum
     python -m trainer.checkpoints <run folder> --diff 100 200   compare configuration, tensors and norms
 
-Changes nothing.  Exit codes: 1 if a checkpoint is damaged, 2 for a mistake in the input.
+Read-only.  Exit codes: 1 if a checkpoint is damaged, 2 for a mistake in the input.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ from trainer.errors import (
 from trainer.tables import table_lines, terminal_width
 
 _ROUNDS = 10
-"""How often a folder is looked through again while a run saves to it."""
+"""How many times a folder is listed again while a run is saving to it."""
 
 ROWS_BYTES = 64 << 20
-"""How much of a tensor is in memory at a time while two are compared."""
+"""How much of a tensor is held in memory at a time while two checkpoints are compared."""
 
 
 @dataclass
 class CheckpointEntry:
-    """One checkpoint, as it is listed."""
+    """One checkpoint in the list."""
 
     name: str
     step: int | None = None
@@ -57,16 +57,16 @@ class CheckpointEntry:
     mesh: str = ""
     torch: str = ""
     state: str = "damaged"
-    """`whole` (manifest and sizes are right), `verified` (all checksums too), `damaged` or `set aside`."""
+    """`whole` (manifest and sizes match), `verified` (checksums match too), `damaged` or `set aside`."""
     damage: tuple[str, ...] = ()
     num_skipped: int = 0
-    """How many steps had been skipped in a row when it was saved: such a one is not gone on from by itself."""
+    """Number of consecutive skipped steps when it was saved; if above 0, it is not resumed from automatically."""
     notes: tuple[str, ...] = ()
-    """What else there is to know of it."""
+    """Further remarks to show."""
     evaluation: Mapping[str, float] = field(default_factory=dict)
-    """The losses of the evaluation of its step."""
+    """Losses of the evaluation at its step."""
     is_best: bool = False
-    """True for the one that RUN/best means."""
+    """True if RUN/best refers to it."""
 
 
 _IN_A_STREAK = (
@@ -76,9 +76,9 @@ _IN_A_STREAK = (
 
 
 def list_checkpoints(place: Place, verify: bool = False) -> list[CheckpointEntry]:
-    """Return every checkpoint in a folder, oldest first, the set aside ones at the end.
+    """Return every checkpoint in a folder, oldest first, then the quarantined ones.
 
-    A run that is training may prune some meanwhile, and save others: those that are gone are left out, not damaged.
+    A run that is still training may save and prune checkpoints meanwhile; pruned ones are omitted, not damaged.
     """
     found: dict[int, CheckpointEntry] = {}
     for _ in range(_ROUNDS):
@@ -121,7 +121,7 @@ def _entry(place: Place, name: str, verify: bool) -> CheckpointEntry:
 
 @dataclass
 class TensorChange:
-    """The difference of one tensor between two checkpoints."""
+    """The difference between two checkpoints in one tensor."""
 
     key: str
     before: str
@@ -129,11 +129,11 @@ class TensorChange:
     norm_before: float | None = None
     norm_after: float | None = None
     relative: float | None = None
-    """Norm of the difference over the norm before."""
+    """Norm of the difference divided by the norm before."""
 
 
 def compare_tensors(a: StoredWeights, b: StoredWeights) -> Iterator[TensorChange]:
-    """Yield every tensor that is not bit for bit the same in both; a block of rows is in memory at a time."""
+    """Yield every tensor that is not bit-identical in both; only a block of rows is in memory at a time."""
     for key in [*a.layout, *(key for key in b.layout if key not in a.layout)]:
         before, after = a.layout.get(key), b.layout.get(key)
         if before is None or after is None or (before.shape, before.dtype) != (after.shape, after.dtype):
@@ -172,7 +172,7 @@ def _shape_of(stored: Stored | None) -> str:
 
 
 def command_line(argv: Sequence[str] | None = None) -> int:
-    """Run what the command line asks for.  Returns the exit code."""
+    """Run the command line and return the exit code."""
     parser = CommandParser(prog="python -m trainer.checkpoints", description=__doc__)
     parser.add_argument("run_dir", help="a run folder, or a folder or URL with checkpoints")
     parser.add_argument("--verify", action="store_true", help="check every checksum")
@@ -184,7 +184,7 @@ def command_line(argv: Sequence[str] | None = None) -> int:
 
 
 def _show(chosen: argparse.Namespace) -> int:
-    if is_checkpoint(chosen.run_dir) and not chosen.diff:  # one checkpoint, not a folder of them
+    if is_checkpoint(chosen.run_dir) and not chosen.diff:  # a single checkpoint, not a folder of checkpoints
         folder, name = split_parent(chosen.run_dir)
         place = find_place(folder)
         entries = [_entry(place, name, chosen.verify)]
@@ -244,7 +244,7 @@ def _show_diff(place: Place, names: Sequence[str], as_json: bool, everything: bo
 
 
 def _rows(changes: Sequence[TensorChange]) -> Iterator[str]:
-    """Yield the lines of a table; none of it is cut short, however narrow the terminal."""
+    """Yield the lines of a table; values are never truncated, even on a narrow terminal."""
     rows = []
     for change in changes:
         numbers = (change.norm_before, change.norm_after, change.relative)

@@ -146,7 +146,7 @@ TORCH_SAVE_ERRORS = ("failed writing file", "unexpected pos")
 def is_disk_full(error: BaseException, path: Path | None = None, num_bytes: int = 0) -> bool:
     """Return whether an error means that a disk or quota is full, including errors in which libraries wrap it.
 
-    torch.save does not state the cause of a failed write, so then the free space at `path` is checked, where `num_bytes`
+    For a failed write, torch.save states no cause, so then the free space at `path` is checked, where `num_bytes`
     were to be written.
     """
     if isinstance(error, OSError):

@@ -54,8 +54,8 @@ if TYPE_CHECKING:
     from trainer.checkpoint.source import StoredWeights
     from trainer.trainer import Trainer
 
-_OWN = {
-    "run.dir": str(Path(tempfile.gettempdir()) / "meshtrainer-evaluate"),  # is never made
+_EVALUATION_OVERRIDES = {
+    "run.dir": str(Path(tempfile.gettempdir()) / "meshtrainer-evaluate"),  # is never created
     "mesh.replicate": "1",
     "mesh.shard": "-1",
     "mesh.context": "1",
@@ -66,33 +66,33 @@ _OWN = {
     "log.tensorboard": "false",
     "log.profile_steps": "null",
 }
-"""Settings that an evaluation does not share with its run: it may be on other ranks, and keeps nothing."""
+"""Overrides of the run's settings: an evaluation may use a different number of ranks, and stores nothing."""
 
 
 _SHOWN_AS = "--shown-as"
-"""For ranks that are started here: the path of the weights, which they read by another one."""
+"""Internal option for spawned ranks: the path of the weights to display, as they read them through another path."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """The model that is evaluated: where its weights are, the step of the run that they are of, and on what."""
+    """What is evaluated: the configuration, the path of the weights, and their step if they are from a run."""
 
     config: RunConfig
     weights: str
     step: int | None
     stored: StoredWeights | None = None
-    """The checkpoint, open, so that it can be read even if it is pruned meanwhile; None for a Hugging Face folder."""
+    """The open checkpoint, which stays readable even if it is pruned; None for a Hugging Face folder."""
 
 
 def find_subject(
     path: str, overrides: Sequence[str], allow_import: Collection[str] = (), stack: ExitStack | None = None
 ) -> Subject:
-    """Return what is to be evaluated: a run's newest checkpoint, a checkpoint, or a Hugging Face folder.
+    """Return the subject at `path`: a run (its newest checkpoint), a checkpoint, or a Hugging Face folder.
 
-    With `stack`, a checkpoint can be read until that is closed, even if the run that wrote it prunes it meanwhile.
+    With `stack`, the checkpoint stays readable until the stack closes, even if its run prunes it meanwhile.
 
-    A folder has no settings of its own: there they are the defaults, and the overrides; data to train on need not be
-    named.  Raises UserError, TrainingFailed for a damaged checkpoint.
+    A Hugging Face folder is evaluated with default settings and the overrides; training data need not be given.  Raises
+    UserError for invalid input, and TrainingFailed for a corrupt checkpoint.
     """
     from trainer.checkpoint.place import HeldPlace
     from trainer.checkpoint.source import is_checkpoint, open_checkpoint
@@ -116,26 +116,26 @@ def find_subject(
         place = source.place
         where = stack.enter_context(place.lasting()) if stack and isinstance(place, HeldPlace) else str(place)
         first = {"train.init_from": _first_weights(source, where)}
-        if "data.tokenizer" not in given:  # the run has chosen it, whatever the weights under its own came with
+        if "data.tokenizer" not in given:  # the run's tokenizer applies, even if its base weights came with another
             stored = stored_value(text, "checkpoint.allow_changes")
             allowed = [*(stored if isinstance(stored, list) else []), "data.tokenizer"]
             first["checkpoint.allow_changes"] = f"[{','.join(map(str, allowed))}]"
     check_imports(read_stored(text), given, allow_import)
-    own = [f"{key}={value}" for key, value in (_OWN | first).items() if key not in given]
+    own = [f"{key}={value}" for key, value in (_EVALUATION_OVERRIDES | first).items() if key not in given]
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "evaluation.yaml"
         file.write_text(text, encoding="utf-8")
         config = load_config(str(file), [*own, *overrides])
-        if not config.eval.every:  # a run that does not evaluate itself
+        if not config.eval.every:  # the run itself does not evaluate
             config = load_config(str(file), [*own, *overrides, "eval.every=1"])
     return Subject(config, weights, step, source)
 
 
 def _first_weights(source: StoredWeights, path: str) -> str:
-    """Return `train.init_from` for an evaluation of a checkpoint, which can be read at `path`.
+    """Return the value of `train.init_from` for evaluating the checkpoint at `path`.
 
-    Where that names weights beside its own, those under its adapters or of its reference model, they are these; null if
-    they come with the model, or are drawn.
+    A checkpoint may refer to weights that it does not store: those under its adapters or of its reference model.  Then
+    the result is their path, or null if they come with the model or are random.  Otherwise it is `path`.
     """
     from trainer.weights.adapters import BASE, REFERENCE
 
@@ -146,7 +146,7 @@ def _first_weights(source: StoredWeights, path: str) -> str:
 
 
 def for_evaluation(kind: type[Trainer]) -> type[Trainer]:
-    """Return a kind of Trainer that opens no data to train on, keeps nothing for an optimizer, and counts targets."""
+    """Return a subclass of `kind` that opens no training data, has no optimizer state, and counts evaluated targets."""
     import torch
 
     from trainer.loss import count_targets
@@ -166,10 +166,10 @@ def for_evaluation(kind: type[Trainer]) -> type[Trainer]:
 
 
 def evaluate(trainer: Trainer, subject: Subject) -> Record | None:
-    """Return the record of an evaluation of `subject`; None if it was asked to stop.
+    """Evaluate `subject` and return the record, or None if a stop was requested.
 
-    Writes nothing of a run.  Raises UserError where nothing is held out, or if the weights under adapters or of a
-    reference model are not those that the run had.  Collective.
+    Writes no run files.  Raises UserError if there is no held-out data, or if the weights under adapters or of a
+    reference model differ from those that the run used.  Collective.
     """
     from trainer.checkpoint.source import StoredWeights
     from trainer.weights.inference import begin_from
@@ -178,7 +178,7 @@ def evaluate(trainer: Trainer, subject: Subject) -> Record | None:
         data = trainer.config.data
         rule = f"data.source={data.source} has no held-out data"
         raise setting_error("data.eval_path", data.eval_path, rule, fix="set the data to evaluate on")
-    with trainer.lifecycle.for_evaluation():
+    with trainer.lifecycle.looking():
         stored = subject.stored
         if stored is None:
             begin_from(trainer.model, trainer.origin, trainer.config, trainer.world)
@@ -189,7 +189,7 @@ def evaluate(trainer: Trainer, subject: Subject) -> Record | None:
 
 
 def _fill(trainer: Trainer, stored: StoredWeights) -> None:
-    """Fill the model with what a checkpoint holds; what it only names, the Trainer has filled already."""
+    """Load the checkpoint into the model.  Weights that it only refers to were loaded when the Trainer was built."""
     from trainer.model.lora import is_of_the_base
     from trainer.weights.access import fill
     from trainer.weights.adapters import BASE, Base
@@ -204,28 +204,28 @@ def _fill(trainer: Trainer, stored: StoredWeights) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# What is shown
+# Output
 
 
 @dataclass(frozen=True)
 class EvaluationStats:
-    """What an evaluation has read: the length of its sequences, and how many tokens the loss is the mean over."""
+    """Size of an evaluation: its sequence length, and the number of tokens that the loss averages over."""
 
     seq_len: int
     tokens: int
     data: str = ""
-    """What became of the data before it: conversations that were dropped, say."""
+    """A remark on how the data was filtered, for example how many conversations were dropped."""
 
     @classmethod
     def of(cls, trainer: Trainer) -> EvaluationStats:
-        """Return what the evaluation of `trainer` has read, on all ranks.  Collective."""
+        """Return the size of the evaluation of `trainer`, over all ranks.  Collective."""
         (tokens,) = trainer.world.sum([float(getattr(trainer, "num_targets_seen", 0))])
         source = getattr(trainer.eval_loader, "source", None)
         chats = trainer.config.data.source == "chat" and source is not None
         return cls(trainer.config.data.seq_len, round(tokens), source.sentence if chats and source else "")
 
     def sentence(self, config: RunConfig) -> str:
-        """Return a line for people, with what the model has room for where that is more."""
+        """Return a line for the console, with the model's maximum sequence length if that is longer."""
         room = getattr(config.model, "max_seq_len", None)
         most = f"; the model has room for {room:,}" if room and room > self.seq_len else ""
         line = f"sequences of {self.seq_len:,} tokens (data.seq_len{most}), {self.tokens:,} tokens evaluated"
@@ -233,7 +233,7 @@ class EvaluationStats:
 
 
 def table(subject: Subject, record: Record, read: EvaluationStats | None = None) -> str:
-    """Return the evaluation for people: a line for each source, if there are several, and one for all."""
+    """Return the evaluation as a table: one line per source if there are several, and one for all."""
     bits = record.get("bits_per_byte")
     heads = ("", "loss", *(["bits per byte"] if bits is not None else []))
     of_sources = {name.removeprefix("loss_"): value for name, value in record.items() if name.startswith("loss_")}
@@ -252,8 +252,8 @@ def _number(value: float | None) -> str:
 
 
 def as_json(subject: Subject, record: Record, read: EvaluationStats) -> str:
-    """Return the evaluation as one JSON object: the fields of the run's `eval` lines, where the weights are, and the
-    sequence length and number of tokens.
+    """Return the evaluation as one JSON object: the fields of the run's `eval` lines, the path of the weights,
+    the sequence length and the number of tokens.
     """
     content: dict[str, Any] = {key: value for key, value in record.items() if key != "kind"}
     sizes = {"seq_len": read.seq_len, "tokens": read.tokens}
@@ -271,14 +271,14 @@ def _show(subject: Subject, as_object: bool, trainer: Trainer) -> int:
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# By lm-evaluation-harness
+# lm-evaluation-harness
 
 
 def lm_eval(path: str, tasks: Sequence[str], more_tasks: str | None = None) -> dict[str, Any]:
-    """Return what the library lm_eval finds of a run, a checkpoint or a Hugging Face folder, as the library does.
+    """Evaluate a run, a checkpoint or a Hugging Face folder with the library lm_eval, and return its results.
 
-    A checkpoint is exported into a temporary folder first, adapters merged.  `more_tasks`: a folder of YAML files that
-    describe tasks.  Raises UserError without the library, and for tasks that it does not know.
+    A checkpoint is first exported to a temporary folder, with adapters merged.  more_tasks: a folder of YAML files that
+    define tasks.  Raises UserError if the library is missing or does not know a task.
     """
     if importlib.util.find_spec("lm_eval") is None:
         fix = "pip install 'meshtrainer[lm-eval]'"
@@ -297,7 +297,7 @@ def lm_eval(path: str, tasks: Sequence[str], more_tasks: str | None = None) -> d
             folder = str(Path(exported) / "model")
             export_checkpoint(path, folder, merges=True)
         settings = {"pretrained": folder, "dtype": "float32"}
-        device = likely_device("auto")  # the library would take a GPU that is not there
+        device = likely_device("auto")  # the library's default is a GPU, even if there is none
         found = harness.simple_evaluate("hf", settings, tasks=[*tasks], device=device, task_manager=manager)
     return dict(found)
 
@@ -316,7 +316,7 @@ def _show_lm_eval(path: str, tasks: Sequence[str], more_tasks: str | None, as_ob
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run what the command line asks for.  Returns the exit code; prints a user's mistake once, without traceback."""
+    """Run the command line and return the exit code.  User errors are printed once, without a traceback."""
     words = sys.argv[1:] if argv is None else list(argv)
     if {"-h", "--help"} & set(words):
         print_stdout(__doc__.rstrip())
@@ -335,7 +335,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _evaluate(words: Sequence[str], shown: str | None, stack: ExitStack) -> int:
-    """Evaluate on as many ranks as asked.  Returns the exit code.  `shown`: how the result names the weights."""
+    """Evaluate on the requested number of ranks; return the exit code.  shown: the path of the weights to display."""
     stop.catch_signals_early()
     limit_spinning()
     env, evaluates = Environment(), False
@@ -347,7 +347,7 @@ def _evaluate(words: Sequence[str], shown: str | None, stack: ExitStack) -> int:
         own, allow_import = split_allow_import(words)
         path, rest = _split(own)
         arguments = parse(rest)
-        # Ranks of a launcher must agree on the path; those that are started here read what their parent holds open.
+        # Ranks of a launcher must agree on the path; spawned ranks read the checkpoint that this process holds open.
         lasting = None if env.is_distributed else stack
         subject = find_subject(path, arguments.overrides, allow_import, lasting)
         subject = subject if shown is None else replace(subject, weights=shown)
@@ -368,7 +368,9 @@ def _evaluate(words: Sequence[str], shown: str | None, stack: ExitStack) -> int:
     if is_spawning:
         from trainer.checkpoint.place import HeldPlace
 
-        if subject.stored is not None and isinstance(subject.stored.place, HeldPlace):  # the same one on all ranks
+        if subject.stored is not None and isinstance(
+            subject.stored.place, HeldPlace
+        ):  # all ranks read the same checkpoint
             held = stack.enter_context(subject.stored.place.lasting())
             words = [held if word == path else word for word in words] + [f"{_SHOWN_AS}={subject.weights}"]
         return spawn(arguments.nproc or 1, ["-m", "trainer.evaluate", *words], subject.config)
@@ -379,7 +381,7 @@ def _evaluate(words: Sequence[str], shown: str | None, stack: ExitStack) -> int:
 
 
 def _option(words: Sequence[str], name: str) -> tuple[str | None, list[str]]:
-    """Return the value of an option, None if it is not given, and the other words."""
+    """Return the value of an option, or None if it is not given, and the remaining words."""
     for number, word in enumerate(words):
         if word == name and number + 1 < len(words):
             return words[number + 1], [*words[:number], *words[number + 2 :]]
@@ -389,7 +391,7 @@ def _option(words: Sequence[str], name: str) -> tuple[str | None, list[str]]:
 
 
 def _only_path(words: Sequence[str]) -> str:
-    """Return the path.  Raises UserError for settings, which a task has none of."""
+    """Return the path.  Raises UserError if settings are given too, since tasks take none."""
     path, rest = _split(words)
     if rest:
         raise UserError(f"{rest[0]}: cannot be combined with --lm-eval, whose tasks define their own settings")
@@ -397,7 +399,7 @@ def _only_path(words: Sequence[str]) -> str:
 
 
 def _split(words: Sequence[str]) -> tuple[str, list[str]]:
-    """Return the path, which is what is no option and no setting, and the rest.  Raises UserError."""
+    """Return the path, the only word that is neither an option nor a setting, and the rest.  Raises UserError."""
     rest = [word for word in words if word != "--json"]
     paths = [word for word in rest if not word.startswith("-") and not _is_setting(word)]
     if len(paths) != 1:
@@ -413,7 +415,7 @@ def _is_setting(word: str) -> bool:
 
 
 def command_line() -> NoReturn:
-    """Run the command line and leave with its exit code."""
+    """Run the command line and exit with its exit code."""
     run.leave(main())
 
 

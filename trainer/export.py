@@ -50,12 +50,17 @@ def export_checkpoint(
 ) -> list[Path]:
     """Write the weights of `checkpoint` (one, or a run's newest) to `target`; returns the files.
 
-    `target` ending in .pt or .safetensors is one plain state dict, whole in memory; anything else a folder that
-    `transformers` loads.  `dtype`: None as they are stored.  `allow_import`: your own modules that may be imported
-    because the checkpoint names them (see `load_weights`).  Of a run with adapters (LoRA) these alone go to a folder,
-    as `peft` loads them; with `merges` the whole model, the adapters in it.  `base`: where the weights under them are
-    now, if they have moved.  `ema`: the average of the weights, which a run with `train.ema` keeps.  Raises UserError,
-    TrainingFailed if they are damaged.
+    A `target` ending in .pt or .safetensors is a plain state dict, which is built in memory; any other target is a
+    folder that `transformers` can load.  For a run with adapters (LoRA), the folder contains only the adapter, in the
+    format of `peft`, unless `merges` is True.
+
+    dtype: None for the stored dtype.
+    allow_import: your modules that may be imported because the checkpoint names them (see `load_weights`).
+    merges: merge the adapters into the model.
+    base: the new path of the weights under the adapters, if they have moved.
+    ema: export the averaged weights of a run with `train.ema`.
+
+    Raises UserError for invalid arguments, and TrainingFailed if the checkpoint is corrupt.
     """
     stored = open_checkpoint(checkpoint, ema)
     config = config_from_yaml(stored.config_yaml, allow_import=allow_import)
@@ -100,7 +105,7 @@ def export_checkpoint(
 
 
 def _reads_bytes(config: RunConfig) -> bool:
-    """Return whether a run has read bytes as its tokens; with token shards `data.tokenizer` says nothing of that."""
+    """Return whether a run was trained on bytes; for token shards `data.tokenizer` does not determine that."""
     if config.data.tokenizer != "bytes" or config.data.source == "synthetic":
         return False
     path = config.data.path
@@ -111,7 +116,7 @@ def _reads_bytes(config: RunConfig) -> bool:
 
 
 def _end_id(tokenizer: str, origin: Origin) -> int:
-    """Return the id that ends a document of the run's own tokenizer, which may have gone from where it was."""
+    """Return the end-of-document id of the run's tokenizer, whose original file may be missing."""
     if TOKENIZER not in origin.tokenizer:
         return find_tokenizer(tokenizer).end_id
     with written_out(origin.tokenizer) as folder:
@@ -119,7 +124,7 @@ def _end_id(tokenizer: str, origin: Origin) -> int:
 
 
 def _turn_ends(config: RunConfig, origin: Origin) -> set[int]:
-    """Return the ids that end what a run on chats has trained the model to write."""
+    """Return the ids with which a run on chats trained the model to end its turns."""
     if config.data.source != "chat":
         return set()
     with own_tokenizer(origin, config.data.tokenizer) as named:
@@ -151,11 +156,11 @@ def _write_partial(model: torch.nn.Module, path: Path) -> None:
         if path.suffix == ".pt":
             torch.save(model.state_dict(), partial)
         else:
-            safetensors.torch.save_model(model, str(partial), metadata={"format": "pt"})  # a tied weight once
+            safetensors.torch.save_model(model, str(partial), metadata={"format": "pt"})  # stores tied weights once
 
 
 def command_line(argv: Sequence[str] | None = None) -> int:
-    """Run what the command line asks for.  Returns the exit code."""
+    """Run the command line and return the exit code."""
     parser = CommandParser(prog="python -m trainer.export", description=__doc__)
     parser.add_argument("checkpoint", help="a run folder (its newest checkpoint), or the folder or URL of a checkpoint")
     parser.add_argument("target", help="a folder in Hugging Face format; or a file, *.pt or *.safetensors")

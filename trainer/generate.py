@@ -59,21 +59,21 @@ from trainer.weights.inference import load_weights, model_of, origin_of
 from trainer.weights.origin import GENERATION, named_in, own_tokenizer, read_folder
 
 _SHOWN = 60
-"""Characters of a text that a message repeats."""
+"""Longest prompt that an error message shows in full, in characters."""
 
 _CONTEXT_OF_DECODING = 8
-"""Tokens before a piece of text that say how it begins: with a space, say."""
+"""Preceding tokens to decode along, since they determine how a piece of text starts, for example with a space."""
 
 
 @dataclass(frozen=True)
 class TextGenerator:
-    """A model that can write: its network, its tokenizer, and what came with it.
+    """A model with all that is needed to generate text.
 
-    tokenizer: what `data.tokenizer` would name: `bytes`, or a folder.
-    template: what `data.chat_template` would name: `model`, or a file.
-    settings: generation_config.json, and what config.json says of the ends of a text.
+    tokenizer: a value of `data.tokenizer`: `bytes` or a folder.
+    template: a value of `data.chat_template`: `model` or a file.
+    settings: the entries of generation_config.json, and `eos_token_id` of config.json.
     bos: the run's `data.bos`.
-    turn_ends: the tokens that end what it has been trained to write in chats.
+    turn_ends: tokens with which the model was trained to end its turns in chats.
     """
 
     model: nn.Module
@@ -85,29 +85,29 @@ class TextGenerator:
     turn_ends: frozenset[int] = frozenset()
 
     @property
-    def room(self) -> int | None:
-        """The number of tokens that the model has positions for; None if it does not say."""
+    def max_seq_len(self) -> int | None:
+        """The maximum sequence length of the model in tokens, or None if it does not declare one."""
         config = getattr(self.model, "config", None)
         found = (getattr(config, name, None) for name in ("max_seq_len", "max_position_embeddings"))
-        return next((int(room) for room in found if room), None)
+        return next((int(length) for length in found if length), None)
 
     def read(self) -> Reader:
-        """Return what reads a text with the model."""
+        """Return a reader, which runs the model over a growing sequence."""
         if goes_through_sequence(self.model):
             return CachedReader(self.model, self.device)
         if is_of_transformers(self.model):
             return TransformersReader(self.model, self.device)
-        return WindowReader(self.model, self.device, self.room or 1024)
+        return WindowReader(self.model, self.device, self.max_seq_len or 1024)
 
     def ends(self, tokenizer: Tokenizer) -> set[int]:
-        """Return the tokens that end a text: those that it came with, else its tokenizer's, and `turn_ends`."""
+        """Return the tokens that end a text: those in `settings`, else the tokenizer's, plus `turn_ends`."""
         stated = self.settings.get("eos_token_id")
         if stated is None:
             return {tokenizer.end_id, *self.turn_ends}
         return {*(stated if isinstance(stated, list) else [stated]), *self.turn_ends}
 
     def sampling(self) -> Sampling:
-        """Return how the model wants its tokens chosen, as far as it says so."""
+        """Return the sampling parameters in `settings`, with defaults for the others."""
         names = ("temperature", "top_k", "top_p")
         stated = {name: self.settings[name] for name in names if self.settings.get(name) is not None}
         return Sampling(**stated)
@@ -118,9 +118,9 @@ def open_generator(
 ) -> TextGenerator:
     """Return the model at `path`: a checkpoint, a run's folder (its newest), or a Hugging Face folder.
 
-    A folder that no recipe builds is transformers' to build.  Files that live in a checkpoint are written to a folder
-    that lasts as long as `stack`.  `ema`: with the averaged weights of a run with `train.ema`.  Raises UserError for
-    what cannot be read.
+    A folder for which there is no recipe is loaded with transformers.  Files stored in a checkpoint are extracted to a
+    temporary folder, which is removed when `stack` closes.  ema: use the averaged weights of a run with `train.ema`.
+    Raises UserError if the model cannot be read.
     """
     check_no_gguf(path, "path")
     if is_folder_of_weights(path) and not is_checkpoint(path):
@@ -152,7 +152,7 @@ def _load_folder(folder: Path, device: torch.device) -> nn.Module:
 
 
 def _settings(files: Mapping[str, bytes]) -> dict[str, Any]:
-    """Return what the files say of how a text is written, and ends."""
+    """Return the generation settings in config.json and generation_config.json."""
     stated = json.loads(files[CONFIG]) if CONFIG in files else {}
     return {"eos_token_id": stated.get("eos_token_id"), **json.loads(files.get(GENERATION, b"{}"))}
 
@@ -162,7 +162,7 @@ def _settings(files: Mapping[str, bytes]) -> dict[str, Any]:
 
 
 def pieces(tokens: Iterable[int], before: Sequence[int], decode: Callable[[Sequence[int]], str]) -> Iterator[str]:
-    """Yield the text of `tokens`, which follow those `before`, as soon as its characters are whole."""
+    """Yield the text of `tokens`, which follow the tokens `before`, as soon as its characters are complete."""
     context, new = list(before[-_CONTEXT_OF_DECODING:]), list[int]()
     for token in tokens:
         new.append(token)
@@ -179,7 +179,7 @@ def pieces(tokens: Iterable[int], before: Sequence[int], decode: Callable[[Seque
 
 
 def command_line(argv: Sequence[str] | None = None) -> int:
-    """Run what the command line asks for.  Returns the exit code."""
+    """Run the command line and return the exit code."""
     chosen = _parser().parse_args(argv)
     add_working_folder_to_path()
     return run_command(lambda: _generate(chosen))
@@ -218,11 +218,11 @@ def _generate(chosen: argparse.Namespace) -> int:
             prompt = prompt_tokens(chosen.prompt, tokenizer)
         else:
             prompt = chat_prompt_tokens(chosen.chat, writer.tokenizer, "--chat", writer.template)
-        num_tokens = _num_tokens(chosen, len(prompt), writer.room)
+        num_tokens = _num_tokens(chosen, len(prompt), writer.max_seq_len)
         generator = torch.Generator()
         generator.manual_seed(chosen.seed) if chosen.seed is not None else generator.seed()
         ends = writer.ends(tokenizer)
-        written = write(writer.read(), prompt, num_tokens, _sampling(chosen, writer), generator, ends, _demanded)
+        written = write(writer.read(), prompt, num_tokens, _sampling(chosen, writer), generator, ends, _require_token)
         shown = printable if sys.stdout.isatty() else str
         try:
             for piece in pieces((token for token in written if token not in ends), prompt, tokenizer.decode):
@@ -234,8 +234,8 @@ def _generate(chosen: argparse.Namespace) -> int:
     return EXIT_FINISHED
 
 
-def _demanded(token: int) -> int:
-    """Return the token that was chosen.  Raises TrainingFailed where there was none to choose."""
+def _require_token(token: int) -> int:
+    """Return the sampled token.  Raises TrainingFailed if it is NO_TOKEN, because the logits were not finite."""
     if token == NO_TOKEN:
         raise TrainingFailed("the model's logits are not finite: its weights are damaged, or training has diverged")
     return token
@@ -256,12 +256,12 @@ def _check(chosen: argparse.Namespace) -> None:
             raise setting_error(key, value, "cannot be combined with --greedy", fix=f"leave out {key} or --greedy")
 
 
-def _num_tokens(chosen: argparse.Namespace, num_given: int, room: int | None) -> int:
-    if room is not None and num_given >= room:
+def _num_tokens(chosen: argparse.Namespace, num_given: int, max_length: int | None) -> int:
+    if max_length is not None and num_given >= max_length:
         key, text = ("--prompt", chosen.prompt) if chosen.chat is None else ("--chat", chosen.chat)
         shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
-        raise setting_error(key, shown, f"is {num_given} tokens long, but the model has positions for {room}")
-    return min(chosen.max_tokens, (room or sys.maxsize) - num_given)
+        raise setting_error(key, shown, f"is {num_given} tokens long, but the model has positions for {max_length}")
+    return min(chosen.max_tokens, (max_length or sys.maxsize) - num_given)
 
 
 def _sampling(chosen: argparse.Namespace, writer: TextGenerator) -> Sampling:

@@ -25,19 +25,19 @@ from pathlib import Path
 if __name__ == "__main__":
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy starts threads for matrices, which spin at first
 
-from trainer.data.ingest.builder import build, usual_procs
-from trainer.data.ingest.inputs import NAMES, Input
+from trainer.data.ingest.builder import build, default_num_procs
+from trainer.data.ingest.inputs import SUPPORTED_SUFFIXES, InputFile
 from trainer.data.ingest.publishing import (
     find_published,
-    is_under_way,
+    is_in_progress,
     paths_of,
     publish,
     read_published,
     was_published,
 )
-from trainer.data.ingest.report import Keys, Tally, describe, parse_limit
+from trainer.data.ingest.report import DocumentCounts, SettingNames, describe, parse_limit
 from trainer.data.ingest.tokens import check_tokens
-from trainer.data.ingest.writing import Job
+from trainer.data.ingest.writing import BuildJob
 from trainer.data.manifest import Manifest
 from trainer.data.shards import ShardError
 from trainer.data.tokenizer import Tokenizer, find_tokenizer
@@ -53,12 +53,12 @@ from trainer.errors import (
 from trainer.files import making
 
 _CHAT_KEYS = ("format", "chat_template", "train_on")
-"""Settings of `data` that are options here."""
-_KEYS = Keys("INPUT", "--text-key", "--bad", "--holdout", "--tokenizer", "--out", "--bos")
+"""Keys of the `data` section that are options of this command."""
+_KEYS = SettingNames("INPUT", "--text-key", "--bad", "--holdout", "--tokenizer", "--out", "--bos")
 
 
 def command_line(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code: 0, 2 for a mistake of the user's, 1 for a failure."""
+    """Run the command line and return its exit code: 0, 2 for a user error, 1 for a failure."""
     parser = _make_parser()
     options = parser.parse_args(arguments)
     if options.show is not None and options.show < 1:
@@ -69,12 +69,12 @@ def command_line(arguments: Sequence[str] | None = None) -> int:
 
 
 def _show(options: argparse.Namespace) -> int:
-    """Print conversations, what is trained on in green; between angle brackets where there are no colours."""
+    """Print conversations with the trained tokens in green, or in angle brackets if the output has no colours."""
     from rich.console import Console
     from rich.text import Text
 
     from trainer.config import DataSection
-    from trainer.data.chat.show import first_chats  # with the library that renders templates
+    from trainer.data.chat.show import first_chats  # imports the library that renders templates
 
     console = Console(highlight=False, soft_wrap=True)
     before, behind = ("", "") if console.color_system else ("\u27ea", "\u27eb")
@@ -121,27 +121,27 @@ def prepare(
 ) -> str:
     """Write token shards and return a report that ends with the settings to train on them.
 
-    The arguments are those of the command line.  A document is held out by a hash of its text, so that it does not
-    depend on what else there is, and equal documents are on the same side.  Raises UserError; then nothing has been
-    written or replaced, but for what an interrupted run had already done.
+    The arguments are those of the command line.  Documents are held out by a hash of their text, so the split does not
+    depend on the other documents, and equal documents end up on the same side.  If UserError is raised, no files have
+    been written or replaced, except by earlier interrupted runs.
     """
     if procs < 0:
         raise setting_error("--procs", procs, "must be at least 1, or 0 to use all cores", 0)
-    from trainer.data.remote.text import text_files  # with what fetches
+    from trainer.data.remote.text import text_files  # imports the download code
 
     made_by = find_tokenizer(tokenizer, "--tokenizer", bos)
     with text_files(inputs, "INPUT") as (files, fetch):
         job = _make_job(files, made_by, text_key, holdout, shard_tokens, bad, bos)
         stem = _find_stem(out)
-        with making("--out", stem, _least_bytes(job, stem)), _folder_of(stem, out):
-            manifest = _build(job, stem, out, overwrite, procs or usual_procs(), fetch)
+        with making("--out", stem, _min_bytes(job, stem)), _folder_of(stem, out):
+            manifest = _build(job, stem, out, overwrite, procs or default_num_procs(), fetch)
     return _describe(stem, manifest, tokenizer, bos)
 
 
-def _build(job: Job, stem: Path, out: str, overwrite: bool, procs: int, fetch: Callable[[], None]) -> Manifest:
-    """Build the shards of a job, whose paths begin with `stem`, publish them, and return what they are."""
+def _build(job: BuildJob, stem: Path, out: str, overwrite: bool, procs: int, fetch: Callable[[], None]) -> Manifest:
+    """Build and publish the shards of a job, whose paths start with `stem`, and return their manifest."""
     work = _work_folder(job, stem)
-    is_resumed = is_under_way(work)  # looked at first: another process may publish it meanwhile
+    is_resumed = is_in_progress(work)  # check this first: another process may publish meanwhile
     existing = find_published(stem)
     if existing and not overwrite and not is_resumed:
         rule = f"{existing[0]} already exists; choose another name, or add --overwrite"
@@ -150,27 +150,27 @@ def _build(job: Job, stem: Path, out: str, overwrite: bool, procs: int, fetch: C
         if overwrite or not was_published(work, stem):
             fetch()
             manifest = build(job, work, procs)
-            _check_sides(manifest, job.holdout, work)
+            _check_splits(manifest, job.holdout, work)
             publish(manifest, work, stem)
             return manifest
     except (OSError, ShardError) as error:
         if is_disk_full(error):
             raise
         is_gone = isinstance(error, (FileNotFoundError, FileExistsError, ShardError))
-        if not (is_gone and was_published(work, stem)):  # by another process meanwhile
+        if not (is_gone and was_published(work, stem)):  # unless another process has published it meanwhile
             raise setting_error("--out", out, f"cannot be written ({getattr(error, 'strerror', error)})") from error
     return read_published(stem)
 
 
 def _make_job(
-    files: Sequence[Input],
+    files: Sequence[InputFile],
     tokenizer: Tokenizer,
     text_key: str,
     holdout: float,
     shard_tokens: int,
     bad: str,
     bos: bool | None,
-) -> Job:
+) -> BuildJob:
     if not 0 <= holdout < 1:
         raise setting_error("--holdout", holdout, "is a share of the documents, from 0 to below 1", 0.01)
     if shard_tokens < 1:
@@ -179,23 +179,23 @@ def _make_job(
     check_tokens(files, tokenizer, bos, _KEYS)
     if holdout and any(each.kind == "tokens" for each in files):
         raise setting_error("--holdout", holdout, "tokens are used unchanged: hold out with data.holdout", 0)
-    return Job(tuple(files), tokenizer, text_key, bad, holdout, shard_tokens, _KEYS)
+    return BuildJob(tuple(files), tokenizer, text_key, bad, holdout, shard_tokens, _KEYS)
 
 
-def _least_bytes(job: Job, stem: Path) -> int:
-    """Return how much room the shards take at least, as far as that is known: two bytes for each byte of plain text."""
-    is_plain = all(each.kind == "text" and not each.packing for each in job.inputs)
-    if job.tokenizer.name != "bytes" or not is_plain or is_under_way(_work_folder(job, stem)):
+def _min_bytes(job: BuildJob, stem: Path) -> int:
+    """Return the minimum size of the shards: two bytes per byte of plain text, or 0 if it cannot be estimated."""
+    is_plain = all(each.kind == "text" and not each.compression for each in job.inputs)
+    if job.tokenizer.name != "bytes" or not is_plain or is_in_progress(_work_folder(job, stem)):
         return 0
     return 2 * sum(each.size for each in job.inputs)
 
 
-def _work_folder(job: Job, stem: Path) -> Path:
+def _work_folder(job: BuildJob, stem: Path) -> Path:
     return stem.with_name(f".{stem.name}.{_digest(job)}.building")
 
 
-def _check_sides(manifest: Manifest, holdout: float, work: Path) -> None:
-    """Raise UserError unless something is trained on, and something held out if that was asked for."""
+def _check_splits(manifest: Manifest, holdout: float, work: Path) -> None:
+    """Raise UserError if there is nothing to train on, or nothing held out although `holdout` is set."""
     num_documents = sum(row[2] for row in (*manifest.train, *manifest.held_out))
     if manifest.train and (manifest.held_out or not holdout):
         return
@@ -206,27 +206,27 @@ def _check_sides(manifest: Manifest, holdout: float, work: Path) -> None:
     raise setting_error("--holdout", holdout, f"holds out all of {num_documents} documents", 0)
 
 
-def _digest(job: Job) -> str:
-    """Return a name for all that the shards depend on: the next run with the same arguments goes on with them."""
-    files = [(os.path.realpath(each.path), each.size, each.changed) for each in job.inputs]
+def _digest(job: BuildJob) -> str:
+    """Return a digest of everything the shards depend on; a run with the same arguments resumes the work."""
+    files = [(os.path.realpath(each.path), each.size, each.mtime_ns) for each in job.inputs]
     content = repr([job.tokenizer.name, job.text_key, job.holdout, job.shard_tokens, files])
     return hashlib.sha256(content.encode()).hexdigest()[:12]
 
 
 @dataclass(frozen=True)
-class _Side:
-    """The shards of one side: their paths, and what the manifest says of each."""
+class _Split:
+    """The shards of one split: their paths and manifest rows."""
 
     paths: list[Path]
     rows: list[tuple[str, int, int, int]]
 
     def size(self) -> tuple[int, int, int]:
-        """The tokens, documents and bytes of text."""
+        """Return the numbers of tokens, documents, and bytes of text."""
         return sum(row[1] for row in self.rows), sum(row[2] for row in self.rows), sum(row[3] for row in self.rows)
 
     @property
     def pattern(self) -> str:
-        """The path or glob that names these shards, and no others: five characters, where `eval-` brings more."""
+        """The path or glob of exactly these shards: five characters of number exclude those named `eval-...`."""
         if len(self.paths) == 1:
             return str(self.paths[0].absolute())
         return glob.escape(re.sub(r"-\d+\.bin$", "", str(self.paths[0].absolute()))) + "-?????.bin"
@@ -242,7 +242,7 @@ def _round_up(share: float) -> float:
 
 
 def _find_stem(out: str) -> Path:
-    """Return the path that the shards' names begin with."""
+    """Return the common prefix of the shards' paths."""
     stem = Path(out).expanduser()
     if out.endswith(os.sep) or stem.is_dir():
         raise setting_error("--out", out, "is a folder; add a name for the shards", os.path.join(out, "corpus"))
@@ -251,7 +251,7 @@ def _find_stem(out: str) -> Path:
 
 @contextmanager
 def _folder_of(stem: Path, out: str) -> Iterator[None]:
-    """Create the folder of the shards for a block.  If the block raises and nothing is in it, it is removed again."""
+    """Create the folder of the shards; remove it again if the block raises and the folder is empty."""
     missing = [folder for folder in stem.parents if not folder.exists()]
     try:
         try:
@@ -267,7 +267,7 @@ def _folder_of(stem: Path, out: str) -> Iterator[None]:
 
 
 def _describe(stem: Path, manifest: Manifest, setting: str, bos: bool | None) -> str:
-    train, held_out = map(_Side, paths_of(manifest, stem), (manifest.train, manifest.held_out))
+    train, held_out = map(_Split, paths_of(manifest, stem), (manifest.train, manifest.held_out))
     lines = []
     for what, side in (("train", train), ("held out", held_out)):
         if side.paths:
@@ -276,7 +276,7 @@ def _describe(stem: Path, manifest: Manifest, setting: str, bos: bool | None) ->
             lines.append(f"{what}: {documents:,} documents, {tokens:,} tokens{of_text}")
             ends = dict.fromkeys([str(side.paths[0]), str(side.paths[-1])])
             lines.append(f"  {' ... '.join(ends)}, with .idx and .json beside each")
-    tally = Tally.of(manifest)
+    tally = DocumentCounts.of(manifest)
     if tally.empty:
         what = "document without text was" if tally.empty == 1 else "documents without text were"
         lines.append(f"{tally.empty:,} {what} left out")
@@ -292,11 +292,11 @@ def _describe(stem: Path, manifest: Manifest, setting: str, bos: bool | None) ->
     return "\n".join([*lines, "to train on them:", "  " + " ".join(map(shlex.quote, settings))])
 
 
-def _legal(key: str) -> Callable[[str], str]:
-    """Return what checks the value of an option that is called as a setting of `data`."""
+def _choice_of(key: str) -> Callable[[str], str]:
+    """Return an argparse type that checks the value of the key `data.KEY`."""
 
     def check(value: str) -> str:
-        from trainer.config import declared_keys  # takes longer to import than all that tokenizing text needs
+        from trainer.config import declared_keys  # slower to import than everything that tokenizing needs
 
         choices = typing.get_args(declared_keys()[f"data.{key}"].type)
         if choices and value not in choices:
@@ -308,13 +308,13 @@ def _legal(key: str) -> Callable[[str], str]:
 
 def _make_parser() -> argparse.ArgumentParser:
     parser = CommandParser(prog="python -m trainer.prepare", description=__doc__)
-    parser.add_argument("inputs", nargs="+", metavar="FILE", help=f"file, folder, glob or URL: {NAMES}")
+    parser.add_argument("inputs", nargs="+", metavar="FILE", help=f"file, folder, glob or URL: {SUPPORTED_SUFFIXES}")
     parser.add_argument("--out", metavar="DIR/NAME", help="shards are DIR/NAME-00000.bin and so on")
     parser.add_argument("--tokenizer", default="bytes", help="bytes, or the path of a Hugging Face tokenizer.json")
     parser.add_argument("--show", type=int, metavar="N", help="print N chats instead, with targets in colour")
     for key in _CHAT_KEYS:
         option, meaning = f"--{key.replace('_', '-')}", f"with --show: a value of data.{key} (its default)"
-        parser.add_argument(option, type=_legal(key), metavar="HOW", help=meaning)
+        parser.add_argument(option, type=_choice_of(key), metavar="HOW", help=meaning)
     parser.add_argument(
         "--bos",
         action=argparse.BooleanOptionalAction,

@@ -71,7 +71,7 @@ class Transposed(str):
 
 
 class Stacked(str):
-    """Hugging Face name of tensors that are stored separately there and are rows of one tensor here; the last `*` is the row."""
+    """Hugging Face name of separate tensors that are the rows of one tensor here; the last `*` is the row."""
 
     __slots__ = ()
 

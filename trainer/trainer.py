@@ -324,8 +324,8 @@ class Trainer:
     def evaluate(self) -> Record | None:
         """Return and log the mean loss over the held-out targets; None if there is no held-out data.
 
-        A stop request aborts the evaluation and returns None; `fit` repeats it after the next start.  Collectives: those of the
-        forward passes, and one small CPU all-reduce per batch.
+        A stop request aborts the evaluation and returns None; `fit` repeats it after the next start.  Collectives:
+        those of the forward passes, and one small CPU all-reduce per batch.
         """
         if self.eval_loader is None:
             return None
@@ -371,7 +371,7 @@ class Trainer:
         if self.world.is_main:
             notes += room_notes(self.config, self.world, self.mesh, self.model, self.state, self.room_in)
         self.lifecycle.begin(start_facts(*shown), record, notes)
-        self.ballot.cast()  # do not run a step, which may compile for minutes, if a stop was requested during the start
+        self.ballot.cast()  # stop before the first step, which may compile for minutes
 
     def save_checkpoint(self, wait: bool = False) -> Path | str:
         """Save the current state and return the (future) folder or URL of the checkpoint.  Collective.
@@ -424,7 +424,7 @@ class Trainer:
     def close(self) -> None:
         """End the run if it is still running, and leave the process group if this Trainer opened it.  Collective.
 
-        If it is called while an exception propagates (from `finally`), the run counts as failed, and ranks do not wait for
+        If called while an exception propagates (from `finally`), the run counts as failed, and ranks do not wait for
         each other.
         """
         self.lifecycle.close()
@@ -439,7 +439,7 @@ class Trainer:
 
     @property
     def stopping(self) -> bool:
-        """Whether the current step is the last: True on all ranks once any rank was asked to stop.  May be set."""
+        """Whether the current step is the last one, on all ranks, because a stop was requested.  May be set."""
         return self.lifecycle.stopping
 
     @stopping.setter

@@ -1,4 +1,4 @@
-"""Training on pairs of answers, of which one is preferred."""
+"""The Trainer for direct preference optimisation (DPO)."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from trainer.weights.inference import take_base
 
 
 class PreferenceTrainer(Trainer):
-    """Direct preference optimisation: the preferred answer is to gain on the other, beside a reference model.
+    """Trains a model to prefer chosen over rejected answers, relative to a reference model.
 
-    Row 2i of a batch is the answer that was chosen, row 2i + 1 the one that was rejected, to the same prompt; what
-    counts of each are its targets.  The loss of a pair is -log sigmoid(beta * ((c - c') - (r - r'))), with c and r the
-    log-probabilities of the two, and c' and r' those that the reference gives.  That is the model without its adapters
-    where it has any, and else a second copy of the weights that training starts from, frozen and sharded alike.
+    Row 2i of a batch is the chosen answer to a prompt, and row 2i + 1 the rejected one; only target tokens count.  The
+    loss of a pair is -log sigmoid(beta * ((c - c') - (r - r'))), where c and r are the log-probabilities of the chosen
+    and the rejected answer, and c' and r' those under the reference.  With adapters, the reference is the model without
+    them; otherwise it is a second, frozen copy of the initial weights, sharded like the model.
 
     Source: Rafailov et al. 2023, "Direct Preference Optimization", arXiv:2305.18290.
     """
@@ -40,14 +40,14 @@ class PreferenceTrainer(Trainer):
             self.state.add(REFERENCE, take_base(self.reference, self.config, self.world))
 
     def build_model(self, config: RunConfig | None = None) -> nn.Module:
-        """Return the sharded model; before the run's own also build the reference, if that is a second one."""
+        """Return the sharded model; for the run's own model, build the reference first if it is a separate model."""
         if config is None and self.config.has_reference_model:
             self.reference = super().build_model(self.config).requires_grad_(False).eval()
         return super().build_model(config)
 
     def count(self, batch: Batch) -> float:
-        """Return the number of pairs: what fills a batch up has no target."""
-        return int(_are_pairs(batch).sum())
+        """Return the number of pairs; padding rows, which have no targets, do not count."""
+        return int(_pair_mask(batch).sum())
 
     def loss(self, batch: Batch) -> torch.Tensor:
         """Return this rank's loss summed over the batch's pairs.
@@ -56,21 +56,21 @@ class PreferenceTrainer(Trainer):
         """
         with by_row():
             with torch.no_grad():
-                expected = self._expected(batch)
+                expected = self._reference_logprobs(batch)
             found = -super().loss(batch)
         if found.shape != batch["tokens"].shape[:1]:
-            rule = f"recipe {self.recipe.name!r} sums the loss of all rows itself, and here it is needed of each"
+            rule = f"recipe {self.recipe.name!r} sums the loss over all rows itself, but DPO needs the loss of each row"
             fix = "compute it with trainer.linear_cross_entropy, or have the model return logits"
             raise setting_error("train.objective", self.objective, rule, fix=fix)
-        rewards, counts = self.config.dpo.beta * (found - expected), _are_pairs(batch)
+        rewards, counts = self.config.dpo.beta * (found - expected), _pair_mask(batch)
         chosen, rejected = rewards[0::2], rewards[1::2]
         self._log_rewards(chosen.detach(), rejected.detach(), counts)
         return -(F.logsigmoid(chosen - rejected) * counts).sum()
 
-    def _expected(self, batch: Batch) -> torch.Tensor:
+    def _reference_logprobs(self, batch: Batch) -> torch.Tensor:
         """Return the log-probability of each row under the reference: (2 x pairs,)."""
         if self.reference is None:
-            with _evaluated(self.model), without_adapters(self.model):
+            with _eval_mode(self.model), without_adapters(self.model):
                 return -super().loss(batch)
         expected = -find_loss(self.reference)(batch)
         reshard(self.reference)
@@ -87,14 +87,14 @@ class PreferenceTrainer(Trainer):
             self.log(name, (values * counts).sum(), over=num_pairs)
 
 
-def _are_pairs(batch: Batch) -> torch.Tensor:
-    """Return which pairs have a target at all: (pairs,)."""
+def _pair_mask(batch: Batch) -> torch.Tensor:
+    """Return a mask of the pairs that have targets: (pairs,)."""
     return (batch["targets"] != IGNORE).any(dim=1)[0::2]
 
 
 @contextmanager
-def _evaluated(model: nn.Module) -> Iterator[None]:
-    """Have the model in evaluation mode inside the block, without dropout."""
+def _eval_mode(model: nn.Module) -> Iterator[None]:
+    """Put the model in evaluation mode, without dropout, inside the block."""
     was_training = model.training
     model.eval()
     try:

@@ -12,7 +12,7 @@ from trainer.recipe import Recipe, register
 
 
 def flops(config: GPT2Config, seq_len: float) -> float:
-    """Return model FLOPs of forward and backward for one token: 6 a weight in a matrix, causal attention once."""
+    """Return model FLOPs per token of forward and backward: 6 per matrix weight, plus causal attention."""
     matrices = config.num_layers * 12 * config.dim**2 + config.dim * config.vocab_size
     return 6.0 * (matrices + config.num_layers * config.dim * seq_len)
 

@@ -1,4 +1,4 @@
-"""The shape of a GPT-2, and the rules that it obeys."""
+"""The fields of a GPT-2 model, and the rules that they obey."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trainer.recipe import declare
 
 @dataclass(frozen=True)
 class GPT2Config:
-    """Shape of a GPT-2."""
+    """The fields of a GPT-2 model."""
 
     vocab_size: int = declare(50257, "size of the vocabulary", at_least=1, at_most=2**31 - 1)
     dim: int = declare(768, "width of the residual stream", at_least=1, at_most=2**20)
@@ -31,14 +31,14 @@ class GPT2Config:
 
     @property
     def dropouts(self) -> tuple[float, float, float]:
-        """The shares that are dropped of embeddings, of attention's weights, and of both residual branches."""
+        """Dropout rates of the embeddings, of the attention weights, and of both residual branches."""
         own = (self.embedding_dropout, self.attention_dropout)
         on_embeddings, on_attention = (self.dropout if share is None else share for share in own)
         return on_embeddings, on_attention, self.dropout
 
 
 def check(config: GPT2Config) -> None:
-    """Check the rules between the shape's fields.  Raises UserError."""
+    """Check the rules between fields.  Raises UserError."""
     if config.dim % config.num_heads:
         legal = [n for n in range(1, config.dim + 1) if config.dim % n == 0]
         best = min(legal, key=lambda n: abs(n - config.num_heads))

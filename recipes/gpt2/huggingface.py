@@ -1,4 +1,4 @@
-"""GPT-2 in Hugging Face's world, where its matrices are stored (in, out)."""
+"""Maps GPT-2 to Hugging Face, which stores its matrices as (in, out)."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ FIELDS = {
     "norm_eps": ("layer_norm_epsilon", 1e-5),
     "init_std": ("initializer_range", 0.02),
 }
-"""Our fields, and what each is called in config.json and taken for if it is missing there."""
+"""For each of our fields: its name in config.json, and the default if it is missing there."""
 
 
 ALIASES = {
@@ -50,21 +50,21 @@ ALIASES = {
     "n_head": "num_attention_heads",
     "n_positions": "max_position_embeddings",
 }
-"""Other names under which transformers finds entries of config.json."""
+"""Alternative names that transformers accepts for entries of config.json."""
 
 
 def config(config: GPT2Config) -> dict[str, Any]:
-    """Return config.json's entries."""
+    """Return the entries of config.json."""
     on_embeddings, on_attention, _ = config.dropouts
     shape = {theirs: getattr(config, ours) for ours, (theirs, _) in FIELDS.items()}
     return shape | {"embd_pdrop": on_embeddings, "attn_pdrop": on_attention}
 
 
 def model_fields(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of `GPT2Config` for what config.json says.
+    """Return the fields of `GPT2Config` for the contents of config.json.
 
-    Raises UserError for a feed-forward that is not four times as wide as the model, and for two names of one entry that
-    say two things.
+    Raises UserError if the feed-forward layer is not four times as wide as the model, or if two names of one entry have
+    different values.
     """
     fields = {ours: _entry(content, theirs, absent) for ours, (theirs, absent) in FIELDS.items()}
     if content.get("n_inner") not in (None, 4 * fields["dim"]):

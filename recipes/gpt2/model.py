@@ -52,9 +52,9 @@ class Block(nn.Module):
 
 
 class GPT2(nn.Module):
-    """A GPT-2: `tokens` (B, T) to logits (B, T, V), or with `targets` (B, T) to their summed loss.
+    """GPT-2: maps `tokens` (B, T) to logits (B, T, V), or with `targets` (B, T) to the summed loss.
 
-    `documents` (B, T) keeps documents that share a row to themselves; `positions` and `borders` follow from it.
+    `documents` (B, T) prevents attention across documents in a row; `positions` and `borders` follow from it.
     """
 
     def __init__(self, config: GPT2Config) -> None:
@@ -77,8 +77,8 @@ class GPT2(nn.Module):
         documents: torch.Tensor | None = None,
         borders: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        kept_apart = Documents.of(documents, borders)
-        x_BTD = self.dropout(self.wte(tokens) + self.wpe(sequence.positions(tokens, positions, kept_apart)))
+        packed = Documents.of(documents, borders)
+        x_BTD = self.dropout(self.wte(tokens) + self.wpe(sequence.positions(tokens, positions, packed)))
         for block in self.blocks:
-            x_BTD = block(x_BTD, kept_apart)
+            x_BTD = block(x_BTD, packed)
         return self.head(x_BTD, targets)

@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 
 def units(model: nn.Module) -> list[str | tuple[str, ...]]:
-    """Return what FSDP gathers together.  A tied table is one parameter, so its two modules are one unit."""
+    """Return the FSDP units.  Tied embeddings are one parameter, so the two modules form one unit."""
     if model.config.tie_embeddings:  # type: ignore[union-attr]
         return [("tok_embeddings", "head"), "layers.*"]
     return ["tok_embeddings", "layers.*", "head"]
 
 
 def flops(config: LlamaConfig, seq_len: float) -> float:
-    """Return model FLOPs of forward and backward for one token: 6 a weight in a matrix, causal attention once.
+    """Return model FLOPs per token of forward and backward: 6 per matrix weight, plus causal attention.
 
     Chowdhery et al. 2022, arXiv:2204.02311, appendix B; a causal mask halves attention's score matrix.
     """

@@ -1,4 +1,4 @@
-"""The shape of a Llama, and the rules that it obeys."""
+"""The fields of a Llama model, and the rules that they obey."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trainer.recipe import declare
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """Shape of a Llama."""
+    """The fields of a Llama model."""
 
     vocab_size: int = declare(257, "size of the vocabulary", at_least=1, at_most=2**31 - 1)
     dim: int = declare(192, "width of the residual stream", at_least=1, at_most=2**20)
@@ -34,7 +34,7 @@ class LlamaConfig:
 
 
 def check(config: LlamaConfig) -> None:
-    """Check the rules between the shape's fields.  Raises UserError."""
+    """Check the rules between fields.  Raises UserError."""
     if config.dim % config.num_heads or config.dim // config.num_heads % 2:
         legal = [n for n in range(1, config.dim + 1) if config.dim % n == 0 and config.dim // n % 2 == 0]
         best = min(legal, key=lambda n: abs(n - config.num_heads)) if legal else None
@@ -48,5 +48,5 @@ def check(config: LlamaConfig) -> None:
         rule = f"must divide model.num_heads={config.num_heads}: each key head serves as many query heads"
         raise setting_error("model.num_kv_heads", config.num_kv_heads, rule, best)
     if config.rope_factor != 1.0 and config.rope_low_freq >= config.rope_high_freq:
-        rule = f"must be below model.rope_high_freq={config.rope_high_freq}: what lies between them is blended"
+        rule = f"must be below model.rope_high_freq={config.rope_high_freq}: wavelengths between them are blended"
         raise setting_error("model.rope_low_freq", config.rope_low_freq, rule, config.rope_high_freq / 4)

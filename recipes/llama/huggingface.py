@@ -1,4 +1,4 @@
-"""Llama in Hugging Face's world.  Both turn pairs half a head apart, so that no weight is permuted."""
+"""Maps Llama to Hugging Face.  Both rotate pairs half a head apart, so no weights need to be permuted."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ SCALING = {
 
 
 def config(config: LlamaConfig) -> dict[str, Any]:
-    """Return config.json's entries.
+    """Return the entries of config.json.
 
-    transformers 5 reads `rope_parameters`, 4 reads `rope_theta` and `rope_scaling`; each knows the other's or skips it.
+    transformers 5 reads `rope_parameters`, 4 reads `rope_theta` and `rope_scaling`; each accepts or ignores the other.
     """
     scaling = {"rope_type": "llama3"} | {theirs: getattr(config, ours) for ours, theirs in SCALING.items()}
     is_scaled = config.rope_factor != 1.0
@@ -66,11 +66,11 @@ def config(config: LlamaConfig) -> dict[str, Any]:
 
 
 def model_fields(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of `LlamaConfig` for what config.json says, in the spelling of transformers 4 or 5.
+    """Return the fields of `LlamaConfig` for the contents of config.json, as written by transformers 4 or 5.
 
-    Raises UserError for another frequency scaling than Llama 3.1's, or heads that do not divide the width.
+    Raises UserError for a frequency scaling other than Llama 3.1's, or a head size that is not width / heads.
     """
-    # What transformers takes for entries that are missing: files of the first Llamas have few.
+    # The defaults of transformers: config.json of the first Llamas has few entries.
     absent = {
         "num_key_value_heads": content["num_attention_heads"],
         "max_position_embeddings": 2048,
@@ -96,7 +96,7 @@ def _rope_fields(given: Mapping[str, Any], max_seq_len: int) -> dict[str, Any]:
 
 
 _NEVER_NULL = ("max_position_embeddings", "rms_norm_eps", "tie_word_embeddings", "initializer_range", "rope_theta")
-"""Entries of config.json that may be missing, and then have a default, which null does not stand for."""
+"""Entries of config.json that have a default if missing, but may not be null."""
 
 
 HUGGINGFACE = HuggingFace(

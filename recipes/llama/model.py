@@ -28,7 +28,7 @@ class ScaledRope(Rope):  # type: ignore[misc]
         config, frequencies = self.config, super().frequencies()
         if config.rope_factor == 1.0:
             return frequencies
-        # Long wavelengths are stretched by the factor, short ones kept, those between blended.
+        # Long wavelengths are stretched by the factor, short ones unchanged, those in between interpolated.
         wavelength = 2 * math.pi / frequencies
         low, high = config.rope_low_freq, config.rope_high_freq
         keep = ((config.rope_original_len / wavelength - low) / (high - low)).clamp(0.0, 1.0)
@@ -74,9 +74,9 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """A Llama: `tokens` (B, T) to logits (B, T, V), or with `targets` (B, T) to their summed loss.
+    """Llama: maps `tokens` (B, T) to logits (B, T, V), or with `targets` (B, T) to the summed loss.
 
-    `documents` (B, T) keeps documents that share a row to themselves; `positions` and `borders` follow from it.
+    `documents` (B, T) prevents attention across documents in a row; `positions` and `borders` follow from it.
     """
 
     def __init__(self, config: LlamaConfig) -> None:
@@ -97,9 +97,9 @@ class Llama(nn.Module):
         documents: torch.Tensor | None = None,
         borders: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        kept_apart = Documents.of(documents, borders)
-        positions = sequence.positions(tokens, positions, kept_apart)
+        packed = Documents.of(documents, borders)
+        positions = sequence.positions(tokens, positions, packed)
         x_BTD = self.tok_embeddings(tokens)
         for layer in self.layers:
-            x_BTD = layer(x_BTD, positions, kept_apart)
+            x_BTD = layer(x_BTD, positions, packed)
         return self.head(x_BTD, targets)

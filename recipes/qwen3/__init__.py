@@ -14,14 +14,14 @@ from trainer.recipe import Recipe, register
 
 
 def units(model: Any) -> list[str | tuple[str, ...]]:
-    """Return what FSDP gathers together.  A tied table is one parameter, so its two modules are one unit."""
+    """Return the FSDP units.  Tied embeddings are one parameter, so the two modules form one unit."""
     if model.config.tie_embeddings:
         return [("tok_embeddings", "head"), "layers.*"]
     return ["tok_embeddings", "layers.*", "head"]
 
 
 def flops(config: Qwen3Config, seq_len: float) -> float:
-    """Return model FLOPs of forward and backward for one token: 6 a weight in a matrix, causal attention once."""
+    """Return model FLOPs per token of forward and backward: 6 per matrix weight, plus causal attention."""
     attention = 2 * config.dim * config.head_dim * (config.num_heads + config.num_kv_heads)
     matrices = config.num_layers * (attention + 3 * config.dim * config.ffn_dim) + config.dim * config.vocab_size
     scores = config.num_layers * config.num_heads * config.head_dim * seq_len

@@ -1,4 +1,4 @@
-"""The shape of a Qwen3, and the rules that it obeys."""
+"""The fields of a Qwen3 model, and the rules that they obey."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainer.recipe import declare
 
 @dataclass(frozen=True)
 class Qwen3Config:
-    """Shape of a Qwen3."""
+    """The fields of a Qwen3 model."""
 
     vocab_size: int = declare(257, "size of the vocabulary", at_least=1, at_most=2**31 - 1)
     dim: int = declare(192, "width of the residual stream", at_least=1, at_most=2**20)
@@ -28,12 +28,12 @@ class Qwen3Config:
 
 
 def check(config: Qwen3Config) -> None:
-    """Check the rules between the shape's fields.  Raises UserError."""
+    """Check the rules between fields.  Raises UserError."""
     check_heads(config)
 
 
 def check_heads(config: Any) -> None:
-    """Check the shape of attention.  Raises UserError."""
+    """Check the sizes of the attention heads.  Raises UserError."""
     if config.head_dim % 2:
         raise setting_error("model.head_dim", config.head_dim, "must be even (RoPE turns pairs)", config.head_dim + 1)
     if config.num_heads % config.num_kv_heads:

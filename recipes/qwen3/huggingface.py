@@ -1,4 +1,4 @@
-"""Qwen3 in Hugging Face's world.  Both turn pairs half a head apart, so that no weight is permuted."""
+"""Maps Qwen3 to Hugging Face.  Both rotate pairs half a head apart, so no weights need to be permuted."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ATTENTION = {
     "head.norm.weight": "model.norm.weight",
     "head.output.weight": "lm_head.weight",
 }
-"""What the dense models and those of experts have in common."""
+"""Names that the dense and the mixture-of-experts models have in common."""
 
 NAMES = {
     **ATTENTION,
@@ -48,34 +48,34 @@ FIELDS = {
     "tie_embeddings": ("tie_word_embeddings", False),
     "init_std": ("initializer_range", 0.02),
 }
-"""Our fields, and what each is called in config.json and taken for if it is missing there."""
+"""For each of our fields: its name in config.json, and the default if it is missing there."""
 
 FIXED = {"hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0, "use_sliding_window": False}
 
 
 def config(config: Qwen3Config) -> dict[str, Any]:
-    """Return config.json's entries."""
+    """Return the entries of config.json."""
     return {theirs: getattr(config, ours) for ours, (theirs, _) in FIELDS.items()} | rope_entries(config.rope_theta)
 
 
 def model_fields(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of `Qwen3Config` for what config.json says, in the spelling of transformers 4 or 5.
+    """Return the fields of `Qwen3Config` for the contents of config.json, as written by transformers 4 or 5.
 
-    Raises UserError for frequencies that are scaled, and for layers that attend to a window.
+    Raises UserError for scaled RoPE frequencies and for sliding-window layers.
     """
     fields = {ours: content.get(theirs, absent) for ours, (theirs, absent) in FIELDS.items()}
     if fields["num_kv_heads"] is None:
         fields["num_kv_heads"] = fields["num_heads"]
     kinds = content.get("layer_types") or []
     if other := next((kind for kind in kinds if kind != "full_attention"), None):
-        raise UserError(f"layer_types: says {other} of a layer; in this recipe all attend to the whole sequence")
+        raise UserError(f"layer_types: has a layer of type {other}; in this recipe all attend to the whole sequence")
     return fields | {"rope_theta": rope_of(content, ("default",))["rope_theta"]}
 
 
 def rope_entries(theta: float) -> dict[str, Any]:
-    """Return config.json's entries of the rotary embedding.
+    """Return the entries of config.json for the rotary embedding.
 
-    transformers 5 reads `rope_parameters`, 4 reads `rope_theta`; each knows the other's or skips it.
+    transformers 5 reads `rope_parameters`, 4 reads `rope_theta`; each accepts or ignores the other.
     """
     parameters = {"rope_type": "default", "rope_theta": theta}
     return {"rope_theta": theta, "rope_scaling": None, "rope_parameters": parameters}

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Attention(nn.Module):
-    """Causal grouped-query attention that normalises each query and key before it is turned."""
+    """Causal grouped-query attention that normalises queries and keys before RoPE."""
 
     def __init__(self, config: Qwen3Config | Qwen3MoeConfig) -> None:
         super().__init__()
@@ -61,9 +61,9 @@ class Block(nn.Module):
 
 
 class Qwen3(nn.Module):
-    """A Qwen3: `tokens` (B, T) to logits (B, T, V), or with `targets` (B, T) to their summed loss.
+    """Qwen3: maps `tokens` (B, T) to logits (B, T, V), or with `targets` (B, T) to the summed loss.
 
-    `documents` (B, T) keeps documents that share a row to themselves; `positions` and `borders` follow from it.
+    `documents` (B, T) prevents attention across documents in a row; `positions` and `borders` follow from it.
     """
 
     def __init__(self, config: Qwen3Config) -> None:
@@ -84,9 +84,9 @@ class Qwen3(nn.Module):
         documents: torch.Tensor | None = None,
         borders: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        kept_apart = Documents.of(documents, borders)
-        positions = sequence.positions(tokens, positions, kept_apart)
+        packed = Documents.of(documents, borders)
+        positions = sequence.positions(tokens, positions, packed)
         x_BTD = self.tok_embeddings(tokens)
         for layer in self.layers:
-            x_BTD = layer(x_BTD, positions, kept_apart)
+            x_BTD = layer(x_BTD, positions, packed)
         return self.head(x_BTD, targets)

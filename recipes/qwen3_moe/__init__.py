@@ -1,4 +1,4 @@
-"""Qwen3's mixtures of experts: as Qwen3, with experts for feed-forwards, of which each token takes a few.
+"""Qwen3 mixture-of-experts models: Qwen3 with the feed-forward layers replaced by routed experts.
 
 Source: Yang et al. 2025, "Qwen3 Technical Report", arXiv:2505.09388; the published configurations.
 """
@@ -13,7 +13,7 @@ from trainer.recipe import Recipe, register
 
 
 def flops(config: Qwen3MoeConfig, seq_len: float) -> float:
-    """Return model FLOPs of forward and backward for one token: 6 a weight in a matrix that it goes through."""
+    """Return model FLOPs per token of forward and backward: 6 per active matrix weight, plus causal attention."""
     attention = 2 * config.dim * config.head_dim * (config.num_heads + config.num_kv_heads)
     experts = config.num_experts * config.dim + 3 * config.num_chosen * config.dim * config.expert_dim
     matrices = config.num_layers * (attention + experts) + config.dim * config.vocab_size

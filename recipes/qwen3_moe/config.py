@@ -1,4 +1,4 @@
-"""The shape of a Qwen3 of experts, and the rules that it obeys."""
+"""The fields of a Qwen3 mixture-of-experts model, and the rules that they obey."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainer.recipe import declare
 
 @dataclass(frozen=True)
 class Qwen3MoeConfig:
-    """Shape of a Qwen3 whose feed-forwards are experts."""
+    """The fields of a Qwen3 mixture-of-experts model."""
 
     vocab_size: int = declare(257, "size of the vocabulary", at_least=1, at_most=2**31 - 1)
     dim: int = declare(192, "width of the residual stream", at_least=1, at_most=2**20)
@@ -35,7 +35,7 @@ class Qwen3MoeConfig:
 
 
 def check(config: Qwen3MoeConfig) -> None:
-    """Check the rules between the shape's fields.  Raises UserError."""
+    """Check the rules between fields.  Raises UserError."""
     check_heads(config)
     if config.num_chosen > config.num_experts:
         rule = f"must be at most model.num_experts={config.num_experts}"

@@ -1,4 +1,4 @@
-"""Qwen3's mixtures of experts in Hugging Face's world, where each expert's matrices are tensors of their own."""
+"""Maps Qwen3 mixture-of-experts models to Hugging Face, which stores each expert's matrices separately."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ FIELDS = {
     "tie_embeddings": ("tie_word_embeddings", False),
     "init_std": ("initializer_range", 0.02),
 }
-"""Our fields, and what each is called in config.json and taken for if it is missing there."""
+"""For each of our fields: its name in config.json, and the default if it is missing there."""
 
 BALANCE = 0.001
-"""The coefficient of the balance in a config.json that names none, and in ours where there is no balance."""
+"""Load-balancing coefficient if config.json has none, and the one written if `model.balance` is 0."""
 
 
 def config(config: Qwen3MoeConfig) -> dict[str, Any]:
-    """Return config.json's entries.
+    """Return the entries of config.json.
 
-    Nothing of `output_router_logits`: it would have a model that writes hand out its router's logits with every token.
+    `output_router_logits` is left out: with it, generation would return the router's logits with every token.
     """
     return {
         **{theirs: getattr(config, ours) for ours, (theirs, _) in FIELDS.items()},
@@ -58,9 +58,9 @@ def config(config: Qwen3MoeConfig) -> dict[str, Any]:
 
 
 def model_fields(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of `Qwen3MoeConfig` for what config.json says, in the spelling of transformers 4 or 5.
+    """Return the fields of `Qwen3MoeConfig` for the contents of config.json, as written by transformers 4 or 5.
 
-    Raises UserError for layers without experts, and for two numbers of experts.
+    Raises UserError for layers without experts, and for contradictory numbers of experts.
     """
     fields = {ours: content.get(theirs, absent) for ours, (theirs, absent) in FIELDS.items()}
     fields["head_dim"] = content.get("head_dim", fields["dim"] // fields["num_heads"])

@@ -1,7 +1,7 @@
-"""The network of Qwen3's mixtures of experts.
+"""The network of Qwen3 mixture-of-experts models.
 
-Shape suffixes: B batch, T time, D model width, F width inside an expert, V vocabulary; E experts, A those that a token
-goes through, S tokens of the batch, M their places in experts (S x A).
+Shape suffixes: B batch, T time, D model width, F hidden width of an expert, V vocabulary; E experts, A experts per
+token, S tokens of the batch, M token-expert pairs (S x A).
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from trainer.sequence import Documents
 
 
 class Load(NamedTuple):
-    """A record of what a layer's router has done with the tokens that count: two numbers for each expert, (E,)."""
+    """Load of each expert in a layer, (E,), over the tokens that count."""
 
     choices: torch.Tensor
-    """How often it was chosen."""
+    """How many tokens chose the expert."""
     probs: torch.Tensor
-    """The sum of its probabilities."""
+    """The sum of the router's probabilities for the expert."""
 
 
 class Experts(nn.Module):
-    """Feed-forwards of SwiGLU side by side, their matrices stacked."""
+    """SwiGLU feed-forward experts with stacked weights."""
 
     def __init__(self, config: Qwen3MoeConfig) -> None:
         super().__init__()
@@ -48,21 +48,21 @@ class Experts(nn.Module):
         nn.init.normal_(self.w2, std=self.out_std)
 
     def forward(self, x_SD: torch.Tensor, chosen_SA: torch.Tensor, weights_SA: torch.Tensor) -> torch.Tensor:
-        """Return for each token the weighted sum of what its experts make of it."""
-        # Tokens in the order of their experts, so that each expert has its rows together.
+        """Return the weighted sum of the outputs of each token's experts, (S, D)."""
+        # Sort token-expert pairs by expert, so that the rows of each expert are contiguous.
         order_M = chosen_SA.flatten().argsort(stable=True)
         ends_E = choices_of(chosen_SA, self.w1.shape[0]).cumsum(0).to(torch.int32)
         x_MD = x_SD[order_M // chosen_SA.shape[1]]
         gate_MF = F.silu(grouped_mm(x_MD, self.w1.transpose(1, 2), ends_E))
         hidden_MF = gate_MF * grouped_mm(x_MD, self.w3.transpose(1, 2), ends_E)
         out_MD = grouped_mm(hidden_MF, self.w2.transpose(1, 2), ends_E)
-        # Back in the order of the tokens: adding up in place would not be the same twice on a GPU.
+        # Restore the order of the tokens; a scatter-add instead would not be deterministic on a GPU.
         out_SAD = out_MD[order_M.argsort()].unflatten(0, chosen_SA.shape)
         return (out_SAD * weights_SA.unsqueeze(-1)).sum(1)
 
 
 class MixtureOfExperts(nn.Module):
-    """A feed-forward of experts, of which a router chooses a few for each token (Shazeer et al. 2017)."""
+    """A mixture-of-experts layer: a router chooses a few experts for each token (Shazeer et al. 2017)."""
 
     def __init__(self, config: Qwen3MoeConfig) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class MixtureOfExperts(nn.Module):
         self.experts = Experts(config)
 
     def forward(self, x_BTD: torch.Tensor, counts_BT: torch.Tensor | None) -> tuple[torch.Tensor, Load | None]:
-        """Return the output, and the router's load by the tokens that `counts_BT` marks; without it no load."""
+        """Return the output, and the load over the tokens that `counts_BT` marks, or None without `counts_BT`."""
         x_SD = x_BTD.flatten(0, 1)
         probs_SE = self.router(x_SD).softmax(-1, dtype=torch.float32)
         weights_SA, chosen_SA = probs_SE.topk(self.num_chosen)
@@ -83,13 +83,13 @@ class MixtureOfExperts(nn.Module):
 
 
 def load_of(probs_SE: torch.Tensor, chosen_SA: torch.Tensor, counts_S: torch.Tensor) -> Load:
-    """Return the load of each expert by the tokens that `counts_S` marks."""
+    """Return the load of each expert over the tokens that `counts_S` marks."""
     choices_E = choices_of(chosen_SA, probs_SE.shape[1], counts_S)
     return Load(choices_E, (probs_SE * counts_S.unsqueeze(1)).sum(0))
 
 
 def choices_of(chosen_SA: torch.Tensor, num_experts: int, counts_S: torch.Tensor | None = None) -> torch.Tensor:
-    """Return how often each expert was chosen, (E,): by all tokens, or by those that `counts_S` marks."""
+    """Return how many tokens chose each expert, (E,): all tokens, or those that `counts_S` marks."""
     ones_SA = torch.ones_like(chosen_SA) if counts_S is None else counts_S.unsqueeze(1).expand_as(chosen_SA).long()
     zeros_E = torch.zeros(num_experts, dtype=torch.int64, device=chosen_SA.device)
     return zeros_E.scatter_add(0, chosen_SA.flatten(), ones_SA.flatten())
@@ -118,10 +118,10 @@ class Block(nn.Module):
 
 
 class Qwen3Moe(nn.Module):
-    """A Qwen3 of experts: `tokens` (B, T) to logits (B, T, V), or with `targets` (B, T) to their summed loss.
+    """Qwen3 MoE: maps `tokens` (B, T) to logits (B, T, V), or with `targets` (B, T) to the summed loss.
 
-    In training the loss of the experts' balance is part of it, if there is one.
-    `documents` (B, T) keeps documents that share a row to themselves; `positions` and `borders` follow from it.
+    In training, the loss includes the load-balancing loss if `model.balance` is set.
+    `documents` (B, T) prevents attention across documents in a row; `positions` and `borders` follow from it.
     """
 
     def __init__(self, config: Qwen3MoeConfig) -> None:
@@ -144,16 +144,16 @@ class Qwen3Moe(nn.Module):
         documents: torch.Tensor | None = None,
         borders: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        kept_apart = Documents.of(documents, borders)
-        positions = sequence.positions(tokens, positions, kept_apart)
+        packed = Documents.of(documents, borders)
+        positions = sequence.positions(tokens, positions, packed)
         x_BTD = self.tok_embeddings(tokens)
         if self.balance is None or targets is None or not self.training:
             for layer in self.layers:
-                x_BTD = layer(x_BTD, positions, kept_apart)
+                x_BTD = layer(x_BTD, positions, packed)
             return self.head(x_BTD, targets)
         loads = []
         for layer in self.layers:
-            x_BTD, load = layer(x_BTD, positions, kept_apart, targets != IGNORE)
+            x_BTD, load = layer(x_BTD, positions, packed, targets != IGNORE)
             loads.append(load)
         choices_E, probs_E = (torch.stack(parts).sum(0) for parts in zip(*loads, strict=True))
         return self.head(x_BTD, targets) + self.balance(choices_E, probs_E)
