@@ -483,7 +483,7 @@ DEFECTS: list[Defect] = [
     Defect(
         "held-out-by-size",
         "prepare",
-        "UnitWriter._split_of",
+        "UnitWriter._assign_split",
         "digest.update(piece)",
         "digest.update(piece[:1])",
     ),
@@ -711,7 +711,7 @@ DEFECTS: list[Defect] = [
     Defect(
         "hup-not-caught",
         "closed-terminal",
-        "trainer.distributed.stop:STOP_SIGNALS",
+        "trainer.distributed.stop_request:STOP_SIGNALS",
         "signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)",
         "signal.SIGUSR1, signal.SIGQUIT)",
     ),
@@ -747,7 +747,7 @@ DEFECTS: list[Defect] = [
     Defect(
         "usr1-not-caught",
         "signals",
-        "trainer.distributed.stop:STOP_SIGNALS",
+        "trainer.distributed.stop_request:STOP_SIGNALS",
         "STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP",
         "STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP",
     ),

@@ -20,16 +20,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import trainer.checkpoint.place
 import trainer.checkpoint.reader
+import trainer.checkpoint.storage
 import trainer.checkpoint.store
 import trainer.distributed.exchange
 import trainer.sequence.context
 from tests.forked import Forked, start_run
 from tests.ranks import Ran
 from trainer import Trainer
-from trainer.checkpoint.place import LocalPlace
 from trainer.checkpoint.reader import Reader
+from trainer.checkpoint.storage import LocalPlace
 from trainer.checkpoint.store import Checkpoints
 from trainer.checkpoint.tensors import Staging
 from trainer.distributed.channel import Channel
@@ -127,7 +127,7 @@ def _install(fault: Fault) -> None:
         (Trainer, "start", "start"),
     ):
         _in_phase(owner, attribute, phase)
-    file = trainer.checkpoint.place._SyncedFile
+    file = trainer.checkpoint.storage._SyncedFile
     write = file.write
     file.write = lambda self, data: _write(write, self, data)  # type: ignore[method-assign]
     if fault.no_space_check:

@@ -14,7 +14,14 @@ import pytest
 from tests.faults import Fault, start
 from tests.forked import popen
 from tests.ranks import Ran, run_command
-from trainer.distributed.deaths import Process, describe_end, find_dead, find_killed, is_lost_connection, this_process
+from trainer.distributed.dead_ranks import (
+    Process,
+    describe_end,
+    find_dead,
+    find_killed,
+    is_lost_connection,
+    this_process,
+)
 from trainer.lifecycle.folder import Owner, note_end
 
 MLP = ["recipe=llama_small", "model.name=tests.own_recipes:mlp_faulty", "data.source=synthetic", "data.seq_len=16"]

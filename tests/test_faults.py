@@ -41,7 +41,7 @@ from tests.test_processes import processes_of
 from tests.tiny import tiny_config
 from trainer import Trainer, load_config, load_weights
 from trainer.checkpoint.manifest import INDEX, find_damage, read_manifest
-from trainer.checkpoint.place import find_place
+from trainer.checkpoint.storage import find_place
 from trainer.errors import TrainingFailed, UserError
 from trainer.model.parameters import local
 
@@ -1129,7 +1129,7 @@ def save_in_background(folder: Path, meshes: list[tuple[str, ...]]) -> list[str]
     """Save at step 3 asynchronously while three more are made, and synchronously; return what differs."""
     import torch.distributed as dist
 
-    import trainer.checkpoint.place as place_module
+    import trainer.checkpoint.storage as place_module
 
     dist.init_process_group("gloo") if "RANK" in os.environ else None
     plain_write, wrong = place_module._SyncedFile.write, []

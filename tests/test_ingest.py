@@ -29,8 +29,8 @@ from trainer.data.ingest import cutting, engines, streams, text, units, writing
 from trainer.data.ingest.builder import build
 from trainer.data.ingest.folder import BuildFolder
 from trainer.data.ingest.inputs import find_inputs
-from trainer.data.ingest.report import Keys
-from trainer.data.ingest.writing import Job
+from trainer.data.ingest.report import SettingNames
+from trainer.data.ingest.writing import BuildJob
 from trainer.data.manifest import Manifest
 from trainer.data.shards import Shard, ShardWriter, read_info
 from trainer.data.source_factory import is_untokenized, open_source
@@ -175,11 +175,11 @@ def test_lines_belong_to_one_unit_each(tmp_path: Path, monkeypatch: pytest.Monke
         monkeypatch.setattr(streams, "BLOCK", block)
         monkeypatch.setattr(text, "BLOCK", block)
         monkeypatch.setattr("trainer.data.ingest.json_stream.BLOCK", block)
-        monkeypatch.setattr(text, "LONGEST", longest)
-        monkeypatch.setattr(units, "SMALLEST", size)
+        monkeypatch.setattr(text, "MAX_IN_MEMORY_BYTES", longest)
+        monkeypatch.setattr(units, "MIN_UNIT_BYTES", size)
         found = texts_in(tmp_path / f"{block}", lines)
         assert found == texts
-        assert len(units.plan(find_inputs([str(lines)], "data.path"))) > 5
+        assert len(units.split_into_units(find_inputs([str(lines)], "data.path"))) > 5
 
 
 # -- bad places -----------------------------------------------------------------------------------------------------
@@ -203,7 +203,7 @@ def bad_lines(folder: Path, good: int = 30) -> Path:
 def test_what_cannot_be_read_is_refused_or_left_out_and_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, longest: int
 ) -> None:
-    monkeypatch.setattr(text, "LONGEST", longest)
+    monkeypatch.setattr(text, "MAX_IN_MEMORY_BYTES", longest)
     monkeypatch.setattr(text, "BLOCK", min(longest, streams.BLOCK))
     path = bad_lines(tmp_path)
     with pytest.raises(UserError, match=r"a\.jsonl:4: is not JSON"):
@@ -269,7 +269,7 @@ def test_a_row_is_counted_from_the_beginning_of_its_file(tmp_path: Path, monkeyp
     pytest.importorskip("pyarrow.parquet")
     table = pyarrow.table({"a": [{"b": "no"}] * 40, "a.b": [None if n == 33 else f"row {n}" for n in range(1, 41)]})
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=10)
-    monkeypatch.setattr(units, "SMALLEST", 50)
+    monkeypatch.setattr(units, "MIN_UNIT_BYTES", 50)
     with pytest.raises(UserError, match=r"a\.parquet, row 33: has no text"):
         texts_in(tmp_path, tmp_path / "a.parquet", text_key="a.b")
 
@@ -370,7 +370,7 @@ def test_text_that_is_there_is_not_tokenized_again(tmp_path: Path, monkeypatch: 
     assert is_untokenized(data)
     first = open_source(data, 257, "train").fingerprint
     assert not is_untokenized(data)
-    monkeypatch.setattr("trainer.data.ingest.builder.plan", lambda _: pytest.fail("a second time"))
+    monkeypatch.setattr("trainer.data.ingest.builder.split_into_units", lambda _: pytest.fail("a second time"))
     assert open_source(data, 257, "train").fingerprint == first
     shard = next((tmp_path / "cache").rglob("*.bin"))
     monkeypatch.undo()
@@ -445,7 +445,7 @@ def test_an_engine_that_differs_is_given_up_for_that_unit(tmp_path: Path, monkey
     for name, each in texts.items():
         lines = write_jsonl(tmp_path / f"{name}.jsonl", each)
     tokenizer = str(write_tokenizer(tmp_path / "tokenizer.json", END))
-    monkeypatch.setattr(units, "SMALLEST", lines.stat().st_size)
+    monkeypatch.setattr(units, "MIN_UNIT_BYTES", lines.stat().st_size)
     lying = Lying(engines.find_reference(find_tokenizer(tokenizer)))
     monkeypatch.setattr(writing, "find_engine", lambda _: lying)
     data = settings(tmp_path, tmp_path / "*.jsonl", tokenizer=tokenizer)
@@ -496,10 +496,10 @@ def test_a_long_document_in_pieces_has_the_ids_of_the_whole(
 ) -> None:
     before, is_cut = pre_tokenizers()[name]
     tokenizer = tokenizer_with(tmp_path, before)
-    monkeypatch.setattr(cutting, "PIECE", 200)
+    monkeypatch.setattr(cutting, "MAX_PIECE_BYTES", 200)
     rng = random.Random(0)
     words = [*("the", " cat", " ", "  ", "\n", "\n\n", "\r\n", "'ll", "1234", "...", "。", "中文", "\t", "é", "\xa0")]
-    cutter = cutting.Cutter(tokenizer)
+    cutter = cutting.DocumentSplitter(tokenizer)
     for _ in range(8):
         document = "".join(rng.choices(words, k=800)).encode()
         parts = [document[start : start + 90] for start in range(0, len(document), 90)]
@@ -517,17 +517,17 @@ POINTS: dict[str, tuple[type, str, int]] = {
     "a unit is about to be named": (ShardWriter, "publish", 2),
     "a unit is about to be recorded": (BuildFolder, "write", 2),
     "the manifest is about to be written": (Manifest, "write", 1),
-    "what is left over is about to be removed": (BuildFolder, "tidy", 1),
+    "what is left over is about to be removed": (BuildFolder, "clean_up", 1),
 }
 
 
-def corpus(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
+def corpus(folder: Path, monkeypatch: pytest.MonkeyPatch) -> BuildJob:
     lines = write_jsonl(folder / "in.jsonl", [f"document {number} " * (number % 9) for number in range(400)])
-    monkeypatch.setattr(units, "SMALLEST", lines.stat().st_size // 8)
-    return Job(tuple(find_inputs([str(lines)], "data.path")), find_tokenizer("bytes"), holdout=0.1)
+    monkeypatch.setattr(units, "MIN_UNIT_BYTES", lines.stat().st_size // 8)
+    return BuildJob(tuple(find_inputs([str(lines)], "data.path")), find_tokenizer("bytes"), holdout=0.1)
 
 
-def killed_at(owner: type, name: str, count: int, job: Job, path: Path) -> None:
+def killed_at(owner: type, name: str, count: int, job: BuildJob, path: Path) -> None:
     """Build, and die when `name` is called for the `count`-th time."""
     real = getattr(owner, name)
     calls = itertools.count(1)
@@ -569,10 +569,10 @@ def test_helpers_do_not_change_a_byte_and_tell_what_they_met(tmp_path: Path, mon
     build(job, tmp_path / "one")
     build(job, tmp_path / "four", procs=4)
     assert content_of(tmp_path / "one") == content_of(tmp_path / "four")
-    monkeypatch.setattr(units, "SMALLEST", 100)
+    monkeypatch.setattr(units, "MIN_UNIT_BYTES", 100)
     bad = tuple(find_inputs([str(bad_lines(tmp_path))], "INPUT"))
     with pytest.raises(UserError, match=r"INPUT=.*a\.jsonl"):
-        build(Job(bad, find_tokenizer("bytes"), keys=Keys(inputs="INPUT")), tmp_path / "bad", procs=3)
+        build(BuildJob(bad, find_tokenizer("bytes"), keys=SettingNames(inputs="INPUT")), tmp_path / "bad", procs=3)
     assert multiprocessing.active_children() == []
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from tests.ranks import tiny_overrides
 from trainer.config import load_config
-from trainer.distributed.ballot import Ballot
+from trainer.distributed.step_sync import Ballot
 from trainer.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_USER_ERROR, TrainingFailed, UserError
 from trainer.lifecycle.lifecycle import TRANSITIONS, Event, Lifecycle, Phase
 from trainer.metrics.horizon import Horizon

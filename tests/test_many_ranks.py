@@ -24,7 +24,7 @@ from tests.ranks import run_tiny
 from tests.runs import Shared
 from trainer import load_config
 from trainer.checkpoint.blocks import crc32
-from trainer.checkpoint.columns import Boxes, at, from_runs, to_runs
+from trainer.checkpoint.chunk_table import Boxes, at, from_runs, to_runs
 from trainer.checkpoint.dcp import held_boxes, load
 from trainer.checkpoint.layout import (
     Box,
@@ -36,7 +36,7 @@ from trainer.checkpoint.layout import (
     layout_to_json,
 )
 from trainer.checkpoint.manifest import Manifest, read_manifest
-from trainer.checkpoint.place import COMMIT, LocalPlace
+from trainer.checkpoint.storage import COMMIT, LocalPlace
 from trainer.checkpoint.writers import choose_writers
 from trainer.model.network import build_network
 

@@ -54,7 +54,7 @@ TEXTS = ["one\r\ntwo\rthree\n", "zwölf\r\nBoxkämpfer\u2028", "x" * 100, "\ufef
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "file"])
 def test_all_text_comes_back(tmp_path: Path, tokenizer: str, capsys: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(cutting, "PIECE", 3)  # so that files are read in several pieces
+    monkeypatch.setattr(cutting, "MAX_PIECE_BYTES", 3)  # so that files are read in several pieces
     if tokenizer == "file":
         tokenizer = str(write_tokenizer(tmp_path / "tokenizer.json"))
     source = tmp_path / "in"

@@ -17,9 +17,9 @@ from tests.forked import fork, run_module
 from tests.gate import wait_until
 from tests.runs import Shared
 from trainer import evaluate, export, load_weights
-from trainer.checkpoint import source
-from trainer.checkpoint.place import LocalPlace, find_place
-from trainer.checkpoint.source import StoredWeights, find_checkpoint, open_checkpoint
+from trainer.checkpoint import stored_weights
+from trainer.checkpoint.storage import LocalPlace, find_place
+from trainer.checkpoint.stored_weights import StoredWeights, find_checkpoint, open_checkpoint
 from trainer.checkpoints import list_checkpoints
 from trainer.errors import UserError
 

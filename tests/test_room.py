@@ -12,8 +12,8 @@ from tests.gate import wait_until
 from tests.test_faults import assert_all_good, of, small_disk, steps_in, with_
 from tests.tiny import tiny_config
 from trainer import Trainer
-from trainer.checkpoint.place import LocalPlace
-from trainer.checkpoint.room import Demand, demand_of
+from trainer.checkpoint.disk_space import Demand, demand_of
+from trainer.checkpoint.storage import LocalPlace
 from trainer.config import CheckpointSection
 from trainer.metrics.console import readable_bytes
 

@@ -22,7 +22,7 @@ from tests.gate import wait_until
 from tests.ranks import merged, tiny_overrides
 from tests.tiny import BATCH
 from trainer import Trainer, load_config
-from trainer.checkpoint.place import find_place
+from trainer.checkpoint.storage import find_place
 from trainer.config.run_paths import relocated
 from trainer.errors import UserError
 from trainer.lifecycle.folder import Owner, _start_of, is_owned

@@ -21,7 +21,7 @@ from tests.test_plan import run_plan
 from tests.tiny import fit, tiny_config
 from trainer import Trainer
 from trainer.checkpoint.interval import Costs, costs_of
-from trainer.checkpoint.pace import AsItPays
+from trainer.checkpoint.save_policy import AsItPays
 from trainer.config import CheckpointSection, RunConfig
 from trainer.metrics.goodput import Experience, Ledger
 from trainer.report.saving import saving_of

@@ -26,7 +26,7 @@ from tests.test_processes import processes_of, wait_for_step
 from tests.tiny import tiny_config
 from trainer import Trainer, UserError, load_config
 from trainer.config import check_config, find_deadline
-from trainer.distributed.stop import StopRequest
+from trainer.distributed.stop_request import StopRequest
 from trainer.metrics.record import Record
 
 pytestmark = pytest.mark.slow

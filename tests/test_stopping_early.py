@@ -26,7 +26,7 @@ from trainer.data.chat.masking import Encoder
 from trainer.data.chat.source import open_chats
 from trainer.data.remote import transport
 from trainer.data.remote.transport import Unreachable
-from trainer.distributed.stop import StopRequest
+from trainer.distributed.stop_request import StopRequest
 from trainer.errors import run_command
 from trainer.stopping import PromptStop, StopRequested, partial_file, stop_if_asked
 

@@ -16,8 +16,8 @@ from tests.ranks import merged
 from tests.tiny import lines, tiny_config
 from trainer import Trainer, load_weights
 from trainer.checkpoint.manifest import read_manifest
-from trainer.checkpoint.place import LocalPlace, find_place
-from trainer.checkpoint.source import find_checkpoint
+from trainer.checkpoint.storage import LocalPlace, find_place
+from trainer.checkpoint.stored_weights import find_checkpoint
 from trainer.checkpoints import command_line
 from trainer.errors import TrainingFailed
 from trainer.metrics.record import Record

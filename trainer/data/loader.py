@@ -35,7 +35,7 @@ from trainer.data.shards import ShardError
 from trainer.data.source import Source, as_mapping
 from trainer.data.tokenizer_check import check_tokenizer
 from trainer.data.usage import SourceUsage, usage_by_phase
-from trainer.distributed.stop import STOP_SIGNALS
+from trainer.distributed.stop_request import STOP_SIGNALS
 from trainer.errors import TrainingFailed, UserError, setting_error
 from trainer.sequence import find_borders
 

@@ -14,12 +14,12 @@ from contextlib import closing, contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from trainer.data.ingest.engines import Differs
-from trainer.data.ingest.folder import BuildFolder, Record
-from trainer.data.ingest.progress import Progress
-from trainer.data.ingest.report import Tally, check_limit
-from trainer.data.ingest.units import Unit, plan
-from trainer.data.ingest.writing import Job, UnitWriter
+from trainer.data.ingest.engines import IdsDiffer
+from trainer.data.ingest.folder import BuildFolder, UnitRecord
+from trainer.data.ingest.progress import BuildProgress
+from trainer.data.ingest.report import DocumentCounts, check_limit
+from trainer.data.ingest.units import BuildUnit, split_into_units
+from trainer.data.ingest.writing import BuildJob, UnitWriter
 from trainer.data.manifest import Manifest, rows_of
 from trainer.data.shards import Shard, ShardError
 from trainer.data.source import sample_content
@@ -27,17 +27,17 @@ from trainer.distributed.environment import LAUNCHER, find_environment, follow_p
 from trainer.errors import UserError, setting_error
 from trainer.stopping import StopRequested, stop_if_asked
 
-_FINISHING = 2**40
+_MANIFEST_LOCK = 2**40
 """The byte of the lock file that is locked while the manifest is written; it lies beyond all units."""
 
-_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.05
+_POLL_S, _MAX_POLL_S = 0.002, 0.05
 """Polling interval for a unit that another process is building, and its maximum, in seconds.
 
 The interval doubles each time: most processes wait only briefly for the last units, but a large build can take long.
 """
 
 
-def build(job: Job, path: Path, procs: int = 1) -> Manifest:
+def build(job: BuildJob, path: Path, procs: int = 1) -> Manifest:
     """Build the shards of a job in the folder `path` and return their manifest; if they exist already, return at once.
 
     Any number of processes may do this at the same time.  Uses up to `procs` processes: this one and forked workers, if
@@ -51,33 +51,33 @@ def build(job: Job, path: Path, procs: int = 1) -> Manifest:
             return _build(job, path, procs)
         except ShardError:
             with BuildFolder(path) as folder:
-                folder.discard(lambda: _damage_of(folder))
+                folder.invalidate(lambda: _find_damage(folder))
             return _build(job, path, procs)
     except StopRequested as request:
-        raise StopRequested(request.name, _KEPT) from request
+        raise StopRequested(request.name, _RESUME_NOTE) from request
     except (UserError, OSError):
         if not any(path.glob("*.bin")):
             shutil.rmtree(path, ignore_errors=True)
         raise
 
 
-def _build(job: Job, path: Path, procs: int) -> Manifest:
+def _build(job: BuildJob, path: Path, procs: int) -> Manifest:
     path.mkdir(parents=True, exist_ok=True)  # not in workers: the folder may have been published
     with BuildFolder(path) as folder:
         if not folder.is_complete:
-            units = plan(job.inputs)
-            folder.forget_damaged(len(units))
+            units = split_into_units(job.inputs)
+            folder.remove_damaged(len(units))
             missing = [number for number in range(len(units)) if not folder.is_done(number)]
-            done = _Done(folder, units)
+            done = _ProcessedBytes(folder, units)
             total = sum(unit.size for unit in units)
-            with _helpers(job, path, units, missing, procs) as helpers, Progress(total, done.num_bytes):
-                _take_all(job, units, folder, done, helpers)
+            with _run_workers(job, path, units, missing, procs) as workers, BuildProgress(total, done.num_bytes):
+                _build_all(job, units, folder, done, workers)
             _finish(job, len(units), folder)
-        folder.tidy()
+        folder.clean_up()
         return Manifest.read(folder.manifest_path)
 
 
-def _damage_of(folder: BuildFolder) -> ShardError | None:
+def _find_damage(folder: BuildFolder) -> ShardError | None:
     try:
         Manifest.read(folder.manifest_path)
     except ShardError as error:
@@ -85,45 +85,47 @@ def _damage_of(folder: BuildFolder) -> ShardError | None:
     return None
 
 
-class _Done:
+class _ProcessedBytes:
     """Counts the bytes of input processed: units recorded by any process, plus the unit being built here."""
 
-    def __init__(self, folder: BuildFolder, units: Sequence[Unit]) -> None:
-        self._folder, self._units, self.in_hand = folder, units, 0
+    def __init__(self, folder: BuildFolder, units: Sequence[BuildUnit]) -> None:
+        self._folder, self._units, self.current_unit = folder, units, 0
         self._known: set[int] = set()
 
     def num_bytes(self) -> int:
         for number in range(len(self._units)):
             if number not in self._known and self._folder.is_done(number):
                 self._known.add(number)
-        return self.in_hand + sum(self._units[number].size for number in self._known)
+        return self.current_unit + sum(self._units[number].size for number in self._known)
 
 
-def _take_all(job: Job, units: Sequence[Unit], folder: BuildFolder, done: _Done, helpers: _Helpers) -> None:
+def _build_all(
+    job: BuildJob, units: Sequence[BuildUnit], folder: BuildFolder, done: _ProcessedBytes, workers: _Workers
+) -> None:
     """Build every unit that is not done and not locked by another process, then wait for the locked ones."""
-    pause = _PAUSE_S
+    pause = _POLL_S
     for waits in (False, True):
         for number, unit in enumerate(units):
             while not (folder.is_done(number) or folder.is_complete):
-                helpers.hear()
+                workers.raise_errors()
                 stop_if_asked()
-                if folder.try_take(number):
+                if folder.try_lock(number):
                     try:
                         _build_unit(job, unit, number, folder, done)
                     finally:
-                        done.in_hand = 0
-                        folder.release(number)
+                        done.current_unit = 0
+                        folder.unlock(number)
                 elif waits:
                     time.sleep(pause)
-                    pause = min(2 * pause, _LONGEST_PAUSE_S)
+                    pause = min(2 * pause, _MAX_POLL_S)
                 else:
                     break
 
 
-_KEPT = "the next run continues tokenizing from here"
+_RESUME_NOTE = "the next run continues tokenizing from here"
 
 
-def _build_unit(job: Job, unit: Unit, number: int, folder: BuildFolder, done: _Done) -> None:
+def _build_unit(job: BuildJob, unit: BuildUnit, number: int, folder: BuildFolder, done: _ProcessedBytes) -> None:
     if folder.is_done(number) or folder.is_complete:
         return  # finished by the process that held the lock before
     folder.clear(number)
@@ -131,30 +133,30 @@ def _build_unit(job: Job, unit: Unit, number: int, folder: BuildFolder, done: _D
         writer = UnitWriter(job, unit, number, folder, engine)
         try:
             for num_bytes in writer.write():
-                done.in_hand += num_bytes
+                done.current_unit += num_bytes
                 stop_if_asked()
             folder.write(number, writer.publish())
             return
-        except Differs:
-            done.in_hand = 0
+        except IdsDiffer:
+            done.current_unit = 0
         finally:
             writer.discard()
 
 
-def _finish(job: Job, num_units: int, folder: BuildFolder) -> None:
+def _finish(job: BuildJob, num_units: int, folder: BuildFolder) -> None:
     """Write the manifest, unless another process already did."""
-    with folder.taken(_FINISHING):
+    with folder.locked(_MANIFEST_LOCK):
         if folder.is_complete:
             return
         records = [folder.read(number) for number in range(num_units)]
-        tally = Tally()
+        tally = DocumentCounts()
         for record in records:
             tally.add(record.tally)
         check_limit(tally, job.bad, job.keys)
-        folder.complete(_list_shards(job, records, tally, folder.path))
+        folder.finish(_list_shards(job, records, tally, folder.path))
 
 
-def _list_shards(job: Job, records: Sequence[Record], tally: Tally, path: Path) -> Manifest:
+def _list_shards(job: BuildJob, records: Sequence[UnitRecord], tally: DocumentCounts, path: Path) -> Manifest:
     train = [Shard(path / name) for record in records for name in record.train]
     held_out = [Shard(path / name) for record in records for name in record.held_out]
     if not train and not held_out:
@@ -180,7 +182,7 @@ def _list_shards(job: Job, records: Sequence[Record], tally: Tally, path: Path) 
 # Worker processes
 
 
-def usual_procs() -> int:
+def default_num_procs() -> int:
     """Return the default number of processes: this process's share of the cores, or 1 if torch is loaded, since torch's
     threads do not survive a fork.
     """
@@ -190,13 +192,13 @@ def usual_procs() -> int:
     return max(1, cores // find_environment().local_world_size)
 
 
-class _Helpers:
+class _Workers:
     """Forked worker processes that build units too."""
 
     def __init__(self) -> None:
         self._ends: list[Connection] = []
 
-    def start(self, job: Job, path: Path, units: Sequence[Unit]) -> multiprocessing.process.BaseProcess:
+    def start(self, job: BuildJob, path: Path, units: Sequence[BuildUnit]) -> multiprocessing.process.BaseProcess:
         """Fork a worker, which inherits the tokenizer.
 
         The engine is created in each worker instead: it updates its tables as it sees text.  If two processes shared
@@ -205,15 +207,15 @@ class _Helpers:
         """
         context = multiprocessing.get_context("fork")
         end, its = context.Pipe(duplex=False)
-        process = context.Process(target=_help, args=(job, path, units, its, os.getpid()), daemon=True)
+        process = context.Process(target=_work, args=(job, path, units, its, os.getpid()), daemon=True)
         process.start()
         its.close()
         self._ends.append(end)
         return process
 
-    def hear(self, to_the_end: bool = False) -> None:
+    def raise_errors(self, waits_for_all: bool = False) -> None:
         """Raise the error that a worker reported.  A killed worker reports none, and its unit is unlocked."""
-        for end in [end for end in self._ends if to_the_end or end.poll()]:
+        for end in [end for end in self._ends if waits_for_all or end.poll()]:
             self._ends.remove(end)
             with closing(end), suppress(EOFError):
                 error = end.recv()
@@ -222,27 +224,29 @@ class _Helpers:
 
 
 @contextmanager
-def _helpers(job: Job, path: Path, units: Sequence[Unit], missing: Sequence[int], procs: int) -> Iterator[_Helpers]:
+def _run_workers(
+    job: BuildJob, path: Path, units: Sequence[BuildUnit], missing: Sequence[int], procs: int
+) -> Iterator[_Workers]:
     """Run up to `procs` - 1 workers.  They have finished when the block ends, or are killed if it raises."""
-    helpers, processes = _Helpers(), []
+    workers, processes = _Workers(), []
     try:
-        processes = [helpers.start(job, path, units) for _ in range(min(procs, len(missing)) - 1)]
-        yield helpers
-        helpers.hear(to_the_end=True)
+        processes = [workers.start(job, path, units) for _ in range(min(procs, len(missing)) - 1)]
+        yield workers
+        workers.raise_errors(waits_for_all=True)
     finally:
         for process in processes:
             process.kill()
             process.join()
 
 
-def _help(job: Job, path: Path, units: Sequence[Unit], end: Connection, parent: int) -> None:
+def _work(job: BuildJob, path: Path, units: Sequence[BuildUnit], end: Connection, parent: int) -> None:
     """Build units in a worker, and send the parent the error, or None."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     follow_parent(True, {LAUNCHER: str(parent)})
     error = None
     try:
         with BuildFolder(path) as folder:
-            _take_all(job, units, folder, _Done(folder, units), _Helpers())
+            _build_all(job, units, folder, _ProcessedBytes(folder, units), _Workers())
     except (UserError, OSError) as raised:
         error = raised
     end.send(error)

@@ -16,7 +16,7 @@ from typing import Any
 
 from trainer.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 
-PIECE = 1 << 20
+MAX_PIECE_BYTES = 1 << 20
 """Maximum size of a piece in bytes, if it can be cut: tokenizing takes about 200 bytes of memory per byte."""
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -28,18 +28,20 @@ _RANGES = [
 ]  # fmt: skip
 """Ranges (first, last) of similar characters: outside ASCII, tokenizers treat all characters of a range alike."""
 
-_MARKS = "".join(map(chr, (0x3002, 0x3001, 0xFF0C, 0xFF01, 0xFF1F, 0xFF1A, 0xFF1B, 0x300D, 0x300F, 0xFF09, 0x201D)))
+_PUNCTUATION = "".join(
+    map(chr, (0x3002, 0x3001, 0xFF0C, 0xFF01, 0xFF1F, 0xFF1A, 0xFF1B, 0x300D, 0x300F, 0xFF09, 0x201D))
+)
 """Punctuation that ends lines in other scripts."""
 
-_INSIDE = "".join(f"{re.escape(chr(first))}-{re.escape(chr(last))}" for first, last in _RANGES)
-_LINE_END = re.compile(f"[{_INSIDE}{_MARKS}]\n(?=[{_INSIDE}])")
+_WORD_CHARACTERS = "".join(f"{re.escape(chr(first))}-{re.escape(chr(last))}" for first, last in _RANGES)
+_LINE_END = re.compile(f"[{_WORD_CHARACTERS}{_PUNCTUATION}]\n(?=[{_WORD_CHARACTERS}])")
 _SPACE = re.compile("[a-z](?= [a-z])")
 
-_NEAR = 1 << 14
+_SEARCH_BYTES = 1 << 14
 """The last bytes of a piece, which are searched for a boundary first."""
 
 
-class Cutter:
+class DocumentSplitter:
     """Splits long documents for one tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -47,65 +49,67 @@ class Cutter:
 
     def is_long(self, text: bytes) -> bool:
         """Return whether a document is long enough to be split."""
-        return len(text) > PIECE
+        return len(text) > MAX_PIECE_BYTES
 
     def cut(self, pieces: Iterable[bytes]) -> Iterator[bytes]:
         """Yield a document in pieces of at most PIECE bytes, or longer ones if it has no boundary."""
-        held, looked_at = b"", 0
+        held, searched_to = b"", 0
         for piece in pieces:
             held += piece
-            while len(held) > PIECE:
-                end = self._find(held, looked_at)
+            while len(held) > MAX_PIECE_BYTES:
+                end = self._find_boundary(held, searched_to)
                 if not end:
-                    looked_at = max(PIECE, len(held) - _NEAR)  # a boundary may span the end of `held`
+                    searched_to = max(
+                        MAX_PIECE_BYTES, len(held) - _SEARCH_BYTES
+                    )  # a boundary may span the end of `held`
                     break
                 yield held[:end]
-                held, looked_at = held[end:], 0
+                held, searched_to = held[end:], 0
         if held:
             yield held
 
-    def _find(self, text: bytes, looked_at: int) -> int:
+    def _find_boundary(self, text: bytes, searched_to: int) -> int:
         """Return the last boundary within PIECE bytes, else the first one after them, else 0.
 
-        `text` is known to have no boundary before `looked_at`.
+        `text` is known to have no boundary before `searched_to`.
         """
         if isinstance(self._tokenizer, ByteTokenizer):
-            return PIECE
-        if not looked_at:
-            for start in (max(0, PIECE - _NEAR), 0):
-                for mark in self._marks:
-                    if end := _last(mark, text[start:PIECE]):
+            return MAX_PIECE_BYTES
+        if not searched_to:
+            for start in (max(0, MAX_PIECE_BYTES - _SEARCH_BYTES), 0):
+                for pattern in self._boundary_patterns:
+                    if end := _last(pattern, text[start:MAX_PIECE_BYTES]):
                         return start + end
-        found = (_first(mark, text[max(PIECE, looked_at) - 8 :]) for mark in self._marks)
+        found = (_first(pattern, text[max(MAX_PIECE_BYTES, searched_to) - 8 :]) for pattern in self._boundary_patterns)
         ends = [end for end in found if end]
-        return max(PIECE, looked_at) - 8 + min(ends) if ends else 0
+        return max(MAX_PIECE_BYTES, searched_to) - 8 + min(ends) if ends else 0
 
     @cached_property
-    def _marks(self) -> list[re.Pattern[str]]:
+    def _boundary_patterns(self) -> list[re.Pattern[str]]:
         """Patterns of the boundaries that this tokenizer's tokens never cross."""
         if not isinstance(self._tokenizer, FileTokenizer):
             return []
         library = self._tokenizer.library
-        if _reaches_across(library):
+        if _crosses_boundaries(library):
             return []
         found = []
-        left, right = _examples(_MARKS), _examples("")
-        if _are_borders(library, ((f"{first}\n", second) for first in left for second in right)):
+        left, right = _examples(_PUNCTUATION), _examples("")
+        if _always_splits(library, ((f"{first}\n", second) for first in left for second in right)):
             found.append(_LINE_END)
-        if _are_borders(library, ((left, f" {right}") for left, right in itertools.product(_LETTERS, _LETTERS))):
+        if _always_splits(library, ((left, f" {right}") for left, right in itertools.product(_LETTERS, _LETTERS))):
             found.append(_SPACE)
         return found
 
 
-def _last(mark: re.Pattern[str], text: bytes) -> int:
+def _last(pattern: re.Pattern[str], text: bytes) -> int:
     """Return the byte offset at which the last match ends, or 0.  `text` may begin or end within a character."""
     shown = text.decode(errors="surrogateescape")
-    last = max((found.end() for found in mark.finditer(shown)), default=0)
+    last = max((found.end() for found in pattern.finditer(shown)), default=0)
     return len(shown[:last].encode(errors="surrogateescape"))
 
 
-def _first(mark: re.Pattern[str], text: bytes) -> int:
-    found = mark.search(text.decode(errors="surrogateescape"))
+def _first(pattern: re.Pattern[str], text: bytes) -> int:
+    found = pattern.search(text.decode(errors="surrogateescape"))
     return len(found.string[: found.end()].encode(errors="surrogateescape")) if found else 0
 
 
@@ -116,7 +120,7 @@ def _examples(more: str) -> list[str]:
     return [*map(chr, every), *more]
 
 
-def _reaches_across(library: Any) -> bool:
+def _crosses_boundaries(library: Any) -> bool:
     """Return whether tokens may cross the pre-tokenizer's boundaries: added tokens may include white space."""
     added = library.get_added_tokens_decoder().values()
     taken = [token for token in added if not token.special]
@@ -129,7 +133,7 @@ _CONTEXTS = (("", ""), ("x", "x"), ("1", "1"), (".", "."), (" ", " "), ("X", "X"
 """Text before and after the pair, to vary the context."""
 
 
-def _are_borders(library: Any, pairs: Iterable[tuple[str, str]]) -> bool:
+def _always_splits(library: Any, pairs: Iterable[tuple[str, str]]) -> bool:
     """Return whether the pre-tokenizer always splits between the texts of each pair, in all contexts."""
     normalize: Callable[[str], str] = library.normalizer.normalize_str if library.normalizer else str
     split = library.pre_tokenizer.pre_tokenize_str

@@ -22,11 +22,11 @@ from trainer.data.tokenizer import FileTokenizer, Tokenizer
 Encoded: TypeAlias = "tuple[NDArray[np.integer[Any]], NDArray[np.int64]]"
 """The concatenated ids of some texts, and the number of ids of each text."""
 
-_SAMPLES, _SAMPLE = 8, 1024
+_NUM_SAMPLES, _SAMPLE_BYTES = 8, 1024
 """Number of texts in a check of an engine, and bytes taken of each."""
 
 
-class Differs(Exception):
+class IdsDiffer(Exception):
     """An engine gives different ids than the tokenizer's own library."""
 
 
@@ -45,35 +45,35 @@ def find_engine(tokenizer: Tokenizer) -> Engine:
     reference = find_reference(tokenizer)
     if isinstance(tokenizer, FileTokenizer):
         for make in (_Gigatoken, _Tiktoken):
-            with contextlib.suppress(ImportError, Differs, ValueError, KeyError, RuntimeError, TypeError):
+            with contextlib.suppress(ImportError, IdsDiffer, ValueError, KeyError, RuntimeError, TypeError):
                 engine = make(tokenizer, reference)
-                _compare(engine, reference, _probes(tokenizer))
+                _compare(engine, reference, _probe_texts(tokenizer))
                 return engine
     return reference
 
 
 def find_reference(tokenizer: Tokenizer) -> Engine:
     """Return the reference engine."""
-    return _Library(tokenizer) if isinstance(tokenizer, FileTokenizer) else _Bytes(tokenizer)
+    return _TokenizersEngine(tokenizer) if isinstance(tokenizer, FileTokenizer) else _ByteEngine(tokenizer)
 
 
 def check_sample(engine: Engine, reference: Engine, texts: Sequence[bytes]) -> None:
     """Compare an engine with the reference on the first bytes of a sample of `texts`.  Raises Differs."""
     if engine is not reference and texts:
-        _compare(engine, reference, [_beginning(text) for text in texts[:: -(-len(texts) // _SAMPLES)]])
+        _compare(engine, reference, [_prefix(text) for text in texts[:: -(-len(texts) // _NUM_SAMPLES)]])
 
 
-def _beginning(text: bytes) -> bytes:
-    return text[:_SAMPLE].decode(errors="ignore").encode()
+def _prefix(text: bytes) -> bytes:
+    return text[:_SAMPLE_BYTES].decode(errors="ignore").encode()
 
 
 def _compare(engine: Engine, reference: Engine, texts: Sequence[bytes]) -> None:
     (found, found_counts), (right, counts) = engine.encode(texts), reference.encode(texts)
     if not np.array_equal(found_counts, counts) or not np.array_equal(found, right):
-        raise Differs(f"{engine.name} gives different ids than the tokenizer's own library")
+        raise IdsDiffer(f"{engine.name} gives different ids than the tokenizer's own library")
 
 
-class _Bytes:
+class _ByteEngine:
     """The byte tokenizer, which can encode the concatenated texts at once."""
 
     name = "bytes"
@@ -85,7 +85,7 @@ class _Bytes:
         return self._tokenizer.encode(b"".join(texts)), np.fromiter(map(len, texts), np.int64, len(texts))
 
 
-class _Library:
+class _TokenizersEngine:
     """Hugging Face's library `tokenizers`."""
 
     name = "tokenizers"
@@ -95,13 +95,13 @@ class _Library:
         self._dtype = find_dtype(tokenizer.vocab_size)
 
     def encode(self, texts: Sequence[bytes]) -> Encoded:
-        with _one_thread():
+        with _single_threaded():
             found = self._library.encode_batch_fast([text.decode() for text in texts], add_special_tokens=False)
-            return _joined([np.array(each.ids, dtype=np.uint32) for each in found], self._dtype)
+            return _concatenate([np.array(each.ids, dtype=np.uint32) for each in found], self._dtype)
 
 
 @contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
+def _single_threaded() -> Iterator[None]:
     """Disable the threads of `tokenizers`: the work is split over processes, and its threads do not survive a fork."""
     name = "TOKENIZERS_PARALLELISM"
     before = os.environ.get(name)
@@ -115,13 +115,13 @@ def _one_thread() -> Iterator[None]:
             os.environ[name] = before
 
 
-def _joined(ids: Sequence[NDArray[Any]], dtype: str) -> Encoded:
+def _concatenate(ids: Sequence[NDArray[Any]], dtype: str) -> Encoded:
     """Concatenate ids into one array of `dtype`, which should be narrow, since the array is copied again later."""
     counts = np.fromiter(map(len, ids), np.int64, len(ids))
     return np.concatenate([np.empty(0, dtype), *ids], dtype=dtype, casting="unsafe"), counts
 
 
-class _Fast:
+class _FastEngine:
     """Base class of fast engines, which know no added tokens; the reference encodes texts that contain one."""
 
     name = ""
@@ -140,13 +140,13 @@ class _Fast:
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # a Rust panic is a BaseException
-            raise Differs(f"{self.name} gives up ({error})") from error
-        joined, counts = _joined(ids, self._dtype)
+            raise IdsDiffer(f"{self.name} gives up ({error})") from error
+        joined, counts = _concatenate(ids, self._dtype)
         if self._has_added(joined):
             for number, found in enumerate(ids):
                 if self._has_added(found):
                     ids[number] = self._reference.encode([texts[number]])[0].astype(np.uint32)
-            return _joined(ids, self._dtype)
+            return _concatenate(ids, self._dtype)
         return joined, counts
 
     def _has_added(self, ids: NDArray[np.integer[Any]]) -> bool:
@@ -158,7 +158,7 @@ class _Fast:
         return bool(np.isin(ids, self._added).any())
 
 
-class _Gigatoken(_Fast):
+class _Gigatoken(_FastEngine):
     """The library `gigatoken`."""
 
     name = "gigatoken"
@@ -173,7 +173,7 @@ class _Gigatoken(_Fast):
         self._ids_of = gigatoken.Tokenizer.from_json(fast_json.dumps(content)).backend.encode
 
 
-class _Tiktoken(_Fast):
+class _Tiktoken(_FastEngine):
     """The library `tiktoken`, for byte-level BPE: ranks follow the order of the merges."""
 
     name = "tiktoken"
@@ -184,7 +184,7 @@ class _Tiktoken(_Fast):
         super().__init__(tokenizer, reference)
         content = fast_json.loads(tokenizer.library.to_str().encode())
         if content["model"]["type"] != "BPE" or content["normalizer"] is not None:
-            raise Differs("is not a plain byte-level BPE")
+            raise IdsDiffer("is not a plain byte-level BPE")
         ranks, id_of_rank = _ranks(content["model"])
         pattern = _pattern(content["pre_tokenizer"])
         encoding = tiktoken.Encoding("tokenizer", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
@@ -203,13 +203,13 @@ def _pattern(before: dict[str, Any] | None) -> str:
     steps = (before or {}).get("pretokenizers", [before])
     last = steps[-1] or {}
     if last.get("type") != "ByteLevel" or last.get("add_prefix_space") or len(steps) > 2:
-        raise Differs("its text is not split by a single regular expression")
+        raise IdsDiffer("its text is not split by a single regular expression")
     if len(steps) == 1 and last.get("use_regex", True):
         return _GPT2
     first = steps[0]
     is_split = first.get("type") == "Split" and first.get("behavior") == "Isolated" and not first.get("invert")
     if len(steps) != 2 or last.get("use_regex", True) or not is_split or "Regex" not in first["pattern"]:
-        raise Differs("its text is not split by a single regular expression")
+        raise IdsDiffer("its text is not split by a single regular expression")
     return str(first["pattern"]["Regex"])
 
 
@@ -236,7 +236,7 @@ def _bytes_of_characters() -> dict[str, int]:
     return {**{chr(byte): byte for byte in printable}, **{chr(256 + n): byte for n, byte in enumerate(others)}}
 
 
-_TELLING = (
+_PROBES = (
     "I'm we'll they'VE can't'S  x''s\n\n\n  indented\n\ttabs\t\t \r\n\r\nmixed \n \n  end   ",
     "0 12 123 1234 12345678901234567890 1,234.56 3.14e-10 0x1F \u00bd \u0663\u0664 \u2167 x2y2 \uff12\uff10",
     "foo_bar fooBar FOOBar __init__(self, *args) -> None: # ...!!! <<>>= {}[]();; \\n \\\\ /* */ a/b/c.d?e=f&g",
@@ -251,14 +251,14 @@ characters.
 """
 
 
-def _probes(tokenizer: FileTokenizer) -> list[bytes]:
+def _probe_texts(tokenizer: FileTokenizer) -> list[bytes]:
     """Return texts that tell engines apart: those above, characters from all of Unicode, and texts that spell added
     tokens.
     """
     every = [chr(code) for code in range(0x20, 0x2FFFF, 37) if not 0xD800 <= code < 0xE000]
     spelled = [str(token.content) for token in tokenizer.library.get_added_tokens_decoder().values()][:64]
     texts = [
-        *_TELLING,
+        *_PROBES,
         *("".join(every[start : start + 256]) for start in range(0, len(every), 256)),
         *(f"a{text}b {text} \n{text}\n {text[:-1]}" for text in spelled),
     ]

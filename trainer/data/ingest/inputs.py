@@ -17,7 +17,7 @@ from trainer.data.json_files import json_advice
 from trainer.errors import setting_error
 
 Kind: TypeAlias = Literal["text", "jsonl", "parquet", "arrow", "tokens"]
-Packing: TypeAlias = Literal["", "gz", "zst"]
+Compression: TypeAlias = Literal["", "gz", "zst"]
 
 _PROSE = ".txt .md .markdown .rst .tex .org .adoc .html .htm .xml"
 _CODE = (
@@ -33,33 +33,35 @@ _KINDS: dict[str, Kind] = {
     ".arrow": "arrow",
     ".bin": "tokens",
 }
-_PACKINGS: dict[str, Packing] = {".gz": "gz", ".zst": "zst"}
-_MAY_BE_PACKED = ("text", "jsonl")
+_COMPRESSIONS: dict[str, Compression] = {".gz": "gz", ".zst": "zst"}
+_COMPRESSIBLE = ("text", "jsonl")
 
-NAMES = ".txt, .jsonl, .parquet, .arrow, .md, source code; .gz and .zst of text and of .jsonl; .bin of other trainers"
+SUPPORTED_SUFFIXES = (
+    ".txt, .jsonl, .parquet, .arrow, .md, source code; .gz and .zst of text and of .jsonl; .bin of other trainers"
+)
 """The supported kinds of files, for messages."""
 
 
-MEGATRON = b"MMIDIDX\0\0"
+MEGATRON_MAGIC = b"MMIDIDX\0\0"
 """The first bytes of Megatron's index files."""
 
 
 @dataclass(frozen=True)
-class Input:
-    """A file of documents: `size` in bytes, `changed` its modification time in ns.
+class InputFile:
+    """A file of documents: `size` in bytes, `mtime_ns` its modification time in ns.
 
     `key` is the setting that named the file, for messages.
     """
 
     path: str
     kind: Kind
-    packing: Packing
+    compression: Compression
     size: int
-    changed: int
+    mtime_ns: int
     key: str
 
     @classmethod
-    def of(cls, path: str, key: str) -> Input | None:
+    def of(cls, path: str, key: str) -> InputFile | None:
         """Describe the file at `path`, or return None if its kind is not supported.  Raises UserError, naming `key`, if
         it is gone.
         """
@@ -73,43 +75,47 @@ class Input:
         return cls(path, *found, stat.st_size, stat.st_mtime_ns, key)
 
 
-def kind_of(path: str) -> tuple[Kind, Packing] | None:
+def kind_of(path: str) -> tuple[Kind, Compression] | None:
     """Return the kind of a file, by its name, and its compression; None if it holds no documents."""
     stem, suffix = os.path.splitext(path.lower())
-    packing = _PACKINGS.get(suffix, "")
-    kind = _KINDS.get(os.path.splitext(stem)[1] if packing else suffix)
-    if kind is None or (packing and kind not in _MAY_BE_PACKED):
+    compression = _COMPRESSIONS.get(suffix, "")
+    kind = _KINDS.get(os.path.splitext(stem)[1] if compression else suffix)
+    if kind is None or (compression and kind not in _COMPRESSIBLE):
         return None
-    return kind, packing
+    return kind, compression
 
 
 _LINE = '{"text": "..."}'
 
 
-def find_inputs(settings: Iterable[str], key: str) -> list[Input]:
+def find_inputs(settings: Iterable[str], key: str) -> list[InputFile]:
     """Return the files that paths, folders and globs name, without duplicates, in the order of `settings`.
 
     A folder stands for all files in it, at any depth, in sorted order; a folder saved by `datasets`, for the records of
     its `train` split.  Raises UserError, naming the setting `key`.
     """
-    found: dict[str, Input] = {}
+    found: dict[str, InputFile] = {}
     for setting in settings:
         for match in _match(setting, key):
-            inside = list(_look_into(match, key))
+            inside = list(_list_inputs(match, key))
             if not inside:
                 files = _walk(match) if os.path.isdir(match) else [match]
                 if (advice := next(filter(None, map(json_advice, files)), None)) is not None:
                     raise setting_error(
                         key, match, f"a file in it {advice[0]}" if os.path.isdir(match) else advice[0], fix=advice[1]
                     )
-                rule = f"has no file that ends in {NAMES}" if os.path.isdir(match) else _refusal(match)
+                rule = (
+                    f"has no file that ends in {SUPPORTED_SUFFIXES}"
+                    if os.path.isdir(match)
+                    else _unsupported_suffix(match)
+                )
                 raise setting_error(key, match, rule, fix=f"write each document as one line of .jsonl: {_LINE}")
             found.update((os.path.realpath(each.path), each) for each in inside)
     return list(found.values())
 
 
-def _refusal(path: str) -> str:
-    return f"its name must end in {NAMES}"
+def _unsupported_suffix(path: str) -> str:
+    return f"its name must end in {SUPPORTED_SUFFIXES}"
 
 
 def _match(setting: str, key: str) -> list[str]:
@@ -135,19 +141,19 @@ def _match(setting: str, key: str) -> list[str]:
     raise setting_error(key, setting, rule, fix=f"give an existing file, folder or glob{begins}")
 
 
-def _look_into(path: str, key: str) -> Iterator[Input]:
+def _list_inputs(path: str, key: str) -> Iterator[InputFile]:
     if not os.path.isdir(path):
-        found = Input.of(path, key)
-        if found is not None and (found.kind != "tokens" or is_of_others(path)):
+        found = InputFile.of(path, key)
+        if found is not None and (found.kind != "tokens" or is_foreign_token_file(path)):
             yield found
         return
     for inside in _walk(dataset_folder(path, key)):
-        found = Input.of(inside, key)
+        found = InputFile.of(inside, key)
         if found is not None and found.kind != "tokens":  # a .bin file may be anything, unless the user named it
             yield found
 
 
-def is_of_others(path: str) -> bool:
+def is_foreign_token_file(path: str) -> bool:
     """Return whether a .bin file comes from another trainer: it has neither our metadata nor our index next to it."""
     stem = path.removesuffix(".bin")
     if os.path.exists(f"{stem}.json"):
@@ -159,7 +165,7 @@ def is_megatron(path: str) -> bool:
     """Return whether a .bin file has a Megatron index next to it."""
     try:
         with open(f"{path.removesuffix('.bin')}.idx", "rb") as file:
-            return file.read(len(MEGATRON)) == MEGATRON
+            return file.read(len(MEGATRON_MAGIC)) == MEGATRON_MAGIC
     except OSError:
         return False
 

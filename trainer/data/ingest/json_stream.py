@@ -7,12 +7,12 @@ import re
 from collections.abc import Iterator
 from typing import BinaryIO
 
-from trainer.data.ingest.streams import BLOCK, whole_characters
+from trainer.data.ingest.streams import BLOCK, complete_utf8_length
 
-MOST_BESIDE = 1 << 26
+MAX_OTHER_BYTES = 1 << 26
 """Maximum bytes of a line besides its text."""
 
-_WHOLE = re.compile(
+_COMPLETE = re.compile(
     rb'(?:[^"\\]+'
     rb"|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
     rb"|\\u(?![dD][89abAB])[0-9a-fA-F]{4}"
@@ -27,18 +27,18 @@ class BadLine(Exception):
     """A line whose text cannot be read; the message says why."""
 
 
-def read_value(file: BinaryIO, key: str) -> Iterator[bytes]:
+def read_text_value(file: BinaryIO, key: str) -> Iterator[bytes]:
     """Yield, in UTF-8 pieces, the text under `key` of the JSON object in the next line of `file`.
 
     Raises BadLine or UnicodeDecodeError as soon as an error is found; the caller must then discard the pieces yielded
     before.
     """
     line = _Line(file)
-    rest = bytearray()  # the line, with its text left out
+    remainder = bytearray()  # the line, with its text left out
     depth, name, was_found = 0, "", False
     while True:
-        between = line.take_to(b'"')
-        rest += between
+        between = line.read_until(b'"')
+        remainder += between
         depth += sum(map(between.count, (b"{", b"["))) - sum(map(between.count, (b"}", b"]")))
         if not between.endswith(b'"'):
             break
@@ -46,21 +46,21 @@ def read_value(file: BinaryIO, key: str) -> Iterator[bytes]:
             if was_found:
                 raise BadLine(f"has two values for {key}")
             was_found = True
-            yield from line.take_string()
-            rest += b'"'
+            yield from line.read_string()
+            remainder += b'"'
             continue
-        content = b"".join(line.take_raw_string())
-        rest += content + b'"'
+        content = b"".join(line.read_raw_string())
+        remainder += content + b'"'
         name = _decode(content).decode() if len(content) < BLOCK else ""
-        if len(rest) > MOST_BESIDE:
-            raise BadLine(f"holds more than {MOST_BESIDE >> 20} MB besides its text")
-    _check(bytes(rest), key, was_found)
+        if len(remainder) > MAX_OTHER_BYTES:
+            raise BadLine(f"holds more than {MAX_OTHER_BYTES >> 20} MB besides its text")
+    _check(bytes(remainder), key, was_found)
 
 
-def _check(rest: bytes, key: str, was_found: bool) -> None:
-    """Raise BadLine unless `rest`, a line with its text left out, is a JSON object that has the text."""
+def _check(remainder: bytes, key: str, was_found: bool) -> None:
+    """Raise BadLine unless `remainder`, a line with its text left out, is a JSON object that has the text."""
     try:
-        record = json.loads(rest)
+        record = json.loads(remainder)
     except (ValueError, RecursionError) as error:
         raise BadLine(f"is not JSON ({error})") from error
     if not isinstance(record, dict):
@@ -75,42 +75,42 @@ class _Line:
     def __init__(self, file: BinaryIO) -> None:
         self._file, self._held, self._is_all = file, b"", False
 
-    def take_to(self, mark: bytes) -> bytes:
+    def read_until(self, mark: bytes) -> bytes:
         """Return the bytes up to and including `mark`, or to the end of the line if `mark` does not occur."""
         found = bytearray()
         while (place := self._held.find(mark)) < 0:
             found += self._held
             self._held = b""
-            if not self._read_on():
+            if not self._read_more():
                 return bytes(found)
-            if len(found) > MOST_BESIDE:
-                raise BadLine(f"holds more than {MOST_BESIDE >> 20} MB besides its text")
+            if len(found) > MAX_OTHER_BYTES:
+                raise BadLine(f"holds more than {MAX_OTHER_BYTES >> 20} MB besides its text")
         found += self._held[: place + 1]
         self._held = self._held[place + 1 :]
         return bytes(found)
 
-    def take_raw_string(self) -> Iterator[bytes]:
+    def read_raw_string(self) -> Iterator[bytes]:
         """Yield the content of a string with its escapes, and consume its closing quote."""
         while True:
-            end = _matched(self._held)
+            end = _complete_prefix(self._held)
             if end < len(self._held) and self._held[end] == 0x22:
                 yield self._held[:end]
                 self._held = self._held[end + 1 :]
                 return
-            end = whole_characters(self._held[:end])
+            end = complete_utf8_length(self._held[:end])
             if end:
                 yield self._held[:end]
                 self._held = self._held[end:]
             elif len(self._held) >= _LONGEST_ESCAPE:
                 raise BadLine("is not valid Unicode or JSON (invalid escape)")
-            if not self._read_on():
+            if not self._read_more():
                 raise BadLine("is not JSON (it ends within a string)")
 
-    def take_string(self) -> Iterator[bytes]:
+    def read_string(self) -> Iterator[bytes]:
         """Yield the decoded content of a string as UTF-8, and consume its closing quote."""
-        return (piece for piece in map(_decode, self.take_raw_string()) if piece)
+        return (piece for piece in map(_decode, self.read_raw_string()) if piece)
 
-    def _read_on(self) -> bool:
+    def _read_more(self) -> bool:
         if self._is_all:
             return False
         block = self._file.read(BLOCK)
@@ -120,8 +120,8 @@ class _Line:
         return True
 
 
-def _matched(content: bytes) -> int:
-    found = _WHOLE.match(content)
+def _complete_prefix(content: bytes) -> int:
+    found = _COMPLETE.match(content)
     return found.end() if found else 0
 
 

@@ -8,11 +8,11 @@ import time
 from collections.abc import Callable
 from typing import TextIO
 
-_EVERY_S = {True: 0.5, False: 30.0}
+_INTERVAL_S = {True: 0.5, False: 30.0}
 """Seconds between two lines, on a terminal (True), where each line replaces the previous one, and in a log."""
 
 
-class Counting:
+class ProgressLine:
     """Prints the string that `line` returns, periodically, until the block ends.
 
     A log gets no line from a block that ends within the first interval.
@@ -23,7 +23,7 @@ class Counting:
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._show, daemon=True, name="progress")
 
-    def __enter__(self) -> Counting:
+    def __enter__(self) -> ProgressLine:
         self._thread.start()
         return self
 
@@ -35,21 +35,21 @@ class Counting:
 
     def _show(self) -> None:
         is_terminal = self._stream.isatty()
-        while not self._ended.wait(_EVERY_S[is_terminal]):
+        while not self._ended.wait(_INTERVAL_S[is_terminal]):
             if is_terminal:
                 print(f"\r{self._line()}", end="\x1b[K", file=self._stream, flush=True)
             else:
                 print(self._line(), file=self._stream, flush=True)
 
 
-class Progress(Counting):
+class BuildProgress(ProgressLine):
     """Shows how many of `total` bytes are done, as `done` returns, the speed, and the time left."""
 
     def __init__(self, total: int, done: Callable[[], int], stream: TextIO | None = None) -> None:
         super().__init__(lambda: self.line(self._done(), time.monotonic() - self._began), stream)
         self._total, self._done = max(1, total), done
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> BuildProgress:
         self._began, self._before = time.monotonic(), self._done()
         super().__enter__()
         return self

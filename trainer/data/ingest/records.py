@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from trainer.data.ingest.inputs import Input
-from trainer.data.ingest.report import BadPlaces, chat_advice
+from trainer.data.ingest.inputs import InputFile
+from trainer.data.ingest.report import BadDocuments, chat_advice
 from trainer.errors import nearest, setting_error
 
-ROWS = 128
+ROWS_PER_BATCH = 128
 """Rows of a parquet file to decode at a time."""
 
 
-def group_row_groups(each: Input, size: int) -> Iterator[tuple[int, int | None, int]]:
+def split_row_groups(each: InputFile, size: int) -> Iterator[tuple[int, int | None, int]]:
     """Split a parquet file into runs of row groups of about `size` bytes on disk: yields (start, stop, bytes).
 
     A file that is not valid parquet yields a single run, and is rejected when it is read.
@@ -33,7 +33,9 @@ def group_row_groups(each: Input, size: int) -> Iterator[tuple[int, int | None, 
             first, held = number + 1, 0
 
 
-def read_records(each: Input, start: int, stop: int | None, text_key: str, bad: BadPlaces) -> Iterator[list[bytes]]:
+def read_records(
+    each: InputFile, start: int, stop: int | None, text_key: str, bad: BadDocuments
+) -> Iterator[list[bytes]]:
     """Yield the texts of a table's column; of a parquet file, those in the row groups `start` to `stop`."""
     arrow = _import(each)
     try:
@@ -45,10 +47,12 @@ def read_records(each: Input, start: int, stop: int | None, text_key: str, bad: 
                 raise setting_error(bad.keys.text_key, text_key, rule, fix=fix)
             yield _texts(arrow, found, each, first, bad)
     except (OSError, arrow.ArrowException) as error:
-        bad.refuse_file(each.path, f"cannot be read to its end ({error})")
+        bad.reject_file(each.path, f"cannot be read to its end ({error})")
 
 
-def _columns(each: Input, start: int, stop: int | None, text_key: str, bad: BadPlaces) -> Iterator[tuple[int, Any]]:
+def _columns(
+    each: InputFile, start: int, stop: int | None, text_key: str, bad: BadDocuments
+) -> Iterator[tuple[int, Any]]:
     """Yield pieces of a table's column, each with the 1-based number of its first row in the file."""
     row = 1
     if each.kind == "parquet":
@@ -56,7 +60,7 @@ def _columns(each: Input, start: int, stop: int | None, text_key: str, bad: BadP
             _check_column(each, file.schema_arrow.names, text_key, bad)
             row += sum(file.metadata.row_group(number).num_rows for number in range(start))
             groups = range(start, file.num_row_groups if stop is None else stop)
-            for batch in file.iter_batches(ROWS, list(groups), [text_key], use_threads=False):
+            for batch in file.iter_batches(ROWS_PER_BATCH, list(groups), [text_key], use_threads=False):
                 yield row, batch.column(batch.schema.names.index(text_key))  # "a.b" also matches `b` in a struct `a`
                 row += len(batch)
         return
@@ -94,7 +98,7 @@ def _as_bytes(arrow: Any, column: Any) -> Any:
     return found
 
 
-def _texts(arrow: Any, column: Any, each: Input, first: int, bad: BadPlaces) -> list[bytes]:
+def _texts(arrow: Any, column: Any, each: InputFile, first: int, bad: BadDocuments) -> list[bytes]:
     """Return the texts of a column of bytes; nulls and invalid UTF-8 are counted as bad."""
     try:
         column.view(arrow.large_string() if arrow.types.is_large_binary(column.type) else arrow.string()).validate(
@@ -106,11 +110,11 @@ def _texts(arrow: Any, column: Any, each: Input, first: int, bad: BadPlaces) -> 
     found: list[bytes] = []
     for row, text in enumerate(column.to_pylist(), first):
         if text is None:
-            bad.refuse(bad.keys.inputs, f"{each.path}, row {row}", "has no text")
+            bad.reject(bad.keys.inputs, f"{each.path}, row {row}", "has no text")
         elif is_valid or _is_unicode(text):
             found.append(text)
         else:
-            bad.refuse(bad.keys.inputs, f"{each.path}, row {row}", "is not UTF-8")
+            bad.reject(bad.keys.inputs, f"{each.path}, row {row}", "is not UTF-8")
     return found
 
 
@@ -122,7 +126,7 @@ def _is_unicode(text: bytes) -> bool:
     return True
 
 
-def _check_column(each: Input, names: list[str], text_key: str, bad: BadPlaces) -> None:
+def _check_column(each: InputFile, names: list[str], text_key: str, bad: BadDocuments) -> None:
     """Raise UserError if the table lacks the column."""
     if text_key not in names:
         rule = f"{each.path} has no such column; its columns: {', '.join(names) or 'none'}"
@@ -131,7 +135,7 @@ def _check_column(each: Input, names: list[str], text_key: str, bad: BadPlaces) 
         raise setting_error(bad.keys.text_key, text_key, rule, nearest(text_key, names) or (*names, None)[0])
 
 
-def _open_parquet(each: Input) -> Any:
+def _open_parquet(each: InputFile) -> Any:
     """Open a parquet file.  Raises OSError or ArrowException."""
     _import(each)
     import pyarrow.parquet
@@ -152,7 +156,7 @@ def _open_arrow(arrow: Any, stored: Any) -> tuple[Any, Iterator[Any]]:
     return file.schema, map(file.get_batch, range(file.num_record_batches))
 
 
-def _import(each: Input) -> Any:
+def _import(each: InputFile) -> Any:
     try:
         import pyarrow
         import pyarrow.ipc

@@ -10,12 +10,12 @@ from typing import Any, NoReturn
 from trainer.data.manifest import Manifest
 from trainer.errors import setting_error
 
-MOST_PLACES = 20
+MAX_LISTED_PLACES = 20
 """Maximum number of bad documents whose location a unit's record lists; all are counted."""
 
 
 @dataclass(frozen=True)
-class Keys:
+class SettingNames:
     """Names of the settings in messages: configuration keys, or a command's arguments."""
 
     inputs: str = "data.path"
@@ -28,7 +28,7 @@ class Keys:
 
 
 @dataclass
-class Tally:
+class DocumentCounts:
     """Counts of documents: those read, the empty ones among them, and the bad ones, some with their locations."""
 
     documents: int = 0
@@ -37,40 +37,40 @@ class Tally:
     places: list[str] = field(default_factory=list)
 
     @classmethod
-    def of(cls, manifest: Manifest) -> Tally:
+    def of(cls, manifest: Manifest) -> DocumentCounts:
         """Return the counts stored in a manifest."""
         names = [each.name for each in dataclasses.fields(cls)]
         return cls(**{name: manifest.notes[name] for name in names if name in manifest.notes})
 
-    def add(self, other: Tally) -> None:
+    def add(self, other: DocumentCounts) -> None:
         """Add the counts of `other`."""
         self.documents += other.documents
         self.empty += other.empty
         self.bad += other.bad
-        self.places += other.places[: MOST_PLACES - len(self.places)]
+        self.places += other.places[: MAX_LISTED_PLACES - len(self.places)]
 
 
-class BadPlaces:
+class BadDocuments:
     """Handles documents that cannot be read.
 
     `limit` is `error` (raise at the first one), `skip` (skip them all), or the maximum share of documents to skip.
     """
 
-    def __init__(self, limit: str, keys: Keys) -> None:
+    def __init__(self, limit: str, keys: SettingNames) -> None:
         self.keys, self._limit = keys, limit
-        self.tally = Tally()
+        self.tally = DocumentCounts()
 
-    def refuse(self, key: str, value: object, rule: str, **advice: Any) -> None:
+    def reject(self, key: str, value: object, rule: str, **advice: Any) -> None:
         """Count a bad document, or raise UserError with this setting, value and rule."""
         if self._limit == "error":
             given = {name: what for name, what in advice.items() if what not in (None, "")}
             fix = f"{self.keys.bad}=skip leaves out unreadable documents and counts them"
             raise setting_error(key, value, rule, **(given or {"fix": fix}))
         self.tally.bad += 1
-        if len(self.tally.places) < MOST_PLACES:
+        if len(self.tally.places) < MAX_LISTED_PLACES:
             self.tally.places.append(str(setting_error(key, value, rule)))
 
-    def refuse_file(self, value: str, rule: str, **advice: Any) -> None:
+    def reject_file(self, value: str, rule: str, **advice: Any) -> None:
         """Count a file that cannot be read to its end, or raise UserError.
 
         The number of its documents is unknown, so a share as the limit rejects it.
@@ -78,10 +78,10 @@ class BadPlaces:
         if self._limit not in ("error", "skip"):
             fix = f"{self.keys.bad}=skip leaves out the whole file; a share counts documents"
             raise setting_error(self.keys.inputs, value, rule, fix=fix)
-        self.refuse(self.keys.inputs, value, rule, **advice)
+        self.reject(self.keys.inputs, value, rule, **advice)
 
 
-_CHATS = (
+_CHAT_KEYS = (
     {"messages"},
     {"conversations"},
     {"instruction", "output"},
@@ -91,9 +91,9 @@ _CHATS = (
 """Keys by which records of conversations are recognized."""
 
 
-def chat_advice(names: Iterable[str], keys: Keys) -> str:
+def chat_advice(names: Iterable[str], keys: SettingNames) -> str:
     """Return advice if records with these keys are chats rather than text, else an empty string."""
-    if not any(chat <= {*names} for chat in _CHATS):
+    if not any(chat <= {*names} for chat in _CHAT_KEYS):
         return ""
     if keys.inputs.startswith("data."):
         return "these records are chats, not text: set data.source=chat, or use recipe=sft model.path=FOLDER"
@@ -108,18 +108,18 @@ def parse_limit(setting: str, key: str) -> float:
     try:
         share = float(setting)
     except ValueError:
-        _refuse_limit(setting, key)
+        _reject_limit(setting, key)
     if not 0 < share < 1:
-        _refuse_limit(setting, key)
+        _reject_limit(setting, key)
     return share
 
 
-def _refuse_limit(setting: str, key: str) -> NoReturn:
+def _reject_limit(setting: str, key: str) -> NoReturn:
     rule = "must be error, skip, or the share of documents that may be left out, between 0 and 1"
     raise setting_error(key, setting, rule, example="0.001")
 
 
-def check_limit(tally: Tally, setting: str, keys: Keys) -> None:
+def check_limit(tally: DocumentCounts, setting: str, keys: SettingNames) -> None:
     """Raise UserError if the share of bad documents exceeds the limit in `setting`."""
     allowed = parse_limit(setting, keys.bad)
     share = tally.bad / max(1, tally.bad + tally.documents)
@@ -129,7 +129,7 @@ def check_limit(tally: Tally, setting: str, keys: Keys) -> None:
         raise setting_error(keys.bad, setting, rule, "skip" if share >= 0.5 else f"{share * 1.01:.2g}")
 
 
-def describe(tally: Tally) -> str:
+def describe(tally: DocumentCounts) -> str:
     """Return a message about the bad documents, or an empty string if there were none."""
     if not tally.bad:
         return ""

@@ -7,26 +7,26 @@ import io
 import zlib
 from typing import Any, BinaryIO
 
-from trainer.data.ingest.inputs import Input
+from trainer.data.ingest.inputs import InputFile
 from trainer.errors import setting_error
 
 BLOCK = 1 << 20
 """Bytes to read at a time."""
 
-UNREADABLE = (OSError, EOFError, zlib.error)
+READ_ERRORS = (OSError, EOFError, zlib.error)
 """Errors that reading a damaged file raises, compressed or not."""
 
 
-def open_stream(each: Input) -> BinaryIO:
+def open_stream(each: InputFile) -> BinaryIO:
     """Open a file for reading, decompressed.  Opening or reading it may raise one of UNREADABLE."""
-    if each.packing == "gz":
+    if each.compression == "gz":
         return io.BufferedReader(gzip.open(each.path), BLOCK)
-    if each.packing == "zst":
+    if each.compression == "zst":
         return io.BufferedReader(_ZstFile(each), BLOCK)
     return open(each.path, "rb")
 
 
-def move_to(file: BinaryIO, position: int) -> None:
+def seek_to(file: BinaryIO, position: int) -> None:
     """Advance a newly opened file to a position in its decompressed content."""
     if file.seekable():
         file.seek(position)
@@ -35,7 +35,7 @@ def move_to(file: BinaryIO, position: int) -> None:
         position -= len(block)
 
 
-def whole_characters(text: bytes) -> int:
+def complete_utf8_length(text: bytes) -> int:
     """Return the number of leading bytes of `text` that form complete UTF-8 characters."""
     for back in range(1, min(4, len(text)) + 1):
         first = text[-back]
@@ -50,7 +50,7 @@ def whole_characters(text: bytes) -> int:
 class _ZstFile(io.RawIOBase):
     """The decompressed content of a file of Zstandard frames.  Truncation and other damage raise OSError."""
 
-    def __init__(self, each: Input) -> None:
+    def __init__(self, each: InputFile) -> None:
         try:
             import zstandard
         except ImportError as error:
@@ -66,13 +66,13 @@ class _ZstFile(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        while not self._ready and self._read_on():
+        while not self._ready and self._read_more():
             pass
         found, self._ready = self._ready[: len(buffer)], self._ready[len(buffer) :]
         buffer[: len(found)] = found
         return len(found)
 
-    def _read_on(self) -> bool:
+    def _read_more(self) -> bool:
         """Decompress the next block; returns False at the end of the file."""
         if self._frame.eof:
             self._packed, self._frame = self._frame.unused_data, self._new()

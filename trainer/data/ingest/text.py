@@ -1,6 +1,6 @@
 """Reads documents from text files, one per file, and from JSONL files, one per line.
 
-Readers yield lists of UTF-8 documents.  A document too long to hold in memory is yielded as a `Long`, which re-reads
+Readers yield lists of UTF-8 documents.  A document too long to hold in memory is yielded as a `LongDocument`, which re-reads
 the file whenever its text is needed.
 """
 
@@ -14,17 +14,17 @@ from functools import cached_property
 from typing import Any, BinaryIO, Protocol, TypeAlias
 
 from trainer.data.ingest.fast_json import loads
-from trainer.data.ingest.inputs import Input
-from trainer.data.ingest.json_stream import BadLine, read_value
-from trainer.data.ingest.report import BadPlaces, chat_advice
-from trainer.data.ingest.streams import BLOCK, UNREADABLE, move_to, open_stream, whole_characters
+from trainer.data.ingest.inputs import InputFile
+from trainer.data.ingest.json_stream import BadLine, read_text_value
+from trainer.data.ingest.report import BadDocuments, chat_advice
+from trainer.data.ingest.streams import BLOCK, READ_ERRORS, complete_utf8_length, open_stream, seek_to
 from trainer.errors import nearest
 
-LONGEST = 1 << 22
+MAX_IN_MEMORY_BYTES = 1 << 22
 """Maximum bytes of a line or text file that is held in memory as a whole."""
 
 
-class Long(Protocol):
+class LongDocument(Protocol):
     """A document too long to hold in memory."""
 
     def pieces(self) -> Iterator[bytes]:
@@ -34,34 +34,34 @@ class Long(Protocol):
         """
         ...
 
-    def refuse(self, error: Exception, bad: BadPlaces) -> None:
+    def reject(self, error: Exception, bad: BadDocuments) -> None:
         """Report that the document cannot be read."""
         ...
 
 
-Documents: TypeAlias = "list[bytes] | Long"
+DocumentBatch: TypeAlias = "list[bytes] | LongDocument"
 
 
-def read_texts(inputs: Iterable[Input], bad: BadPlaces) -> Iterator[Documents]:
+def read_texts(inputs: Iterable[InputFile], bad: BadDocuments) -> Iterator[DocumentBatch]:
     """Yield the documents of text files, one per file."""
     found: list[bytes] = []
     held = 0
     for each in inputs:
         try:
             with closing(open_stream(each)) as file:
-                content = file.read(LONGEST + 1)
+                content = file.read(MAX_IN_MEMORY_BYTES + 1)
             content.decode()
         except UnicodeDecodeError as error:
-            if len(content) <= LONGEST:
-                _LongText(each).refuse(error, bad)
+            if len(content) <= MAX_IN_MEMORY_BYTES:
+                _LongTextFile(each).reject(error, bad)
                 continue
-        except UNREADABLE as error:
-            _LongText(each).refuse(error, bad)
+        except READ_ERRORS as error:
+            _LongTextFile(each).reject(error, bad)
             continue
-        if len(content) > LONGEST:
+        if len(content) > MAX_IN_MEMORY_BYTES:
             yield found
             found, held = [], 0
-            yield _LongText(each)
+            yield _LongTextFile(each)
             continue
         found.append(content)
         held += len(content)
@@ -72,17 +72,17 @@ def read_texts(inputs: Iterable[Input], bad: BadPlaces) -> Iterator[Documents]:
 
 
 @dataclass(frozen=True)
-class _LongText:
+class _LongTextFile:
     """A text file that is too long to hold in memory."""
 
-    input: Input
+    input: InputFile
 
     def pieces(self) -> Iterator[bytes]:
         with closing(open_stream(self.input)) as file:
             pending = b""
             while block := file.read(BLOCK):
                 pending += block
-                end = whole_characters(pending)
+                end = complete_utf8_length(pending)
                 pending[:end].decode()
                 yield pending[:end]
                 pending = pending[end:]
@@ -90,24 +90,26 @@ class _LongText:
             if pending:
                 yield pending
 
-    def refuse(self, error: Exception, bad: BadPlaces) -> None:
-        refuse_file(self.input, error, bad)
+    def reject(self, error: Exception, bad: BadDocuments) -> None:
+        reject_file(self.input, error, bad)
 
 
-def refuse_file(each: Input, error: Exception, bad: BadPlaces) -> None:
+def reject_file(each: InputFile, error: Exception, bad: BadDocuments) -> None:
     """Report that a file cannot be read."""
     if isinstance(error, UnicodeDecodeError):
-        bad.refuse(bad.keys.inputs, each.path, f"is not UTF-8 ({error.reason})", fix="convert it to UTF-8")
+        bad.reject(bad.keys.inputs, each.path, f"is not UTF-8 ({error.reason})", fix="convert it to UTF-8")
     else:
         why = getattr(error, "strerror", None) or error
-        bad.refuse_file(each.path, f"cannot be read to its end ({why})")
+        bad.reject_file(each.path, f"cannot be read to its end ({why})")
 
 
 # ---------------------------------------------------------------------------------------------------------------
 # JSONL
 
 
-def read_lines(each: Input, start: int, stop: int | None, text_key: str, bad: BadPlaces) -> Iterator[Documents]:
+def read_lines(
+    each: InputFile, start: int, stop: int | None, text_key: str, bad: BadDocuments
+) -> Iterator[DocumentBatch]:
     """Yield the documents of the lines that begin at a byte position from `start` (inclusive) to `stop` (exclusive)."""
     try:
         with closing(open_stream(each)) as file:
@@ -116,15 +118,15 @@ def read_lines(each: Input, start: int, stop: int | None, text_key: str, bad: Ba
                     yield _LongLine(each, position, text_key)
                     continue
                 yield _Lines(each, position, lines, text_key, bad).documents()
-    except UNREADABLE as error:
-        refuse_file(each, error, bad)
+    except READ_ERRORS as error:
+        reject_file(each, error, bad)
 
 
 def _blocks(file: BinaryIO, start: int, stop: int | None) -> Iterator[tuple[int, bytes | None]]:
     """Yield blocks of complete lines with their byte positions; None in place of a line too long to hold in memory."""
     position, pending = start, b""
     if start:
-        move_to(file, start - 1)
+        seek_to(file, start - 1)
         position, pending = _skip_line(file, start - 1, stop)
     while stop is None or position < stop:
         block = file.read(BLOCK)
@@ -137,7 +139,7 @@ def _blocks(file: BinaryIO, start: int, stop: int | None) -> Iterator[tuple[int,
         if end:
             yield position, pending[:end]
             position, pending = position + end, pending[end:]
-        elif len(pending) > LONGEST:
+        elif len(pending) > MAX_IN_MEMORY_BYTES:
             yield position, None
             position, pending = _skip_line(file, position + len(pending), None)
         if is_last or not block:
@@ -160,11 +162,11 @@ def _skip_line(file: BinaryIO, position: int, stop: int | None) -> tuple[int, by
 class _Lines:
     """A block of complete lines that begins at byte `position` of a file."""
 
-    input: Input
+    input: InputFile
     position: int
     content: bytes
     text_key: str
-    bad: BadPlaces
+    bad: BadDocuments
 
     def documents(self) -> list[bytes]:
         """Return the texts of the lines; lines without one are reported as bad."""
@@ -189,12 +191,12 @@ class _Lines:
             decoded = line.decode()
         except UnicodeDecodeError as error:
             rule = f"is not UTF-8 ({error.reason}, line {self._first_line + number})"
-            self.bad.refuse(self.bad.keys.inputs, self.input.path, rule, fix="convert it to UTF-8")
+            self.bad.reject(self.bad.keys.inputs, self.input.path, rule, fix="convert it to UTF-8")
             return None
         try:
             return bytes(json.loads(decoded)[self.text_key].encode())
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-            _refuse_line(decoded, f"{self.input.path}:{self._first_line + number}", self.text_key, self.bad)
+            _reject_line(decoded, f"{self.input.path}:{self._first_line + number}", self.text_key, self.bad)
             return None
 
     @cached_property
@@ -203,7 +205,7 @@ class _Lines:
         return line_number(self.input, self.position)
 
 
-def line_number(each: Input, position: int) -> int:
+def line_number(each: InputFile, position: int) -> int:
     """Return the 1-based number of the line that begins at byte `position` of a file's content."""
     number = 1
     with closing(open_stream(each)) as file:
@@ -213,48 +215,48 @@ def line_number(each: Input, position: int) -> int:
     return number
 
 
-def _refuse_line(line: str, place: str, text_key: str, bad: BadPlaces) -> None:
+def _reject_line(line: str, place: str, text_key: str, bad: BadDocuments) -> None:
     """Report why a line has no text."""
     keys = bad.keys
     try:
         record: Any = json.loads(line)
     except (ValueError, RecursionError) as error:
-        bad.refuse(keys.inputs, place, f"is not JSON ({error})")
+        bad.reject(keys.inputs, place, f"is not JSON ({error})")
         return
     if not isinstance(record, dict):
-        bad.refuse(keys.inputs, place, f"must be a JSON object, not {type(record).__name__}")
+        bad.reject(keys.inputs, place, f"must be a JSON object, not {type(record).__name__}")
     elif text_key not in record:
         rule = f"{place} has no such key; its keys: {', '.join(record) or 'none'}"
         fix = chat_advice(record, keys)
         legal = None if fix else nearest(text_key, record) or (*record, None)[0]
-        bad.refuse(keys.text_key, text_key, rule, legal=legal, fix=fix)
+        bad.reject(keys.text_key, text_key, rule, legal=legal, fix=fix)
     elif record[text_key] is None:
-        bad.refuse(keys.inputs, place, f"has no text: its {text_key!r} is null")
+        bad.reject(keys.inputs, place, f"has no text: its {text_key!r} is null")
     elif not isinstance(record[text_key], str):
         strings = [key for key, value in record.items() if isinstance(value, str)]
         rule = f"at {place} it is not text but {type(record[text_key]).__name__}"
         fix = chat_advice(record, keys)
-        bad.refuse(keys.text_key, text_key, rule, legal=None if fix else next(iter(strings), None), fix=fix)
+        bad.reject(keys.text_key, text_key, rule, legal=None if fix else next(iter(strings), None), fix=fix)
     else:
-        bad.refuse(keys.inputs, place, "is not valid Unicode (surrogates not allowed)")
+        bad.reject(keys.inputs, place, "is not valid Unicode (surrogates not allowed)")
 
 
 @dataclass(frozen=True)
 class _LongLine:
     """A line of a JSONL file that begins at byte `position`."""
 
-    input: Input
+    input: InputFile
     position: int
     text_key: str
 
     def pieces(self) -> Iterator[bytes]:
         with closing(open_stream(self.input)) as file:
-            move_to(file, self.position)
-            yield from read_value(file, self.text_key)
+            seek_to(file, self.position)
+            yield from read_text_value(file, self.text_key)
 
-    def refuse(self, error: Exception, bad: BadPlaces) -> None:
-        if isinstance(error, UNREADABLE):
-            refuse_file(self.input, error, bad)
+    def reject(self, error: Exception, bad: BadDocuments) -> None:
+        if isinstance(error, READ_ERRORS):
+            reject_file(self.input, error, bad)
             return
         place = f"{self.input.path}:{line_number(self.input, self.position)}"
-        bad.refuse(bad.keys.inputs, place, str(error) if isinstance(error, BadLine) else f"is not UTF-8 ({error})")
+        bad.reject(bad.keys.inputs, place, str(error) if isinstance(error, BadLine) else f"is not UTF-8 ({error})")

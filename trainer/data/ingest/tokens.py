@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.data.ingest.inputs import MEGATRON, Input, is_megatron
-from trainer.data.ingest.report import Keys
+from trainer.data.ingest.inputs import MEGATRON_MAGIC, InputFile, is_megatron
+from trainer.data.ingest.report import SettingNames
 from trainer.data.shards import find_dtype
 from trainer.data.tokenizer import Tokenizer
 from trainer.errors import UserError, setting_error
@@ -31,14 +31,14 @@ _CHUNK = 1 << 20
 
 
 @dataclass(frozen=True)
-class Tokens:
+class TokenChunk:
     """Consecutive tokens of a file, and the offsets in `ids` at which documents end."""
 
     ids: NDArray[np.integer[Any]]
     ends: NDArray[np.int64]
 
 
-def check_tokens(inputs: Sequence[Input], tokenizer: Tokenizer, bos: bool | None, keys: Keys) -> None:
+def check_tokens(inputs: Sequence[InputFile], tokenizer: Tokenizer, bos: bool | None, keys: SettingNames) -> None:
     """Check settings for token files of other trainers: `data.tokenizer` must be set, and `data.bos` must not.
 
     Raises UserError.
@@ -52,7 +52,7 @@ def check_tokens(inputs: Sequence[Input], tokenizer: Tokenizer, bos: bool | None
         raise setting_error(keys.bos, bos, rule, fix=f"leave {keys.bos} out")
 
 
-def read_tokens(each: Input, tokenizer: Tokenizer, keys: Keys) -> Iterator[Tokens]:
+def read_tokens(each: InputFile, tokenizer: Tokenizer, keys: SettingNames) -> Iterator[TokenChunk]:
     """Yield the tokens of a file.  Raises UserError if it cannot be read, or has ids outside the vocabulary of
     `tokenizer`.
     """
@@ -69,16 +69,16 @@ def read_tokens(each: Input, tokenizer: Tokenizer, keys: Keys) -> Iterator[Token
         raise setting_error(each.key, each.path, f"cannot be read ({error.strerror})") from error
 
 
-def _read_plain(each: Input, tokenizer: Tokenizer) -> Iterator[Tokens]:
+def _read_plain(each: InputFile, tokenizer: Tokenizer) -> Iterator[TokenChunk]:
     """Yield the tokens of a file without an index; each end token ends a document."""
     dtype, start = _layout(each, tokenizer)
     for ids, is_last in _chunks(each, dtype, start):
         ends = np.flatnonzero(ids == tokenizer.end_id) + 1
         is_cut = is_last and (not len(ends) or ends[-1] < len(ids))
-        yield Tokens(ids, np.append(ends, len(ids)) if is_cut else ends)
+        yield TokenChunk(ids, np.append(ends, len(ids)) if is_cut else ends)
 
 
-def _layout(each: Input, tokenizer: Tokenizer) -> tuple[np.dtype[Any], int]:
+def _layout(each: InputFile, tokenizer: Tokenizer) -> tuple[np.dtype[Any], int]:
     """Return the dtype of a file's tokens, and the byte offset at which they begin."""
     header = np.fromfile(each.path, "<i4", 3)
     dtype = _HEADERS.get(tuple(header[:2].tolist())) if len(header) == 3 else None
@@ -91,19 +91,19 @@ def _layout(each: Input, tokenizer: Tokenizer) -> tuple[np.dtype[Any], int]:
     return np.dtype(dtype), _HEADER
 
 
-def _read_megatron(each: Input, tokenizer: Tokenizer) -> Iterator[Tokens]:
+def _read_megatron(each: InputFile, tokenizer: Tokenizer) -> Iterator[TokenChunk]:
     dtype, borders = _read_index(each)
     position = 0
     for ids, _ in _chunks(each, dtype, 0):
         first, last = np.searchsorted(borders, [position, position + len(ids)], side="right")
-        yield Tokens(ids, borders[first:last] - position)
+        yield TokenChunk(ids, borders[first:last] - position)
         position += len(ids)
 
 
-def _read_index(each: Input) -> tuple[np.dtype[Any], NDArray[np.int64]]:
+def _read_index(each: InputFile) -> tuple[np.dtype[Any], NDArray[np.int64]]:
     """Return the dtype of a Megatron file's tokens, and the positions at which documents end."""
     content = Path(each.path.removesuffix(".bin") + ".idx").read_bytes()
-    found = np.frombuffer(content, "<u8", 1, len(MEGATRON))[0] if len(content) >= 34 else 0
+    found = np.frombuffer(content, "<u8", 1, len(MEGATRON_MAGIC))[0] if len(content) >= 34 else 0
     code = content[17] if found == 1 else 0
     _check_size(each, code in _MEGATRON_DTYPES, "its .idx has an unknown Megatron version or type")
     dtype = np.dtype(_MEGATRON_DTYPES[code])
@@ -120,7 +120,7 @@ def _read_index(each: Input) -> tuple[np.dtype[Any], NDArray[np.int64]]:
     return dtype, np.unique(ends[np.append(documents, num_sequences)])[1:]
 
 
-def _chunks(each: Input, dtype: np.dtype[Any], start: int) -> Iterator[tuple[NDArray[Any], bool]]:
+def _chunks(each: InputFile, dtype: np.dtype[Any], start: int) -> Iterator[tuple[NDArray[Any], bool]]:
     """Yield the tokens of a file from byte `start` on, in chunks, each with a flag for the last chunk."""
     left = (each.size - start) // dtype.itemsize
     with open(each.path, "rb") as file:
@@ -132,10 +132,10 @@ def _chunks(each: Input, dtype: np.dtype[Any], start: int) -> Iterator[tuple[NDA
             yield found, left == 0
 
 
-def _check_size(each: Input, is_right: bool, rule: str) -> None:
+def _check_size(each: InputFile, is_right: bool, rule: str) -> None:
     if not is_right:
         raise _damaged(each, rule)
 
 
-def _damaged(each: Input, rule: str) -> UserError:
+def _damaged(each: InputFile, rule: str) -> UserError:
     return setting_error(each.key, each.path, f"is not a complete token file: {rule}")

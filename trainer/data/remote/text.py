@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from trainer.data.cache import is_same_file, open_lock, read_value, write_value
-from trainer.data.ingest.inputs import NAMES, Input, find_inputs, kind_of
+from trainer.data.ingest.inputs import SUPPORTED_SUFFIXES, InputFile, find_inputs, kind_of
 from trainer.data.remote.cache import Item, ShardCache, sum_file
 from trainer.data.remote.listing import find_folder_of
 from trainer.data.remote.transport import Unreachable, find, look_up, looked_up, unusable_url
@@ -33,10 +33,10 @@ class RemoteText:
     items: Sequence[Item]
     folder: Path
 
-    def inputs(self, key: str) -> list[Input]:
+    def inputs(self, key: str) -> list[InputFile]:
         """Return the local files, which need not exist yet.  Their names change with the content at their URLs."""
         found = ((str(self.folder / item.name), kind_of(item.name), item.size) for item in self.items)
-        return [Input(path, *kind, size, 0, key) for path, kind, size in found if kind is not None]
+        return [InputFile(path, *kind, size, 0, key) for path, kind, size in found if kind is not None]
 
     def fetch(self) -> None:
         """Download files that are missing or damaged.  Raises Unreachable, and OSError for the folder."""
@@ -152,14 +152,14 @@ def _recall(known: Path, setting: str) -> _Facts:
 
 
 @contextmanager
-def text_files(settings: Sequence[str], key: str) -> Iterator[tuple[list[Input], Callable[[], None]]]:
+def text_files(settings: Sequence[str], key: str) -> Iterator[tuple[list[InputFile], Callable[[], None]]]:
     """Find the text files that paths, folders, globs and URLs name, without duplicates.
 
     Yields the files and a function that downloads the remote ones.  Downloaded files are removed after the block,
     unless another process needs them.  Both this and the function raise UserError, naming the setting `key`.
     """
     with ExitStack() as stack:
-        inputs: list[Input] = []
+        inputs: list[InputFile] = []
         elsewhere: dict[str, RemoteText] = {}
         for setting in settings:
             if find_folder(setting) is not None:
@@ -168,7 +168,9 @@ def text_files(settings: Sequence[str], key: str) -> Iterator[tuple[list[Input],
             with _named(key, setting):
                 text = elsewhere[setting] = find_text(setting, None)
             if not text.items:
-                raise setting_error(key, setting, "there is no text", fix=f"give files that end in {NAMES}")
+                raise setting_error(
+                    key, setting, "there is no text", fix=f"give files that end in {SUPPORTED_SUFFIXES}"
+                )
             inputs += text.inputs(key)
             stack.enter_context(text.kept())
 
