@@ -618,8 +618,8 @@ DEFECTS: list[Defect] = [
     Defect(
         "what-came-forgotten",
         "source-survives",
-        "origin_of",
-        "origin.files = read_folder(source.description)",
+        "model_files_of",
+        "origin.files = read_model_files(source.description)",
         "origin.files = {}",
     ),
     Defect(
@@ -632,14 +632,14 @@ DEFECTS: list[Defect] = [
     Defect(
         "any-base-will-do",
         "adapters",
-        "Base.changes_outside",
+        "BaseWeights.changes_outside",
         'plain["checksum"] == self.checksum',
         "True",
     ),
     Defect(
         "merged-with-another-scale",
         "adapters",
-        "merged",
+        "with_merged_adapters",
         "stored, alpha / rank, transposed",
         "stored, alpha, transposed",
     ),
@@ -968,7 +968,7 @@ DEFECTS: list[Defect] = [
     Defect(
         "slices-unchecked",
         "context-refused",
-        "trainer.lifecycle.context:check_context",
+        "trainer.lifecycle.context_check:check_context",
         "if not abs(one - other) <= tolerance * abs(one):",
         "if abs(one) > 1e30:",
     ),

@@ -18,7 +18,7 @@ from trainer import UserError, load_config
 from trainer.files import link_outside
 from trainer.report.live import Pages
 from trainer.weights.huggingface import SafetensorsFolder
-from trainer.weights.origin import read_folder
+from trainer.weights.origin import read_model_files
 
 pytest.importorskip("tokenizers")
 
@@ -75,15 +75,15 @@ def test_small_files_that_are_links_out_of_a_folder_are_not_copied(name: str, tm
     (folder / name).unlink(missing_ok=True)
     (folder / name).symlink_to(tmp_path / "private")
     with pytest.raises(UserError, match=rf"{name} is a link to .*private, outside of the folder"):
-        read_folder(folder)
+        read_model_files(folder)
     (folder / name).unlink()
     (folder / "own").write_text("{}")
     (folder / name).symlink_to("own")
-    assert read_folder(folder)[name] == b"{}"
+    assert read_model_files(folder)[name] == b"{}"
     (folder / name).unlink()
     (tmp_path / name).write_text("{}")
     (folder / name).symlink_to(tmp_path / name)  # as `cp -s` and `ln -s` make a copy of a model's folder
-    assert read_folder(folder)[name] == b"{}"
+    assert read_model_files(folder)[name] == b"{}"
 
 
 def test_the_links_of_a_hubs_cache_are_followed(tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_the_links_of_a_hubs_cache_are_followed(tmp_path: Path) -> None:
         path.symlink_to(f"../../blobs/{number}")
     (tmp_path / "link").symlink_to(snapshot)
     for folder in (snapshot, tmp_path / "link"):
-        assert "tokenizer.json" in read_folder(folder)
+        assert "tokenizer.json" in read_model_files(folder)
         assert load_config("sft", [f"model.path={folder}", "data.path=x.jsonl"]).model.num_layers == 2
     assert link_outside(snapshot, "../../../elsewhere") is not None
 

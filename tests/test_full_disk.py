@@ -117,7 +117,7 @@ def test_an_export_that_is_interrupted_leaves_nothing(
     def interrupt(*arguments: Any) -> NoReturn:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(exporting, "_write_safetensors" if when == "header" else "_make_room", interrupt)
+    monkeypatch.setattr(exporting, "_write_safetensors" if when == "header" else "_prepare_folder", interrupt)
     with pytest.raises(KeyboardInterrupt):
         export.export_checkpoint(one.ran.folder, tmp_path / "deep" / "out")
     assert not (tmp_path / "deep").exists()

@@ -62,14 +62,14 @@ def load_folder(path: Path, run: Path, recipe: str) -> tuple[float, float, float
     """
     from trainer import Trainer
     from trainer.model.parameters import local
-    from trainer.weights.inference import begin_from
+    from trainer.weights.loading import load_initial_weights
 
     def build(folder: Path) -> Trainer:
         weights = f"{'model.path' if recipe.endswith('.yaml') else 'train.init_from'}={folder}"
         common = ["data.source=synthetic", "data.seq_len=16", "train.global_batch_size=8", f"run.dir={run / 'run'}"]
         config = load_config(recipe, [*common, weights])
         trainer = Trainer(config)
-        begin_from(trainer.model, trainer.origin, config, trainer.world)
+        load_initial_weights(trainer.model, trainer.origin, config, trainer.world)
         return trainer
 
     build(path / "small").close()  # what the first one imports

@@ -19,7 +19,7 @@ from trainer.data.tokenizer import find_tokenizer
 from trainer.export import command_line as main
 from trainer.recipe import Recipe
 from trainer.weights.exporting import export
-from trainer.weights.origin import Origin, read_folder, read_tokenizer
+from trainer.weights.origin import Origin, read_model_files, read_tokenizer
 
 LIKE_TINY = ["data.source=synthetic", "data.seq_len=16", "train.global_batch_size=2", "train.micro_batch_size=2"]
 SOURCE = replace(TINY, **STRETCHED, norm_eps=1e-6, init_std=0.05)
@@ -314,7 +314,7 @@ def test_a_chat_template_of_the_runs_own_takes_the_place_of_the_folders(tmp_path
     source = chat_folder(tmp_path / "source")
     (tmp_path / "own.jinja").write_bytes(b"{{ messages[0].content }}")
     origin = Origin()
-    origin.files = read_folder(source)
+    origin.files = read_model_files(source)
     origin.tokenizer = read_tokenizer(str(source / "tokenizer.json"), str(tmp_path / "own.jinja"))
     before = files_of(source)
     export(Memory(build(LLAMA, TINY).state_dict()), LLAMA, TINY, tmp_path / "out", turn_ends={258, 7}, origin=origin)

@@ -93,7 +93,7 @@ def test_one_that_is_pruned_before_it_is_open_is_passed_over(
 
 def test_one_that_is_pruned_while_it_is_opened(one: Shared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = one.copied(tmp_path / "run")
-    check = source.find_damage
+    check = stored_weights.find_damage
 
     def prune_and_check(place: Any, *rest: Any) -> Any:
         if place.path.name.endswith("20"):

@@ -21,9 +21,9 @@ from tests.gate import wait_until
 from tests.ranks import Ran, run_command
 from trainer import load_config
 from trainer.distributed.channel import Messages
+from trainer.lifecycle.flight_recorder import Progress, progress_of
 from trainer.lifecycle.phases import watch_phases
-from trainer.lifecycle.recorder import Progress, progress_of
-from trainer.lifecycle.standing import Standing, find_late, is_stuck, reason_of, table
+from trainer.lifecycle.rank_status import Standing, find_late, is_stuck, reason_of, table
 from trainer.lifecycle.watchdog import _ANSWER_S, _SAVE_GRACE_S, Watchdog
 
 LIMIT_S = 8.0

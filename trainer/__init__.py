@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from trainer.recipe import WeightSource as WeightSource
     from trainer.recipe import register as register
     from trainer.trainer import Trainer as Trainer
-    from trainer.weights.access import fill as fill
-    from trainer.weights.inference import load_weights as load_weights
+    from trainer.weights.loading import load_weights as load_weights
+    from trainer.weights.state_dict import fill as fill
 
 __version__ = "0.1.0"
 __all__ = [
@@ -68,10 +68,10 @@ _MODULES = {
     "Transposed": "recipe",
     "UserError": "errors",
     "WeightSource": "recipe",
-    "fill": "weights.access",
+    "fill": "weights.state_dict",
     "linear_cross_entropy": "loss",
     "load_config": "config",
-    "load_weights": "weights.inference",
+    "load_weights": "weights.loading",
     "register": "recipe",
 }
 

@@ -21,11 +21,11 @@ from rich.console import Console
 from rich.text import Text
 
 from trainer.checkpoint.blocks import Damaged
-from trainer.checkpoint.keeping import best_step, list_steps
 from trainer.checkpoint.layout import Stored
 from trainer.checkpoint.manifest import find_damage, find_index_damage, name_of, read_manifest
-from trainer.checkpoint.place import COMMIT, Place, find_place, split_parent
-from trainer.checkpoint.source import StoredWeights, find_checkpoints, is_checkpoint
+from trainer.checkpoint.retention import best_step, list_steps
+from trainer.checkpoint.storage import COMMIT, Place, find_place, split_parent
+from trainer.checkpoint.stored_weights import StoredWeights, find_checkpoints, is_checkpoint
 from trainer.config import compare_stored
 from trainer.errors import (
     EXIT_FAILED,

@@ -29,7 +29,7 @@ from trainer.config.arguments import parse, split_allow_import
 from trainer.config.load import check_imports, read_stored
 from trainer.config.pretrained import check_no_gguf, check_weights, find_native, is_folder_of_weights
 from trainer.config.requirements import check_requirements, likely_device
-from trainer.distributed import stop
+from trainer.distributed import stop_request
 from trainer.distributed.environment import Environment, find_environment, follow_parent, limit_spinning
 from trainer.errors import (
     EXIT_FAILED,
@@ -51,7 +51,7 @@ from trainer.tables import table_lines
 if TYPE_CHECKING:
     import torch
 
-    from trainer.checkpoint.source import StoredWeights
+    from trainer.checkpoint.stored_weights import StoredWeights
     from trainer.trainer import Trainer
 
 _EVALUATION_OVERRIDES = {
@@ -94,8 +94,8 @@ def find_subject(
     A Hugging Face folder is evaluated with default settings and the overrides; training data need not be given.  Raises
     UserError for invalid input, and TrainingFailed for a corrupt checkpoint.
     """
-    from trainer.checkpoint.place import HeldPlace
-    from trainer.checkpoint.source import is_checkpoint, open_checkpoint
+    from trainer.checkpoint.storage import HeldPlace
+    from trainer.checkpoint.stored_weights import is_checkpoint, open_checkpoint
 
     source = None
     check_no_gguf(path, "path")
@@ -171,8 +171,8 @@ def evaluate(trainer: Trainer, subject: Subject) -> Record | None:
     Writes no run files.  Raises UserError if there is no held-out data, or if the weights under adapters or of a
     reference model differ from those that the run used.  Collective.
     """
-    from trainer.checkpoint.source import StoredWeights
-    from trainer.weights.inference import begin_from
+    from trainer.checkpoint.stored_weights import StoredWeights
+    from trainer.weights.loading import load_initial_weights
 
     if trainer.eval_loader is None:
         data = trainer.config.data
@@ -181,7 +181,7 @@ def evaluate(trainer: Trainer, subject: Subject) -> Record | None:
     with trainer.lifecycle.looking():
         stored = subject.stored
         if stored is None:
-            begin_from(trainer.model, trainer.origin, trainer.config, trainer.world)
+            load_initial_weights(trainer.model, trainer.origin, trainer.config, trainer.world)
         else:
             averaged = trainer.config.train.ema > 0 and trainer.config.eval.ema
             trainer.world.agreed(lambda: _fill(trainer, StoredWeights(stored.place, averaged)))
@@ -190,16 +190,16 @@ def evaluate(trainer: Trainer, subject: Subject) -> Record | None:
 
 def _fill(trainer: Trainer, stored: StoredWeights) -> None:
     """Load the checkpoint into the model.  Weights that it only refers to were loaded when the Trainer was built."""
-    from trainer.model.lora import is_of_the_base
-    from trainer.weights.access import fill
-    from trainer.weights.adapters import BASE, Base
+    from trainer.model.lora import is_base_weight
+    from trainer.weights.adapters import BASE, BaseWeights
+    from trainer.weights.state_dict import fill
 
     for name, part in trainer.state.parts.items():
-        if isinstance(part, Base) and name in stored.parts:
+        if isinstance(part, BaseWeights) and name in stored.parts:
             for mistake in part.changes_outside(stored.parts[name], ())[0]:
                 raise UserError(f"{stored.description}: {mistake}")
     names_base = stored.parts.get(BASE, {}).get("path")
-    only = (lambda name: not is_of_the_base(name)) if names_base else None
+    only = (lambda name: not is_base_weight(name)) if names_base else None
     fill(trainer.model, stored, stored.description, only=only)
 
 
@@ -283,7 +283,7 @@ def lm_eval(path: str, tasks: Sequence[str], more_tasks: str | None = None) -> d
     if importlib.util.find_spec("lm_eval") is None:
         fix = "pip install 'meshtrainer[lm-eval]'"
         raise setting_error("--lm-eval", ",".join(tasks), "needs the library lm_eval", fix=fix)
-    from trainer.checkpoint.source import is_checkpoint
+    from trainer.checkpoint.stored_weights import is_checkpoint
     from trainer.export import export_checkpoint
 
     harness, known = importlib.import_module("lm_eval"), importlib.import_module("lm_eval.tasks")
@@ -336,12 +336,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _evaluate(words: Sequence[str], shown: str | None, stack: ExitStack) -> int:
     """Evaluate on the requested number of ranks; return the exit code.  shown: the path of the weights to display."""
-    stop.catch_signals_early()
+    stop_request.catch_signals_early()
     limit_spinning()
     env, evaluates = Environment(), False
     try:
         env = find_environment()
-        stop.announce_early(env.rank == 0)
+        stop_request.announce_early(env.rank == 0)
         if env.launcher in ("nproc", "torchrun") and env.has_a_parent:
             follow_parent(True)
         own, allow_import = split_allow_import(words)
@@ -364,9 +364,9 @@ def _evaluate(words: Sequence[str], shown: str | None, stack: ExitStack) -> int:
         return run.report(error, env, EXIT_FAILED)
     finally:
         if not evaluates:
-            stop.let_go()
+            stop_request.let_go()
     if is_spawning:
-        from trainer.checkpoint.place import HeldPlace
+        from trainer.checkpoint.storage import HeldPlace
 
         if subject.stored is not None and isinstance(
             subject.stored.place, HeldPlace

@@ -19,7 +19,7 @@ from pathlib import Path
 import safetensors.torch
 import torch
 
-from trainer.checkpoint.source import open_checkpoint
+from trainer.checkpoint.stored_weights import open_checkpoint
 from trainer.config import RunConfig, config_from_yaml
 from trainer.config.initial_weights import allows_another
 from trainer.data.ingest.inputs import kind_of
@@ -30,8 +30,8 @@ from trainer.files import making, replacing
 from trainer.recipe import WeightSource, add_working_folder_to_path
 from trainer.weights.adapters import BASE
 from trainer.weights.exporting import export
-from trainer.weights.inference import fill_plain, merged, origin_of, plain_network
-from trainer.weights.origin import TOKENIZER, Origin, is_tokenizer_file, own_tokenizer, written_out
+from trainer.weights.loading import build_meta_model, load_unsharded, model_files_of, with_merged_adapters
+from trainer.weights.origin import TOKENIZER, Origin, as_temporary_folder, is_tokenizer_file, tokenizer_settings
 from trainer.weights.peft import export_adapter
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -64,7 +64,7 @@ def export_checkpoint(
     """
     stored = open_checkpoint(checkpoint, ema)
     config = config_from_yaml(stored.config_yaml, allow_import=allow_import)
-    path, origin = Path(target), origin_of(stored)
+    path, origin = Path(target), model_files_of(stored)
     if TOKENIZER in origin.files and _reads_bytes(config):
         print_stderr(
             "warning: the run was trained on bytes: the tokenizer that came with its first weights is left out"
@@ -81,11 +81,11 @@ def export_checkpoint(
                 f"{path}: a single file can only hold a whole model\n  to fix: use --merged, or give a folder for "
                 "the adapter"
             )
-        plain = plain_network(config.recipe, config.model)
+        plain = build_meta_model(config.recipe, config.model)
         named = base or stored.parts.get(BASE, {}).get("path", "")
         own = (stored, config.recipe, config.model, plain, config.lora, path)
         return export_adapter(*own, base=named, dtype=dtype, origin=origin, overwrite=overwrite, setting="target")
-    source = merged(stored, config.recipe, config.model, base)
+    source = with_merged_adapters(stored, config.recipe, config.model, base)
     if is_file:
         return [_export_file(source, config, path, dtype, overwrite)]
     return export(
@@ -119,7 +119,7 @@ def _end_id(tokenizer: str, origin: Origin) -> int:
     """Return the end-of-document id of the run's tokenizer, whose original file may be missing."""
     if TOKENIZER not in origin.tokenizer:
         return find_tokenizer(tokenizer).end_id
-    with written_out(origin.tokenizer) as folder:
+    with as_temporary_folder(origin.tokenizer) as folder:
         return find_tokenizer(str(folder / TOKENIZER)).end_id
 
 
@@ -127,7 +127,7 @@ def _turn_ends(config: RunConfig, origin: Origin) -> set[int]:
     """Return the ids with which a run on chats trained the model to end its turns."""
     if config.data.source != "chat":
         return set()
-    with own_tokenizer(origin, config.data.tokenizer) as named:
+    with tokenizer_settings(origin, config.data.tokenizer) as named:
         return chat_end_ids(*named)
 
 
@@ -136,8 +136,8 @@ def _export_file(
 ) -> Path:
     if path.exists() and not overwrite:
         raise UserError(f"{path}: already exists; choose another name, or use --overwrite")
-    model = plain_network(config.recipe, config.model)
-    model = fill_plain(model, config.recipe, source, torch.device("cpu"))
+    model = build_meta_model(config.recipe, config.model)
+    model = load_unsharded(model, config.recipe, source, torch.device("cpu"))
     for name, parameter in model.named_parameters():
         parameter.data = parameter.data.to(dtype or source.dtypes.get(name, parameter.dtype))
     _write_plain(model if dtype is None else model.to(dtype), path)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.checkpoint.source import is_checkpoint, open_checkpoint
+from trainer.checkpoint.stored_weights import is_checkpoint, open_checkpoint
 from trainer.config import config_from_yaml
 from trainer.config.initial_weights import check_tokenizer_of_folder
 from trainer.config.pretrained import (
@@ -55,8 +55,8 @@ from trainer.model.sample import (
     write,
 )
 from trainer.recipe import add_working_folder_to_path, all_recipes
-from trainer.weights.inference import load_weights, model_of, origin_of
-from trainer.weights.origin import GENERATION, named_in, own_tokenizer, read_folder
+from trainer.weights.loading import load_weights, model_files_of, model_of
+from trainer.weights.origin import GENERATION, read_model_files, settings_for_folder, tokenizer_settings
 
 _SHOWN = 60
 """Longest prompt that an error message shows in full, in characters."""
@@ -128,11 +128,13 @@ def open_generator(
         if has_config_only(folder):
             check_weights(folder, "path")
         check_tokenizer_of_folder(folder)
-        return TextGenerator(_load_folder(folder, device), device, *named_in(folder), _settings(read_folder(folder)))
+        return TextGenerator(
+            _load_folder(folder, device), device, *settings_for_folder(folder), _settings(read_model_files(folder))
+        )
     source = open_checkpoint(path, ema)
     config = config_from_yaml(source.config_yaml, allow_import=allow_import)
-    origin = origin_of(source)
-    named = stack.enter_context(own_tokenizer(origin, config.data.tokenizer))
+    origin = model_files_of(source)
+    named = stack.enter_context(tokenizer_settings(origin, config.data.tokenizer))
     turn_ends = chat_end_ids(*named) if config.data.source == "chat" else ()
     model = model_of(source, device, allow_import)
     return TextGenerator(model, device, *named, _settings(origin.files), config.data.bos, frozenset(turn_ends))

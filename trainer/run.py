@@ -29,7 +29,7 @@ from trainer.config.arguments import ALLOW_IMPORT, Arguments, no_recipe, parse
 from trainer.config.completion import completion
 from trainer.config.requirements import check_requirements, likely_device
 from trainer.config.run_name import find_free_name
-from trainer.distributed import stop
+from trainer.distributed import stop_request
 from trainer.distributed.environment import (
     Environment,
     allocate_in_segments,
@@ -56,8 +56,8 @@ from trainer.errors import (
     run_command,
     setting_error,
 )
+from trainer.lifecycle.dry_run import rehearsing
 from trainer.lifecycle.launch import spawn
-from trainer.lifecycle.rehearsal import rehearsing
 from trainer.metrics.clock import uptime
 from trainer.recipe import add_working_folder_to_path
 from trainer.stopping import StopRequested, interruptible, stopped
@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None, trainer: type[Trainer] | None = None
 
 def _main(argv: Sequence[str] | None, trainer: type[Trainer] | None) -> int:
     began = uptime()
-    stop.catch_signals_early()
+    stop_request.catch_signals_early()
     redact_everything()
     add_working_folder_to_path()
     limit_spinning()
@@ -91,7 +91,7 @@ def _main(argv: Sequence[str] | None, trainer: type[Trainer] | None) -> int:
     env, trains = Environment(), False
     try:
         env = find_environment()
-        stop.announce_early(env.rank == 0)
+        stop_request.announce_early(env.rank == 0)
         check_rendezvous(env)
         if env.launcher in ("nproc", "torchrun") and env.has_a_parent:
             follow_parent(True)
@@ -108,7 +108,7 @@ def _main(argv: Sequence[str] | None, trainer: type[Trainer] | None) -> int:
         return report(unusable_path_error(error, sys.argv[1:] if argv is None else argv), env)
     finally:
         if not trains:
-            stop.let_go()
+            stop_request.let_go()
     note_start(began)
     is_dry = arguments.asks_for("--dry-run")
     act = partial(_rehearse, config) if is_dry else _fit
@@ -153,7 +153,7 @@ def _read(arguments: Arguments, env: Environment) -> RunConfig | None:
         return None
     config, note = find_free_name(config, recipe, overrides)
     if env.launcher != "nproc":  # with nproc, the parent process has done this
-        stop.note_stale_notice(config.run_dir)
+        stop_request.note_stale_notice(config.run_dir)
         if note and env.rank == 0:
             print_stderr(note)
     return config
@@ -268,7 +268,7 @@ def report_stop(request: StopRequested, env: Environment) -> int:
 def ignore_termination() -> None:
     """Ignore all stop signals except Ctrl-C while this process shuts down."""
     if threading.current_thread() is threading.main_thread():
-        for number in stop.STOP_SIGNALS:
+        for number in stop_request.STOP_SIGNALS:
             if number != signal.SIGINT:
                 signal.signal(number, signal.SIG_IGN)
 
@@ -305,7 +305,7 @@ def run_trainer(config: RunConfig, own: type[Trainer] | None, act: Callable[[Tra
     except KeyboardInterrupt:  # before signals are handled
         return report(TrainingFailed("interrupted"), find_environment(), EXIT_INTERRUPTED)
     except BaseException as error:
-        if (behind := stop.behind(error)) is not None:
+        if (behind := stop_request.behind(error)) is not None:
             return report_stop(behind, find_environment())
         first = trainer.world.first_failure if trainer is not None else None
         if is_out_of_memory(error):
@@ -322,7 +322,7 @@ def _fit(trainer: Trainer) -> int:
 
 def _rehearse(config: RunConfig, trainer: Trainer) -> int:
     """Start up without training, and show the plan.  `config`: the configuration of the actual run."""
-    from trainer.checkpoint.place import find_place
+    from trainer.checkpoint.storage import find_place
     from trainer.plan.show import print_plan
 
     trainer.room_in = find_place(config.checkpoint.dir or config.run_dir / "checkpoints")

@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from trainer.distributed.environment import first_address
-from trainer.distributed.stop import NOTICE
+from trainer.distributed.stop_request import NOTICE
 from trainer.errors import (
     EXIT_FAILED,
     EXIT_FINISHED,

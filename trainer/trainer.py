@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from trainer.checkpoint.contents import Facts
-from trainer.checkpoint.place import find_place
 from trainer.checkpoint.saver import Saver
+from trainer.checkpoint.snapshot import Facts
+from trainer.checkpoint.storage import find_place
 from trainer.checkpoint.store import Checkpoints, Settings
 from trainer.config import RunConfig
 from trainer.config.requirements import compiles_blocks
@@ -24,12 +24,12 @@ from trainer.data.loader import Batch, EvalLoader, TrainLoader, attended_length
 from trainer.data.resolve import resolve_from_data
 from trainer.data.source_factory import open_source
 from trainer.data.transfer import prefetch_to_device
-from trainer.distributed.ballot import Ballot
 from trainer.distributed.random_state import RandomState, seed_everything
+from trainer.distributed.step_sync import Ballot
 from trainer.distributed.world import World
-from trainer.lifecycle.context import check_context
-from trainer.lifecycle.documents import check_documents
-from trainer.lifecycle.evaluations import Evaluations
+from trainer.lifecycle.context_check import check_context
+from trainer.lifecycle.document_check import check_documents
+from trainer.lifecycle.evaluation_runner import Evaluations
 from trainer.lifecycle.folder import RunFolder
 from trainer.lifecycle.garbage import GarbageCollection
 from trainer.lifecycle.lifecycle import Lifecycle
@@ -37,7 +37,7 @@ from trainer.lifecycle.phases import watch_phases
 from trainer.lifecycle.relocation import Relocation
 from trainer.lifecycle.resume import Resume
 from trainer.lifecycle.samples import Samples
-from trainer.lifecycle.saves import RunSaves
+from trainer.lifecycle.save_events import RunSaves
 from trainer.lifecycle.selfcheck import check_same_run, check_shape, check_start
 from trainer.lifecycle.state import TrainState
 from trainer.lifecycle.summary import (
@@ -73,7 +73,14 @@ from trainer.optim.average import EMA, WeightAverage
 from trainer.optim.optimizer import Optimizer, Schedule, build_optimizer, bytes_of_training
 from trainer.plan.forecast import Forecast, describe_choice, resolve_auto
 from trainer.sequence import slice_sequences
-from trainer.weights.inference import ORIGIN, begin_from, give_values, keep_tokenizer, load_weights, take_base
+from trainer.weights.loading import (
+    ORIGIN,
+    init_weights,
+    load_base,
+    load_initial_weights,
+    load_weights,
+    store_tokenizer,
+)
 from trainer.weights.origin import Origin
 
 
@@ -118,7 +125,7 @@ class Trainer:
         self.skips = SkipCounter(config.train.max_skipped_updates, config.schedule.name == "range")
         self.metrics, self.horizon = Metrics(config, world.is_main), find_horizon(config)
         random_state = RandomState(config.run.seed, world.rank)
-        base = take_base(self.model, config, world) if config.lora.rank else None
+        base = load_base(self.model, config, world) if config.lora.rank else None
         self.state = TrainState(self, self.model, self.optimizer, self.skips, random_state, base)
         self.state.add_loaders(self.loader, self.eval_loader, world)
         self.state.add("metrics", self.metrics)
@@ -186,7 +193,7 @@ class Trainer:
             return model, units
 
         model, units = self.world.agreed(build_sharded)
-        self.world.agreed(lambda: give_values(model, config, self.world.device, is_begun_later=config is self.config))
+        self.world.agreed(lambda: init_weights(model, config, self.world.device, load_later=config is self.config))
         replicate(model, units, self.mesh)
         return model
 
@@ -398,10 +405,10 @@ class Trainer:
                 self.saver.loaded(self.state, self.resume.is_own)
                 self.horizon.loaded(self.resume.is_own)
                 if any(line.startswith(("data.tokenizer:", "data.chat_template:")) for line in self.resume.changed):
-                    keep_tokenizer(self.origin, self.config, self.world)
+                    store_tokenizer(self.origin, self.config, self.world)
                 self.lifecycle.restore()
             elif self.lifecycle.phase == "built":
-                self.begun_from = begin_from(self.model, self.origin, self.config, self.world)
+                self.begun_from = load_initial_weights(self.model, self.origin, self.config, self.world)
         return self.resume.step
 
     def finish(self) -> int:

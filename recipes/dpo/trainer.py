@@ -17,7 +17,7 @@ from trainer.model.gradients import reshard
 from trainer.model.lora import without_adapters
 from trainer.trainer import Trainer
 from trainer.weights.adapters import REFERENCE
-from trainer.weights.inference import take_base
+from trainer.weights.loading import load_base
 
 
 class PreferenceTrainer(Trainer):
@@ -37,7 +37,7 @@ class PreferenceTrainer(Trainer):
         self.reference: nn.Module | None = None
         super().__init__(config)
         if self.reference is not None:
-            self.state.add(REFERENCE, take_base(self.reference, self.config, self.world))
+            self.state.add(REFERENCE, load_base(self.reference, self.config, self.world))
 
     def build_model(self, config: RunConfig | None = None) -> nn.Module:
         """Return the sharded model; for the run's own model, build the reference first if it is a separate model."""

@@ -34,8 +34,8 @@ from transformers.core_model_loading import (
 
 from trainer.errors import setting_error
 from trainer.recipe import WeightSource
-from trainer.weights.access import find_weights
 from trainer.weights.huggingface import SafetensorsFolder
+from trainer.weights.state_dict import find_weights
 
 _LEFT_OUT = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
 """Buffers that old files hold and models compute: the library passes over them in any model."""

@@ -16,7 +16,7 @@ from functools import partial
 from itertools import accumulate
 from typing import Any
 
-from trainer.checkpoint.place import Place, Sink, Source
+from trainer.checkpoint.storage import Place, Sink, Source
 from trainer.files import crc32
 
 BLOCK_BYTES = 4 << 20

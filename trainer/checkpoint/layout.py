@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from trainer.checkpoint.blocks import Blocks
-from trainer.checkpoint.columns import Boxes, Ints, Rows, Runs, at, from_runs, rows_of, to_runs
+from trainer.checkpoint.chunk_table import Boxes, Ints, Rows, Runs, at, from_runs, rows_of, to_runs
 
 Tensors = Mapping[str, torch.Tensor]
 """Tensors by key: DTensors, of which each rank holds a shard, or plain tensors that are the same on all ranks."""

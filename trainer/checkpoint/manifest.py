@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from trainer.checkpoint.blocks import BlockReader, Blocks, Damaged, checksum_of
-from trainer.checkpoint.place import COMMIT, Place, split_parent
+from trainer.checkpoint.storage import COMMIT, Place, split_parent
 from trainer.errors import UserError
 from trainer.files import crc32
 

@@ -16,10 +16,8 @@ from typing import TypeVar
 import torch
 
 from trainer.checkpoint.blocks import Damaged
-from trainer.checkpoint.contents import Facts, Restartable, Savable
-from trainer.checkpoint.failures import describe
-from trainer.checkpoint.fit import StoredState, apply, check_fit, find_targets
-from trainer.checkpoint.keeping import list_steps
+from trainer.checkpoint.compatibility import StoredState, apply, check_fit, find_targets
+from trainer.checkpoint.error_messages import describe
 from trainer.checkpoint.layout import Layout
 from trainer.checkpoint.manifest import (
     Manifest,
@@ -30,7 +28,9 @@ from trainer.checkpoint.manifest import (
     read_file,
     read_manifest,
 )
-from trainer.checkpoint.place import COMMIT, DAMAGED, Place, names_at_first
+from trainer.checkpoint.retention import list_steps
+from trainer.checkpoint.snapshot import Facts, Restartable, Savable
+from trainer.checkpoint.storage import COMMIT, DAMAGED, Place, names_at_first
 from trainer.checkpoint.tensors import read_tensors
 from trainer.distributed.world import World
 from trainer.errors import TrainingFailed, UserError

@@ -8,15 +8,15 @@ from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Protocol
 
-from trainer.checkpoint.contents import Savable
-from trainer.checkpoint.failures import TO_FIX
+from trainer.checkpoint.error_messages import TO_FIX
 from trainer.checkpoint.interval import guessed_s
-from trainer.checkpoint.keeping import find_best
 from trainer.checkpoint.manifest import name_of
-from trainer.checkpoint.pace import Pace, find_pace
+from trainer.checkpoint.retention import find_best
+from trainer.checkpoint.save_policy import Pace, find_pace
+from trainer.checkpoint.snapshot import Savable
 from trainer.checkpoint.store import Checkpoints, SaveResult
 from trainer.config import RunConfig
-from trainer.distributed.ballot import Ballot
+from trainer.distributed.step_sync import Ballot
 from trainer.errors import TrainingFailed
 from trainer.files import find_folder
 from trainer.metrics.goodput import Experience

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from trainer.checkpoint.place import Place
+from trainer.checkpoint.storage import Place
 from trainer.files import crc32
 
 

@@ -26,9 +26,7 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from trainer.checkpoint.blocks import checksum_of
-from trainer.checkpoint.contents import Facts, Savable, Snapshot, collect, keep_own, unlike_parts
-from trainer.checkpoint.failures import TO_FIX, describe, joined
-from trainer.checkpoint.keeping import Keeping
+from trainer.checkpoint.error_messages import TO_FIX, describe, joined
 from trainer.checkpoint.layout import Placed, layout_of, layout_to_json
 from trainer.checkpoint.manifest import (
     INDEX,
@@ -38,9 +36,11 @@ from trainer.checkpoint.manifest import (
     name_of,
     rank_file,
 )
-from trainer.checkpoint.place import COMMIT, DOUBTFUL, Place
 from trainer.checkpoint.reader import Reader
+from trainer.checkpoint.retention import Keeping
 from trainer.checkpoint.small_files import check_visible, write_files
+from trainer.checkpoint.snapshot import Facts, Savable, Snapshot, collect, keep_own, unlike_parts
+from trainer.checkpoint.storage import COMMIT, DOUBTFUL, Place
 from trainer.checkpoint.tensors import SavePlans, Staging, write_tensors
 from trainer.config import CheckpointSection
 from trainer.distributed.channel import Channel

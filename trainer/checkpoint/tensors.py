@@ -22,9 +22,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from trainer.checkpoint.blocks import BlockReader, Blocks, BlockWriter, Damaged
-from trainer.checkpoint.columns import Boxes
+from trainer.checkpoint.chunk_table import Boxes
 from trainer.checkpoint.layout import Box, Chunk, Layout, Part, Planned, Stored, Tensors, Written
-from trainer.checkpoint.place import Place
+from trainer.checkpoint.storage import Place
 from trainer.checkpoint.writers import choose_writers
 from trainer.distributed.channel import Channel
 from trainer.errors import print_stderr

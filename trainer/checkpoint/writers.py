@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from trainer.checkpoint.columns import Boxes, Rows
+from trainer.checkpoint.chunk_table import Boxes, Rows
 from trainer.checkpoint.layout import Planned, Tensors
 
 

@@ -12,7 +12,7 @@ from typing import NoReturn
 import torch.distributed as dist
 from torch.distributed import Store
 
-from trainer.distributed.stop import was_asked_early
+from trainer.distributed.stop_request import was_asked_early
 from trainer.errors import EXIT_STOPPED, TrainingFailed, UserError, print_stderr
 
 _ANSWER_S = 5.0

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trainer.config import MeshShape, RunConfig
 from trainer.distributed.channel import Channel, Messages
-from trainer.distributed.deaths import find_dead, is_lost_connection, this_process
+from trainer.distributed.dead_ranks import find_dead, is_lost_connection, this_process
 from trainer.distributed.device import add_in_order, claim_gpu, find_device
 from trainer.distributed.environment import (
     Environment,
@@ -35,8 +35,8 @@ from trainer.distributed.environment import (
     share_compilers,
 )
 from trainer.distributed.exchange import know_group
-from trainer.distributed.failure import FAILURE, FailureListener, FailureWatch
-from trainer.distributed.interface import choose_interface
+from trainer.distributed.failure_watch import FAILURE, FailureListener, FailureWatch
+from trainer.distributed.network_interface import choose_interface
 from trainer.distributed.rendezvous import begin_together, meet_in_a_store
 from trainer.errors import PeerFailed, UserError, print_stderr
 

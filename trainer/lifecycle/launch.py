@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from trainer.config import RunConfig
-from trainer.distributed import stop
-from trainer.distributed.deaths import find_killed
+from trainer.distributed import stop_request
+from trainer.distributed.dead_ranks import find_killed
 from trainer.distributed.environment import LAUNCHER, SPAWNED_BY_US
 from trainer.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_USER_ERROR, print_stderr
 from trainer.lifecycle.folder import note_end, read_status
@@ -44,10 +44,10 @@ def spawn(nproc: int, command: Sequence[str], config: RunConfig) -> int:
     def interrupt(number: int, frame: object) -> NoReturn:
         raise SignalException(f"asked to stop by {signal.Signals(number).name}", signal.Signals(number))
 
-    request = stop.find_stop_request()
+    request = stop_request.find_stop_request()
     request.stop_in_order()  # this process waits while the ranks save, however long that takes
     try:
-        for number in stop.caught_signals():  # until the launcher installs its own handlers
+        for number in stop_request.caught_signals():  # until the launcher installs its own handlers
             signal.signal(number, interrupt)
         if request.reason() is not None:
             return EXIT_STOPPED  # the signal came while torch was being imported
@@ -82,7 +82,7 @@ def _launch_config(nproc: int) -> LaunchConfig:
         max_restarts=0,
         monitor_interval=0.1,
         # An unhandled SIGUSR1 would kill the launcher and orphan the ranks.  Signals that nohup ignores stay ignored.
-        signals_to_handle=",".join(number.name for number in stop.caught_signals()),
+        signals_to_handle=",".join(number.name for number in stop_request.caught_signals()),
     )
 
 

@@ -19,9 +19,9 @@ from typing import Any, Literal
 
 from trainer.checkpoint.saver import Resumable, Saver
 from trainer.config import RunConfig, find_deadline
-from trainer.distributed.ballot import Ballot
 from trainer.distributed.environment import take_start
-from trainer.distributed.stop import (
+from trainer.distributed.step_sync import Ballot
+from trainer.distributed.stop_request import (
     GIVING_UP,
     NOTICE,
     STOPPING,
@@ -34,8 +34,8 @@ from trainer.distributed.stop import (
 )
 from trainer.distributed.world import World
 from trainer.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_USER_ERROR, UserError
+from trainer.lifecycle.abandon_step import Leaving
 from trainer.lifecycle.folder import RunFolder
-from trainer.lifecycle.leaving import Leaving
 from trainer.lifecycle.on_end import tell_of_the_end
 from trainer.lifecycle.relocation import Relocation
 from trainer.lifecycle.summary import closing

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from trainer.checkpoint.place import find_place
+from trainer.checkpoint.storage import find_place
 from trainer.checkpoint.store import Checkpoints
 from trainer.distributed.world import World
 from trainer.errors import TrainingFailed, UserError

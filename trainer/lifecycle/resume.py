@@ -11,18 +11,18 @@ from functools import partial
 from pathlib import Path
 from tempfile import gettempdir
 
-from trainer.checkpoint.contents import Savable
-from trainer.checkpoint.fit import Unfit
+from trainer.checkpoint.compatibility import Unfit
 from trainer.checkpoint.manifest import name_of
-from trainer.checkpoint.place import SUPERSEDED, find_place, is_same_place
 from trainer.checkpoint.reader import Found
-from trainer.checkpoint.source import find_checkpoint
+from trainer.checkpoint.snapshot import Savable
+from trainer.checkpoint.storage import SUPERSEDED, find_place, is_same_place
 from trainer.checkpoint.store import Checkpoints
+from trainer.checkpoint.stored_weights import find_checkpoint
 from trainer.config import RunConfig, compare_configs, stored_value
 from trainer.distributed.world import World
 from trainer.errors import UserError, masked
+from trainer.lifecycle.earlier_attempts import History
 from trainer.lifecycle.folder import RECORD, RunFolder
-from trainer.lifecycle.history import History
 from trainer.metrics.fanout import Metrics
 from trainer.metrics.sinks import warn
 

@@ -18,9 +18,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from trainer.checkpoint.contents import Stateful
-from trainer.checkpoint.fit import tensor_differences
+from trainer.checkpoint.compatibility import tensor_differences
 from trainer.checkpoint.layout import Stored
+from trainer.checkpoint.snapshot import Stateful
 from trainer.data.loader import TrainLoader
 from trainer.distributed.channel import Channel
 from trainer.distributed.random_state import RandomState
@@ -28,7 +28,7 @@ from trainer.errors import UserError
 from trainer.metrics.skips import SkipCounter
 from trainer.model.parameters import as_saved, local, num_writes, tied_names
 from trainer.optim.optimizer import Optimizer
-from trainer.weights.adapters import BASE, Base
+from trainer.weights.adapters import BASE, BaseWeights
 
 BEYOND_BELIEF = 2.0**64
 """No trained weight is this large: its square overflows float32, so the loss could not be finite."""
@@ -44,7 +44,7 @@ class TrainState:
         optimizer: Optimizer,
         skips: SkipCounter,
         random_state: RandomState,
-        base: Base | None = None,
+        base: BaseWeights | None = None,
     ) -> None:
         """`base`: the frozen weights beneath the adapters; checkpoints refer to them instead of storing them."""
         self._owner = owner

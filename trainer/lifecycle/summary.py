@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from trainer.checkpoint.place import Place
-from trainer.checkpoint.room import lack_of_room
+from trainer.checkpoint.disk_space import lack_of_room
+from trainer.checkpoint.storage import Place
 from trainer.config import RunConfig
 from trainer.config.auto_model import MODEL
 from trainer.config.requirements import compiles_blocks
@@ -41,7 +41,7 @@ from trainer.optim.optimizer import bytes_of_training
 from trainer.plan.forecast import describe_choice
 from trainer.plan.search import Choice
 from trainer.recipe import module_to_allow
-from trainer.weights.adapters import BASE, REFERENCE, Base
+from trainer.weights.adapters import BASE, REFERENCE, BaseWeights
 
 
 def mesh_sizes(mesh: DeviceMesh, config: RunConfig) -> dict[str, int]:
@@ -108,18 +108,18 @@ def start_facts(
 def weights_facts(config: RunConfig, begun_from: str, resume: Resume, parts: Mapping[str, object]) -> str:
     """Describe where the trained weights come from, and any frozen base or reference weights.
 
-    begun_from: the source of the initial weights, as `begin_from` returned it.  parts: parts of the run's state.
+    begun_from: the source of the initial weights, as `load_initial_weights` returned it.  parts: parts of the run's state.
     """
     if resume.step is not None:
         begun_from = f"checkpoint {resume.path} (step {resume.step})"
     if config.lora.rank:
         base, rank = parts.get(BASE), config.lora.rank
-        under = base.path if isinstance(base, Base) and base.path else begun_from
+        under = base.path if isinstance(base, BaseWeights) and base.path else begun_from
         adapters = f"from {begun_from}" if resume.step is not None else f"drawn at random (run.seed={config.run.seed})"
         return f"{under}, frozen; adapters of rank {rank} {adapters}"
     if config.has_reference_model:
         reference = parts.get(REFERENCE)
-        path = reference.path if isinstance(reference, Base) and reference.path else "the same weights"
+        path = reference.path if isinstance(reference, BaseWeights) and reference.path else "the same weights"
         return f"{begun_from}; reference model: {path}"
     return begun_from
 

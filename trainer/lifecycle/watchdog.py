@@ -35,9 +35,9 @@ from trainer.distributed import exchange
 from trainer.distributed.channel import Messages
 from trainer.distributed.world import CONTEXT, World
 from trainer.errors import EXIT_FAILED, PeerFailed, print_stderr
+from trainer.lifecycle.flight_recorder import keep_record, progress_of, read_record
 from trainer.lifecycle.phases import IN_STEP
-from trainer.lifecycle.recorder import keep_record, progress_of, read_record
-from trainer.lifecycle.standing import Standing, find_late, is_stuck, reason_of, table
+from trainer.lifecycle.rank_status import Standing, find_late, is_stuck, reason_of, table
 from trainer.metrics.observer import PhaseObserver
 
 _POLL_S, _ASK_EVERY = 0.5, 4

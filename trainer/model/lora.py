@@ -263,7 +263,7 @@ def plain_name(name: str) -> str:
     return name.replace(".base_layer.", ".").removesuffix(".base_layer")
 
 
-def is_of_the_base(name: str) -> bool:
+def is_base_weight(name: str) -> bool:
     """Return whether a parameter belongs to the base model, not to an adapter."""
     return adapter_part(name) is None
 

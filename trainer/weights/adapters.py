@@ -14,7 +14,7 @@ import torch
 
 from trainer.files import crc32
 from trainer.model.lora import ADAPTER, adapter_part, plain_name
-from trainer.weights.access import WeightSource, row_blocks
+from trainer.weights.state_dict import WeightSource, row_blocks
 
 BASE = "base"
 """Key of the state entry that identifies the base weights under the adapters."""
@@ -23,12 +23,12 @@ REFERENCE = "reference"
 """Key of the state entry that identifies the weights of a separate reference model."""
 
 
-class Base:
+class BaseWeights:
     """Identifies the weights under a run's adapters, or of its reference model: part of its state, the same on all
     ranks.
 
         path: where they were loaded from; empty if they were initialized randomly, in which case checkpoints hold them.
-        checksum: of their values (see `checksum_of`).
+        checksum: of their values (see `combine_checksums`).
         names: the names of these weights in the model's state, which checkpoints leave out.
     """
 
@@ -43,10 +43,10 @@ class Base:
 
     def changes_outside(self, plain: Mapping[str, Any], allowed: Collection[str]) -> tuple[list[str], list[str]]:
         """Return an error line if the stored adapters belong to other base weights; a different path is no error."""
-        return ([] if plain["checksum"] == self.checksum else [not_the_base(self.path, self.checksum, plain)]), []
+        return ([] if plain["checksum"] == self.checksum else [wrong_base_message(self.path, self.checksum, plain)]), []
 
 
-def not_the_base(path: str, checksum: str, named: Mapping[str, Any]) -> str:
+def wrong_base_message(path: str, checksum: str, named: Mapping[str, Any]) -> str:
     """Return the error message for base weights other than those that `named` describes."""
     return (
         f"train.init_from={path or 'null'}: is not the base model that this was trained on; that was "
@@ -54,7 +54,7 @@ def not_the_base(path: str, checksum: str, named: Mapping[str, Any]) -> str:
     )
 
 
-def checksums_of(source: WeightSource, names: Iterable[str], rank: int = 0, num_ranks: int = 1) -> dict[str, str]:
+def checksum_lines(source: WeightSource, names: Iterable[str], rank: int = 0, num_ranks: int = 1) -> dict[str, str]:
     """Return a line for each tensor in this rank's share of `names`: shape, dtype and CRC-32 of the values.
 
     The share is every `num_ranks`-th tensor in order of decreasing size.  Reads a block at a time.
@@ -71,35 +71,35 @@ def checksums_of(source: WeightSource, names: Iterable[str], rank: int = 0, num_
     return lines
 
 
-def checksum_of(lines: Iterable[Mapping[str, str]]) -> str:
+def combine_checksums(lines: Iterable[Mapping[str, str]]) -> str:
     """Combine the lines of all ranks into one checksum, which depends only on names and values."""
     together = {name: line for share in lines for name, line in share.items()}
     return hashlib.sha256("\n".join(together[name] for name in sorted(together)).encode()).hexdigest()[:16]
 
 
-class Renamed:
+class RenamedSource:
     """A `WeightSource` with renamed tensors.  `rename` returns a tensor's new name, or None to leave it out."""
 
     def __init__(self, source: WeightSource, rename: Callable[[str], str | None]) -> None:
         self.description, self._source = source.description, source
-        self._theirs = {ours: name for name in source.shapes if (ours := rename(name)) is not None}
+        self._source_names = {ours: name for name in source.shapes if (ours := rename(name)) is not None}
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         shapes = self._source.shapes
-        return {name: shapes[theirs] for name, theirs in self._theirs.items()}
+        return {name: shapes[theirs] for name, theirs in self._source_names.items()}
 
     @property
     def dtypes(self) -> Mapping[str, torch.dtype]:
         dtypes = self._source.dtypes
-        return {name: dtypes[theirs] for name, theirs in self._theirs.items()}
+        return {name: dtypes[theirs] for name, theirs in self._source_names.items()}
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Return rows [start, stop) of a tensor, or all of it."""
-        return self._source.read(self._theirs[name], start, stop)
+        return self._source.read(self._source_names[name], start, stop)
 
 
-def under_adapters(source: WeightSource, names: Iterable[str]) -> WeightSource:
+def rename_for_adapters(source: WeightSource, names: Iterable[str]) -> WeightSource:
     """Rename plain weights to their names in a model with adapters.  `names` are that model's parameters."""
     layers = adapted_layers(names)
 
@@ -107,15 +107,15 @@ def under_adapters(source: WeightSource, names: Iterable[str]) -> WeightSource:
         layer, _, last = name.rpartition(".")
         return f"{layer}.base_layer.{last}" if layer in layers else name
 
-    return Renamed(source, rename) if layers else source
+    return RenamedSource(source, rename) if layers else source
 
 
 def without_adapters(source: WeightSource) -> WeightSource:
     """Return the base weights of a source with adapters, under the names of the model without adapters."""
-    return Renamed(source, lambda name: None if adapter_part(name) else plain_name(name))
+    return RenamedSource(source, lambda name: None if adapter_part(name) else plain_name(name))
 
 
-class Joined:
+class JoinedSource:
     """A `WeightSource` that joins two sources with disjoint names."""
 
     def __init__(self, one: WeightSource, other: WeightSource) -> None:
@@ -136,7 +136,7 @@ class Joined:
         return self._home[name].read(name, start, stop)
 
 
-class Merged:
+class MergedSource:
     """A `WeightSource` of the base weights with the adapters merged into them.
 
     Each weight is W + (B @ A) * scaling, computed in float32 and returned in the dtype of W.  The full product is
@@ -148,24 +148,24 @@ class Merged:
         self, base: WeightSource, adapters: WeightSource, scaling: float, transposed: Collection[str] = ()
     ) -> None:
         self.description, self.adapters = adapters.description, adapters
-        self._under, self._scaling, self._transposed = base, scaling, frozenset(transposed)
+        self._base, self._scaling, self._transposed = base, scaling, frozenset(transposed)
         self._layers = {f"{layer}.weight": layer for layer in adapted_layers(adapters.shapes)}
         self._product: tuple[str, torch.Tensor] = ("", torch.empty(0))
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return self._under.shapes
+        return self._base.shapes
 
     @property
     def dtypes(self) -> Mapping[str, torch.dtype]:
-        return self._under.dtypes
+        return self._base.dtypes
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Return rows [start, stop) of a tensor, or all of it."""
-        own = self._under.read(name, start, stop)
-        return (own + self._added(name)[start:stop]).to(own.dtype) if name in self._layers else own
+        own = self._base.read(name, start, stop)
+        return (own + self._adapter_product(name)[start:stop]).to(own.dtype) if name in self._layers else own
 
-    def _added(self, name: str) -> torch.Tensor:
+    def _adapter_product(self, name: str) -> torch.Tensor:
         if self._product[0] != name:
             layer = self._layers[name]
             first, second = (self.adapters.read(f"{layer}.lora_{part}.{ADAPTER}.weight").float() for part in "AB")

@@ -21,7 +21,6 @@ from trainer.errors import UserError, setting_error
 from trainer.files import making, sync_folder
 from trainer.model.names import Names
 from trainer.recipe import Recipe, Stacked, Transposed
-from trainer.weights.access import WeightSource, find_weights, named_weights, row_blocks
 from trainer.weights.huggingface import DTYPE_NAMES
 from trainer.weights.origin import (
     GENERATION,
@@ -32,6 +31,7 @@ from trainer.weights.origin import (
     template_of,
     with_template,
 )
+from trainer.weights.state_dict import WeightSource, find_weights, named_weights, row_blocks
 
 PARTIAL = ".partial"
 """Suffix of a file that is being written; its name also starts with a dot."""
@@ -47,7 +47,7 @@ _MARKED = (CONFIG, ADAPTER_WEIGHTS)
 
 
 @dataclass(frozen=True)
-class Tensor:
+class ExportedTensor:
     """A tensor to write: its name in the source, its name and dtype in the file, and its shape in the source."""
 
     name: str
@@ -109,11 +109,11 @@ def export(
     names = Names(recipe, model_config)
     stored = recipe.stored_weights(model_config, source)
     if stored is not None:
-        tensors, source = _as_they_are(stored, dtype), stored
+        tensors, source = _list_stored_tensors(stored, dtype), stored
     else:
         tensors = _list_tensors(source, recipe, model_config, names, dtype)
     shards = _split(tensors, max_shard_bytes)
-    texts = _texts(recipe, model_config, tensors, end_id, turn_ends, tokenizer, origin or Origin())
+    texts = _text_files(recipe, model_config, tensors, end_id, turn_ends, tokenizer, origin or Origin())
     index = {INDEX: _index_json(shards)} if len(shards) > 1 else {}
 
     return write_folder(path, texts | index, shards, source, MARK if stored is not None else {}, overwrite, setting)
@@ -122,7 +122,7 @@ def export(
 def write_folder(
     path: Path,
     texts: Mapping[str, bytes],
-    shards: Mapping[str, Sequence[Tensor]],
+    shards: Mapping[str, Sequence[ExportedTensor]],
     source: WeightSource,
     mark: Mapping[str, str],
     overwrite: bool,
@@ -137,14 +137,14 @@ def write_folder(
     """
     num_bytes = sum(map(len, texts.values())) + sum(tensor.num_bytes for shard in shards.values() for tensor in shard)
     with making(setting, path, num_bytes):
-        _make_room(path, overwrite, setting)
+        _prepare_folder(path, overwrite, setting)
         return _write_files(path, texts, shards, source, mark)
 
 
 def _write_files(
     path: Path,
     texts: Mapping[str, bytes],
-    shards: Mapping[str, Sequence[Tensor]],
+    shards: Mapping[str, Sequence[ExportedTensor]],
     source: WeightSource,
     mark: Mapping[str, str],
 ) -> list[Path]:
@@ -162,7 +162,7 @@ def _write_files(
         for unfinished in partial.values():
             unfinished.unlink(missing_ok=True)
         raise
-    earlier = [found for found in path.glob("**/*") if _is_ours(str(found.relative_to(path)))]
+    earlier = [found for found in path.glob("**/*") if _is_export_file(str(found.relative_to(path)))]
     for found in earlier:
         if found.name not in _MARKED:
             found.unlink()
@@ -179,36 +179,36 @@ def _write_files(
 
 def _list_tensors(
     source: WeightSource, recipe: Recipe, model_config: Any, names: Names, dtype: torch.dtype | None
-) -> list[Tensor]:
+) -> list[ExportedTensor]:
     """Return the tensors to write, in the model's order.  Raises UserError if the source or the names do not fit."""
     with torch.device("meta"):
         model = recipe.build_model(model_config)
     shapes = {name: tuple(weight.shape) for name, weight in named_weights(model).items()}
     dtypes = source.dtypes
-    tensors, nameless = [], []
+    tensors, unnamed = [], []
     for name, stored in find_weights(model, source, f"recipe {recipe.name!r}").items():
         theirs = names.theirs(name)
         if theirs is None:
-            nameless.append(name)
+            unnamed.append(name)
             continue
         kept = dtypes[stored]
         stored_dtype = dtype if dtype is not None and kept.is_floating_point else kept
-        tensors.append(Tensor(stored, theirs, shapes[name], stored_dtype))
-    if nameless:
-        raise UserError(f"recipe {recipe.name!r}: hf.names lacks {', '.join(nameless)}")
+        tensors.append(ExportedTensor(stored, theirs, shapes[name], stored_dtype))
+    if unnamed:
+        raise UserError(f"recipe {recipe.name!r}: hf.names lacks {', '.join(unnamed)}")
     return tensors
 
 
-def _as_they_are(stored: WeightSource, dtype: torch.dtype | None) -> list[Tensor]:
+def _list_stored_tensors(stored: WeightSource, dtype: torch.dtype | None) -> list[ExportedTensor]:
     """Return the tensors to write from a source that already uses the exported names and shapes."""
     kept = stored.dtypes
     changed = {name: dtype or own if own.is_floating_point else own for name, own in kept.items()}
-    return [Tensor(name, name, shape, changed[name]) for name, shape in stored.shapes.items()]
+    return [ExportedTensor(name, name, shape, changed[name]) for name, shape in stored.shapes.items()]
 
 
-def _split(tensors: Sequence[Tensor], max_bytes: int) -> dict[str, list[Tensor]]:
+def _split(tensors: Sequence[ExportedTensor], max_bytes: int) -> dict[str, list[ExportedTensor]]:
     """Split the tensors over files, in the model's order."""
-    shards: list[list[Tensor]] = [[]]
+    shards: list[list[ExportedTensor]] = [[]]
     for tensor in tensors:
         if shards[-1] and sum(other.num_bytes for other in shards[-1]) + tensor.num_bytes > max_bytes:
             shards.append([])
@@ -218,10 +218,10 @@ def _split(tensors: Sequence[Tensor], max_bytes: int) -> dict[str, list[Tensor]]
     return {f"model-{k:05d}-of-{len(shards):05d}.safetensors": shard for k, shard in enumerate(shards, start=1)}
 
 
-def _texts(
+def _text_files(
     recipe: Recipe,
     model_config: Any,
-    tensors: Sequence[Tensor],
+    tensors: Sequence[ExportedTensor],
     end_id: int | None,
     turn_ends: Collection[int],
     tokenizer: str,
@@ -229,27 +229,31 @@ def _texts(
 ) -> dict[str, bytes]:
     """Return the files other than the weights, by name; those that came with the model are reused."""
     own = origin.tokenizer or read_tokenizer(tokenizer)
-    came = origin.files
-    ends = _joined([] if end_id is None else [end_id], turn_ends)
-    if not came:
-        texts = {CONFIG: _config_json(recipe, model_config, tensors, ends)} | _complete(own, tokenizer, end_id)
+    original = origin.files
+    ends = _merge_eos_ids([] if end_id is None else [end_id], turn_ends)
+    if not original:
+        texts = {CONFIG: _config_json(recipe, model_config, tensors, ends)} | _add_tokenizer_config(
+            own, tokenizer, end_id
+        )
         return texts if ends is None else texts | {GENERATION: json_bytes({"eos_token_id": ends})}
-    has_another = TOKENIZER in own and own[TOKENIZER] != came.get(TOKENIZER, own[TOKENIZER])
-    kept = {name: data for name, data in came.items() if not (has_another and is_tokenizer_file(name))}
+    has_another = TOKENIZER in own and own[TOKENIZER] != original.get(TOKENIZER, own[TOKENIZER])
+    kept = {name: data for name, data in original.items() if not (has_another and is_tokenizer_file(name))}
     if TOKENIZER not in kept:
-        kept = _complete(own, tokenizer, end_id) | kept
+        kept = _add_tokenizer_config(own, tokenizer, end_id) | kept
     template = template_of(own)
     if template not in (None, template_of(kept)):
         kept = with_template(kept, template)
     new = [*([end_id] if has_another and end_id is not None else []), *turn_ends]
     before = json.loads(kept.get(CONFIG, b"{}")).get("eos_token_id")
-    kept |= {name: _ending_with(kept[name], before, new) for name in (CONFIG, GENERATION) if name in kept}
+    kept |= {name: _add_eos_ids(kept[name], before, new) for name in (CONFIG, GENERATION) if name in kept}
     if CONFIG not in kept:
         return {CONFIG: _config_json(recipe, model_config, tensors, ends), **kept}
-    return kept | {CONFIG: _config_that_came(kept[CONFIG], recipe, model_config, tensors)}
+    return kept | {CONFIG: _update_config(kept[CONFIG], recipe, model_config, tensors)}
 
 
-def _config_json(recipe: Recipe, model_config: Any, tensors: Sequence[Tensor], ends: int | list[int] | None) -> bytes:
+def _config_json(
+    recipe: Recipe, model_config: Any, tensors: Sequence[ExportedTensor], ends: int | list[int] | None
+) -> bytes:
     hf, dtype = find_huggingface(recipe), _main_dtype(tensors)
     return json_bytes(
         {
@@ -264,50 +268,50 @@ def _config_json(recipe: Recipe, model_config: Any, tensors: Sequence[Tensor], e
     )
 
 
-def _config_that_came(came: bytes, recipe: Recipe, model_config: Any, tensors: Sequence[Tensor]) -> bytes:
+def _update_config(original: bytes, recipe: Recipe, model_config: Any, tensors: Sequence[ExportedTensor]) -> bytes:
     """Return the original config.json, changing only entries that are no longer true."""
-    hf, content, dtype = find_huggingface(recipe), json.loads(came), _main_dtype(tensors)
+    hf, content, dtype = find_huggingface(recipe), json.loads(original), _main_dtype(tensors)
     try:
-        is_true = all(getattr(model_config, name) == value for name, value in fields_of(content, recipe).items())
+        is_unchanged = all(getattr(model_config, name) == value for name, value in fields_of(content, recipe).items())
     except UserError:
-        is_true = False
-    if not is_true:
+        is_unchanged = False
+    if not is_unchanged:
         content |= {**hf.fixed, **hf.config(model_config), "model_type": hf.model_type_of(model_config)}
     if hf.architecture_of(model_config) not in (content.get("architectures") or ()):
         content["architectures"] = [hf.architecture_of(model_config)]
     spelled = [key for key in ("dtype", "torch_dtype") if key in content] or ["dtype", "torch_dtype"]
     content |= dict.fromkeys(spelled, dtype) | ({} if hf.stored else MARK)
-    return came if content == json.loads(came) else (json.dumps(content, indent=2) + "\n").encode()
+    return original if content == json.loads(original) else (json.dumps(content, indent=2) + "\n").encode()
 
 
-def _main_dtype(tensors: Sequence[Tensor]) -> str:
+def _main_dtype(tensors: Sequence[ExportedTensor]) -> str:
     return str(max(tensors, key=lambda tensor: tensor.num_bytes).dtype).removeprefix("torch.")
 
 
-def _ending_with(settings: bytes, before: int | list[int] | None, new: Collection[int]) -> bytes:
+def _add_eos_ids(settings: bytes, before: int | list[int] | None, new: Collection[int]) -> bytes:
     """Add `new` to the `eos_token_id` of a JSON file, after the ids that it lists, or `before` if it lists none."""
     content = json.loads(settings)
     ends = content.get("eos_token_id", before)
     ends = [] if ends is None else ends if isinstance(ends, list) else [ends]
     if set(new) <= set(ends):
         return settings
-    return (json.dumps(content | {"eos_token_id": _joined(ends, new)}, indent=2) + "\n").encode()
+    return (json.dumps(content | {"eos_token_id": _merge_eos_ids(ends, new)}, indent=2) + "\n").encode()
 
 
-def _joined(ends: Collection[int], new: Collection[int]) -> int | list[int] | None:
+def _merge_eos_ids(ends: Collection[int], new: Collection[int]) -> int | list[int] | None:
     """Return the ids in the format of `eos_token_id`: a single id, a list, or None."""
     found = [*ends, *sorted(set(new) - set(ends))]
     return found[0] if len(found) == 1 else found or None
 
 
-def _index_json(shards: Mapping[str, Sequence[Tensor]]) -> bytes:
+def _index_json(shards: Mapping[str, Sequence[ExportedTensor]]) -> bytes:
     total = sum(tensor.num_bytes for shard in shards.values() for tensor in shard)
     weight_map = {name: file for file, shard in shards.items() for tensor in shard for name in tensor.entries()}
     return json_bytes({"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
 def _write_safetensors(
-    file: BinaryIO, tensors: Sequence[Tensor], source: WeightSource, mark: Mapping[str, str]
+    file: BinaryIO, tensors: Sequence[ExportedTensor], source: WeightSource, mark: Mapping[str, str]
 ) -> None:
     """Write a safetensors file: the header's length in 8 bytes, the header including `mark`, and the tensors."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **mark}}
@@ -327,7 +331,7 @@ def _write_safetensors(
         _write_tensor(file, data + start, tensor, source)
 
 
-def _write_tensor(file: BinaryIO, position: int, tensor: Tensor, source: WeightSource) -> None:
+def _write_tensor(file: BinaryIO, position: int, tensor: ExportedTensor, source: WeightSource) -> None:
     num_rows = tensor.shape[0] if tensor.shape else 1
     widest = max(source.dtypes[tensor.name], tensor.dtype, key=lambda dtype: dtype.itemsize)
     for start, stop in row_blocks(tensor.shape, widest, 0, num_rows):
@@ -349,7 +353,7 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data
 
 
-def _complete(files: Mapping[str, bytes], tokenizer: str, end_id: int | None) -> dict[str, bytes]:
+def _add_tokenizer_config(files: Mapping[str, bytes], tokenizer: str, end_id: int | None) -> dict[str, bytes]:
     """Add a minimal tokenizer_config.json to a tokenizer's files if missing; `bytes` gets none."""
     if tokenizer == "bytes" and TOKENIZER not in files:
         return dict(files)
@@ -369,13 +373,13 @@ def _complete(files: Mapping[str, bytes], tokenizer: str, end_id: int | None) ->
     return {"tokenizer_config.json": json_bytes(settings), **files}
 
 
-def _make_room(folder: Path, overwrite: bool, setting: str) -> None:
+def _prepare_folder(folder: Path, overwrite: bool, setting: str) -> None:
     """Create `folder`, or check that it may be written to: it must be empty, or hold an export that may be replaced."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for entry in folder.iterdir():
             name = entry.name[1:].removesuffix(PARTIAL).replace("_templates-", "_templates/")
-            if entry.name.endswith(PARTIAL) and _is_ours(name):
+            if entry.name.endswith(PARTIAL) and _is_export_file(name):
                 entry.unlink()  # left by a killed export
     except OSError as error:
         raise setting_error(setting, folder, f"cannot be made ({error.strerror})") from error
@@ -400,7 +404,7 @@ def _marks(folder: Path) -> Iterator[Mapping[str, Any]]:
             yield file.metadata() or {}
 
 
-def _is_ours(name: str) -> bool:
+def _is_export_file(name: str) -> bool:
     """Return whether an export may write a file of this name."""
     is_shard = fnmatch(name, "model-?????-of-?????.safetensors")
     own = (WEIGHTS, INDEX, CONFIG, GENERATION, ADAPTER_WEIGHTS, ADAPTER_CONFIG)

@@ -39,7 +39,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
-class _Stored:
+class _StoredTensor:
     """A tensor in a file: how to read it, and its shape and dtype in our orientation."""
 
     file: Path
@@ -50,10 +50,10 @@ class _Stored:
 
 
 @dataclass(frozen=True)
-class _Stack:
+class _StackedTensor:
     """One of our tensors, whose rows are separate tensors in the files."""
 
-    rows: Mapping[int, _Stored]
+    rows: Mapping[int, _StoredTensor]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -85,8 +85,8 @@ class SafetensorsFolder:
     def _read_headers(self, path: str | os.PathLike[str], names: Names | None, setting: str) -> None:
         self.description = str(path)
         self._setting = setting
-        self._stored: dict[str, _Stored | _Stack] = {}
-        stacks: dict[str, dict[str, _Stored]] = {}
+        self._stored: dict[str, _StoredTensor | _StackedTensor] = {}
+        stacks: dict[str, dict[str, _StoredTensor]] = {}
         for file, listed in _find_files(path, setting).items():
             handle = self._open(file)
             held = list(handle.keys())
@@ -117,11 +117,11 @@ class SafetensorsFolder:
     def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Return rows [start, stop) of a tensor, as a view of the file.  Raises UserError if it cannot be read."""
         stored = self._stored[name]
-        if isinstance(stored, _Stack):
+        if isinstance(stored, _StackedTensor):
             return torch.stack([self._read(stored.rows[row]) for row in range(len(stored.rows))[start:stop]])
         return self._read(stored, start, stop)
 
-    def _read(self, stored: _Stored, start: int = 0, stop: int | None = None) -> torch.Tensor:
+    def _read(self, stored: _StoredTensor, start: int = 0, stop: int | None = None) -> torch.Tensor:
         try:
             if not stored.shape:
                 tensor: torch.Tensor = stored.reader[...]
@@ -141,14 +141,14 @@ class SafetensorsFolder:
         except OSError as error:
             raise self._unreadable(file, f"cannot be read ({error.strerror or error})") from error
 
-    def _describe(self, file: Path, reader: Any, name: str, transposed: bool) -> _Stored:
+    def _describe(self, file: Path, reader: Any, name: str, transposed: bool) -> _StoredTensor:
         shape, dtype = tuple(reader.get_shape()), reader.get_dtype()
         if dtype not in DTYPES:
             raise self._unreadable(file, f"{name} is stored as {dtype}; convert it to one of {', '.join(DTYPES)}")
         transposed = transposed and len(shape) == 2
-        return _Stored(file, reader, transposed, shape[::-1] if transposed else shape, DTYPES[dtype])
+        return _StoredTensor(file, reader, transposed, shape[::-1] if transposed else shape, DTYPES[dtype])
 
-    def _stack(self, name: str, rows: Mapping[str, _Stored]) -> _Stack:
+    def _stack(self, name: str, rows: Mapping[str, _StoredTensor]) -> _StackedTensor:
         """Combine the rows of one of our tensors.  Raises UserError if rows are missing or differ in shape or dtype."""
         first = next(iter(rows.values()))
         numbered = {int(row): stored for row, stored in rows.items() if row.isdecimal()}
@@ -159,7 +159,7 @@ class SafetensorsFolder:
             if (stored.shape, stored.dtype) != (numbered[0].shape, numbered[0].dtype):
                 rule = f"part {row} of {name} is {stored.shape}, {stored.dtype}, and part 0 {numbered[0].shape}, "
                 raise self._unreadable(stored.file, f"{rule}{numbered[0].dtype}")
-        return _Stack(numbered)
+        return _StackedTensor(numbered)
 
     def _unreadable(self, file: Path, what: str) -> UserError:
         return setting_error(self._setting, self.description, f"{file.name}: {what}")

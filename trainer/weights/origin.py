@@ -50,9 +50,9 @@ TOKENIZER_FILES = (
 class Origin:
     """The files that came with a model: part of a run's state, the same on all ranks.
 
-        files: from the Hugging Face folder that training started from, by name; empty if it did not start from one.
-        tokenizer: files of the run's own tokenizer (`data.tokenizer`), with its chat template (`data.chat_template`) if
-            set; empty for `bytes` without a template.
+    files: from the Hugging Face folder that training started from, by name; empty if it did not start from one.
+    tokenizer: files of the run's own tokenizer (`data.tokenizer`), with its chat template (`data.chat_template`) if
+        set; empty for `bytes` without a template.
     """
 
     may_be_absent = True
@@ -63,23 +63,23 @@ class Origin:
         self.tokenizer: dict[str, bytes] = {}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"files": _packed(self.files), "tokenizer": _packed(self.tokenizer)}
+        return {"files": _pack(self.files), "tokenizer": _pack(self.tokenizer)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.files, self.tokenizer = _unpacked(state["files"]), _unpacked(state["tokenizer"])
+        self.files, self.tokenizer = _unpack(state["files"]), _unpack(state["tokenizer"])
 
 
-def _packed(files: Mapping[str, bytes]) -> dict[str, Any]:
+def _pack(files: Mapping[str, bytes]) -> dict[str, Any]:
     # Arrays are stored with the tensors, not in the JSON that is read whenever a checkpoint is inspected.
     return {name: np.frombuffer(data, np.uint8) if data else data for name, data in files.items()}
 
 
-def _unpacked(state: Mapping[str, Any]) -> dict[str, bytes]:
+def _unpack(state: Mapping[str, Any]) -> dict[str, bytes]:
     return {name: bytes(data) for name, data in state.items()}
 
 
 @contextmanager
-def written_out(files: Mapping[str, bytes]) -> Iterator[Path]:
+def as_temporary_folder(files: Mapping[str, bytes]) -> Iterator[Path]:
     """Write files from a state into a temporary folder, which exists inside the block."""
     with tempfile.TemporaryDirectory() as name:
         for relative, data in files.items():
@@ -90,7 +90,7 @@ def written_out(files: Mapping[str, bytes]) -> Iterator[Path]:
 
 
 @contextmanager
-def own_tokenizer(origin: Origin, setting: str) -> Iterator[tuple[str, str]]:
+def tokenizer_settings(origin: Origin, setting: str) -> Iterator[tuple[str, str]]:
     """Yield values for `data.tokenizer` and `data.chat_template` that refer to a run's own tokenizer.
 
     Its stored files are written to a temporary folder.  setting: the run's `data.tokenizer`, used if no files are
@@ -100,8 +100,8 @@ def own_tokenizer(origin: Origin, setting: str) -> Iterator[tuple[str, str]]:
     if not files:
         yield setting, "model"
         return
-    with written_out(files) as folder:
-        yield named_in(folder)
+    with as_temporary_folder(files) as folder:
+        yield settings_for_folder(folder)
 
 
 def is_tokenizer_file(name: str) -> bool:
@@ -109,7 +109,7 @@ def is_tokenizer_file(name: str) -> bool:
     return any(fnmatch(name, pattern) for pattern in TOKENIZER_FILES)
 
 
-def read_folder(folder: str | Path) -> dict[str, bytes]:
+def read_model_files(folder: str | Path) -> dict[str, bytes]:
     """Return the files of a Hugging Face folder other than weights, by name.  Raises UserError if one is unreadable."""
     return _read(Path(folder), (CONFIG, GENERATION, *TOKENIZER_FILES), "train.init_from")
 
@@ -159,7 +159,7 @@ def _settings_of(files: Mapping[str, bytes]) -> dict[str, Any]:
     return {}
 
 
-def named_in(folder: Path) -> tuple[str, str]:
+def settings_for_folder(folder: Path) -> tuple[str, str]:
     """Return values for `data.tokenizer` and `data.chat_template` that refer to a folder with a model's files."""
     if (folder / TOKENIZER).exists():
         return str(folder), "model"

@@ -16,10 +16,10 @@ from trainer.errors import UserError
 from trainer.model.lora import adapter_part, transposed_layers
 from trainer.model.names import Names
 from trainer.recipe import Recipe, Transposed
-from trainer.weights.access import WeightSource
 from trainer.weights.adapters import adapted_layers
-from trainer.weights.exporting import ADAPTER_CONFIG, ADAPTER_WEIGHTS, MARK, Tensor, json_bytes, write_folder
+from trainer.weights.exporting import ADAPTER_CONFIG, ADAPTER_WEIGHTS, MARK, ExportedTensor, json_bytes, write_folder
 from trainer.weights.origin import Origin, is_tokenizer_file
+from trainer.weights.state_dict import WeightSource
 
 
 def export_adapter(
@@ -53,11 +53,11 @@ def export_adapter(
         if part := adapter_part(name):
             layer, letter = part
             their_name = f"base_model.model.{theirs[layer].removesuffix('.weight')}.lora_{letter}.weight"
-            tensors.append(Tensor(name, their_name, shape, dtype or source.dtypes[name]))
+            tensors.append(ExportedTensor(name, their_name, shape, dtype or source.dtypes[name]))
     every = [names.theirs(name) or name for name in model.state_dict(keep_vars=True)]
     settings = {
         **{"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base or None},
-        **{"r": lora.rank, "lora_alpha": _whole(lora.alpha), "lora_dropout": lora.dropout, "bias": "none"},
+        **{"r": lora.rank, "lora_alpha": _as_int(lora.alpha), "lora_dropout": lora.dropout, "bias": "none"},
         "target_modules": target_modules({name.removesuffix(".weight") for name in theirs.values()}, every),
         **{"fan_in_fan_out": bool(is_transposed), "init_lora_weights": True, "inference_mode": True},
     }
@@ -87,7 +87,7 @@ def target_modules(layers: Collection[str], weights: Collection[str]) -> list[st
     return sorted(last_parts if says_it else layers)
 
 
-def _whole(number: float) -> float:
+def _as_int(number: float) -> float:
     return int(number) if number == int(number) else number
 
 

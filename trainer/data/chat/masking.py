@@ -62,7 +62,7 @@ class Encoder:
     def encode(self, sample: Sample, max_tokens: int | None = None) -> Encoded:
         """Encode a conversation or a completion.  Raises BadChat.
 
-        most: tokens from this index on may be left out of the mask, because they will be truncated.  Masking a turn
+        max_tokens: tokens from this index on may be left out of the mask, because they will be truncated.  Masking a turn
             renders everything before it again, so that a conversation of 20,000 turns would take minutes otherwise.
         """
         return (

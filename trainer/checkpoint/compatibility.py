@@ -12,15 +12,15 @@ import safetensors.torch
 import torch
 from torch.distributed.tensor import DTensor
 
-from trainer.checkpoint.contents import Dependent, Restartable, Savable, Stateful, Strict
 from trainer.checkpoint.layout import Layout, Stored, layout_from_json
 from trainer.checkpoint.manifest import (
     Manifest,
     rank_file,
     read_file,
 )
-from trainer.checkpoint.place import Place
-from trainer.checkpoint.tree import join, split
+from trainer.checkpoint.snapshot import Dependent, Restartable, Savable, Stateful, Strict
+from trainer.checkpoint.state_tree import join, split
+from trainer.checkpoint.storage import Place
 from trainer.distributed.world import World
 from trainer.errors import UserError, nearest, setting_error
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from trainer.distributed.deaths import is_lost_connection
+from trainer.distributed.dead_ranks import is_lost_connection
 from trainer.errors import EXIT_FAILED, EXIT_STOPPED, PeerFailed
 from trainer.stopping import PromptStop, StopRequested, asked_promptly
 

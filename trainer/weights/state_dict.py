@@ -35,9 +35,9 @@ def fill(
     collectives.  Raises UserError on all ranks, before anything is written, if the source does not fit the model (see
     `find_weights`).  Errors of the source while reading may be raised on a single rank.
     """
-    here, dtypes = named_weights(model), source.dtypes
+    model_weights, dtypes = named_weights(model), source.dtypes
     for name, stored in find_weights(model, source, setting, only).items():
-        weight = here[name].detach()
+        weight = model_weights[name].detach()
         rows = own_rows(weight)
         if rows is None:
             assert isinstance(weight, DTensor)
@@ -64,32 +64,32 @@ def find_weights(
     shapes, and weights that are tied in the model but different in the source.  Persistent buffers may be missing in
     the source.
     """
-    there = source.shapes
-    here = {name: tuple(weight.shape) for name, weight in named_weights(model).items()}
+    source_shapes = source.shapes
+    model_weights = {name: tuple(weight.shape) for name, weight in named_weights(model).items()}
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     groups = {group[0]: group for group in tied_names(model)}
     aliases = {alias for group in groups.values() for alias in group[1:]}
     found: dict[str, str] = {}
-    missing, parted = [], []
-    wanted = {name for name in here if only is None or only(name)}
-    for name in [name for name in here if name in wanted and name not in aliases]:
-        stored = [alias for alias in groups.get(name, [name]) if alias in there]
+    missing, untied = [], []
+    wanted = {name for name in model_weights if only is None or only(name)}
+    for name in [name for name in model_weights if name in wanted and name not in aliases]:
+        stored = [alias for alias in groups.get(name, [name]) if alias in source_shapes]
         if stored:
             found[name] = stored[0]
             # Equal copies of a tied weight are fine; of two different weights, one would be lost.
-            others = [other for other in stored[1:] if _differ(source, stored[0], other)]
-            parted += [f"{stored[0]} and {other} are one tensor here, but two there" for other in others]
+            others = [other for other in stored[1:] if _are_different(source, stored[0], other)]
+            untied += [f"{stored[0]} and {other} are one tensor here, but two there" for other in others]
         elif name in parameters:
-            missing.append(f"missing there: {name} {here[name]}")
+            missing.append(f"missing there: {name} {model_weights[name]}")
     differences = [
         *missing,
-        *(f"missing here: {name} {shape}" for name, shape in there.items() if name not in here),
+        *(f"missing here: {name} {shape}" for name, shape in source_shapes.items() if name not in model_weights),
         *(
-            f"{name}: {there[name]} there, {shape} here"
-            for name, shape in here.items()
-            if name in wanted and there.get(name, shape) != shape
+            f"{name}: {source_shapes[name]} there, {shape} here"
+            for name, shape in model_weights.items()
+            if name in wanted and source_shapes.get(name, shape) != shape
         ),
-        *parted,
+        *untied,
     ]
     if differences:
         listed = "\n  ".join(differences)
@@ -97,7 +97,7 @@ def find_weights(
     return found
 
 
-def _differ(source: WeightSource, one: str, other: str) -> bool:
+def _are_different(source: WeightSource, one: str, other: str) -> bool:
     """Compare three rows to decide whether two names in the source are different weights."""
     shape = source.shapes[one]
     if source.shapes[other] != shape or not shape or not shape[0]:

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint.keeping import list_steps
 from trainer.checkpoint.manifest import name_of
-from trainer.checkpoint.place import find_place, is_same_place
 from trainer.checkpoint.reader import Found
+from trainer.checkpoint.retention import list_steps
+from trainer.checkpoint.storage import find_place, is_same_place
 from trainer.config import stored_value
 from trainer.config.run_paths import is_another_run, shared_checkpoints_rule
 from trainer.errors import UserError, masked, setting_error

@@ -6,9 +6,9 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from trainer.checkpoint.blocks import Damaged
-from trainer.checkpoint.keeping import list_steps
 from trainer.checkpoint.manifest import name_of, read_manifest
-from trainer.checkpoint.place import Place
+from trainer.checkpoint.retention import list_steps
+from trainer.checkpoint.storage import Place
 from trainer.config import CheckpointSection
 from trainer.errors import UserError
 from trainer.metrics.console import readable_bytes

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from trainer.checkpoint.layout import Stored
-from trainer.checkpoint.tree import split
+from trainer.checkpoint.state_tree import split
 from trainer.distributed.channel import Channel
 from trainer.errors import UserError
 from trainer.files import crc32

@@ -12,7 +12,7 @@ from itertools import islice
 
 from trainer.checkpoint.blocks import Damaged
 from trainer.checkpoint.manifest import Manifest, name_of, read_manifest, step_in
-from trainer.checkpoint.place import DOUBTFUL, Place
+from trainer.checkpoint.storage import DOUBTFUL, Place
 from trainer.errors import UserError
 
 

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from trainer.checkpoint.interval import Costs, costs_of, sentences
 from trainer.config import CheckpointSection, RunConfig
-from trainer.distributed.ballot import Ballot
+from trainer.distributed.step_sync import Ballot
 from trainer.distributed.world import World
 from trainer.metrics.goodput import Experience
 

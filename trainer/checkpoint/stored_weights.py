@@ -10,10 +10,10 @@ from contextlib import suppress
 import torch
 
 from trainer.checkpoint.blocks import Damaged
-from trainer.checkpoint.keeping import best_step, newest_step
 from trainer.checkpoint.layout import layout_from_json
 from trainer.checkpoint.manifest import PREFIX, StoredBlocks, find_damage, name_of, read_file, read_manifest
-from trainer.checkpoint.place import (
+from trainer.checkpoint.retention import best_step, newest_step
+from trainer.checkpoint.storage import (
     COMMIT,
     HeldPlace,
     LocalPlace,

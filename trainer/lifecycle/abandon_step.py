@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 from trainer.data.loader import EvalLoader, TrainLoader
 from trainer.data.prefetch import WaitAbandoned
-from trainer.distributed.ballot import Ballot
+from trainer.distributed.step_sync import Ballot
 
 PATIENCE_S = 5.0
 """Time to wait for data after a request to stop, which is enough for most steps."""
