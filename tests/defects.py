@@ -155,8 +155,8 @@ DEFECTS: list[Defect] = [
     Defect(
         "each-rank-decides-when-to-save",
         "pays",
-        "find_pace",
-        "pace.is_agreed = lambda: asked.anyone",
+        "build_save_policy",
+        "pace.is_agreed = lambda: asked.any_yes",
         "pace.is_agreed = pace.is_time",
     ),
     Defect(
@@ -547,7 +547,7 @@ DEFECTS: list[Defect] = [
     Defect(
         "begins-anew-without-a-word",
         "checkpoints-gone",
-        "History.check",
+        "EarlierAttempts.check",
         "if found is None:",
         "if found is None and past.witness == STATUS:",
     ),
@@ -568,7 +568,7 @@ DEFECTS: list[Defect] = [
     Defect(
         "copy-appends-to-the-originals-wandb",
         "run-folders",
-        "History.leave_identity",
+        "EarlierAttempts.leave_identity",
         'self._folder.set_aside("wandb")',
         "self._folder.set_aside()",
         by_campaign=True,
@@ -576,7 +576,7 @@ DEFECTS: list[Defect] = [
     Defect(
         "pruned-one-too-many",
         "pruning",
-        "Keeping._older_than_the_last",
+        "RetentionPolicy._older_than_the_last",
         "if step < last[-1] and",
         "if step <= last[-1] and",
     ),
@@ -675,7 +675,7 @@ DEFECTS: list[Defect] = [
     Defect(
         "room-for-fewer",
         "room",
-        "lack_of_room",
+        "disk_space_warning",
         "still = (demand.at_once - len(existing)) * num_bytes",
         "still = (demand.at_once - len(existing) - 1) * num_bytes",
     ),
@@ -683,8 +683,8 @@ DEFECTS: list[Defect] = [
         "checkpoint-not-held",
         "beside-training",
         "StoredWeights.__init__",
-        "place = HeldPlace(place.path, [COMMIT, *self.manifest.files])",
-        "place = HeldPlace(place.path, [])",
+        "place = PinnedStorage(place.path, [COMMIT, *self.manifest.files])",
+        "place = PinnedStorage(place.path, [])",
     ),
     Defect(
         "stopped-with-0",
@@ -697,7 +697,7 @@ DEFECTS: list[Defect] = [
         "no-meeting",
         "meeting",
         "World._open_group",
-        "begin_together(store, rank, size, meeting_s.total_seconds(), problem)",
+        "agree_to_start(store, rank, size, meeting_s.total_seconds(), problem)",
         "pass",
     ),
     Defect(

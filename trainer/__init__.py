@@ -18,7 +18,7 @@ if sys.argv[:1] == ["-m"] and (_found := re.search(r"\0-m\0trainer\.(\w+)", "\0"
     # `python -m trainer.run`: handle signals right away, before the slow imports.
     leave_on_signals(_found[1])
 
-from trainer.distributed.environment import without_collecting
+from trainer.distributed.environment import without_garbage_collection
 
 if TYPE_CHECKING:
     from trainer.config import RunConfig as RunConfig
@@ -92,5 +92,5 @@ def main(trainer: type[Trainer], argv: Sequence[str] | None = None) -> int:
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module 'trainer' has no attribute {name!r}")
-    with without_collecting():
+    with without_garbage_collection():
         return getattr(importlib.import_module(f"trainer.{_MODULES[name]}"), name)

@@ -94,7 +94,7 @@ def find_subject(
     A Hugging Face folder is evaluated with default settings and the overrides; training data need not be given.  Raises
     UserError for invalid input, and TrainingFailed for a corrupt checkpoint.
     """
-    from trainer.checkpoint.storage import HeldPlace
+    from trainer.checkpoint.storage import PinnedStorage
     from trainer.checkpoint.stored_weights import is_checkpoint, open_checkpoint
 
     source = None
@@ -114,7 +114,7 @@ def find_subject(
         source = open_checkpoint(path)
         text, weights, step = source.config_yaml, str(source.place), source.manifest.step
         place = source.place
-        where = stack.enter_context(place.lasting()) if stack and isinstance(place, HeldPlace) else str(place)
+        where = stack.enter_context(place.lasting()) if stack and isinstance(place, PinnedStorage) else str(place)
         first = {"train.init_from": _first_weights(source, where)}
         if "data.tokenizer" not in given:  # the run's tokenizer applies, even if its base weights came with another
             stored = stored_value(text, "checkpoint.allow_changes")
@@ -364,12 +364,12 @@ def _evaluate(words: Sequence[str], shown: str | None, stack: ExitStack) -> int:
         return run.report(error, env, EXIT_FAILED)
     finally:
         if not evaluates:
-            stop_request.let_go()
+            stop_request.stop_catching_signals()
     if is_spawning:
-        from trainer.checkpoint.storage import HeldPlace
+        from trainer.checkpoint.storage import PinnedStorage
 
         if subject.stored is not None and isinstance(
-            subject.stored.place, HeldPlace
+            subject.stored.place, PinnedStorage
         ):  # all ranks read the same checkpoint
             held = stack.enter_context(subject.stored.place.lasting())
             words = [held if word == path else word for word in words] + [f"{_SHOWN_AS}={subject.weights}"]

@@ -15,8 +15,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from trainer.checkpoint.saver import Saver
-from trainer.checkpoint.snapshot import Facts
-from trainer.checkpoint.storage import find_place
+from trainer.checkpoint.snapshot import RunInfo
+from trainer.checkpoint.storage import open_storage
 from trainer.checkpoint.store import Checkpoints, Settings
 from trainer.config import RunConfig
 from trainer.config.requirements import compiles_blocks
@@ -25,11 +25,11 @@ from trainer.data.resolve import resolve_from_data
 from trainer.data.source_factory import open_source
 from trainer.data.transfer import prefetch_to_device
 from trainer.distributed.random_state import RandomState, seed_everything
-from trainer.distributed.step_sync import Ballot
+from trainer.distributed.step_sync import StepSync
 from trainer.distributed.world import World
 from trainer.lifecycle.context_check import check_context
 from trainer.lifecycle.document_check import check_documents
-from trainer.lifecycle.evaluation_runner import Evaluations
+from trainer.lifecycle.evaluation_runner import EvaluationRunner
 from trainer.lifecycle.folder import RunFolder
 from trainer.lifecycle.garbage import GarbageCollection
 from trainer.lifecycle.lifecycle import Lifecycle
@@ -37,12 +37,12 @@ from trainer.lifecycle.phases import watch_phases
 from trainer.lifecycle.relocation import Relocation
 from trainer.lifecycle.resume import Resume
 from trainer.lifecycle.samples import Samples
-from trainer.lifecycle.save_events import RunSaves
+from trainer.lifecycle.save_events import RunSaveListener
 from trainer.lifecycle.selfcheck import check_same_run, check_shape, check_start
 from trainer.lifecycle.state import TrainState
 from trainer.lifecycle.summary import (
+    disk_space_notes,
     mesh_sizes,
-    room_notes,
     show_result,
     start_facts,
     start_notes,
@@ -144,14 +144,14 @@ class Trainer:
         watch_phases(self.watchdog, self.model, self.optimizer.parts)
         self.metrics.show_phases(self.watchdog, compiles_blocks(config.train.compile, world.device.type))
         self.profile = Profile(config, world.rank, world.device, self.metrics, self.watchdog)
-        place = world.agreed(lambda: find_place(config.checkpoint.dir or self.folder.path / "checkpoints"))
+        place = world.agreed(lambda: open_storage(config.checkpoint.dir or self.folder.path / "checkpoints"))
         sizes = mesh_sizes(self.mesh, config)
-        facts = Facts(config.with_absolute_paths().to_yaml(), sizes, world.env.job, world.env.num_restarts)
+        facts = RunInfo(config.with_absolute_paths().to_yaml(), sizes, world.env.job, world.env.num_restarts)
         self.room_in = place
         """Storage whose free space is checked; a dry run checks that of the actual run."""
         self.checkpoints = Checkpoints(place, world, Settings.of(config.checkpoint, config.eval.metric), facts)
 
-        self.ballot = Ballot(world)
+        self.step_sync = StepSync(world)
         norms = UnitNorms(config.log, self.model, self.units, self.mesh, self.metrics, lambda: self.accounts.grad_norm)
         self.optimizer.followers.append(norms)
         observers = (self.checkpoints, self.profile, self.watchdog, norms)
@@ -159,15 +159,15 @@ class Trainer:
         self.accounts = Accounts(config, world, *counted, self.watchdog, observers, self.loader, self.forecast.count)
         self.resume = Resume(config, world, self.checkpoints, self.folder, self.metrics)
         relocation = Relocation(world, self.folder, self.checkpoints, self.metrics)
-        saves = RunSaves(world, self.folder, relocation, self.resume, self.accounts, self.watchdog, self.metrics)
+        saves = RunSaveListener(world, self.folder, relocation, self.resume, self.accounts, self.watchdog, self.metrics)
         weights, _, kept = bytes_of_training(self.model, config.optim, config.train.ema > 0)
-        self.saver = Saver(self.checkpoints, config, self.ballot, saves, weights + kept)
+        self.saver = Saver(self.checkpoints, config, self.step_sync, saves, weights + kept)
         samples = Samples(config, world, self.model, self.average, self.metrics)
         world.agreed(samples.check)
-        self.evaluations = Evaluations(self.state, self.watchdog, self.horizon, self.saver, samples)
+        self.evaluations = EvaluationRunner(self.state, self.watchdog, self.horizon, self.saver, samples)
         others = (self.folder, relocation, self.metrics, self.watchdog, self.accounts, self.saver, self.forecast)
         loaders = (self.loader, self.eval_loader)
-        self.lifecycle = Lifecycle(config, world, self.state, self.ballot, *others, *loaders, started)
+        self.lifecycle = Lifecycle(config, world, self.state, self.step_sync, *others, *loaders, started)
 
     # -- build ---------------------------------------------------------------------------------------------------
 
@@ -258,7 +258,7 @@ class Trainer:
         alone), two scalar all-reduces.  The host never waits for the device, unless parameters are offloaded to it.
         """
         counts = [(self.count(batch), count_targets(batch["targets"])) for batch in micro_batches]
-        count, num_targets = self.ballot.cast(*map(sum, zip(*counts, strict=True)))
+        count, num_targets = self.step_sync.all_reduce(*map(sum, zip(*counts, strict=True)))
         scale = self.world.size / (count or 1)  # gradients are averaged over the ranks
         total = torch.zeros((), device=self.world.device, dtype=torch.float64)
         with balanced(self.model, micro_batches, self._batch_loss, self.world):
@@ -313,11 +313,11 @@ class Trainer:
             self.accounts.restart()
             while not self.horizon.is_reached(self.state.step) and not self.stopping:
                 self.resume.confirm(self.state.step)
-                self.ballot.begin_step()
+                self.step_sync.begin_step()
                 with self.accounts.step(self.state):
                     micro_batches = self.accounts.take(batches, self.num_micro_batches, self.state.step + 1)
                     update = self.train_step(micro_batches)
-                    self.ballot.ensure_cast()
+                    self.step_sync.ensure_all_reduced()
                     self.state.advance(update.num_targets)
                     lr = self.schedule.lr(self.state.step)
                     record = self.accounts.record(update, self.state, lr, lambda: self.flops_per_token, self.stopping)
@@ -340,7 +340,7 @@ class Trainer:
         total, count = torch.zeros((), device=self.world.device, dtype=torch.float64), 0.0
         with self.average.in_place(), evaluating(self.model), self.accounts.evaluation():
             for batch in self.eval_loader:
-                self.ballot.cast()
+                self.step_sync.all_reduce()
                 if self.stopping:
                     break
                 count += self.count(batch)
@@ -376,9 +376,9 @@ class Trainer:
         unevaluated = why_unevaluated(self.config, is_evaluated)
         notes = start_notes(self.plan_choice, self.profile.advice(self.state.step), self.resume.changed, unevaluated)
         if self.world.is_main:
-            notes += room_notes(self.config, self.world, self.mesh, self.model, self.state, self.room_in)
+            notes += disk_space_notes(self.config, self.world, self.mesh, self.model, self.state, self.room_in)
         self.lifecycle.begin(start_facts(*shown), record, notes)
-        self.ballot.cast()  # stop before the first step, which may compile for minutes
+        self.step_sync.all_reduce()  # stop before the first step, which may compile for minutes
 
     def save_checkpoint(self, wait: bool = False) -> Path | str:
         """Save the current state and return the (future) folder or URL of the checkpoint.  Collective.

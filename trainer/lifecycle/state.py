@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from trainer.checkpoint.compatibility import tensor_differences
-from trainer.checkpoint.layout import Stored
+from trainer.checkpoint.layout import StoredTensor
 from trainer.checkpoint.snapshot import Stateful
 from trainer.data.loader import TrainLoader
 from trainer.distributed.channel import Channel
@@ -30,7 +30,7 @@ from trainer.model.parameters import as_saved, local, num_writes, tied_names
 from trainer.optim.optimizer import Optimizer
 from trainer.weights.adapters import BASE, BaseWeights
 
-BEYOND_BELIEF = 2.0**64
+MAX_PLAUSIBLE_WEIGHT = 2.0**64
 """No trained weight is this large: its square overflows float32, so the loss could not be finite."""
 
 
@@ -75,7 +75,9 @@ class TrainState:
     def weights(self) -> dict[str, float]:
         kept = self.parts["model"].state_dict()
         named = ((clean_name(name), parameter) for name, parameter in self.model.named_parameters())
-        return {f"model.{name}": BEYOND_BELIEF if p.requires_grad else math.inf for name, p in named if name in kept}
+        return {
+            f"model.{name}": MAX_PLAUSIBLE_WEIGHT if p.requires_grad else math.inf for name, p in named if name in kept
+        }
 
     @property
     def trained(self) -> dict[str, nn.Parameter]:
@@ -271,11 +273,11 @@ class ModelState:
             if key in extra:
                 module.set_extra_state(extra[key])
 
-    def differences(self, plain: Any, stored: Mapping[str, Stored]) -> list[str]:
+    def differences(self, plain: Any, stored: Mapping[str, StoredTensor]) -> list[str]:
         own = {name: value for name, value in self.state_dict().items() if isinstance(value, torch.Tensor)}
         return list(tensor_differences(own, stored))
 
-    def prepare(self, stored: Mapping[str, Stored]) -> None:
+    def prepare(self, stored: Mapping[str, StoredTensor]) -> None:
         """Do nothing: all tensors already exist."""
 
     def may_differ(self, key: str) -> bool:
@@ -341,7 +343,7 @@ class OptimizerState:
             for group, saved, built in zip(groups, state["groups"], state["built"], strict=True):
                 group.update({k: v for k, v in saved.items() if k not in ("lr", "initial_lr") and v != built.get(k)})
 
-    def differences(self, plain: Any, stored: Mapping[str, Stored]) -> list[str]:
+    def differences(self, plain: Any, stored: Mapping[str, StoredTensor]) -> list[str]:
         changed: dict[tuple[str, str], list[str]] = {}
         for name, (part, _, _) in self._parameters.items():
             before, now = plain["classes"].get(name), _algorithm(part)
@@ -370,12 +372,12 @@ class OptimizerState:
         """Return False: all ranks perform the same optimizer step."""
         return False
 
-    def prepare(self, stored: Mapping[str, Stored]) -> None:
+    def prepare(self, stored: Mapping[str, StoredTensor]) -> None:
         """Allocate the moments that the checkpoint has, sharded like their parameters, and drop all others.
 
         A fresh optimizer has no moments before its first step, and torch's `load_state_dict` expects unsharded ones.
         """
-        wanted: dict[str, dict[str, Stored]] = {}
+        wanted: dict[str, dict[str, StoredTensor]] = {}
         for key, tensor in stored.items():
             if key.startswith("state."):
                 name, _, field = key.removeprefix("state.").rpartition(".")
@@ -396,7 +398,7 @@ def _kind_of(parameter: torch.Tensor) -> str:
     return f"{str(parameter.dtype).removeprefix('torch.')} {'x'.join(map(str, parameter.shape))}"
 
 
-def _moment_like(parameter: torch.Tensor, group: Mapping[str, Any], field: str, stored: Stored) -> torch.Tensor:
+def _moment_like(parameter: torch.Tensor, group: Mapping[str, Any], field: str, stored: StoredTensor) -> torch.Tensor:
     if stored.shape == tuple(parameter.shape):
         # Use the optimizer's dtype if it sets one; moments stored in another dtype are converted while they are read.
         named = group.get("state_dtype") if field != "step" else None

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from trainer.checkpoint.disk_space import lack_of_room
+from trainer.checkpoint.disk_space import disk_space_warning
 from trainer.checkpoint.storage import Place
 from trainer.config import RunConfig
 from trainer.config.auto_model import MODEL
@@ -188,7 +188,7 @@ def why_unevaluated(config: RunConfig, is_evaluated: bool) -> str:
     )
 
 
-def room_notes(
+def disk_space_notes(
     config: RunConfig, world: World, mesh: DeviceMesh, model: nn.Module, state: TrainState, place: Place
 ) -> list[str]:
     """Return a warning if future checkpoints do not fit on the disk of `place`; empty if they do."""
@@ -197,7 +197,7 @@ def room_notes(
     _, _, kept = bytes_of_training(model, config.optim, config.train.ema > 0)
     num_shards = world.size // mesh_sizes(mesh, config)[REPLICATE]
     steps_left = config.train.steps - state.step
-    lack = lack_of_room(place, config.checkpoint, weights + kept * num_shards, steps_left)
+    lack = disk_space_warning(place, config.checkpoint, weights + kept * num_shards, steps_left)
     return [lack] if lack else []
 
 
