@@ -29,7 +29,7 @@ from tests.forked import Forked, start_run
 from tests.ranks import Ran
 from trainer import Trainer
 from trainer.checkpoint.reader import Reader
-from trainer.checkpoint.storage import LocalPlace
+from trainer.checkpoint.storage import LocalStorage
 from trainer.checkpoint.store import Checkpoints
 from trainer.checkpoint.tensors import Staging
 from trainer.distributed.channel import Channel
@@ -119,7 +119,7 @@ def _install(fault: Fault) -> None:
     for owner, attribute, phase in (
         (Checkpoints, "start", "collect"),
         (Checkpoints, "_save", "write"),
-        (LocalPlace, "publish", "publish"),
+        (LocalStorage, "publish", "publish"),
         (Checkpoints, "_prune", "prune"),
         (Checkpoints, "_delete", "prune"),
         (Reader, "restore", "load"),
@@ -131,20 +131,20 @@ def _install(fault: Fault) -> None:
     write = file.write
     file.write = lambda self, data: _write(write, self, data)  # type: ignore[method-assign]
     if fault.no_space_check:
-        LocalPlace.free_bytes = lambda self: None  # type: ignore[method-assign]
+        LocalStorage.free_bytes = lambda self: None  # type: ignore[method-assign]
     sys.addaudithook(_audit)
 
 
 _PLACES: dict[str, tuple[Any, str]] = {
     "collect": (trainer.checkpoint.store, "collect"),
     "stage": (Staging, "copy"),
-    "begin": (LocalPlace, "begin"),
+    "begin": (LocalStorage, "begin"),
     "write": (trainer.checkpoint.store, "write_tensors"),
     "write_files": (trainer.checkpoint.store, "write_files"),
     "finish": (Checkpoints, "_write_common"),
-    "publish": (LocalPlace, "publish"),
-    "prune": (LocalPlace, "retire"),
-    "delete": (LocalPlace, "delete"),
+    "publish": (LocalStorage, "publish"),
+    "prune": (LocalStorage, "retire"),
+    "delete": (LocalStorage, "delete"),
     "load": (trainer.checkpoint.reader, "read_tensors"),
     "attend": (trainer.sequence.context, "gather_parts"),
     "attend backward": (trainer.distributed.exchange, "sum_parts"),

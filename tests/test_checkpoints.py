@@ -19,7 +19,7 @@ from tests.runs import Shared
 from tests.tiny import fit
 from trainer import Trainer, UserError, load_config, load_weights
 from trainer.checkpoint.state_tree import join, split
-from trainer.checkpoint.storage import find_place
+from trainer.checkpoint.storage import open_storage
 from trainer.checkpoint.stored_weights import StoredWeights, find_checkpoint
 from trainer.export import command_line as export
 from trainer.metrics.accounts import Update
@@ -262,7 +262,7 @@ def test_remote_places(kind: str, tmp_path: Path) -> None:
     assert [line["resumed_step"] for line in ran.metrics if line["kind"] == "start"] == [None, 4]
     assert str(data) in ran.stderr
     assert find_checkpoint(place).names().count("manifest.json") == 1
-    assert "damaged-step_00000006" in find_place(place).names_aside()
+    assert "damaged-step_00000006" in open_storage(place).quarantined_names()
     assert (tmp_path / "elsewhere" / "damaged-step_00000006" / "__1_0.distcp").exists(), "saved again, and kept"
     assert "damaged-step_00000006" in look(tmp_path / "run").stdout
     if kind == "local":
@@ -279,7 +279,7 @@ def test_a_place_in_memory(tmp_path: Path) -> None:
     for _ in trainer.steps():
         trainer.save_checkpoint()
     trainer.close()
-    assert find_place("memory://checkpoints").names() == ["step_00000004"]
+    assert open_storage("memory://checkpoints").names() == ["step_00000004"]
     again = Trainer(tiny(tmp_path, *options))
     assert again.load_checkpoint() == 4
     again.close()

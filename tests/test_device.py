@@ -12,9 +12,9 @@ from torch.distributed import HashStore
 
 from trainer import UserError
 from trainer.checkpoint.tensors import Staging
-from trainer.distributed.device import add_in_order, choose_gpu, claim
+from trainer.distributed.device import choose_gpu, claim, use_deterministic_kernels
 from trainer.distributed.environment import Environment
-from trainer.distributed.rendezvous import begin_together
+from trainer.distributed.rendezvous import agree_to_start
 
 ONE, ALL = {"CUDA_VISIBLE_DEVICES": "3"}, {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}
 UUID = {"CUDA_VISIBLE_DEVICES": "GPU-8a1b,"}
@@ -84,7 +84,7 @@ def test_what_one_rank_has_found_all_raise() -> None:
     def begin(rank: int) -> None:
         problem = claim(store, rank, "GPU-1" if rank else "GPU-0", 2)
         try:
-            begin_together(store, rank, 3, 30.0, problem)
+            agree_to_start(store, rank, 3, 30.0, problem)
         except UserError as error:
             found[rank] = str(error)
 
@@ -102,7 +102,7 @@ def test_kernels_that_add_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
     try:
-        add_in_order()
+        use_deterministic_kernels()
         assert torch.are_deterministic_algorithms_enabled()
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     finally:

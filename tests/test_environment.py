@@ -16,7 +16,7 @@ from trainer.distributed.environment import (
     check_rendezvous,
     export_slurm_rendezvous,
     find_environment,
-    without_collecting,
+    without_garbage_collection,
 )
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
@@ -202,7 +202,7 @@ def test_the_garbage_collector_is_left_as_it_was(was_on):
     was = gc.isenabled()
     try:
         (gc.enable if was_on else gc.disable)()
-        with without_collecting():
+        with without_garbage_collection():
             assert not gc.isenabled()
         assert gc.isenabled() == was_on
     finally:

@@ -41,7 +41,7 @@ from tests.test_processes import processes_of
 from tests.tiny import tiny_config
 from trainer import Trainer, load_config, load_weights
 from trainer.checkpoint.manifest import INDEX, find_damage, read_manifest
-from trainer.checkpoint.storage import find_place
+from trainer.checkpoint.storage import open_storage
 from trainer.errors import TrainingFailed, UserError
 from trainer.model.parameters import local
 
@@ -722,7 +722,7 @@ def assert_all_good(folder: Path) -> None:
         if path.name == ".owner.json":
             continue  # it cannot be removed there; it names a process that has gone, and holds up nobody
         assert re.fullmatch(r"step_\d{8}", path.name), path
-        place = find_place(path)
+        place = open_storage(path)
         assert find_damage(place, read_manifest(place), "full") == []
 
 

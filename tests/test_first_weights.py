@@ -31,7 +31,7 @@ class Table(nn.Embedding):
             self.scale.fill_(2.0)
 
 
-class Stored(nn.Module):
+class StoredTensor(nn.Module):
     """A table, scaled, and a head."""
 
     def __init__(self, vocab_size: int) -> None:
@@ -54,11 +54,11 @@ def settle(config: StoredConfig) -> StoredConfig:
 
 def weights_of(config: StoredConfig) -> Memory:
     torch.manual_seed(5)
-    return Memory(Stored(config.vocab_size).state_dict())
+    return Memory(StoredTensor(config.vocab_size).state_dict())
 
 
 STORED = register(
-    Recipe("stored", StoredConfig, lambda config: Stored(config.vocab_size), resolve=settle, weights=weights_of)
+    Recipe("stored", StoredConfig, lambda config: StoredTensor(config.vocab_size), resolve=settle, weights=weights_of)
 )
 
 
@@ -76,7 +76,7 @@ def never_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_is_read_is_not_drawn_but_buffers_are_filled(never_drawn: None) -> None:
     with torch.device("meta"):
-        model = Stored(7)
+        model = StoredTensor(7)
     materialize(model, 0, torch.device("cpu"), filled_later=lambda name: True)
     assert model.table.scale == 2.0
     assert model.table.weight.isnan().all()
@@ -85,7 +85,7 @@ def test_what_is_read_is_not_drawn_but_buffers_are_filled(never_drawn: None) -> 
 
 def test_some_may_be_read_and_the_rest_drawn() -> None:
     with torch.device("meta"):
-        model, whole = Stored(7), Stored(7)
+        model, whole = StoredTensor(7), StoredTensor(7)
     materialize(whole, 3, torch.device("cpu"))
     materialize(model, 3, torch.device("cpu"), filled_later=lambda name: name.startswith("table."))
     assert torch.equal(model.head.weight, whole.head.weight)
@@ -105,7 +105,7 @@ def test_an_init_may_ask_for_the_name_and_the_model() -> None:
         module.reset_parameters()  # type: ignore[operator]
 
     with torch.device("meta"):
-        model = Stored(7)
+        model = StoredTensor(7)
     materialize(model, 0, torch.device("cpu"), init)
     assert asked == [("table", True), ("head", True)]
 

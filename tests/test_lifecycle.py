@@ -15,7 +15,7 @@ import pytest
 
 from tests.ranks import tiny_overrides
 from trainer.config import load_config
-from trainer.distributed.step_sync import Ballot
+from trainer.distributed.step_sync import StepSync
 from trainer.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_USER_ERROR, TrainingFailed, UserError
 from trainer.lifecycle.lifecycle import TRANSITIONS, Event, Lifecycle, Phase
 from trainer.metrics.horizon import Horizon
@@ -56,7 +56,7 @@ class Run:
     def __init__(self, folder: Path) -> None:
         self.said: list[str] = []
         self.world = OneRank(self.said)
-        self.ballot = Ballot(self.world)  # type: ignore[arg-type]
+        self.step_sync = StepSync(self.world)  # type: ignore[arg-type]
         self.progress = SimpleNamespace(step=3)
         config = load_config("llama_small", tiny_overrides(f"run.dir={folder}", "train.steps=5"))
         metrics = SimpleNamespace(
@@ -97,13 +97,13 @@ class Run:
             finish=lambda: None,
             wait=lambda seconds: self.say("wait for the save"),
             wait_for_deleting=list,
-            doubt=lambda step: None,
+            quarantine_since=lambda step: None,
         )
         forecast = SimpleNamespace(result=dict, misses=list, explain=lambda error: None)
         relocation = SimpleNamespace(has_moved=False, check=lambda: False)
         collaborators: list[Any] = [kept, relocation, metrics, watchdog, accounts, saver, forecast]
         world: Any = self.world
-        self.life = Lifecycle(config, world, self.progress, self.ballot, *collaborators, None, None, started=0.0)
+        self.life = Lifecycle(config, world, self.progress, self.step_sync, *collaborators, None, None, started=0.0)
 
     def say(self, text: str) -> None:
         self.said.append(text)
@@ -163,7 +163,7 @@ def test_how_a_run_ends(case: str, run: Run) -> None:
         if state == "stopped":
             run.life.stop.at_once = False
             run.life.stop.watch(None, deadline=0.0)
-            run.ballot.cast()
+            run.step_sync.all_reduce()
             assert run.life.stopping
         assert run.life.end() == code
     told = [line for line in run.said if line.startswith(("record", "status", "release"))]
@@ -254,27 +254,27 @@ class Ranks(OneRank):
 
 def test_a_ballot_counts_targets_and_answers() -> None:
     asked: list[str] = []
-    ballot = Ballot(Ranks([[10, 0, True, False, True], [20, 0, True, False, False]]))  # type: ignore[arg-type]
-    all_yes = ballot.ask(lambda: True)
-    nobody = ballot.ask(lambda: False, lambda: asked.append("nobody"))
-    one = ballot.ask(lambda: False, lambda: asked.append("one"))
-    assert ballot.cast(5) == [35]
-    assert (all_yes.everyone, all_yes.anyone) == (True, True)
-    assert (nobody.everyone, nobody.anyone) == (False, False)
-    assert (one.everyone, one.anyone) == (False, True)
+    step_sync = StepSync(Ranks([[10, 0, True, False, True], [20, 0, True, False, False]]))  # type: ignore[arg-type]
+    all_yes = step_sync.register(lambda: True)
+    nobody = step_sync.register(lambda: False, lambda: asked.append("nobody"))
+    one = step_sync.register(lambda: False, lambda: asked.append("one"))
+    assert step_sync.all_reduce(5) == [35]
+    assert (all_yes.all_yes, all_yes.any_yes) == (True, True)
+    assert (nobody.all_yes, nobody.any_yes) == (False, False)
+    assert (one.all_yes, one.any_yes) == (False, True)
     assert asked == ["one"]
 
 
 def test_a_step_that_casts_no_ballot_gets_one() -> None:
     casts: list[int] = []
-    ballot = Ballot(OneRank([]))  # type: ignore[arg-type]
-    ballot.ask(lambda: bool(casts.append(1)))
-    ballot.begin_step()
-    ballot.ensure_cast()
+    step_sync = StepSync(OneRank([]))  # type: ignore[arg-type]
+    step_sync.register(lambda: bool(casts.append(1)))
+    step_sync.begin_step()
+    step_sync.ensure_all_reduced()
     assert len(casts) == 1
-    ballot.begin_step()
-    ballot.cast(3)
-    ballot.ensure_cast()
+    step_sync.begin_step()
+    step_sync.all_reduce(3)
+    step_sync.ensure_all_reduced()
     assert len(casts) == 2
 
 
@@ -293,7 +293,7 @@ def test_the_command_of_the_end_is_told_once(run: Run, monkeypatch: pytest.Monke
 def test_a_stop_of_an_evaluation_promises_no_save(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
     with run.life.looking():
         signal.raise_signal(signal.SIGTERM)
-        run.ballot.cast()
+        run.step_sync.all_reduce()
     assert run.life.stopping
     assert capfd.readouterr().err == "Stopping: the evaluation is abandoned. Press Ctrl-C again to quit immediately.\n"
     assert run.said == []

@@ -30,13 +30,13 @@ from trainer.checkpoint.layout import (
     Box,
     Layout,
     Part,
-    Placed,
+    WrittenChunks,
     layout_from_json,
     layout_of,
     layout_to_json,
 )
 from trainer.checkpoint.manifest import Manifest, read_manifest
-from trainer.checkpoint.storage import COMMIT, LocalPlace
+from trainer.checkpoint.storage import COMMIT, LocalStorage
 from trainer.checkpoint.writers import choose_writers
 from trainer.model.network import build_network
 
@@ -81,11 +81,11 @@ def as_boxes(boxes: Sequence[Box]) -> Boxes:
     return Boxes.of((box.key, box.offsets, box.sizes) for box in boxes)
 
 
-def written(boxes: Boxes, rank: int) -> Placed:
+def written(boxes: Boxes, rank: int) -> WrittenChunks:
     """Return where the chunks would lie in a rank's file: one after another, each behind 500 bytes of its own."""
     lengths = boxes.sizes.prod(axis=1) * 4 + 500
     starts = np.cumsum(lengths) - lengths
-    return Placed(f"__{rank}_0.distcp", boxes, np.column_stack((starts, lengths, starts + 400)))
+    return WrittenChunks(f"__{rank}_0.distcp", boxes, np.column_stack((starts, lengths, starts + 400)))
 
 
 SMALL: Shapes = {"a": (10, 3), "b": (7,), "c": (2, 3, 4), "d": (64, 2)}
@@ -240,7 +240,7 @@ def _lines(folder: Path) -> list[dict[str, Any]]:
 
 def make_format_2(checkpoint: Path) -> None:
     """Make a checkpoint what it would be if it had been saved when each chunk had a row."""
-    manifest = read_manifest(LocalPlace(checkpoint))
+    manifest = read_manifest(LocalStorage(checkpoint))
     text = rows_of_format_2(layout_from_json((checkpoint / "layout.json").read_text())).encode()
     (checkpoint / "layout.json").write_bytes(text)
     content = {**vars(manifest), "files": {**manifest.files, "layout.json": (len(text), crc32(text))}}

@@ -199,7 +199,7 @@ def test_it_is_told_of_a_failure_and_its_own_changes_nothing(
 @pytest.mark.slow
 def test_a_command_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(on_end, "LIMIT_S", 0.1)
-    assert "took more than" in on_end.tell_of_the_end("sleep 100 & wait", {})
+    assert "took more than" in on_end.run_end_command("sleep 100 & wait", {})
 
 
 @pytest.mark.slow
@@ -216,7 +216,7 @@ def test_a_command_that_hangs_is_ended_though_its_run_was_killed(tmp_path: Path)
 
 def _tell(command: str) -> int:
     on_end.LIMIT_S, on_end._GRACE_S = 1000.0, -999.0  # only what limits it from outside does
-    on_end.tell_of_the_end(command, {})
+    on_end.run_end_command(command, {})
     return 0
 
 

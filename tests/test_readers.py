@@ -18,7 +18,7 @@ from tests.gate import wait_until
 from tests.runs import Shared
 from trainer import evaluate, export, load_weights
 from trainer.checkpoint import stored_weights
-from trainer.checkpoint.storage import LocalPlace, find_place
+from trainer.checkpoint.storage import LocalStorage, open_storage
 from trainer.checkpoint.stored_weights import StoredWeights, find_checkpoint, open_checkpoint
 from trainer.checkpoints import list_checkpoints
 from trainer.errors import UserError
@@ -28,14 +28,14 @@ pytestmark = pytest.mark.slow  # the run that all look at is trained in a proces
 
 def prune(run: Path, step: int) -> None:
     """Delete a checkpoint as a run does: its name goes at once, then its files."""
-    place = find_place(run / "checkpoints")
-    place.delete(place.retire(f"step_{step:08d}"))
+    place = open_storage(run / "checkpoints")
+    place.delete(place.unpublish(f"step_{step:08d}"))
 
 
 @contextmanager
 def moving_on(run: Path) -> Iterator[None]:
     """As long as the block lasts, publish one of two checkpoints and prune the other, as fast as can be."""
-    has_ended, place = threading.Event(), LocalPlace(run / "checkpoints")
+    has_ended, place = threading.Event(), LocalStorage(run / "checkpoints")
     (run / "checkpoints").rename(run / "saved")
     (run / "checkpoints").mkdir()
 
@@ -46,7 +46,7 @@ def moving_on(run: Path) -> Iterator[None]:
             shutil.copytree(run / "saved" / name, place.path / unpublished, dirs_exist_ok=True)
             place.publish(unpublished, name)
             if before:
-                place.delete(place.retire(before))
+                place.delete(place.unpublish(before))
             before = name
             if has_ended.wait(0.005):
                 return
@@ -54,7 +54,7 @@ def moving_on(run: Path) -> Iterator[None]:
     worker = threading.Thread(target=work)
     worker.start()
     try:
-        wait_until(lambda: find_place(run / "checkpoints").names(), "a checkpoint")
+        wait_until(lambda: open_storage(run / "checkpoints").names(), "a checkpoint")
         yield
     finally:
         has_ended.set()
@@ -83,7 +83,7 @@ def test_one_that_is_pruned_before_it_is_open_is_passed_over(
             prune(run, 20)
         return found
 
-    monkeypatch.setattr(source, "find_checkpoint", find_and_prune)
+    monkeypatch.setattr(stored_weights, "find_checkpoint", find_and_prune)
     assert open_checkpoint(run).manifest.step == 10
     shutil.rmtree(run)
     one.copied(run)
@@ -100,7 +100,7 @@ def test_one_that_is_pruned_while_it_is_opened(one: Shared, tmp_path: Path, monk
             prune(run, 20)
         return check(place, *rest)
 
-    monkeypatch.setattr(source, "find_damage", prune_and_check)
+    monkeypatch.setattr(stored_weights, "find_damage", prune_and_check)
     assert open_checkpoint(run).manifest.step == 20, "its files were open by then"
 
 
@@ -141,7 +141,7 @@ def test_a_list_leaves_out_what_is_pruned_while_it_is_made(
     one: Shared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = one.copied(tmp_path / "run")
-    place = find_place(run / "checkpoints")
+    place = open_storage(run / "checkpoints")
     from trainer import checkpoints
 
     entry = checkpoints._entry

@@ -39,7 +39,7 @@ from trainer.data.remote import transport
 from trainer.data.shards import Shard
 from trainer.data.source import Source, SyntheticSource, sample_content
 from trainer.data.source_factory import open_source
-from trainer.distributed.step_sync import Ballot
+from trainer.distributed.step_sync import StepSync
 from trainer.errors import UserError
 from trainer.lifecycle import abandon_step
 from trainer.prepare import prepare
@@ -416,8 +416,8 @@ def test_a_step_whose_data_do_not_come_is_left(is_late: bool, monkeypatch: pytes
     come, asked, said = threading.Event(), threading.Event(), []
     source = Stalling(come)
     loader = TrainLoader(source, seed=0, global_batch_size=8, micro_batch_size=2)
-    ballot = Ballot(Ranks([[0, 0, not is_late]]))  # type: ignore[arg-type]
-    left = abandon_step.Leaving(ballot, loader, None, asked.is_set)
+    step_sync = StepSync(Ranks([[0, 0, not is_late]]))  # type: ignore[arg-type]
+    left = abandon_step.StepAbandoner(step_sync, loader, None, asked.is_set)
     if is_late:
         for _ in range(4):
             next(loader)
@@ -426,7 +426,7 @@ def test_a_step_whose_data_do_not_come_is_left(is_late: bool, monkeypatch: pytes
     with left.possible():
         for _ in range(4):
             next(loader)
-        ballot.cast(1, 2)
+        step_sync.all_reduce(1, 2)
         said.append("the step is taken")
     come.set()
     asked.clear()

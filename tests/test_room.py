@@ -12,8 +12,8 @@ from tests.gate import wait_until
 from tests.test_faults import assert_all_good, of, small_disk, steps_in, with_
 from tests.tiny import tiny_config
 from trainer import Trainer
-from trainer.checkpoint.disk_space import Demand, demand_of
-from trainer.checkpoint.storage import LocalPlace
+from trainer.checkpoint.disk_space import CheckpointCounts, checkpoint_counts
+from trainer.checkpoint.storage import LocalStorage
 from trainer.config import CheckpointSection
 from trainer.metrics.console import readable_bytes
 
@@ -24,28 +24,28 @@ BIG = ("model.name=tests.own_recipes:mlp", "model.width=300", "checkpoint.every=
 @pytest.mark.parametrize(
     ("settings", "steps_left", "existing", "demand"),
     [
-        ({"every": 2, "keep_last": 2}, 100, 0, Demand(2, 3, 2)),
-        ({"every": 2, "keep_last": 1}, 100, 0, Demand(1, 2, 2)),
-        ({"every": 2, "keep_last": 2}, 100, 2, Demand(2, 3, 2)),
-        ({"every": 100, "keep_last": 2}, 100, 0, Demand(1, 1, 1)),
-        ({"every": 0, "keep_last": 2}, 100, 0, Demand(1, 1, 1)),
-        ({"every": 10, "keep_last": 0}, 95, 1, Demand(11, 11, 11)),
-        ({"every": "auto", "keep_last": 0}, 95, 1, Demand(2, 2, 2)),
-        ({"every": "auto", "keep_last": 3, "keep_best": 1}, 95, 0, Demand(4, 5, 4)),
-        ({"every": 10, "keep_last": 2, "keep_every": 50}, 1000, 0, Demand(22, 23, 22)),
+        ({"every": 2, "keep_last": 2}, 100, 0, CheckpointCounts(2, 3, 2)),
+        ({"every": 2, "keep_last": 1}, 100, 0, CheckpointCounts(1, 2, 2)),
+        ({"every": 2, "keep_last": 2}, 100, 2, CheckpointCounts(2, 3, 2)),
+        ({"every": 100, "keep_last": 2}, 100, 0, CheckpointCounts(1, 1, 1)),
+        ({"every": 0, "keep_last": 2}, 100, 0, CheckpointCounts(1, 1, 1)),
+        ({"every": 10, "keep_last": 0}, 95, 1, CheckpointCounts(11, 11, 11)),
+        ({"every": "auto", "keep_last": 0}, 95, 1, CheckpointCounts(2, 2, 2)),
+        ({"every": "auto", "keep_last": 3, "keep_best": 1}, 95, 0, CheckpointCounts(4, 5, 4)),
+        ({"every": 10, "keep_last": 2, "keep_every": 50}, 1000, 0, CheckpointCounts(22, 23, 22)),
     ],
 )
 def test_how_many_checkpoints_there_are_at_once(
-    settings: dict[str, object], steps_left: int, existing: int, demand: Demand
+    settings: dict[str, object], steps_left: int, existing: int, demand: CheckpointCounts
 ) -> None:
     section = CheckpointSection(**settings)  # type: ignore[arg-type]
-    assert demand_of(section, steps_left, existing) == demand
+    assert checkpoint_counts(section, steps_left, existing) == demand
 
 
 def said_at_the_start(folder: Path, free: int, monkeypatch: pytest.MonkeyPatch, *overrides: str) -> str:
     """Return what a run that is finished as it begins has in its log, with so many bytes free."""
     trainer = Trainer(tiny_config(folder, "train.steps=8", "checkpoint.every=2", *overrides))
-    monkeypatch.setattr(LocalPlace, "free_bytes", lambda self: free)
+    monkeypatch.setattr(LocalStorage, "free_bytes", lambda self: free)
     try:
         trainer.start()
     finally:

@@ -22,7 +22,7 @@ from tests.gate import wait_until
 from tests.ranks import merged, tiny_overrides
 from tests.tiny import BATCH
 from trainer import Trainer, load_config
-from trainer.checkpoint.storage import find_place
+from trainer.checkpoint.storage import open_storage
 from trainer.config.run_paths import relocated
 from trainer.errors import UserError
 from trainer.lifecycle.folder import Owner, _start_of, is_owned
@@ -472,7 +472,7 @@ def test_where_checkpoints_lie_once_a_run_has_moved() -> None:
 
 def test_what_somebody_is_copying_to_an_object_store_is_left_alone() -> None:
     """A folder without a manifest may be half of a checkpoint on its way back; our own leftovers are marked."""
-    place = find_place("memory://restored")
+    place = open_storage("memory://restored")
     for name in ("step_00000002", "step_00000004"):
         if name == "step_00000004":
             place.begin(name)

@@ -21,7 +21,7 @@ from tests.test_plan import run_plan
 from tests.tiny import fit, tiny_config
 from trainer import Trainer
 from trainer.checkpoint.interval import Costs, costs_of
-from trainer.checkpoint.save_policy import AsItPays
+from trainer.checkpoint.save_policy import AdaptiveInterval
 from trainer.config import CheckpointSection, RunConfig
 from trainer.metrics.goodput import Experience, Ledger
 from trainer.report.saving import saving_of
@@ -85,29 +85,29 @@ class Simulated:
         """Train from the newest checkpoint until a node fails, `lasts_s` seconds later, and until it was replaced."""
         self._note("start", started=self.now, nodes=self.num_nodes, resumed_step=self.step)
         ends, worked_s, saved = self.now + lasts_s, 0.0, 0
-        pace = AsItPays(CONFIG.checkpoint, self._costs, self.num_nodes, lambda: STEP_S, lambda: self.now)
-        pace.learn(self.ledger.experience())
-        pace.is_time()
+        policy = AdaptiveInterval(CONFIG.checkpoint, self._costs, self.num_nodes, lambda: STEP_S, lambda: self.now)
+        policy.learn(self.ledger.experience())
+        policy.is_time()
         while self.now < ends:
-            num_steps = max(1, math.ceil((pace.every_s - self.now + self._since(pace)) / STEP_S - 0.5))
+            num_steps = max(1, math.ceil((policy.every_s - self.now + self._since(policy)) / STEP_S - 0.5))
             self.now += (num_steps - 1) * STEP_S
-            assert pace.is_time()
+            assert policy.is_time()
             self.now += STEP_S
             worked_s += num_steps * STEP_S
-            pace.began()
+            policy.began()
             if self.now + TOTAL_S < ends:
                 saved = round(worked_s / STEP_S)
                 self._note("checkpoint", at=self.now + TOTAL_S, blocked_s=BLOCKED_S, total_s=TOTAL_S)
-                pace.learn(self.ledger.experience())
+                policy.learn(self.ledger.experience())
             self.now += BLOCKED_S
         self.now = ends
         self._note("train", step=self.step + saved + 1, step_s=STEP_S)
         self.kept_s, self.step = self.kept_s + saved * STEP_S, self.step + saved
         self.now += RESTART_S
 
-    def _since(self, pace: AsItPays) -> float:
-        assert pace._since is not None
-        return pace._since
+    def _since(self, policy: AdaptiveInterval) -> float:
+        assert policy._since is not None
+        return policy._since
 
     def _costs(self, found: Experience | None) -> Costs:
         return costs_of(CONFIG, self.num_nodes, SHARD_BYTES, found)
@@ -216,10 +216,10 @@ def _steps_saved(folder: str) -> list[int]:
     """Train on this rank, where a step takes a second by the clock of rank 0 and none by the others'; return the steps
     that it saved."""
     trainer = Trainer(tiny_config(Path(folder), "checkpoint.every=auto", "train.steps=20"))
-    pace: Any = trainer.saver.schedule.pace
-    pace._costs_of = lambda found: Costs(0.5, 1.0, 0.0, 29.0)
-    pace._step_s = lambda: 0.0
-    pace._clock = lambda: float(trainer.state.step) if trainer.world.is_main else 1e9
+    policy: Any = trainer.saver.schedule.policy
+    policy._costs_of = lambda found: Costs(0.5, 1.0, 0.0, 29.0)
+    policy._step_s = lambda: 0.0
+    policy._clock = lambda: float(trainer.state.step) if trainer.world.is_main else 1e9
     saved: list[int] = []
     begin = trainer.saver.schedule.begin
     trainer.saver.schedule.begin = lambda step: (saved.append(step), begin(step))[1]  # type: ignore[method-assign]

@@ -16,7 +16,7 @@ from tests.ranks import merged
 from tests.tiny import lines, tiny_config
 from trainer import Trainer, load_weights
 from trainer.checkpoint.manifest import read_manifest
-from trainer.checkpoint.storage import LocalPlace, find_place
+from trainer.checkpoint.storage import LocalStorage, open_storage
 from trainer.checkpoint.stored_weights import find_checkpoint
 from trainer.checkpoints import command_line
 from trainer.errors import TrainingFailed
@@ -134,7 +134,7 @@ def test_a_stop_in_a_streak(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     folder = tmp_path / "run"
     assert run(folder, "checkpoint.keep_last=1", skipped=skipped, stops_at=7) == 75
     assert saved(folder) == ["04", "07"]
-    assert read_manifest(find_place(folder / "checkpoints" / "step_00000007")).num_skipped == 2
+    assert read_manifest(open_storage(folder / "checkpoints" / "step_00000007")).num_skipped == 2
     by_name = tmp_path / "by_name"
     shutil.copytree(folder / "checkpoints" / "step_00000007", tmp_path / "step_00000007")
     assert run(folder, skipped=skipped) == 0
@@ -192,13 +192,13 @@ def test_a_loop_of_ones_own_does_not_end_well_in_a_streak(tmp_path: Path) -> Non
 @pytest.mark.slow
 def test_a_streak_that_begins_before_a_save_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The checkpoint of the moment before may be the broken one: until that is known, nothing older goes."""
-    streak, publish = threading.Event(), LocalPlace.publish
+    streak, publish = threading.Event(), LocalStorage.publish
 
-    def held_up(self: LocalPlace, unpublished: str, name: str) -> None:
+    def held_up(self: LocalStorage, unpublished: str, name: str) -> None:
         assert name != "step_00000004" or streak.wait(60)
         publish(self, unpublished, name)
 
-    monkeypatch.setattr(LocalPlace, "publish", held_up)
+    monkeypatch.setattr(LocalStorage, "publish", held_up)
 
     class Watched(Skipping):
         skipped = range(5, 99)

@@ -70,7 +70,7 @@ def test_the_host_reads_nothing_in_a_step(
     trainer = make(tmp_path, *overrides)
     # Targets are counted on the host, where the batch is, and the message goes from host to host.
     monkeypatch.setattr("trainer.trainer.count_targets", lambda targets: targets.numel())
-    monkeypatch.setattr(trainer.ballot, "cast", lambda *amounts: list(amounts))
+    monkeypatch.setattr(trainer.step_sync, "all_reduce", lambda *amounts: list(amounts))
     batches = iter(trainer.loader)
     trainer.train_step(list(itertools.islice(batches, trainer.num_micro_batches)))
     with Reads() as reads:

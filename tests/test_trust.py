@@ -15,7 +15,7 @@ import pytest
 from tests.tiny import fit, tiny_config
 from trainer import Trainer, UserError, checkpoints, export, load_config, load_weights, run
 from trainer.checkpoint.manifest import COMMIT, read_manifest
-from trainer.checkpoint.storage import LocalPlace
+from trainer.checkpoint.storage import LocalStorage
 from trainer.checkpoint.stored_weights import find_checkpoint, find_checkpoints
 from trainer.config import compare_configs, stored_value
 from trainer.data import __main__ as data_command
@@ -41,7 +41,7 @@ def say_otherwise(checkpoint: Path, old: str, new: str) -> None:
     assert old in text
     path.write_text(text.replace(old, new))
     data = path.read_bytes()
-    manifest = read_manifest(LocalPlace(checkpoint))
+    manifest = read_manifest(LocalStorage(checkpoint))
     files = {**manifest.files, "config.yaml": (len(data), crc32(data))}
     digest = sha256(data).hexdigest()
     (checkpoint / COMMIT).write_text(dataclasses.replace(manifest, files=files, config_sha256=digest).to_json())

@@ -23,7 +23,7 @@ from trainer import load_config
 from trainer.distributed.channel import Messages
 from trainer.lifecycle.flight_recorder import Progress, progress_of
 from trainer.lifecycle.phases import watch_phases
-from trainer.lifecycle.rank_status import Standing, find_late, is_stuck, reason_of, table
+from trainer.lifecycle.rank_status import Standing, find_stragglers, is_stuck, reason_of, table
 from trainer.lifecycle.watchdog import _ANSWER_S, _SAVE_GRACE_S, Watchdog
 
 LIMIT_S = 8.0
@@ -230,7 +230,7 @@ def test_limits(dog: Watchdog, monkeypatch: pytest.MonkeyPatch) -> None:
         assert after(299) == "", "it makes progress"
         assert after(2) != ""
     dog.begin_step(3)
-    dog._forgive(60)
+    dog._extend_limits(60)
     assert after(100) == "", "the process stood still for a minute itself"
     with pytest.raises(KeyError), dog.running():
         raise KeyError
@@ -265,12 +265,14 @@ def test_who_is_late() -> None:
         return Standing(number, "forward", 7.0, step, marks, waits, False, answers, ["a.py:1 in f"])
 
     ahead, waiting, behind = rank(0, 5, 3, False), rank(1, 5, 1, True), rank(2, 5, 2, False)
-    assert find_late([ahead, waiting, behind]) == [behind], "a rank in a collective is held up itself"
-    assert find_late([waiting, rank(3, 4, 9, True)]) == [rank(3, 4, 9, True)], "all wait: collectives do not match"
+    assert find_stragglers([ahead, waiting, behind]) == [behind], "a rank in a collective is held up itself"
+    assert find_stragglers([waiting, rank(3, 4, 9, True)]) == [rank(3, 4, 9, True)], (
+        "all wait: collectives do not match"
+    )
     silent = rank(4, 0, 0, False, answers=False)
     assert not is_stuck([ahead, waiting, behind]), "a save in flight may end before they leave"
     assert is_stuck([ahead, silent]), "none can end that it is part of"
-    assert find_late([ahead, silent]) == [silent]
+    assert find_stragglers([ahead, silent]) == [silent]
     assert reason_of("why", [ahead, silent]) == "watchdog: rank 4 did not answer (why)"
     many = table("why", [rank(number, 5, 1 if number == 700 else 2, number != 700) for number in range(1000)])
     assert ">>  700" in many
@@ -316,13 +318,13 @@ def test_the_rank_whose_device_has_come_least_far_is_named() -> None:
         return Standing(number, "device", 7.0, 6, 4, True, collectives=[completed, 0, 9], device="reduce number 8")
 
     standings = [rank(0, 7), rank(1, 6), rank(2, 7)]
-    assert find_late(standings) == [standings[1]]
+    assert find_stragglers(standings) == [standings[1]]
     reason = reason_of("why", standings)
     assert (
         reason == "watchdog: rank 1 made no progress in device of step 6 for 7 s, the device in reduce number 8 (why)"
     )
     busy = Standing(3, "data", 7.0, 6, 1, False)
-    assert find_late([*standings, busy]) == [busy], "a host that is elsewhere holds up all devices"
+    assert find_stragglers([*standings, busy]) == [busy], "a host that is elsewhere holds up all devices"
 
 
 def test_waiting_for_the_device_is_waiting(dog: Watchdog, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,10 +21,10 @@ from rich.console import Console
 from rich.text import Text
 
 from trainer.checkpoint.blocks import Damaged
-from trainer.checkpoint.layout import Stored
+from trainer.checkpoint.layout import StoredTensor
 from trainer.checkpoint.manifest import find_damage, find_index_damage, name_of, read_manifest
 from trainer.checkpoint.retention import best_step, list_steps
-from trainer.checkpoint.storage import COMMIT, Place, find_place, split_parent
+from trainer.checkpoint.storage import COMMIT, Place, open_storage, split_parent
 from trainer.checkpoint.stored_weights import StoredWeights, find_checkpoints, is_checkpoint
 from trainer.config import compare_stored
 from trainer.errors import (
@@ -87,7 +87,7 @@ def list_checkpoints(place: Place, verify: bool = False) -> list[CheckpointEntry
         found |= {step: _entry(place, name_of(step), verify) for step in new}
         if not new or not found:
             break
-    aside = [CheckpointEntry(name, state="set aside") for name in place.names_aside()]
+    aside = [CheckpointEntry(name, state="set aside") for name in place.quarantined_names()]
     still = [step for step in sorted(found) if not found[step].damage or place.is_published(name_of(step))]
     entries, best = [found[step] for step in still], best_step(place)
     for entry in entries:
@@ -152,7 +152,7 @@ def compare_tensors(a: StoredWeights, b: StoredWeights) -> Iterator[TensorChange
             yield TensorChange(key, _shape_of(before), _shape_of(after), norms[0], norms[1], relative)
 
 
-def _row_blocks(stored: Stored) -> Iterator[tuple[int, int | None]]:
+def _row_blocks(stored: StoredTensor) -> Iterator[tuple[int, int | None]]:
     if not stored.shape or not stored.num_bytes:
         yield 0, None
         return
@@ -161,7 +161,7 @@ def _row_blocks(stored: Stored) -> Iterator[tuple[int, int | None]]:
         yield start, min(start + rows, stored.shape[0])
 
 
-def _shape_of(stored: Stored | None) -> str:
+def _shape_of(stored: StoredTensor | None) -> str:
     if stored is None:
         return "absent"
     dtype = str(stored.dtype).removeprefix("torch.")
@@ -186,7 +186,7 @@ def command_line(argv: Sequence[str] | None = None) -> int:
 def _show(chosen: argparse.Namespace) -> int:
     if is_checkpoint(chosen.run_dir) and not chosen.diff:  # a single checkpoint, not a folder of checkpoints
         folder, name = split_parent(chosen.run_dir)
-        place = find_place(folder)
+        place = open_storage(folder)
         entries = [_entry(place, name, chosen.verify)]
     else:
         place = find_checkpoints(chosen.run_dir)
@@ -262,7 +262,7 @@ def _find_one(place: Place, name: str) -> Place:
         if int(name) not in steps:
             raise setting_error("--diff", name, f"must be an existing step: {', '.join(map(str, steps))}")
         return place / f"step_{int(name):08d}"
-    return place / name if name in place.names() else find_place(name)
+    return place / name if name in place.names() else open_storage(name)
 
 
 def _size(num_bytes: int) -> str:

@@ -32,13 +32,13 @@ from trainer.config.run_name import find_free_name
 from trainer.distributed import stop_request
 from trainer.distributed.environment import (
     Environment,
-    allocate_in_segments,
     check_rendezvous,
     find_environment,
     follow_parent,
     limit_spinning,
     note_start,
-    without_collecting,
+    use_expandable_segments,
+    without_garbage_collection,
 )
 from trainer.errors import (
     EXIT_FAILED,
@@ -56,7 +56,7 @@ from trainer.errors import (
     run_command,
     setting_error,
 )
-from trainer.lifecycle.dry_run import rehearsing
+from trainer.lifecycle.dry_run import dry_run_config
 from trainer.lifecycle.launch import spawn
 from trainer.metrics.clock import uptime
 from trainer.recipe import add_working_folder_to_path
@@ -87,7 +87,7 @@ def _main(argv: Sequence[str] | None, trainer: type[Trainer] | None) -> int:
     redact_everything()
     add_working_folder_to_path()
     limit_spinning()
-    allocate_in_segments()
+    use_expandable_segments()
     env, trains = Environment(), False
     try:
         env = find_environment()
@@ -108,11 +108,11 @@ def _main(argv: Sequence[str] | None, trainer: type[Trainer] | None) -> int:
         return report(unusable_path_error(error, sys.argv[1:] if argv is None else argv), env)
     finally:
         if not trains:
-            stop_request.let_go()
+            stop_request.stop_catching_signals()
     note_start(began)
     is_dry = arguments.asks_for("--dry-run")
     act = partial(_rehearse, config) if is_dry else _fit
-    with rehearsing(config, env) if is_dry else contextlib.nullcontext(config) as config:
+    with dry_run_config(config, env) if is_dry else contextlib.nullcontext(config) as config:
         if is_spawning:
             return spawn(arguments.nproc or 1, _command(arguments, trainer), config)
         return run_trainer(config, trainer, act)
@@ -276,7 +276,7 @@ def ignore_termination() -> None:
 def run_trainer(config: RunConfig, own: type[Trainer] | None, act: Callable[[Trainer], int]) -> int:
     """Build a Trainer on this rank, call `act` with it, and return the exit code.  `own`: the user's Trainer class."""
     try:
-        with without_collecting(), interruptible():
+        with without_garbage_collection(), interruptible():
             from trainer.plan.forecast import is_out_of_memory
             from trainer.trainer import Trainer
 
@@ -287,7 +287,7 @@ def run_trainer(config: RunConfig, own: type[Trainer] | None, act: Callable[[Tra
     if find_environment().rank != 0:
         warnings.simplefilter("ignore")  # rank 0 shows the warnings
     try:
-        with without_collecting():
+        with without_garbage_collection():
             trainer = (own or config.trainer_class(Trainer))(config)
         exit_code = act(trainer)
         ignore_termination()
@@ -322,10 +322,10 @@ def _fit(trainer: Trainer) -> int:
 
 def _rehearse(config: RunConfig, trainer: Trainer) -> int:
     """Start up without training, and show the plan.  `config`: the configuration of the actual run."""
-    from trainer.checkpoint.storage import find_place
+    from trainer.checkpoint.storage import open_storage
     from trainer.plan.show import print_plan
 
-    trainer.room_in = find_place(config.checkpoint.dir or config.run_dir / "checkpoints")
+    trainer.room_in = open_storage(config.checkpoint.dir or config.run_dir / "checkpoints")
 
     with trainer.lifecycle.running():
         trainer.start()

@@ -168,7 +168,7 @@ def stop_if_asked() -> None:
 
     Call this in long loops, at least once per second.
     """
-    if name := asked_promptly():
+    if name := prompt_stop_signal():
         raise StopRequested(name)
 
 
@@ -185,7 +185,7 @@ def interruptible() -> Iterator[None]:
             prompt.raises_at_once = False
 
 
-def asked_promptly() -> str:
+def prompt_stop_signal() -> str:
     """Return the signal that asked this process to stop while there is nothing to save; empty if there is none."""
     return next((prompt.name for prompt in _active), "")
 

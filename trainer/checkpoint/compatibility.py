@@ -12,13 +12,13 @@ import safetensors.torch
 import torch
 from torch.distributed.tensor import DTensor
 
-from trainer.checkpoint.layout import Layout, Stored, layout_from_json
+from trainer.checkpoint.layout import Layout, StoredTensor, layout_from_json
 from trainer.checkpoint.manifest import (
     Manifest,
     rank_file,
     read_file,
 )
-from trainer.checkpoint.snapshot import Dependent, Restartable, Savable, Stateful, Strict
+from trainer.checkpoint.snapshot import ComparablePart, DependentPart, RestartablePart, Savable, Stateful
 from trainer.checkpoint.state_tree import join, split
 from trainer.checkpoint.storage import Place
 from trainer.distributed.world import World
@@ -31,7 +31,7 @@ _NUM_LINES, _NUM_CHARACTERS = 4, 300
 """Limits of the error message: one cause, such as a different width, shows up in every tensor."""
 
 
-class Unfit(UserError):
+class IncompatibleCheckpoint(UserError):
     """Raised if a checkpoint cannot be restored into the state.
 
     `lines` holds all differences, settings first; the message shows some of them.
@@ -48,14 +48,14 @@ class Unfit(UserError):
         most = _NUM_LINES if len(self.lines) <= _NUM_LINES else _NUM_LINES - 1  # one line says how many more
         first = [lines[0] for lines in unfit.values()]
         self._shown = [*different, *first, *(line for line in of_parts if line not in first)][:most]
-        super().__init__(self.told())
+        super().__init__(self.message())
 
     @property
     def is_short(self) -> bool:
         """True if the message shows all differences in full."""
         return len(self.lines) == len(self._shown) and all(len(line) <= _NUM_CHARACTERS for line in self.lines)
 
-    def told(self, file: str = "") -> str:
+    def message(self, file: str = "") -> str:
         """Return the message; `file` names a file that holds all lines."""
         shown = [line if len(line) <= _NUM_CHARACTERS else f"{line[:_NUM_CHARACTERS]}..." for line in self._shown]
         if more := len(self.lines) - len(self._shown):
@@ -84,7 +84,7 @@ def find_targets(state: Savable, layout: Layout, left_out: set[str]) -> dict[str
             if name in left_out:
                 continue
             stored = _within(layout, name)
-            if isinstance(part, Strict):
+            if isinstance(part, ComparablePart):
                 part.prepare(stored)
             _, live = split(part.state_dict(), (name,))
             by_key = {".".join(path): tensor for path, tensor in live.items()}
@@ -97,11 +97,11 @@ def find_targets(state: Savable, layout: Layout, left_out: set[str]) -> dict[str
     return targets
 
 
-def _within(layout: Layout, name: str) -> dict[str, Stored]:
+def _within(layout: Layout, name: str) -> dict[str, StoredTensor]:
     return {key.removeprefix(f"{name}."): stored for key, stored in layout.items() if key.startswith(f"{name}.")}
 
 
-def check_fit(
+def check_compatible(
     place: Place,
     different: list[str],
     state: Savable,
@@ -115,16 +115,16 @@ def check_fit(
     Raises IncompatibleCheckpoint with all differences, `different` first.
     """
     unfit, left_out = find_differences(state, document, layout, allowed, is_same_size)
-    told: list[str] = []
+    all_remarks: list[str] = []
     for name, part in state.parts.items():
-        if isinstance(part, Dependent) and name in document["parts"] and f"state.{name}" not in allowed:
+        if isinstance(part, DependentPart) and name in document["parts"] and f"state.{name}" not in allowed:
             changed, remarks = part.changes_outside(document["parts"][name], allowed)
             if changed:
                 unfit[name] = unfit.get(name, []) + changed
-            told += remarks
+            all_remarks += remarks
     if different or unfit:
-        raise Unfit(place, different, unfit)
-    return left_out, told
+        raise IncompatibleCheckpoint(place, different, unfit)
+    return left_out, all_remarks
 
 
 def find_differences(
@@ -148,9 +148,9 @@ def find_differences(
         if name not in (parts if name in state.parts else rank_parts):
             unfit = [] if getattr(part, "may_be_absent", False) else [_other_state(name, "not in the checkpoint")]
         elif name in state.rank_parts:
-            if not is_same_size and not isinstance(part, Restartable):
+            if not is_same_size and not isinstance(part, RestartablePart):
                 unfit = [_other_state(name, "per-rank state, saved with a different number of ranks")]
-        elif isinstance(part, Strict):
+        elif isinstance(part, ComparablePart):
             unfit = part.differences(parts[name], _within(layout, name))
         else:
             unfit = _sharded_differences(name, part, layout)
@@ -200,7 +200,7 @@ def _sharded_differences(name: str, part: Stateful, layout: Layout) -> list[str]
     return lines
 
 
-def tensor_differences(own: Mapping[str, torch.Tensor], stored: Mapping[str, Stored]) -> Iterator[str]:
+def tensor_differences(own: Mapping[str, torch.Tensor], stored: Mapping[str, StoredTensor]) -> Iterator[str]:
     """Yield one line per difference in keys, shapes and dtypes, in either direction."""
     for key in [*own, *(key for key in stored if key not in own)]:
         if key not in stored:

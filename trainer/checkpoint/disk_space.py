@@ -15,7 +15,7 @@ from trainer.metrics.console import readable_bytes
 
 
 @dataclass(frozen=True)
-class Demand:
+class CheckpointCounts:
     """Number of checkpoints that a run will have on disk at the same time."""
 
     kept: int
@@ -26,7 +26,7 @@ class Demand:
     """If the oldest is deleted before the next one is written, which happens only if the disk is full."""
 
 
-def demand_of(section: CheckpointSection, steps_left: int, num_existing: int) -> Demand:
+def checkpoint_counts(section: CheckpointSection, steps_left: int, num_existing: int) -> CheckpointCounts:
     """Return the demand of a run that has `num_existing` checkpoints and will train `steps_left` more steps."""
     every = section.every if isinstance(section.every, int) else 1
     num_saves = 1 if every == 0 else max(1, -(-steps_left // every))
@@ -35,13 +35,13 @@ def demand_of(section: CheckpointSection, steps_left: int, num_existing: int) ->
     if section.keep_last == 0:
         if not isinstance(section.every, int):  # the number of saves is unknown
             everything = num_existing + 1
-        return Demand(everything, everything, everything)
+        return CheckpointCounts(everything, everything, everything)
     kept = min(section.keep_last + permanent, everything)
     at_once = min(section.keep_last + permanent + 1, everything)
-    return Demand(kept, at_once, min(max(section.keep_last, 2) + permanent, everything))
+    return CheckpointCounts(kept, at_once, min(max(section.keep_last, 2) + permanent, everything))
 
 
-def lack_of_room(place: Place, section: CheckpointSection, num_bytes: int, steps_left: int) -> str:
+def disk_space_warning(place: Place, section: CheckpointSection, num_bytes: int, steps_left: int) -> str:
     """Return a warning if a run's checkpoints do not fit on the disk of `place`.
 
     The result is empty if they fit or the free space is unknown.
@@ -55,7 +55,7 @@ def lack_of_room(place: Place, section: CheckpointSection, num_bytes: int, steps
             num_bytes = read_manifest(place / name_of(existing[-1])).num_bytes
     if free is None:
         return ""
-    demand = demand_of(section, steps_left, len(existing))
+    demand = checkpoint_counts(section, steps_left, len(existing))
     still = (demand.at_once - len(existing)) * num_bytes
     if still <= free:
         return ""
@@ -72,7 +72,7 @@ def lack_of_room(place: Place, section: CheckpointSection, num_bytes: int, steps
     else:
         lines.append("saves will fail once the disk is full")
     fixes = ["free some space there", "set checkpoint.dir to a folder on another disk"]
-    with_one = demand_of(replace(section, keep_last=1), steps_left, len(existing)).at_once
+    with_one = checkpoint_counts(replace(section, keep_last=1), steps_left, len(existing)).at_once
     if with_one < number:
         fixes.append(f"set checkpoint.keep_last=1 (needs {readable_bytes(with_one * num_bytes)})")
     lines.append(f"to fix: {', or '.join(fixes)}")

@@ -7,7 +7,7 @@ from typing import Any
 from trainer.checkpoint.blocks import Damaged
 from trainer.errors import UserError, is_disk_full
 
-TO_FIX = "to fix: free some space there, or set checkpoint.keep_last=1 or a checkpoint.dir on another disk"
+DISK_FULL_ADVICE = "to fix: free some space there, or set checkpoint.keep_last=1 or a checkpoint.dir on another disk"
 """Ends the message of a save that failed because the disk is full.  A final save recognizes it and retries later."""
 
 
@@ -15,7 +15,7 @@ def describe(error: BaseException) -> str:
     """Return an error's message, prefixed with its type unless it is one of ours; for a full disk, with advice."""
     text = str(error) or repr(error)
     if isinstance(error, OSError) and is_disk_full(error):
-        text += f"; {TO_FIX}"
+        text += f"; {DISK_FULL_ADVICE}"
     return text if isinstance(error, (UserError, Damaged)) else f"{type(error).__name__}: {text}"
 
 

@@ -80,7 +80,7 @@ def _meeting(spans: tuple[Runs, ...], offsets: Ints, sizes: Ints) -> tuple[int, 
 
 
 @dataclass
-class Stored:
+class StoredTensor:
     """One stored tensor: its dtype, shape and chunks."""
 
     dtype: torch.dtype
@@ -92,7 +92,7 @@ class Stored:
         return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
 
-Layout = dict[str, Stored]
+Layout = dict[str, StoredTensor]
 """Every stored tensor by key."""
 
 
@@ -118,7 +118,7 @@ class Box:
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedTensor:
     """The planned chunks of one tensor: offsets and sizes, one row per chunk, in ascending order."""
 
     dtype: torch.dtype
@@ -138,7 +138,7 @@ class Planned:
 
 
 @dataclass(frozen=True)
-class Placed:
+class WrittenChunks:
     """The chunks in one rank's file, as columns: boxes, and the position of each (start, length, data start)."""
 
     file: str
@@ -159,14 +159,14 @@ class Written:
         return sum(length for length, _ in self.blocks)
 
     @property
-    def placed(self) -> Placed:
+    def placed(self) -> WrittenChunks:
         """The part that rank 0 needs for the layout.  The checksums are stored in a separate file."""
         boxes = Boxes.of((key, chunk.offsets, chunk.sizes) for key, chunk in self.chunks)
         places = rows_of([(chunk.start, chunk.length, chunk.data_start) for _, chunk in self.chunks], 3, 0)
-        return Placed(self.file, boxes, places)
+        return WrittenChunks(self.file, boxes, places)
 
 
-def layout_of(planned: Mapping[str, Planned], placed: Sequence[Placed]) -> Layout:
+def layout_of(planned: Mapping[str, PlannedTensor], placed: Sequence[WrittenChunks]) -> Layout:
     """Return the layout of all ranks' files.  Raises ValueError if a planned chunk was not written."""
     files = [part.file for part in placed]
     boxes = Boxes.joined([part.boxes for part in placed])
@@ -182,7 +182,7 @@ def layout_of(planned: Mapping[str, Planned], placed: Sequence[Placed]) -> Layou
         if missing := tensor.num_missing(offsets, sizes):
             raise ValueError(f"{key}: {missing} of its {len(tensor.offsets)} chunks have not been written")
         table = np.column_stack((of_files[own], offsets, sizes, places[own]))
-        layout[key] = Stored(tensor.dtype, tensor.shape, Chunks.of(files, table))
+        layout[key] = StoredTensor(tensor.dtype, tensor.shape, Chunks.of(files, table))
     return layout
 
 
@@ -199,7 +199,7 @@ def layout_from_json(text: bytes | str) -> Layout:
         return _layout_of_rows(content)
     files = content["files"]
     return {
-        key: Stored(getattr(torch, dtype), tuple(shape), Chunks(files, columns))
+        key: StoredTensor(getattr(torch, dtype), tuple(shape), Chunks(files, columns))
         for key, (dtype, shape, columns) in content["tensors"].items()
     }
 
@@ -212,5 +212,5 @@ def _layout_of_rows(content: Mapping[str, Any]) -> Layout:
     for key, (dtype, shape, chunks) in content.items():
         rows = [(numbers[file], *offsets, *sizes, *places) for offsets, sizes, file, *places in chunks]
         table = rows_of(rows, 4 + 2 * len(shape), 0)
-        layout[key] = Stored(getattr(torch, dtype), tuple(shape), Chunks.of(files, table))
+        layout[key] = StoredTensor(getattr(torch, dtype), tuple(shape), Chunks.of(files, table))
     return layout

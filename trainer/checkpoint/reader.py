@@ -16,7 +16,7 @@ from typing import TypeVar
 import torch
 
 from trainer.checkpoint.blocks import Damaged
-from trainer.checkpoint.compatibility import StoredState, apply, check_fit, find_targets
+from trainer.checkpoint.compatibility import StoredState, apply, check_compatible, find_targets
 from trainer.checkpoint.error_messages import describe
 from trainer.checkpoint.layout import Layout
 from trainer.checkpoint.manifest import (
@@ -29,8 +29,8 @@ from trainer.checkpoint.manifest import (
     read_manifest,
 )
 from trainer.checkpoint.retention import list_steps
-from trainer.checkpoint.snapshot import Facts, Restartable, Savable
-from trainer.checkpoint.storage import COMMIT, DAMAGED, Place, names_at_first
+from trainer.checkpoint.snapshot import RestartablePart, RunInfo, Savable
+from trainer.checkpoint.storage import COMMIT, DAMAGED, Place, list_configured_folder
 from trainer.checkpoint.tensors import read_tensors
 from trainer.distributed.world import World
 from trainer.errors import TrainingFailed, UserError
@@ -39,7 +39,7 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
-class Found:
+class RestoredCheckpoint:
     """The checkpoint that was restored, and the newer ones that could not be."""
 
     path: str
@@ -69,7 +69,7 @@ class Reader:
         """Return the steps of the published checkpoints visible to this rank, oldest first.  Not collective."""
         return list_steps(self.place)
 
-    def newest_origin(self) -> Facts | None:
+    def newest_origin(self) -> RunInfo | None:
         """Return the run that wrote the newest readable checkpoint; None if there is none.  Not collective."""
         for step in reversed(self.steps()):
             place = self.place / name_of(step)
@@ -79,15 +79,17 @@ class Reader:
             except (Damaged, FileNotFoundError, UserError):
                 continue
             started = manifest.extra
-            return Facts(stored, manifest.mesh, str(started.get("job", "")), int(started.get("restarts", 0)))
+            return RunInfo(stored, manifest.mesh, str(started.get("job", "")), int(started.get("restarts", 0)))
         return None
 
     @property
     def is_empty(self) -> bool:
         """True if this rank sees an empty or missing folder.  Not collective."""
-        return not names_at_first(self.place)
+        return not list_configured_folder(self.place)
 
-    def restore(self, state: Savable, compare: Compare, allowed: frozenset[str], careful: bool) -> Found | None:
+    def restore(
+        self, state: Savable, compare: Compare, allowed: frozenset[str], careful: bool
+    ) -> RestoredCheckpoint | None:
         """Restore `state` from the newest good checkpoint; return None if there are no checkpoints.
 
         `careful`: verify every byte before anything is overwritten, if the current state must not be lost.
@@ -123,7 +125,7 @@ class Reader:
         compare: Compare,
         allowed: frozenset[str],
         careful: bool,
-    ) -> tuple[Found | None, list[str]]:
+    ) -> tuple[RestoredCheckpoint | None, list[str]]:
         """Load a checkpoint (see `_load`), or postpone it: note its number of skipped steps in `put_off`."""
         place = self.place / name
         manifest, problem = self._manifest(place)
@@ -134,7 +136,9 @@ class Reader:
             return None, []
         return self._load(place, manifest, state, compare, allowed, careful)
 
-    def load(self, place: Place, state: Savable, compare: Compare, allowed: frozenset[str], careful: bool) -> Found:
+    def load(
+        self, place: Place, state: Savable, compare: Compare, allowed: frozenset[str], careful: bool
+    ) -> RestoredCheckpoint:
         """Restore `state` from the checkpoint at `place`, on any mesh.
 
         `careful`: verify every byte before anything is overwritten, if the current state must not be lost.
@@ -174,7 +178,7 @@ class Reader:
         compare: Compare,
         allowed: frozenset[str],
         careful: bool,
-    ) -> tuple[Found | None, list[str]]:
+    ) -> tuple[RestoredCheckpoint | None, list[str]]:
         """Restore from `place`.  Returns the restored checkpoint, or None and the damage."""
         depth = "sizes" if not self._checksums else "full" if careful else "frames"
         _, damage = self._attempt(lambda: _look_for_damage(place, manifest, depth, self.world))
@@ -187,7 +191,7 @@ class Reader:
         different, changed = self.world.agreed(lambda: compare(stored.config_yaml))
         is_same_size = stored.own is not None
         fit = (state, document, layout, allowed, is_same_size)
-        left_out, warnings = self.world.agreed(lambda: check_fit(place, different, *fit))
+        left_out, warnings = self.world.agreed(lambda: check_compatible(place, different, *fit))
         targets = self.world.agreed(lambda: find_targets(state, layout, left_out))
         _, damage = self._attempt(lambda: self._read(place, manifest, layout, targets))
         if damage:
@@ -196,14 +200,14 @@ class Reader:
         state.step = manifest.step
         if not is_same_size:
             for part in state.rank_parts.values():
-                if isinstance(part, Restartable):
+                if isinstance(part, RestartablePart):
                     part.restart(manifest.step)
             if document.get("unlike"):
                 keys = ", ".join(document["unlike"])
                 warnings.append(
                     f"each of {manifest.world_size} ranks had its own values; using those of rank 0: {keys}"
                 )
-        return Found(str(place), manifest, stored.config_yaml, warnings=warnings, changed=changed), []
+        return RestoredCheckpoint(str(place), manifest, stored.config_yaml, warnings=warnings, changed=changed), []
 
     def _read(self, place: Place, manifest: Manifest, layout: Layout, targets: Mapping[str, torch.Tensor]) -> None:
         blocks = StoredBlocks(place, manifest)

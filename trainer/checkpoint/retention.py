@@ -63,7 +63,7 @@ def _read(place: Place) -> Manifest | None:
         return None
 
 
-class Keeping:
+class RetentionPolicy:
     """Decides which checkpoints are obsolete.  For rank 0 only.  Each manifest is read once and cached.
 
     keep_last: number of newest good checkpoints to keep; 0 keeps all.  keep_every: keep permanently those saved for a
@@ -97,7 +97,7 @@ class Keeping:
         """Return the names of the checkpoints to prune.  Propagates errors of the storage."""
         return self._older_than_the_last(self._keep_last)
 
-    def spare(self) -> list[str]:
+    def obsolete_after_next(self) -> list[str]:
         """Return the names of the checkpoints that will be pruned once another good one is published.
 
         If the disk is too full for the new checkpoint, they can be pruned first.  At least one good checkpoint always
@@ -116,7 +116,7 @@ class Keeping:
             name_of(step) for step in steps if step < last[-1] and step not in best and not self._is_kept_for_good(step)
         ]
 
-    def in_doubt(self, since: int) -> list[str]:
+    def names_to_quarantine(self, since: int) -> list[str]:
         """Return the names of the good checkpoints saved at or after step `since`, from which on every step failed.
 
         The list is empty if no good checkpoint is older than `since`, since then there is nothing to resume from
@@ -126,7 +126,7 @@ class Keeping:
         good = [step for step in list_steps(self._place) if self._is_good(step)]
         if not good or good[0] >= since:
             return []
-        aside = self._place.names_aside()
+        aside = self._place.quarantined_names()
         return [name_of(step) for step in good if step >= since and f"{DOUBTFUL}-{name_of(step)}" not in aside]
 
     def _is_kept_for_good(self, step: int) -> bool:

@@ -9,12 +9,12 @@ from typing import Protocol
 
 from trainer.checkpoint.interval import Costs, costs_of, sentences
 from trainer.config import CheckpointSection, RunConfig
-from trainer.distributed.step_sync import Ballot
+from trainer.distributed.step_sync import StepSync
 from trainer.distributed.world import World
 from trainer.metrics.goodput import Experience
 
 
-class Pace(Protocol):
+class SavePolicy(Protocol):
     """Decides after which steps to save, the same on all ranks."""
 
     @property
@@ -35,7 +35,7 @@ class Pace(Protocol):
         """Return lines that describe the policy to the user."""
 
 
-class EverySoManySteps:
+class FixedInterval:
     """Saves every `every` steps; 0 disables saving."""
 
     every_s: None = None
@@ -56,7 +56,7 @@ class EverySoManySteps:
         return []
 
 
-class AsItPays:
+class AdaptiveInterval:
     """Saves at the Young/Daly interval: rank 0 decides by its clock, and the step's all-reduce broadcasts the decision.
 
     Multiples of `checkpoint.keep_every` are saved as well.
@@ -105,16 +105,18 @@ class AsItPays:
         return ["checkpoint.every=auto:", *(f"  {topic}: {text}" for topic, text in said.items())]
 
 
-def find_pace(config: RunConfig, world: World, ballot: Ballot, shard_bytes: int, step_s: Callable[[], float]) -> Pace:
+def build_save_policy(
+    config: RunConfig, world: World, step_sync: StepSync, shard_bytes: int, step_s: Callable[[], float]
+) -> SavePolicy:
     """Build the policy that `checkpoint.every` selects.
 
     shard_bytes: bytes that this rank writes in one save.  step_s: returns the duration of a step in seconds.
     """
     if isinstance(config.checkpoint.every, int):
-        return EverySoManySteps(config.checkpoint.every)
+        return FixedInterval(config.checkpoint.every)
     num_nodes = world.env.num_nodes
     costs = functools.partial(costs_of, config, num_nodes, shard_bytes)
-    pace = AsItPays(config.checkpoint, costs, num_nodes, step_s)
-    asked = ballot.ask(lambda: world.is_main and pace.is_time())
-    pace.is_agreed = lambda: asked.anyone
-    return pace
+    policy = AdaptiveInterval(config.checkpoint, costs, num_nodes, step_s)
+    asked = step_sync.register(lambda: world.is_main and policy.is_time())
+    policy.is_agreed = lambda: asked.any_yes
+    return policy

@@ -8,15 +8,15 @@ from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Protocol
 
-from trainer.checkpoint.error_messages import TO_FIX
+from trainer.checkpoint.error_messages import DISK_FULL_ADVICE
 from trainer.checkpoint.interval import guessed_s
 from trainer.checkpoint.manifest import name_of
 from trainer.checkpoint.retention import find_best
-from trainer.checkpoint.save_policy import Pace, find_pace
+from trainer.checkpoint.save_policy import SavePolicy, build_save_policy
 from trainer.checkpoint.snapshot import Savable
 from trainer.checkpoint.store import Checkpoints, SaveResult
 from trainer.config import RunConfig
-from trainer.distributed.step_sync import Ballot
+from trainer.distributed.step_sync import StepSync
 from trainer.errors import TrainingFailed
 from trainer.files import find_folder
 from trainer.metrics.goodput import Experience
@@ -74,8 +74,8 @@ class SaveSchedule:
 
     FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 
-    def __init__(self, pace: Pace, clock: Callable[[], float] = time.monotonic) -> None:
-        self.pace, self._clock = pace, clock
+    def __init__(self, policy: SavePolicy, clock: Callable[[], float] = time.monotonic) -> None:
+        self.policy, self._clock = policy, clock
         self.num_failures = 0
         """Number of consecutive failed saves."""
         self._retry_at = 0.0
@@ -88,7 +88,7 @@ class SaveSchedule:
 
     def is_due(self, step: int, may_retry: bool) -> bool:
         """Return whether to save after step `step`.  `may_retry`: rank 0's answer."""
-        falls_due = self.pace.falls_due(step)
+        falls_due = self.policy.falls_due(step)
         if falls_due:
             self._owed.append(step)
         if self.num_failures:
@@ -102,7 +102,7 @@ class SaveSchedule:
     def begin(self, step: int) -> list[int]:
         """Note that a save of step `step` begins; return the earlier steps whose due saves it replaces."""
         self._is_postponed = False
-        self.pace.began()
+        self.policy.began()
         return [due for due in self._owed if due < step]
 
     def failed(self) -> None:
@@ -126,19 +126,19 @@ class Saver:
         self,
         checkpoints: Checkpoints,
         config: RunConfig,
-        ballot: Ballot,
+        step_sync: StepSync,
         listener: SaveListener,
         expected_bytes: int,
     ) -> None:
         """`expected_bytes`: estimate of the bytes that this rank writes per save."""
         self._checkpoints, self._config, self._listener = checkpoints, config.checkpoint, listener
         self._expected_bytes = expected_bytes
-        pace = find_pace(config, checkpoints.world, ballot, expected_bytes, lambda: listener.step_s)
-        self.schedule = SaveSchedule(pace)
-        listener.expects(pace.falls_due)
-        self._is_written = ballot.ask(lambda: checkpoints.is_written)
-        self._is_overdue = ballot.ask(lambda: checkpoints.is_overdue)
-        self._may_retry = ballot.ask(lambda: checkpoints.world.is_main and self.schedule.may_retry())
+        policy = build_save_policy(config, checkpoints.world, step_sync, expected_bytes, lambda: listener.step_s)
+        self.schedule = SaveSchedule(policy)
+        listener.expects(policy.falls_due)
+        self._is_written = step_sync.register(lambda: checkpoints.is_written)
+        self._is_overdue = step_sync.register(lambda: checkpoints.is_overdue)
+        self._may_retry = step_sync.register(lambda: checkpoints.world.is_main and self.schedule.may_retry())
         self._started: tuple[object, ...] | None = None
         self._saved: tuple[object, ...] | None = None
         """`_mark` of the newest checkpoint of this run."""
@@ -147,7 +147,7 @@ class Saver:
 
     def due(self, step: int) -> bool:
         """Return whether to save after step `step`, the same on all ranks.  Not collective."""
-        return self.schedule.is_due(step, self._may_retry.anyone)
+        return self.schedule.is_due(step, self._may_retry.any_yes)
 
     def save_if_best(self, state: Resumable) -> None:
         """Save a state that has just been evaluated if it ranks among the best saved ones.
@@ -196,8 +196,8 @@ class Saver:
 
     def collect(self) -> None:
         """Collect the result of the save in flight if it has ended on every rank.  Never waits."""
-        if self._checkpoints.in_flight and (self._is_written.everyone or self._is_overdue.anyone):
-            self._collect(has_ended=self._is_written.everyone)
+        if self._checkpoints.in_flight and (self._is_written.all_yes or self._is_overdue.any_yes):
+            self._collect(has_ended=self._is_written.all_yes)
 
     def finish(self) -> SaveResult | None:
         """Wait for the save in flight, if any, report it and return its result."""
@@ -211,7 +211,7 @@ class Saver:
         self.finish()
         error = ""
         for number, pause_s in enumerate((*_FINAL_PAUSES_S, *_PAUSES_FOR_ROOM_S)):
-            if self._is_saved(state) or (number >= len(_FINAL_PAUSES_S) and TO_FIX not in error):
+            if self._is_saved(state) or (number >= len(_FINAL_PAUSES_S) and DISK_FULL_ADVICE not in error):
                 break
             if number == len(_FINAL_PAUSES_S):
                 left_s = sum(_PAUSES_FOR_ROOM_S)
@@ -221,15 +221,15 @@ class Saver:
             error = self._collect(warns=False, is_last=True).error
         if not self._is_saved(state):
             raise TrainingFailed(
-                f"the final save failed: {error}{'; then run the same command again' * (TO_FIX in error)}"
+                f"the final save failed: {error}{'; then run the same command again' * (DISK_FULL_ADVICE in error)}"
             )
 
     def begin(self) -> list[str]:
         """Start with the measurements of earlier attempts; return lines that describe the save policy."""
         found = self._listener.experience()
         self.longest_s = max(self.longest_s, found.longest_save_s)
-        self.schedule.pace.learn(found)
-        return self.schedule.pace.sentences()
+        self.schedule.policy.learn(found)
+        return self.schedule.policy.sentences()
 
     def loaded(self, state: Resumable, is_own: bool) -> None:
         """Note that a checkpoint was loaded.  If it is this run's own, it need not be saved again.  Not collective."""
@@ -253,9 +253,9 @@ class Saver:
         """Give the save in flight time to end before this rank exits.  Not collective."""
         self._checkpoints.wait(timeout_s)
 
-    def doubt(self, since: int | None) -> None:
+    def quarantine_since(self, since: int | None) -> None:
         """Quarantine checkpoints saved since step `since`, after which every step was skipped.  Not collective."""
-        if since is not None and (done := self._checkpoints.doubt(since)):
+        if since is not None and (done := self._checkpoints.quarantine_since(since)):
             self._listener.warn(done)
 
     def wait_for_deleting(self) -> None:
@@ -284,7 +284,7 @@ class Saver:
         """
         with self._listener.waiting():
             result = self._checkpoints.take(has_ended)
-        self._listener.ended(result, self.schedule.pace.every_s)
+        self._listener.ended(result, self.schedule.policy.every_s)
         if result.lost == "storage":
             raise TrainingFailed(f"cannot save: {result.error} (checkpoint.timeout_s)")
         if result.error:
@@ -298,7 +298,7 @@ class Saver:
             return result
         self.schedule.succeeded(result.step)
         self.longest_s = max(self.longest_s, result.total_s)
-        self.schedule.pace.learn(self._listener.experience())
+        self.schedule.policy.learn(self._listener.experience())
         self._saved = self._started
         if result.warning:
             self._listener.warn(result.warning)

@@ -11,7 +11,7 @@ import safetensors.torch
 import torch
 from torch.distributed.tensor import DTensor
 
-from trainer.checkpoint.layout import Stored
+from trainer.checkpoint.layout import StoredTensor
 from trainer.checkpoint.state_tree import split
 from trainer.distributed.channel import Channel
 from trainer.errors import UserError
@@ -26,14 +26,14 @@ class Stateful(Protocol):
 
 
 @runtime_checkable
-class Strict(Protocol):
+class ComparablePart(Protocol):
     """A part that compares itself with its stored form, and allocates tensors that it does not hold yet."""
 
-    def differences(self, plain: Any, stored: Mapping[str, Stored]) -> list[str]:
+    def differences(self, plain: Any, stored: Mapping[str, StoredTensor]) -> list[str]:
         """Return one line per difference.  `stored` maps keys within the part to stored tensors."""
         ...
 
-    def prepare(self, stored: Mapping[str, Stored]) -> None:
+    def prepare(self, stored: Mapping[str, StoredTensor]) -> None:
         """Allocate the tensors that loading will fill."""
         ...
 
@@ -43,7 +43,7 @@ class Strict(Protocol):
 
 
 @runtime_checkable
-class Dependent(Protocol):
+class DependentPart(Protocol):
     """A part that is valid only together with something outside the checkpoint, as a position is with its data."""
 
     def changes_outside(self, plain: Mapping[str, Any], allowed: Collection[str]) -> tuple[list[str], list[str]]:
@@ -52,7 +52,7 @@ class Dependent(Protocol):
 
 
 @runtime_checkable
-class Restartable(Protocol):
+class RestartablePart(Protocol):
     """A per-rank part that can be reinitialized if the checkpoint has a different number of ranks."""
 
     def restart(self, step: int) -> None: ...
@@ -89,7 +89,7 @@ class Savable(Protocol):
 
 
 @dataclass(frozen=True)
-class Facts:
+class RunInfo:
     """The run that wrote a checkpoint: its configuration, mesh and job."""
 
     config_yaml: str
@@ -108,8 +108,8 @@ class Snapshot:
     tensors: dict[str, torch.Tensor]
     paths: dict[str, tuple[str, ...]]
     plain: dict[str, Any]
-    own_plain: dict[str, Any]
-    own_tensors: dict[str, torch.Tensor]
+    per_rank_plain: dict[str, Any]
+    per_rank_tensors: dict[str, torch.Tensor]
     """CPU copies of this rank's per-rank tensors."""
     digests: dict[str, tuple[int, int]]
     """For each part, checksums of its plain values and of its unsharded tensors, which ranks compare."""
@@ -123,12 +123,12 @@ class Snapshot:
 
     @property
     def document(self) -> str:
-        content = {"step": self.step, "parts": self.plain, "rank_parts": [*self.own_plain], "unlike": self.unlike}
+        content = {"step": self.step, "parts": self.plain, "rank_parts": [*self.per_rank_plain], "unlike": self.unlike}
         return json.dumps(content, indent=1)
 
     @property
     def own(self) -> bytes:
-        return safetensors.torch.save(self.own_tensors, metadata={"state": json.dumps(self.own_plain)})
+        return safetensors.torch.save(self.per_rank_tensors, metadata={"state": json.dumps(self.per_rank_plain)})
 
 
 def collect(state: Savable, num_ranks: int) -> Snapshot:
@@ -149,13 +149,13 @@ def collect(state: Savable, num_ranks: int) -> Snapshot:
                 if key in tensors:
                     raise TypeError(f"two tensors of the state have the name {key}")
                 tensors[key], paths[key] = tensor, path
-        own_plain: dict[str, Any] = {}
-        own_tensors: dict[str, torch.Tensor] = {}
+        per_rank_plain: dict[str, Any] = {}
+        per_rank_tensors: dict[str, torch.Tensor] = {}
         for name, part in state.rank_parts.items():
-            own_plain[name], found = split(part.state_dict(), (name,))
-            own_tensors |= {".".join(path): copy_of(tensor) for path, tensor in found.items()}
+            per_rank_plain[name], found = split(part.state_dict(), (name,))
+            per_rank_tensors |= {".".join(path): copy_of(tensor) for path, tensor in found.items()}
     of_step = state.weights, state.num_skipped, state.evaluation
-    return Snapshot(state.step, tensors, paths, plain, own_plain, own_tensors, digests, *of_step)
+    return Snapshot(state.step, tensors, paths, plain, per_rank_plain, per_rank_tensors, digests, *of_step)
 
 
 def copy_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -174,19 +174,19 @@ def checksum_of_tensors(tensors: Sequence[torch.Tensor]) -> int:
     return crc
 
 
-def unlike_parts(digests: list[dict[str, tuple[int, int]]]) -> list[str]:
+def parts_differing_between_ranks(digests: list[dict[str, tuple[int, int]]]) -> list[str]:
     """Return the parts whose plain tensors differ between ranks.  Raises UserError if plain values differ."""
     unlike = []
     for name, (values, tensors) in digests[0].items():
         others = [rank for rank, own in enumerate(digests) if name not in own or own[name][0] != values]
         if others:
-            raise UserError(not_the_same(name, "values", others[0]))
+            raise UserError(differs_message(name, "values", others[0]))
         if any(own[name][1] != tensors for own in digests):
             unlike.append(name)
     return unlike
 
 
-def not_the_same(name: str, what: str, rank: int) -> str:
+def differs_message(name: str, what: str, rank: int) -> str:
     """Return the error message for state that should be the same on all ranks."""
     return (
         f"state {name!r}: rank {rank} does not hold the same {what} as rank 0; add state that differs between "
@@ -194,7 +194,7 @@ def not_the_same(name: str, what: str, rank: int) -> str:
     )
 
 
-def keep_own(state: Savable, snapshot: Snapshot, parts: list[str], channel: Channel) -> None:
+def store_per_rank(state: Savable, snapshot: Snapshot, parts: list[str], channel: Channel) -> None:
     """Move plain tensors whose values differ between ranks into each rank's own file.
 
     Raises UserError for a tensor that must not differ.  Collective: one gather.
@@ -208,7 +208,7 @@ def keep_own(state: Savable, snapshot: Snapshot, parts: list[str], channel: Chan
             continue
         name = max((part for part in parts if key.startswith(f"{part}.")), key=len)
         part, within = state.parts[name], key.removeprefix(f"{name}.")
-        if not isinstance(part, Strict) or not part.may_differ(within):
-            raise UserError(not_the_same(name, f"values in {key}", others[0]))
+        if not isinstance(part, ComparablePart) or not part.may_differ(within):
+            raise UserError(differs_message(name, f"values in {key}", others[0]))
         snapshot.unlike.append(key)
-        snapshot.own_tensors[key] = copy_of(loose[key])
+        snapshot.per_rank_tensors[key] = copy_of(loose[key])

@@ -90,11 +90,11 @@ class Place(Protocol):
         """Quarantine a checkpoint: its data is kept, but there is no longer a checkpoint called `name`."""
         ...
 
-    def names_aside(self) -> list[str]:
+    def quarantined_names(self) -> list[str]:
         """Return the names of quarantined checkpoints, `<why>-<name>`, sorted."""
         ...
 
-    def retire(self, name: str) -> str:
+    def unpublish(self, name: str) -> str:
         """Unpublish a folder immediately, before it is deleted.  Returns the name to pass to `delete`."""
         ...
 
@@ -111,21 +111,21 @@ class Place(Protocol):
         ...
 
 
-def find_place(path: str | os.PathLike[str]) -> Place:
+def open_storage(path: str | os.PathLike[str]) -> Place:
     """Return the storage for a path or URL.  Raises UserError for an unsupported kind of URL."""
     folder, text = find_folder(path), os.fspath(path)
     if folder is not None:
-        return LocalPlace(folder)
+        return LocalStorage(folder)
     try:
         system, root = open_filesystem(text)
     except (ImportError, ValueError) as error:
         scheme = text.partition("://")[0]
         fix = f"install the fsspec library for {scheme}://, or use a folder or another URL"
         raise UserError(redact(f"{masked(text)}: {error}\n  to fix: {fix}")) from error
-    return RemotePlace(system, root.rstrip("/"), text.rstrip("/"))
+    return RemoteStorage(system, root.rstrip("/"), text.rstrip("/"))
 
 
-def names_at_first(place: Place) -> list[str]:
+def list_configured_folder(place: Place) -> list[str]:
     """List a folder that a setting names, on the first access to it.
 
     Raises UserError if an object store is unreachable or refuses access, since then the URL or its credentials are most
@@ -134,13 +134,13 @@ def names_at_first(place: Place) -> list[str]:
     try:
         return place.names()
     except Exception as error:  # each library raises its own exceptions
-        if isinstance(place, LocalPlace):
+        if isinstance(place, LocalStorage):
             raise
         fix = "check the URL, its credentials, and whether this machine can reach it"
         raise UserError(redact(f"{masked(str(place))}: cannot be read ({error})\n  to fix: {fix}")) from error
 
 
-def is_same_place(one: str, other: str) -> bool:
+def is_same_location(one: str, other: str) -> bool:
     """Return whether two paths or URLs refer to the same location, with links resolved."""
     here, there = find_folder(one), find_folder(other)
     if here is None or there is None:
@@ -148,7 +148,7 @@ def is_same_place(one: str, other: str) -> bool:
     return os.path.realpath(here) == os.path.realpath(there)
 
 
-class LocalPlace:
+class LocalStorage:
     """A folder in a mounted file system (local, NFS, Lustre ...), where renaming is atomic."""
 
     def __init__(self, path: Path) -> None:
@@ -157,8 +157,8 @@ class LocalPlace:
     def __str__(self) -> str:
         return str(self.path)
 
-    def __truediv__(self, name: str) -> LocalPlace:
-        return LocalPlace(self.path / name)
+    def __truediv__(self, name: str) -> LocalStorage:
+        return LocalStorage(self.path / name)
 
     def names(self) -> list[str]:
         try:
@@ -209,10 +209,10 @@ class LocalPlace:
         os.rename(self.path / name, self.path / _free_name(f"{why}-{name}", self.names()))
         sync_folder(self.path)
 
-    def names_aside(self) -> list[str]:
+    def quarantined_names(self) -> list[str]:
         return [name for name in self.names() if name.startswith(_ASIDE)]
 
-    def retire(self, name: str) -> str:
+    def unpublish(self, name: str) -> str:
         removed = f"{_REMOVED}{name}-{uuid.uuid4().hex[:8]}"
         os.rename(self.path / name, self.path / removed)
         return removed
@@ -234,7 +234,7 @@ class LocalPlace:
         return leftovers
 
 
-class HeldPlace(LocalPlace):
+class PinnedStorage(LocalStorage):
     """A folder whose files are held open, so that they stay readable even if the folder is deleted meanwhile.
 
     For reading a checkpoint of a live run, which may prune it.
@@ -337,7 +337,7 @@ class _SyncedFile:
                 self._file.close()
 
 
-class RemotePlace:
+class RemoteStorage:
     """A prefix in an object store or in another file system that fsspec supports."""
 
     def __init__(self, system: Any, root: str, url: str) -> None:
@@ -346,8 +346,8 @@ class RemotePlace:
     def __str__(self) -> str:
         return self.url
 
-    def __truediv__(self, name: str) -> RemotePlace:
-        return RemotePlace(self.system, f"{self.root}/{name}", f"{self.url}/{name}")
+    def __truediv__(self, name: str) -> RemoteStorage:
+        return RemoteStorage(self.system, f"{self.root}/{name}", f"{self.url}/{name}")
 
     def names(self) -> list[str]:
         self.system.invalidate_cache()  # another process may have written since
@@ -386,7 +386,7 @@ class RemotePlace:
         """Empty the folder: while it is written it has no manifest, so it is not a checkpoint."""
         for aside in self._aside_in(name):
             self._move_out(name, aside)
-        self.delete(self.retire(name))
+        self.delete(self.unpublish(name))
         self._mark(name)
         return name
 
@@ -402,10 +402,10 @@ class RemotePlace:
 
     def set_aside(self, name: str, why: str) -> None:
         """Rename only the manifest, since an object store copies what it moves.  `begin` moves the rest if it must."""
-        aside = _free_name(f"{why}-{name}", self.names_aside())
+        aside = _free_name(f"{why}-{name}", self.quarantined_names())
         self.system.mv(f"{self.root}/{name}/{COMMIT}", f"{self.root}/{name}/{aside}-{COMMIT}")
 
-    def names_aside(self) -> list[str]:
+    def quarantined_names(self) -> list[str]:
         names = self.names()
         moved = [name for name in names if name.startswith(_ASIDE)]
         return sorted({*moved, *(aside for name in names for aside in self._aside_in(name))})
@@ -425,7 +425,7 @@ class RemotePlace:
                 self.system.mv(path, f"{self.root}/{aside}/{relative}")
         self.system.mv(f"{source}/{marker}", f"{self.root}/{aside}/{marker}")
 
-    def retire(self, name: str) -> str:
+    def unpublish(self, name: str) -> str:
         if COMMIT in (self / name).names():
             self._mark(name)  # so that `clean` finishes an interrupted deletion
             self.system.rm(f"{self.root}/{name}/{COMMIT}")

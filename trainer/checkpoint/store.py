@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as NotYet
+from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from hashlib import sha256
@@ -26,8 +26,8 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from trainer.checkpoint.blocks import checksum_of
-from trainer.checkpoint.error_messages import TO_FIX, describe, joined
-from trainer.checkpoint.layout import Placed, layout_of, layout_to_json
+from trainer.checkpoint.error_messages import DISK_FULL_ADVICE, describe, joined
+from trainer.checkpoint.layout import WrittenChunks, layout_of, layout_to_json
 from trainer.checkpoint.manifest import (
     INDEX,
     PREFIX,
@@ -37,9 +37,16 @@ from trainer.checkpoint.manifest import (
     rank_file,
 )
 from trainer.checkpoint.reader import Reader
-from trainer.checkpoint.retention import Keeping
+from trainer.checkpoint.retention import RetentionPolicy
 from trainer.checkpoint.small_files import check_visible, write_files
-from trainer.checkpoint.snapshot import Facts, Savable, Snapshot, collect, keep_own, unlike_parts
+from trainer.checkpoint.snapshot import (
+    RunInfo,
+    Savable,
+    Snapshot,
+    collect,
+    parts_differing_between_ranks,
+    store_per_rank,
+)
 from trainer.checkpoint.storage import COMMIT, DOUBTFUL, Place
 from trainer.checkpoint.tensors import SavePlans, Staging, write_tensors
 from trainer.config import CheckpointSection
@@ -50,7 +57,7 @@ from trainer.files import readable_size
 
 Result = TypeVar("Result")
 
-_DELETING_S = 60.0
+_DELETE_TIMEOUT_S = 60.0
 _WAITING = "waiting for the other ranks"
 _FREE_MARGIN = 1.02
 """Free space that a save requires, as a multiple of its tensors' size.  Other files are negligible."""
@@ -101,17 +108,17 @@ class SaveResult:
 class Checkpoints:
     """The checkpoints in one folder.  All ranks must call each method, unless it says otherwise."""
 
-    def __init__(self, place: Place, world: World, settings: Settings, facts: Facts) -> None:
+    def __init__(self, place: Place, world: World, settings: Settings, facts: RunInfo) -> None:
         self.place, self.world, self.settings, self.facts = place, world, settings, facts
         self._has_channels = False
         self._plans = SavePlans(world)
         self._staging = Staging(world.device)
         self.reader = Reader(place, world, settings.checksums)
         """Access to existing checkpoints."""
-        self._keeping = self._keeping_in(place)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=_step_back)
+        self._retention = self._make_retention(place)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=_lower_priority)
         self._in_flight: Future[SaveResult] | None = None
-        self.makes_way = False
+        self.is_throttled = False
         """True during a training step on the CPU, when the background writer should leave it memory bandwidth."""
         self._overdue_at = 0.0
         self.stage = _WAITING
@@ -119,27 +126,27 @@ class Checkpoints:
         self._deleting: Future[None] | None = None
         self._warning = ""
         self._sent_chunks: Any = None
-        self._chunks_by_rank: dict[int, Placed] = {}
+        self._chunks_by_rank: dict[int, WrittenChunks] = {}
         self._layout_files: dict[str, bytes] = {}
 
-    def _keeping_in(self, place: Place) -> Keeping:
+    def _make_retention(self, place: Place) -> RetentionPolicy:
         kept = self.settings
-        return Keeping(place, kept.keep_last, kept.keep_every, kept.keep_best, kept.metric)
+        return RetentionPolicy(place, kept.keep_last, kept.keep_every, kept.keep_best, kept.metric)
 
     def move_to(self, place: Place) -> None:
         """Save to another folder from now on.  No save may be in flight."""
         assert self._in_flight is None, "its files are in the earlier place"
         self.place = place
         self.reader = Reader(place, self.world, self.settings.checksums)
-        self._keeping = self._keeping_in(place)
+        self._retention = self._make_retention(place)
 
     def begin_step(self, step: int) -> None:
         """Throttle background writing during a step on the CPU, for which it would take memory bandwidth."""
-        self.makes_way = self.world.device.type == "cpu"
+        self.is_throttled = self.world.device.type == "cpu"
 
     def end_step(self, step: int) -> None:
         """Stop throttling background writing."""
-        self.makes_way = False
+        self.is_throttled = False
 
     @property
     def in_flight(self) -> bool:
@@ -185,7 +192,7 @@ class Checkpoints:
         """Return whether a state with this evaluation should be saved as one of the best.  One broadcast."""
         is_best = True  # if the storage is unreachable, the save will report it
         with contextlib.suppress(OSError):
-            is_best = self.world.is_main and self._keeping.would_keep(evaluation)
+            is_best = self.world.is_main and self._retention.would_keep(evaluation)
         return self.world.broadcast(is_best)
 
     def start(self, state: Savable, background: bool, due: Sequence[int] = ()) -> None:
@@ -217,9 +224,9 @@ class Checkpoints:
         if failed or snapshot is None:
             self._in_flight = _done(self._failed(state.step, failed, started))
             return
-        unlike = unlike_parts([digests for *_, digests in everybody])
+        unlike = parts_differing_between_ranks([digests for *_, digests in everybody])
         if unlike:
-            keep_own(state, snapshot, unlike, self.world)
+            store_per_rank(state, snapshot, unlike, self.world)
         if any(stale for _, _, stale, _ in everybody):
             self._layout_files, self._chunks_by_rank, self._sent_chunks = {}, {}, None
             try:
@@ -244,10 +251,10 @@ class Checkpoints:
         """
         future = self._in_flight
         assert future is not None
-        self.makes_way = False  # training waits here
+        self.is_throttled = False  # training waits here
         try:
             result = future.result(max(0.0, self._overdue_at - time.monotonic()))
-        except NotYet:
+        except FutureTimeout:
             path = f"{self.place}/{PREFIX}*"
             late = f"rank {self.world.rank} is still {self.stage} after {self.settings.timeout_s:.0f} s"
             result = SaveResult(-1, path, error=late, lost="storage")
@@ -267,17 +274,17 @@ class Checkpoints:
     def wait(self, timeout_s: float) -> None:
         """Give a save in flight time to end before this rank exits.  Not collective."""
         future = self._in_flight
-        self.makes_way = False
+        self.is_throttled = False
         if future is not None:
-            with contextlib.suppress(NotYet):
+            with contextlib.suppress(FutureTimeout):
                 future.exception(timeout_s)  # any exception is raised when the result is taken
 
     def wait_for_deleting(self) -> None:
         """Wait for the deletion of pruned checkpoints, up to a limit; the next start deletes the rest."""
         deleting, self._deleting = self._deleting, None
         if deleting is not None:
-            with contextlib.suppress(NotYet):
-                deleting.result(_DELETING_S)
+            with contextlib.suppress(FutureTimeout):
+                deleting.result(_DELETE_TIMEOUT_S)
 
     def _save(
         self,
@@ -345,12 +352,12 @@ class Checkpoints:
             self.wait_for_deleting()
             free = self.place.free_bytes()
             if free is not None and free < all_bytes * _FREE_MARGIN and may_prune:
-                for name in self._keeping.spare():
-                    self.place.delete(self.place.retire(name))
+                for name in self._retention.obsolete_after_next():
+                    self.place.delete(self.place.unpublish(name))
                 free = self.place.free_bytes()
             if free is not None and free < all_bytes * _FREE_MARGIN:
                 lack = f"{self.place} has {readable_size(free)} free, the checkpoint needs {readable_size(all_bytes)}"
-                return "", f"rank 0: {lack}; {TO_FIX}"
+                return "", f"rank 0: {lack}; {DISK_FULL_ADVICE}"
             return self.place.begin(final), ""
         except Exception as error:
             return "", f"rank 0: {describe(error)}"
@@ -363,7 +370,7 @@ class Checkpoints:
 
         def rest(worked_s: float) -> None:
             """Pause for as long as the write took, to leave memory bandwidth and caches to the current step."""
-            if self.makes_way:
+            if self.is_throttled:
                 time.sleep(worked_s)
 
         try:
@@ -395,7 +402,7 @@ class Checkpoints:
             except Exception as error:
                 failed = f"rank 0: {describe(error)}"
             else:
-                self._keeping.note(manifest)
+                self._retention.note(manifest)
                 return "", manifest.num_bytes
         with contextlib.suppress(Exception):  # storage may fail here too; the next start cleans up
             self.place.delete(unpublished)
@@ -458,11 +465,13 @@ class Checkpoints:
             return ""
         earlier, self._warning = self._warning, ""
         try:
-            retired = [self.place.retire(name) for name in self._keeping.obsolete()]
+            unpublished = [self.place.unpublish(name) for name in self._retention.obsolete()]
         except Exception as error:
             return f"cannot delete old checkpoints: {describe(error)}"
-        if retired:
-            self._deleting = self._thread.submit(self._at, f"deleting in {self.place}", lambda: self._delete(retired))
+        if unpublished:
+            self._deleting = self._thread.submit(
+                self._at, f"deleting in {self.place}", lambda: self._delete(unpublished)
+            )
         return earlier
 
     def _delete(self, names: list[str]) -> None:
@@ -478,7 +487,7 @@ class Checkpoints:
             self.wait_for_deleting()
             self.place.clean(PREFIX)
 
-    def doubt(self, since: int) -> str:
+    def quarantine_since(self, since: int) -> str:
         """Quarantine checkpoints saved since step `since`, after which every step was skipped.
 
         The next start then resumes from an older checkpoint, if there is one; no checkpoint is quarantined twice.
@@ -489,7 +498,7 @@ class Checkpoints:
         if not self.world.is_main or (self.in_flight and not self.is_written):
             return ""
         try:
-            names = self._keeping.in_doubt(since)
+            names = self._retention.names_to_quarantine(since)
             for name in names:
                 self.place.set_aside(name, DOUBTFUL)
         except Exception as error:  # the storage has failed as well: leave the checkpoints in place
@@ -498,7 +507,7 @@ class Checkpoints:
         return done and f"every step since then failed: {done}; the same command resumes from the checkpoint before it"
 
 
-def _step_back() -> None:
+def _lower_priority() -> None:
     """Lower this thread's priority, so that the training step wins if both compete for a core."""
     with contextlib.suppress(OSError, AttributeError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)  # on Linux this affects only this thread

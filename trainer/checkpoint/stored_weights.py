@@ -15,12 +15,12 @@ from trainer.checkpoint.manifest import PREFIX, StoredBlocks, find_damage, name_
 from trainer.checkpoint.retention import best_step, newest_step
 from trainer.checkpoint.storage import (
     COMMIT,
-    HeldPlace,
-    LocalPlace,
+    LocalStorage,
+    PinnedStorage,
     Place,
-    find_place,
-    is_same_place,
-    names_at_first,
+    is_same_location,
+    list_configured_folder,
+    open_storage,
 )
 from trainer.checkpoint.tensors import read_rows
 from trainer.config import stored_value
@@ -47,9 +47,9 @@ class StoredWeights:
         self.description = str(place)
         try:
             self.manifest = read_manifest(place)
-            if isinstance(place, LocalPlace) and not isinstance(place, HeldPlace):
+            if isinstance(place, LocalStorage) and not isinstance(place, PinnedStorage):
                 with suppress(FileNotFoundError):  # the check below reports which one is missing
-                    place = HeldPlace(place.path, [COMMIT, *self.manifest.files])
+                    place = PinnedStorage(place.path, [COMMIT, *self.manifest.files])
             self.place = place
             damage = find_damage(place, self.manifest, "frames")
             if damage:
@@ -106,7 +106,7 @@ def open_checkpoint(path: str | os.PathLike[str], averaged: bool = False) -> Sto
         try:
             return StoredWeights(place, averaged)
         except (UserError, TrainingFailed):
-            if COMMIT in place.names() or is_same_place(str(place), os.fspath(path)):
+            if COMMIT in place.names() or is_same_location(str(place), os.fspath(path)):
                 raise
     fix = "set checkpoint.keep_last of that run higher"
     raise UserError(f"{path}: its checkpoints are deleted faster than they can be opened\n  to fix: {fix}")
@@ -114,14 +114,14 @@ def open_checkpoint(path: str | os.PathLike[str], averaged: bool = False) -> Sto
 
 def is_checkpoint(path: str | os.PathLike[str]) -> bool:
     """Return whether `path`, a folder or URL, is a single checkpoint, even if it is damaged or lacks its manifest."""
-    return bool({COMMIT, "state.json", "layout.json"} & set(names_at_first(find_place(path))))
+    return bool({COMMIT, "state.json", "layout.json"} & set(list_configured_folder(open_storage(path))))
 
 
 def find_checkpoints(path: str | os.PathLike[str]) -> Place:
     """Return the folder of checkpoints at `path`, which is that folder itself or a run folder.  Raises UserError."""
-    place = find_place(path)
+    place = open_storage(path)
     for folder in (place, place / "checkpoints", *_elsewhere(place)):
-        if any(name.startswith(PREFIX) for name in folder.names()) or folder.names_aside():
+        if any(name.startswith(PREFIX) for name in folder.names()) or folder.quarantined_names():
             return folder
     local = find_folder(path)
     rule = "has no checkpoints"
@@ -139,7 +139,7 @@ def find_checkpoint(path: str | os.PathLike[str]) -> Place:
     The checkpoint may be damaged: only reading it will show that.
     """
     if is_checkpoint(path):
-        return find_place(path)
+        return open_storage(path)
     if (run := run_of_best(os.fspath(path))) is not None:
         folder = find_checkpoints(run)
         best = best_step(folder)
@@ -166,4 +166,4 @@ def _elsewhere(run: Place) -> list[Place]:
         )
     if not (isinstance(stored, str) and stored):
         return []
-    return [find_place(relocated(stored, str(run_dir or run), str(run)))]
+    return [open_storage(relocated(stored, str(run_dir or run), str(run)))]

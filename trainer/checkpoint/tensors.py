@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from trainer.checkpoint.blocks import BlockReader, Blocks, BlockWriter, Damaged
 from trainer.checkpoint.chunk_table import Boxes
-from trainer.checkpoint.layout import Box, Chunk, Layout, Part, Planned, Stored, Tensors, Written
+from trainer.checkpoint.layout import Box, Chunk, Layout, Part, PlannedTensor, StoredTensor, Tensors, Written
 from trainer.checkpoint.storage import Place
 from trainer.checkpoint.writers import choose_writers
 from trainer.distributed.channel import Channel
@@ -47,7 +47,7 @@ class SavePlans:
         self._signature: tuple[Any, ...] | None = None
         self.boxes: list[Box] = []
         """The boxes that this rank writes."""
-        self.planned: dict[str, Planned] = {}
+        self.planned: dict[str, PlannedTensor] = {}
         """The planned chunks of every tensor.  On rank 0 only."""
 
     def is_stale(self, tensors: Tensors) -> bool:
@@ -367,7 +367,7 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def read_rows(
-    place: Place, stored: Stored, blocks: Mapping[str, Blocks], start: int = 0, stop: int | None = None
+    place: Place, stored: StoredTensor, blocks: Mapping[str, Blocks], start: int = 0, stop: int | None = None
 ) -> torch.Tensor:
     """Return rows [start, stop) along dim 0 of one tensor, all by default, on the CPU.  Raises Damaged or OSError."""
     rows = stored.shape[0] if stored.shape else 1

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from trainer.checkpoint.chunk_table import Boxes, Rows
-from trainer.checkpoint.layout import Planned, Tensors
+from trainer.checkpoint.layout import PlannedTensor, Tensors
 
 
-def choose_writers(held: Sequence[Boxes], tensors: Tensors) -> tuple[list[Rows], dict[str, Planned]]:
+def choose_writers(held: Sequence[Boxes], tensors: Tensors) -> tuple[list[Rows], dict[str, PlannedTensor]]:
     """Return which of its boxes each rank writes (one bool mask per rank), and the planned chunks of each tensor.
 
     held: the boxes that each rank holds.  Raises ValueError unless the boxes cover every tensor without overlap.
@@ -53,7 +53,7 @@ def _chosen(ranks: Rows, starts: Rows, num_bytes: Rows, num_ranks: int) -> Rows:
     return chosen
 
 
-def _planned(rows: Rows, tensors: Tensors) -> dict[str, Planned]:
+def _planned(rows: Rows, tensors: Tensors) -> dict[str, PlannedTensor]:
     """Return the planned chunks of each tensor.  rows: tensor number, offsets and sizes of each box, sorted."""
     width = (rows.shape[1] - 1) // 2
     bounds = np.searchsorted(rows[:, 0], np.arange(len(tensors) + 1)).tolist()
@@ -62,7 +62,7 @@ def _planned(rows: Rows, tensors: Tensors) -> dict[str, Planned]:
         own, shape = rows[start:stop], tuple(tensor.shape)
         offsets, sizes = own[:, 1 : 1 + len(shape)], own[:, 1 + width : 1 + width + len(shape)]
         _check_coverage(key, shape, offsets, sizes)
-        planned[key] = Planned(tensor.dtype, shape, offsets, sizes)
+        planned[key] = PlannedTensor(tensor.dtype, shape, offsets, sizes)
     return planned
 
 

@@ -110,7 +110,7 @@ class Channel:
             dist.barrier(group=self.group)
 
 
-class NoAnswer(RuntimeError):
+class StoreTimeout(RuntimeError):
     """Raised if the store does not respond, for example because its host has died or the network is cut."""
 
 
@@ -153,7 +153,7 @@ class Messages:
         thread.start()
         thread.join(self._limit_s + more_s)
         if thread.is_alive():
-            raise NoAnswer(f"no answer for {self._limit_s:g} s")
+            raise StoreTimeout(f"no answer for {self._limit_s:g} s")
         if errors:
             raise errors[0]
         return results[0]

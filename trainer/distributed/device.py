@@ -28,7 +28,7 @@ def find_device(wanted: str, env: Environment) -> torch.device:
     return device
 
 
-def add_in_order() -> None:
+def use_deterministic_kernels() -> None:
     """Use deterministic kernels for the rest of this process.
 
     Call this before anything runs on a GPU, because cuBLAS reads its workspace size at its first use.

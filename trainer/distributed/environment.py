@@ -177,7 +177,7 @@ def limit_spinning(env: MutableMapping[str, str] = os.environ) -> None:
         env["GOMP_SPINCOUNT"] = "10000"
 
 
-def share_compilers(num_cores: int, local_world_size: int, env: MutableMapping[str, str] = os.environ) -> None:
+def limit_compile_processes(num_cores: int, local_world_size: int, env: MutableMapping[str, str] = os.environ) -> None:
     """Limit the compile processes of all ranks on a node to its number of cores, unless the user configured this.
 
     By default each rank starts 32.  The variable is read when torch's compiler is imported.
@@ -185,7 +185,7 @@ def share_compilers(num_cores: int, local_world_size: int, env: MutableMapping[s
     env.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, min(32, num_cores // local_world_size))))
 
 
-def connect_late(env: MutableMapping[str, str] = os.environ) -> None:
+def connect_lazily(env: MutableMapping[str, str] = os.environ) -> None:
     """Make gloo connect two ranks lazily, unless the user configured this.  Call before opening a process group.
 
     By default each group connects every pair of ranks: on 256 ranks, more than a thousand sockets per rank.
@@ -193,7 +193,7 @@ def connect_late(env: MutableMapping[str, str] = os.environ) -> None:
     env.setdefault("TORCH_GLOO_LAZY_INIT", "1")
 
 
-def allocate_in_segments(env: MutableMapping[str, str] = os.environ) -> None:
+def use_expandable_segments(env: MutableMapping[str, str] = os.environ) -> None:
     """Use expandable segments for CUDA memory, unless the user configured this.  Call before importing torch.
 
     Without them memory fragments: a model that needs 110 of 140 GiB runs out of memory.
@@ -243,7 +243,7 @@ def raise_file_limit() -> str:
 
 
 @contextmanager
-def without_collecting() -> Iterator[None]:
+def without_garbage_collection() -> Iterator[None]:
     """Disable the garbage collector inside the block.
 
     Imported modules are never garbage, but the collector scans them 700 times while torch is imported: 0.8 of the 4.1 s

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-gather_whole: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """All-gather into one tensor, by its newer name if this torch has it, since the older name is deprecated there."""
 _scatter_sum: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _groups: dict[str, dist.ProcessGroup] = {}
 
 
-def know_group(group: dist.ProcessGroup) -> str:
+def register_group(group: dist.ProcessGroup) -> str:
     """Register a process group for the operators; return the name to pass to them."""
     _groups[group.group_name] = group
     return group.group_name
@@ -32,7 +32,7 @@ def gather_parts(part: torch.Tensor, num_parts: int, group: str) -> torch.Tensor
     Backward: one reduce-scatter.
     """
     parts = part.new_empty((num_parts, *part.shape))
-    gather_whole(parts.view(-1), part.contiguous().view(-1), group=_groups[group])
+    all_gather_single(parts.view(-1), part.contiguous().view(-1), group=_groups[group])
     return parts
 
 

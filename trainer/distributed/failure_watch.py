@@ -6,7 +6,7 @@ import os
 import threading
 from typing import Protocol
 
-from trainer.distributed.channel import Messages, NoAnswer
+from trainer.distributed.channel import Messages, StoreTimeout
 from trainer.errors import EXIT_FAILED, print_stderr
 
 FAILURE = "meshtrainer/failure"
@@ -53,7 +53,7 @@ class FailureWatch(threading.Thread):
             patience_s = _PATIENCE_S
             try:
                 failure = self._failure()
-            except NoAnswer as lost:
+            except StoreTimeout as lost:
                 print_stderr(f"error: rank {self._rank}: lost rank 0: {lost}; this rank ends")
                 failure, patience_s = f"lost rank 0: {lost}", 0.0
             except RuntimeError:

@@ -20,7 +20,7 @@ _ANSWER_S = 5.0
 
 
 @functools.cache
-def meet_in_a_store(timeout: timedelta) -> tuple[Store, int, int]:
+def join_store(timeout: timedelta) -> tuple[Store, int, int]:
     """Join the rendezvous store; return it, this rank and the world size.  One store for the life of the process.
 
     Callers must use a new prefix for each process group: group names repeat, and a rank that read the stale address of
@@ -50,7 +50,7 @@ _GO, _STOP = "go", "stop"
 _PROBLEM = "meeting/problem"
 
 
-def begin_together(store: Store, rank: int, size: int, timeout_s: float, problem: str = "") -> None:
+def agree_to_start(store: Store, rank: int, size: int, timeout_s: float, problem: str = "") -> None:
     """Return once all ranks have joined; if one of them was asked to stop before that, all exit with code 75.
 
     Opening a process group does not react to signals, so ranks would wait for a rank that has left until the timeout.

@@ -20,7 +20,7 @@ from typing import Any
 
 from trainer.distributed.dead_ranks import is_lost_connection
 from trainer.errors import EXIT_FAILED, EXIT_STOPPED, PeerFailed
-from trainer.stopping import PromptStop, StopRequested, asked_promptly
+from trainer.stopping import PromptStop, StopRequested, prompt_stop_signal
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
 """Sent by a launcher, Ctrl-C, Slurm, a closed terminal and Ctrl-\\ (which also prints the stacks of all threads)."""
@@ -133,7 +133,7 @@ GIVING_UP = "Stopping: the evaluation is abandoned. Press Ctrl-C again to quit i
 
 def answer_at_once(text: str = "") -> None:
     """Print that the run is stopping.  Safe in a signal handler, where the interrupted code may hold any lock."""
-    _write(2, f"{text or (STOPPING_EARLY if asked_promptly() else STOPPING)}\n", _CLEAR_LINE)
+    _write(2, f"{text or (STOPPING_EARLY if prompt_stop_signal() else STOPPING)}\n", _CLEAR_LINE)
 
 
 def show_cursor() -> None:
@@ -213,7 +213,7 @@ def behind(error: BaseException) -> StopRequested | None:
     Before the first step, the request's exception may have been replaced by another one, or another rank may have left
     before this one.
     """
-    name = asked_promptly()
+    name = prompt_stop_signal()
     return StopRequested(name) if name and (isinstance(error, PeerFailed) or is_lost_connection(error)) else None
 
 
@@ -227,7 +227,7 @@ def find_stop_request() -> StopRequest:
     return _installed.pop() if _installed else StopRequest()
 
 
-def let_go() -> None:
+def stop_catching_signals() -> None:
     """Stop catching signals, because no Trainer will be created."""
     while _installed:
         _installed.pop().uninstall()

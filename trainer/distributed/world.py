@@ -23,21 +23,21 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from trainer.config import MeshShape, RunConfig
 from trainer.distributed.channel import Channel, Messages
 from trainer.distributed.dead_ranks import find_dead, is_lost_connection, this_process
-from trainer.distributed.device import add_in_order, claim_gpu, find_device
+from trainer.distributed.device import claim_gpu, find_device, use_deterministic_kernels
 from trainer.distributed.environment import (
     Environment,
-    connect_late,
+    connect_lazily,
     export_slurm_rendezvous,
     find_environment,
     follow_parent,
     keep_freed_memory,
+    limit_compile_processes,
     raise_file_limit,
-    share_compilers,
 )
-from trainer.distributed.exchange import know_group
+from trainer.distributed.exchange import register_group
 from trainer.distributed.failure_watch import FAILURE, FailureListener, FailureWatch
 from trainer.distributed.network_interface import choose_interface
-from trainer.distributed.rendezvous import begin_together, meet_in_a_store
+from trainer.distributed.rendezvous import agree_to_start, join_store
 from trainer.errors import PeerFailed, UserError, print_stderr
 
 REPLICATE, SHARD, CONTEXT = "replicate", "shard", "context"
@@ -68,9 +68,9 @@ class World(Channel):
                 raise
             problem = str(error)  # the rendezvous tells the other ranks
         torch.set_num_threads(config.run.threads or max(1, _num_cores() // self.env.local_world_size))
-        share_compilers(_num_cores(), self.env.local_world_size)
+        limit_compile_processes(_num_cores(), self.env.local_world_size)
         if config.run.deterministic:
-            add_in_order()
+            use_deterministic_kernels()
         if self.device.type == "cpu":
             keep_freed_memory()
         if (advice := raise_file_limit()) and self.env.rank == 0:
@@ -119,7 +119,7 @@ class World(Channel):
                 _set_timeout(self.timeout, group)
 
     def _open_group(self, meeting_s: timedelta, problem: str) -> None:
-        connect_late()
+        connect_lazily()
         backend = "cuda:nccl" if self.device.type == "cuda" else "gloo"
         device_id = self.device if self.device.type == "cuda" else None
         if self.env.launcher == "single":
@@ -128,10 +128,10 @@ class World(Channel):
             if self.env.launcher == "srun":
                 export_slurm_rendezvous()
             self.interface = choose_interface(self.env)
-            store, rank, size = meet_in_a_store(meeting_s)
+            store, rank, size = join_store(meeting_s)
             store = self._store = PrefixStore(f"meshtrainer/{next(_openings)}", store)
             problem = problem or claim_gpu(store, rank, self.env, self.device)
-            begin_together(store, rank, size, meeting_s.total_seconds(), problem)
+            agree_to_start(store, rank, size, meeting_s.total_seconds(), problem)
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=size, timeout=self.timeout, device_id=device_id
         )
@@ -167,7 +167,7 @@ class World(Channel):
         ranks = list(range(first, first + num_ranks))
         group = dist.new_group(ranks, timeout=self.timeout, use_local_synchronization=True, group_desc=CONTEXT)
         self._groups.append(group)
-        return know_group(group)
+        return register_group(group)
 
     def sum_on_device(self, value: torch.Tensor) -> torch.Tensor:
         """Sum a tensor over all ranks, in place on its device.  One all-reduce on the default group."""

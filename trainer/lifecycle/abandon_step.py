@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 from trainer.data.loader import EvalLoader, TrainLoader
 from trainer.data.prefetch import WaitAbandoned
-from trainer.distributed.step_sync import Ballot
+from trainer.distributed.step_sync import StepSync
 
 PATIENCE_S = 5.0
 """Time to wait for data after a request to stop, which is enough for most steps."""
@@ -23,17 +23,17 @@ class _Left(Exception):
     """Raised on all ranks after one of them has given up waiting for its data."""
 
 
-class Leaving:
+class StepAbandoner:
     """Abandons a step if its data does not arrive on a rank that was asked to stop.
 
     loader, eval_loader: custom loaders are never abandoned.  is_asked: returns whether this rank was asked to stop.
     """
 
-    def __init__(self, ballot: Ballot, loader: object, eval_loader: object, is_asked: Callable[[], bool]) -> None:
-        self._ballot, self._loader, self._is_asked = ballot, loader, is_asked
+    def __init__(self, step_sync: StepSync, loader: object, eval_loader: object, is_asked: Callable[[], bool]) -> None:
+        self._step_sync, self._loader, self._is_asked = step_sync, loader, is_asked
         self._has_given_up = False
         self._waits_since: float | None = None
-        ballot.ask(lambda: self._has_given_up, self._leave)
+        step_sync.register(lambda: self._has_given_up, self._leave)
         for each in (loader, eval_loader):
             if isinstance(each, (TrainLoader, EvalLoader)):
                 each.should_abandon = self._is_out_of_patience
@@ -46,7 +46,7 @@ class Leaving:
                 yield
             except WaitAbandoned:
                 self._has_given_up = True
-                self._ballot.cast()
+                self._step_sync.cast()
         except _Left:
             assert isinstance(self._loader, TrainLoader), "all ranks have the same loader"
             self._loader.rewind_step()

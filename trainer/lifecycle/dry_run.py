@@ -19,7 +19,7 @@ _FOLDER = "MESHTRAINER_DRY_RUN"
 
 
 @contextmanager
-def rehearsing(config: RunConfig, env: Environment) -> Iterator[RunConfig]:
+def dry_run_config(config: RunConfig, env: Environment) -> Iterator[RunConfig]:
     """Yield the configuration of a dry run, which writes only to a temporary folder that is removed afterwards.
 
     A dry run resumes as the run itself would, without changing its checkpoints.

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from trainer.checkpoint.manifest import name_of
-from trainer.checkpoint.reader import Found
+from trainer.checkpoint.reader import RestoredCheckpoint
 from trainer.checkpoint.retention import list_steps
-from trainer.checkpoint.storage import find_place, is_same_place
+from trainer.checkpoint.storage import is_same_location, open_storage
 from trainer.config import stored_value
 from trainer.config.run_paths import is_another_run, shared_checkpoints_rule
 from trainer.errors import UserError, masked, setting_error
@@ -28,7 +28,7 @@ METRICS, STATUS = "metrics.jsonl", "status.json"
 
 
 @dataclass(frozen=True)
-class Past:
+class RecordedProgress:
     """The progress of earlier attempts according to their records."""
 
     saved: int | None = None
@@ -37,21 +37,21 @@ class Past:
     """The file that mentions that checkpoint."""
 
 
-def read_past(folder: Path) -> Past:
+def read_recorded_progress(folder: Path) -> RecordedProgress:
     """Return the progress that a run folder records; empty if there are no records."""
-    past = Past()
+    past = RecordedProgress()
     with contextlib.suppress(OSError):
         for record in read_kinds(folder / METRICS, "start", "checkpoint"):
             if record["kind"] == "start":  # newer checkpoints were gone by then, or are superseded
-                past = Past(_step(record.get("resumed_step")), METRICS)
+                past = RecordedProgress(_step(record.get("resumed_step")), METRICS)
             else:
-                past = Past(max(past.saved or 0, _step(record.get("step")) or 0), METRICS)
+                past = RecordedProgress(max(past.saved or 0, _step(record.get("step")) or 0), METRICS)
     status = _read_status(folder)
     step = _step(status.get("step"))
     # If the run ended in order, or resumed at a step, that step was saved.  A custom loop ends as "closed" either way.
     is_saved = status.get("state") in ("finished", "stopped", "running") and status.get("reason") != "closed"
     if past.saved is None and step and is_saved:
-        return Past(step, STATUS)
+        return RecordedProgress(step, STATUS)
     return past
 
 
@@ -67,7 +67,7 @@ def _read_status(folder: Path) -> dict[str, Any]:
     return status if isinstance(status, dict) else {}
 
 
-class History:
+class EarlierAttempts:
     """The earlier attempts of the run in a folder, whose checkpoints are expected in `place`."""
 
     def __init__(self, folder: RunFolder) -> None:
@@ -79,18 +79,18 @@ class History:
         if not self._folder.is_main or not (origin := self._copied_from()):
             return
         kept = stored_value(self._folder.before or "", "checkpoint.dir")
-        if is_same_place(str(masked(self.place)), str(kept) if kept else f"{origin}/checkpoints"):
+        if is_same_location(str(masked(self.place)), str(kept) if kept else f"{origin}/checkpoints"):
             rule = shared_checkpoints_rule(origin, self.place, str(self._folder.path))
             raise setting_error("checkpoint.dir", self._config.checkpoint.dir, rule)
 
-    def check(self, found: Found | None) -> None:
+    def check(self, found: RestoredCheckpoint | None) -> None:
         """Raise UserError if the run had checkpoints and has none now; warn if only the newest one is missing.
 
         found: the checkpoint that `checkpoint.resume=auto` selected.
         """
         if not self._folder.is_main:
             return
-        past = read_past(self._folder.path)
+        past = read_recorded_progress(self._folder.path)
         if past.saved is None:
             return
         if found is None:
@@ -105,10 +105,10 @@ class History:
     def _is_aside(self, name: str) -> bool:
         """Return whether the run itself has quarantined or moved this checkpoint, or did not choose it."""
         aside = [path.name for path in self._folder.path.glob(f"previous_*/{name}")]
-        place = find_place(self.place)
-        return place.is_published(name) or any(name in one for one in [*aside, *place.names_aside()])
+        place = open_storage(self.place)
+        return place.is_published(name) or any(name in one for one in [*aside, *place.quarantined_names()])
 
-    def is_copied(self, found: Found) -> bool:
+    def is_copied(self, found: RestoredCheckpoint) -> bool:
         """Return whether the checkpoint was written by another run that still exists."""
         return _is_another(stored_value(found.config_yaml, "run.dir"), self._folder.path)
 
@@ -122,7 +122,7 @@ class History:
         stored = stored_value(self._folder.before or "", "run.dir")
         return str(stored) if _is_another(stored, self._folder.path) else None
 
-    def _nothing_found(self, past: Past) -> str:
+    def _nothing_found(self, past: RecordedProgress) -> str:
         lines = [
             f"checkpoint.resume=auto: there is no checkpoint in {self.place}, but this run had one",
             f"{past.witness} in {self._folder.path} mentions one of step {past.saved}",
@@ -137,10 +137,10 @@ class History:
     def _seen_elsewhere(self) -> Iterator[str]:
         run = self._folder.path
         before = stored_value(self._folder.before or "", "checkpoint.dir")
-        if before and not is_same_place(str(before), self.place):
+        if before and not is_same_location(str(before), self.place):
             yield f"the previous attempt stored them in checkpoint.dir={before}"
         for folder in (run / "checkpoints", run, *sorted(run.glob("previous_*"))):
-            steps = [] if is_same_place(str(folder), self.place) else list_steps(find_place(folder))
+            steps = [] if is_same_location(str(folder), self.place) else list_steps(open_storage(folder))
             if steps:
                 yield f"{folder} holds one of step {steps[-1]}"
 

@@ -12,7 +12,7 @@ from trainer.metrics.observer import Phases
 from trainer.metrics.record import Record
 
 
-class Evaluations:
+class EvaluationRunner:
     """Runs an evaluation under the watchdog, writes samples, and passes the result on to early stopping and saving."""
 
     def __init__(self, state: TrainState, phases: Phases, horizon: Horizon, saver: Saver, samples: Samples) -> None:

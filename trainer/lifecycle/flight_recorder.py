@@ -70,7 +70,7 @@ def _in_words(entry: Mapping[str, Any]) -> str:
     return f"{words} ({of[0]})" if of and of[0] else words
 
 
-def keep_record(folder: Path, rank: int) -> None:
+def dump_record(folder: Path, rank: int) -> None:
     """Dump the record, if there is one, into `folder`.
 
     Name and format are those of NCCL's own dumps, for `python -m torch.distributed.flight_recorder.fr_trace`.

@@ -20,7 +20,7 @@ from typing import Any, Literal
 from trainer.checkpoint.saver import Resumable, Saver
 from trainer.config import RunConfig, find_deadline
 from trainer.distributed.environment import take_start
-from trainer.distributed.step_sync import Ballot
+from trainer.distributed.step_sync import StepSync
 from trainer.distributed.stop_request import (
     GIVING_UP,
     NOTICE,
@@ -34,9 +34,9 @@ from trainer.distributed.stop_request import (
 )
 from trainer.distributed.world import World
 from trainer.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_USER_ERROR, UserError
-from trainer.lifecycle.abandon_step import Leaving
+from trainer.lifecycle.abandon_step import StepAbandoner
 from trainer.lifecycle.folder import RunFolder
-from trainer.lifecycle.on_end import tell_of_the_end
+from trainer.lifecycle.on_end import run_end_command
 from trainer.lifecycle.relocation import Relocation
 from trainer.lifecycle.summary import closing
 from trainer.lifecycle.watchdog import Watchdog
@@ -77,7 +77,7 @@ class Lifecycle:
         config: RunConfig,
         world: World,
         progress: Resumable,
-        ballot: Ballot,
+        step_sync: StepSync,
         folder: RunFolder,
         relocation: Relocation,
         metrics: Metrics,
@@ -104,9 +104,9 @@ class Lifecycle:
         self._stale_notice = take_stale_notice(config.run_dir)
         if self.stop.prompt is not None:
             self.stop.prompt.before_exit = self._record_prompt_stop
-        ballot.ask(self._is_asked_to_stop, self._begin_to_stop)
-        ballot.ask(lambda: folder.loss is not None, self._stop_for_good)
-        self.leaving = Leaving(ballot, loader, eval_loader, self._is_asked_to_stop)
+        step_sync.register(self._is_asked_to_stop, self._begin_to_stop)
+        step_sync.register(lambda: folder.loss is not None, self._stop_for_good)
+        self.leaving = StepAbandoner(step_sync, loader, eval_loader, self._is_asked_to_stop)
         world.failures.append(self)
 
     @property
@@ -228,7 +228,7 @@ class Lifecycle:
         self._forecast.explain(error)
         first = self._world.announce_failure(error)
         self._saver.wait(self._config.run.timeout_s)  # let a good save in flight finish
-        self._saver.doubt(self._accounts.good_until)
+        self._saver.quarantine_since(self._accounts.good_until)
         if isinstance(error, UserError) and self.phase != "running":
             self._folder.release()
             return
@@ -274,7 +274,7 @@ class Lifecycle:
         if command and self._world.is_main and not self._has_told:
             self._has_told = True  # the watchdog and the main thread may both detect the failure
             facts = {"RUN_DIR": self._folder.path, "STATE": state, "EXIT_CODE": exit_code, "STEP": step}
-            if failure := tell_of_the_end(command, facts):
+            if failure := run_end_command(command, facts):
                 self._metrics.say(failure, "yellow")
 
     def _release(self) -> None:

@@ -15,7 +15,7 @@ _GRACE_S = 5.0
 """Extra time after which `timeout` kills the command, if this process was killed meanwhile and cannot."""
 
 
-def tell_of_the_end(command: str, facts: Mapping[str, object]) -> str:
+def run_end_command(command: str, facts: Mapping[str, object]) -> str:
     """Run a shell command with `facts` in its environment; return an error message, or an empty string.
 
     The command runs in its own session, so that signals to the run's process group do not reach it.

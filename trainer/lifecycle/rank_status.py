@@ -35,7 +35,7 @@ class Standing:
     """`context` if the rank is in a collective of its context-parallel group, otherwise empty."""
 
 
-def find_late(standings: Sequence[Standing]) -> list[Standing]:
+def find_stragglers(standings: Sequence[Standing]) -> list[Standing]:
     """Return the ranks that the others wait for.
 
     These are the ranks that do not answer; otherwise the ranks furthest behind among those outside collectives.  If all
@@ -59,13 +59,13 @@ def is_stuck(standings: Sequence[Standing]) -> bool:
 
     Either the save itself has timed out, or a rank that others wait for does not answer.
     """
-    late = find_late(standings)
+    late = find_stragglers(standings)
     return any(not standing.answers or (standing.phase == "save" and not standing.within) for standing in late)
 
 
 def reason_of(why: str, standings: Sequence[Standing]) -> str:
     """Describe in one line which ranks are late, in which phase, and which limit has passed."""
-    late = find_late(standings)
+    late = find_stragglers(standings)
     ranks = ", ".join(str(standing.rank) for standing in late[:8]) + (", ..." if len(late) > 8 else "")
     who = f"rank {ranks}" if len(late) == 1 else f"ranks {ranks}"
     first = late[0]
@@ -80,7 +80,7 @@ def reason_of(why: str, standings: Sequence[Standing]) -> str:
 
 def table(why: str, standings: Sequence[Standing]) -> str:
     """Return the table to print: one row per rank, with the late ranks marked, and the stacks of late ranks."""
-    late = find_late(standings)
+    late = find_stragglers(standings)
     rows = [*late, *(standing for standing in standings if standing not in late)]
     lines = [reason_of(why, standings), "     rank    step  phase            for"]
     for row in sorted(rows[:_MAX_ROWS], key=lambda row: row.rank):

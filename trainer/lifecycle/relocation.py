@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from trainer.checkpoint.storage import find_place
+from trainer.checkpoint.storage import open_storage
 from trainer.checkpoint.store import Checkpoints
 from trainer.distributed.world import World
 from trainer.errors import TrainingFailed, UserError
@@ -41,7 +41,9 @@ class Relocation:
             return False
         self._agreed(loss, self._move_files)
         self._folder.adopt(*self._world.broadcast((self._folder.path, self._folder.checkpoint_dir)))
-        place = self._agreed(loss, lambda: find_place(self._folder.checkpoint_dir or self._folder.path / "checkpoints"))
+        place = self._agreed(
+            loss, lambda: open_storage(self._folder.checkpoint_dir or self._folder.path / "checkpoints")
+        )
         self._checkpoints.move_to(place)
         self.has_moved = True
         return True

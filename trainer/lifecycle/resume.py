@@ -11,17 +11,17 @@ from functools import partial
 from pathlib import Path
 from tempfile import gettempdir
 
-from trainer.checkpoint.compatibility import Unfit
+from trainer.checkpoint.compatibility import IncompatibleCheckpoint
 from trainer.checkpoint.manifest import name_of
-from trainer.checkpoint.reader import Found
+from trainer.checkpoint.reader import RestoredCheckpoint
 from trainer.checkpoint.snapshot import Savable
-from trainer.checkpoint.storage import SUPERSEDED, find_place, is_same_place
+from trainer.checkpoint.storage import SUPERSEDED, is_same_location, open_storage
 from trainer.checkpoint.store import Checkpoints
 from trainer.checkpoint.stored_weights import find_checkpoint
 from trainer.config import RunConfig, compare_configs, stored_value
 from trainer.distributed.world import World
 from trainer.errors import UserError, masked
-from trainer.lifecycle.earlier_attempts import History
+from trainer.lifecycle.earlier_attempts import EarlierAttempts
 from trainer.lifecycle.folder import RECORD, RunFolder
 from trainer.metrics.fanout import Metrics
 from trainer.metrics.sinks import warn
@@ -38,7 +38,7 @@ class Resume:
     ) -> None:
         self._config, self._world = config, world
         self._checkpoints, self._folder, self._metrics = checkpoints, folder, metrics
-        self.history = History(folder)
+        self.history = EarlierAttempts(folder)
         self.step: int | None = None
         """Step of the last loaded checkpoint; None for a fresh start."""
         self.path = ""
@@ -51,7 +51,7 @@ class Resume:
         """Time spent loading, in seconds."""
         self._has_gone_back = False
 
-    def load(self, state: Savable, path: str | Path | None, is_running: bool) -> Found | None:
+    def load(self, state: Savable, path: str | Path | None, is_running: bool) -> RestoredCheckpoint | None:
         """Restore `state` from `path`, by default from the checkpoint that `checkpoint.resume` selects.
 
         Returns None for a fresh start.  Raises UserError for an incompatible checkpoint, with the first differences and
@@ -63,7 +63,7 @@ class Resume:
             return None
         self.step, self.path, self.changed = state.step, str(found.path), list(found.changed)
         own_path = f"{self._checkpoints.place}/{name_of(found.manifest.step)}"
-        self.is_own = self._world.broadcast(is_same_place(found.path, own_path))
+        self.is_own = self._world.broadcast(is_same_location(found.path, own_path))
         if not self.is_own or self._world.broadcast(self.history.is_copied(found)):
             self._metrics.wandb_id = None  # it belongs to the other run
         self._has_gone_back = is_running
@@ -71,7 +71,7 @@ class Resume:
             _report(found)
         return found
 
-    def _find(self, state: Savable, path: str | None, is_running: bool) -> Found | None:
+    def _find(self, state: Savable, path: str | None, is_running: bool) -> RestoredCheckpoint | None:
         resume = path or self._config.checkpoint.resume
         if path is None and self._is_restart(resume):
             resume = "auto"
@@ -91,7 +91,7 @@ class Resume:
         # Rank 0 decides, because the newest checkpoint of a live run may change at any moment.
         named = self._world.agreed(lambda: str(find_checkpoint(resume)) if self._world.is_main else "")
         with self._listing():
-            return self._checkpoints.reader.load(find_place(self._world.broadcast(named)), *how)
+            return self._checkpoints.reader.load(open_storage(self._world.broadcast(named)), *how)
 
     @contextmanager
     def _listing(self) -> Iterator[None]:
@@ -101,11 +101,11 @@ class Resume:
         """
         try:
             yield
-        except Unfit as error:
+        except IncompatibleCheckpoint as error:
             if error.is_short or not self._world.is_main:
                 raise
             told = "\n".join([str(error), "", "all of it:", *error.lines, ""])
-            raise UserError(error.told(_kept_outside(self._folder.path, told))) from error
+            raise UserError(error.message(_kept_outside(self._folder.path, told))) from error
 
     @contextmanager
     def timed(self) -> Iterator[None]:
@@ -193,7 +193,7 @@ def _kept_outside(folder: Path, text: str) -> str:
     return ""
 
 
-def _report(found: Found) -> None:
+def _report(found: RestoredCheckpoint) -> None:
     for name, damage in found.damaged.items():
         listed = "\n".join(f"  {line}" for line in damage)
         warn(f"checkpoint {name} is damaged and was set aside:\n{listed}")

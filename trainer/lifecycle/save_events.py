@@ -19,7 +19,7 @@ from trainer.metrics.record import Record
 from trainer.metrics.sinks import warn
 
 
-class RunSaves:
+class RunSaveListener:
     """The SaveListener of a run: acquires the folder, resolves pending metrics, and times and records the save."""
 
     def __init__(

@@ -108,7 +108,8 @@ def start_facts(
 def weights_facts(config: RunConfig, begun_from: str, resume: Resume, parts: Mapping[str, object]) -> str:
     """Describe where the trained weights come from, and any frozen base or reference weights.
 
-    begun_from: the source of the initial weights, as `load_initial_weights` returned it.  parts: parts of the run's state.
+    begun_from: the source of the initial weights, as `load_initial_weights` returned it.
+    parts: the parts of the run's state.
     """
     if resume.step is not None:
         begun_from = f"checkpoint {resume.path} (step {resume.step})"

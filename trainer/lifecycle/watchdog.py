@@ -35,9 +35,9 @@ from trainer.distributed import exchange
 from trainer.distributed.channel import Messages
 from trainer.distributed.world import CONTEXT, World
 from trainer.errors import EXIT_FAILED, PeerFailed, print_stderr
-from trainer.lifecycle.flight_recorder import keep_record, progress_of, read_record
+from trainer.lifecycle.flight_recorder import dump_record, progress_of, read_record
 from trainer.lifecycle.phases import IN_STEP
-from trainer.lifecycle.rank_status import Standing, find_late, is_stuck, reason_of, table
+from trainer.lifecycle.rank_status import Standing, find_stragglers, is_stuck, reason_of, table
 from trainer.metrics.observer import PhaseObserver
 
 _POLL_S, _ASK_EVERY = 0.5, 4
@@ -170,7 +170,7 @@ class Watchdog:
             stood_still_s = time.monotonic() - polled
             polled, num_polls = time.monotonic(), num_polls + 1
             if stood_still_s > _STOOD_STILL_S:  # the process was suspended, for example by Slurm
-                self._forgive(stood_still_s)
+                self._extend_limits(stood_still_s)
             why = self._timed_out or self._overdue()
             if why or (num_polls % _ASK_EVERY == 0 and self._is_asked()):
                 self._report(why)
@@ -179,7 +179,7 @@ class Watchdog:
                     return
                 polled = time.monotonic()
 
-    def _forgive(self, seconds: float) -> None:
+    def _extend_limits(self, seconds: float) -> None:
         if self._armed is not None:
             until, key, limit = self._armed
             self._armed = (until + seconds, key, limit)
@@ -225,7 +225,7 @@ class Watchdog:
             if rank == 0:
                 standings = self._gather(store)
                 verdict = "stuck" if is_stuck(standings) else "end"
-                if all(standing.within for standing in find_late(standings)) and not why.startswith(_TIMED_OUT):
+                if all(standing.within for standing in find_stragglers(standings)) and not why.startswith(_TIMED_OUT):
                     verdict = "go on"
                 else:
                     print_stderr(table(why, standings))
@@ -275,7 +275,7 @@ class Watchdog:
 
     def _leave(self, is_stuck: bool) -> NoReturn:
         """Exit this process, whose main thread may hang.  A save in flight may finish first, unless it is stuck."""
-        keeping = threading.Thread(target=keep_record, args=(self._folder, self._world.rank), daemon=True)
+        keeping = threading.Thread(target=dump_record, args=(self._folder, self._world.rank), daemon=True)
         keeping.start()
         keeping.join(_GRACE_S)
         until = time.monotonic() + _SAVE_GRACE_S

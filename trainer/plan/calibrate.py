@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 from trainer.config import MeshShape, RunConfig
 from trainer.distributed.environment import find_environment
-from trainer.distributed.exchange import gather_whole
+from trainer.distributed.exchange import all_gather_single
 from trainer.distributed.world import REPLICATE, SHARD, World
 from trainer.errors import setting_error
 from trainer.plan.machine import write_calibration
@@ -150,7 +150,7 @@ def _gathering_s(group: dist.ProcessGroup, num_ranks: int, num_bytes: int, world
         world.barrier()
         _synchronize(world.device)
         started = time.perf_counter()
-        gather_whole(whole, part, group=group)
+        all_gather_single(whole, part, group=group)
         _synchronize(world.device)
         times.append(time.perf_counter() - started)
     return world.max([statistics.median(times)])[0]

@@ -123,7 +123,7 @@ class ShardCache:
         except OSError:
             return False
 
-    def let_go(self) -> None:
+    def stop_catching_signals(self) -> None:
         """Close files that other processes have evicted, so that their disk space is freed."""
         for name in list(self._here):
             if not (self._folder / name).exists():
@@ -147,7 +147,7 @@ class ShardCache:
             return
         with os.fdopen(open_lock(self._folder / ".lock"), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            self.let_go()
+            self.stop_catching_signals()
             excess = sum(map(_size_of, self._names())) - self._limit  # includes files being downloaded
             leaving: list[str] = []
             for name, need in self._by_need():

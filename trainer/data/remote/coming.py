@@ -109,7 +109,7 @@ class Coming:
             with self._changed:
                 if not self._is_closed:
                     self._changed.wait(_PAUSE_S)
-            self._cache.let_go()
+            self._cache.stop_catching_signals()
 
     def _fetch_next(self) -> bool:
         """Download the first missing file; returns whether there was one."""
