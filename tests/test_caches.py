@@ -46,7 +46,7 @@ from trainer.stopping import StopRequested
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda _: None)
-    monkeypatch.setattr(transport, "LONGEST_PAUSE_S", 0.0)
+    monkeypatch.setattr(transport, "MAX_PAUSE_S", 0.0)
 
 
 def as_in_a_new_process() -> None:

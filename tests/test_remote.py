@@ -122,7 +122,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def server(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    monkeypatch.setattr(transport, "LONGEST_PAUSE_S", 0.0)
+    monkeypatch.setattr(transport, "MAX_PAUSE_S", 0.0)
     found = Server(folder)
     yield found
     found.close()
@@ -190,7 +190,7 @@ def test_each_shard_is_fetched_once_for_all_ranks_of_a_machine_and_ahead(
     sources = [opened(tmp_path, server.url) for _ in range(2)]
     for source in sources:
         for shard in source.shards:  # type: ignore[attr-defined]
-            object.__setattr__(shard, "keep", _OwnCache(shard.keep.folder, id(source)))
+            object.__setattr__(shard, "location", _OwnCache(shard.location.folder, id(source)))
     here = opened(tmp_path, folder)
     found: dict[int, bool] = {}
 

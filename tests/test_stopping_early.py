@@ -245,9 +245,9 @@ def dripping(tmp_path: Path) -> Iterator[str]:
 
 def test_a_server_that_drips_is_given_up(dripping: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transport, "STALL_S", 0.3)
-    monkeypatch.setattr(transport, "LONGEST_PAUSE_S", 0.0)
+    monkeypatch.setattr(transport, "MAX_PAUSE_S", 0.0)
     with pytest.raises(Unreachable, match=r"sends only \d+ bytes/s"):
-        transport.read(dripping, transport.MANY)
+        transport.read(dripping, transport.MANY_TRIES)
 
 
 @pytest.mark.slow
@@ -281,19 +281,19 @@ def test_a_url_that_fails_does_not_wait_for_one_that_hangs() -> None:
 
     try:
         with pytest.raises(Unreachable, match="fails"):
-            transport.looked_up(look, ["hangs", "fails"])
+            transport.map_urls(look, ["hangs", "fails"])
         assert not hang.is_set()
     finally:
         hang.set()
-    assert transport.looked_up(str.upper, list("abc") * 20) == list("ABC") * 20
-    assert transport.looked_up(str.upper, []) == []
+    assert transport.map_urls(str.upper, list("abc") * 20) == list("ABC") * 20
+    assert transport.map_urls(str.upper, []) == []
 
 
 def test_looking_up_ends_when_asked_to_stop(asked: PromptStop) -> None:
     hang = threading.Event()
     try:
         with pytest.raises(StopRequested):
-            transport.looked_up(lambda _: hang.wait(60), ["hangs"])
+            transport.map_urls(lambda _: hang.wait(60), ["hangs"])
     finally:
         hang.set()
 

@@ -13,10 +13,10 @@ from typing import Any
 
 from trainer.errors import PASSWORD_IN_URL, is_masked_query
 
-_WITH_KEYS = ("s3", "s3a")
+_KEY_SCHEMES = ("s3", "s3a")
 """Schemes whose fsspec implementation takes key and secret as options instead of reading them from the URL."""
 _SIGNED = re.compile(r"[?&](?:x-amz-signature|x-goog-signature|signature|sig)=", re.IGNORECASE)
-_OF_A_SIGNATURE = re.compile(
+_SIGNATURE_PARAMETER = re.compile(
     r"(?:x-(?:amz|goog)-.*|expires|signature|key-pair-id|policy|awsaccesskeyid|googleaccessid"
     r"|s[a-z]|ske|sks|skt|skv|skoid|sktid|sig|spr|sip|rsc[a-z])$",
     re.IGNORECASE,
@@ -75,7 +75,7 @@ def without_credentials(url: str) -> str:
     kept = [
         part
         for part in query[1:].split("&")
-        if part and not is_masked_query(part) and not (is_signed and _OF_A_SIGNATURE.match(part.partition("=")[0]))
+        if part and not is_masked_query(part) and not (is_signed and _SIGNATURE_PARAMETER.match(part.partition("=")[0]))
     ]
     return location + ("?" + "&".join(kept) if kept else "")
 
@@ -127,7 +127,7 @@ def open_filesystem(url: str) -> tuple[Any, str]:
     links, options = [], {}
     for link in url.split("::"):
         scheme = link.partition("://")[0]
-        if scheme in _WITH_KEYS:
+        if scheme in _KEY_SCHEMES:
             link, key, secret = _split_user(link)
             if secret:
                 options[scheme] = {"key": key, "secret": secret}

@@ -279,7 +279,7 @@ def _open_remote(setting: str, data: DataSection, key: str) -> ShardSet:
                     names = [shard.name for shard in found.train]
                     return ShardSet(names, found.train, found.train_content, found.held_out, found.held_out_content)
             except Unreachable as error:
-                if not error.is_away:
+                if not error.is_unavailable:
                     raise
         text = find_text(setting, data.cache_dir)
         if not text.items:

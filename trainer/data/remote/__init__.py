@@ -2,7 +2,7 @@
 
     transport   downloads bytes, with retries
     cache       a size-limited cache of shard files, shared by all ranks of a machine
-    coming      downloads the next shards before they are needed
+    prefetch    downloads the next shards before they are needed
     shard       a shard that is read through the cache
     listing     finds the shards that a URL names
     text        downloads text files, from which shards are built

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from trainer.data.cache import is_same_file, open_lock, read_value, remove, write_value
 from trainer.data.descriptors import SHARD_FILES, FileVersion
-from trainer.data.remote.transport import MANY, Broken, Changed, again, download
+from trainer.data.remote.transport import MANY_TRIES, DamagedDownload, FileChanged, download, with_retries
 from trainer.errors import masked, print_stderr
 from trainer.files import crc32
 from trainer.stopping import add_partial, drop_partial, stop_if_asked
@@ -37,12 +37,12 @@ _PART = ".part"
 _BLOCK = 1 << 20
 
 
-class NoRoom(Exception):
+class CacheFull(Exception):
     """The cache is full of shards that are needed sooner."""
 
 
 @dataclass(frozen=True)
-class Item:
+class RemoteFile:
     """A remote file.
 
     checksum: returns its CRC-32, or None if there is none; it may have to download the metadata.
@@ -57,10 +57,10 @@ class Item:
     version: str | None = None
 
 
-class Plan(Protocol):
+class NeedForecast(Protocol):
     """Knows when files are needed."""
 
-    def need(self, name: str) -> float:
+    def steps_until_needed(self, name: str) -> float:
         """Return in how many steps a file is needed; infinity if unknown."""
         ...
 
@@ -70,30 +70,30 @@ class ShardCache:
 
     def __init__(self, folder: Path, limit: int | None) -> None:
         self._folder, self._limit = folder, limit
-        self._here: dict[str, FileVersion] = {}
+        self._cached: dict[str, FileVersion] = {}
         self._fetching = threading.Lock()
-        self._plans: weakref.WeakSet[Plan] = weakref.WeakSet()
+        self._forecasts: weakref.WeakSet[NeedForecast] = weakref.WeakSet()
 
-    def heed(self, plan: Plan) -> None:
-        """Take `plan` into account when evicting files, for as long as that object exists."""
-        self._plans.add(plan)
+    def add_forecast(self, forecast: NeedForecast) -> None:
+        """Take `forecast` into account when evicting files, for as long as that object exists."""
+        self._forecasts.add(forecast)
 
-    def read_into(self, buffer: NDArray[Any], item: Item, offset: int) -> int:
+    def read_into(self, buffer: NDArray[Any], item: RemoteFile, offset: int) -> int:
         """Fill `buffer` with bytes of a file, downloading the file if needed; see `DescriptorCache.read_into`.
 
         Raises OSError, and ShardError if the file cannot be downloaded.
         """
         while True:
             try:
-                return SHARD_FILES.read_into(buffer, self._here.get(item.name) or self.fetch(item), offset)
+                return SHARD_FILES.read_into(buffer, self._cached.get(item.name) or self.fetch(item), offset)
             except FileNotFoundError:  # another process has just evicted it
-                self._here.pop(item.name, None)
+                self._cached.pop(item.name, None)
 
     def has(self, name: str) -> bool:
         """Return whether a file is in the cache."""
-        return name in self._here or (self._folder / name).exists()
+        return name in self._cached or (self._folder / name).exists()
 
-    def fetch(self, item: Item, due: float = -1) -> FileVersion:
+    def fetch(self, item: RemoteFile, due: float = -1) -> FileVersion:
         """Return the cached version of a file, downloading it if needed.
 
         A file that is due in `due` steps evicts none that are needed sooner; if there is then no space, raises NoRoom.
@@ -102,73 +102,73 @@ class ShardCache:
         path = self._folder / item.name
         with self._fetching:
             self._folder.mkdir(parents=True, exist_ok=True)
-            if item.name not in self._here and not self._is_whole(item, path):
-                with _held(self._folder / f".{item.name}{_PART}") as partial:
-                    if not self._is_whole(item, path):  # another process may have fetched it
+            if item.name not in self._cached and not self._is_intact(item, path):
+                with _locked_partial(self._folder / f".{item.name}{_PART}") as partial:
+                    if not self._is_intact(item, path):  # another process may have fetched it
                         if os.path.lexists(path):
                             print_stderr(f"{path}, in the cache, is damaged; fetching it again")
                             remove(path)
-                        self._make_room(item.size, due)
-                        again(item.url, MANY, lambda: _get(item, partial))
+                        self._evict(item.size, due)
+                        with_retries(item.url, MANY_TRIES, lambda: _download(item, partial))
                         os.replace(partial, path)
-            return self._found(item.name, path)
+            return self._register(item.name, path)
 
-    def _is_whole(self, item: Item, path: Path) -> bool:
+    def _is_intact(self, item: RemoteFile, path: Path) -> bool:
         """Return whether a file is in the cache and intact.  Raises ShardError if its checksum cannot be determined."""
         if not os.path.lexists(path):
             return False
-        recorded = _recorded_of(item, path)
+        expected = _expected_checksum(item, path)
         try:
-            return _size_and_crc(path) == (item.size, recorded)
+            return _size_and_crc(path) == (item.size, expected)
         except OSError:
             return False
 
-    def stop_catching_signals(self) -> None:
+    def close_evicted(self) -> None:
         """Close files that other processes have evicted, so that their disk space is freed."""
-        for name in list(self._here):
+        for name in list(self._cached):
             if not (self._folder / name).exists():
                 self._forget(name)
 
-    def _found(self, name: str, path: Path) -> FileVersion:
+    def _register(self, name: str, path: Path) -> FileVersion:
         stat = os.stat(path)
-        return self._here.setdefault(name, (str(path), stat.st_ino, stat.st_ctime_ns))
+        return self._cached.setdefault(name, (str(path), stat.st_ino, stat.st_ctime_ns))
 
     def _forget(self, name: str) -> None:
-        version = self._here.pop(name, None)
+        version = self._cached.pop(name, None)
         if version is not None:
             SHARD_FILES.forget(version)
 
-    def _need(self, name: str) -> float:
-        return min((plan.need(name) for plan in list(self._plans)), default=math.inf)
+    def _steps_until_needed(self, name: str) -> float:
+        return min((forecast.steps_until_needed(name) for forecast in list(self._forecasts)), default=math.inf)
 
-    def _make_room(self, size: int, due: float) -> None:
+    def _evict(self, size: int, due: float) -> None:
         """Evict the files that are needed last until `size` more bytes fit.  Raises NoRoom."""
         if self._limit is None:
             return
         with os.fdopen(open_lock(self._folder / ".lock"), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            self.stop_catching_signals()
+            self.close_evicted()
             excess = sum(map(_size_of, self._names())) - self._limit  # includes files being downloaded
-            leaving: list[str] = []
-            for name, need in self._by_need():
-                if excess <= 0 or need <= due:
+            evicted: list[str] = []
+            for name, steps_until_needed in self._by_need():
+                if excess <= 0 or steps_until_needed <= due:
                     break
-                leaving.append(name)
+                evicted.append(name)
                 excess -= _size_of(name)
             if excess > 0 and due >= 0:
-                raise NoRoom
-            for name in leaving:
+                raise CacheFull
+            for name in evicted:
                 (self._folder / name).unlink(missing_ok=True)
-                sum_file(self._folder / name).unlink(missing_ok=True)
+                checksum_path(self._folder / name).unlink(missing_ok=True)
                 self._forget(name)
 
     def _names(self) -> Sequence[str]:
         """Return the names of files that are cached or being downloaded; removes those left by dead processes."""
         found = []
         for entry in os.scandir(self._folder):
-            if entry.name.endswith(_PART) and _is_left(Path(entry.path)):
+            if entry.name.endswith(_PART) and _is_abandoned(Path(entry.path)):
                 Path(entry.path).unlink(missing_ok=True)
-            elif entry.name != ".lock" and entry.name != sum_file(Path(entry.name)).name:
+            elif entry.name != ".lock" and entry.name != checksum_path(Path(entry.name)).name:
                 found.append(entry.name)
         return found
 
@@ -177,9 +177,9 @@ class ShardCache:
         found = []
         for name in self._names():
             if name.endswith(".bin"):
-                found.append((name, self._need(name), os.stat(self._folder / name).st_mtime_ns))
+                found.append((name, self._steps_until_needed(name), os.stat(self._folder / name).st_mtime_ns))
         found.sort(key=lambda each: (-each[1], each[2]))
-        return [(name, need) for name, need, _ in found]
+        return [(name, steps_until_needed) for name, steps_until_needed, _ in found]
 
 
 def _size_of(name: str) -> int:
@@ -187,7 +187,7 @@ def _size_of(name: str) -> int:
     return int(name.removesuffix(_PART).rpartition("-")[2].partition(".")[0])
 
 
-def _get(item: Item, path: Path) -> None:
+def _download(item: RemoteFile, path: Path) -> None:
     """Download a file and flush it to disk.  Raises Broken if it is damaged, Changed if its version is not the expected
     one.
     """
@@ -195,27 +195,27 @@ def _get(item: Item, path: Path) -> None:
     version = download(item.url, path, with_version=item.version is not None)
     are_reported = (version or "").strip() and (item.version or "").strip()  # otherwise the server reports none
     if are_reported and version != item.version:
-        raise Changed(f"{masked(item.url)} has changed since it was looked up, a moment ago")
+        raise FileChanged(f"{masked(item.url)} has changed since it was looked up, a moment ago")
     size, found = _size_and_crc(path)
     with open(path, "rb") as file:
         os.fsync(file.fileno())
     if size != item.size:
-        raise Broken(f"it has {size} bytes, but its metadata says {item.size}")
+        raise DamagedDownload(f"it has {size} bytes, but its metadata says {item.size}")
     if checksum is None:
-        write_value(sum_file(path.with_name(item.name)), found)
+        write_value(checksum_path(path.with_name(item.name)), found)
     elif found != checksum:
-        raise Broken("its checksum does not match its metadata")
+        raise DamagedDownload("its checksum does not match its metadata")
 
 
-def sum_file(path: Path) -> Path:
+def checksum_path(path: Path) -> Path:
     """Return the path of the file that stores the checksum of `path`, if its source provides none."""
     return path.with_name(f".{path.name}.crc")
 
 
-def _recorded_of(item: Item, path: Path) -> int | None:
+def _expected_checksum(item: RemoteFile, path: Path) -> int | None:
     """Return the checksum that a cached file must have; None if it was stored at download and is lost."""
     checksum = item.checksum()
-    return read_value(sum_file(path)) if checksum is None else checksum
+    return read_value(checksum_path(path)) if checksum is None else checksum
 
 
 def _size_and_crc(path: Path) -> tuple[int, int]:
@@ -228,7 +228,7 @@ def _size_and_crc(path: Path) -> tuple[int, int]:
 
 
 @contextlib.contextmanager
-def _held(path: Path) -> Iterator[Path]:
+def _locked_partial(path: Path) -> Iterator[Path]:
     """Hold the exclusive lock of a file to write.  The file is removed after the block unless it was renamed."""
     while True:
         descriptor = open_lock(path)
@@ -251,7 +251,7 @@ def _held(path: Path) -> Iterator[Path]:
         os.close(descriptor)
 
 
-def _is_left(path: Path) -> bool:
+def _is_abandoned(path: Path) -> bool:
     """Return whether no process holds the lock of a partial download."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from trainer.data.cache import find_cache_folders, read_value, write_value
 from trainer.data.manifest import Manifest
-from trainer.data.remote.shard import Keep, RemoteShard
-from trainer.data.remote.transport import Unreachable, find, looked_up, read
+from trainer.data.remote.shard import CacheLocation, RemoteShard
+from trainer.data.remote.transport import Unreachable, find_urls, map_urls, read
 from trainer.data.shards import Shard, ShardError, parse_info
 from trainer.data.source import sample_content
 from trainer.distributed.environment import find_environment
@@ -24,7 +24,7 @@ class NoShards(Exception):
 
 
 @dataclass(frozen=True)
-class Listed:
+class ShardListing:
     """Training and held-out shards, with digests of their contents (see `sample_content`)."""
 
     train: list[Shard]
@@ -33,24 +33,26 @@ class Listed:
     held_out_content: str
 
 
-def open_remote(setting: str, key: str, cache_dir: str | None, cache_gib: float | None) -> Listed:
+def open_remote(setting: str, key: str, cache_dir: str | None, cache_gib: float | None) -> ShardListing:
     """Return the shards that a URL names.  They are cached as they are read.
 
     Raises NoShards if there are none, ShardError, and UserError if there is no usable cache folder or it is too small.
     """
-    keep = Keep(find_folder_of(cache_dir, "shards"), None if cache_gib is None else int(cache_gib * 2**30))
-    location, query = split_query(setting)
-    url = location.rstrip("/") + query
+    location = CacheLocation(
+        find_cache_subfolder(cache_dir, "shards"), None if cache_gib is None else int(cache_gib * 2**30)
+    )
+    url_path, query = split_query(setting)
+    url = url_path.rstrip("/") + query
     content = None
-    if location.endswith(".json"):
+    if url_path.endswith(".json"):
         content = _read_manifest(setting, url, key)
-    elif not location.endswith(".bin") and not has_pattern(url):
+    elif not url_path.endswith(".bin") and not has_pattern(url):
         with contextlib.suppress(Unreachable):  # no manifest: list the shards
             content = read(join(url, "manifest.json"))
             url = join(url, "manifest.json")
-    found = _by_manifest(url, content, keep) if content is not None else _by_name(url, keep)
+    found = _by_manifest(url, content, location) if content is not None else _by_name(url, location)
     if cache_gib is not None:
-        _check_room([*found.train, *found.held_out], cache_gib)
+        _check_capacity([*found.train, *found.held_out], cache_gib)
     return found
 
 
@@ -63,15 +65,15 @@ def _read_manifest(setting: str, url: str, key: str) -> bytes:
     return content
 
 
-def _by_manifest(url: str, content: bytes, keep: Keep) -> Listed:
+def _by_manifest(url: str, content: bytes, location: CacheLocation) -> ShardListing:
     manifest = Manifest.parse(content, url)
     base, version = parent(url), hashlib.blake2b(content, digest_size=12).hexdigest()
 
     def shards(is_held_out: bool) -> list[Shard]:
-        return [RemoteShard(_inside(base, name), info, keep, version) for name, info in manifest.infos(is_held_out)]
+        return [RemoteShard(_inside(base, name), info, location, version) for name, info in manifest.infos(is_held_out)]
 
     train, held_out = shards(is_held_out=False), shards(is_held_out=True)
-    return Listed(train, manifest.train_content, held_out, manifest.held_out_content)
+    return ShardListing(train, manifest.train_content, held_out, manifest.held_out_content)
 
 
 def _inside(base: str, name: str) -> str:
@@ -80,24 +82,24 @@ def _inside(base: str, name: str) -> str:
     return name if "://" in name else join(base, name)
 
 
-def _by_name(url: str, keep: Keep) -> Listed:
+def _by_name(url: str, location: CacheLocation) -> ShardListing:
     is_one = split_query(url)[0].endswith(".bin") and not has_pattern(url)
-    urls = [url] if is_one else [found for found in find(url) if split_query(found)[0].endswith(".bin")]
+    urls = [url] if is_one else [found for found in find_urls(url) if split_query(found)[0].endswith(".bin")]
     if not urls:
         raise NoShards
-    told = looked_up(read, [with_suffix(url, ".bin", ".json") for url in urls])
+    metadata = map_urls(read, [with_suffix(url, ".bin", ".json") for url in urls])
     shards: list[Shard] = [
-        RemoteShard(url, parse_info(content, url), keep, hashlib.blake2b(content, digest_size=12).hexdigest())
-        for url, content in zip(urls, told, strict=True)
+        RemoteShard(url, parse_info(content, url), location, hashlib.blake2b(content, digest_size=12).hexdigest())
+        for url, content in zip(urls, metadata, strict=True)
     ]
-    return Listed(shards, _content(shards, b"\0".join(told), keep), [], "")
+    return ShardListing(shards, _content(shards, b"\0".join(metadata), location), [], "")
 
 
-def _content(shards: Sequence[Shard], told: bytes, keep: Keep) -> str:
+def _content(shards: Sequence[Shard], metadata: bytes, location: CacheLocation) -> str:
     """Return the digest of the shards' content, from the cache if it was computed before for the same metadata."""
-    digest = hashlib.blake2b(told, digest_size=12)
+    digest = hashlib.blake2b(metadata, digest_size=12)
     digest.update("\n".join(shard.name for shard in shards).encode())
-    path = keep.folder.with_name(f"content-{digest.hexdigest()}")
+    path = location.folder.with_name(f"content-{digest.hexdigest()}")
     if isinstance(known := read_value(path), str):
         return known
     content = sample_content(shards)
@@ -106,7 +108,7 @@ def _content(shards: Sequence[Shard], told: bytes, keep: Keep) -> str:
     return content
 
 
-def find_folder_of(cache_dir: str | None, name: str) -> Path:
+def find_cache_subfolder(cache_dir: str | None, name: str) -> Path:
     """Return the subfolder `name` of the cache, for downloads.
 
     Raises UserError if no cache folder is writable.
@@ -122,7 +124,7 @@ def find_folder_of(cache_dir: str | None, name: str) -> Path:
     raise setting_error("data.cache_dir", cache_dir, rule, fix="give a writable folder")
 
 
-def _check_room(shards: Sequence[Shard], cache_gib: float) -> None:
+def _check_capacity(shards: Sequence[Shard], cache_gib: float) -> None:
     """Raise UserError unless the cache can hold one shard for each rank of this machine."""
     ranks = find_environment().local_world_size
     needed = ranks * max((shard.info.num_tokens * shard.dtype.itemsize for shard in shards), default=0)

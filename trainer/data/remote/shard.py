@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.data.remote.cache import Item, ShardCache
-from trainer.data.remote.transport import MANY, read, read_range
+from trainer.data.remote.cache import RemoteFile, ShardCache
+from trainer.data.remote.transport import MANY_TRIES, read, read_range
 from trainer.data.shards import Shard, ShardError, ShardInfo, parse_info
 from trainer.urls import with_suffix, without_credentials
 
 
 @dataclass(frozen=True)
-class Keep:
+class CacheLocation:
     """The cache folder, and the maximum number of bytes in it."""
 
     folder: Path
@@ -32,8 +32,8 @@ class Keep:
 
 
 @functools.cache
-def _cache(keep: Keep, process: int) -> ShardCache:
-    return ShardCache(keep.folder, keep.limit)
+def _cache(location: CacheLocation, process: int) -> ShardCache:
+    return ShardCache(location.folder, location.limit)
 
 
 class RemoteShard(Shard):
@@ -44,23 +44,23 @@ class RemoteShard(Shard):
 
     is_remote = True
 
-    def __init__(self, url: str, info: ShardInfo, keep: Keep, version: str) -> None:
+    def __init__(self, url: str, info: ShardInfo, location: CacheLocation, version: str) -> None:
         self._url, self.name, self.info = url, without_credentials(url), info
-        self.keep, self._listed_as = keep, version
+        self.location, self._version = location, version
 
     @functools.cached_property
-    def tokens(self) -> Item:
+    def tokens(self) -> RemoteFile:
         """The token file."""
         return self._item(".bin", self.info.num_tokens * self.dtype.itemsize, slice(0, 8))
 
     @functools.cached_property
-    def index(self) -> Item:
+    def index(self) -> RemoteFile:
         """The index file: where documents start."""
         return self._item(".idx", (self.info.num_documents + 1) * 8, slice(8, 16))
 
     def peek(self, start: int, count: int) -> NDArray[np.unsignedinteger[Any]]:
         """Return a few tokens, downloading only these if the server supports range requests."""
-        if not self.keep.cache.has(self.tokens.name):
+        if not self.location.cache.has(self.tokens.name):
             size = self.dtype.itemsize
             found = read_range(self._url, start * size, (start + count) * size)
             if found is not None and len(found) == count * size:
@@ -71,23 +71,23 @@ class RemoteShard(Shard):
         """Do nothing: the cache verifies a file when it is downloaded and when it is first read."""
 
     def _fill(self, buffer: NDArray[Any], offset: int, is_index: bool) -> int:
-        return self.keep.cache.read_into(buffer, self.index if is_index else self.tokens, offset)
+        return self.location.cache.read_into(buffer, self.index if is_index else self.tokens, offset)
 
-    def _item(self, suffix: str, size: int, digits: slice) -> Item:
+    def _item(self, suffix: str, size: int, digits: slice) -> RemoteFile:
         url = with_suffix(self._url, ".bin", suffix)
-        what = f"{without_credentials(url)} {self._listed_as}"
+        what = f"{without_credentials(url)} {self._version}"
         name = hashlib.blake2b(what.encode(), digest_size=12).hexdigest()
-        return Item(f"{name}-{size}{suffix}", url, size, lambda: self._checksum(digits))
+        return RemoteFile(f"{name}-{size}{suffix}", url, size, lambda: self._checksum(digits))
 
     def _checksum(self, digits: slice) -> int | None:
-        checksum = self.info.checksum or self._told.checksum
+        checksum = self.info.checksum or self._own_metadata.checksum
         return int(checksum[digits], 16) if checksum else None
 
     @functools.cached_property
-    def _told(self) -> ShardInfo:
+    def _own_metadata(self) -> ShardInfo:
         """The shard's own metadata.  Raises ShardError if it differs from `info`."""
         url = with_suffix(self._url, ".bin", ".json")
-        found = parse_info(read(url, MANY), without_credentials(url))
+        found = parse_info(read(url, MANY_TRIES), without_credentials(url))
         if replace(found, checksum="") != replace(self.info, checksum=""):
             raise ShardError(f"{self.name} has changed: its metadata does not match the manifest")
         return found

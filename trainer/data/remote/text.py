@@ -13,16 +13,16 @@ from typing import TypeAlias
 
 from trainer.data.cache import is_same_file, open_lock, read_value, write_value
 from trainer.data.ingest.inputs import SUPPORTED_SUFFIXES, InputFile, find_inputs, kind_of
-from trainer.data.remote.cache import Item, ShardCache, sum_file
-from trainer.data.remote.listing import find_folder_of
-from trainer.data.remote.transport import Unreachable, find, look_up, looked_up, unusable_url
+from trainer.data.remote.cache import RemoteFile, ShardCache, checksum_path
+from trainer.data.remote.listing import find_cache_subfolder
+from trainer.data.remote.transport import Unreachable, find_urls, look_up, map_urls, unusable_url
 from trainer.data.shards import ShardError
 from trainer.errors import UserError, masked, print_stderr, setting_error
 from trainer.files import find_folder
 from trainer.stopping import stop_if_asked
 from trainer.urls import has_pattern, split_query, with_credentials_of, without_credentials
 
-_PAGES = (".html", ".htm", ".xml")
+_WEB_PAGE_SUFFIXES = (".html", ".htm", ".xml")
 """Suffixes of files that may be web pages."""
 
 
@@ -30,7 +30,7 @@ _PAGES = (".html", ".htm", ".xml")
 class RemoteText:
     """Text files at URLs, and the folder to download them into, shared by all processes of this machine."""
 
-    items: Sequence[Item]
+    items: Sequence[RemoteFile]
     folder: Path
 
     def inputs(self, key: str) -> list[InputFile]:
@@ -49,16 +49,18 @@ class RemoteText:
         for item in self.items:  # also the cached ones, to verify them
             stop_if_asked()
             cache.fetch(item)
-            self._refuse_a_page(item)
+            self._reject_web_page(item)
 
-    def _refuse_a_page(self, item: Item) -> None:
+    def _reject_web_page(self, item: RemoteFile) -> None:
         """Raise Unreachable and remove the file if it is a web page by mistake, such as a login or error page."""
         path = self.folder / item.name
         with open(path, "rb") as file:
             start = file.read(1024).lstrip(b"\xef\xbb\xbf \t\r\n").lower()
-        if start.startswith((b"<!doctype html", b"<html")) and not split_query(item.url)[0].lower().endswith(_PAGES):
+        if start.startswith((b"<!doctype html", b"<html")) and not split_query(item.url)[0].lower().endswith(
+            _WEB_PAGE_SUFFIXES
+        ):
             path.unlink(missing_ok=True)
-            sum_file(path).unlink(missing_ok=True)
+            checksum_path(path).unlink(missing_ok=True)
             rule = "is a web page (HTML), not what its name says; does the server want a login?"
             raise Unreachable(f"{masked(item.url)} {rule}")
 
@@ -70,7 +72,7 @@ class RemoteText:
         """
         names = " ".join(item.name for item in self.items)
         lock = self.folder / f".{hashlib.blake2b(names.encode(), digest_size=12).hexdigest()}.lock"
-        descriptor = _shared(lock)
+        descriptor = _lock_shared(lock)
         here = [self.folder / item.name for item in self.items]
         files: list[Path] = []
         try:
@@ -85,12 +87,12 @@ class RemoteText:
         finally:  # after any other failure the files stay, for the next start
             with suppress(BlockingIOError):
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                for path in (*files, *map(sum_file, files), lock):
+                for path in (*files, *map(checksum_path, files), lock):
                     path.unlink(missing_ok=True)
             os.close(descriptor)
 
 
-def _shared(lock: Path) -> int:
+def _lock_shared(lock: Path) -> int:
     """Acquire the shared lock of a file and return its descriptor; removing the file needs the exclusive lock."""
     while True:
         descriptor = open_lock(lock)
@@ -113,32 +115,32 @@ def find_text(setting: str, cache_dir: str | None) -> RemoteText:
     message, since their tokens may be cached.  Raises ShardError if they cannot be looked up and never were, UserError
     if there is no folder to download them into.
     """
-    folder = find_folder_of(cache_dir, "text")
-    named = hashlib.blake2b(without_credentials(setting).encode(), digest_size=12).hexdigest()
-    known = folder.with_name(f"listed-{named}.json")
+    folder = find_cache_subfolder(cache_dir, "text")
+    digest = hashlib.blake2b(without_credentials(setting).encode(), digest_size=12).hexdigest()
+    known = folder.with_name(f"listed-{digest}.json")
     try:
         facts = _look_up_all(setting)
     except Unreachable as error:
-        facts = _recall(known, setting) if error.is_away else []
+        facts = _load_listing(known, setting) if error.is_unavailable else []
         if not facts:
             raise
         print_stderr(f"{error}; assuming that it has not changed since the last check")
     else:
-        _remember(known, facts)
-    return RemoteText([_item_of(*each) for each in facts], folder)
+        _store_listing(known, facts)
+    return RemoteText([_remote_file(*each) for each in facts], folder)
 
 
-_Facts: TypeAlias = "list[tuple[str, int, str]]"
+_FileFacts: TypeAlias = "list[tuple[str, int, str]]"
 """The URL, size and version of each file."""
 
 
-def _look_up_all(setting: str) -> _Facts:
+def _look_up_all(setting: str) -> _FileFacts:
     is_one = is_text(setting) and not has_pattern(setting)
-    urls = [setting] if is_one else [url for url in find(setting) if is_text(url)]
-    return [(url, *told) for url, told in zip(urls, looked_up(look_up, urls), strict=True)]
+    urls = [setting] if is_one else [url for url in find_urls(setting) if is_text(url)]
+    return [(url, *facts_of_file) for url, facts_of_file in zip(urls, map_urls(look_up, urls), strict=True)]
 
 
-def _remember(known: Path, facts: _Facts) -> None:
+def _store_listing(known: Path, facts: _FileFacts) -> None:
     """Store the result of a look-up, without the credentials in URLs."""
     stored = [[without_credentials(url), size, version] for url, size, version in facts]
     if stored and read_value(known) != stored:
@@ -146,7 +148,7 @@ def _remember(known: Path, facts: _Facts) -> None:
             write_value(known, stored)
 
 
-def _recall(known: Path, setting: str) -> _Facts:
+def _load_listing(known: Path, setting: str) -> _FileFacts:
     """Return the stored look-up, with the credentials of `setting` added to the URLs."""
     return [(with_credentials_of(url, setting), size, version) for url, size, version in read_value(known) or []]
 
@@ -165,7 +167,7 @@ def text_files(settings: Sequence[str], key: str) -> Iterator[tuple[list[InputFi
             if find_folder(setting) is not None:
                 inputs += find_inputs([setting.removeprefix("file://")], key)
                 continue
-            with _named(key, setting):
+            with _naming_setting(key, setting):
                 text = elsewhere[setting] = find_text(setting, None)
             if not text.items:
                 raise setting_error(
@@ -176,14 +178,14 @@ def text_files(settings: Sequence[str], key: str) -> Iterator[tuple[list[InputFi
 
         def fetch() -> None:
             for setting, text in elsewhere.items():
-                with _named(key, setting):
+                with _naming_setting(key, setting):
                     text.fetch()
 
         yield list({each.path: each for each in inputs}.values()), fetch
 
 
 @contextmanager
-def _named(key: str, setting: str) -> Iterator[None]:
+def _naming_setting(key: str, setting: str) -> Iterator[None]:
     """Turn a ShardError into a UserError that names the setting."""
     try:
         yield
@@ -191,6 +193,6 @@ def _named(key: str, setting: str) -> Iterator[None]:
         raise unusable_url(key, setting, error) from error
 
 
-def _item_of(url: str, size: int, version: str) -> Item:
+def _remote_file(url: str, size: int, version: str) -> RemoteFile:
     name = hashlib.blake2b(f"{without_credentials(url)} {size} {version}".encode(), digest_size=12).hexdigest()
-    return Item(f"{name}-{split_query(url)[0].rpartition('/')[2]}", url, size, lambda: None, version)
+    return RemoteFile(f"{name}-{split_query(url)[0].rpartition('/')[2]}", url, size, lambda: None, version)

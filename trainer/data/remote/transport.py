@@ -40,23 +40,23 @@ if TYPE_CHECKING:
 STALL_S = 60.0
 """Seconds without data after which a connection counts as lost; also the window over which speed is averaged."""
 
-LEAST_BYTES = 1 << 10
+MIN_BYTES_PER_S = 1 << 10
 """Minimum bytes per second from a web server, averaged over STALL_S."""
 
-LONGEST_PAUSE_S = 60.0
+MAX_PAUSE_S = 60.0
 """Maximum pause between retries in seconds; pauses start at one second and double."""
 
-FEW, MANY = 3, 12
+FEW_TRIES, MANY_TRIES = 3, 12
 """Number of attempts: few while the data are opened, when the URL may be wrong, and many during a run (about 7
 minutes).
 """
 
-_AT_ONCE = 16
+_NUM_THREADS = 16
 """Number of files to look up at a time."""
 
 _BLOCK = 1 << 20
-_ASK_AGAIN = (408, 425, 429)
-_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.ENOENT, errno.EISDIR)
+_RETRY_STATUSES = (408, 425, 429)
+_LOCAL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.ENOENT, errno.EISDIR)
 
 Result = TypeVar("Result")
 
@@ -64,23 +64,23 @@ Result = TypeVar("Result")
 class Unreachable(ShardError):
     """A remote file cannot be read.
 
-    `is_absent`: it does not exist.  `is_away`: it may exist, but its server or the network is down.
+    `is_missing`: it does not exist.  `is_unavailable`: it may exist, but its server or the network is down.
     """
 
-    def __init__(self, message: str, is_absent: bool = False, is_away: bool = False) -> None:
+    def __init__(self, message: str, is_missing: bool = False, is_unavailable: bool = False) -> None:
         super().__init__(message)
-        self.is_absent, self.is_away = is_absent, is_away
+        self.is_missing, self.is_unavailable = is_missing, is_unavailable
 
 
-class Changed(ShardError):
+class FileChanged(ShardError):
     """A file has changed since it was looked up."""
 
 
 def unusable_url(key: str, url: str, error: ShardError) -> UserError:
     """Return the UserError for a setting whose URL cannot be used."""
-    fix = "start again" if isinstance(error, Changed) else ""
+    fix = "start again" if isinstance(error, FileChanged) else ""
     if isinstance(error, Unreachable):
-        fix = "check the URL" if error.is_absent else "check the URL, and whether this machine can reach it"
+        fix = "check the URL" if error.is_missing else "check the URL, and whether this machine can reach it"
     return setting_error(key, url, str(error).removeprefix(f"{masked(url)} "), fix=fix)
 
 
@@ -88,27 +88,27 @@ class SlowServer(OSError):
     """A server sends data too slowly."""
 
 
-class Broken(OSError):
+class DamagedDownload(OSError):
     """A download is incomplete or damaged."""
 
 
-def read(url: str, tries: int = FEW) -> bytes:
+def read(url: str, tries: int = FEW_TRIES) -> bytes:
     """Return the content of a small file.  Raises Unreachable."""
-    return again(url, tries, lambda: b"".join(_content(url)))
+    return with_retries(url, tries, lambda: b"".join(_content(url)))
 
 
-def read_range(url: str, start: int, stop: int, tries: int = FEW) -> bytes | None:
+def read_range(url: str, start: int, stop: int, tries: int = FEW_TRIES) -> bytes | None:
     """Return bytes `start` to `stop` of a file; None if its server sends complete files only.  Raises Unreachable."""
-    return again(url, tries, lambda: _range(url, start, stop))
+    return with_retries(url, tries, lambda: _range(url, start, stop))
 
 
-def look_up(url: str, tries: int = FEW) -> tuple[int, str]:
+def look_up(url: str, tries: int = FEW_TRIES) -> tuple[int, str]:
     """Return the size of a file, and its version: a string that changes with its content, or empty if the server has
     none.
 
     Raises Unreachable.
     """
-    return again(url, tries, lambda: _headers(url) if is_http(url) else _facts(url))
+    return with_retries(url, tries, lambda: _headers(url) if is_http(url) else _file_facts(url))
 
 
 def download(url: str, path: Path, with_version: bool = False) -> str | None:
@@ -122,22 +122,22 @@ def download(url: str, path: Path, with_version: bool = False) -> str | None:
         if not with_version:
             return None
         system.invalidate_cache()
-        return _facts(url)[1]
-    with open(path, "wb") as file, _opened(url) as answer:
-        for block in _whole(answer):
+        return _file_facts(url)[1]
+    with open(path, "wb") as file, _open_url(url) as answer:
+        for block in _body(answer):
             file.write(block)
         return _version_of(answer) if with_version else None
 
 
-def find(url: str) -> list[str]:
+def find_urls(url: str) -> list[str]:
     """Return the sorted URLs of the files that a glob or a folder names.  On a web server these are the links of the
     folder's page.  Raises Unreachable.
     """
-    return sorted(again(url, FEW, lambda: _linked(url) if is_http(url) else _listed(url)))
+    return sorted(with_retries(url, FEW_TRIES, lambda: _list_links(url) if is_http(url) else _list_files(url)))
 
 
 def _headers(url: str) -> tuple[int, str]:
-    with _opened(url) as answer:  # GET: some servers refuse HEAD
+    with _open_url(url) as answer:  # GET: some servers refuse HEAD
         if answer.length is None:
             raise ValueError("the server does not report its size")
         return answer.length, _version_of(answer)
@@ -148,29 +148,39 @@ def _version_of(answer: http.client.HTTPResponse) -> str:
     return " ".join(answer.headers.get(name, "") for name in ("ETag", "Last-Modified"))
 
 
-_MEANT = string.punctuation
+_UNQUOTED = string.punctuation
 """Characters of a URL that are not percent-encoded; spaces and non-ASCII letters are."""
 
-_VERSIONS = ("ETag", "etag", "md5Hash", "content_md5", "mtime", "LastModified", "last_modified", "updated", "created")
+_VERSION_KEYS = (
+    "ETag",
+    "etag",
+    "md5Hash",
+    "content_md5",
+    "mtime",
+    "LastModified",
+    "last_modified",
+    "updated",
+    "created",
+)
 """Metadata keys that change with a file's content, most reliable first; file systems provide some of them.
 
 Only the first one is compared: listings and single files report times in different formats.
 """
 
 
-def _facts(url: str) -> tuple[int, str]:
+def _file_facts(url: str) -> tuple[int, str]:
     system, path = open_filesystem(url)
     facts = system.info(path)
-    return int(facts["size"]), next((str(facts[name]) for name in _VERSIONS if name in facts), "")
+    return int(facts["size"]), next((str(facts[name]) for name in _VERSION_KEYS if name in facts), "")
 
 
-def _listed(url: str) -> list[str]:
+def _list_files(url: str) -> list[str]:
     system, path = open_filesystem(url)
     found = system.glob(path) if has_pattern(url) else system.ls(path, detail=False)
     return [with_credentials_of(str(system.unstrip_protocol(name)), url) for name in found]
 
 
-def _linked(url: str) -> list[str]:
+def _list_links(url: str) -> list[str]:
     folder, pattern = (parent(url), split_query(url)[0].rpartition("/")[2]) if has_pattern(url) else (url, "*")
     page = b"".join(_content(join(folder, ""))).decode(errors="replace")
     links = [
@@ -180,8 +190,8 @@ def _linked(url: str) -> list[str]:
     return [join(folder, urllib.parse.quote(name)) for name in names if name and fnmatch.fnmatchcase(name, pattern)]
 
 
-def again(url: str, tries: int, act: Callable[[], Result]) -> Result:
-    """Call `act`, with up to `tries` attempts, or FEW if the server is too slow.
+def with_retries(url: str, tries: int, attempt: Callable[[], Result]) -> Result:
+    """Call `attempt`, with up to `tries` attempts, or FEW if the server is too slow.
 
     Raises Unreachable with the last error.  An OSError for a full disk is raised unchanged, since it is unrelated to
     the URL.
@@ -189,18 +199,18 @@ def again(url: str, tries: int, act: Callable[[], Result]) -> Result:
     for left in range(tries - 1, -1, -1):
         stop_if_asked()
         try:
-            return act()
+            return attempt()
         except ShardError:
             raise
         except Exception as error:  # each file system has its own exception types
             if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise
-            if isinstance(error, SlowServer) and tries - left >= FEW:
+            if isinstance(error, SlowServer) and tries - left >= FEW_TRIES:
                 left = 0
             if not left or _is_final(error):
                 message = redact(f"{masked(url)} cannot be read ({_reason(error)})")
-                raise Unreachable(message, _is_absent(error), not _is_final(error)) from error
-            pause = min(LONGEST_PAUSE_S, 2.0 ** (tries - 1 - left))
+                raise Unreachable(message, _is_missing(error), not _is_final(error)) from error
+            pause = min(MAX_PAUSE_S, 2.0 ** (tries - 1 - left))
             print_stderr(
                 f"{masked(url)}: {_reason(error)}; trying again ({left} more {'try' if left == 1 else 'tries'})"
             )
@@ -216,7 +226,7 @@ def _sleep(seconds: float) -> None:
         stop_if_asked()
 
 
-def looked_up(look: Callable[[str], Result], urls: Sequence[str]) -> list[Result]:
+def map_urls(look: Callable[[str], Result], urls: Sequence[str]) -> list[Result]:
     """Call `look` on each URL, several at a time, and return the results in order.
 
     Raises the first error that occurs, or StopRequested, immediately, without waiting for other threads.  The threads
@@ -234,7 +244,7 @@ def looked_up(look: Callable[[str], Result], urls: Sequence[str]) -> list[Result
                 except BaseException as error:
                     answers.put(error)
 
-    for _ in range(min(_AT_ONCE, len(urls))):
+    for _ in range(min(_NUM_THREADS, len(urls))):
         threading.Thread(target=work, name="look-up", daemon=True).start()
     found: dict[int, Result] = {}
     try:
@@ -253,12 +263,12 @@ def looked_up(look: Callable[[str], Result], urls: Sequence[str]) -> list[Result
 def _is_final(error: Exception) -> bool:
     """Return whether a retry cannot help."""
     if isinstance(error, urllib.error.HTTPError):
-        return 400 <= error.code < 500 and error.code not in _ASK_AGAIN
-    is_of_the_disk = isinstance(error, OSError) and error.errno in _DISK
-    return is_of_the_disk or isinstance(error, (FileNotFoundError, PermissionError, ImportError, ValueError))
+        return 400 <= error.code < 500 and error.code not in _RETRY_STATUSES
+    is_local = isinstance(error, OSError) and error.errno in _LOCAL_ERRORS
+    return is_local or isinstance(error, (FileNotFoundError, PermissionError, ImportError, ValueError))
 
 
-def _is_absent(error: Exception) -> bool:
+def _is_missing(error: Exception) -> bool:
     return isinstance(error, FileNotFoundError) or (isinstance(error, urllib.error.HTTPError) and error.code == 404)
 
 
@@ -280,25 +290,25 @@ def _content(url: str) -> Iterator[bytes]:
         system, name = open_filesystem(url)
         yield system.cat_file(name)
         return
-    with _opened(url) as answer:
-        yield from _whole(answer)
+    with _open_url(url) as answer:
+        yield from _body(answer)
 
 
 def _range(url: str, start: int, stop: int) -> bytes | None:
     if not is_http(url):
         system, name = open_filesystem(url)
         return bytes(system.cat_file(name, start=start, end=stop))
-    with _opened(url, Range=f"bytes={start}-{stop - 1}") as answer:
-        return b"".join(_whole(answer)) if answer.status == 206 else None
+    with _open_url(url, Range=f"bytes={start}-{stop - 1}") as answer:
+        return b"".join(_body(answer)) if answer.status == 206 else None
 
 
 @contextmanager
-def _opened(url: str, **headers: str) -> Iterator[http.client.HTTPResponse]:
+def _open_url(url: str, **headers: str) -> Iterator[http.client.HTTPResponse]:
     import urllib.request  # slow to import (ssl), and not needed for local data
 
     bare, login = split_login(url)
     request = urllib.request.Request(
-        urllib.parse.quote(bare, safe=_MEANT), headers={"Accept-Encoding": "identity", **headers}
+        urllib.parse.quote(bare, safe=_UNQUOTED), headers={"Accept-Encoding": "identity", **headers}
     )
     for name, value in login.items():
         request.add_unredirected_header(name, value)  # not sent to a server that this one redirects to
@@ -306,7 +316,7 @@ def _opened(url: str, **headers: str) -> Iterator[http.client.HTTPResponse]:
         yield answer
 
 
-def _whole(answer: http.client.HTTPResponse) -> Iterator[bytes]:
+def _body(answer: http.client.HTTPResponse) -> Iterator[bytes]:
     """Yield the body of a response.  Raises Broken if the connection ends early, SlowServer if it is too slow."""
     expected, count = answer.length, 0
     since, count_then = time.monotonic(), 0
@@ -315,8 +325,8 @@ def _whole(answer: http.client.HTTPResponse) -> Iterator[bytes]:
         count += len(block)
         yield block
         if (waited := time.monotonic() - since) > STALL_S:
-            if count - count_then < LEAST_BYTES * waited:
+            if count - count_then < MIN_BYTES_PER_S * waited:
                 raise SlowServer(f"the server sends only {(count - count_then) / waited:,.0f} bytes/s")
             since, count_then = time.monotonic(), count
     if expected is not None and count != expected:
-        raise Broken(f"the connection was lost after {count} of {expected} bytes")
+        raise DamagedDownload(f"the connection was lost after {count} of {expected} bytes")

@@ -13,7 +13,7 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.data.remote.cache import Item, NoRoom, ShardCache
+from trainer.data.remote.cache import CacheFull, RemoteFile, ShardCache
 from trainer.data.remote.shard import RemoteShard
 from trainer.data.shards import Shard, ShardError
 
@@ -31,41 +31,47 @@ class _Step:
     """The shards that a step needs: the names for all ranks, and this rank's files in the order of its samples."""
 
     names: frozenset[str]
-    own: Sequence[Item]
+    files: Sequence[RemoteFile]
 
 
-def coming_from(
-    shards: Sequence[Shard], shards_of: Callable[[Samples], list[int]], steps: Iterator[Samples], own: slice
-) -> Coming:
+def prefetcher_for(
+    shards: Sequence[Shard], shards_of: Callable[[Samples], list[int]], steps: Iterator[Samples], rank_slice: slice
+) -> ShardPrefetcher:
     """Return the prefetcher for those of `shards` that are remote.
 
     shards_of: maps samples to the positions of their remote shards, in order.
     """
-    elsewhere = [shard for shard in shards if isinstance(shard, RemoteShard)]
-    items = [shard.tokens for shard in elsewhere]
-    return Coming(elsewhere[0].keep.cache, steps, own, lambda samples: [items[n] for n in shards_of(samples)])
+    remote_shards = [shard for shard in shards if isinstance(shard, RemoteShard)]
+    items = [shard.tokens for shard in remote_shards]
+    return ShardPrefetcher(
+        remote_shards[0].location.cache, steps, rank_slice, lambda samples: [items[n] for n in shards_of(samples)]
+    )
 
 
-class Coming:
+class ShardPrefetcher:
     """Prefetches the files of the coming steps.  The thread runs while samples are taken from `follow`.
 
-    steps: the samples of each step, on all ranks.  own: the slice of them that is this rank's.  items_of: maps samples
-    to their files, in order.
+    steps: the samples of each step, on all ranks.  rank_slice: the slice of them that is this rank's.  items_of: maps
+    samples to their files, in order.
     """
 
     def __init__(
-        self, cache: ShardCache, steps: Iterator[Samples], own: slice, items_of: Callable[[Samples], list[Item]]
+        self,
+        cache: ShardCache,
+        steps: Iterator[Samples],
+        rank_slice: slice,
+        items_of: Callable[[Samples], list[RemoteFile]],
     ) -> None:
-        self._cache, self._steps, self._own, self._items_of = cache, steps, own, items_of
-        self._ahead: deque[_Step] = deque()
+        self._cache, self._steps, self._rank_slice, self._items_of = cache, steps, rank_slice, items_of
+        self._steps_ahead: deque[_Step] = deque()
         self._next: dict[str, int] = {}
         self._num_taken = 0
         self._changed = threading.Condition()
         self._is_closed = False
         self._look_ahead()
-        cache.heed(self)
+        cache.add_forecast(self)
 
-    def need(self, name: str) -> float:
+    def steps_until_needed(self, name: str) -> float:
         """Return in how many steps a file is needed."""
         return self._next.get(name, math.inf)
 
@@ -75,48 +81,48 @@ class Coming:
         try:
             for some in indices:
                 yield some
-                self._take(len(some))
+                self._advance(len(some))
         finally:
             with self._changed:
                 self._is_closed = True
                 self._changed.notify()
 
-    def _take(self, count: int) -> None:
+    def _advance(self, count: int) -> None:
         self._num_taken += count
-        if self._num_taken == self._own.stop - self._own.start:
+        if self._num_taken == self._rank_slice.stop - self._rank_slice.start:
             self._num_taken = 0
             with self._changed:
-                self._ahead.popleft()
+                self._steps_ahead.popleft()
                 self._look_ahead()
                 self._changed.notify()
 
     def _look_ahead(self) -> None:
         size = 0
         for samples in self._steps:
-            in_order = self._items_of(samples[self._own])
+            in_order = self._items_of(samples[self._rank_slice])
             names = frozenset(item.name for item in self._items_of(np.unique(samples)))
-            self._ahead.append(_Step(names, list({item.name: item for item in in_order}.values())))
+            self._steps_ahead.append(_Step(names, list({item.name: item for item in in_order}.values())))
             size = len(samples)
-            if len(self._ahead) * size >= _SAMPLES:
+            if len(self._steps_ahead) * size >= _SAMPLES:
                 break
-        self._next = {name: n for n in range(len(self._ahead) - 1, -1, -1) for name in self._ahead[n].names}
+        self._next = {name: n for n in range(len(self._steps_ahead) - 1, -1, -1) for name in self._steps_ahead[n].names}
 
     def _fetch(self) -> None:
         while not self._is_closed:
-            with contextlib.suppress(NoRoom, ShardError, OSError):  # errors are raised when the file is needed
+            with contextlib.suppress(CacheFull, ShardError, OSError):  # errors are raised when the file is needed
                 if self._fetch_next():
                     continue
             with self._changed:
                 if not self._is_closed:
                     self._changed.wait(_PAUSE_S)
-            self._cache.stop_catching_signals()
+            self._cache.close_evicted()
 
     def _fetch_next(self) -> bool:
         """Download the first missing file; returns whether there was one."""
         with self._changed:
-            steps = list(islice(self._ahead, len(self._ahead)))
+            steps = list(islice(self._steps_ahead, len(self._steps_ahead)))
         for due, step in enumerate(steps):
-            for item in step.own:
+            for item in step.files:
                 if not self._cache.has(item.name):
                     self._cache.fetch(item, due)
                     return True
