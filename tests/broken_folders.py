@@ -227,6 +227,9 @@ CASES: dict[str, Callable[[Path], None]] = {
     "weights: one missing": weights(lambda tensors: tensors.pop(EMBEDDING)),
     "weights: one too many": weights(lambda tensors: tensors.update(more=torch.zeros(3))),
     "weights: NaN": weights(lambda tensors: [tensor.fill_(float("nan")) for tensor in tensors.values()]),
+    "weights: one infinity": weights(
+        lambda tensors: tensors["model.layers.1.mlp.up_proj.weight"][3, 5].fill_(torch.inf)
+    ),
     "index: a file outside": outside("../outside.safetensors"),
     "index: an absolute path": outside("{}"),
     "index: shard missing": index(lambda names: names.update({EMBEDDING: "model-00002-of-00002.safetensors"})),

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.broken_folders import CASES, CHAT, write_good
-from trainer import UserError, load_config
+from trainer import UserError, load_config, load_weights
 from trainer.files import link_outside
 from trainer.report.live import Pages
 from trainer.weights.huggingface import SafetensorsFolder
@@ -23,12 +23,13 @@ from trainer.weights.origin import read_model_files
 pytest.importorskip("tokenizers")
 
 LIMIT_S, LIMIT_GIB = 10.0, 2.0
+NOT_FINITE = ("weights: NaN", "weights: one infinity")
 AT_ONCE = [name for name in CASES if name.startswith(("config: ", "link: "))]
 """What is found in config.json and in the names of files, before torch is needed."""
-LEFT = ("config: NaN", "config: model_type unknown", "config: code of its own", "weights: pickle", "weights: NaN")
+LEFT = ("config: NaN", "config: model_type unknown", "config: code of its own", "weights: pickle", *NOT_FINITE)
 """What only reading more than configuration files and headers shows."""
-TRAINED = ("weights: NaN", "tokenizer: catastrophic regex")
-"""Left out: neither is refused.  What a run on them does in the end is not tested."""
+TRAINED = ("tokenizer: catastrophic regex",)
+"""Not refused: the tokenizers library gives up on such a match, and the run trains."""
 HEADERS = [
     "weights: empty",
     "weights: garbage",
@@ -59,6 +60,12 @@ def test_a_broken_folder_is_refused_at_once(name: str, model: str, tmp_path: Pat
     said = str(refused.value)
     assert said.startswith((f"model.path={folder}", f"train.init_from={folder}")), said
     assert len(said) < 1000
+
+
+@pytest.mark.parametrize("name", NOT_FINITE)
+def test_weights_that_are_not_finite_are_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"not all finite: NaN or infinity in .*(norm|layers)"):
+        load_weights(broken(tmp_path, name))
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name.startswith("index: ")])

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from trainer.errors import UserError
-from trainer.model.parameters import local, own_rows, tied_names
+from trainer.model.parameters import local, local_rows, tied_names
 from trainer.recipe import WeightSource as WeightSource
 
 BLOCK_BYTES = 64 * 2**20
@@ -32,13 +32,17 @@ def fill(
 
     The model must be materialized, and may be sharded: each rank reads its own rows, a block at a time.  (A tensor
     sharded along another dimension is read in full.)  Persistent buffers missing from the source keep their values.  No
-    collectives.  Raises UserError on all ranks, before anything is written, if the source does not fit the model (see
-    `find_weights`).  Errors of the source while reading may be raised on a single rank.
+    collectives; one host sync.
+
+    Raises UserError on all ranks, before anything is written, if the source does not fit the model (see
+    `find_weights`).  Raises UserError on those ranks whose rows of a parameter hold NaN or infinity, which no loss would
+    survive.  Errors of the source while reading may be raised on a single rank.
     """
     model_weights, dtypes = named_weights(model), source.dtypes
+    is_finite: dict[str, torch.Tensor] = {}
     for name, stored in find_weights(model, source, setting, only).items():
         weight = model_weights[name].detach()
-        rows = own_rows(weight)
+        rows = local_rows(weight)
         if rows is None:
             assert isinstance(weight, DTensor)
             whole = source.read(stored)
@@ -50,6 +54,14 @@ def fill(
             first, last = rows
             for start, stop in row_blocks(weight.shape, dtypes[stored], first, last):
                 local(weight)[start - first : stop - first].copy_(source.read(stored, start, stop))
+        if isinstance(model_weights[name], nn.Parameter):  # a buffer may well hold -inf, as a causal mask does
+            is_finite[stored] = torch.isfinite(local(weight)).all()
+    if is_finite and not torch.stack([*is_finite.values()]).all():
+        names = [name for name, flag in is_finite.items() if not flag]
+        listed = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+        raise UserError(
+            f"{setting}: the weights in {source.description} are not all finite: NaN or infinity in {listed}"
+        )
 
 
 def find_weights(
